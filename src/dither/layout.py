@@ -1,0 +1,157 @@
+"""Where the groups of a cast lie in a tensor, and how codes are stored.
+
+Every cast works on matrices: a tensor is viewed as x_BRC, a batch of B matrices in its own memory order, and its groups
+run along the columns (axis -1), along the rows (any other axis), or are square blocks. Codes and scales come out with
+the quantized axis innermost in memory, which is what the matrix product that consumes them wants:
+
+    x [3, 5, 8], axis=-1, tile(4)    x_BRC [1, 15, 8]    codes [15, 8]        scales [15, 2]
+    x [3, 5, 8], axis=1,  tile(4)    x_BRC [3, 5, 8]     codes [3, 8, 5]      scales [3, 8, 2]
+    x [3, 5, 8], block(4)            x_BRC [3, 5, 8]     codes [3, 5, 8]      scales [3, 2, 2]
+
+and are then viewed in the order of x's dimensions, the quantized one shortened (values [3, 5, 8], scales [3, 2, 8]).
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dither.errors import UserError
+from dither.formats import Format
+from dither.precision import Cast
+
+PACKED_BITS = (4, 6)
+"""Formats of these widths share bytes: two 4-bit codes in one, low nibble first; four 6-bit codes in three, little endian."""
+
+_DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+}
+
+
+def storage_dtype(format: Format) -> torch.dtype:
+    """The dtype that holds codes of `format`: its own where torch has one, else the narrowest integer (uint8 when packed)."""
+    if format.name in _DTYPES:
+        return _DTYPES[format.name]
+    return torch.uint8 if format.bits <= 8 else torch.int16 if format.bits <= 16 else torch.int32
+
+
+def integer_dtype(format: Format) -> torch.dtype:
+    """The integer dtype of the same size as `storage_dtype`, to write codes through."""
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32}[storage_dtype(format).itemsize]
+
+
+def packed_length(n: int, format: Format) -> int:
+    """How many storage elements a run of `n` codes takes."""
+    if format.bits == 4:
+        return (n + 1) // 2
+    if format.bits == 6:
+        return (n + 3) // 4 * 3
+    return n
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The matrices of one (shape, cast, axis); `rows`, `columns` and `batch` are those of x_BRC."""
+
+    shape: tuple[int, ...]
+    axis: int
+    """The quantized axis, counted from the front."""
+    along_rows: bool
+    """Whether groups run down the rows of x_BRC: then codes are stored transposed."""
+    batch: int
+    rows: int
+    columns: int
+    inner: int
+    """How many matrices interleave: the product of the dimensions between the quantized axis and the last."""
+    group: tuple[int, int]
+    """Group size in (other, quantized) direction; 0 stands for the whole extent."""
+
+    @property
+    def lines(self) -> tuple[int, int]:
+        """(number of lines, their length): a line runs along the quantized axis."""
+        return (self.columns, self.rows) if self.along_rows else (self.rows, self.columns)
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """How many groups a matrix has in (other, quantized) direction."""
+        (lines, length), (p, q) = self.lines, self.group
+        return -(-lines // p) if p else 1, -(-length // q) if q else 1
+
+    def matrices(self, x: Tensor) -> Tensor:
+        """x_BRC: a view of `x`, or a copy where its strides do not allow one."""
+        if self.inner == 1:
+            return x.reshape(self.batch, self.rows, self.columns)
+        outer = self.batch // self.inner
+        return x.reshape(outer, self.rows, self.inner, self.columns).transpose(1, 2).reshape(self.batch, self.rows, self.columns)
+
+    def restore(self, x_BRC: Tensor) -> Tensor:
+        """The inverse of `matrices`: values in the shape of the original tensor."""
+        if self.inner == 1:
+            return x_BRC.reshape(self.shape)
+        outer = self.batch // self.inner
+        return x_BRC.reshape(outer, self.inner, self.rows, self.columns).transpose(1, 2).reshape(self.shape)
+
+    def expose(self, lines: Tensor) -> Tensor:
+        """A view of codes or scales, stored as [B, other, quantized], in the order of the original dimensions."""
+        if self.along_rows:
+            rest = self.shape[: self.axis] + self.shape[self.axis + 1 :]
+            return lines.reshape(*rest, lines.shape[-1]).movedim(-1, self.axis)
+        rest = (*self.shape[:-2], lines.shape[-2]) if self.keeps_matrices else self.shape[:-1]
+        return lines.reshape(*rest, lines.shape[-1])
+
+    def collect(self, exposed: Tensor) -> Tensor:
+        """The inverse of `expose`: [B, other, quantized]."""
+        if self.along_rows:
+            exposed = exposed.movedim(self.axis, -1)
+        other = exposed.shape[-2] if self.keeps_matrices else self.lines[0]
+        return exposed.reshape(self.batch, other, exposed.shape[-1])
+
+    @property
+    def keeps_matrices(self) -> bool:
+        """Whether the last two dimensions stay apart from the leading ones, as square blocks need."""
+        return self.group[0] > 1 and len(self.shape) >= 2
+
+
+def layout_of(shape: tuple[int, ...], cast: Cast, axis: int) -> Layout:
+    """The layout of a tensor of `shape` under `cast` along `axis`; scalars and vectors count as one row."""
+    ndim = max(len(shape), 1)
+    if not -ndim <= axis < ndim:
+        raise UserError(f"axis={axis} does not exist in a tensor of shape {tuple(shape)}: it goes from {-ndim} to {ndim - 1}.")
+    axis %= ndim
+    columns = shape[-1] if shape else 1
+    kind, n = cast.group.kind, cast.group.size
+    if kind == "block":
+        rows = shape[-2] if len(shape) >= 2 else 1
+        return Layout(shape, ndim - 1, False, math.prod(shape[:-2]), rows, columns, 1, (n, n))
+    group = {"none": (1, 0), "tensor": (0, 0), "row": (1, 0), "tile": (1, n)}[kind]
+    if axis == ndim - 1 or kind in ("none", "tensor"):
+        return Layout(shape, ndim - 1, False, 1, math.prod(shape[:-1]), columns, 1, group)
+    inner = math.prod(shape[axis + 1 : -1])
+    return Layout(shape, axis, True, math.prod(shape[:axis]) * inner, shape[axis], columns, inner, group)
+
+
+def scale_dtype(cast: Cast) -> torch.dtype:
+    """How the scales of groups are stored."""
+    kind = cast.scaling.kind
+    return torch.float8_e8m0fnu if kind in ("pow2", "pow2_ceil") else torch.float8_e4m3fn if kind == "nvfp4" else torch.float32
+
+
+def empty_lines(x: Tensor, cast: Cast, place: Layout, container: Format) -> tuple[Tensor, Tensor]:
+    """Uninitialised codes [B, other, quantized] and scales [B, P, Q] (none: [0]) for `x`, as they lie in memory."""
+    lines, length = place.lines
+    values = x.new_empty((place.batch, lines, packed_length(length, container)), dtype=storage_dtype(container))
+    groups = (0,) if cast.group.kind == "none" else (place.batch, *place.groups)
+    return values, x.new_empty(groups, dtype=scale_dtype(cast))
+
+
+def expose_scale(scale: Tensor, cast: Cast, place: Layout) -> Tensor:
+    """Scales [B, P, Q] in the order of the tensor's dimensions; one for the whole tensor is 0-d, none is [0]."""
+    if cast.group.kind == "none":
+        return scale
+    return scale.reshape(()) if cast.group.kind == "tensor" else place.expose(scale)

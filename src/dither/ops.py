@@ -1,0 +1,456 @@
+"""The operations, by device: Triton kernels on CUDA, the reference elsewhere, or what `backend=` says.
+
+Each is registered with torch (`torch.ops.dither.*`), so that `torch.compile` keeps one graph and the bits stay the same.
+The functions here check their arguments and say what is wrong with them; the operators below them do not look again.
+"""
+
+import functools
+import importlib.util
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dither import layout
+from dither.errors import UserError
+from dither.formats import Format
+from dither.precision import Cast, Rounding
+from dither.random import Draw, Stream
+from dither.reference import scaling
+
+BACKENDS = ("auto", "reference", "kernel")
+INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A tensor in few bits: codes, scales, and what is needed to read them.
+
+    `values` has the tensor's shape, with 4-bit codes two to a byte and 6-bit codes four to three bytes along `axis`.
+    `scale` has one entry a group, in the order of the tensor's dimensions: multiply codes by it (and by `tensor_scale`,
+    which nvfp4 has) to get numbers back. The memory of both runs along `axis`, as the product over that axis wants it.
+    """
+
+    values: Tensor
+    scale: Tensor | None
+    cast: Cast
+    shape: tuple[int, ...]
+    axis: int
+    dtype: torch.dtype
+    tensor_scale: Tensor | None = None
+
+    def dequantize(self, dtype: torch.dtype | None = None, *, backend: str = "auto") -> Tensor:
+        """The numbers, in the original tensor's shape and in `dtype` (its own, unless said otherwise).
+
+        >>> import dither, torch
+        >>> dither.quantize(torch.tensor([1.0, 2.0, 4.0, -12.0]), "e2m1 tile(4)").dequantize()
+        tensor([  1.,   2.,   4., -12.])
+        """
+        dtype = dtype or self.dtype
+        if dtype not in INPUT_DTYPES:
+            raise UserError(f"Numbers come back as float32, bfloat16 or float16, not as {dtype}.")
+        empty = self.values.new_empty(0, dtype=torch.float32)
+        scale = empty if self.scale is None else self.scale
+        tensor_scale = empty if self.tensor_scale is None else self.tensor_scale
+        return _dequantize_op(self.values, scale, tensor_scale, str(self.cast), list(self.shape), self.axis, dtype, _backend(backend))
+
+
+def round_to(
+    x: Tensor,
+    format: str | Format,
+    rounding: str = "nearest",
+    *,
+    saturate: bool = True,
+    stream: Stream | None = None,
+    step: int | Tensor = 0,
+    offset: tuple[int, int] = (0, 0),
+    backend: str = "auto",
+) -> Tensor:
+    """`x` (any shape; float32, bfloat16 or float16) rounded to values of `format`, as float32, which holds them all exactly.
+
+    Finite overflow goes to the largest value, or with `saturate=False` to Inf, or NaN, where the format has one. NaN stays
+    NaN, and Inf stays Inf (NaN in a format without Inf). Stochastic rounding draws from `stream` at `step`.
+
+    >>> import dither, torch
+    >>> dither.round_to(torch.tensor([0.3, 2.6, 100.0]), "e2m1")
+    tensor([0.5000, 3.0000, 6.0000])
+    """
+    element = format if isinstance(format, Format) else Format.parse(format)
+    cast = Cast(element.name, rounding=rounding)
+    _check_tensor(x, "round_to")
+    draw = _draw(x, cast, stream, step, offset)
+    result: Tensor = _round_to_op(x, cast.format, rounding, saturate, *_draw_arguments(draw), _backend(backend))
+    _check_result(x, cast, result, inf_passes=element.inf and not saturate)
+    return result
+
+
+def quantize(
+    x: Tensor,
+    cast: Cast | str,
+    *,
+    axis: int = -1,
+    stream: Stream | None = None,
+    step: int | Tensor = 0,
+    offset: tuple[int, int] = (0, 0),
+    amax: Tensor | None = None,
+    backend: str = "auto",
+) -> Quantized:
+    """Codes of `x` and their scales, in real storage.
+
+    `x` has any shape and strides and is float32, bfloat16 or float16. `axis` is the one that rows and tiles run along: the
+    contraction axis of the product that will use the result. Stochastic casts draw from `stream` at `step`, where `offset`
+    is the row and column of x's first element in the whole tensor. `amax` (0-d float32) replaces the measured largest
+    magnitude of the tensor, for delayed scaling or for a tensor that is spread over several devices.
+
+    A group with a NaN in it has the scale NaN and reads back as NaN, all of it.
+
+    >>> import dither, torch
+    >>> q = dither.quantize(torch.tensor([[1.0, 2.0, 4.0, -12.0]]), "e2m1 tile(4)")
+    >>> q.values, q.scale
+    (tensor([[ 33, 244]], dtype=torch.uint8), tensor([[2.]]))
+    """
+    cast, axis, draw = _prepare("quantize", x, cast, axis, stream, step, offset, amax)
+    arguments = _draw_arguments(draw)
+    values, scale, tensor_scale = _quantize_op(x, str(cast), axis, amax, "", *arguments, _backend(backend))
+    _check_scales(x, cast, scale)
+    return Quantized(
+        values,
+        scale if cast.group.kind != "none" else None,
+        cast,
+        tuple(x.shape),
+        axis,
+        x.dtype,
+        tensor_scale if cast.scaling.kind == "nvfp4" else None,
+    )
+
+
+def fake_quantize(
+    x: Tensor,
+    cast: Cast | str,
+    *,
+    axis: int = -1,
+    stream: Stream | None = None,
+    step: int | Tensor = 0,
+    offset: tuple[int, int] = (0, 0),
+    amax: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """`quantize(x, ...).dequantize()` in one pass that stores no codes: same bits, shape and dtype of `x`.
+
+    The gradient is straight-through: that of the result is passed on to `x` unchanged.
+
+    >>> import dither, torch
+    >>> dither.fake_quantize(torch.tensor([0.1, 0.5, 1.3, 6.0]), "e2m1")
+    tensor([0.0000, 0.5000, 1.5000, 6.0000])
+    """
+    cast, axis, draw = _prepare("fake_quantize", x, cast, axis, stream, step, offset, amax)
+    result: Tensor = _fake_quantize_op(x, str(cast), axis, amax, *_draw_arguments(draw), _backend(backend))
+    _check_result(x, cast, result, inf_passes=False)
+    return result
+
+
+def quantize_both(
+    x: Tensor,
+    cast: Cast | str,
+    *,
+    stream: Stream | None = None,
+    step: int | Tensor = 0,
+    offset: tuple[int, int] = (0, 0),
+    backend: str = "auto",
+) -> tuple[Quantized, Quantized]:
+    """Codes of the matrix `x` along its columns and along its rows, from one reading: what the two products of a backward need.
+
+    Equal to `quantize(x, cast, axis=-1)` and `quantize(x, cast, axis=0)`; `x` is [M, K] and `cast` has tiles.
+    The second result's `values` are [M, K] like x's, and `values.T` is contiguous.
+    """
+    if x.dim() != 2:
+        raise UserError(f"quantize_both takes a matrix, not a tensor of shape {tuple(x.shape)}; flatten its leading dimensions first.")
+    cast, _, draw = _prepare("quantize_both", x, cast, -1, stream, step, offset, None)
+    if cast.group.kind != "tile" or cast.scaling.kind == "nvfp4":
+        raise UserError(f"quantize_both scales tiles, such as 'e4m3 tile(128) fp32'; {str(cast)!r} does not.")
+    values, scale, values_t, scale_t = _quantize_both_op(x, str(cast), "", *_draw_arguments(draw), _backend(backend))
+    _check_scales(x, cast, scale)
+    shape = tuple(x.shape)
+    return Quantized(values, scale, cast, shape, 1, x.dtype), Quantized(values_t, scale_t, cast, shape, 0, x.dtype)
+
+
+@dataclass(frozen=True)
+class AmaxHistory:
+    """The state of delayed scaling: the largest magnitudes of past steps, newest first, float32[history]. Never changed in place.
+
+    >>> import dither, torch
+    >>> cast = dither.Cast("e4m3", "tensor", "delayed(16)")
+    >>> history = dither.AmaxHistory.empty(cast)
+    >>> x = torch.randn(4, 4)
+    >>> q = dither.quantize(x, cast, amax=history.amax(cast))
+    >>> history = history.push(dither.amax(x))
+    """
+
+    values: Tensor
+
+    @classmethod
+    def empty(cls, cast: Cast, device: torch.device | str = "cpu") -> "AmaxHistory":
+        """The history before the first step, which scales by 1."""
+        if cast.scaling.kind != "delayed":
+            raise UserError(f"Only a cast with scale='delayed(history)' has a history; {str(cast)!r} has not.")
+        return cls(scaling.empty_history(cast.scaling.history, device))
+
+    def amax(self, cast: Cast) -> Tensor:
+        """The magnitude (0-d) to scale the next step by."""
+        return scaling.delayed_amax(self.values, cast.scaling)
+
+    def push(self, amax: Tensor) -> "AmaxHistory":
+        """The history with this step's largest magnitude (0-d; reduce it over the ranks first) in front."""
+        return AmaxHistory(scaling.push_amax(self.values, amax))
+
+
+def amax(x: Tensor, *, backend: str = "auto") -> Tensor:
+    """The largest magnitude in `x`, a 0-d float32 tensor; NaN or Inf where `x` holds one."""
+    _check_tensor(x, "amax")
+    return _amax_op(x, _backend(backend))
+
+
+# Checks at the boundary ------------------------------------------------------------------------------------------------
+
+
+def _backend(name: str) -> str:
+    if name not in BACKENDS:
+        raise UserError(f"There is no backend {name!r}: choose 'auto', 'reference' or 'kernel'.")
+    return name
+
+
+def _check_tensor(x: Tensor, what: str) -> None:
+    if not isinstance(x, Tensor):
+        raise UserError(f"{what} takes a torch.Tensor, not {type(x).__name__}.")
+    if x.dtype not in INPUT_DTYPES:
+        hint = "; converting float64 first keeps the rounding single and visible" if x.dtype == torch.float64 else ""
+        raise UserError(f"{what} takes float32, bfloat16 or float16, not {x.dtype} (shape {tuple(x.shape)}){hint}.")
+
+
+def _prepare(
+    what: str, x: Tensor, cast: Cast | str, axis: int, stream: Stream | None, step: int | Tensor, offset: tuple[int, int], amax: Tensor | None
+) -> tuple[Cast, int, Draw | None]:
+    cast = Cast.parse(cast) if isinstance(cast, str) else cast
+    if not isinstance(cast, Cast):
+        raise UserError(f"{what} takes a Cast or its string, such as 'e4m3 tile(128) fp32', not {cast!r}.")
+    _check_tensor(x, what)
+    layout.layout_of(tuple(x.shape), cast, axis)
+    if amax is None and cast.scaling.kind == "delayed":
+        raise UserError(f"The cast {str(cast)!r} scales by earlier steps: pass amax=history.amax(cast), with a dither.AmaxHistory.")
+    if amax is not None:
+        if cast.group.kind != "tensor" and cast.scaling.kind != "nvfp4":
+            raise UserError(f"amax= is the largest magnitude of a whole tensor, and the cast {str(cast)!r} scales smaller groups by their own.")
+        if not isinstance(amax, Tensor) or amax.dim() != 0 or amax.dtype != torch.float32 or amax.device != x.device:
+            raise UserError(f"amax= is a 0-d float32 tensor on the device of the input, not {amax!r}.")
+    return cast, axis % max(x.dim(), 1), _draw(x, cast, stream, step, offset)
+
+
+def _draw(x: Tensor, cast: Cast, stream: Stream | None, step: int | Tensor, offset: tuple[int, int]) -> Draw | None:
+    if cast.round.kind != "stochastic":
+        return None
+    if not isinstance(stream, Stream):
+        raise UserError(
+            f"The cast {str(cast)!r} rounds stochastically and needs stream=dither.Stream(seed, purpose, name), so that its bits can be repeated; "
+            f"given was {stream!r}."
+        )
+    columns = x.shape[-1] if x.dim() else 1
+    rows = x.numel() // columns if columns else 0
+    return stream.draw(step, (rows, columns), offset, x.device)
+
+
+def _check_finite(x: Tensor, cast: Cast, nan_passes: bool, inf_passes: bool) -> None:
+    """Raise if `x` holds a NaN or Inf that may not pass; the message says where the first one is."""
+    wrong = torch.zeros_like(x, dtype=torch.bool)
+    if not nan_passes:
+        wrong |= x.isnan()
+    if not inf_passes:
+        wrong |= x.isinf()
+    if bool(wrong.any()):
+        first = tuple(wrong.nonzero()[0].tolist())
+        value = x[first].item()
+        reason = f"{cast.element} has no NaN" if value != value else "an infinity has no place in a scaled or saturating cast"
+        raise UserError(
+            f"The tensor of shape {tuple(x.shape)} holds {int(wrong.sum())} value(s) that {str(cast)!r} cannot represent, the first {value} at {list(first)}: {reason}."
+        )
+
+
+def _check_scales(x: Tensor, cast: Cast, scale: Tensor) -> None:
+    """After a cast: look at x again only if a scale is lost (or there is none to tell). Traced code cannot look."""
+    if torch.compiler.is_compiling():
+        return
+    if cast.group.kind == "none" or cast.scaling.kind == "delayed" or _any_nan(scale):
+        _check_finite(x, cast, nan_passes=cast.element.nan, inf_passes=False)
+
+
+def _check_result(x: Tensor, cast: Cast, result: Tensor, inf_passes: bool) -> None:
+    """The same for results in floating point, which show by themselves whether a look at x is due."""
+    if not torch.compiler.is_compiling() and not bool(result.isfinite().all()):
+        _check_finite(x, cast, nan_passes=cast.element.nan, inf_passes=inf_passes)
+
+
+def _any_nan(scale: Tensor) -> bool:
+    if scale.dtype == torch.float8_e8m0fnu:
+        return bool((scale.view(torch.uint8) == 255).any())
+    if scale.dtype == torch.float8_e4m3fn:
+        return bool((scale.view(torch.uint8) == 127).any())
+    return bool(scale.isnan().any())
+
+
+# Operators -------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _kernels_exist() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _use_kernel(device: torch.device, backend: str) -> bool:
+    if backend == "reference" or (backend == "auto" and device.type != "cuda"):
+        return False
+    if not _kernels_exist():
+        raise UserError("The kernels need Triton, which is not installed: install the triton package, or pass backend='reference'.")
+    if device.type != "cuda":
+        from dither.kernels import interpreted
+
+        if not interpreted():
+            raise UserError(
+                f"Kernels run on CUDA tensors, not on {device.type}; pass backend='reference', or set TRITON_INTERPRET=1 before importing "
+                "triton to run them slowly on the CPU."
+            )
+    return True
+
+
+def _implementation(name: str, device: torch.device, backend: str) -> ModuleType:
+    """`dither.kernels.NAME` or `dither.reference.NAME`, which have the same functions."""
+    package = "kernels" if _use_kernel(device, backend) else "reference"
+    return importlib.import_module(f"dither.{package}.{name}")
+
+
+def _draw_arguments(draw: Draw | None) -> tuple[int, Tensor | None, int, int]:
+    """A draw as operator arguments (key, step, row, column)."""
+    return (0, None, 0, 0) if draw is None else (draw.key, draw.step, draw.row, draw.column)
+
+
+def _draw_of(key: int, step: Tensor | None, row: int, column: int) -> Draw | None:
+    return None if step is None else Draw(key, step, row, column)
+
+
+def _container(name: str, cast: Cast) -> Format:
+    return Format.parse(name) if name else cast.element
+
+
+def _empty_outputs(x: Tensor, cast: Cast, axis: int, container: Format) -> tuple[Tensor, Tensor]:
+    """Codes and scales as `quantize` shapes them, uninitialised."""
+    place = layout.layout_of(tuple(x.shape), cast, axis)
+    values, scale = layout.empty_lines(x, cast, place, container)
+    return place.expose(values), layout.expose_scale(scale, cast, place)
+
+
+@torch.library.custom_op("dither::random_bits", mutates_args=())
+def _random_bits_op(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, width: int, backend: str) -> Tensor:
+    implementation = _implementation("philox", step.device, backend)
+    return implementation.random_bits(Draw(key, step, row, column), rows, columns, width)  # type: ignore[no-any-return]
+
+
+@_random_bits_op.register_fake
+def _(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, width: int, backend: str) -> Tensor:
+    return step.new_empty((rows, columns), dtype=torch.int32)
+
+
+@torch.library.custom_op("dither::round_to", mutates_args=())
+def _round_to_op(
+    x: Tensor, format: str, rounding: str, saturate: bool, key: int, step: Tensor | None, row: int, column: int, backend: str
+) -> Tensor:
+    implementation = _implementation("rounding", x.device, backend)
+    draw = _draw_of(key, step, row, column)
+    return implementation.round_to(x, Format.parse(format), Rounding.parse(rounding), saturate, draw)  # type: ignore[no-any-return]
+
+
+@_round_to_op.register_fake
+def _(x: Tensor, format: str, rounding: str, saturate: bool, key: int, step: Tensor | None, row: int, column: int, backend: str) -> Tensor:
+    return x.new_empty(x.shape, dtype=torch.float32)
+
+
+@torch.library.custom_op("dither::amax", mutates_args=())
+def _amax_op(x: Tensor, backend: str) -> Tensor:
+    return _implementation("quantize", x.device, backend).amax(x)  # type: ignore[no-any-return]
+
+
+@_amax_op.register_fake
+def _(x: Tensor, backend: str) -> Tensor:
+    return x.new_empty((), dtype=torch.float32)
+
+
+@torch.library.custom_op("dither::quantize", mutates_args=())
+def _quantize_op(
+    x: Tensor, cast: str, axis: int, amax: Tensor | None, container: str, key: int, step: Tensor | None, row: int, column: int, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    parsed = Cast.parse(cast)
+    if parsed.group.kind == "none" and not parsed.element.nan:
+        # These codes have nowhere to keep a NaN, not even a scale, so this check holds in compiled code too.
+        _check_finite(x, parsed, nan_passes=False, inf_passes=False)
+    implementation = _implementation("quantize", x.device, backend)
+    draw = _draw_of(key, step, row, column)
+    return implementation.quantize(x, parsed, axis, draw, amax, _container(container, parsed))  # type: ignore[no-any-return]
+
+
+@_quantize_op.register_fake
+def _(
+    x: Tensor, cast: str, axis: int, amax: Tensor | None, container: str, key: int, step: Tensor | None, row: int, column: int, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    parsed = Cast.parse(cast)
+    values, scale = _empty_outputs(x, parsed, axis, _container(container, parsed))
+    return values, scale, x.new_empty(() if parsed.scaling.kind == "nvfp4" else (0,), dtype=torch.float32)
+
+
+@torch.library.custom_op("dither::dequantize", mutates_args=())
+def _dequantize_op(
+    values: Tensor, scale: Tensor, tensor_scale: Tensor, cast: str, shape: list[int], axis: int, dtype: torch.dtype, backend: str
+) -> Tensor:
+    parsed = Cast.parse(cast)
+    implementation = _implementation("quantize", values.device, backend)
+    return implementation.dequantize(values, scale, tensor_scale, parsed, tuple(shape), axis, dtype)  # type: ignore[no-any-return]
+
+
+@_dequantize_op.register_fake
+def _(values: Tensor, scale: Tensor, tensor_scale: Tensor, cast: str, shape: list[int], axis: int, dtype: torch.dtype, backend: str) -> Tensor:
+    return values.new_empty(shape, dtype=dtype)
+
+
+@torch.library.custom_op("dither::fake_quantize", mutates_args=())
+def _fake_quantize_op(
+    x: Tensor, cast: str, axis: int, amax: Tensor | None, key: int, step: Tensor | None, row: int, column: int, backend: str
+) -> Tensor:
+    implementation = _implementation("quantize", x.device, backend)
+    return implementation.fake_quantize(x, Cast.parse(cast), axis, _draw_of(key, step, row, column), amax)  # type: ignore[no-any-return]
+
+
+@_fake_quantize_op.register_fake
+def _(x: Tensor, cast: str, axis: int, amax: Tensor | None, key: int, step: Tensor | None, row: int, column: int, backend: str) -> Tensor:
+    place = layout.layout_of(tuple(x.shape), Cast.parse(cast), axis)
+    return place.restore(torch.empty_like(place.matrices(x)))
+
+
+def _straight_through(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return (grad, *[None] * 8)
+
+
+_fake_quantize_op.register_autograd(_straight_through)
+
+
+@torch.library.custom_op("dither::quantize_both", mutates_args=())
+def _quantize_both_op(
+    x: Tensor, cast: str, container: str, key: int, step: Tensor | None, row: int, column: int, backend: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    parsed = Cast.parse(cast)
+    implementation = _implementation("quantize", x.device, backend)
+    return implementation.quantize_both(x, parsed, _draw_of(key, step, row, column), _container(container, parsed))  # type: ignore[no-any-return]
+
+
+@_quantize_both_op.register_fake
+def _(x: Tensor, cast: str, container: str, key: int, step: Tensor | None, row: int, column: int, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    parsed = Cast.parse(cast)
+    stored = _container(container, parsed)
+    return (*_empty_outputs(x, parsed, 1, stored), *_empty_outputs(x, parsed, 0, stored))

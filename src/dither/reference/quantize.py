@@ -1,0 +1,122 @@
+"""Casting with scales: codes in real storage, back from them, and the round trip without storing codes."""
+
+import torch
+from torch import Tensor
+
+from dither import layout
+from dither.formats import Format
+from dither.layout import Layout
+from dither.precision import Cast
+from dither.random import Draw
+from dither.reference import philox, rounding, scaling
+
+
+def amax(x: Tensor) -> Tensor:
+    """The largest magnitude of a tensor, 0-d float32; NaN or Inf where it holds one, 0 for an empty one."""
+    return x.abs().amax().float() if x.numel() else torch.zeros((), device=x.device)
+
+
+def quantize(x: Tensor, cast: Cast, axis: int, draw: Draw | None, given_amax: Tensor | None, container: Format) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes of `x`, their scales and the tensor's scale (empty tensors for what the cast does not have).
+
+    Codes are those of `container`, which holds every value of the cast's format: the format itself, or e4m3 for FP4 and FP6
+    values on FP8 units. e2m1 tile(4) fp32 of [1, 2, 4, -12]: scale 2, codes of [0.5, 1, 2, -6], packed as 0x21, 0xF4.
+    """
+    place = layout.layout_of(tuple(x.shape), cast, axis)
+    values, found = _scaled_values(x, cast, place, draw, given_amax)
+    codes = rounding.encode(values, container)
+    if place.along_rows:
+        codes = codes.transpose(1, 2)
+    stored = pack(codes, container).view(layout.storage_dtype(container))
+    scale, tensor = x.new_empty(0, dtype=torch.float32), x.new_empty(0, dtype=torch.float32)
+    if found is not None:
+        scale = scaling.stored_scale(found.restore, cast.scaling)
+        tensor = tensor if found.tensor is None else found.tensor
+    return place.expose(stored), layout.expose_scale(scale, cast, place), tensor
+
+
+def quantize_both(x: Tensor, cast: Cast, draw: Draw | None, container: Format) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes and scales of the matrix `x` along axis 1 and along axis 0."""
+    return (*quantize(x, cast, 1, draw, None, container)[:2], *quantize(x, cast, 0, draw, None, container)[:2])
+
+
+def fake_quantize(x: Tensor, cast: Cast, axis: int, draw: Draw | None, given_amax: Tensor | None) -> Tensor:
+    """What `dequantize(quantize(x))` gives, in x's dtype and shape, without codes."""
+    place = layout.layout_of(tuple(x.shape), cast, axis)
+    values, found = _scaled_values(x, cast, place, draw, given_amax)
+    restore = None if found is None else scaling.spread(found.restore, place)
+    tensor = None if found is None else found.tensor
+    out = torch.empty_like(place.matrices(x)).copy_(restored(values, restore, tensor, x.dtype))
+    return place.restore(out)
+
+
+def dequantize(values: Tensor, scale: Tensor, tensor_scale: Tensor, cast: Cast, shape: tuple[int, ...], axis: int, dtype: torch.dtype) -> Tensor:
+    """The numbers that codes and scales stand for, of `shape` and `dtype`: code * scale (* tensor scale)."""
+    place = layout.layout_of(shape, cast, axis)
+    lines = place.collect(values.view(layout.integer_dtype(cast.element)))
+    decoded = rounding.decode(unpack(lines, place.lines[1], cast.element), cast.element)
+    if place.along_rows:
+        decoded = decoded.transpose(1, 2)
+    restore = None
+    if cast.group.kind != "none":
+        groups = scaling.loaded_scale(scale)
+        groups = groups.reshape(1, 1, 1) if cast.group.kind == "tensor" else place.collect(groups)
+        restore = scaling.spread(groups, place)
+    return place.restore(restored(decoded, restore, tensor_scale if tensor_scale.numel() else None, dtype).contiguous())
+
+
+def _scaled_values(x: Tensor, cast: Cast, place: Layout, draw: Draw | None, given_amax: Tensor | None) -> tuple[Tensor, scaling.Factors | None]:
+    """Values of the format for each element of x_BRC, and the factors they were scaled by."""
+    x_BRC = place.matrices(x).float()
+    random = None
+    if draw is not None:
+        columns = x.shape[-1] if x.dim() else 1
+        rows = x.numel() // columns if columns else 0
+        random = place.matrices(philox.random_bits(draw, rows, columns, cast.round.width).reshape(x.shape))
+    found = None
+    if cast.group.kind != "none":
+        tensor_amax = None
+        if cast.scaling.kind == "nvfp4":
+            tensor_amax = amax(x) if given_amax is None else given_amax
+            groups = scaling.group_amax(x_BRC, place)
+        elif given_amax is not None:
+            groups = given_amax.reshape(1, 1, 1)
+        else:
+            groups = scaling.group_amax(x_BRC, place)
+        found = scaling.factors(groups, tensor_amax, cast.element, cast.scaling, cast.round)
+        multiply = scaling.spread(found.multiply, place)
+        # Devices disagree on the sign of a product with NaN: take that of the element.
+        x_BRC = torch.where(multiply.isnan(), torch.full_like(x_BRC, torch.nan).copysign(x_BRC), x_BRC * multiply)
+    return rounding.round_values(x_BRC, cast.element, cast.round, True, random), found
+
+
+def restored(values: Tensor, restore: Tensor | None, tensor: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """values * restore * tensor in `dtype`, rounded to nearest; finite overflow stops at the largest number, Inf and NaN pass."""
+    product = values if restore is None else values * restore
+    product = product if tensor is None else product * tensor
+    limit = torch.finfo(dtype).max
+    return torch.where(values.isinf(), product, product.clamp(-limit, limit)).to(dtype)
+
+
+def pack(codes: Tensor, format: Format) -> Tensor:
+    """int32 codes [..., n] as they are stored, in the integer dtype of the format's storage."""
+    if format.bits not in layout.PACKED_BITS:
+        return codes.to(layout.integer_dtype(format)).contiguous()
+    per = 2 if format.bits == 4 else 4
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % per))
+    shifts = torch.arange(per, device=codes.device, dtype=torch.int32) * format.bits
+    words = (codes.unflatten(-1, (codes.shape[-1] // per, per)) << shifts).sum(-1, dtype=torch.int32)
+    octets = torch.arange(per * format.bits // 8, device=codes.device, dtype=torch.int32) * 8
+    return (words[..., None] >> octets & 0xFF).flatten(-2).to(torch.uint8)
+
+
+def unpack(stored: Tensor, n: int, format: Format) -> Tensor:
+    """int32 codes [..., n]; the inverse of `pack`."""
+    codes = stored.int() & ((1 << format.bits) - 1 if format.bits < 32 else -1)
+    if format.bits not in layout.PACKED_BITS:
+        return codes
+    per = 2 if format.bits == 4 else 4
+    octets = torch.arange(per * format.bits // 8, device=stored.device, dtype=torch.int32) * 8
+    words = (stored.int().unflatten(-1, (-1, octets.numel())) << octets).sum(-1, dtype=torch.int32)
+    shifts = torch.arange(per, device=stored.device, dtype=torch.int32) * format.bits
+    return (words[..., None] >> shifts & ((1 << format.bits) - 1)).flatten(-2)[..., :n]
