@@ -57,16 +57,16 @@ def factors(amax: Tensor, tensor_amax: Tensor | None, format: Format, scale: Sca
     tensor: Tensor | None = None
     if scale.kind == "nvfp4":
         assert tensor_amax is not None
-        tensor = (tensor_amax / (E4M3.max * format.max)).clamp(min=SMALLEST)
+        tensor = _quotient(tensor_amax, E4M3.max * format.max).clamp(min=SMALLEST)
         tensor = torch.where(tensor_amax == 0, 1.0, torch.where(torch.isfinite(tensor_amax), tensor, torch.nan))
-        restore = nvfp4_block_scale(amax / format.max / tensor, round)
+        restore = nvfp4_block_scale(_quotient(_quotient(amax, format.max), tensor), round)
         restore = torch.where(nothing, 1.0, torch.where(lost, torch.nan, restore))
-        multiply = (1.0 / tensor) / restore
+        multiply = _quotient(_quotient(1.0, tensor), restore)
     elif scale.kind in ("fp32", "delayed"):
-        multiply = format.max / amax.clamp(min=SMALLEST) * 2.0**-scale.margin
+        multiply = _quotient(format.max, amax.clamp(min=SMALLEST)) * 2.0**-scale.margin
         multiply = multiply.clamp(max=LARGEST_FACTOR)
         multiply = torch.where(nothing, 1.0, torch.where(lost, torch.nan, multiply))
-        restore = 1.0 / multiply
+        restore = _quotient(1.0, multiply)
     else:
         exponent = pow2_exponent(amax, format, ceil=scale.kind == "pow2_ceil")
         exponent = torch.where(nothing, 0, exponent)
@@ -137,6 +137,14 @@ def push_amax(history: Tensor, amax: Tensor) -> Tensor:
 def delayed_amax(history: Tensor, scale: Scale) -> Tensor:
     """The largest magnitude (0-d) that the next step is scaled by: that of the history, or its newest entry."""
     return history[0] if scale.algo == "most_recent" else history.amax()
+
+
+def _quotient(a: Tensor | float, b: Tensor | float) -> Tensor:
+    """a / b rounded once. In torch `scalar / tensor` is the scalar times a reciprocal, and `tensor / scalar` may be as well."""
+    like = a if isinstance(a, Tensor) else b
+    assert isinstance(like, Tensor)
+    a, b = (v if isinstance(v, Tensor) else torch.full_like(like, v) for v in (a, b))
+    return torch.div(a, b)
 
 
 def _pow2(exponent: Tensor) -> Tensor:

@@ -1,0 +1,125 @@
+"""Casting with scales on the GPU, beside a copy and beside `torch.compile` of the same cast.
+
+    PYTHONPATH=src python3 benchmarks/quantize.py            # the table
+    PYTHONPATH=src python3 benchmarks/quantize.py --sweep    # tile shapes and warps of the kernel, to choose defaults from
+
+A cast must read its input once and write codes and scales once. "share" is the bandwidth of these bytes over that of a
+copy of the same input in the same run, counted as bytes read plus bytes written.
+"""
+
+import argparse
+import itertools
+
+import torch
+import triton
+from torch import Tensor
+from triton.testing import do_bench
+
+from dither import Cast, Stream
+from dither.kernels import quantize as kernels
+
+CASES = [
+    ("e4m3 tile(128) fp32 nearest", False),
+    ("e4m3 tile(128) fp32 nearest", True),
+    ("e2m1 tile(128) fp32 nearest", False),
+    ("e2m1 tile(128) fp32 stochastic(16)", False),
+    ("e2m1 tile(128) fp32 stochastic(16)", True),
+    ("e2m1 tile(32) pow2_ceil stochastic(16)", False),
+    ("e2m1 tile(16) nvfp4 stochastic(16)", False),
+    ("e2m1 tile(128) fp32 stochastic(8)", False),
+    ("e4m3 tile(32) pow2 nearest", False),
+    ("e4m3 row fp32 nearest", False),
+    ("e4m3 tensor fp32 nearest", False),
+    ("e4m3 block(128) fp32 nearest", False),
+]
+
+
+def median_ms(function) -> float:
+    """Median of many runs, after warming up."""
+    return do_bench(function, warmup=50, rep=200, return_mode="median")
+
+
+def bytes_moved(x: Tensor, outputs: tuple[Tensor, ...]) -> int:
+    """What must move: the input once and the outputs once."""
+    return sum(t.numel() * t.itemsize for t in (x, *outputs))
+
+
+def compiled_cast(cast: Cast):
+    """The plain-torch version of a nearest FP8 tile cast, as a user would write it."""
+    n, largest = cast.group.size, cast.element.max
+
+    @torch.compile
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        tiles = x.float().unflatten(-1, (-1, n))
+        scale = largest / tiles.abs().amax(-1, keepdim=True).clamp(min=2.0**-126)
+        return (tiles * scale).to(torch.float8_e4m3fn).flatten(-2), (1 / scale).squeeze(-1)
+
+    return run
+
+
+def call(x: Tensor, cast: Cast, both: bool, stream: Stream):
+    """A closure over the kernel itself, without the checks and dispatch around it."""
+    draw = stream.draw(1, tuple(x.shape), (0, 0), x.device) if cast.round.kind == "stochastic" else None
+    if both:
+        return lambda: kernels.quantize_both(x, cast, draw, cast.element)
+    return lambda: kernels.quantize(x, cast, 1, draw, None, cast.element)
+
+
+def table(size: int) -> None:
+    """Every case at size x size."""
+    torch.manual_seed(0)
+    x = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    stream = Stream(0, "bench", "x")
+    target = torch.empty_like(x)
+    copy = median_ms(lambda: target.copy_(x))
+    bandwidth = 2 * x.numel() * x.itemsize / copy
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, bfloat16 {size} x {size}")
+    print(f"copy: {copy * 1e3:.1f} us, {bandwidth / 1e9:.2f} TB/s")
+    print(f"{'cast':<42}{'layouts':>8}{'us':>9}{'TB/s':>8}{'share':>8}{'compile us':>12}")
+    for text, both in CASES:
+        cast = Cast.parse(text)
+        run = call(x, cast, both, stream)
+        ms = median_ms(run)
+        moved = bytes_moved(x, run())
+        peer = ""
+        if text == "e4m3 tile(128) fp32 nearest" and not both:
+            other = compiled_cast(cast)
+            peer = f"{median_ms(lambda: other(x)) * 1e3:.1f}"
+        print(f"{text:<42}{2 if both else 1:>8}{ms * 1e3:>9.1f}{moved / ms / 1e9:>8.2f}{moved / ms / bandwidth:>8.3f}{peer:>12}")
+
+
+def sweep(size: int) -> None:
+    """The cases with targets over tile shapes and warps."""
+    torch.manual_seed(0)
+    x = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    stream = Stream(0, "bench", "x")
+    target = torch.empty_like(x)
+    bandwidth = 2 * x.numel() * x.itemsize / median_ms(lambda: target.copy_(x))
+    print(f"copy {bandwidth / 1e9:.2f} TB/s")
+    default = kernels._tile_shape
+    for text, both in CASES[:7]:
+        cast = Cast.parse(text)
+        results = []
+        shapes = [(128, 128)] if both else [(16, 128), (32, 128), (64, 128), (8, 256), (16, 256), (32, 256), (8, 512), (16, 512), (8, 1024)]
+        if both and cast.group.size < 128:
+            shapes += [(64, 64), (64, 128)]
+        for (rows, columns), warps in itertools.product(shapes, (2, 4, 8, 16)):
+            kernels._tile_shape = lambda *_, chosen=(rows, columns, warps): chosen
+            run = call(x, cast, both, stream)
+            try:
+                ms = do_bench(run, warmup=10, rep=40, return_mode="median")
+            except Exception as error:
+                print("failed", text, rows, columns, warps, type(error).__name__, str(error)[:200])
+                continue
+            results.append((bytes_moved(x, run()) / ms / bandwidth, rows, columns, warps))
+        kernels._tile_shape = default
+        results.sort(reverse=True)
+        print(text, "both" if both else "", *(f"{s:.3f}:{r}x{c}/{w}" for s, r, c, w in results[:8]), sep="  ")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, default=8192)
+    parser.add_argument("--sweep", action="store_true")
+    arguments = parser.parse_args()
+    (sweep if arguments.sweep else table)(arguments.size)

@@ -1,0 +1,108 @@
+"""Philox4x32-10 by coordinates, as in `dither.reference.philox`, and the device functions that other kernels draw with."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dither.random import Draw
+
+
+@triton.jit
+def philox4x32(c0, c1, c2, key):
+    """Four uint32 words for the counter (c0, c1, c2, 0); `key` is an int64 scalar. See the reference for the rounds."""
+    k0 = key.to(tl.uint32)
+    k1 = (key >> 32).to(tl.uint32)
+    c3 = c0 * 0
+    c1 = c1 + c3
+    c2 = c2 + c3
+    for _ in tl.static_range(10):
+        # One 32 x 32 -> 64 bit product gives both halves.
+        first = c0.to(tl.uint64) * 0xD2511F53
+        second = c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (second >> 32).to(tl.uint32) ^ c1 ^ k0
+        c1 = second.to(tl.uint32)
+        c2 = (first >> 32).to(tl.uint32) ^ c3 ^ k1
+        c3 = first.to(tl.uint32)
+        k0 = k0 + 0x9E3779B9
+        k1 = k1 + 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def program_tile(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(batch, first row, first column) of this program's tile, int64: the tiles of all matrices in one line, since only the
+    first dimension of a grid may exceed 65,535."""
+    program = tl.program_id(0)
+    across = tl.cdiv(columns, COLUMNS).to(tl.int32)
+    down = tl.cdiv(rows, ROWS).to(tl.int32)
+    strip = program // across
+    batch = strip // down
+    return batch.to(tl.int64), (strip - batch * down).to(tl.int64) * ROWS, (program - strip * across).to(tl.int64) * COLUMNS
+
+
+@triton.jit
+def random_tile(key, step, row, column, A: tl.constexpr, B: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):
+    """int32[A, B, COLUMNS] with WIDTH random bits each.
+
+    `row` is a tensor [A, B] of row coordinates, `column` the first column's. ALIGNED says that it begins a Philox block:
+    then one call serves 128 / WIDTH neighbours, which lie in one thread; otherwise each element makes its own call.
+    """
+    LANES: tl.constexpr = 128 // WIDTH
+    rows = row.to(tl.uint32)[:, :, None]
+    if ALIGNED:
+        CALLS: tl.constexpr = COLUMNS // LANES
+        block = (column // LANES + tl.arange(0, CALLS)).to(tl.uint32)
+        counter = tl.broadcast_to(block[None, None, :], [A, B, CALLS])
+        w0, w1, w2, w3 = philox4x32(counter, tl.broadcast_to(rows, [A, B, CALLS]), step, key)
+        # join(join(0, 2), join(1, 3)) lies in memory order 0, 1, 2, 3.
+        words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+        if WIDTH == 16:
+            words = tl.join(words & 0xFFFF, words >> 16)
+        elif WIDTH == 8:
+            words = tl.join(tl.join(words & 0xFF, (words >> 16) & 0xFF), tl.join((words >> 8) & 0xFF, words >> 24))
+        return tl.reshape(words, [A, B, COLUMNS]).to(tl.int32, bitcast=True)
+    else:
+        columns = column + tl.arange(0, COLUMNS)
+        block = tl.broadcast_to((columns // LANES).to(tl.uint32)[None, None, :], [A, B, COLUMNS])
+        lane = tl.broadcast_to((columns % LANES).to(tl.uint32)[None, None, :], [A, B, COLUMNS])
+        w0, w1, w2, w3 = philox4x32(block, tl.broadcast_to(rows, [A, B, COLUMNS]), step, key)
+        which = lane // (32 // WIDTH)
+        word = tl.where(which == 0, w0, tl.where(which == 1, w1, tl.where(which == 2, w2, w3)))
+        if WIDTH < 32:
+            word = (word >> (lane % (32 // WIDTH) * WIDTH)) & ((1 << WIDTH) - 1)
+        return word.to(tl.int32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["key", "row0", "column0"])
+def _random_bits_kernel(
+    out_ptr, step_ptr, key, row0, column0, rows, columns, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    _, first_row, first_column = program_tile(rows, columns, ROWS, COLUMNS)
+    row = first_row + tl.arange(0, ROWS)
+    column = first_column + tl.arange(0, COLUMNS)
+    step = tl.load(step_ptr).to(tl.uint32)
+    bits = random_tile(key, step, (row0 + row)[None, :], column0 + first_column, 1, ROWS, COLUMNS, WIDTH, ALIGNED)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    tl.store(out_ptr + row[:, None] * columns + column[None, :], tl.reshape(bits, [ROWS, COLUMNS]), mask=inside)
+
+
+def tiles(batch: int, rows: int, columns: int, ROWS: int, COLUMNS: int) -> tuple[int]:
+    """The grid that `program_tile` takes apart."""
+    return (batch * triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS),)
+
+
+def aligned(draw: Draw, width: int) -> bool:
+    """Whether a shard begins at a Philox block, so that one call can serve several elements."""
+    return draw.column % (128 // width) == 0
+
+
+def random_bits(draw: Draw, rows: int, columns: int, width: int) -> Tensor:
+    """int32[rows, columns]: `width` random bits for each element, by its coordinates."""
+    out = torch.empty((rows, columns), dtype=torch.int32, device=draw.step.device)
+    ROWS, COLUMNS = 8, 256
+    if out.numel():
+        _random_bits_kernel[tiles(1, rows, columns, ROWS, COLUMNS)](
+            out, draw.step, draw.key, draw.row, draw.column, rows, columns, WIDTH=width, ALIGNED=aligned(draw, width), ROWS=ROWS, COLUMNS=COLUMNS
+        )
+    return out

@@ -1,0 +1,486 @@
+"""Casting with scales, as in `dither.reference.quantize`: one kernel reads a tensor once and writes codes and scales.
+
+A program holds a tile x_RC of one matrix. It casts along the columns, along the rows (on the transposed tile), or both,
+in which case each element is read, and its random bits are drawn, once. Codes are stored with the quantized axis innermost.
+
+Bytes that must move, bfloat16 to FP8 with 1 x 128 tiles: 2 + 1 + 4/128 an element, and 1 + 4/128 more for both layouts.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dither import layout
+from dither.formats import Format
+from dither.kernels import native
+from dither.kernels.philox import program_tile, random_tile, tiles
+from dither.kernels.rounding import (
+    INFINITY,
+    as_bits,
+    as_float,
+    decode,
+    draw_arguments,
+    encode,
+    fields,
+    how,
+    round_bits,
+    round_code,
+    with_sign,
+)
+from dither.kernels.scaling import amax_bits, group_factors, scaling_fields, store_factors, tensor_factor
+from dither.layout import Layout
+from dither.precision import Cast
+from dither.random import Draw
+
+LARGEST_SQUARE = 128
+"""Tiles up to this length are cast along rows and columns by one program."""
+
+LONGEST_ROW = 16384
+"""Rows up to this length are held by one program, which then needs no second reading for their scale."""
+
+
+@triton.jit
+def spread(groups, P: tl.constexpr, Q: tl.constexpr, GP: tl.constexpr, GQ: tl.constexpr):
+    """Repeat [P / GP, Q / GQ] to [P, Q]."""
+    wide = tl.broadcast_to(groups[:, None, :, None], [P // GP, GP, Q // GQ, GQ])
+    return tl.reshape(wide, [P, Q])
+
+
+@triton.jit
+def store_packed(pointer, code, line, first, lines, stride, BITS: tl.constexpr, P: tl.constexpr, Q: tl.constexpr):
+    """Write codes [P, Q] of elements first .. first + Q - 1 of each line: two to a byte, four to three bytes, or one each.
+
+    Lines of codes lie back to back: `stride` is their stored length too (one known multiple of 16 lets stores be wide).
+    """
+    start = pointer + line[:, None] * stride
+    if BITS == 4:
+        low, high = tl.split(tl.reshape(code, [P, Q // 2, 2]))
+        at = first // 2 + tl.arange(0, Q // 2)
+        inside = (line < lines)[:, None] & (at < stride)[None, :]
+        tl.store(start + at[None, :], (low | (high << 4)).to(tl.uint8), mask=inside)
+    elif BITS == 6:
+        even, odd = tl.split(tl.reshape(code, [P, Q // 4, 2, 2]))
+        c0, c2 = tl.split(even)
+        c1, c3 = tl.split(odd)
+        word = c0 | (c1 << 6) | (c2 << 12) | (c3 << 18)
+        at = first // 4 + tl.arange(0, Q // 4)
+        inside = (line < lines)[:, None] & (at * 3 < stride)[None, :]
+        for octet in tl.static_range(3):
+            tl.store(start + at[None, :] * 3 + octet, ((word >> (8 * octet)) & 0xFF).to(tl.uint8), mask=inside)
+    else:
+        at = first + tl.arange(0, Q)
+        inside = (line < lines)[:, None] & (at < stride)[None, :]
+        tl.store(start + at[None, :], code.to(pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def restored(value, restore, tensor, DTYPE: tl.constexpr, SCALED: tl.constexpr, TWO_LEVEL: tl.constexpr, NATIVE: tl.constexpr):
+    """value * restore * tensor as DTYPE; finite overflow stops at its largest number."""
+    product = value
+    if SCALED:
+        product = product * restore
+    if TWO_LEVEL:
+        product = product * tensor
+    bits = as_bits(product)
+    if DTYPE == tl.float16:
+        LIMIT: tl.constexpr = 0x477FE000
+    elif DTYPE == tl.bfloat16:
+        LIMIT: tl.constexpr = 0x7F7F0000
+    else:
+        LIMIT: tl.constexpr = 0x7F7FFFFF
+    magnitude = bits & 0x7FFFFFFF
+    infinite = (as_bits(value) & 0x7FFFFFFF) == 0x7F800000
+    stopped = tl.where((magnitude > 0x7F800000) | infinite, magnitude, tl.minimum(magnitude, LIMIT))
+    if DTYPE == tl.bfloat16 and not NATIVE:
+        # Triton's interpreter truncates: round to nearest first, leaving NaN alone.
+        nearest = (stopped + 0x7FFF + ((stopped >> 16) & 1)) & -65536
+        stopped = tl.where(magnitude > 0x7F800000, magnitude, nearest)
+    return as_float(stopped | (bits & -0x80000000)).to(DTYPE)
+
+
+@triton.jit
+def cast_tile(
+    x,
+    random,
+    amax,
+    tensor,
+    out_ptr,
+    scale_ptr,
+    line0,
+    first,
+    lines,
+    length,
+    stride_line,
+    stride_element,
+    F: tl.constexpr,
+    C: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    Q: tl.constexpr,
+    GP: tl.constexpr,
+    GQ: tl.constexpr,
+    MEASURE: tl.constexpr,
+    FAKE: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """Cast x [P, Q], elements first .. of lines line0 .., with groups [GP, GQ], and store codes (or values) and scales.
+
+    F is the format, C the format of the codes. `amax` has the bits for the groups unless MEASURE. Scales are stored here
+    only when measured here.
+    """
+    line = line0 + tl.arange(0, P)
+    sign = as_bits(x)
+    y = sign & 0x7FFFFFFF
+    restore = x
+    if S.KIND != "none":
+        if MEASURE:
+            amax = tl.max(tl.max(tl.reshape(y, [P // GP, GP, Q // GQ, GQ]), axis=3), axis=1)
+        multiply, restore, stored = group_factors(amax, tensor, S)
+        if MEASURE and not FAKE:
+            group_line = line0 // GP + tl.arange(0, P // GP)
+            group = first // GQ + tl.arange(0, Q // GQ)
+            groups = (length + GQ - 1) // GQ
+            inside = (group_line < (lines + GP - 1) // GP)[:, None] & (group < groups)[None, :]
+            tl.store(scale_ptr + group_line[:, None] * groups + group[None, :], stored.to(scale_ptr.dtype.element_ty), mask=inside)
+        y = as_bits(as_float(y) * spread(multiply, P, Q, GP, GQ))
+        restore = spread(restore, P, Q, GP, GQ)
+    # A measured scale is NaN when something in the group is not finite: y is then finite, or all of a group is NaN.
+    GROUPED: tl.constexpr = MEASURE and S.KIND != "none"
+    if FAKE:
+        value = as_float(round_bits(y, sign, random, F, H, True))
+        result = restored(value, restore, tensor, out_ptr.dtype.element_ty, S.KIND != "none", S.KIND == "nvfp4", H.NATIVE)
+        at = first + tl.arange(0, Q)
+        inside = (line < lines)[:, None] & (at < length)[None, :]
+        tl.store(out_ptr + line[:, None] * stride_line + at[None, :] * stride_element, result, mask=inside)
+    else:
+        if H.NATIVE and H.KIND == "nearest" and GROUPED and F == C and F.BITS == 8 and F.HAS_NAN and F.BIAS != 3:
+            # The GPU's own conversions of FP8 round and saturate as we do.
+            signed = as_float(y | (sign & -0x80000000))
+            if F.BIAS == 7:
+                code = signed.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+            else:
+                code = signed.to(tl.float8e5).to(tl.uint8, bitcast=True)
+        elif GROUPED and F == C and not F.HAS_NAN:
+            # Compared unsigned, a NaN of either sign stops at the largest magnitude, as the reference says.
+            limited = tl.minimum(y.to(tl.uint32, bitcast=True), F.MAX_BITS).to(tl.int32, bitcast=True)
+            code = with_sign(round_code(limited, random, F, H), sign, F)
+        else:
+            code = encode(round_bits(y, sign, random, F, H, True), C)
+        if RAGGED:
+            code = tl.where(((first + tl.arange(0, Q)) < length)[None, :], code, 0)
+        store_packed(out_ptr, code, line, first, lines, stride_line, C.BITS, P, Q)
+
+
+@triton.jit(do_not_specialize=["key", "row0", "column0"])
+def _quantize_kernel(
+    x_ptr,
+    out_ptr,
+    scale_ptr,
+    out_t_ptr,
+    scale_t_ptr,
+    amax_ptr,
+    tensor_ptr,
+    step_ptr,
+    key,
+    row0,
+    column0,
+    rows,
+    columns,
+    inner,
+    stride_b,
+    stride_r,
+    stride_c,
+    out_batch,
+    out_line,
+    out_element,
+    out_t_batch,
+    out_t_line,
+    out_t_element,
+    F: tl.constexpr,
+    C: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MICRO: tl.constexpr,
+    GP: tl.constexpr,
+    GQ: tl.constexpr,
+    ALONG_COLUMNS: tl.constexpr,
+    ALONG_ROWS: tl.constexpr,
+    MEASURE: tl.constexpr,
+    PER_LINE: tl.constexpr,
+    FAKE: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    batch, first_row, first_column = program_tile(rows, columns, ROWS, COLUMNS)
+    # Row j * MICRO + k of the tile stands at [k, j]: a thread that loads along the columns then holds MICRO neighbours along
+    # the rows as well, and the transposed codes leave it several bytes at a time.
+    row = first_row + tl.arange(0, ROWS // MICRO)[None, :] * MICRO + tl.arange(0, MICRO)[:, None]
+    column = first_column + tl.arange(0, COLUMNS)
+    inside = (row < rows)[:, :, None] & (column < columns)[None, None, :]
+    x = tl.load(x_ptr + batch * stride_b + row[:, :, None] * stride_r + column[None, None, :] * stride_c, mask=inside, other=0.0)
+    x = x.to(tl.float32)
+    random = as_bits(x)
+    if H.KIND == "stochastic":
+        step = tl.load(step_ptr).to(tl.uint32)
+        # Matrix b of a batch begins at row (b // inner) * rows * inner + b % inner and takes every inner-th one.
+        start = row0 + (batch // inner) * rows * inner + batch % inner
+        random = random_tile(key, step, start + row * inner, column0 + first_column, MICRO, ROWS // MICRO, COLUMNS, H.WIDTH, H.ALIGNED)
+    tensor = 1.0
+    if S.KIND == "nvfp4":
+        tensor = tensor_factor(tl.load(tensor_ptr), S)
+    if ALONG_COLUMNS:
+        amax = tl.full([1, 1], 0, tl.int32)
+        if not MEASURE and S.KIND != "none":
+            if PER_LINE:
+                line = first_row + tl.arange(0, ROWS)
+                amax = tl.load(amax_ptr + batch * rows + line, mask=line < rows, other=0)[:, None]
+            else:
+                amax = tl.full([1, 1], 0, tl.int32) + tl.load(amax_ptr)
+        groups = ((rows + GP - 1) // GP) * ((columns + GQ - 1) // GQ)
+        natural = tl.reshape(tl.permute(x, (1, 0, 2)), [ROWS, COLUMNS])
+        drawn = tl.reshape(tl.permute(random, (1, 0, 2)), [ROWS, COLUMNS])
+        cast_tile(
+            natural, drawn, amax, tensor, out_ptr + batch * out_batch, scale_ptr + batch * groups, first_row, first_column, rows, columns, out_line, out_element,
+            F, C, S, H, ROWS, COLUMNS, GP, GQ, MEASURE, FAKE, RAGGED,
+        )  # fmt: skip
+    if ALONG_ROWS:
+        amax = tl.full([1, 1], 0, tl.int32)
+        if not MEASURE:
+            amax = tl.load(amax_ptr + batch * columns + column, mask=column < columns, other=0)[:, None]
+        groups = columns * ((rows + GQ - 1) // GQ)
+        transposed = tl.reshape(tl.permute(x, (2, 1, 0)), [COLUMNS, ROWS])
+        drawn = tl.reshape(tl.permute(random, (2, 1, 0)), [COLUMNS, ROWS])
+        cast_tile(
+            transposed, drawn, amax, tensor, out_t_ptr + batch * out_t_batch, scale_t_ptr + batch * groups, first_column, first_row, columns, rows,
+            out_t_line, out_t_element, F, C, S, H, COLUMNS, ROWS, GP, GQ, MEASURE, FAKE, RAGGED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _dequantize_kernel(
+    code_ptr,
+    scale_ptr,
+    tensor_ptr,
+    out_ptr,
+    lines,
+    length,
+    code_batch,
+    code_line,
+    scale_batch,
+    scale_line,
+    out_batch,
+    out_line,
+    out_element,
+    gp,
+    gq,
+    F: tl.constexpr,
+    S: tl.constexpr,
+    NATIVE: tl.constexpr,
+    P: tl.constexpr,
+    Q: tl.constexpr,
+):
+    batch, first_line, first = program_tile(lines, length, P, Q)
+    line = first_line + tl.arange(0, P)
+    at = first + tl.arange(0, Q)
+    inside = (line < lines)[:, None] & (at < length)[None, :]
+    start = code_ptr + batch * code_batch + line[:, None] * code_line
+    if F.BITS == 4:
+        code = (tl.load(start + at[None, :] // 2, mask=inside, other=0).to(tl.int32) >> (at % 2 * 4).to(tl.int32)[None, :]) & 0xF
+    elif F.BITS == 6:
+        # Six bits from bit 6 * (at % 4) of three bytes: they touch at most two.
+        bit = at % 4 * 6
+        octet = start + at[None, :] // 4 * 3 + (bit // 8)[None, :]
+        low = tl.load(octet, mask=inside, other=0).to(tl.int32)
+        high = tl.load(octet + 1, mask=inside & (bit % 8 > 2)[None, :], other=0).to(tl.int32)
+        code = ((low | (high << 8)) >> (bit % 8).to(tl.int32)[None, :]) & 0x3F
+    else:
+        code = tl.load(start + at[None, :], mask=inside, other=0).to(tl.int32)
+        if F.BITS < 32:
+            code = code & ((1 << F.BITS) - 1)
+    value = decode(code, F)
+    restore = value
+    tensor = 1.0
+    if S.KIND != "none":
+        group = scale_ptr + batch * scale_batch + (line // gp)[:, None] * scale_line + (at // gq)[None, :]
+        stored = tl.load(group, mask=inside, other=0)
+        if S.KIND == "pow2" or S.KIND == "pow2_ceil":
+            exponent = stored.to(tl.int32)
+            restore = as_float(tl.where(exponent == 0, 1 << 22, tl.where(exponent == 255, 0x7FC00000, exponent << 23)))
+        elif S.KIND == "nvfp4":
+            restore = decode(stored.to(tl.int32), S.E4M3)
+            tensor = tl.load(tensor_ptr)
+        else:
+            restore = stored
+    result = restored(value, restore, tensor, out_ptr.dtype.element_ty, S.KIND != "none", S.KIND == "nvfp4", NATIVE)
+    tl.store(out_ptr + batch * out_batch + line[:, None] * out_line + at[None, :] * out_element, result, mask=inside)
+
+
+def amax(x: Tensor) -> Tensor:
+    """The largest magnitude of a tensor, 0-d float32."""
+    bits = amax_bits(x.reshape(1, -1, x.shape[-1] if x.dim() else 1), None)
+    return torch.where(bits > INFINITY.value, torch.nan, bits.view(torch.float32))
+
+
+def quantize(x: Tensor, cast: Cast, axis: int, draw: Draw | None, given_amax: Tensor | None, container: Format) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes of `x`, their scales and the tensor's scale (empty tensors for what the cast does not have)."""
+    place = layout.layout_of(tuple(x.shape), cast, axis)
+    values, scale = layout.empty_lines(x, cast, place, container)
+    tensor = _launch(x, cast, place, draw, given_amax, container, values, scale, fake=False)
+    return place.expose(values), layout.expose_scale(scale, cast, place), tensor
+
+
+def fake_quantize(x: Tensor, cast: Cast, axis: int, draw: Draw | None, given_amax: Tensor | None) -> Tensor:
+    """What `dequantize(quantize(x))` gives, in x's dtype and shape, without codes."""
+    place = layout.layout_of(tuple(x.shape), cast, axis)
+    out = torch.empty_like(place.matrices(x))
+    _launch(x, cast, place, draw, given_amax, cast.element, out, x.new_empty(0, dtype=torch.float32), fake=True)
+    return place.restore(out)
+
+
+def quantize_both(x: Tensor, cast: Cast, draw: Draw | None, container: Format) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes and scales of the matrix `x` along axis 1 and along axis 0."""
+    if cast.group.size > LARGEST_SQUARE:
+        return (*quantize(x, cast, 1, draw, None, container)[:2], *quantize(x, cast, 0, draw, None, container)[:2])
+    along, across = (layout.layout_of(tuple(x.shape), cast, axis) for axis in (1, 0))
+    values, scale = layout.empty_lines(x, cast, along, container)
+    values_t, scale_t = layout.empty_lines(x, cast, across, container)
+    _launch(x, cast, along, draw, None, container, values, scale, fake=False, both=(values_t, scale_t))
+    return along.expose(values), along.expose(scale), across.expose(values_t), across.expose(scale_t)
+
+
+def dequantize(values: Tensor, scale: Tensor, tensor_scale: Tensor, cast: Cast, shape: tuple[int, ...], axis: int, dtype: torch.dtype) -> Tensor:
+    """The numbers that codes and scales stand for, of `shape` and `dtype`."""
+    place = layout.layout_of(shape, cast, axis)
+    out = torch.empty((place.batch, place.rows, place.columns), dtype=dtype, device=values.device)
+    codes = place.collect(values.view(layout.integer_dtype(cast.element)))
+    groups = scale.reshape(-1)[:0]
+    if cast.group.kind != "none":
+        groups = scale.reshape(1, 1, 1) if cast.group.kind == "tensor" else place.collect(scale)
+    lines, length = place.lines
+    P, Q = 16, 128
+    if out.numel():
+        stride = out.stride()
+        _dequantize_kernel[tiles(place.batch, lines, length, P, Q)](
+            codes,
+            groups if groups.dtype == torch.float32 else groups.view(torch.uint8),
+            tensor_scale,
+            out,
+            lines,
+            length,
+            *codes.stride()[:2],
+            *(groups.stride()[:2] if groups.dim() == 3 else (0, 0)),
+            stride[0],
+            *((stride[2], stride[1]) if place.along_rows else (stride[1], stride[2])),
+            place.group[0] or lines,
+            place.group[1] or length,
+            F=fields(cast.element),
+            S=scaling_fields(cast),
+            NATIVE=native(out.device),
+            P=P,
+            Q=Q,
+        )
+    return place.restore(out)
+
+
+def _launch(
+    x: Tensor,
+    cast: Cast,
+    place: Layout,
+    draw: Draw | None,
+    given_amax: Tensor | None,
+    container: Format,
+    out: Tensor,
+    scale: Tensor,
+    *,
+    fake: bool,
+    both: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Fill codes (or values) and scales; `both` takes those along the rows as well. Returns nvfp4's scale of the tensor."""
+    kind, scaled = cast.group.kind, cast.group.kind != "none"
+    x_BRC = place.matrices(x)
+    tensor = x.new_empty(() if cast.scaling.kind == "nvfp4" else (0,), dtype=torch.float32)
+    tensor_amax = line_amax = tensor
+    measure = kind in ("tile", "block") or (kind == "row" and not place.along_rows and place.columns <= LONGEST_ROW)
+    if cast.scaling.kind == "nvfp4":
+        tensor_amax = amax_bits(x_BRC, None) if given_amax is None else given_amax.view(torch.int32)
+        store_factors(tensor_amax, tensor, cast)
+    elif scaled and not measure:
+        line_amax = amax_bits(x_BRC, place) if given_amax is None else given_amax.view(torch.int32)
+        if not fake:
+            store_factors(line_amax, scale, cast)
+    if not x.numel():
+        return tensor
+
+    shape = _tile_shape(place, kind, measure, both is not None)
+    if kind in ("tile", "block"):
+        group = place.group
+    else:  # one group a line, or one a tile: its factor is the same wherever in the group the tile lies
+        P, Q = (shape[1], shape[0]) if place.along_rows else shape[:2]
+        group = (1 if kind == "row" else P, Q)
+    outputs = [_pointers(out, scale, place, fake)] * 2
+    if both is not None:
+        outputs[1] = _pointers(*both, place, fake)
+    (out_view, scale_view, strides), (out_t_view, scale_t_view, strides_t) = outputs
+    length = place.lines[1]
+    _quantize_kernel[tiles(place.batch, place.rows, place.columns, *shape[:2])](
+        x_BRC,
+        out_view,
+        scale_view,
+        out_t_view,
+        scale_t_view,
+        line_amax,
+        tensor_amax,
+        *draw_arguments(draw),
+        place.rows,
+        place.columns,
+        place.inner,
+        *x_BRC.stride(),
+        *strides,
+        *strides_t,
+        F=fields(cast.element),
+        C=fields(container),
+        S=scaling_fields(cast),
+        H=how(cast.round, draw, x.device),
+        ROWS=shape[0],
+        COLUMNS=shape[1],
+        MICRO=8 if place.along_rows or both is not None else 1,
+        GP=group[0],
+        GQ=group[1],
+        ALONG_COLUMNS=not place.along_rows,
+        ALONG_ROWS=place.along_rows or both is not None,
+        MEASURE=measure,
+        PER_LINE=kind == "row",
+        FAKE=fake,
+        RAGGED=bool(length % 4) or (both is not None and bool(place.rows % 4)),
+        num_warps=shape[2],
+    )
+    return tensor
+
+
+def _pointers(out: Tensor, scale: Tensor, place: Layout, fake: bool) -> tuple[Tensor, Tensor, tuple[int, int, int]]:
+    """Codes and coded scales as integers, and the strides of batch, line and element."""
+    batch, line, element = out.stride()
+    if fake and place.along_rows:
+        line, element = element, line
+    if not fake:
+        out = out.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[out.itemsize])
+    return out, scale if scale.dtype == torch.float32 else scale.view(torch.uint8), (batch, line, element)
+
+
+def _tile_shape(place: Layout, kind: str, measure: bool, both: bool) -> tuple[int, int, int]:
+    """(rows, columns, warps) of a program's tile: whole groups, and enough elements to keep memory busy."""
+    p, q = place.group if kind in ("tile", "block") else (1, 1)
+    if both:
+        side = max(q, 64)
+        return side, side, 8
+    if kind == "row" and measure:
+        columns = max(triton.next_power_of_2(place.columns), 128)
+        return max(1, 4096 // columns), columns, 4 if columns <= 4096 else 8
+    if place.along_rows:
+        rows = max(q, 64)
+        return rows, max(64, 8192 // rows), 8
+    columns = max(q, 128)
+    return max(p, 4096 // columns), columns, 8 if p * columns > 4096 else 4

@@ -1,0 +1,295 @@
+"""Rounding to any format on the bits of float32, as in `dither.reference.rounding`.
+
+The device functions take a format as compile-time constants (`fields`): one body serves all formats. They rest on one
+observation: multiplied by 2^(bias - 127), a number has the format's exponent in float32's exponent field, and the format's
+subnormals are float32's: the bits of the product are the format's code, followed by 23 - m bits of fraction.
+
+    2.6 in e2m1 (bias 1, m = 1): 2.6 * 2^-126 has the bits 00000010 01001100..., that is code 0b100 (2.0) and the fraction
+    0.3 = 0b01001100..., so stochastic rounding gives 3.0 three times in ten.
+"""
+
+import math
+import struct
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dither.formats import Format
+from dither.kernels import native
+from dither.kernels.philox import aligned, program_tile, random_tile, tiles
+from dither.precision import Rounding
+from dither.random import Draw
+
+INFINITY = tl.constexpr(0x7F800000)
+SIGN = tl.constexpr(-0x80000000)
+QUIET_NAN = tl.constexpr(0x7FC00000)
+
+
+class Fields(NamedTuple):
+    """A format as one compile-time constant."""
+
+    M: int
+    BIAS: int
+    BITS: int
+    MAX_BITS: int
+    """The bits of the largest value as float32."""
+    MAX_CODE: int
+    OVERFLOW_BITS: int
+    """What lies beyond it, unless saturating."""
+    NAN_CODE: int
+    """-1 where the format has none."""
+    INTEGER: bool
+    HAS_INF: bool
+    HAS_NAN: bool
+
+
+class How(NamedTuple):
+    """A rounding, where its random bits begin, and what the device offers, as one compile-time constant."""
+
+    KIND: str
+    BITS: int
+    WIDTH: int
+    ALIGNED: bool
+    NATIVE: bool
+
+
+def fields(format: Format) -> Fields:
+    """The constant that device functions take for `format`."""
+    overflow = math.inf if format.inf else math.nan if format.nan else format.max
+    return Fields(
+        format.mantissa_bits,
+        format.bias,
+        format.bits,
+        float_bits(format.max),
+        format.max_code,
+        float_bits(overflow),
+        format.nan_code if format.nan else -1,
+        format.is_integer,
+        format.inf,
+        format.nan,
+    )
+
+
+def how(rounding: Rounding, draw: Draw | None, device: torch.device) -> How:
+    """The constant that device functions take for `rounding` with the bits of `draw`."""
+    whole = draw is None or aligned(draw, rounding.width)
+    return How(rounding.kind, rounding.bits, rounding.width, whole, native(device))
+
+
+def float_bits(x: float) -> int:
+    """The bits of a float32."""
+    return int(struct.unpack("<i", struct.pack("<f", x))[0])
+
+
+@triton.jit
+def as_bits(x):
+    """The int32 bits of a float32."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def as_float(bits):
+    """The float32 with these int32 bits."""
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def times_pow2(x, EXPONENT: tl.constexpr):
+    """x * 2^EXPONENT, in two steps where the factor is no normal float32 number. Exact wherever the result is."""
+    if EXPONENT < -126:
+        return x * 2.0**-126 * 2.0 ** (EXPONENT + 126)
+    elif EXPONENT > 127:
+        return x * 2.0**127 * 2.0 ** (EXPONENT - 127)
+    elif EXPONENT == 0:
+        return x
+    else:
+        return x * 2.0**EXPONENT
+
+
+@triton.jit
+def truncated_times_pow2(x, EXPONENT: tl.constexpr):
+    """x * 2^EXPONENT for EXPONENT <= 0, rounded toward zero where it falls among float32's subnormals. GPU only."""
+    if EXPONENT < -126:
+        x = tl.inline_asm_elementwise("mul.rz.f32 $0, $1, 0f00800000;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        factor: tl.constexpr = 2.0 ** (EXPONENT + 126)
+        return tl.inline_asm_elementwise("mul.rz.f32 $0, $1, $2;", "=f,f,f", [x, factor], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        factor2: tl.constexpr = 2.0**EXPONENT
+        return tl.inline_asm_elementwise("mul.rz.f32 $0, $1, $2;", "=f,f,f", [x, factor2], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def round_nearest(a, F: tl.constexpr):
+    """Bits of float32 magnitudes `a` (at most four times the format's largest) rounded to the nearest of the format, ties to even."""
+    DROP: tl.constexpr = 23 - F.M
+    if DROP == 0:
+        return a
+    elif F.BIAS == 127:
+        # The exponents are float32's own: add just under half a unit, and the unit's own bit to make ties even.
+        return (a + ((1 << (DROP - 1)) - 1) + ((a >> DROP) & 1)) >> DROP << DROP
+    else:
+        # Adding 2^(23 - m) times the binade leaves no room for what lies below the spacing: the adder rounds it off.
+        binade = tl.maximum(a & 0x7F800000, (128 - F.BIAS) << 23)
+        large = as_float(binade + (DROP << 23))
+        return as_bits((as_float(a) + large) - large)
+
+
+@triton.jit
+def truncated_code(a, random, F: tl.constexpr, H: tl.constexpr):
+    """Codes, without sign, of float32 magnitudes with bits `a` plus H.BITS random bits below the last kept one."""
+    DROP: tl.constexpr = 23 - F.M
+    if DROP == 0:
+        return a
+    if H.KIND == "toward_zero":
+        random = a * 0
+    elif H.BITS < H.WIDTH:
+        random = random & ((1 << H.BITS) - 1)
+    if H.BITS <= DROP and (H.NATIVE or F.BIAS == 127):
+        if F.BIAS == 127:
+            u = a
+        else:
+            u = as_bits(truncated_times_pow2(as_float(a), F.BIAS - 127))
+        return (u + (random << (DROP - H.BITS))) >> DROP
+    else:
+        # The same in integers, with 7 bits more below: room for as many random bits where the format is subnormal.
+        biased = a >> 23
+        significand = ((a & 0x7FFFFF) | (tl.minimum(biased, 1) << 23)) << 7
+        shift = tl.maximum(128 - F.BIAS - tl.maximum(biased, 1), 0)
+        fixed = (significand >> tl.minimum(shift, 31)) + (random << (DROP + 7 - H.BITS))
+        code = (fixed.to(tl.uint32, bitcast=True) >> (DROP + 7)).to(tl.int32, bitcast=True)
+        return code + (tl.maximum(biased - (128 - F.BIAS), 0) << F.M)
+
+
+@triton.jit
+def round_magnitude(a, random, F: tl.constexpr, H: tl.constexpr):
+    """Bits of float32 magnitudes `a` (at most four times the format's largest) rounded to the format, H's way."""
+    if H.KIND == "nearest":
+        return round_nearest(a, F)
+    else:
+        return as_bits(times_pow2(as_float(truncated_code(a, random, F, H) << (23 - F.M)), 127 - F.BIAS))
+
+
+@triton.jit
+def round_code(a, random, F: tl.constexpr, H: tl.constexpr):
+    """The same as codes without sign."""
+    if H.KIND == "nearest":
+        return as_bits(times_pow2(as_float(round_nearest(a, F)), F.BIAS - 127)) >> (23 - F.M)
+    else:
+        return truncated_code(a, random, F, H)
+
+
+@triton.jit
+def round_bits(y, sign, random, F: tl.constexpr, H: tl.constexpr, SATURATE: tl.constexpr):
+    """The bits of values of the format for float32 bits `y`, with the sign bit of `sign`; NaN and Inf as in the reference."""
+    a = y & 0x7FFFFFFF
+    if SATURATE or H.KIND == "toward_zero":
+        value = round_magnitude(tl.minimum(a, F.MAX_BITS), random, F, H)
+    else:
+        # Four times the largest value is as much beyond it as anything, and stays clear of float32's own overflow.
+        BEYOND: tl.constexpr = min(F.MAX_BITS + (2 << 23), 0x7F7FFFFF)
+        value = round_magnitude(tl.minimum(a, BEYOND), random, F, H)
+        value = tl.where(value > F.MAX_BITS, F.OVERFLOW_BITS, value)
+    value = tl.where(a == INFINITY, INFINITY if F.HAS_INF else QUIET_NAN, value)
+    value = tl.where(a > INFINITY, QUIET_NAN, value)
+    if F.INTEGER:
+        return tl.where(value == 0, 0, value | (sign & SIGN))
+    else:
+        return value | (sign & SIGN)
+
+
+@triton.jit
+def with_sign(code, sign, F: tl.constexpr):
+    """Codes with the sign bit of the int32 `sign`."""
+    if F.INTEGER:
+        return tl.where(sign < 0, -code, code) & ((1 << F.BITS) - 1)
+    else:
+        # An arithmetic shift spreads the sign; one bit of it is kept.
+        return code | ((sign >> (32 - F.BITS)) & (SIGN if F.BITS == 32 else 1 << (F.BITS - 1)))
+
+
+@triton.jit
+def encode(value, F: tl.constexpr):
+    """int32 codes of bits of `value`s of the format, NaN and Inf included."""
+    a = value & 0x7FFFFFFF
+    code = as_bits(times_pow2(as_float(a), F.BIAS - 127)) >> (23 - F.M)
+    code = tl.where(a == INFINITY, F.MAX_CODE + 1, code)
+    code = with_sign(tl.where(a > INFINITY, F.MAX_CODE, code), value, F)
+    if F.HAS_NAN:
+        code = tl.where(a > INFINITY, F.NAN_CODE, code)
+    return code
+
+
+@triton.jit
+def decode(code, F: tl.constexpr):
+    """float32 values of int32 codes: `encode` backwards."""
+    if F.INTEGER:
+        return ((code << (32 - F.BITS)) >> (32 - F.BITS)).to(tl.float32)
+    magnitude = code & (0x7FFFFFFF >> (32 - F.BITS))
+    bits = as_bits(times_pow2(as_float(magnitude << (23 - F.M)), 127 - F.BIAS))
+    if F.HAS_INF:
+        bits = tl.where(magnitude == F.MAX_CODE + 1, INFINITY, bits)
+        bits = tl.where(magnitude > F.MAX_CODE + 1, QUIET_NAN, bits)
+    elif F.HAS_NAN:
+        bits = tl.where(magnitude > F.MAX_CODE, QUIET_NAN, bits)
+    return as_float(bits | ((code << (32 - F.BITS)) & SIGN))
+
+
+@triton.jit(do_not_specialize=["key", "row0", "column0"])
+def _round_kernel(
+    x_ptr,
+    out_ptr,
+    step_ptr,
+    key,
+    row0,
+    column0,
+    rows,
+    columns,
+    F: tl.constexpr,
+    H: tl.constexpr,
+    SATURATE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    _, first_row, first_column = program_tile(rows, columns, ROWS, COLUMNS)
+    row = first_row + tl.arange(0, ROWS)
+    column = first_column + tl.arange(0, COLUMNS)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    place = row[:, None] * columns + column[None, :]
+    y = as_bits(tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32))
+    random = y
+    if H.KIND == "stochastic":
+        step = tl.load(step_ptr).to(tl.uint32)
+        random = random_tile(key, step, (row0 + row)[None, :], column0 + first_column, 1, ROWS, COLUMNS, H.WIDTH, H.ALIGNED)
+        random = tl.reshape(random, [ROWS, COLUMNS])
+    tl.store(out_ptr + place, as_float(round_bits(y, y, random, F, H, SATURATE)), mask=inside)
+
+
+def round_to(x: Tensor, format: Format, rounding: Rounding, saturate: bool, draw: Draw | None) -> Tensor:
+    """`x` rounded to values of `format`, as float32 of the same shape."""
+    x = x.contiguous()
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    columns = x.shape[-1] if x.dim() else 1
+    rows = x.numel() // columns if columns else 0
+    ROWS, COLUMNS = (1, 1024) if rows == 1 else (8, 128)
+    if out.numel():
+        _round_kernel[tiles(1, rows, columns, ROWS, COLUMNS)](
+            x,
+            out,
+            *draw_arguments(draw),
+            rows,
+            columns,
+            F=fields(format),
+            H=how(rounding, draw, x.device),
+            SATURATE=saturate,
+            ROWS=ROWS,
+            COLUMNS=COLUMNS,
+        )
+    return out
+
+
+def draw_arguments(draw: Draw | None) -> tuple[Any, int, int, int]:
+    """(step, key, row, column) as kernels take them."""
+    return (None, 0, 0, 0) if draw is None else (draw.step, draw.key, draw.row, draw.column)

@@ -1,0 +1,140 @@
+"""Largest magnitudes and scales, as in `dither.reference.scaling`: the same exactly rounded operations in the same order."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dither.formats import TABLE
+from dither.kernels.philox import program_tile, tiles
+from dither.kernels.rounding import Fields, How, as_bits, as_float, encode, fields, float_bits, round_bits
+from dither.layout import Layout
+from dither.precision import Cast
+
+
+
+class Scaling(NamedTuple):
+    """A scale kind for a format as one compile-time constant."""
+
+    KIND: str
+    MAX: float
+    MAX_EXPONENT: int
+    MAX_MANTISSA: int
+    MARGIN: float
+    """2^-margin, of delayed scaling."""
+    E4M3: Fields
+    """The format of nvfp4's block scales."""
+    HOW: How
+    """Their rounding: nearest, or toward zero and then up, so that stochastic values are never clipped."""
+
+
+def scaling_fields(cast: Cast) -> Scaling:
+    """The constant that device functions take for the scaling of `cast`."""
+    element, scale = cast.element, cast.scaling
+    mantissa = float_bits(element.max) & 0x7FFFFF
+    block = How("toward_zero" if cast.round.kind == "stochastic" else "nearest", 0, 32, True, False)
+    return Scaling(scale.kind, element.max, element.max_exponent, mantissa, 2.0**-scale.margin, fields(TABLE["e4m3"]), block)
+
+
+@triton.jit
+def pow2(exponent):
+    """2^exponent as float32 for int32 exponents from -127 to 127."""
+    return as_float(tl.where(exponent == -127, 1 << 22, (exponent + 127) << 23))
+
+
+@triton.jit
+def tensor_factor(amax, S: tl.constexpr):
+    """nvfp4's scale of the whole tensor from the bits of its largest magnitude."""
+    scale = tl.div_rn(as_float(amax), 448.0 * S.MAX)
+    scale = as_float(tl.maximum(as_bits(scale), 0x00800000))
+    return tl.where(amax == 0, 1.0, tl.where(amax >= 0x7F800000, float("nan"), scale))
+
+
+@triton.jit
+def group_factors(amax, tensor, S: tl.constexpr):
+    """(multiply, restore, stored) for groups whose largest magnitudes have the int32 bits `amax`.
+
+    `stored` is what goes to memory: float32 for fp32 and delayed, else the int32 code of the E8M0 or E4M3 scale.
+    """
+    nothing = amax == 0
+    lost = amax >= 0x7F800000
+    if S.KIND == "fp32" or S.KIND == "delayed":
+        multiply = tl.div_rn(S.MAX, as_float(tl.maximum(amax, 0x00800000)))
+        if S.KIND == "delayed":
+            multiply = multiply * S.MARGIN
+        multiply = as_float(tl.minimum(as_bits(multiply), 254 << 23))  # 2^127, where the quotient overflowed
+        multiply = tl.where(nothing, 1.0, tl.where(lost, float("nan"), multiply))
+        restore = tl.div_rn(1.0, multiply)
+        return multiply, restore, restore
+    elif S.KIND == "nvfp4":
+        wanted = tl.div_rn(tl.div_rn(as_float(amax), S.MAX), tensor)
+        bits = as_bits(wanted)
+        restore = as_float(round_bits(bits, bits, bits, S.E4M3, S.HOW, True))
+        if S.HOW.KIND == "toward_zero":
+            # The next E4M3 number above: one unit of its spacing more.
+            spacing = tl.maximum((as_bits(restore) >> 23) - 127, -6) - 3
+            restore = tl.where((restore < wanted) & (restore < 448.0), restore + pow2(spacing), restore)
+        restore = tl.where(restore < 2.0**-9, 2.0**-9, restore)
+        restore = tl.where(nothing, 1.0, tl.where(lost, float("nan"), restore))
+        multiply = tl.div_rn(tl.div_rn(1.0, tensor), restore)
+        return multiply, restore, encode(as_bits(restore), S.E4M3)
+    else:
+        exponent = (amax >> 23) - 127 - S.MAX_EXPONENT
+        if S.KIND == "pow2_ceil":
+            exponent += ((amax & 0x7FFFFF) > S.MAX_MANTISSA).to(tl.int32)
+        exponent = tl.where(nothing, 0, tl.minimum(tl.maximum(exponent, -127), 127))
+        multiply = tl.where(lost, float("nan"), pow2(-exponent))
+        restore = tl.where(lost, float("nan"), pow2(exponent))
+        return multiply, restore, tl.where(lost, 255, exponent + 127)
+
+
+@triton.jit
+def _amax_kernel(
+    x_ptr, out_ptr, rows, columns, stride_b, stride_r, stride_c, PER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Atomic maxima of int32 bits, which do not depend on the order: of the tensor, or PER "row" or "column" of each matrix."""
+    batch, first_row, first_column = program_tile(rows, columns, ROWS, COLUMNS)
+    row = first_row + tl.arange(0, ROWS)
+    column = first_column + tl.arange(0, COLUMNS)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    x = tl.load(x_ptr + batch * stride_b + row[:, None] * stride_r + column[None, :] * stride_c, mask=inside, other=0.0)
+    bits = as_bits(x.to(tl.float32)) & 0x7FFFFFFF
+    if PER == "tensor":
+        tl.atomic_max(out_ptr, tl.max(bits), sem="relaxed")
+    elif PER == "row":
+        tl.atomic_max(out_ptr + batch * rows + row, tl.max(bits, axis=1), mask=row < rows, sem="relaxed")
+    else:
+        tl.atomic_max(out_ptr + batch * columns + column, tl.max(bits, axis=0), mask=column < columns, sem="relaxed")
+
+
+def amax_bits(x_BRC: Tensor, layout: Layout | None) -> Tensor:
+    """int32 bits of largest magnitudes: of the whole tensor, 0-d, or, for a layout of rows, of each line, [B, lines]."""
+    batch, rows, columns = x_BRC.shape
+    per = "tensor" if layout is None or layout.group == (0, 0) else "column" if layout.along_rows else "row"
+    shape = {"tensor": (), "row": (batch, rows), "column": (batch, columns)}[per]
+    out = torch.zeros(shape, dtype=torch.int32, device=x_BRC.device)
+    if x_BRC.numel():
+        ROWS, COLUMNS = (128, 32) if per == "column" else (16, 256)
+        _amax_kernel[tiles(batch, rows, columns, ROWS, COLUMNS)](x_BRC, out, rows, columns, *x_BRC.stride(), PER=per, ROWS=ROWS, COLUMNS=COLUMNS)
+    return out
+
+
+
+
+@triton.jit
+def _factors_kernel(amax_ptr, out_ptr, n, S: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    amax = tl.load(amax_ptr + at, mask=at < n, other=0)
+    if S.KIND == "nvfp4":
+        stored = tensor_factor(amax, S)
+    else:
+        _, _, stored = group_factors(amax, 1.0, S)
+    tl.store(out_ptr + at, stored.to(out_ptr.dtype.element_ty), mask=at < n)
+
+
+def store_factors(amax: Tensor, out: Tensor, cast: Cast) -> None:
+    """Write the scales that belong to measured magnitudes (int32 bits): of rows or the tensor; for nvfp4, the tensor's."""
+    if amax.numel():
+        _factors_kernel[(triton.cdiv(amax.numel(), 256),)](amax, out, amax.numel(), S=scaling_fields(cast), BLOCK=256)

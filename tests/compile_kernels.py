@@ -1,0 +1,101 @@
+"""Compiles every kernel for an H200 (sm_90) on a machine that has no GPU. Run as a program: it must not see the interpreter.
+
+Operations are called as usual, on CPU tensors, with a driver that names an sm_90 target and a launcher that stops after
+compiling. Prints one line a kernel; tests/test_kernels_build.py reads them.
+"""
+
+import sys
+from collections.abc import Iterator
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+import dither
+from dither import Cast, Stream
+from dither.formats import Format
+from dither.kernels import philox, quantize, rounding
+from dither.precision import Rounding
+
+
+class Hopper:
+    """As much of a Triton driver as compiling asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+compiled: dict[str, list[object]] = {}
+
+
+def compile_only() -> None:
+    """From here on a kernel launch compiles and does nothing else."""
+    triton.runtime.driver.set_active(Hopper())
+    torch.version.cuda = "13.0"
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)  # type: ignore[assignment]
+    run = JITFunction.run
+
+    def warm_up(self: JITFunction, *args: object, grid: object, warmup: bool, **kwargs: object) -> object:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled.setdefault(self.__name__, []).append(kernel)
+        return kernel
+
+    JITFunction.run = warm_up  # type: ignore[method-assign]
+
+
+CASTS = [
+    "e4m3 tile(128)",
+    "e5m2 tile(128) pow2",
+    "e2m1 tile(128) fp32 stochastic(16)",
+    "e2m1 tile(16) nvfp4 stochastic(16)",
+    "e3m2 tile(32) pow2_ceil stochastic(8)",
+    "e3m4 row",
+    "int8 tensor",
+    "fp16 block(32) fp32 stochastic(16)",
+    "bf16 stochastic(16)",
+]
+
+
+def calls() -> Iterator[str]:
+    """Every kernel in the variants that differ in more than a number."""
+    x = torch.randn(256, 384, dtype=torch.bfloat16)
+    stream = Stream(0, "build", "x")
+    for offset in ((0, 0), (0, 3)):
+        draw = stream.draw(1, (256, 384), offset, "cpu")
+        for width in (8, 16, 32):
+            philox.random_bits(draw, 256, 384, width)
+            yield f"random_bits width {width} offset {offset}"
+        for cast in map(Cast.parse, CASTS):
+            mine = draw if cast.round.kind == "stochastic" else None
+            for axis in (0, 1):
+                values, scale, tensor = quantize.quantize(x, cast, axis, mine, None, cast.element)
+                quantize.fake_quantize(x, cast, axis, mine, None)
+                quantize.dequantize(values, scale, tensor, cast, (256, 384), axis, torch.bfloat16)
+            if cast.group.kind == "tile" and cast.scaling.kind != "nvfp4":
+                quantize.quantize_both(x, cast, mine, cast.element)
+                if cast.element.bits < 8:
+                    quantize.quantize_both(x, cast, mine, Format.parse("e4m3"))
+            yield f"{cast} offset {offset}"
+    for format in ("e4m3", "e2m1", "int8", "bf16", "fp16"):
+        for how in ("nearest", "toward_zero", "stochastic(16)"):
+            mine = draw if how.startswith("stochastic") else None
+            for saturate in (True, False):
+                rounding.round_to(x, Format.parse(format), Rounding.parse(how), saturate, mine)
+        yield f"round_to {format}"
+
+
+if __name__ == "__main__":
+    assert not dither.kernels.interpreted(), "unset TRITON_INTERPRET"
+    compile_only()
+    wanted = sys.argv[1:]
+    for line in calls():
+        print(line)
+    for name, kernels in compiled.items():
+        print(f"compiled {name}: {len(kernels)}")

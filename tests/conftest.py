@@ -1,0 +1,15 @@
+"""Without a GPU the kernels run in Triton's interpreter, which must be chosen before triton is imported."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture
+def device() -> str:
+    """Where kernels run in this session: CUDA, or the CPU through the interpreter."""
+    return "cuda" if torch.cuda.is_available() else "cpu"

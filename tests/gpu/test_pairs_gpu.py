@@ -1,0 +1,87 @@
+"""Kernel = reference, bit for bit, on the GPU itself, and CPU = GPU. `make gpu-test` runs this with whatever CUDA torch there is."""
+
+import pairs
+import pytest
+import torch
+
+from dither import Cast
+from dither.reference import philox, quantize
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+SPECIAL = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, -torch.nan, 448.0, 464.0, 480.0, -7.0, 3.4e38, 1e-45, -1e-40])
+
+
+def big(dtype: torch.dtype, seed: int, rows: int = 10016, columns: int = 10008) -> torch.Tensor:
+    """10^8 elements of many magnitudes, not a multiple of any tile."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator, device="cuda")
+    x *= torch.ldexp(torch.ones(rows, 1, device="cuda"), torch.randint(-20, 20, (rows, 1), generator=generator, device="cuda"))
+    x[:, ::97] = 0.0
+    return x.clamp(-60000, 60000).to(dtype)
+
+
+@pytest.mark.parametrize("width", [8, 16, 32])
+@pytest.mark.parametrize("offset", [(0, 0), (123, 4567)])
+def test_random_bits(width: int, offset: tuple[int, int]) -> None:
+    assert pairs.check_random_bits(5000, 4003, offset, width, "cuda") == 0
+
+
+@pytest.mark.parametrize("name", pairs.FORMATS)
+def test_rounding_of_all_bfloat16_and_float16_and_many_float32(name: str) -> None:
+    codes = torch.arange(65536, dtype=torch.int32).to(torch.int16).reshape(256, 256).cuda()
+    bits = torch.randint(-(2**31), 2**31, (4000, 4000), generator=torch.Generator().manual_seed(0)).int().cuda().view(torch.float32)
+    for x in (codes.view(torch.bfloat16), codes.view(torch.float16), bits, SPECIAL.cuda()):
+        for how in ("nearest", "toward_zero", "stochastic(7)", "stochastic(16)", "stochastic(20)"):
+            if how == "nearest" or "(" not in how or int(how[11:-1]) + pairs.Format.parse(name).mantissa_bits <= 30:
+                for saturate in (True, False):
+                    assert pairs.check_round(x, name, how, saturate, (3, 8)) == 0, (how, saturate, x.dtype)
+
+
+@pytest.mark.parametrize("cast", pairs.casts(), ids=str)
+def test_every_format_and_granularity_over_1e8_elements(cast: Cast) -> None:
+    dtype = torch.bfloat16 if cast.round.kind == "nearest" else torch.float32
+    x = big(dtype, 1)
+    wrong = 0
+    for rows in x.split(2504):  # the reference needs twenty times the memory of its input
+        wrong += pairs.check_quantize(rows, cast, 1)
+    assert wrong == 0
+
+
+@pytest.mark.parametrize("cast", pairs.casts(["e4m3", "e5m2", "e3m2", "e2m1", "int8"], ["row fp32", "tile(128) fp32", "tile(32) pow2_ceil", "tile(16) nvfp4"]), ids=str)
+def test_other_axes_offsets_and_strides(cast: Cast) -> None:
+    x = big(torch.bfloat16, 2, 1030, 2052)
+    assert pairs.check_quantize(x, cast, 0, (7, 16)) == 0
+    assert pairs.check_quantize(x, cast, 0, (7, 5)) == 0
+    assert pairs.check_quantize(x.T, cast, 1) == 0
+    assert pairs.check_quantize(x[3:900, 5:1701:2], cast, 1, (1, 3)) == 0
+    assert pairs.check_quantize(x[:1000].reshape(10, 5, 20, 2052), cast, 1, (5, 8)) == 0
+
+
+@pytest.mark.parametrize("cast", pairs.casts(["e4m3", "e5m2", "e2m1", "e3m2", "int8"], ["tile(128) fp32", "tile(32) pow2", "tile(32) pow2_ceil", "tile(256) fp32"]), ids=str)
+def test_both_layouts(cast: Cast) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        assert pairs.check_both(big(dtype, 3, 4096, 4096), cast) == 0
+        assert pairs.check_both(big(dtype, 4, 1021, 777), cast, (5, 24)) == 0
+    if cast.element.bits < 8 and not cast.element.is_integer:
+        assert pairs.check_both(big(torch.bfloat16, 5, 1024, 512), cast, container="e4m3") == 0
+
+
+@pytest.mark.parametrize("cast", pairs.casts(), ids=str)
+def test_cpu_equals_gpu(cast: Cast) -> None:
+    x = pairs.hard_values(300, 400, torch.float32, 6, "cpu")
+    if cast.group.kind != "none":
+        x[7, 300], x[200, 3] = torch.nan, -torch.inf
+    draw, there = pairs.draw_for(x, cast.round, (1, 2)), pairs.draw_for(x.cuda(), cast.round, (1, 2))
+    here = quantize.quantize(x, cast, 1, draw, None, cast.element)
+    from dither.kernels import quantize as kernels
+
+    gpu = kernels.quantize(x.cuda(), cast, 1, there, None, cast.element)
+    assert sum(map(pairs.differing, here, gpu)) == 0
+    assert pairs.differing(quantize.fake_quantize(x, cast, 1, draw, None), kernels.fake_quantize(x.cuda(), cast, 1, there, None)) == 0
+
+
+def test_reference_on_cpu_equals_reference_on_gpu() -> None:
+    draw = pairs.STREAM.draw(9, (1000, 1003), (5, 7), "cpu")
+    there = pairs.STREAM.draw(9, (1000, 1003), (5, 7), "cuda")
+    assert pairs.differing(philox.random_bits(draw, 1000, 1003, 16), philox.random_bits(there, 1000, 1003, 16)) == 0

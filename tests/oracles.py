@@ -1,0 +1,336 @@
+"""Expected results from other people's code: ml_dtypes, gfloat, randomgen, and plain numpy and fractions.
+
+Nothing here imports dither: a test that takes its expectation from this file compares two independent implementations.
+"""
+
+import functools
+import math
+import re
+from fractions import Fraction
+
+import gfloat
+import gfloat.formats as gf
+import ml_dtypes
+import numpy as np
+import randomgen
+from gfloat import Domain, FormatInfo, RoundMode
+
+# Formats --------------------------------------------------------------------------------------------------------------
+
+ML_DTYPES = {
+    "fp32": np.float32,
+    "fp16": np.float16,
+    "bf16": ml_dtypes.bfloat16,
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "e3m4": ml_dtypes.float8_e3m4,
+    "e3m2": ml_dtypes.float6_e3m2fn,
+    "e2m3": ml_dtypes.float6_e2m3fn,
+    "e2m1": ml_dtypes.float4_e2m1fn,
+    "e8m0": ml_dtypes.float8_e8m0fnu,
+    "int8": np.int8,
+    "int4": ml_dtypes.int4,
+}
+"""Our names, and the numpy types that have the same codes."""
+
+_GFLOAT = {
+    "fp32": gf.format_info_binary32,
+    "fp16": gf.format_info_binary16,
+    "bf16": gf.format_info_bfloat16,
+    "e4m3": gf.format_info_ocp_e4m3,
+    "e5m2": gf.format_info_ocp_e5m2,
+    "e3m2": gf.format_info_ocp_e3m2,
+    "e2m3": gf.format_info_ocp_e2m3,
+    "e2m1": gf.format_info_ocp_e2m1,
+    "e8m0": gf.format_info_ocp_e8m0,
+}
+
+INTEGERS = {"int8": 127, "int4": 7}
+"""Symmetric integer formats and their largest value."""
+
+
+def gfloat_format(name: str) -> FormatInfo:
+    """gfloat's description of a format: its own where it has one, else eXmY built from its fields.
+
+    IEEE-like (Inf, and NaN in all other codes of the top exponent) from 8 bits on; finite in every code below that.
+    """
+    if name in _GFLOAT:
+        return _GFLOAT[name]
+    e, m = map(int, re.fullmatch(r"e(\d+)m(\d+)", name).groups())
+    ieee = 1 + e + m >= 8
+    return FormatInfo(
+        name,
+        1 + e + m,
+        m + 1,
+        bias=2 ** (e - 1) - 1,
+        is_signed=True,
+        domain=Domain.Extended if ieee else Domain.Finite,
+        has_nz=True,
+        num_high_nans=2**m - 1 if ieee else 0,
+        has_subnormals=True,
+        is_twos_complement=False,
+    )
+
+
+def decode(name: str, codes: np.ndarray) -> np.ndarray:
+    """float64 values of codes, by gfloat; symmetric integers by arithmetic, the code beyond the range being NaN."""
+    if name in INTEGERS:
+        top = INTEGERS[name] + 1
+        values = codes.astype(np.float64)
+        values = np.where(values >= top, values - 2 * top, values)
+        return np.where(values == -top, np.nan, values)
+    return gfloat.decode_ndarray(gfloat_format(name), codes.astype(np.int64))
+
+
+def decode_ml(name: str, codes: np.ndarray) -> np.ndarray:
+    """float64 values of codes, by ml_dtypes (or numpy, for the types it has itself)."""
+    kind = ML_DTYPES[name]
+    width = np.dtype(kind).itemsize
+    return widen(codes.astype(f"u{width}").view(kind))
+
+
+def encode(name: str, values: np.ndarray) -> np.ndarray:
+    """int64 codes of values of the format (NaN only where it has one), by gfloat or two's complement."""
+    if name in INTEGERS:
+        return values.astype(np.int64) & (2 * INTEGERS[name] + 1)
+    return gfloat.encode_ndarray(gfloat_format(name), values.astype(np.float64)).astype(np.int64)
+
+
+@functools.cache
+def finite_values(name: str) -> np.ndarray:
+    """Every finite value of a format once, ascending, float64."""
+    bits = {"int8": 8, "int4": 4}.get(name) or gfloat_format(name).k
+    values = decode(name, np.arange(2**bits))
+    return np.unique(values[np.isfinite(values)] + 0.0)
+
+
+# Inputs ---------------------------------------------------------------------------------------------------------------
+
+
+def all_bfloat16() -> np.ndarray:
+    """The 65,536 BF16 numbers as float32, NaN payloads included."""
+    return (np.arange(65536, dtype=np.uint32) << 16).view(np.float32)
+
+
+def all_float16() -> np.ndarray:
+    """The 65,536 FP16 numbers as float32."""
+    with np.errstate(invalid="ignore"):
+        return np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float32)
+
+
+def float32_patterns(count: int, seed: int) -> np.ndarray:
+    """Random float32 bit patterns: every exponent as likely as any other, so most formats overflow and underflow."""
+    return np.random.default_rng(seed).integers(0, 2**32, count, dtype=np.uint32).view(np.float32)
+
+
+def widen(x: np.ndarray) -> np.ndarray:
+    """float64 of the same numbers; numpy warns where a signalling NaN is among them."""
+    with np.errstate(invalid="ignore"):
+        return np.asarray(x).astype(np.float64)
+
+
+# Rounding -------------------------------------------------------------------------------------------------------------
+
+
+def round_gfloat(
+    name: str,
+    x: np.ndarray,
+    mode: RoundMode = RoundMode.TiesToEven,
+    *,
+    saturate: bool = True,
+    srbits: np.ndarray | None = None,
+    srnumbits: int = 0,
+) -> np.ndarray:
+    """float64 results of gfloat for float32 `x`: computed in float64, where each of its steps is exact."""
+    return gfloat.round_ndarray(gfloat_format(name), widen(x), mode, saturate, srbits, srnumbits)
+
+
+def round_ml(name: str, x: np.ndarray) -> np.ndarray:
+    """float64 results of casting float32 `x` by ml_dtypes, which never saturates, and back."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return widen(x.astype(ML_DTYPES[name]))
+
+
+def round_integer(name: str, x: np.ndarray) -> np.ndarray:
+    """Nearest, ties to even, clipped to the symmetric range; an integer has no -0.0."""
+    return np.clip(np.rint(widen(x)), -INTEGERS[name], INTEGERS[name]) + 0.0
+
+
+def neighbours(name: str, x: Fraction) -> tuple[Fraction, Fraction]:
+    """The values of the format around |x|: (largest not above, smallest not below); beyond the largest: that, twice."""
+    values = [Fraction(v) for v in finite_values(name) if v >= 0]
+    below = max(v for v in values if v <= abs(x))
+    above = min((v for v in values if v >= abs(x)), default=below)
+    return below, above
+
+
+def nearest(name: str, x: Fraction) -> Fraction:
+    """Nearest value, ties to the even code, saturating: the definition, by search."""
+    values = [Fraction(v) for v in finite_values(name) if v >= 0]
+    below, above = neighbours(name, x)
+    low, high = abs(x) - below, above - abs(x)
+    even = below if values.index(below) % 2 == 0 else above  # codes of the non-negative values are 0, 1, 2, ...
+    return (below if low < high else above if high < low else even) * (-1 if x < 0 else 1)
+
+
+# Comparing ------------------------------------------------------------------------------------------------------------
+
+
+def mismatches(got: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Where two arrays of numbers differ: NaN equals NaN, and -0.0 differs from 0.0."""
+    got, expected = widen(got), widen(expected)
+    same = (got == expected) & (np.signbit(got) == np.signbit(expected))
+    return ~(same | (np.isnan(got) & np.isnan(expected)))
+
+
+# Scales ---------------------------------------------------------------------------------------------------------------
+
+
+def floor_log2(x: Fraction) -> int:
+    """floor(log2(x)) by exact comparison with powers of two."""
+    exponent = x.numerator.bit_length() - x.denominator.bit_length()
+    return exponent if Fraction(2) ** exponent <= x else exponent - 1
+
+
+def mx_exponent(amax: float, largest: float) -> int:
+    """The OCP MX rule: floor(log2 amax) - emax, within E8M0's -127..127."""
+    return min(max(floor_log2(Fraction(amax)) - floor_log2(Fraction(largest)), -127), 127)
+
+
+def mx_ceil_exponent(amax: float, largest: float) -> int:
+    """The smallest E8M0 exponent e with amax <= largest * 2^e."""
+    exponent = max(mx_exponent(amax, largest) - 2, -127)  # surely clips, unless it is the lowest there is
+    while Fraction(amax) > Fraction(largest) * Fraction(2) ** exponent:
+        exponent += 1
+    return exponent
+
+
+def float32(x: Fraction) -> np.float32:
+    """The float32 nearest to a rational, ties to even, subnormals included; Inf beyond the range."""
+    if x == 0:
+        return np.float32(0)
+    spacing = Fraction(2) ** (max(floor_log2(abs(x)), -126) - 23)
+    value = round(x / spacing) * spacing  # Python rounds a Fraction half to even
+    return np.float32(np.inf if value > 0 else -np.inf) if abs(value) >= 2**128 else np.float32(float(value))
+
+
+def group_slices(
+    shape: tuple[int, ...], granularity: str, size: int, axis: int
+) -> list[tuple[tuple[int, ...], np.ndarray]]:
+    """Every group as (its index among the scales, the flat indices of its elements): a slow loop over elements.
+
+    `none` and `tensor`: one group. `row`: along `axis`. `tile`: runs of `size` along `axis`. `block`: size x size in
+    the last two dimensions.
+    """
+    shape = shape or (1,)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for flat, index in enumerate(np.ndindex(*shape)):
+        place = list(index)
+        if granularity in ("none", "tensor"):
+            place = []
+        elif granularity == "row":
+            place[axis] = 0
+        elif granularity == "tile":
+            place[axis] //= size
+        else:
+            for d in {max(len(shape) - 2, 0), len(shape) - 1}:
+                place[d] //= size
+        groups.setdefault(tuple(place), []).append(flat)
+    return [(place, np.array(members)) for place, members in groups.items()]
+
+
+# A whole cast ---------------------------------------------------------------------------------------------------------
+
+
+def scale_of(
+    amax: np.float32, name: str, kind: str, tensor: np.float32 | None, stochastic: bool
+) -> tuple[np.float32, np.float32]:
+    """(factor to multiply a group by, factor that brings it back), from its largest magnitude, in float32 steps."""
+    f = np.float32
+    largest = float(finite_values(name)[-1])
+    if amax == 0:
+        return (f(1) / tensor if kind == "nvfp4" else f(1)), f(1)
+    if kind == "fp32":
+        multiply = min(float32(Fraction(largest) / max(Fraction(float(amax)), Fraction(2) ** -126)), f(2.0**127))
+        return multiply, f(1) / multiply
+    if kind in ("pow2", "pow2_ceil"):
+        exponent = (mx_exponent if kind == "pow2" else mx_ceil_exponent)(float(amax), largest)
+        return f(2.0**-exponent), f(2.0**exponent)
+    wanted = f(f(amax) / f(largest)) / tensor
+    scales = finite_values("e4m3")
+    scales = scales[scales > 0]
+    if stochastic:
+        block = f(min((v for v in scales if v >= wanted), default=448.0))
+    else:
+        block = f(max(min(round_ml("e4m3", np.array([wanted]))[0] if wanted <= 448 else 448.0, 448.0), scales[0]))
+    return (f(1) / tensor) / block, block
+
+
+def cast_by_loop(
+    x: np.ndarray,
+    name: str,
+    granularity: str,
+    size: int,
+    kind: str,
+    axis: int,
+    rounding: str,
+    bits: int = 0,
+    random: np.ndarray | None = None,
+) -> tuple[np.ndarray, dict[tuple[int, ...], float], float | None, np.ndarray]:
+    """A cast of float32 `x`, group after group: (values of the format, scale by group, tensor scale, numbers back)."""
+    flat, values, back = x.reshape(-1), np.zeros(x.size, np.float64), np.zeros(x.size, np.float32)
+    draws = None if random is None else random.reshape(-1)
+    scales: dict[tuple[int, ...], float] = {}
+    tensor = None
+    if kind == "nvfp4":
+        amax = np.float32(np.abs(flat).max())
+        tensor = (
+            np.float32(1) if amax == 0 else max(amax / np.float32(448 * finite_values(name)[-1]), np.float32(2.0**-126))
+        )
+    for place, members in group_slices(x.shape, granularity, size, axis):
+        multiply, restore = np.float32(1), np.float32(1)
+        if kind != "none":
+            multiply, restore = scale_of(np.abs(flat[members]).max(), name, kind, tensor, rounding == "stochastic")
+            scales[place] = float(restore)
+        scaled = flat[members] * multiply
+        if name in INTEGERS:
+            values[members] = round_integer(name, scaled)
+        elif rounding == "stochastic":
+            values[members] = round_gfloat(
+                name, scaled, RoundMode.StochasticFastest, srbits=draws[members], srnumbits=bits
+            )
+        else:
+            mode = RoundMode.TiesToEven if rounding == "nearest" else RoundMode.TowardZero
+            values[members] = round_gfloat(name, scaled, mode)
+        number = values[members].astype(np.float32) * restore
+        back[members] = number if tensor is None else number * tensor
+    return values.reshape(x.shape), scales, None if tensor is None else float(tensor), back.reshape(x.shape)
+
+
+def unpack(stored: np.ndarray, bits: int, count: int) -> np.ndarray:
+    """Codes of `bits` bits along the last axis of bytes: one long little-endian bit string, read `bits` at a time."""
+    out = np.zeros((*stored.shape[:-1], count), np.int64)
+    for index in np.ndindex(*stored.shape[:-1]):
+        string = int.from_bytes(stored[index].tobytes(), "little")
+        out[index] = [string >> bits * i & ((1 << bits) - 1) for i in range(count)]
+    return out
+
+
+# Randomness -----------------------------------------------------------------------------------------------------------
+
+
+def philox_words(key: int, counter: tuple[int, int, int, int], count: int) -> np.ndarray:
+    """uint64[count], 32 bits each: the words of blocks counter, counter + 1, ... by randomgen's Philox4x32-10.
+
+    randomgen takes the four 32-bit counter words as one 128-bit number, least significant first, and adds one to it
+    before it makes a block; so it starts one below. Adding one moves the first word, which is our block number.
+    """
+    number = sum(word << 32 * place for place, word in enumerate(counter))
+    generator = randomgen.Philox(counter=(number - 1) % 2**128, key=key % 2**64, number=4, width=32)
+    return generator.random_raw(count)
+
+
+def row_bits(key: int, row: int, step: int, columns: int, width: int) -> np.ndarray:
+    """uint64[columns]: the `width` bits that each element of a row draws, read off one long little-endian string."""
+    words = philox_words(key, (0, row, step, 0), 4 * math.ceil(columns * width / 128)).astype("<u4")
+    return words.view(f"<u{width // 8}")[:columns].astype(np.uint64)

@@ -1,0 +1,390 @@
+"""Bad input: one sentence naming what was given and what would work, never a wrong number.
+
+Each row is a call, what its message must name of what was given, and what it must name of what would work.
+"""
+
+import re
+
+import pytest
+import torch
+
+import dither
+from dither import AmaxHistory, Cast, DitherError, Format, Stream, UserError
+
+STREAM = Stream(0, "round", "w")
+NAN, INF = float("nan"), float("inf")
+X = torch.ones(3, 8)
+DELAYED = Cast("e4m3", "tensor", "delayed(4)")
+
+
+def with_value(value: float, shape: tuple[int, ...] = (3, 8), place: tuple[int, ...] = (1, 2)) -> torch.Tensor:
+    x = torch.ones(shape)
+    x[place] = value
+    return x
+
+
+def sentence(call) -> str:
+    """The message of the UserError that `call` raises: one line, one sentence, with a period."""
+    with pytest.raises(UserError) as caught:
+        call()
+    text = str(caught.value)
+    assert "\n" not in text
+    assert text[0].isupper() or text.startswith(
+        ("round_to", "quantize", "fake_quantize", "amax", "axis", "scale=", "'", *dither.formats.TABLE)
+    )
+    assert text.endswith(".")
+    assert not text.endswith("..")
+    assert "  " not in text
+    assert len(text) < 400
+    return text
+
+
+def test_a_user_error_is_a_value_error_and_a_dither_error():
+    assert issubclass(UserError, DitherError)
+    assert issubclass(UserError, ValueError)
+
+
+CASTING = {
+    "round_to": lambda x, cast, **more: dither.round_to(x, Cast.parse(cast).format, Cast.parse(cast).rounding, **more),
+    "quantize": dither.quantize,
+    "fake_quantize": dither.fake_quantize,
+}
+
+
+# Formats and casts ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "given", "works"),
+    [
+        (lambda: Format.parse("e4m3fn"), "'e4m3fn'", "'e4m3'"),
+        (lambda: dither.round_to(X, "fp8"), "'fp8'", "e4m3"),
+        (lambda: dither.quantize(X, "fp4 tile(32)"), "'fp4'", "e2m1"),
+        (lambda: dither.fake_quantize(X, "e9m2"), "'e9m2'", "eXmY"),
+        (lambda: dither.quantize(X, "e4m3 tile(100)"), "'tile(100)'", "power of two from 4 to 1024"),
+        (lambda: dither.quantize(X, "e4m3 block(256)"), "'block(256)'", "power of two from 4 to 128"),
+        (lambda: dither.quantize(X, "e4m3 tile(0)"), "'tile(0)'", "'tile(n)'"),
+        (lambda: dither.quantize(X, "e4m3 column"), "'column'", "'row'"),
+        (lambda: dither.quantize(X, "e4m3 tile(8) pow3"), "'pow3'", "'pow2'"),
+        (lambda: dither.quantize(X, "e4m3 stochastic(99)"), "'stochastic(99)'", "1 to 24"),
+        (lambda: dither.round_to(X, "e4m3", "floor"), "'floor'", "'nearest'"),
+        (lambda: dither.round_to(X, "fp32", "stochastic(16)", stream=STREAM), "'stochastic(16)'", "at most 7"),
+        (lambda: dither.round_to(X, "e8m0"), "e8m0", "'e4m3'"),
+        (lambda: dither.quantize(X, "e4m3 none fp32"), "granularity='none'", "both a granularity and a scale"),
+        (lambda: dither.quantize(X, ""), "''", "'mxfp4'"),
+        (lambda: dither.quantize(X, None), "None", "'e4m3 tile(128) fp32'"),
+        (lambda: dither.quantize(X, {"format": "e4m3"}), "{'format': 'e4m3'}", "'e4m3 tile(128) fp32'"),
+        (lambda: dither.round_to(X, None), "None", "'e4m3'"),
+        (lambda: dither.round_to(X, ["e4m3"]), "['e4m3']", "'e4m3'"),
+        (lambda: Cast("e4m3", ["tile(8)"], "fp32"), "['tile(8)']", "'tile(n)'"),
+        (lambda: Cast.from_json('{"format": ["e4m3"]}'), "['e4m3']", "'e4m3'"),
+        (lambda: Cast("e4m3", "tile(16)", ("fp32",)), "('fp32',)", "'fp32'"),
+    ],
+)
+def test_unknown_formats_and_impossible_casts(call, given, works):
+    text = sentence(call)
+    assert given in text
+    assert works in text
+
+
+# Tensors --------------------------------------------------------------------------------------------------------------
+
+WRONG_TYPES = [
+    torch.float64,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.float8_e4m3fn,
+]
+
+
+@pytest.mark.parametrize("dtype", WRONG_TYPES, ids=str)
+@pytest.mark.parametrize("what", ["round_to", "quantize", "fake_quantize", "quantize_both", "amax"])
+def test_integer_complex_and_float64_tensors(what, dtype):
+    x = torch.zeros(3, 8, dtype=dtype)
+    calls = {
+        "round_to": lambda: dither.round_to(x, "e4m3"),
+        "quantize": lambda: dither.quantize(x, "e4m3 row"),
+        "fake_quantize": lambda: dither.fake_quantize(x, "e4m3 row"),
+        "quantize_both": lambda: dither.quantize_both(x, "e4m3 tile(4)"),
+        "amax": lambda: dither.amax(x),
+    }
+    text = sentence(calls[what])
+    assert text.startswith(what)
+    assert f"not {dtype}" in text
+    assert "(3, 8)" in text
+    assert "float32, bfloat16 or float16" in text
+    assert ("float64 first" in text) == (dtype == torch.float64)  # rounding twice is a trap: say so
+
+
+@pytest.mark.parametrize("x", [[1.0, 2.0], 3.0, None, "x"])
+@pytest.mark.parametrize("what", ["round_to", "quantize", "fake_quantize", "quantize_both", "amax"])
+def test_what_is_no_tensor(what, x):
+    calls = {
+        "round_to": lambda: dither.round_to(x, "e4m3"),
+        "quantize": lambda: dither.quantize(x, "e4m3"),
+        "fake_quantize": lambda: dither.fake_quantize(x, "e4m3"),
+        "quantize_both": lambda: dither.quantize_both(x, "e4m3 tile(4)"),
+        "amax": lambda: dither.amax(x),
+    }
+    text = sentence(calls[what])
+    assert "torch.Tensor" in text
+    assert type(x).__name__ in text
+
+
+def test_quantize_both_takes_a_matrix_and_tiles():
+    assert "(2, 3, 8)" in sentence(lambda: dither.quantize_both(torch.ones(2, 3, 8), "e4m3 tile(4)"))
+    for cast in ("e4m3", "e4m3 row", "e4m3 block(4)", "nvfp4"):
+        text = sentence(lambda cast=cast: dither.quantize_both(X, cast))
+        assert str(Cast.parse(cast)) in text
+        assert "'e4m3 tile(128) fp32'" in text
+
+
+def test_numbers_come_back_in_three_types_only():
+    text = sentence(lambda: dither.quantize(X, "e4m3").dequantize(torch.float64))
+    assert "torch.float64" in text
+    assert "float32, bfloat16 or float16" in text
+
+
+# NaN and Inf ----------------------------------------------------------------------------------------------------------
+
+WITHOUT_NAN = ["e2m1", "e2m3", "e3m2", "int8", "int4", "e2m2"]
+GROUPS = ["", " tensor", " row", " tile(4)", " tile(4) pow2", " tile(4) pow2_ceil", " tile(4) nvfp4", " block(4)"]
+
+
+@pytest.mark.parametrize("what", CASTING)
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("name", WITHOUT_NAN)
+def test_nan_into_a_format_without_nan(name, group, what):
+    if what == "round_to" and group:
+        return
+    text = sentence(lambda: CASTING[what](with_value(NAN), name + group))
+    assert "(3, 8)" in text
+    assert "nan at [1, 2]" in text
+    assert f"{name} has no NaN" in text
+    assert "1 value(s)" in text
+
+
+@pytest.mark.parametrize("what", CASTING)
+@pytest.mark.parametrize("value", [INF, -INF])
+@pytest.mark.parametrize(
+    "cast",
+    [
+        "e2m1",
+        "e4m3",
+        "e5m2",
+        "bf16",
+        "fp32",
+        "int8",
+        "e4m3 tensor",
+        "e5m2 row",
+        "e5m2 tile(4)",
+        "e2m1 tile(4) nvfp4",
+        "e4m3 block(4) pow2",
+    ],
+)
+def test_inf_into_a_saturating_cast(cast, value, what):
+    if what == "round_to" and " " in cast:
+        return
+    text = sentence(lambda: CASTING[what](with_value(value), cast))
+    assert f"{value} at [1, 2]" in text
+    assert "(3, 8)" in text
+    assert "infinity" in text
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e2m1", "int4"])
+def test_inf_into_a_format_without_inf_is_an_error_without_saturation_too(name):
+    assert "inf at [1, 2]" in sentence(lambda: dither.round_to(with_value(INF), name, saturate=False))
+
+
+@pytest.mark.parametrize("name", ["e5m2", "e3m4", "bf16", "fp16", "fp32", "e4m10"])
+def test_inf_passes_into_a_format_with_inf_when_not_saturating(name):
+    assert dither.round_to(with_value(-INF), name, saturate=False)[1, 2].item() == -INF
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e3m4", "bf16"])
+def test_nan_passes_into_a_format_with_nan(name):
+    assert dither.round_to(with_value(NAN), name)[1, 2].isnan()
+
+
+@pytest.mark.parametrize(
+    ("shape", "place"), [((), ()), ((5,), (4,)), ((2, 3, 4), (1, 2, 0)), ((2, 3, 4, 5), (1, 0, 3, 4))]
+)
+def test_the_position_is_that_in_the_tensor_given(shape, place):
+    for cast in ("e2m1", "e2m1 row", "e2m1 tile(4)"):
+        for axis in range(max(len(shape), 1)):
+            text = sentence(
+                lambda cast=cast, axis=axis: dither.quantize(with_value(NAN, shape, place), cast, axis=axis)
+            )
+            assert f"nan at {list(place)}" in text
+            assert str(tuple(shape)) in text
+
+
+def test_the_first_of_several_is_named_and_all_are_counted():
+    x = torch.ones(4, 5)
+    x[1, 3] = x[3, 0] = NAN
+    x[2, 2] = INF
+    text = sentence(lambda: dither.quantize(x, "e2m1 row"))
+    assert "3 value(s)" in text
+    assert "nan at [1, 3]" in text
+
+
+def test_position_in_a_view_is_that_of_the_view():
+    x = with_value(NAN, (4, 6), (1, 5)).t()
+    assert "nan at [5, 1]" in sentence(lambda: dither.quantize(x, "e2m1 tile(4)"))
+
+
+def test_quantize_both_finds_nan():
+    assert "nan at [1, 2]" in sentence(lambda: dither.quantize_both(with_value(NAN), "e2m1 tile(4)"))
+    assert "inf at [1, 2]" in sentence(lambda: dither.quantize_both(with_value(INF), "e4m3 tile(4)"))
+
+
+@pytest.mark.parametrize("what", ["quantize", "fake_quantize"])
+@pytest.mark.parametrize("cast", ["e2m1 tensor fp32", "e2m1 tensor pow2", "int8 tensor fp32", "nvfp4"])
+def test_nan_is_found_when_the_largest_magnitude_is_given(cast, what):
+    # The scale then comes from outside and cannot show that the tensor holds a NaN.
+    assert "nan at [1, 2]" in sentence(lambda: CASTING[what](with_value(NAN), cast, amax=torch.tensor(1.0)))
+
+
+@pytest.mark.parametrize("what", ["quantize", "fake_quantize"])
+@pytest.mark.parametrize(
+    "cast", ["e4m3 tensor fp32", "e5m2 tensor pow2", "e4m3 tensor delayed(4)", "nvfp4", "e2m1 tensor fp32"]
+)
+def test_inf_is_found_when_the_largest_magnitude_is_given(cast, what):
+    assert "inf at [1, 2]" in sentence(lambda: CASTING[what](with_value(INF), cast, amax=torch.tensor(1.0)))
+
+
+# Streams, steps, offsets, axes, backends ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [None, 7, "w", torch.Generator()])
+@pytest.mark.parametrize("what", ["round_to", "quantize", "fake_quantize", "quantize_both"])
+def test_a_stochastic_cast_without_a_stream(what, stream):
+    cast = "e4m3 tile(4) fp32 stochastic(16)" if what == "quantize_both" else "e4m3 stochastic(16)"
+    text = sentence(lambda: {**CASTING, "quantize_both": dither.quantize_both}[what](X, cast, stream=stream))
+    assert "stochastic(16)" in text
+    assert "stream=dither.Stream(seed, purpose, name)" in text
+    assert str(stream) in text or repr(stream) in text
+
+
+@pytest.mark.parametrize("what", ["quantize", "fake_quantize"])
+@pytest.mark.parametrize(
+    ("x", "axis", "low", "high"),
+    [(X, 2, -2, 1), (X, -3, -2, 1), (torch.ones(()), 1, -1, 0), (torch.ones(4), -2, -1, 0)],
+)
+def test_an_axis_that_does_not_exist(what, x, axis, low, high):
+    text = sentence(lambda: CASTING[what](x, "e4m3 row", axis=axis))
+    assert f"axis={axis}" in text
+    assert str(tuple(x.shape)) in text
+    assert f"from {low} to {high}" in text
+
+
+@pytest.mark.parametrize("axis", ["0", None, 1.0, (0, 1)])
+def test_an_axis_that_is_no_integer(axis):
+    assert repr(axis) in sentence(lambda: dither.quantize(X, "e4m3 row", axis=axis))
+
+
+@pytest.mark.parametrize("what", CASTING)
+@pytest.mark.parametrize("offset", [(-1, 0), (0, -5), (2**32, 0), (0, 2**32 - 7)])
+def test_an_offset_out_of_range(what, offset):
+    text = sentence(lambda: CASTING[what](X, "e4m3 stochastic(16)", stream=STREAM, offset=offset))
+    assert str(offset) in text
+    assert "3 x 8" in text
+    assert re.search(r"2\^32", text)
+
+
+@pytest.mark.parametrize("offset", [5, (1,), (1, 2, 3), (0.5, 0), ("0", "0"), None])
+def test_an_offset_that_is_no_pair_of_integers(offset):
+    text = sentence(lambda: dither.quantize(X, "e4m3 stochastic(16)", stream=STREAM, offset=offset))
+    assert repr(offset) in text
+
+
+@pytest.mark.parametrize("what", CASTING)
+@pytest.mark.parametrize("step", [-1, 2**32, 1.5, "3", None])
+def test_a_step_out_of_range(what, step):
+    text = sentence(lambda: CASTING[what](X, "e4m3 stochastic(16)", stream=STREAM, step=step))
+    assert repr(step) in text
+    assert "integer from 0 to 2^32 - 1" in text
+
+
+@pytest.mark.parametrize("step", [torch.tensor(1.0), torch.tensor([1]), torch.tensor(1, dtype=torch.int32)])
+def test_a_step_tensor_of_another_kind(step):
+    text = sentence(lambda: dither.quantize(X, "e4m3 stochastic(16)", stream=STREAM, step=step))
+    assert str(step.dtype) in text
+    assert "0-d int64" in text
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton", "", None])
+@pytest.mark.parametrize(
+    "what", ["round_to", "quantize", "fake_quantize", "quantize_both", "amax", "dequantize", "bits"]
+)
+def test_an_unknown_backend(what, backend):
+    q = dither.quantize(X, "e4m3")
+    calls = {
+        "round_to": lambda: dither.round_to(X, "e4m3", backend=backend),
+        "quantize": lambda: dither.quantize(X, "e4m3", backend=backend),
+        "fake_quantize": lambda: dither.fake_quantize(X, "e4m3", backend=backend),
+        "quantize_both": lambda: dither.quantize_both(X, "e4m3 tile(4)", backend=backend),
+        "amax": lambda: dither.amax(X, backend=backend),
+        "dequantize": lambda: q.dequantize(backend=backend),
+        "bits": lambda: STREAM.bits(0, (2, 2), backend=backend),
+    }
+    text = sentence(calls[what])
+    assert repr(backend) in text
+    assert "'auto', 'reference' or 'kernel'" in text
+
+
+# amax= ----------------------------------------------------------------------------------------------------------------
+
+
+def test_delayed_scaling_without_a_history():
+    text = sentence(lambda: dither.quantize(X, DELAYED))
+    assert str(DELAYED) in text
+    assert "AmaxHistory" in text
+
+
+@pytest.mark.parametrize("cast", ["e4m3", "e4m3 row", "e4m3 tile(4)", "e2m1 block(4) pow2"])
+def test_amax_for_a_cast_that_scales_smaller_groups(cast):
+    text = sentence(lambda: dither.quantize(X, cast, amax=torch.tensor(1.0)))
+    assert str(Cast.parse(cast)) in text
+    assert "whole tensor" in text
+
+
+@pytest.mark.parametrize(
+    "amax",
+    [
+        1.0,
+        torch.tensor([1.0]),
+        torch.tensor(1),
+        torch.tensor(1.0, dtype=torch.float64),
+        torch.zeros(40, 40),
+        torch.tensor(1.0, device="meta"),
+    ],
+    ids=["float", "1-D", "int64", "float64", "matrix", "elsewhere"],
+)
+def test_amax_of_another_kind(amax):
+    text = sentence(lambda: dither.quantize(X, DELAYED, amax=amax))
+    assert "0-d float32" in text
+
+
+def test_an_amax_that_is_no_magnitude():
+    # Clamped to the smallest magnitude there is, a negative one would saturate everything in silence.
+    try:
+        q = dither.quantize(X, "e4m3 tensor", amax=torch.tensor(-1.0))
+    except UserError:
+        return
+    assert q.scale.isnan()
+
+
+def test_a_history_belongs_to_delayed_scaling():
+    text = sentence(lambda: AmaxHistory.empty(Cast.parse("e4m3 tensor fp32")))
+    assert "e4m3 tensor fp32 nearest" in text
+    assert "delayed(history)" in text
+
+
+@pytest.mark.parametrize("amax", [1.0, torch.zeros(3)], ids=["float", "1-D"])
+def test_a_history_takes_one_magnitude(amax):
+    assert "0-d" in sentence(lambda: AmaxHistory.empty(DELAYED).push(amax))

@@ -1,0 +1,568 @@
+"""Quantizing: real storage, back from it, and the round trip without it, over shapes, axes, groups and roundings."""
+
+import itertools
+import math
+
+import numpy as np
+import oracles
+import pytest
+import torch
+
+import dither
+from dither import Cast, Format, Quantized, Stream
+from dither.precision import Rounding
+from dither.reference import quantize as reference
+from dither.reference.scaling import loaded_scale
+
+STREAM = Stream(0, "round", "w")
+
+
+def numbers(shape: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Normal numbers times powers of two that vary by row and column, so that groups differ and some of them clip."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    return (x * torch.exp2(torch.randint(-3, 4, shape, generator=generator).float())).to(dtype)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal in shape, dtype and every bit, the sign of a zero included."""
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.dtype.itemsize]
+    return (
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
+    )
+
+
+def codes_of(q: Quantized) -> np.ndarray:
+    """The codes of a quantized tensor in its shape, read from storage by an independent unpacking."""
+    bits = q.cast.element.bits
+    stored = q.values.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[q.values.dtype.itemsize]).numpy()
+    if bits not in (4, 6):
+        return (stored.astype(np.int64) & ((1 << bits) - 1)).reshape(q.shape)
+    axis = len(q.shape) - 1 if q.cast.group.kind in ("none", "tensor", "block") else q.axis
+    if not q.shape:
+        return oracles.unpack(stored, bits, 1).reshape(())
+    return np.moveaxis(oracles.unpack(np.moveaxis(stored, axis, -1), bits, q.shape[axis]), -1, axis)
+
+
+# Against a loop -------------------------------------------------------------------------------------------------------
+
+SCALED = [
+    ("e4m3", "tile(4)", "fp32"),
+    ("e4m3", "block(4)", "fp32"),
+    ("e4m3", "row", "fp32"),
+    ("e5m2", "tensor", "fp32"),
+    ("e3m4", "tile(8)", "pow2"),
+    ("e2m1", "tile(4)", "pow2"),
+    ("e2m1", "tile(8)", "pow2_ceil"),
+    ("e2m1", "block(4)", "pow2_ceil"),
+    ("e2m1", "tile(4)", "nvfp4"),
+    ("e2m1", "block(4)", "nvfp4"),
+    ("e2m3", "tile(4)", "pow2"),
+    ("e3m2", "row", "pow2"),
+    ("int8", "row", "fp32"),
+    ("int4", "tile(4)", "fp32"),
+    ("fp16", "tensor", "pow2"),
+    ("bf16", "tile(4)", "fp32"),
+    ("e4m10", "tile(4)", "fp32"),
+    ("e2m2", "tensor", "pow2_ceil"),
+]
+UNSCALED = [
+    (name, "none", "none")
+    for name in (
+        "e4m3",
+        "e5m2",
+        "e3m4",
+        "e2m1",
+        "e2m3",
+        "e3m2",
+        "int8",
+        "int4",
+        "fp16",
+        "bf16",
+        "fp32",
+        "e4m10",
+        "e2m2",
+    )
+]
+
+
+@pytest.mark.parametrize("fields", SCALED + UNSCALED, ids=" ".join)
+def test_every_group_against_a_slow_loop(fields):
+    for shape in [(), (5,), (8,), (3, 9), (6, 5), (2, 5, 6), (2, 3, 4, 5)]:
+        x = numbers(shape)
+        for axis, rounding in itertools.product(
+            range(max(len(shape), 1)), ["nearest", "toward_zero", "stochastic(12)"]
+        ):
+            if (fields[0].startswith("int") or fields[0] == "fp32") and rounding != "nearest":
+                continue  # the loop has no other rounding to integers, and fp32 has no room for 12 random bits
+            cast = Cast(*fields, rounding)
+            if cast.group.kind in ("none", "tensor", "block") and axis:
+                continue
+            how = Rounding.parse(rounding)
+            random = STREAM.bits(3, shape, width=how.width).numpy() & (1 << how.bits) - 1
+            values, scales, tensor, back = oracles.cast_by_loop(
+                x.numpy(), fields[0], cast.group.kind, cast.group.size, fields[2], axis, how.kind, how.bits, random
+            )
+            q = dither.quantize(x, cast, axis=axis, stream=STREAM, step=3)
+            where = f"{cast} of {shape} along {axis}"
+            assert (codes_of(q) == oracles.encode(fields[0], values)).all(), where
+            assert not oracles.mismatches(q.dequantize().numpy(), back).any(), where
+            if cast.group.kind == "none":
+                assert q.scale is None
+            else:
+                found = loaded_scale(q.scale)
+                assert found.numel() == len(scales), where
+                assert all(found[place].item() == scale for place, scale in scales.items()), where
+            assert (q.tensor_scale is None) == (tensor is None)
+            assert tensor is None or q.tensor_scale.item() == tensor
+
+
+# fake_quantize = dequantize(quantize) ---------------------------------------------------------------------------------
+
+
+def views() -> dict[str, torch.Tensor]:
+    """Tensors of every number of dimensions and kind of strides."""
+    matrix = numbers((9, 14), 1)
+    return {
+        "0-d": numbers((), 2),
+        "1-D": numbers((13,), 3),
+        "ragged": numbers((5, 11), 4),
+        "one column": numbers((6, 1), 5),
+        "3-D": numbers((3, 5, 10), 6),
+        "4-D": numbers((2, 3, 4, 6), 7),
+        "no rows": numbers((0, 6)),
+        "no columns": numbers((6, 0)),
+        "no matrices": numbers((0, 5, 6)),
+        "transposed": matrix.t(),
+        "strided": matrix[::2, 1::3],
+        "column": matrix[:, 3],
+        "permuted": numbers((4, 5, 6), 8).permute(2, 0, 1),
+        "permuted 4-D": numbers((2, 3, 4, 6), 9).permute(3, 1, 0, 2),
+        "expanded": numbers((1, 7), 10).expand(5, 7),
+        "expanded inside": numbers((3, 1, 6), 11).expand(3, 4, 6),
+        "flipped": numbers((4, 6), 12).flip(0).t(),
+        "channels last": numbers((2, 3, 4, 5), 13).to(memory_format=torch.channels_last),
+    }
+
+
+CASTS = [
+    "e4m3",
+    "e2m1",
+    "e2m3",
+    "bf16",
+    "e4m10",
+    "int4",
+    "e4m3 tensor",
+    "e5m2 row",
+    "e4m3 tile(4)",
+    "e3m4 block(4)",
+    "e3m2 tile(8) pow2",
+    "e2m1 tile(4) pow2_ceil",
+    "e2m1 tile(4) nvfp4",
+    "e2m1 block(4) nvfp4",
+    "int8 row pow2",
+    "fp16 tile(4) pow2",
+]
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic(8)", "stochastic(16)", "toward_zero"])
+@pytest.mark.parametrize("cast", CASTS)
+def test_fake_quantize_is_quantize_and_back_bit_for_bit(cast, rounding):
+    for (kind, x), dtype in zip(
+        views().items(), itertools.cycle([torch.float32, torch.bfloat16, torch.float16]), strict=False
+    ):
+        x = x.to(dtype)  # keeps the strides, but for expanded tensors
+        for axis in range(-1, max(x.dim(), 1) - 1):
+            arguments = {"axis": axis, "stream": STREAM, "step": 5, "offset": (1, 3)}
+            fake = dither.fake_quantize(x, f"{cast} {rounding}", **arguments)
+            back = dither.quantize(x, f"{cast} {rounding}", **arguments).dequantize()
+            assert fake.shape == x.shape
+            assert fake.dtype == dtype
+            assert same_bits(fake, back), (kind, axis, dtype)
+
+
+@pytest.mark.parametrize("cast", [*CASTS, "e4m3 tile(4) fp32 stochastic(16)", "e2m1 block(4) stochastic(8)"])
+def test_strides_do_not_matter(cast):
+    for kind, x in views().items():
+        for axis in range(max(x.dim(), 1)):
+            arguments = {"axis": axis, "stream": STREAM}
+            plain = x.clone(memory_format=torch.contiguous_format)
+            of_view, of_copy = dither.quantize(x, cast, **arguments), dither.quantize(plain, cast, **arguments)
+            assert same_bits(of_view.values, of_copy.values), (kind, axis)
+            assert of_view.scale is None or same_bits(of_view.scale, of_copy.scale), (kind, axis)
+            assert same_bits(
+                dither.fake_quantize(x, cast, **arguments), dither.fake_quantize(plain, cast, **arguments)
+            ), (kind, axis)
+
+
+@pytest.mark.parametrize("cast", ["e4m3 row", "e2m1 tile(4)", "e2m3 tile(4) pow2"])
+@pytest.mark.parametrize("shape", [(2, 0, 3), (0, 2, 3), (2, 3, 0), (2, 0, 3, 4), (2, 3, 0, 4), (0, 0, 0), (0,)])
+def test_empty_tensors_along_every_axis(cast, shape):
+    for axis in range(len(shape)):
+        q = dither.quantize(torch.zeros(shape), cast, axis=axis)
+        assert (
+            q.dequantize().shape == dither.fake_quantize(torch.zeros(shape), cast, axis=axis).shape == torch.Size(shape)
+        )
+
+
+@pytest.mark.parametrize("cast", ["e4m3 row", "e4m3 tile(4)", "e2m1 tile(4) pow2", "e4m3 block(4)", "e2m1"])
+def test_negative_axes_count_from_the_end(cast):
+    x = numbers((3, 5, 6))
+    for axis in range(3):
+        one, other = dither.quantize(x, cast, axis=axis), dither.quantize(x, cast, axis=axis - 3)
+        assert same_bits(one.values, other.values)
+        assert one.axis == other.axis
+
+
+def test_an_axis_is_the_same_as_moving_it_to_the_end():
+    x = numbers((4, 5, 6))
+    for cast, axis in itertools.product(["e4m3 row", "e2m1 tile(4) pow2", "e2m1 tile(4) nvfp4"], range(3)):
+        moved = dither.fake_quantize(x.movedim(axis, -1), cast)
+        assert same_bits(dither.fake_quantize(x, cast, axis=axis).movedim(axis, -1), moved)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cast", CASTS)
+def test_short_inputs_give_the_codes_of_the_same_numbers_in_float32(cast, dtype):
+    x = numbers((6, 21), dtype=dtype)
+    short, wide = dither.quantize(x, cast), dither.quantize(x.float(), cast)
+    assert same_bits(short.values, wide.values)
+    assert short.scale is None or same_bits(short.scale, wide.scale)
+    assert short.dequantize().dtype == dtype
+    assert same_bits(short.dequantize(torch.float32), wide.dequantize())
+    assert same_bits(short.dequantize(), wide.dequantize().to(dtype))
+
+
+# Storage --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("fp32", torch.float32),
+        ("fp16", torch.float16),
+        ("bf16", torch.bfloat16),
+        ("e4m3", torch.float8_e4m3fn),
+        ("e5m2", torch.float8_e5m2),
+        ("e3m4", torch.uint8),
+        ("e3m2", torch.uint8),
+        ("e2m3", torch.uint8),
+        ("e2m1", torch.uint8),
+        ("int8", torch.int8),
+        ("int4", torch.uint8),
+        ("e2m2", torch.uint8),
+        ("e4m10", torch.int16),
+        ("e8m12", torch.int32),
+    ],
+)
+def test_codes_are_stored_in_their_own_type_or_the_narrowest_integer(name, dtype):
+    x = numbers((3, 8))
+    q = dither.quantize(x, name)
+    assert q.values.dtype == dtype
+    if name in ("fp32", "fp16", "bf16", "e4m3", "e5m2", "int8"):
+        # Torch reads the same numbers out of the storage.
+        assert torch.equal(q.values.float(), q.dequantize())
+
+
+@pytest.mark.parametrize(
+    ("scale", "dtype"),
+    [
+        ("fp32", torch.float32),
+        ("pow2", torch.float8_e8m0fnu),
+        ("pow2_ceil", torch.float8_e8m0fnu),
+        ("nvfp4", torch.float8_e4m3fn),
+    ],
+)
+def test_scales_are_stored_in_their_own_type(scale, dtype):
+    q = dither.quantize(numbers((3, 16)), Cast("e2m1", "tile(16)", scale))
+    assert q.scale.dtype == dtype
+    assert q.scale.shape == (3, 1)
+
+
+@pytest.mark.parametrize(("name", "bits"), [("e2m1", 4), ("int4", 4), ("e2m3", 6), ("e3m2", 6)])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 8, 9])
+def test_packed_rows_start_at_a_byte_and_end_in_zeros(name, bits, n):
+    x = numbers((3, n))
+    q = dither.quantize(x, name)
+    per = {4: 2, 6: 4}[bits]
+    width = math.ceil(n / per) * per * bits // 8
+    assert q.values.shape == (3, width)
+    padded = oracles.unpack(q.values.numpy(), bits, width * 8 // bits)
+    assert (padded[:, n:] == 0).all()
+    assert (padded[:, :n] == oracles.encode(name, dither.fake_quantize(x, name).numpy())).all()
+
+
+def test_the_low_nibble_is_the_even_column():
+    q = dither.quantize(torch.tensor([[1.0, 2.0, 4.0, -12.0]]), "e2m1 tile(4)")
+    assert q.scale.tolist() == [[2.0]]
+    # 0.5, 1, 2, -6 have the codes 1, 2, 4, 15.
+    assert q.values.tolist() == [[0x21, 0xF4]]
+
+
+def test_four_six_bit_codes_lie_in_three_bytes_little_endian():
+    q = dither.quantize(torch.tensor([0.125, 0.25, -0.125, 7.5]), "e2m3")
+    word = 0b000001 | 0b000010 << 6 | 0b100001 << 12 | 0b011111 << 18
+    assert bytes(q.values.tolist()) == word.to_bytes(3, "little")
+
+
+@pytest.mark.parametrize("bits", [4, 6])
+def test_packing_comes_back_for_every_pair_of_codes(bits):
+    codes = torch.cartesian_prod(*[torch.arange(1 << bits, dtype=torch.int32)] * 2).reshape(-1, 8)
+    f = Format.parse({4: "e2m1", 6: "e2m3"}[bits])
+    stored = reference.pack(codes, f)
+    assert stored.dtype == torch.uint8
+    assert torch.equal(reference.unpack(stored, 8, f), codes)
+    assert (oracles.unpack(stored.numpy(), bits, 8) == codes.numpy()).all()
+
+
+def test_memory_runs_along_the_quantized_axis():
+    x = numbers((6, 8, 10))
+    for cast, axis in itertools.product(["e4m3 tile(4)", "e2m1 tile(4) pow2", "e4m3 row"], range(3)):
+        q = dither.quantize(x, cast, axis=axis)
+        assert q.values.movedim(axis, -1).is_contiguous()
+        assert q.scale.movedim(axis, -1).is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("cast", "axis", "values", "scale"),
+    [
+        ("e4m3 tile(4)", 2, (3, 5, 8), (3, 5, 2)),
+        ("e4m3 tile(4)", 1, (3, 5, 8), (3, 2, 8)),
+        ("e4m3 tile(4)", 0, (3, 5, 8), (1, 5, 8)),
+        ("e4m3 row", 1, (3, 5, 8), (3, 1, 8)),
+        ("e4m3 block(4)", 2, (3, 5, 8), (3, 2, 2)),
+        ("e4m3 tensor", 2, (3, 5, 8), ()),
+        ("e2m1 tile(4)", 2, (3, 5, 4), (3, 5, 2)),
+        ("e2m1 tile(4)", 1, (3, 3, 8), (3, 2, 8)),
+        ("e2m3 tile(4)", 1, (3, 6, 8), (3, 2, 8)),
+    ],
+)
+def test_shapes_of_values_and_scales(cast, axis, values, scale):
+    q = dither.quantize(numbers((3, 5, 8)), cast, axis=axis)
+    assert q.values.shape == values
+    assert q.scale.shape == scale
+    assert q.shape == (3, 5, 8)
+    assert q.axis == axis
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_numbers_come_back_in_any_of_the_three_types(dtype):
+    q = dither.quantize(numbers((4, 8)), "e4m3 tile(4)")
+    assert q.dequantize(dtype).dtype == dtype
+    assert q.dequantize().dtype == torch.float32
+
+
+# On the way back ------------------------------------------------------------------------------------------------------
+
+
+def test_fp16_stops_at_its_largest_number_on_the_way_back():
+    # 60000 / 2^14 = 3.7 rounds to 4, and 4 * 2^14 is one step beyond fp16.
+    x = torch.tensor([60000.0, -60000.0, 1.0, 8192.0], dtype=torch.float16)
+    cast = "e2m1 tile(4) pow2_ceil"
+    q = dither.quantize(x, cast)
+    assert q.dequantize(torch.float32).tolist() == [65536.0, -65536.0, 0.0, 8192.0]
+    assert q.dequantize().tolist() == [65504.0, -65504.0, 0.0, 8192.0]
+    assert same_bits(dither.fake_quantize(x, cast), q.dequantize())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_largest_numbers_do_not_come_back_as_inf(dtype):
+    largest = torch.finfo(dtype).max
+    x = torch.tensor([largest, -largest, 0.0, largest / 2], dtype=dtype)
+    for cast in (
+        "e2m1 tile(4) pow2_ceil",
+        "e2m1 tile(4) pow2",
+        "e4m3 tensor",
+        "int4 tile(4) pow2_ceil",
+        "e2m1 tile(4) nvfp4",
+    ):
+        back = dither.quantize(x, cast).dequantize()
+        assert back.isfinite().all()
+        assert same_bits(dither.fake_quantize(x, cast), back)
+
+
+def test_a_nan_in_a_format_that_has_one_loses_its_group_and_no_other():
+    x = torch.ones(2, 8)
+    x[1, 2] = float("nan")
+    for back in (dither.fake_quantize(x, "e4m3 tile(4)"), dither.quantize(x, "e4m3 tile(4)").dequantize()):
+        assert back.isnan().tolist() == [[False] * 8, [True] * 4 + [False] * 4]
+
+
+def test_an_unscaled_nan_stays_where_it_is():
+    x = torch.tensor([1.0, float("nan"), -2.0])
+    q = dither.quantize(x, "e4m3")
+    assert q.values.view(torch.uint8).tolist() == [0x38, 0x7F, 0xC0]
+    assert q.dequantize().isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("cast", ["e4m3", "e4m3 tensor", "e4m3 row", "e5m2 tile(8) pow2", "bf16", "fp16 tensor"])
+def test_every_value_of_the_format_comes_back_when_nothing_is_scaled_away(cast):
+    parsed = Cast.parse(cast)
+    values = torch.tensor([v for v in parsed.element.values() if abs(v) <= parsed.element.max], dtype=torch.float32)
+    if parsed.group.kind == "tile":
+        values = torch.cat(
+            [torch.full((len(values), 1), parsed.element.max), values[:, None], torch.zeros(len(values), 6)], dim=1
+        )
+    assert torch.equal(dither.fake_quantize(values, cast), values)
+
+
+# Shards ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cast", "axis", "row_step", "column_step"),
+    [  # where a tensor may be cut: groups must stay whole, and packed codes must stay in their bytes
+        ("e4m3 stochastic(16)", -1, 1, 1),
+        ("bf16 stochastic(16)", -1, 1, 1),
+        ("e4m3 tile(4) fp32 stochastic(8)", -1, 1, 4),
+        ("e4m3 tile(4) fp32 stochastic(20)", 0, 4, 1),
+        ("e4m3 row fp32 stochastic(16)", 0, 12, 1),
+        ("e4m3 block(4) fp32 stochastic(16)", -1, 4, 4),
+        ("mxfp4 stochastic(16)", -1, 1, 32),
+        ("int8 tile(8) fp32 stochastic(11)", -1, 1, 8),
+    ],
+)
+def test_shards_at_their_offset_draw_the_bits_of_the_whole(cast, axis, row_step, column_step):
+    x = numbers((12, 96))
+    arguments = {"axis": axis, "stream": STREAM, "step": 9}
+    whole = dither.fake_quantize(x, cast, offset=(100, 64), **arguments)
+    assert not torch.equal(whole, dither.fake_quantize(x, cast, offset=(101, 64), **arguments))
+    rng = np.random.default_rng(0)
+    for _ in range(10):
+        top, bottom = sorted(rng.choice(np.arange(0, 13, row_step), 2, replace=False))
+        left, right = sorted(rng.choice(np.arange(0, 97, column_step), 2, replace=False))
+        place = slice(top, bottom), slice(left, right)
+        offset = (100 + int(top), 64 + int(left))
+        shard = dither.quantize(x[place], cast, offset=offset, **arguments)
+        assert same_bits(shard.dequantize(), whole[place])
+        assert same_bits(dither.fake_quantize(x[place], cast, offset=offset, **arguments), whole[place])
+
+
+def test_shards_of_a_tensor_scaled_as_a_whole_need_its_amax():
+    x = numbers((12, 64))
+    for cast in ("e4m3 tensor fp32 stochastic(16)", "nvfp4 stochastic(16)"):
+        whole = dither.fake_quantize(x, cast, stream=STREAM)
+        shard = dither.fake_quantize(x[4:, 16:48], cast, stream=STREAM, offset=(4, 16), amax=dither.amax(x))
+        assert same_bits(shard, whole[4:, 16:48])
+
+
+def test_leading_dimensions_count_as_rows():
+    x = numbers((3, 4, 10))
+    flat = dither.fake_quantize(x.reshape(12, 10), "e4m3 row fp32 stochastic(16)", stream=STREAM, offset=(7, 5))
+    assert same_bits(
+        dither.fake_quantize(x, "e4m3 row fp32 stochastic(16)", stream=STREAM, offset=(7, 5)).reshape(12, 10), flat
+    )
+
+
+def test_an_element_draws_the_same_bits_whichever_axis_is_quantized():
+    # The draw belongs to the element's coordinates. Every magnitude lies between 4 and 6, so every scale is 1.
+    x = numbers((8, 12)).sign() * (4 + 2 * torch.rand(8, 12, generator=torch.Generator().manual_seed(0)))
+    unscaled = dither.fake_quantize(x, "e2m1 stochastic(16)", stream=STREAM)
+    for axis in (0, 1):
+        assert same_bits(
+            dither.fake_quantize(x, "e2m1 tile(4) pow2 stochastic(16)", axis=axis, stream=STREAM), unscaled
+        )
+
+
+def test_a_step_changes_the_draw_and_a_seed_too():
+    x = numbers((16, 64))
+    results = [
+        dither.fake_quantize(x, "e2m1 tile(32) pow2_ceil stochastic(16)", stream=stream, step=step)
+        for stream, step in [
+            (STREAM, 0),
+            (STREAM, 1),
+            (Stream(1, "round", "w"), 0),
+            (Stream(0, "round", "v"), 0),
+            (Stream(0, "sample", "w"), 0),
+        ]
+    ]
+    for one, other in itertools.combinations(results, 2):
+        assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("cast", ["mxfp4 stochastic(16)", "nvfp4 stochastic(16)", "e4m3 tile(16) fp32 stochastic(16)"])
+def test_stochastic_casts_are_unbiased(cast):
+    # No clipping, so the mean over steps approaches the input: within 6 standard errors, where a step's error is below
+    # one spacing and so has a variance of at most a quarter of its square.
+    x = numbers((4, 32), 3)
+    steps = 400
+    mean = torch.stack([dither.fake_quantize(x, cast, stream=STREAM, step=s).double() for s in range(steps)]).mean(0)
+    q = dither.quantize(x, cast, stream=STREAM)
+    n = q.cast.group.size
+    scale = loaded_scale(q.scale).double().repeat_interleave(n, 1) * (
+        1.0 if q.tensor_scale is None else q.tensor_scale.double()
+    )
+    spacing = torch.tensor([[q.cast.element.spacing(v) for v in row] for row in (x.double() / scale).tolist()]) * scale
+    assert ((mean - x.double()).abs() <= 6 * spacing / 2 / math.sqrt(steps) + 1e-6 * x.abs()).all()
+
+
+# Both layouts at once -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "cast",
+    [
+        "e4m3 tile(4)",
+        "e5m2 tile(8) fp32 stochastic(8)",
+        "e4m3 tile(4) pow2",
+        "mxfp4",
+        "mxfp4 stochastic(16)",
+        "e2m3 tile(4) pow2_ceil",
+        "int4 tile(4)",
+    ],
+)
+@pytest.mark.parametrize("shape", [(8, 12), (5, 7), (1, 9), (64, 33), (0, 8), (8, 0)])
+def test_quantize_both_is_two_quantizes(cast, shape):
+    for x in (numbers(shape), numbers(shape[::-1], dtype=torch.bfloat16).t()):
+        arguments = {"stream": STREAM, "step": 2, "offset": (3, 5)}
+        for q, axis in zip(dither.quantize_both(x, cast, **arguments), (1, 0), strict=True):
+            single = dither.quantize(x, cast, axis=axis, **arguments)
+            assert same_bits(q.values, single.values)
+            assert same_bits(q.scale, single.scale)
+            assert q.values.stride() == single.values.stride()
+            assert (q.cast, q.shape, q.axis, q.dtype) == (single.cast, single.shape, single.axis, single.dtype)
+            assert same_bits(q.dequantize(), single.dequantize())
+
+
+def test_quantize_both_gives_the_second_one_transposed_in_memory():
+    rows, columns = dither.quantize_both(numbers((8, 12)), "e4m3 tile(4)")
+    assert rows.values.is_contiguous()
+    assert rows.values.shape == columns.values.shape == (8, 12)
+    assert columns.values.t().is_contiguous()
+    assert columns.scale.shape == (2, 12)
+
+
+# Gradients ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "cast", ["e2m1", "e4m3 tile(4)", "mxfp4 stochastic(16)", "e2m1 tile(4) nvfp4", "e4m3 tensor delayed(4)"]
+)
+def test_the_gradient_passes_straight_through(cast, dtype):
+    x = numbers((5, 8), dtype=dtype).requires_grad_()
+    amax = torch.tensor(1.0) if "delayed" in cast else None
+    y = dither.fake_quantize(x, cast, stream=STREAM, amax=amax)
+    upstream = numbers((5, 8), 1, dtype)
+    y.backward(upstream)
+    assert same_bits(x.grad, upstream)
+
+
+def test_the_gradient_passes_through_a_view_and_other_operations():
+    x = numbers((5, 8)).requires_grad_()
+    (dither.fake_quantize(x.t() * 3, "e4m3 tile(4)", axis=0) * 2).sum().backward()
+    assert torch.equal(x.grad, torch.full((5, 8), 6.0))
+
+
+def test_quantizing_changes_neither_the_input_nor_the_result_of_before():
+    x = numbers((4, 8))
+    before = x.clone()
+    q = dither.quantize(x, "e2m1 tile(4)")
+    first = q.dequantize()
+    fake = dither.fake_quantize(x, "fp32")
+    assert fake.data_ptr() != x.data_ptr()
+    x.zero_()
+    assert torch.equal(q.dequantize(), first)
+    assert torch.equal(fake, before)

@@ -1,0 +1,287 @@
+"""Shared randomness: the generator is Philox4x32-10, and an element's bits depend on its coordinates alone."""
+
+import dataclasses
+import itertools
+import math
+import pickle
+
+import numpy as np
+import oracles
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dither import Stream, UserError
+from dither.random import Draw
+from dither.reference.philox import philox4x32, random_bits
+
+# Fixed examples: the suite says the same thing every time.
+quick = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+
+
+def unsigned(words: torch.Tensor) -> np.ndarray:
+    """int32 tensors hold raw bits: read them as unsigned."""
+    return words.numpy().view(np.uint32)
+
+
+# Known answers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "answer"),
+    [  # Random123, kat_vectors: philox4x32 10
+        ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ],
+)
+@pytest.mark.parametrize("signed", [False, True])
+def test_random123_known_answers(counter, key, answer, signed):
+    words = tuple(torch.tensor(int(word, 16)) for word in counter.split())
+    low, high = (int(word, 16) for word in key.split())
+    number = low | high << 32
+    number -= (number >> 63 << 64) if signed else 0  # a stream's key is a signed 64-bit integer with the same bits
+    assert [f"{int(word):08x}" for word in philox4x32(words, number)] == answer.split()
+
+
+def test_randomgen_counts_before_it_draws():
+    # What the next test rests on: a generator set to one below a block's counter makes that block first.
+    assert [f"{word:08x}" for word in oracles.philox_words(0, (0, 0, 0, 0), 4)] == [
+        "6627e8d5",
+        "e169c58d",
+        "bc57ac4c",
+        "9b00dbd8",
+    ]
+    two = oracles.philox_words(5, (7, 1, 2, 0), 8)
+    assert (two[4:] == oracles.philox_words(5, (8, 1, 2, 0), 4)).all()
+
+
+def test_ten_million_words_are_those_of_randomgen():
+    # One row of a stream at a step is the words of the blocks with counters (0, row, step, 0), (1, row, step, 0), ...
+    stream, step, rows, columns = Stream(2024, "round", "model.embed.weight"), 123456, 10, 1_000_000
+    first_row = 987
+    words = unsigned(stream.bits(step, (rows, columns), offset=(first_row, 0)))
+    wrong = 0
+    for i in range(rows):
+        expected = oracles.philox_words(stream.key, (0, first_row + i, step, 0), columns)
+        wrong += int((words[i] != expected).sum())
+    assert words.size == 10**7
+    assert wrong == 0
+
+
+@pytest.mark.parametrize("width", [8, 16, 32])
+@pytest.mark.parametrize(("row", "step"), [(0, 0), (5, 1), (2**32 - 1, 2**32 - 1), (2**31, 2**31 + 7)])
+def test_an_element_takes_its_bits_of_the_rows_string(width, row, step):
+    stream = Stream(1, "sample", "w")
+    drawn = unsigned(stream.bits(step, (1, 301), offset=(row, 0), width=width))[0]
+    assert (drawn == oracles.row_bits(stream.key, row, step, 301, width)).all()
+    assert drawn.max() < 2**width
+
+
+def test_columns_beyond_two_to_the_31():
+    stream, column = Stream(1, "sample", "w"), 2**32 - 6
+    drawn = unsigned(stream.bits(3, (1, 6), offset=(9, column)))[0]
+    expected = oracles.philox_words(stream.key, (column // 4, 9, 3, 0), 8)[column % 4 :]
+    assert (drawn == expected[:6]).all()
+
+
+# The same bits wherever they are drawn --------------------------------------------------------------------------------
+
+
+@quick
+@given(st.sampled_from([8, 16, 32]), st.integers(0, 12), st.integers(0, 12), st.integers(0, 70), st.integers(0, 70))
+def test_a_shard_cut_anywhere_draws_the_bits_of_the_whole(width, top, height, left, breadth):
+    stream = Stream(3, "round", "w")
+    whole = stream.bits(11, (24, 140), offset=(100, 33), width=width)
+    shard = stream.bits(11, (height, breadth), offset=(100 + top, 33 + left), width=width)
+    assert torch.equal(shard, whole[top : top + height, left : left + breadth])
+
+
+@quick
+@given(st.sampled_from([8, 16, 32]), st.lists(st.integers(0, 50), max_size=4), st.lists(st.integers(0, 9), max_size=3))
+def test_pieces_put_together_are_the_whole(width, column_cuts, row_cuts):
+    stream, step = Stream(4, "round", "w"), 2
+    columns, rows = sorted({0, 50, *column_cuts}), sorted({0, 9, *row_cuts})
+    pieces = [
+        torch.cat(
+            [stream.bits(step, (r1 - r0, c1 - c0), (r0, c0), width=width) for c0, c1 in itertools.pairwise(columns)],
+            dim=1,
+        )
+        for r0, r1 in itertools.pairwise(rows)
+    ]
+    assert torch.equal(torch.cat(pieces), stream.bits(step, (9, 50), width=width))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (0,), (3, 0), (0, 3), (2, 3, 5), (2, 1, 3, 4)])
+def test_any_shape_is_viewed_as_leading_dimensions_times_the_last(shape):
+    stream = Stream(5, "round", "w")
+    columns = shape[-1] if shape else 1
+    bits = stream.bits(1, shape, offset=(2, 3), width=16)
+    assert bits.shape == torch.Size(shape)
+    assert bits.dtype == torch.int32
+    assert torch.equal(
+        bits.reshape(-1), stream.bits(1, (math.prod(shape[:-1]), columns), offset=(2, 3), width=16).reshape(-1)
+    )
+
+
+@pytest.mark.parametrize("step", [0, 5, 2**31, 2**32 - 1])
+def test_a_step_as_a_tensor_is_the_same_step(step):
+    stream = Stream(6, "round", "w")
+    assert torch.equal(stream.bits(torch.tensor(step), (4, 9)), stream.bits(step, (4, 9)))
+
+
+def test_drawing_twice_gives_the_same_bits():
+    assert torch.equal(Stream(7, "round", "w").bits(3, (8, 8)), Stream(7, "round", "w").bits(3, (8, 8)))
+
+
+# Independent streams --------------------------------------------------------------------------------------------------
+
+
+def test_every_part_of_a_stream_changes_its_key():
+    seeds = [0, 1, 2**32, 2**63, 2**64 - 1]
+    texts = ["", "a", "b", "ab", "layers.1", "layers.11", "é", "\n", "1 a"]
+    keys = [Stream(seed, purpose, name).key for seed in seeds for purpose in texts for name in texts]
+    assert len(set(keys)) == len(seeds) * len(texts) ** 2
+    assert all(-(2**63) <= key < 2**63 for key in keys)
+
+
+def test_the_boundary_between_purpose_and_name_counts():
+    assert Stream(0, "ab", "c").key != Stream(0, "a", "bc").key
+    assert Stream(0, "a\n1 b", "c").key != Stream(0, "a", "b\n1 c").key
+
+
+def test_keys_stay_what_they_are():
+    # Checkpoints resume with these: a change of the hash is a change of every stochastic run.
+    assert Stream(0, "round", "w").key == -8483644445740546217
+    assert Stream(2**64 - 1, "sample", "model.layers.0.mlp.up_proj.weight").key == 7621849693911841776
+
+
+@pytest.mark.parametrize(
+    "change", [{"seed": 1}, {"purpose": "sample"}, {"name": "v"}, {"step": 1}, {"row": 1}, {"column": 4}]
+)
+def test_another_seed_purpose_name_step_or_place_draws_other_bits(change):
+    def draw(seed=0, purpose="round", name="w", step=0, row=0, column=0):
+        return unsigned(Stream(seed, purpose, name).bits(step, (64, 256), offset=(row, column)))
+
+    differing = int(np.bitwise_count(draw() ^ draw(**change)).sum())
+    # Independent bits differ half the time: 524,288 bits, standard deviation 362; six of them is one chance in 10^9.
+    bits = 64 * 256 * 32
+    assert abs(differing - bits / 2) < 6 * math.sqrt(bits) / 2
+
+
+def test_a_stream_is_frozen_comparable_and_picklable():
+    stream = Stream(1, "round", "w")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        stream.seed = 2
+    assert stream == Stream(1, "round", "w") != Stream(2, "round", "w")
+    assert pickle.loads(pickle.dumps(stream)).key == stream.key
+    assert dataclasses.replace(stream, name="v").key == Stream(1, "round", "v").key
+
+
+def test_random_bits_takes_a_draw():
+    stream = Stream(1, "round", "w")
+    draw = stream.draw(3, (2, 5), (4, 7), "cpu")
+    assert draw == Draw(stream.key, draw.step, 4, 7)
+    assert draw.step.dtype == torch.int64
+    assert draw.step.shape == ()
+    assert torch.equal(random_bits(draw, 2, 5, 16), stream.bits(3, (2, 5), (4, 7), width=16))
+
+
+# Uniform and independent ----------------------------------------------------------------------------------------------
+
+
+def chi_square_bound(freedom: int) -> tuple[float, float]:
+    """Bounds of a chi-square variable that a good generator leaves once in 10^9: Wilson and Hilferty's cube with z = 6."""
+    width = 2 / (9 * freedom)
+    return tuple(freedom * (1 - width + z * math.sqrt(width)) ** 3 for z in (-6, 6))
+
+
+def chi_square(values: np.ndarray, cells: int) -> float:
+    counts = np.bincount(values.reshape(-1), minlength=cells)
+    expected = values.size / cells
+    return float(((counts - expected) ** 2).sum() / expected)
+
+
+def test_bytes_are_uniform():
+    low, high = chi_square_bound(255)
+    assert low < chi_square(unsigned(Stream(0, "test", "bytes").bits(0, (1024, 1024), width=8)), 256) < high
+
+
+def test_halves_are_uniform():
+    low, high = chi_square_bound(65535)
+    assert low < chi_square(unsigned(Stream(0, "test", "halves").bits(0, (1024, 1024), width=16)), 65536) < high
+
+
+def test_every_bit_is_fair():
+    words = unsigned(Stream(0, "test", "bits").bits(0, (512, 512)))
+    ones = np.array([int((words >> k & 1).sum()) for k in range(32)])
+    assert (np.abs(ones - words.size / 2) < 6 * math.sqrt(words.size) / 2).all()
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_neighbours_are_independent(axis):
+    # Pairs (element, next element down or across), 4 bits of each: 256 equally likely cells.
+    nibbles = unsigned(Stream(0, "test", "pairs").bits(0, (1024, 1024), width=8)) >> 4
+    left, right = (nibbles[:-1], nibbles[1:]) if axis == 0 else (nibbles[:, :-1], nibbles[:, 1:])
+    low, high = chi_square_bound(255)
+    assert low < chi_square(left * 16 + right, 256) < high
+
+
+def test_steps_are_independent():
+    stream = Stream(0, "test", "steps")
+    one, two = (unsigned(stream.bits(step, (1024, 1024), width=8)) >> 4 for step in (6, 7))
+    low, high = chi_square_bound(255)
+    assert low < chi_square(one * 16 + two, 256) < high
+
+
+# Bad input ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, 1.0, "0", None, True])
+def test_a_seed_is_an_unsigned_64_bit_integer(seed):
+    with pytest.raises(UserError, match=r"from 0 to 2\^64 - 1"):
+        Stream(seed, "round", "w")
+
+
+@pytest.mark.parametrize(("purpose", "name"), [(1, "w"), (None, "w"), ("round", 3), ("round", b"w")])
+def test_purpose_and_name_are_strings(purpose, name):
+    with pytest.raises(UserError, match="is a string, not"):
+        Stream(0, purpose, name)
+
+
+@pytest.mark.parametrize("width", [0, 1, 4, 12, 24, 64, "8", None])
+def test_a_width_is_8_16_or_32(width):
+    with pytest.raises(UserError, match="8, 16 or 32 bits, not"):
+        Stream(0, "round", "w").bits(0, (2, 2), width=width)
+
+
+@pytest.mark.parametrize(
+    "step", [-1, 2**32, 0.5, "1", None, True, torch.tensor(1.0), torch.tensor([1]), torch.tensor(1, dtype=torch.int32)]
+)
+def test_a_step_is_an_unsigned_32_bit_integer(step):
+    with pytest.raises(UserError, match="A step is an integer"):
+        Stream(0, "round", "w").bits(step, (2, 2))
+
+
+@pytest.mark.parametrize("offset", [(-1, 0), (0, -1), (2**32 - 1, 0), (0, 2**32 - 2), (2**40, 0)])
+def test_an_offset_that_leaves_the_coordinates_is_an_error(offset):
+    with pytest.raises(UserError) as caught:
+        Stream(0, "round", "w").bits(0, (2, 3), offset=offset)
+    assert "2 x 3 elements" in str(caught.value)
+    assert str(offset) in str(caught.value)
+
+
+@pytest.mark.parametrize("offset", [(1, 2, 3), (1,), 5, None, (0.5, 0), ("0", 0)])
+def test_an_offset_is_two_integers(offset):
+    with pytest.raises(UserError):
+        Stream(0, "round", "w").bits(0, (2, 3), offset=offset)
+
+
+def test_the_last_row_and_column_are_allowed():
+    assert Stream(0, "round", "w").bits(0, (2, 3), offset=(2**32 - 2, 2**32 - 3)).shape == (2, 3)
+
+
+def test_an_unknown_backend_is_an_error():
+    with pytest.raises(UserError, match="no backend 'cuda': choose 'auto', 'reference' or 'kernel'"):
+        Stream(0, "round", "w").bits(0, (2, 2), backend="cuda")

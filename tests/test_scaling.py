@@ -1,0 +1,462 @@
+"""Scales: every granularity and kind against numpy and exact fractions, and the edges where scales usually go wrong."""
+
+import itertools
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import oracles
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dither
+from dither import AmaxHistory, Cast, Format, UserError
+from dither.layout import layout_of
+from dither.precision import Rounding, Scale
+from dither.reference.scaling import (
+    Factors,
+    factors,
+    group_amax,
+    loaded_scale,
+    nvfp4_block_scale,
+    pow2_exponent,
+    spread,
+    stored_scale,
+)
+
+# Fixed examples: the suite says the same thing every time.
+quick = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+
+NEAREST, STOCHASTIC = Rounding("nearest"), Rounding("stochastic", 16)
+ELEMENTS = ["e4m3", "e5m2", "e3m4", "e3m2", "e2m3", "e2m1", "int8", "int4", "fp16", "bf16", "e2m5"]
+LARGEST = float(np.finfo(np.float32).max)
+SMALLEST = 2.0**-149
+
+# Largest magnitudes at which a scale may well be wrong: powers of two and the numbers next to them, the formats' own
+# limits, subnormal numbers, the ends of the range.
+_powers = np.exp2(np.arange(-149, 128, dtype=np.float64)).astype(np.float32)
+_limits = np.array([Format.parse(name).max * 2.0**k for name in ELEMENTS for k in (-130, -20, -1, 0, 1, 7, 60)])
+_limits = _limits[_limits <= LARGEST].astype(np.float32)
+_points = np.concatenate([_powers, _limits])
+AMAX = np.concatenate(
+    [
+        _points,
+        np.nextafter(_points, np.float32(np.inf)),
+        np.nextafter(_points, np.float32(0)),
+        np.float32([LARGEST, 0.1, 3.0, 1e-40]),
+    ]
+)
+AMAX = np.unique(AMAX[(AMAX > 0) & np.isfinite(AMAX)])
+
+
+def factors_of(
+    amax: np.ndarray, name: str, scale: str, round: Rounding = NEAREST, tensor: float | None = None
+) -> Factors:
+    whole = None if tensor is None else torch.tensor(tensor, dtype=torch.float32)
+    return factors(torch.from_numpy(np.asarray(amax, np.float32)), whole, Format.parse(name), Scale.parse(scale), round)
+
+
+# Largest magnitudes ---------------------------------------------------------------------------------------------------
+
+SHAPES = [(), (1,), (7,), (16,), (5, 9), (8, 8), (3, 5, 7), (2, 3, 4, 6), (1, 13), (13, 1)]
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "row", "tile(4)", "tile(8)", "block(4)"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_largest_magnitude_of_each_group_against_a_loop(shape, granularity):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    cast = Cast("e4m3", granularity, "fp32")
+    kind, size = cast.group.kind, cast.group.size
+    for axis in range(max(x.dim(), 1)):
+        place = layout_of(tuple(shape), cast, axis)
+        amax = group_amax(place.matrices(x), place)
+        found = amax.reshape(()) if kind == "tensor" else place.expose(amax)
+        flat = x.abs().reshape(-1).numpy()
+        groups = oracles.group_slices(tuple(shape), kind, size, axis)
+        assert found.numel() == len(groups)
+        for index, members in groups:
+            assert found[index].item() == flat[members].max(), (axis, index)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "row", "tile(4)", "block(4)"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_group_with_nan_or_inf_shows_it(granularity, bad):
+    x = torch.ones(8, 8)
+    x[5, 6] = bad
+    cast = Cast("e4m3", granularity, "fp32")
+    place = layout_of((8, 8), cast, -1)
+    amax = group_amax(place.matrices(x), place)
+    assert int((~amax.isfinite()).sum()) == 1  # that group, and no other
+    assert spread(amax, place)[0, 5, 6].isnan().item() == (bad != bad)
+
+
+def test_ragged_edges_are_padded_with_nothing():
+    # A padding of anything but zero would show in a group of small numbers.
+    x = torch.full((5, 6), 2.0**-140)
+    for granularity in ("tile(4)", "block(4)"):
+        place = layout_of((5, 6), Cast("e4m3", granularity, "fp32"), -1)
+        assert (group_amax(place.matrices(x), place) == 2.0**-140).all()
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "row", "tile(4)", "block(4)"])
+@pytest.mark.parametrize("shape", [(7,), (5, 9), (3, 5, 7), (2, 3, 4, 6)])
+def test_spreading_gives_each_element_its_groups_value(shape, granularity):
+    cast = Cast("e4m3", granularity, "fp32")
+    for axis in range(len(shape)):
+        place = layout_of(shape, cast, axis)
+        numbers = torch.arange(place.batch * place.groups[0] * place.groups[1]).float()
+        groups = numbers.reshape(place.batch, *place.groups)
+        exposed = groups.reshape(()) if granularity == "tensor" else place.expose(groups)
+        per_element = place.restore(spread(groups, place).contiguous()).reshape(-1)
+        for index, members in oracles.group_slices(shape, cast.group.kind, cast.group.size, axis):
+            assert set(per_element[members].tolist()) == {exposed[index].item()}
+
+
+def test_amax_of_a_tensor():
+    assert dither.amax(torch.tensor([1.0, -3.0])).item() == 3.0
+    assert dither.amax(torch.zeros(0, 4)).item() == 0.0
+    assert dither.amax(torch.tensor(-2.0, dtype=torch.bfloat16)).dtype == torch.float32
+    assert dither.amax(torch.tensor([1.0, float("nan"), float("inf")])).isnan()
+    assert dither.amax(torch.tensor([1.0, float("-inf")])).item() == float("inf")
+
+
+# Powers of two --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_pow2_is_the_ocp_rule_in_exact_arithmetic(name):
+    # Floating-point log2 is wrong just below most powers of two: these inputs are exactly there.
+    largest = Format.parse(name).max
+    expected = [oracles.mx_exponent(float(a), largest) for a in AMAX]
+    assert pow2_exponent(torch.from_numpy(AMAX), Format.parse(name), ceil=False).tolist() == expected
+    found = factors_of(AMAX, name, "pow2")
+    assert (found.restore.double().numpy() == np.exp2(np.array(expected, np.float64))).all()
+    assert (found.multiply.double().numpy() == np.exp2(-np.array(expected, np.float64))).all()
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_pow2_ceil_never_clips_and_is_the_smallest_that_does_not(name):
+    largest = Format.parse(name).max
+    found = factors_of(AMAX, name, "pow2_ceil")
+    exponent = np.log2(found.restore.double().numpy()).astype(int)
+    scaled = AMAX.astype(np.float64) * found.multiply.double().numpy()
+    assert (scaled <= largest).all()
+    assert ((2 * scaled > largest) | (exponent == -127)).all()
+    assert exponent.tolist() == [oracles.mx_ceil_exponent(float(a), largest) for a in AMAX]
+
+
+@quick
+@given(st.floats(SMALLEST, LARGEST, width=32), st.sampled_from(ELEMENTS))
+def test_pow2_kinds_for_any_largest_magnitude(amax, name):
+    largest = Format.parse(name).max
+    for kind, rule in (("pow2", oracles.mx_exponent), ("pow2_ceil", oracles.mx_ceil_exponent)):
+        assert factors_of([amax], name, kind).restore.double().item() == 2.0 ** rule(amax, largest)
+
+
+@pytest.mark.parametrize(
+    ("amax", "floor", "ceil"),
+    [(4.0, 1.0, 1.0), (6.0, 1.0, 1.0), (6.0000005, 1.0, 2.0), (7.9999995, 1.0, 2.0), (8.0, 2.0, 2.0)],
+)
+def test_pow2_of_e2m1_by_hand(amax, floor, ceil):
+    # e2m1 reaches 6 = 1.5 * 2^2: between 6 and 8 the OCP rule clips, and the other does not.
+    assert factors_of([amax], "e2m1", "pow2").restore.tolist() == [floor]
+    assert factors_of([amax], "e2m1", "pow2_ceil").restore.tolist() == [ceil]
+
+
+def test_the_ocp_rule_clips_a_third_of_gaussian_blocks_and_pow2_ceil_none():
+    amax = np.abs(np.random.default_rng(0).standard_normal((20_000, 32))).max(axis=1).astype(np.float32)
+    clipped = {
+        kind: (amax * factors_of(amax, "e2m1", kind).multiply.numpy() > 6).mean() for kind in ("pow2", "pow2_ceil")
+    }
+    assert 0.2 < clipped["pow2"] < 0.4
+    assert clipped["pow2_ceil"] == 0
+
+
+@pytest.mark.parametrize("kind", ["pow2", "pow2_ceil"])
+@pytest.mark.parametrize("name", ["e4m3", "e2m1"])
+def test_subnormal_magnitudes_take_the_smallest_scale(kind, name):
+    subnormal = AMAX[AMAX < 2.0**-126]
+    assert len(subnormal) > 20
+    found = factors_of(subnormal, name, kind)
+    assert (found.restore == 2.0**-127).all()
+    assert (found.multiply == 2.0**127).all()
+    assert stored_scale(found.restore, Scale.parse(kind)).view(torch.uint8).eq(0).all()
+
+
+# fp32 -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_fp32_is_largest_over_amax_correctly_rounded(name):
+    largest = Fraction(Format.parse(name).max)
+    found = factors_of(AMAX, name, "fp32")
+    # At least 2^-126 in the denominator; the quotient rounds once, and stops at 2^127, where it would overflow.
+    quotients = [oracles.float32(largest / max(Fraction(float(a)), Fraction(2) ** -126)) for a in AMAX]
+    multiply = np.minimum(np.array(quotients), np.float32(2.0**127))
+    assert (found.multiply.numpy() == multiply).all()
+    restore = np.array([oracles.float32(1 / Fraction(float(m))) for m in multiply])
+    assert (found.restore.numpy() == restore).all()
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+@pytest.mark.parametrize("kind", ["fp32", "pow2", "pow2_ceil"])
+def test_no_magnitude_however_tiny_or_huge_overflows_its_factors(name, kind):
+    found = factors_of(AMAX, name, kind)
+    for factor in (found.multiply, found.restore):
+        assert factor.isfinite().all()
+        assert (factor > 0).all()
+    assert (torch.from_numpy(AMAX) * found.multiply).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e2m1", "int8"])
+@pytest.mark.parametrize("cast", ["fp32", "pow2", "pow2_ceil"])
+@pytest.mark.parametrize("amax", [SMALLEST, 2.0**-140, 2.0**-127, 2.0**-126, 2.0**-120, LARGEST])
+def test_tiny_and_huge_tensors_come_back_finite(name, cast, amax):
+    x = torch.tensor([amax, -amax / 2, 0.0, amax / 3])
+    back = dither.fake_quantize(x, f"{name} tensor {cast}")
+    assert back.isfinite().all()
+    assert back[2] == 0
+    if cast == "fp32" and amax >= 2.0**-120:
+        assert abs(back[0].item() / amax - 1) < 1e-6
+
+
+# All-zero groups, and groups that are lost ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["fp32", "pow2", "pow2_ceil", "nvfp4", "delayed(4)", "delayed(4,3)"])
+@pytest.mark.parametrize("round", [NEAREST, STOCHASTIC])
+def test_an_all_zero_group_has_scale_one(kind, round):
+    found = factors_of([0.0], "e4m3", kind, round, tensor=0.0)
+    assert found.multiply.tolist() == found.restore.tolist() == [1.0]
+    assert found.tensor is None or found.tensor.item() == 1.0
+
+
+@pytest.mark.parametrize(
+    "cast",
+    [
+        "e4m3 tile(4) fp32",
+        "e2m1 tile(4) pow2",
+        "e2m1 tile(4) pow2_ceil",
+        "e2m1 tile(4) nvfp4",
+        "int8 row",
+        "e2m1 block(4)",
+    ],
+)
+def test_zeros_stay_zeros_with_their_sign(cast):
+    x = torch.tensor([[0.0, -0.0, 0.0, 0.0, 1.0, 2.0, 3.0, -4.0]] * 4)
+    back = dither.fake_quantize(x, cast)
+    assert (back[:, :4] == 0).all()
+    assert bool(back[0, 1].signbit()) == (not cast.startswith("int"))
+    q = dither.quantize(torch.zeros(4, 8), cast)
+    assert (loaded_scale(q.scale) == 1).all()
+    assert (q.dequantize() == 0).all()
+
+
+@pytest.mark.parametrize("kind", ["fp32", "pow2", "pow2_ceil", "nvfp4", "delayed(4)"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_group_with_nan_or_inf_has_scale_nan(kind, bad):
+    found = factors_of([bad, 1.0], "e4m3", kind, tensor=1.0)
+    assert found.multiply.isnan().tolist() == [True, False]
+    assert found.restore.isnan().tolist() == [True, False]
+    if not kind.startswith("delayed"):
+        stored = stored_scale(found.restore, Scale.parse(kind))
+        assert loaded_scale(stored).isnan().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_lost_tensor_loses_every_nvfp4_group(bad):
+    found = factors_of([1.0, 2.0], "e2m1", "nvfp4", tensor=bad)
+    assert found.tensor.isnan()
+    assert found.multiply.isnan().all()
+    assert found.restore.isnan().all()
+
+
+# How scales are kept --------------------------------------------------------------------------------------------------
+
+
+def test_e8m0_scales_are_read_and_written_as_ml_dtypes_does():
+    codes = torch.arange(256, dtype=torch.uint8)
+    values = loaded_scale(codes.view(torch.float8_e8m0fnu))
+    assert not oracles.mismatches(values.numpy(), codes.numpy().view(ml_dtypes.float8_e8m0fnu).astype(np.float64)).any()
+    for kind in ("pow2", "pow2_ceil"):
+        assert torch.equal(stored_scale(values, Scale.parse(kind)).view(torch.uint8), codes)
+
+
+def test_e4m3_scales_are_read_and_written_as_ml_dtypes_does():
+    codes = torch.arange(128, dtype=torch.uint8)
+    values = loaded_scale(codes.view(torch.float8_e4m3fn))
+    assert not oracles.mismatches(values.numpy(), codes.numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float64)).any()
+    assert torch.equal(stored_scale(values, Scale.parse("nvfp4")).view(torch.uint8), codes)
+
+
+def test_fp32_scales_are_kept_as_they_are():
+    values = torch.tensor([1.0, 2.0**-127, float("nan"), 0.1])
+    for kind in ("fp32", "delayed(4)"):
+        assert stored_scale(values, Scale.parse(kind)) is values
+    assert loaded_scale(values) is values
+
+
+# NVFP4 ----------------------------------------------------------------------------------------------------------------
+
+E4M3 = [float(v) for v in oracles.finite_values("e4m3") if v > 0]
+
+
+def wanted_scales() -> np.ndarray:
+    """Every positive E4M3 value, every midpoint, their float32 neighbours, and numbers beyond both ends."""
+    points = np.array(E4M3 + [(a + b) / 2 for a, b in itertools.pairwise(E4M3)], np.float32)
+    x = np.concatenate(
+        [
+            points,
+            np.nextafter(points, np.float32(np.inf)),
+            np.nextafter(points, np.float32(0)),
+            np.float32([1e-30, 448.00003, 500]),
+        ]
+    )
+    return np.unique(x)
+
+
+def test_nvfp4_block_scale_is_the_nearest_e4m3():
+    wanted = wanted_scales()
+    found = nvfp4_block_scale(torch.from_numpy(wanted), NEAREST).numpy()
+    expected = [max(oracles.nearest("e4m3", Fraction(float(w))), Fraction(2) ** -9) for w in wanted]  # never zero
+    assert [Fraction(float(v)) for v in found] == expected
+
+
+def test_nvfp4_block_scale_is_the_next_above_for_stochastic_rounding():
+    # A smaller scale than wanted would clip the block's largest values, and clipping biases a stochastic rounding.
+    wanted = wanted_scales()
+    found = nvfp4_block_scale(torch.from_numpy(wanted), STOCHASTIC).numpy()
+    expected = [min((v for v in E4M3 if v >= w), default=448.0) for w in wanted.tolist()]
+    assert found.tolist() == expected
+
+
+@pytest.mark.parametrize("name", ["e2m1", "e2m3", "e4m3", "int4"])
+@pytest.mark.parametrize("tensor", [1.0, 0.37, 3e4, 2.0**-60])
+@pytest.mark.parametrize("round", [NEAREST, STOCHASTIC])
+def test_nvfp4_factors_step_by_step(name, tensor, round):
+    f = np.float32
+    largest = Format.parse(name).max
+    amax = np.minimum(np.abs(np.random.default_rng(1).standard_normal(2000)) * tensor / 3, tensor).astype(f)
+    found = factors_of(amax, name, "nvfp4", round, tensor)
+    # Each step is one float32 operation, in this order.
+    whole = f(f(tensor) / f(448 * largest))
+    wanted = (amax / f(largest)) / whole
+    values = np.array(E4M3, f)
+    if round is NEAREST:
+        block = np.maximum(wanted.astype(ml_dtypes.float8_e4m3fn).astype(f), f(2.0**-9))
+        block = np.where(wanted > 448, f(448), block)
+    else:
+        block = values[np.minimum(np.searchsorted(values, wanted), len(values) - 1)]
+    assert found.tensor.item() == whole
+    assert (found.restore.numpy() == block).all()
+    assert (found.multiply.numpy() == (f(1) / whole) / block).all()
+
+
+def test_nvfp4_stochastic_clips_nothing():
+    rng = np.random.default_rng(2)
+    x = torch.from_numpy(
+        rng.standard_normal((64, 256)).astype(np.float32) * np.exp(rng.standard_normal((64, 1))).astype(np.float32)
+    )
+    q = dither.quantize(x, "nvfp4 stochastic(16)", stream=dither.Stream(0, "round", "w"))
+    scale = loaded_scale(q.scale).double().repeat_interleave(16, 1) * q.tensor_scale.double()
+    # Up to the rounding of the factors themselves: three float32 operations.
+    assert (x.double().abs() / scale).max() <= 6 * (1 + 2**-21)
+
+
+def test_nvfp4_scale_of_the_whole_tensor_is_its_largest_magnitude_over_2688():
+    q = dither.quantize(torch.tensor([1.0, -2688.0 * 0.75] + [0.0] * 14), "nvfp4")
+    assert q.tensor_scale.item() == 0.75
+    assert q.scale.float().tolist() == [448.0]
+    assert q.dequantize().tolist()[1] == -2016.0
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic(16)"])
+@pytest.mark.parametrize("amax", [SMALLEST, 2.0**-140, 2.0**-130, 2.0**-126, 2.0**-115, 2.0**-108])
+def test_nvfp4_of_a_tiny_tensor_does_not_overflow(amax, rounding):
+    # A factor that overflows turns numbers into Inf and zeros into NaN.
+    x = torch.tensor([amax] * 16 + [max(amax * 2.0**-20, SMALLEST)] * 16 + [0.0] * 8)
+    back = dither.fake_quantize(x, f"nvfp4 {rounding}", stream=dither.Stream(0, "round", "w"))
+    assert back.isfinite().all()
+    assert (back[32:] == 0).all()
+    assert back.abs().max() <= 2 * amax
+
+
+def test_nvfp4_of_a_huge_tensor_does_not_overflow():
+    x = torch.tensor([LARGEST, -LARGEST, 1.0, 0.0] * 4)
+    back = dither.fake_quantize(x, "nvfp4")
+    assert back.isfinite().all()
+    assert abs(back[0].item() / LARGEST - 1) < 1e-3
+
+
+# Delayed scaling ------------------------------------------------------------------------------------------------------
+
+
+def test_a_history_keeps_the_newest_in_front_and_forgets_the_oldest():
+    cast = Cast("e4m3", "tensor", "delayed(3)")
+    history = AmaxHistory.empty(cast)
+    assert history.values.tolist() == [0.0, 0.0, 0.0]
+    seen = []
+    for value in (4.0, 9.0, 2.0, 1.0, 0.5):
+        before = history.values.clone()
+        after = history.push(torch.tensor(value))
+        assert torch.equal(history.values, before)  # pushing makes a new history
+        history = after
+        seen.insert(0, value)
+        assert history.values.tolist() == (seen + [0.0] * 3)[:3]
+
+
+def test_max_looks_at_the_whole_history_and_most_recent_at_its_front():
+    cast, recent = Cast("e4m3", "tensor", "delayed(3)"), Cast("e4m3", "tensor", "delayed(3,0,most_recent)")
+    history = AmaxHistory(torch.tensor([2.0, 9.0, 4.0]))
+    assert history.amax(cast).item() == 9.0
+    assert history.amax(recent).item() == 2.0
+    assert history.amax(cast).shape == history.amax(recent).shape == ()
+
+
+def test_an_empty_history_scales_by_one():
+    cast = Cast("e4m3", "tensor", "delayed(3)")
+    x = torch.tensor([1.0, 300.0, 1000.0])
+    q = dither.quantize(x, cast, amax=AmaxHistory.empty(cast).amax(cast))
+    assert q.scale.item() == 1.0
+    assert q.dequantize().tolist() == [1.0, 288.0, 448.0]
+
+
+@pytest.mark.parametrize("margin", [-2, 0, 1, 5])
+def test_margin_leaves_room_of_that_many_powers_of_two(margin):
+    plain, roomy = factors_of(AMAX, "e4m3", "fp32"), factors_of(AMAX, "e4m3", f"delayed(16,{margin})")
+    inside = (AMAX > 2.0**-100) & (AMAX < 2.0**100)
+    assert (roomy.multiply.numpy()[inside] == plain.multiply.numpy()[inside] * 2.0**-margin).all()
+
+
+def test_delayed_scaling_uses_the_given_magnitude_and_clips_what_is_beyond():
+    cast = Cast("e4m3", "tensor", "delayed(4)")
+    q = dither.quantize(torch.tensor([1.0, 2.0, 8.0]), cast, amax=torch.tensor(2.0))
+    assert q.scale.item() == np.float32(1 / 224)
+    assert q.values.float().tolist() == [224.0, 448.0, 448.0]
+
+
+@pytest.mark.parametrize("x", [1e10, -1e10, LARGEST])
+@pytest.mark.parametrize(
+    "cast", ["e4m3 tensor delayed(4)", "e5m2 tensor delayed(4)", "e4m3 tensor fp32", "e2m1 tensor pow2", "nvfp4"]
+)
+def test_a_finite_value_however_far_beyond_the_given_magnitude_saturates(cast, x):
+    # x times the factor overflows float32; it is finite overflow all the same, and goes to the largest value.
+    back = dither.fake_quantize(torch.tensor([x] * 16), cast, amax=torch.tensor(1e-30))
+    small = dither.fake_quantize(torch.tensor([np.copysign(1.0, x)] * 16), cast, amax=torch.tensor(1e-30))
+    assert back.isfinite().all()
+    assert torch.equal(back, small)
+
+
+@pytest.mark.parametrize("margin", [20, 100, 300, -300])
+@pytest.mark.parametrize("amax", [1.0, 1e-30, LARGEST])
+def test_a_large_margin_does_not_lose_the_tensor(margin, amax):
+    # Either the margin is refused, or zeros stay zeros and nothing becomes NaN.
+    try:
+        cast = Cast("e4m3", "tensor", f"delayed(4,{margin})")
+    except UserError:
+        return
+    back = dither.fake_quantize(torch.tensor([amax, 0.0, -amax / 2]), cast, amax=torch.tensor(amax))
+    assert back.isfinite().all()
+    assert back[1] == 0
