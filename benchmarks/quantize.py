@@ -9,11 +9,12 @@ copy of the same input in the same run, counted as bytes read plus bytes written
 
 import argparse
 import itertools
+import time
 
 import torch
 import triton
 from torch import Tensor
-from triton.testing import do_bench
+from triton.testing import do_bench_cudagraph
 
 from dither import Cast, Stream
 from dither.kernels import quantize as kernels
@@ -35,8 +36,21 @@ CASES = [
 
 
 def median_ms(function) -> float:
-    """Median of many runs, after warming up."""
-    return do_bench(function, warmup=50, rep=200, return_mode="median")
+    """Median time on the device: replays of a captured graph, so that what the host does in between does not count."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        return do_bench_cudagraph(function, rep=50, return_mode="median")
+
+
+def host_us(function) -> float:
+    """Time that the host spends on a call, in microseconds."""
+    function()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(100):
+        function()
+    spent = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return spent * 1e4
 
 
 def bytes_moved(x: Tensor, outputs: tuple[Tensor, ...]) -> int:
@@ -75,7 +89,7 @@ def table(size: int) -> None:
     bandwidth = 2 * x.numel() * x.itemsize / copy
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, bfloat16 {size} x {size}")
     print(f"copy: {copy * 1e3:.1f} us, {bandwidth / 1e9:.2f} TB/s")
-    print(f"{'cast':<42}{'layouts':>8}{'us':>9}{'TB/s':>8}{'share':>8}{'compile us':>12}")
+    print(f"{'cast':<42}{'layouts':>8}{'us':>9}{'TB/s':>8}{'share':>8}{'host us':>9}{'compile us':>12}")
     for text, both in CASES:
         cast = Cast.parse(text)
         run = call(x, cast, both, stream)
@@ -85,7 +99,7 @@ def table(size: int) -> None:
         if text == "e4m3 tile(128) fp32 nearest" and not both:
             other = compiled_cast(cast)
             peer = f"{median_ms(lambda: other(x)) * 1e3:.1f}"
-        print(f"{text:<42}{2 if both else 1:>8}{ms * 1e3:>9.1f}{moved / ms / 1e9:>8.2f}{moved / ms / bandwidth:>8.3f}{peer:>12}")
+        print(f"{text:<42}{2 if both else 1:>8}{ms * 1e3:>9.1f}{moved / ms / 1e9:>8.2f}{moved / ms / bandwidth:>8.3f}{host_us(run):>9.1f}{peer:>12}")
 
 
 def sweep(size: int) -> None:
@@ -97,24 +111,27 @@ def sweep(size: int) -> None:
     bandwidth = 2 * x.numel() * x.itemsize / median_ms(lambda: target.copy_(x))
     print(f"copy {bandwidth / 1e9:.2f} TB/s")
     default = kernels._tile_shape
-    for text, both in CASES[:7]:
+    for text, both in [CASES[i] for i in (3, 1, 4, 0)]:
         cast = Cast.parse(text)
         results = []
-        shapes = [(128, 128)] if both else [(16, 128), (32, 128), (64, 128), (8, 256), (16, 256), (32, 256), (8, 512), (16, 512), (8, 1024)]
-        if both and cast.group.size < 128:
-            shapes += [(64, 64), (64, 128)]
-        for (rows, columns), warps in itertools.product(shapes, (2, 4, 8, 16)):
-            kernels._tile_shape = lambda *_, chosen=(rows, columns, warps): chosen
+        if both:
+            choices = itertools.product([(128, 128)], (4, 8, 16), (4, 8, 16), (None, 64, 96, 128))
+        else:
+            choices = itertools.product([(32, 128), (64, 128), (128, 128), (32, 256), (16, 512), (8, 1024)], (1, 2, 4), (2, 4, 8), (None,))
+        for (rows, columns), a, warps, registers in choices:
+            if rows * columns // warps // 32 not in (16, 32, 64, 128):
+                continue
+            kernels._tile_shape = lambda *_, chosen=(rows, columns, a, warps, registers): chosen
             run = call(x, cast, both, stream)
             try:
-                ms = do_bench(run, warmup=10, rep=40, return_mode="median")
+                ms = median_ms(run)
             except Exception as error:
-                print("failed", text, rows, columns, warps, type(error).__name__, str(error)[:200])
+                print("failed", text, rows, columns, a, warps, registers, type(error).__name__, str(error)[:100])
                 continue
-            results.append((bytes_moved(x, run()) / ms / bandwidth, rows, columns, warps))
+            results.append((bytes_moved(x, run()) / ms / bandwidth, f"{rows}x{columns}/{a}/{warps}/{registers}"))
         kernels._tile_shape = default
         results.sort(reverse=True)
-        print(text, "both" if both else "", *(f"{s:.3f}:{r}x{c}/{w}" for s, r, c, w in results[:8]), sep="  ")
+        print(text, "both" if both else "", *(f"{share:.3f}:{shape}" for share, shape in results[:10]), sep="  ")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The direction of imports: a file imports only from files above it in one list, and can be read without those below."""
+"""The direction of imports: a file imports only from files above it in a list, and can be read without those below."""
 
 import ast
 from pathlib import Path

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dither
-from dither import Cast, Format, Quantized, Stream
+from dither import Cast, Format, Quantized, Stream, layout
 from dither.precision import Rounding
 from dither.reference import quantize as reference
 from dither.reference.scaling import loaded_scale
@@ -315,6 +315,23 @@ def test_packing_comes_back_for_every_pair_of_codes(bits):
     assert stored.dtype == torch.uint8
     assert torch.equal(reference.unpack(stored, 8, f), codes)
     assert (oracles.unpack(stored.numpy(), bits, 8) == codes.numpy()).all()
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_allocated_storage_is_what_quantizing_fills(cast):
+    # Kernels and traced code allocate codes and scales before there are any.
+    parsed = Cast.parse(cast)
+    for shape in [(), (1,), (6,), (3, 5), (2, 3, 7), (2, 5, 3, 4)]:
+        x = numbers(shape)
+        for axis in range(max(len(shape), 1)):
+            place = layout.layout_of(shape, parsed, axis)
+            values, scale = layout.empty_lines(x, parsed, place, parsed.element)
+            q = dither.quantize(x, parsed, axis=axis)
+            pairs = [(place.expose(values), q.values)]
+            if q.scale is not None:
+                pairs.append((layout.expose_scale(scale, parsed, place), q.scale))
+            for empty, filled in pairs:
+                assert (empty.shape, empty.dtype, empty.stride()) == (filled.shape, filled.dtype, filled.stride())
 
 
 def test_memory_runs_along_the_quantized_axis():

@@ -192,7 +192,7 @@ def test_random_bits_takes_a_draw():
 
 
 def chi_square_bound(freedom: int) -> tuple[float, float]:
-    """Bounds of a chi-square variable that a good generator leaves once in 10^9: Wilson and Hilferty's cube with z = 6."""
+    """Bounds of a chi-square variable that a good generator leaves once in 10^9 (Wilson and Hilferty, z = 6)."""
     width = 2 / (9 * freedom)
     return tuple(freedom * (1 - width + z * math.sqrt(width)) ** 3 for z in (-6, 6))
 

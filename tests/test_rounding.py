@@ -1,4 +1,4 @@
-"""Rounding and codes: every input of two 16-bit types into every format, against ml_dtypes, gfloat and the definition."""
+"""Rounding and codes: every 16-bit input into every format, against ml_dtypes, gfloat and the definition."""
 
 import functools
 from fractions import Fraction
@@ -34,8 +34,8 @@ def rounded(
 
 # The 65,536 inputs ----------------------------------------------------------------------------------------------------
 #
-# Each disagreement with another library is listed: where it is, what we give there, and why. The tests assert that these
-# are all there is: no mismatch elsewhere, and no entry without one.
+# Each disagreement with another library is listed: where it is, what we give there, and why. The tests assert that
+# these are all there is: no mismatch elsewhere, and no entry without one.
 
 
 def beyond(x: np.ndarray, name: str) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Scales: every granularity and kind against numpy and exact fractions, and the edges where scales usually go wrong."""
 
 import itertools
+import math
 from fractions import Fraction
 
 import ml_dtypes
@@ -380,7 +381,7 @@ def test_nvfp4_of_a_tiny_tensor_does_not_overflow(amax, rounding):
     back = dither.fake_quantize(x, f"nvfp4 {rounding}", stream=dither.Stream(0, "round", "w"))
     assert back.isfinite().all()
     assert (back[32:] == 0).all()
-    assert back.abs().max() <= 2 * amax
+    assert back.abs().max() <= max(2 * amax, 2.0**-135)  # 0.5 in the smallest scale may be a stochastic step above
 
 
 def test_nvfp4_of_a_huge_tensor_does_not_overflow():
@@ -444,7 +445,7 @@ def test_delayed_scaling_uses_the_given_magnitude_and_clips_what_is_beyond():
 def test_a_finite_value_however_far_beyond_the_given_magnitude_saturates(cast, x):
     # x times the factor overflows float32; it is finite overflow all the same, and goes to the largest value.
     back = dither.fake_quantize(torch.tensor([x] * 16), cast, amax=torch.tensor(1e-30))
-    small = dither.fake_quantize(torch.tensor([np.copysign(1.0, x)] * 16), cast, amax=torch.tensor(1e-30))
+    small = dither.fake_quantize(torch.tensor([math.copysign(1.0, x)] * 16), cast, amax=torch.tensor(1e-30))
     assert back.isfinite().all()
     assert torch.equal(back, small)
 

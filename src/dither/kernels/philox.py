@@ -33,45 +33,51 @@ def philox4x32(c0, c1, c2, key):
 def program_tile(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """(batch, first row, first column) of this program's tile, int64: the tiles of all matrices in one line, since only the
     first dimension of a grid may exceed 65,535."""
-    program = tl.program_id(0)
-    across = tl.cdiv(columns, COLUMNS).to(tl.int32)
-    down = tl.cdiv(rows, ROWS).to(tl.int32)
+    program = tl.program_id(0).to(tl.uint32)
+    across = tl.cdiv(columns, COLUMNS).to(tl.uint32)
+    down = tl.cdiv(rows, ROWS).to(tl.uint32)
     strip = program // across
     batch = strip // down
     return batch.to(tl.int64), (strip - batch * down).to(tl.int64) * ROWS, (program - strip * across).to(tl.int64) * COLUMNS
 
 
 @triton.jit
-def random_tile(key, step, row, column, A: tl.constexpr, B: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):
-    """int32[A, B, COLUMNS] with WIDTH random bits each.
+def random_lanes(key, step, row, column, A: tl.constexpr, B: tl.constexpr, G: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):
+    """int32[A, B, G, E] with WIDTH random bits each: those of rows `row` [A, B] and columns column [A, G] + 0 .. E - 1.
 
-    `row` is a tensor [A, B] of row coordinates, `column` the first column's. ALIGNED says that it begins a Philox block:
-    then one call serves 128 / WIDTH neighbours, which lie in one thread; otherwise each element makes its own call.
+    ALIGNED says that each run of E = 128 / WIDTH columns is a Philox block: then one call serves it, and it lies in one
+    thread. Otherwise each element makes its own call.
     """
-    LANES: tl.constexpr = 128 // WIDTH
-    rows = row.to(tl.uint32)[:, :, None]
     if ALIGNED:
-        CALLS: tl.constexpr = COLUMNS // LANES
-        block = (column // LANES + tl.arange(0, CALLS)).to(tl.uint32)
-        counter = tl.broadcast_to(block[None, None, :], [A, B, CALLS])
-        w0, w1, w2, w3 = philox4x32(counter, tl.broadcast_to(rows, [A, B, CALLS]), step, key)
+        tl.static_assert(E == 128 // WIDTH)
+        block = tl.broadcast_to((column // E).to(tl.uint32)[:, None, :], [A, B, G])
+        w0, w1, w2, w3 = philox4x32(block, tl.broadcast_to(row.to(tl.uint32)[:, :, None], [A, B, G]), step, key)
         # join(join(0, 2), join(1, 3)) lies in memory order 0, 1, 2, 3.
         words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
         if WIDTH == 16:
             words = tl.join(words & 0xFFFF, words >> 16)
         elif WIDTH == 8:
             words = tl.join(tl.join(words & 0xFF, (words >> 16) & 0xFF), tl.join((words >> 8) & 0xFF, words >> 24))
-        return tl.reshape(words, [A, B, COLUMNS]).to(tl.int32, bitcast=True)
+        return tl.reshape(words, [A, B, G, E]).to(tl.int32, bitcast=True)
     else:
-        columns = column + tl.arange(0, COLUMNS)
-        block = tl.broadcast_to((columns // LANES).to(tl.uint32)[None, None, :], [A, B, COLUMNS])
-        lane = tl.broadcast_to((columns % LANES).to(tl.uint32)[None, None, :], [A, B, COLUMNS])
-        w0, w1, w2, w3 = philox4x32(block, tl.broadcast_to(rows, [A, B, COLUMNS]), step, key)
+        LANES: tl.constexpr = 128 // WIDTH
+        columns = column[:, None, :, None] + tl.arange(0, E)[None, None, None, :]
+        block = tl.broadcast_to((columns // LANES).to(tl.uint32), [A, B, G, E])
+        lane = tl.broadcast_to((columns % LANES).to(tl.uint32), [A, B, G, E])
+        w0, w1, w2, w3 = philox4x32(block, tl.broadcast_to(row.to(tl.uint32)[:, :, None, None], [A, B, G, E]), step, key)
         which = lane // (32 // WIDTH)
         word = tl.where(which == 0, w0, tl.where(which == 1, w1, tl.where(which == 2, w2, w3)))
         if WIDTH < 32:
             word = (word >> (lane % (32 // WIDTH) * WIDTH)) & ((1 << WIDTH) - 1)
         return word.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def random_tile(key, step, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):
+    """int32[ROWS, COLUMNS] with WIDTH random bits each, for rows `row` [ROWS] and columns from the scalar `column` on."""
+    E: tl.constexpr = 128 // WIDTH
+    starts = column + tl.arange(0, COLUMNS // E) * E
+    return tl.reshape(random_lanes(key, step, row[None, :], starts[None, :], 1, ROWS, COLUMNS // E, E, WIDTH, ALIGNED), [ROWS, COLUMNS])
 
 
 @triton.jit(do_not_specialize=["key", "row0", "column0"])
@@ -82,19 +88,19 @@ def _random_bits_kernel(
     row = first_row + tl.arange(0, ROWS)
     column = first_column + tl.arange(0, COLUMNS)
     step = tl.load(step_ptr).to(tl.uint32)
-    bits = random_tile(key, step, (row0 + row)[None, :], column0 + first_column, 1, ROWS, COLUMNS, WIDTH, ALIGNED)
+    bits = random_tile(key, step, row0 + row, column0 + first_column, ROWS, COLUMNS, WIDTH, ALIGNED)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    tl.store(out_ptr + row[:, None] * columns + column[None, :], tl.reshape(bits, [ROWS, COLUMNS]), mask=inside)
+    tl.store(out_ptr + row[:, None] * columns + column[None, :], bits, mask=inside)
 
 
 def tiles(batch: int, rows: int, columns: int, ROWS: int, COLUMNS: int) -> tuple[int]:
     """The grid that `program_tile` takes apart."""
-    return (batch * triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS),)
+    return (batch * -(-rows // ROWS) * -(-columns // COLUMNS),)
 
 
-def aligned(draw: Draw, width: int) -> bool:
+def aligned(draw: Draw | None, width: int) -> bool:
     """Whether a shard begins at a Philox block, so that one call can serve several elements."""
-    return draw.column % (128 // width) == 0
+    return draw is None or draw.column % (128 // width) == 0
 
 
 def random_bits(draw: Draw, rows: int, columns: int, width: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from dither import layout
 from dither.formats import Format
 from dither.kernels import native
-from dither.kernels.philox import program_tile, random_tile, tiles
+from dither.kernels.philox import aligned, program_tile, random_lanes, tiles
 from dither.kernels.rounding import (
     INFINITY,
     as_bits,
@@ -28,7 +28,7 @@ from dither.kernels.rounding import (
     round_code,
     with_sign,
 )
-from dither.kernels.scaling import amax_bits, group_factors, scaling_fields, store_factors, tensor_factor
+from dither.kernels.scaling import E4M3, amax_bits, block_rounding, group_factors, scaling_fields, store_factors, tensor_factor
 from dither.layout import Layout
 from dither.precision import Cast
 from dither.random import Draw
@@ -117,6 +117,8 @@ def cast_tile(
     C: tl.constexpr,
     S: tl.constexpr,
     H: tl.constexpr,
+    E: tl.constexpr,
+    W: tl.constexpr,
     P: tl.constexpr,
     Q: tl.constexpr,
     GP: tl.constexpr,
@@ -137,14 +139,15 @@ def cast_tile(
     if S.KIND != "none":
         if MEASURE:
             amax = tl.max(tl.max(tl.reshape(y, [P // GP, GP, Q // GQ, GQ]), axis=3), axis=1)
-        multiply, restore, stored = group_factors(amax, tensor, S)
+        multiply, restore, stored = group_factors(amax, tensor, S, E, W, H.NATIVE)
         if MEASURE and not FAKE:
             group_line = line0 // GP + tl.arange(0, P // GP)
             group = first // GQ + tl.arange(0, Q // GQ)
             groups = (length + GQ - 1) // GQ
             inside = (group_line < (lines + GP - 1) // GP)[:, None] & (group < groups)[None, :]
             tl.store(scale_ptr + group_line[:, None] * groups + group[None, :], stored.to(scale_ptr.dtype.element_ty), mask=inside)
-        y = as_bits(as_float(y) * spread(multiply, P, Q, GP, GQ))
+        multiply = spread(multiply, P, Q, GP, GQ)
+        y = as_bits(as_float(y) * multiply)
         restore = spread(restore, P, Q, GP, GQ)
     # A measured scale is NaN when something in the group is not finite: y is then finite, or all of a group is NaN.
     GROUPED: tl.constexpr = MEASURE and S.KIND != "none"
@@ -157,11 +160,10 @@ def cast_tile(
     else:
         if H.NATIVE and H.KIND == "nearest" and GROUPED and F == C and F.BITS == 8 and F.HAS_NAN and F.BIAS != 3:
             # The GPU's own conversions of FP8 round and saturate as we do.
-            signed = as_float(y | (sign & -0x80000000))
             if F.BIAS == 7:
-                code = signed.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+                code = (x * multiply).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
             else:
-                code = signed.to(tl.float8e5).to(tl.uint8, bitcast=True)
+                code = (x * multiply).to(tl.float8e5).to(tl.uint8, bitcast=True)
         elif GROUPED and F == C and not F.HAS_NAN:
             # Compared unsigned, a NaN of either sign stops at the largest magnitude, as the reference says.
             limited = tl.minimum(y.to(tl.uint32, bitcast=True), F.MAX_BITS).to(tl.int32, bitcast=True)
@@ -202,9 +204,12 @@ def _quantize_kernel(
     C: tl.constexpr,
     S: tl.constexpr,
     H: tl.constexpr,
+    SCALE: tl.constexpr,
+    W: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    MICRO: tl.constexpr,
+    A: tl.constexpr,
+    E: tl.constexpr,
     GP: tl.constexpr,
     GQ: tl.constexpr,
     ALONG_COLUMNS: tl.constexpr,
@@ -215,19 +220,30 @@ def _quantize_kernel(
     RAGGED: tl.constexpr,
 ):
     batch, first_row, first_column = program_tile(rows, columns, ROWS, COLUMNS)
-    # Row j * MICRO + k of the tile stands at [k, j]: a thread that loads along the columns then holds MICRO neighbours along
-    # the rows as well, and the transposed codes leave it several bytes at a time.
-    row = first_row + tl.arange(0, ROWS // MICRO)[None, :] * MICRO + tl.arange(0, MICRO)[:, None]
-    column = first_column + tl.arange(0, COLUMNS)
-    inside = (row < rows)[:, :, None] & (column < columns)[None, None, :]
-    x = tl.load(x_ptr + batch * stride_b + row[:, :, None] * stride_r + column[None, None, :] * stride_c, mask=inside, other=0.0)
-    x = x.to(tl.float32)
+    # The tile stands as [A, B, G, E], such that a thread, which loads runs of E along the columns and repeats over A, holds
+    # what it needs for its codes: A * E neighbours along the columns, so that few threads share a group and its scale, or, for
+    # casts along the rows, A neighbours along those as well, so that transposed codes leave it many bytes at a time.
+    a = tl.arange(0, A)
+    b = tl.arange(0, ROWS if not ALONG_ROWS else ROWS // A)
+    B: tl.constexpr = ROWS if not ALONG_ROWS else ROWS // A
+    G: tl.constexpr = COLUMNS // (A * E) if not ALONG_ROWS else COLUMNS // E
+    g = tl.arange(0, G)
+    if ALONG_ROWS:
+        row = b[None, :] * A + a[:, None]
+        column = g[None, :] * E + a[:, None] * 0
+    else:
+        row = b[None, :] + a[:, None] * 0
+        column = (g[None, :] * A + a[:, None]) * E
+    each = column[:, None, :, None] + tl.arange(0, E)[None, None, None, :]
+    inside = (row < rows - first_row)[:, :, None, None] & (each < columns - first_column)
+    origin = x_ptr + batch * stride_b + first_row * stride_r + first_column * stride_c
+    x = tl.load(origin + row.to(tl.int64)[:, :, None, None] * stride_r + each * stride_c, mask=inside, other=0.0).to(tl.float32)
     random = as_bits(x)
     if H.KIND == "stochastic":
         step = tl.load(step_ptr).to(tl.uint32)
         # Matrix b of a batch begins at row (b // inner) * rows * inner + b % inner and takes every inner-th one.
-        start = row0 + (batch // inner) * rows * inner + batch % inner
-        random = random_tile(key, step, start + row * inner, column0 + first_column, MICRO, ROWS // MICRO, COLUMNS, H.WIDTH, H.ALIGNED)
+        start = row0 + (batch // inner) * rows * inner + batch % inner + first_row * inner
+        random = random_lanes(key, step, start + row * inner, column0 + first_column + column, A, B, G, E, H.WIDTH, H.ALIGNED)
     tensor = 1.0
     if S.KIND == "nvfp4":
         tensor = tensor_factor(tl.load(tensor_ptr), S)
@@ -240,22 +256,27 @@ def _quantize_kernel(
             else:
                 amax = tl.full([1, 1], 0, tl.int32) + tl.load(amax_ptr)
         groups = ((rows + GP - 1) // GP) * ((columns + GQ - 1) // GQ)
-        natural = tl.reshape(tl.permute(x, (1, 0, 2)), [ROWS, COLUMNS])
-        drawn = tl.reshape(tl.permute(random, (1, 0, 2)), [ROWS, COLUMNS])
+        if ALONG_ROWS:
+            natural = tl.reshape(tl.permute(x, (1, 0, 2, 3)), [ROWS, COLUMNS])
+            drawn = tl.reshape(tl.permute(random, (1, 0, 2, 3)), [ROWS, COLUMNS])
+        else:
+            natural = tl.reshape(tl.permute(x, (1, 2, 0, 3)), [ROWS, COLUMNS])
+            drawn = tl.reshape(tl.permute(random, (1, 2, 0, 3)), [ROWS, COLUMNS])
         cast_tile(
             natural, drawn, amax, tensor, out_ptr + batch * out_batch, scale_ptr + batch * groups, first_row, first_column, rows, columns, out_line, out_element,
-            F, C, S, H, ROWS, COLUMNS, GP, GQ, MEASURE, FAKE, RAGGED,
+            F, C, S, H, SCALE, W, ROWS, COLUMNS, GP, GQ, MEASURE, FAKE, RAGGED,
         )  # fmt: skip
     if ALONG_ROWS:
         amax = tl.full([1, 1], 0, tl.int32)
         if not MEASURE:
-            amax = tl.load(amax_ptr + batch * columns + column, mask=column < columns, other=0)[:, None]
+            line = first_column + tl.arange(0, COLUMNS)
+            amax = tl.load(amax_ptr + batch * columns + line, mask=line < columns, other=0)[:, None]
         groups = columns * ((rows + GQ - 1) // GQ)
-        transposed = tl.reshape(tl.permute(x, (2, 1, 0)), [COLUMNS, ROWS])
-        drawn = tl.reshape(tl.permute(random, (2, 1, 0)), [COLUMNS, ROWS])
+        transposed = tl.reshape(tl.permute(x, (2, 3, 1, 0)), [COLUMNS, ROWS])
+        drawn = tl.reshape(tl.permute(random, (2, 3, 1, 0)), [COLUMNS, ROWS])
         cast_tile(
             transposed, drawn, amax, tensor, out_t_ptr + batch * out_t_batch, scale_t_ptr + batch * groups, first_column, first_row, columns, rows,
-            out_t_line, out_t_element, F, C, S, H, COLUMNS, ROWS, GP, GQ, MEASURE, FAKE, RAGGED,
+            out_t_line, out_t_element, F, C, S, H, SCALE, W, COLUMNS, ROWS, GP, GQ, MEASURE, FAKE, RAGGED,
         )  # fmt: skip
 
 
@@ -278,6 +299,7 @@ def _dequantize_kernel(
     gq,
     F: tl.constexpr,
     S: tl.constexpr,
+    E: tl.constexpr,
     NATIVE: tl.constexpr,
     P: tl.constexpr,
     Q: tl.constexpr,
@@ -310,7 +332,7 @@ def _dequantize_kernel(
             exponent = stored.to(tl.int32)
             restore = as_float(tl.where(exponent == 0, 1 << 22, tl.where(exponent == 255, 0x7FC00000, exponent << 23)))
         elif S.KIND == "nvfp4":
-            restore = decode(stored.to(tl.int32), S.E4M3)
+            restore = decode(stored.to(tl.int32), E)
             tensor = tl.load(tensor_ptr)
         else:
             restore = stored
@@ -378,6 +400,7 @@ def dequantize(values: Tensor, scale: Tensor, tensor_scale: Tensor, cast: Cast, 
             place.group[1] or length,
             F=fields(cast.element),
             S=scaling_fields(cast),
+            E=E4M3,
             NATIVE=native(out.device),
             P=P,
             Q=Q,
@@ -415,6 +438,7 @@ def _launch(
         return tensor
 
     shape = _tile_shape(place, kind, measure, both is not None)
+    lanes = 8 if draw is None else 128 // cast.round.width
     if kind in ("tile", "block"):
         group = place.group
     else:  # one group a line, or one a tile: its factor is the same wherever in the group the tile lies
@@ -443,10 +467,13 @@ def _launch(
         F=fields(cast.element),
         C=fields(container),
         S=scaling_fields(cast),
-        H=how(cast.round, draw, x.device),
+        H=how(cast.round, aligned(draw, cast.round.width), x.device),
+        SCALE=E4M3,
+        W=block_rounding(cast),
         ROWS=shape[0],
         COLUMNS=shape[1],
-        MICRO=8 if place.along_rows or both is not None else 1,
+        A=shape[2],
+        E=lanes,
         GP=group[0],
         GQ=group[1],
         ALONG_COLUMNS=not place.along_rows,
@@ -455,7 +482,8 @@ def _launch(
         PER_LINE=kind == "row",
         FAKE=fake,
         RAGGED=bool(length % 4) or (both is not None and bool(place.rows % 4)),
-        num_warps=shape[2],
+        num_warps=shape[3],
+        maxnreg=shape[4],
     )
     return tensor
 
@@ -470,17 +498,17 @@ def _pointers(out: Tensor, scale: Tensor, place: Layout, fake: bool) -> tuple[Te
     return out, scale if scale.dtype == torch.float32 else scale.view(torch.uint8), (batch, line, element)
 
 
-def _tile_shape(place: Layout, kind: str, measure: bool, both: bool) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a program's tile: whole groups, and enough elements to keep memory busy."""
+def _tile_shape(place: Layout, kind: str, measure: bool, both: bool) -> tuple[int, int, int, int, int | None]:
+    """(rows, columns, A, warps, registers) of a program's tile: whole groups, and enough elements to keep memory busy."""
     p, q = place.group if kind in ("tile", "block") else (1, 1)
     if both:
         side = max(q, 64)
-        return side, side, 8
+        return side, side, 8, 8, 128
     if kind == "row" and measure:
         columns = max(triton.next_power_of_2(place.columns), 128)
-        return max(1, 4096 // columns), columns, 4 if columns <= 4096 else 8
+        return max(1, 4096 // columns), columns, 1, 4 if columns <= 4096 else 8, None
     if place.along_rows:
         rows = max(q, 64)
-        return rows, max(64, 8192 // rows), 8
+        return rows, max(64, 8192 // rows), 8, 8, 128
     columns = max(q, 128)
-    return max(p, 4096 // columns), columns, 8 if p * columns > 4096 else 4
+    return max(p, 4096 // columns), columns, 4 if p == 1 else 1, 8 if p * columns > 4096 else 4, None

@@ -8,6 +8,7 @@ subnormals are float32's: the bits of the product are the format's code, followe
     0.3 = 0b01001100..., so stochastic rounding gives 3.0 three times in ten.
 """
 
+import functools
 import math
 import struct
 from typing import Any, NamedTuple
@@ -44,6 +45,8 @@ class Fields(NamedTuple):
     INTEGER: bool
     HAS_INF: bool
     HAS_NAN: bool
+    DOWN: str
+    """PTX that multiplies by 2^(BIAS - 127), rounding toward zero; empty where BIAS is 127."""
 
 
 class How(NamedTuple):
@@ -56,6 +59,7 @@ class How(NamedTuple):
     NATIVE: bool
 
 
+@functools.cache
 def fields(format: Format) -> Fields:
     """The constant that device functions take for `format`."""
     overflow = math.inf if format.inf else math.nan if format.nan else format.max
@@ -70,12 +74,20 @@ def fields(format: Format) -> Fields:
         format.is_integer,
         format.inf,
         format.nan,
+        _truncated_product(format.bias - 127),
     )
 
 
-def how(rounding: Rounding, draw: Draw | None, device: torch.device) -> How:
-    """The constant that device functions take for `rounding` with the bits of `draw`."""
-    whole = draw is None or aligned(draw, rounding.width)
+def _truncated_product(exponent: int) -> str:
+    """PTX for $1 * 2^exponent into $0, in two steps where the factor is no normal number."""
+    steps = [e for e in (max(exponent, -126), min(exponent + 126, 0)) if e]
+    lines = [f"mul.rz.f32 $0, ${'0' if i else '1'}, 0f{float_bits(2.0**e):08X};" for i, e in enumerate(steps)]
+    return "\n".join(lines)
+
+
+@functools.cache
+def how(rounding: Rounding, whole: bool, device: torch.device) -> How:
+    """The constant that device functions take for `rounding`; `whole` says that its random bits begin a Philox block."""
     return How(rounding.kind, rounding.bits, rounding.width, whole, native(device))
 
 
@@ -110,18 +122,6 @@ def times_pow2(x, EXPONENT: tl.constexpr):
 
 
 @triton.jit
-def truncated_times_pow2(x, EXPONENT: tl.constexpr):
-    """x * 2^EXPONENT for EXPONENT <= 0, rounded toward zero where it falls among float32's subnormals. GPU only."""
-    if EXPONENT < -126:
-        x = tl.inline_asm_elementwise("mul.rz.f32 $0, $1, 0f00800000;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-        factor: tl.constexpr = 2.0 ** (EXPONENT + 126)
-        return tl.inline_asm_elementwise("mul.rz.f32 $0, $1, $2;", "=f,f,f", [x, factor], dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        factor2: tl.constexpr = 2.0**EXPONENT
-        return tl.inline_asm_elementwise("mul.rz.f32 $0, $1, $2;", "=f,f,f", [x, factor2], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
 def round_nearest(a, F: tl.constexpr):
     """Bits of float32 magnitudes `a` (at most four times the format's largest) rounded to the nearest of the format, ties to even."""
     DROP: tl.constexpr = 23 - F.M
@@ -151,7 +151,7 @@ def truncated_code(a, random, F: tl.constexpr, H: tl.constexpr):
         if F.BIAS == 127:
             u = a
         else:
-            u = as_bits(truncated_times_pow2(as_float(a), F.BIAS - 127))
+            u = as_bits(tl.inline_asm_elementwise(F.DOWN, "=f,f", [as_float(a)], dtype=tl.float32, is_pure=True, pack=1))
         return (u + (random << (DROP - H.BITS))) >> DROP
     else:
         # The same in integers, with 7 bits more below: room for as many random bits where the format is subnormal.
@@ -262,8 +262,7 @@ def _round_kernel(
     random = y
     if H.KIND == "stochastic":
         step = tl.load(step_ptr).to(tl.uint32)
-        random = random_tile(key, step, (row0 + row)[None, :], column0 + first_column, 1, ROWS, COLUMNS, H.WIDTH, H.ALIGNED)
-        random = tl.reshape(random, [ROWS, COLUMNS])
+        random = random_tile(key, step, row0 + row, column0 + first_column, ROWS, COLUMNS, H.WIDTH, H.ALIGNED)
     tl.store(out_ptr + place, as_float(round_bits(y, y, random, F, H, SATURATE)), mask=inside)
 
 
@@ -282,7 +281,7 @@ def round_to(x: Tensor, format: Format, rounding: Rounding, saturate: bool, draw
             rows,
             columns,
             F=fields(format),
-            H=how(rounding, draw, x.device),
+            H=how(rounding, aligned(draw, rounding.width), x.device),
             SATURATE=saturate,
             ROWS=ROWS,
             COLUMNS=COLUMNS,

@@ -1,5 +1,7 @@
 """Largest magnitudes and scales, as in `dither.reference.scaling`: the same exactly rounded operations in the same order."""
 
+import functools
+import struct
 from typing import NamedTuple
 
 import torch
@@ -8,8 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dither.formats import TABLE
+from dither.kernels import native
 from dither.kernels.philox import program_tile, tiles
-from dither.kernels.rounding import Fields, How, as_bits, as_float, encode, fields, float_bits, round_bits
+from dither.kernels.rounding import How, as_bits, as_float, encode, fields, float_bits, round_bits
 from dither.layout import Layout
 from dither.precision import Cast
 
@@ -22,26 +25,55 @@ class Scaling(NamedTuple):
     MAX: float
     MAX_EXPONENT: int
     MAX_MANTISSA: int
+    INVERSE: float
+    """1 / MAX as float32."""
     MARGIN: float
     """2^-margin, of delayed scaling."""
-    E4M3: Fields
-    """The format of nvfp4's block scales."""
-    HOW: How
-    """Their rounding: nearest, or toward zero and then up, so that stochastic values are never clipped."""
 
 
+@functools.cache
 def scaling_fields(cast: Cast) -> Scaling:
     """The constant that device functions take for the scaling of `cast`."""
     element, scale = cast.element, cast.scaling
     mantissa = float_bits(element.max) & 0x7FFFFF
-    block = How("toward_zero" if cast.round.kind == "stochastic" else "nearest", 0, 32, True, False)
-    return Scaling(scale.kind, element.max, element.max_exponent, mantissa, 2.0**-scale.margin, fields(TABLE["e4m3"]), block)
+    inverse = struct.unpack("<f", struct.pack("<f", 1.0 / element.max))[0]
+    return Scaling(scale.kind, element.max, element.max_exponent, mantissa, inverse, 2.0**-scale.margin)
+
+
+E4M3 = fields(TABLE["e4m3"])
+"""The format of nvfp4's block scales, for the E of device functions (Triton 3.6 reads no constants within constants)."""
+
+
+@functools.cache
+def block_rounding(cast: Cast) -> How:
+    """Their rounding, for W: nearest, or toward zero and then up, so that stochastic values are never clipped."""
+    return How("toward_zero" if cast.round.kind == "stochastic" else "nearest", 0, 32, True, False)
 
 
 @triton.jit
 def pow2(exponent):
     """2^exponent as float32 for int32 exponents from -127 to 127."""
     return as_float(tl.where(exponent == -127, 1 << 22, (exponent + 127) << 23))
+
+
+@triton.jit
+def divide(a, b, inverse, S: tl.constexpr, NATIVE: tl.constexpr):
+    """a / b, rounded to nearest, for quotients far from overflow and underflow; one of the two is S.MAX.
+
+    Division in hardware is a first guess of 1 / b, two steps of Newton and a residual each; the checks for numbers that
+    such steps cannot handle are most of its cost, and are not needed here. tests/gpu tries every mantissa.
+    """
+    if not NATIVE:
+        return tl.div_rn(a, b)
+    elif S.INVERSE == inverse:
+        quotient = a * inverse
+        return tl.fma(tl.fma(-b, quotient, a), inverse, quotient)
+    else:
+        guess = tl.inline_asm_elementwise("rcp.approx.f32 $0, $1;", "=f,f", [b], dtype=tl.float32, is_pure=True, pack=1)
+        guess = tl.fma(guess, tl.fma(-b, guess, 1.0), guess)
+        quotient = a * guess
+        quotient = tl.fma(tl.fma(-b, quotient, a), guess, quotient)
+        return tl.fma(tl.fma(-b, quotient, a), guess, quotient)
 
 
 @triton.jit
@@ -53,7 +85,7 @@ def tensor_factor(amax, S: tl.constexpr):
 
 
 @triton.jit
-def group_factors(amax, tensor, S: tl.constexpr):
+def group_factors(amax, tensor, S: tl.constexpr, E: tl.constexpr, W: tl.constexpr, NATIVE: tl.constexpr):
     """(multiply, restore, stored) for groups whose largest magnitudes have the int32 bits `amax`.
 
     `stored` is what goes to memory: float32 for fp32 and delayed, else the int32 code of the E8M0 or E4M3 scale.
@@ -61,25 +93,30 @@ def group_factors(amax, tensor, S: tl.constexpr):
     nothing = amax == 0
     lost = amax >= 0x7F800000
     if S.KIND == "fp32" or S.KIND == "delayed":
-        multiply = tl.div_rn(S.MAX, as_float(tl.maximum(amax, 0x00800000)))
+        # MAX / mantissa, then the exponent by subtraction: no overflow to watch, and 2^126 is the largest factor.
+        quotient = divide(S.MAX, as_float((amax & 0x7FFFFF) | 0x3F800000), 0.0, S, NATIVE)
+        factor = (as_bits(quotient) + ((127 - (amax >> 23)) << 23)).to(tl.uint32, bitcast=True)
+        capped = (factor > (253 << 23)) | (amax < 0x00800000)
+        multiply = as_float(tl.where(capped, 253 << 23, factor.to(tl.int32, bitcast=True)))
+        restore = tl.where(capped, 2.0**-126, divide(as_float(amax), S.MAX, S.INVERSE, S, NATIVE))
         if S.KIND == "delayed":
             multiply = multiply * S.MARGIN
-        multiply = as_float(tl.minimum(as_bits(multiply), 254 << 23))  # 2^127, where the quotient overflowed
-        multiply = tl.where(nothing, 1.0, tl.where(lost, float("nan"), multiply))
-        restore = tl.div_rn(1.0, multiply)
+            restore = tl.div_rn(restore, S.MARGIN)
+        multiply = tl.where(lost, float("nan"), multiply)
+        restore = tl.where(nothing, 1.0, tl.where(lost, float("nan"), restore))
         return multiply, restore, restore
     elif S.KIND == "nvfp4":
         wanted = tl.div_rn(tl.div_rn(as_float(amax), S.MAX), tensor)
         bits = as_bits(wanted)
-        restore = as_float(round_bits(bits, bits, bits, S.E4M3, S.HOW, True))
-        if S.HOW.KIND == "toward_zero":
+        restore = as_float(round_bits(bits, bits, bits, E, W, True))
+        if W.KIND == "toward_zero":
             # The next E4M3 number above: one unit of its spacing more.
             spacing = tl.maximum((as_bits(restore) >> 23) - 127, -6) - 3
             restore = tl.where((restore < wanted) & (restore < 448.0), restore + pow2(spacing), restore)
         restore = tl.where(restore < 2.0**-9, 2.0**-9, restore)
         restore = tl.where(nothing, 1.0, tl.where(lost, float("nan"), restore))
         multiply = tl.div_rn(tl.div_rn(1.0, tensor), restore)
-        return multiply, restore, encode(as_bits(restore), S.E4M3)
+        return multiply, restore, encode(as_bits(restore), E)
     else:
         exponent = (amax >> 23) - 127 - S.MAX_EXPONENT
         if S.KIND == "pow2_ceil":
@@ -124,17 +161,19 @@ def amax_bits(x_BRC: Tensor, layout: Layout | None) -> Tensor:
 
 
 @triton.jit
-def _factors_kernel(amax_ptr, out_ptr, n, S: tl.constexpr, BLOCK: tl.constexpr):
+def _factors_kernel(amax_ptr, out_ptr, n, S: tl.constexpr, E: tl.constexpr, W: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     amax = tl.load(amax_ptr + at, mask=at < n, other=0)
     if S.KIND == "nvfp4":
         stored = tensor_factor(amax, S)
     else:
-        _, _, stored = group_factors(amax, 1.0, S)
+        _, _, stored = group_factors(amax, 1.0, S, E, W, NATIVE)
     tl.store(out_ptr + at, stored.to(out_ptr.dtype.element_ty), mask=at < n)
 
 
 def store_factors(amax: Tensor, out: Tensor, cast: Cast) -> None:
     """Write the scales that belong to measured magnitudes (int32 bits): of rows or the tensor; for nvfp4, the tensor's."""
     if amax.numel():
-        _factors_kernel[(triton.cdiv(amax.numel(), 256),)](amax, out, amax.numel(), S=scaling_fields(cast), BLOCK=256)
+        _factors_kernel[(triton.cdiv(amax.numel(), 256),)](
+            amax, out, amax.numel(), S=scaling_fields(cast), E=E4M3, W=block_rounding(cast), NATIVE=native(amax.device), BLOCK=256
+        )

@@ -15,8 +15,8 @@ from dither.reference import rounding
 
 E4M3 = TABLE["e4m3"]
 SMALLEST = 2.0**-126
-LARGEST_FACTOR = 2.0**127
-"""FMT_MAX / amax overflows for the smallest amax; the factor stops here, and its inverse is still exact."""
+LARGEST_FACTOR = 2.0**126
+"""FMT_MAX / amax overflows for the smallest amax; the factor stops where it and its inverse are normal numbers."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ def factors(amax: Tensor, tensor_amax: Tensor | None, format: Format, scale: Sca
         restore = torch.where(nothing, 1.0, torch.where(lost, torch.nan, restore))
         multiply = _quotient(_quotient(1.0, tensor), restore)
     elif scale.kind in ("fp32", "delayed"):
-        multiply = _quotient(format.max, amax.clamp(min=SMALLEST)) * 2.0**-scale.margin
-        multiply = multiply.clamp(max=LARGEST_FACTOR)
-        multiply = torch.where(nothing, 1.0, torch.where(lost, torch.nan, multiply))
-        restore = _quotient(1.0, multiply)
+        multiply = _quotient(format.max, amax.clamp(min=SMALLEST))
+        restore = torch.where(multiply > LARGEST_FACTOR, 1.0 / LARGEST_FACTOR, _quotient(amax, format.max)) * 2.0**scale.margin
+        restore = torch.where(nothing, 1.0, torch.where(lost, torch.nan, restore))
+        multiply = torch.where(lost, torch.nan, multiply.clamp(max=LARGEST_FACTOR) * 2.0**-scale.margin)
     else:
         exponent = pow2_exponent(amax, format, ceil=scale.kind == "pow2_ceil")
         exponent = torch.where(nothing, 0, exponent)
