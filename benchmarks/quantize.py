@@ -8,7 +8,6 @@ copy of the same input in the same run, counted as bytes read plus bytes written
 """
 
 import argparse
-import itertools
 import time
 
 import torch
@@ -87,7 +86,9 @@ def table(size: int) -> None:
     target = torch.empty_like(x)
     copy = median_ms(lambda: target.copy_(x))
     bandwidth = 2 * x.numel() * x.itemsize / copy
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, bfloat16 {size} x {size}")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, bfloat16 {size} x {size}"
+    )
     print(f"copy: {copy * 1e3:.1f} us, {bandwidth / 1e9:.2f} TB/s")
     print(f"{'cast':<42}{'layouts':>8}{'us':>9}{'TB/s':>8}{'share':>8}{'host us':>9}{'compile us':>12}")
     for text, both in CASES:
@@ -99,7 +100,9 @@ def table(size: int) -> None:
         if text == "e4m3 tile(128) fp32 nearest" and not both:
             other = compiled_cast(cast)
             peer = f"{median_ms(lambda: other(x)) * 1e3:.1f}"
-        print(f"{text:<42}{2 if both else 1:>8}{ms * 1e3:>9.1f}{moved / ms / 1e9:>8.2f}{moved / ms / bandwidth:>8.3f}{host_us(run):>9.1f}{peer:>12}")
+        print(
+            f"{text:<42}{2 if both else 1:>8}{ms * 1e3:>9.1f}{moved / ms / 1e9:>8.2f}{moved / ms / bandwidth:>8.3f}{host_us(run):>9.1f}{peer:>12}"
+        )
 
 
 def sweep(size: int) -> None:
@@ -115,12 +118,24 @@ def sweep(size: int) -> None:
         cast = Cast.parse(text)
         results = []
         if both:
-            choices = itertools.product([(128, 128)], (4, 8, 16), (4, 8, 16), (None, 64, 96, 128))
+            choices = [
+                (128, 128, 512 // (4 * warps), warps, registers)
+                for warps in (4, 8, 16)
+                for registers in (None, 64, 96, 128, 168)
+            ]
         else:
-            choices = itertools.product([(32, 128), (64, 128), (128, 128), (32, 256), (16, 512), (8, 1024)], (1, 2, 4), (2, 4, 8), (None,))
-        for (rows, columns), a, warps, registers in choices:
-            if rows * columns // warps // 32 not in (16, 32, 64, 128):
-                continue
+            shapes = (
+                (32, 128, 4),
+                (64, 128, 4),
+                (64, 128, 8),
+                (32, 256, 4),
+                (16, 512, 4),
+                (8, 1024, 4),
+                (4, 1024, 2),
+                (8, 1024, 8),
+            )
+            choices = [(rows, columns, a, warps, None) for rows, columns, warps in shapes for a in (1, 2, 4, 8)]
+        for rows, columns, a, warps, registers in choices:
             kernels._tile_shape = lambda *_, chosen=(rows, columns, a, warps, registers): chosen
             run = call(x, cast, both, stream)
             try:

@@ -251,8 +251,10 @@ def scale_of(
     if amax == 0:
         return (f(1) / tensor if kind == "nvfp4" else f(1)), f(1)
     if kind == "fp32":
-        multiply = min(float32(Fraction(largest) / max(Fraction(float(amax)), Fraction(2) ** -126)), f(2.0**127))
-        return multiply, f(1) / multiply
+        multiply = float32(Fraction(largest) / max(Fraction(float(amax)), Fraction(2) ** -126))
+        if multiply > f(2.0**126):  # beyond, the factor back would be subnormal
+            return f(2.0**126), f(2.0**-126)
+        return multiply, float32(Fraction(float(amax)) / Fraction(largest))
     if kind in ("pow2", "pow2_ceil"):
         exponent = (mx_exponent if kind == "pow2" else mx_ceil_exponent)(float(amax), largest)
         return f(2.0**-exponent), f(2.0**exponent)

@@ -85,7 +85,9 @@ def draw_for(x: Tensor, rounding: Rounding, offset: tuple[int, int]) -> Draw | N
 
 def check_random_bits(rows: int, columns: int, offset: tuple[int, int], width: int, device: str) -> int:
     draw = STREAM.draw(3, (rows, columns), offset, device)
-    return differing(philox.random_bits(draw, rows, columns, width), kernel_philox.random_bits(draw, rows, columns, width))
+    return differing(
+        philox.random_bits(draw, rows, columns, width), kernel_philox.random_bits(draw, rows, columns, width)
+    )
 
 
 def check_round(x: Tensor, name: str, how: str, saturate: bool, offset: tuple[int, int] = (0, 0)) -> int:
@@ -104,13 +106,22 @@ def check_quantize(x: Tensor, cast: Cast, axis: int, offset: tuple[int, int] = (
     if not container:
         shape = tuple(x.shape)
         wrong += differing(
-            quantize.dequantize(*expected, cast, shape, axis, x.dtype), kernel_quantize.dequantize(*expected, cast, shape, axis, x.dtype)
+            quantize.dequantize(*expected, cast, shape, axis, x.dtype),
+            kernel_quantize.dequantize(*expected, cast, shape, axis, x.dtype),
         )
-        wrong += differing(quantize.fake_quantize(x, cast, axis, draw, None), kernel_quantize.fake_quantize(x, cast, axis, draw, None))
+        wrong += differing(
+            quantize.fake_quantize(x, cast, axis, draw, None), kernel_quantize.fake_quantize(x, cast, axis, draw, None)
+        )
     return wrong
 
 
 def check_both(x: Tensor, cast: Cast, offset: tuple[int, int] = (0, 0), container: str = "") -> int:
     draw = draw_for(x, cast.round, offset)
     stored = Format.parse(container) if container else cast.element
-    return sum(map(differing, quantize.quantize_both(x, cast, draw, stored), kernel_quantize.quantize_both(x, cast, draw, stored)))
+    return sum(
+        map(
+            differing,
+            quantize.quantize_both(x, cast, draw, stored),
+            kernel_quantize.quantize_both(x, cast, draw, stored),
+        )
+    )

@@ -193,11 +193,12 @@ def test_subnormal_magnitudes_take_the_smallest_scale(kind, name):
 def test_fp32_is_largest_over_amax_correctly_rounded(name):
     largest = Fraction(Format.parse(name).max)
     found = factors_of(AMAX, name, "fp32")
-    # At least 2^-126 in the denominator; the quotient rounds once, and stops at 2^127, where it would overflow.
-    quotients = [oracles.float32(largest / max(Fraction(float(a)), Fraction(2) ** -126)) for a in AMAX]
-    multiply = np.minimum(np.array(quotients), np.float32(2.0**127))
-    assert (found.multiply.numpy() == multiply).all()
-    restore = np.array([oracles.float32(1 / Fraction(float(m))) for m in multiply])
+    # At least 2^-126 in the denominator. Both quotients round once, and stop where both are normal numbers: at 2^126.
+    exact = [(largest / max(Fraction(float(a)), Fraction(2) ** -126), Fraction(float(a)) / largest) for a in AMAX]
+    limit = np.float32(2.0**126)
+    multiply, restore = (np.array([oracles.float32(q) for q in column]) for column in zip(*exact, strict=True))
+    restore = np.where(multiply > limit, 1 / limit, restore)
+    assert (found.multiply.numpy() == np.minimum(multiply, limit)).all()
     assert (found.restore.numpy() == restore).all()
 
 
@@ -229,6 +230,7 @@ def test_tiny_and_huge_tensors_come_back_finite(name, cast, amax):
 @pytest.mark.parametrize("kind", ["fp32", "pow2", "pow2_ceil", "nvfp4", "delayed(4)", "delayed(4,3)"])
 @pytest.mark.parametrize("round", [NEAREST, STOCHASTIC])
 def test_an_all_zero_group_has_scale_one(kind, round):
+    # Both factors: a magnitude of zero may be given, as an empty history does, for a tensor that is not zero.
     found = factors_of([0.0], "e4m3", kind, round, tensor=0.0)
     assert found.multiply.tolist() == found.restore.tolist() == [1.0]
     assert found.tensor is None or found.tensor.item() == 1.0
@@ -429,6 +431,7 @@ def test_margin_leaves_room_of_that_many_powers_of_two(margin):
     plain, roomy = factors_of(AMAX, "e4m3", "fp32"), factors_of(AMAX, "e4m3", f"delayed(16,{margin})")
     inside = (AMAX > 2.0**-100) & (AMAX < 2.0**100)
     assert (roomy.multiply.numpy()[inside] == plain.multiply.numpy()[inside] * 2.0**-margin).all()
+    assert (roomy.restore.numpy()[inside] == plain.restore.numpy()[inside] * 2.0**margin).all()
 
 
 def test_delayed_scaling_uses_the_given_magnitude_and_clips_what_is_beyond():

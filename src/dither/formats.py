@@ -94,7 +94,9 @@ class Format:
         (448.0, -1.0)
         """
         if not 0 <= code < 1 << self.bits:
-            raise UserError(f"{self.name} has {self.bits} bits, so its codes go from 0 to {(1 << self.bits) - 1}, not {code}.")
+            raise UserError(
+                f"{self.name} has {self.bits} bits, so its codes go from 0 to {(1 << self.bits) - 1}, not {code}."
+            )
         if self.is_integer:
             value = float(code - (1 << self.bits if code >> (self.bits - 1) else 0))
             return value if abs(value) <= self.max else math.nan  # the one code beyond the symmetric range

@@ -88,7 +88,11 @@ class Layout:
         if self.inner == 1:
             return x.reshape(self.batch, self.rows, self.columns)
         outer = self.batch // self.inner
-        return x.reshape(outer, self.rows, self.inner, self.columns).transpose(1, 2).reshape(self.batch, self.rows, self.columns)
+        return (
+            x.reshape(outer, self.rows, self.inner, self.columns)
+            .transpose(1, 2)
+            .reshape(self.batch, self.rows, self.columns)
+        )
 
     def restore(self, x_BRC: Tensor) -> Tensor:
         """The inverse of `matrices`: values in the shape of the original tensor."""
@@ -122,7 +126,9 @@ def layout_of(shape: tuple[int, ...], cast: Cast, axis: int) -> Layout:
     """The layout of a tensor of `shape` under `cast` along `axis`; scalars and vectors count as one row."""
     ndim = max(len(shape), 1)
     if not -ndim <= axis < ndim:
-        raise UserError(f"axis={axis} does not exist in a tensor of shape {tuple(shape)}: it goes from {-ndim} to {ndim - 1}.")
+        raise UserError(
+            f"axis={axis} does not exist in a tensor of shape {tuple(shape)}: it goes from {-ndim} to {ndim - 1}."
+        )
     axis %= ndim
     columns = shape[-1] if shape else 1
     kind, n = cast.group.kind, cast.group.size
@@ -139,7 +145,13 @@ def layout_of(shape: tuple[int, ...], cast: Cast, axis: int) -> Layout:
 def scale_dtype(cast: Cast) -> torch.dtype:
     """How the scales of groups are stored."""
     kind = cast.scaling.kind
-    return torch.float8_e8m0fnu if kind in ("pow2", "pow2_ceil") else torch.float8_e4m3fn if kind == "nvfp4" else torch.float32
+    return (
+        torch.float8_e8m0fnu
+        if kind in ("pow2", "pow2_ceil")
+        else torch.float8_e4m3fn
+        if kind == "nvfp4"
+        else torch.float32
+    )
 
 
 def empty_lines(x: Tensor, cast: Cast, place: Layout, container: Format) -> tuple[Tensor, Tensor]:

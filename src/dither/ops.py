@@ -54,7 +54,9 @@ class Quantized:
         empty = self.values.new_empty(0, dtype=torch.float32)
         scale = empty if self.scale is None else self.scale
         tensor_scale = empty if self.tensor_scale is None else self.tensor_scale
-        return _dequantize_op(self.values, scale, tensor_scale, str(self.cast), list(self.shape), self.axis, dtype, _backend(backend))
+        return _dequantize_op(
+            self.values, scale, tensor_scale, str(self.cast), list(self.shape), self.axis, dtype, _backend(backend)
+        )
 
 
 def round_to(
@@ -166,7 +168,9 @@ def quantize_both(
     The second result's `values` are [M, K] like x's, and `values.T` is contiguous.
     """
     if x.dim() != 2:
-        raise UserError(f"quantize_both takes a matrix, not a tensor of shape {tuple(x.shape)}; flatten its leading dimensions first.")
+        raise UserError(
+            f"quantize_both takes a matrix, not a tensor of shape {tuple(x.shape)}; flatten its leading dimensions first."
+        )
     cast, _, draw = _prepare("quantize_both", x, cast, -1, stream, step, offset, None)
     if cast.group.kind != "tile" or cast.scaling.kind == "nvfp4":
         raise UserError(f"quantize_both scales tiles, such as 'e4m3 tile(128) fp32'; {str(cast)!r} does not.")
@@ -230,7 +234,14 @@ def _check_tensor(x: Tensor, what: str) -> None:
 
 
 def _prepare(
-    what: str, x: Tensor, cast: Cast | str, axis: int, stream: Stream | None, step: int | Tensor, offset: tuple[int, int], amax: Tensor | None
+    what: str,
+    x: Tensor,
+    cast: Cast | str,
+    axis: int,
+    stream: Stream | None,
+    step: int | Tensor,
+    offset: tuple[int, int],
+    amax: Tensor | None,
 ) -> tuple[Cast, int, Draw | None]:
     cast = Cast.parse(cast) if isinstance(cast, str) else cast
     if not isinstance(cast, Cast):
@@ -238,10 +249,14 @@ def _prepare(
     _check_tensor(x, what)
     layout.layout_of(tuple(x.shape), cast, axis)
     if amax is None and cast.scaling.kind == "delayed":
-        raise UserError(f"The cast {str(cast)!r} scales by earlier steps: pass amax=history.amax(cast), with a dither.AmaxHistory.")
+        raise UserError(
+            f"The cast {str(cast)!r} scales by earlier steps: pass amax=history.amax(cast), with a dither.AmaxHistory."
+        )
     if amax is not None:
         if cast.group.kind != "tensor" and cast.scaling.kind != "nvfp4":
-            raise UserError(f"amax= is the largest magnitude of a whole tensor, and the cast {str(cast)!r} scales smaller groups by their own.")
+            raise UserError(
+                f"amax= is the largest magnitude of a whole tensor, and the cast {str(cast)!r} scales smaller groups by their own."
+            )
         if not isinstance(amax, Tensor) or amax.dim() != 0 or amax.dtype != torch.float32 or amax.device != x.device:
             raise UserError(f"amax= is a 0-d float32 tensor on the device of the input, not {amax!r}.")
     return cast, axis % max(x.dim(), 1), _draw(x, cast, stream, step, offset)
@@ -270,7 +285,11 @@ def _check_finite(x: Tensor, cast: Cast, nan_passes: bool, inf_passes: bool) -> 
     if bool(wrong.any()):
         first = tuple(wrong.nonzero()[0].tolist())
         value = x[first].item()
-        reason = f"{cast.element} has no NaN" if value != value else "an infinity has no place in a scaled or saturating cast"
+        reason = (
+            f"{cast.element} has no NaN"
+            if value != value
+            else "an infinity has no place in a scaled or saturating cast"
+        )
         raise UserError(
             f"The tensor of shape {tuple(x.shape)} holds {int(wrong.sum())} value(s) that {str(cast)!r} cannot represent, the first {value} at {list(first)}: {reason}."
         )
@@ -310,7 +329,9 @@ def _use_kernel(device: torch.device, backend: str) -> bool:
     if backend == "reference" or (backend == "auto" and device.type != "cuda"):
         return False
     if not _kernels_exist():
-        raise UserError("The kernels need Triton, which is not installed: install the triton package, or pass backend='reference'.")
+        raise UserError(
+            "The kernels need Triton, which is not installed: install the triton package, or pass backend='reference'."
+        )
     if device.type != "cuda":
         from dither.kernels import interpreted
 
@@ -349,7 +370,9 @@ def _empty_outputs(x: Tensor, cast: Cast, axis: int, container: Format) -> tuple
 
 
 @torch.library.custom_op("dither::random_bits", mutates_args=())
-def _random_bits_op(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, width: int, backend: str) -> Tensor:
+def _random_bits_op(
+    key: int, step: Tensor, rows: int, columns: int, row: int, column: int, width: int, backend: str
+) -> Tensor:
     implementation = _implementation("philox", step.device, backend)
     return implementation.random_bits(Draw(key, step, row, column), rows, columns, width)  # type: ignore[no-any-return]
 
@@ -361,7 +384,15 @@ def _(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, wi
 
 @torch.library.custom_op("dither::round_to", mutates_args=())
 def _round_to_op(
-    x: Tensor, format: str, rounding: str, saturate: bool, key: int, step: Tensor | None, row: int, column: int, backend: str
+    x: Tensor,
+    format: str,
+    rounding: str,
+    saturate: bool,
+    key: int,
+    step: Tensor | None,
+    row: int,
+    column: int,
+    backend: str,
 ) -> Tensor:
     implementation = _implementation("rounding", x.device, backend)
     draw = _draw_of(key, step, row, column)
@@ -369,7 +400,17 @@ def _round_to_op(
 
 
 @_round_to_op.register_fake
-def _(x: Tensor, format: str, rounding: str, saturate: bool, key: int, step: Tensor | None, row: int, column: int, backend: str) -> Tensor:
+def _(
+    x: Tensor,
+    format: str,
+    rounding: str,
+    saturate: bool,
+    key: int,
+    step: Tensor | None,
+    row: int,
+    column: int,
+    backend: str,
+) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.float32)
 
 
@@ -385,7 +426,16 @@ def _(x: Tensor, backend: str) -> Tensor:
 
 @torch.library.custom_op("dither::quantize", mutates_args=())
 def _quantize_op(
-    x: Tensor, cast: str, axis: int, amax: Tensor | None, container: str, key: int, step: Tensor | None, row: int, column: int, backend: str
+    x: Tensor,
+    cast: str,
+    axis: int,
+    amax: Tensor | None,
+    container: str,
+    key: int,
+    step: Tensor | None,
+    row: int,
+    column: int,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     parsed = Cast.parse(cast)
     if parsed.group.kind == "none" and not parsed.element.nan:
@@ -398,7 +448,16 @@ def _quantize_op(
 
 @_quantize_op.register_fake
 def _(
-    x: Tensor, cast: str, axis: int, amax: Tensor | None, container: str, key: int, step: Tensor | None, row: int, column: int, backend: str
+    x: Tensor,
+    cast: str,
+    axis: int,
+    amax: Tensor | None,
+    container: str,
+    key: int,
+    step: Tensor | None,
+    row: int,
+    column: int,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     parsed = Cast.parse(cast)
     values, scale = _empty_outputs(x, parsed, axis, _container(container, parsed))
@@ -407,7 +466,14 @@ def _(
 
 @torch.library.custom_op("dither::dequantize", mutates_args=())
 def _dequantize_op(
-    values: Tensor, scale: Tensor, tensor_scale: Tensor, cast: str, shape: list[int], axis: int, dtype: torch.dtype, backend: str
+    values: Tensor,
+    scale: Tensor,
+    tensor_scale: Tensor,
+    cast: str,
+    shape: list[int],
+    axis: int,
+    dtype: torch.dtype,
+    backend: str,
 ) -> Tensor:
     parsed = Cast.parse(cast)
     implementation = _implementation("quantize", values.device, backend)
@@ -415,20 +481,47 @@ def _dequantize_op(
 
 
 @_dequantize_op.register_fake
-def _(values: Tensor, scale: Tensor, tensor_scale: Tensor, cast: str, shape: list[int], axis: int, dtype: torch.dtype, backend: str) -> Tensor:
+def _(
+    values: Tensor,
+    scale: Tensor,
+    tensor_scale: Tensor,
+    cast: str,
+    shape: list[int],
+    axis: int,
+    dtype: torch.dtype,
+    backend: str,
+) -> Tensor:
     return values.new_empty(shape, dtype=dtype)
 
 
 @torch.library.custom_op("dither::fake_quantize", mutates_args=())
 def _fake_quantize_op(
-    x: Tensor, cast: str, axis: int, amax: Tensor | None, key: int, step: Tensor | None, row: int, column: int, backend: str
+    x: Tensor,
+    cast: str,
+    axis: int,
+    amax: Tensor | None,
+    key: int,
+    step: Tensor | None,
+    row: int,
+    column: int,
+    backend: str,
 ) -> Tensor:
     implementation = _implementation("quantize", x.device, backend)
     return implementation.fake_quantize(x, Cast.parse(cast), axis, _draw_of(key, step, row, column), amax)  # type: ignore[no-any-return]
 
 
 @_fake_quantize_op.register_fake
-def _(x: Tensor, cast: str, axis: int, amax: Tensor | None, key: int, step: Tensor | None, row: int, column: int, backend: str) -> Tensor:
+def _(
+    x: Tensor,
+    cast: str,
+    axis: int,
+    amax: Tensor | None,
+    key: int,
+    step: Tensor | None,
+    row: int,
+    column: int,
+    backend: str,
+) -> Tensor:
     place = layout.layout_of(tuple(x.shape), Cast.parse(cast), axis)
     return place.restore(torch.empty_like(place.matrices(x)))
 
@@ -450,7 +543,9 @@ def _quantize_both_op(
 
 
 @_quantize_both_op.register_fake
-def _(x: Tensor, cast: str, container: str, key: int, step: Tensor | None, row: int, column: int, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(
+    x: Tensor, cast: str, container: str, key: int, step: Tensor | None, row: int, column: int, backend: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     parsed = Cast.parse(cast)
     stored = _container(container, parsed)
     return (*_empty_outputs(x, parsed, 1, stored), *_empty_outputs(x, parsed, 0, stored))

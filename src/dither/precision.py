@@ -98,7 +98,9 @@ class Cast:
             # A scale from earlier steps cannot show that this step's tensor holds a NaN, so the codes must.
             raise UserError(f"Delayed scaling needs a format with NaN, such as 'e4m3' or 'e5m2', not {element}.")
         if scale.kind == "delayed" and group.kind != "tensor":
-            raise UserError(f"Delayed scaling keeps one scale a tensor: use granularity='tensor', not {self.granularity!r}.")
+            raise UserError(
+                f"Delayed scaling keeps one scale a tensor: use granularity='tensor', not {self.granularity!r}."
+            )
         if group.kind != "none" and element.bits > 16:
             raise UserError(f"{element} needs no scale: use granularity='none' and scale='none'.")
         # Rounding works on 30 bits of significand: the mantissa and the random bits below it must fit.
@@ -147,11 +149,15 @@ class Cast:
     def from_dict(cls, data: dict[str, str]) -> "Cast":
         """The inverse of `to_dict`; unknown and missing keys are errors."""
         if not isinstance(data, dict):
-            raise UserError(f"A cast in JSON is an object with the keys format, granularity, scale and rounding, not {data!r}.")
+            raise UserError(
+                f"A cast in JSON is an object with the keys format, granularity, scale and rounding, not {data!r}."
+            )
         known = [f.name for f in fields(cls)]
         for key in data:
             if key not in known:
-                raise UserError(f"A cast has no key {key!r}{_did_you_mean(str(key), known)}: its keys are {', '.join(known)}.")
+                raise UserError(
+                    f"A cast has no key {key!r}{_did_you_mean(str(key), known)}: its keys are {', '.join(known)}."
+                )
         if "format" not in data:
             raise UserError("A cast needs the key 'format', such as 'e4m3'.")
         return cls(**data)
@@ -211,7 +217,9 @@ def _parse_granularity(text: str) -> Granularity:
 def _parse_scale(text: str) -> Scale:
     if text in ("none", "fp32", "pow2", "pow2_ceil", "nvfp4"):
         return Scale(text)  # type: ignore[arg-type]
-    if isinstance(text, str) and (match := re.fullmatch(r"delayed\(([1-9]\d*)(?:,(-?\d+)(?:,(max|most_recent))?)?\)", text)):
+    if isinstance(text, str) and (
+        match := re.fullmatch(r"delayed\(([1-9]\d*)(?:,(-?\d+)(?:,(max|most_recent))?)?\)", text)
+    ):
         return Scale("delayed", int(match[1]), int(match[2] or 0), match[3] or "max")  # type: ignore[arg-type]
     raise UserError(
         f"There is no scale {text!r}{_did_you_mean(str(text), ['fp32', 'pow2', 'pow2_ceil', 'nvfp4'])}: "
@@ -248,4 +256,6 @@ def _parse_cast(text: str) -> Cast:
         return Cast(words[0], words[1], "none" if words[1] == "none" else "fp32", rounding)
     if len(words) == 3:
         return Cast(words[0], words[1], words[2], rounding)
-    raise UserError(f"A cast is written 'format [granularity [scale]] [rounding]', such as 'e4m3 tile(128) fp32 nearest'; given was {text!r}.")
+    raise UserError(
+        f"A cast is written 'format [granularity [scale]] [rounding]', such as 'e4m3 tile(128) fp32 nearest'; given was {text!r}."
+    )

@@ -77,7 +77,9 @@ class Stream:
         rows = math.prod(shape[:-1])
         draw = self.draw(step, (rows, columns), offset, device)
         # By name, not by import: this file stands above the operators, and importing dither registers them.
-        words: Tensor = torch.ops.dither.random_bits(draw.key, draw.step, rows, columns, draw.row, draw.column, width, backend)
+        words: Tensor = torch.ops.dither.random_bits(
+            draw.key, draw.step, rows, columns, draw.row, draw.column, width, backend
+        )
         return words.reshape(shape)
 
     def draw(
@@ -86,12 +88,16 @@ class Stream:
         """This stream at one step and place, checked, the step on the device: what reference and kernels take."""
         if isinstance(step, Tensor):
             if step.dtype != torch.int64 or step.dim() != 0:
-                raise UserError(f"A step is an integer or a 0-d int64 tensor, not a {step.dtype} tensor of shape {tuple(step.shape)}.")
+                raise UserError(
+                    f"A step is an integer or a 0-d int64 tensor, not a {step.dtype} tensor of shape {tuple(step.shape)}."
+                )
         elif not isinstance(step, int | torch.SymInt) or isinstance(step, bool) or not 0 <= step < 1 << 32:
             raise UserError(f"A step is an integer from 0 to 2^32 - 1, not {step!r}.")
         row, column = offset
         if row < 0 or column < 0 or row + size[0] > 1 << 32 or column + size[1] > 1 << 32:
-            raise UserError(f"A tensor of {size[0]} x {size[1]} elements at offset {tuple(offset)} leaves the 2^32 x 2^32 coordinates.")
+            raise UserError(
+                f"A tensor of {size[0]} x {size[1]} elements at offset {tuple(offset)} leaves the 2^32 x 2^32 coordinates."
+            )
         # torch.full launches a fill on the device; torch.tensor would copy from the host.
         where = step.to(device) if isinstance(step, Tensor) else torch.full((), step, dtype=torch.int64, device=device)
         return Draw(self.key, where, row, column)

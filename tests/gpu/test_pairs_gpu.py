@@ -9,14 +9,18 @@ from dither.reference import philox, quantize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-SPECIAL = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, -torch.nan, 448.0, 464.0, 480.0, -7.0, 3.4e38, 1e-45, -1e-40])
+SPECIAL = torch.tensor(
+    [0.0, -0.0, torch.inf, -torch.inf, torch.nan, -torch.nan, 448.0, 464.0, 480.0, -7.0, 3.4e38, 1e-45, -1e-40]
+)
 
 
 def big(dtype: torch.dtype, seed: int, rows: int = 10016, columns: int = 10008) -> torch.Tensor:
     """10^8 elements of many magnitudes, not a multiple of any tile."""
     generator = torch.Generator("cuda").manual_seed(seed)
     x = torch.randn(rows, columns, generator=generator, device="cuda")
-    x *= torch.ldexp(torch.ones(rows, 1, device="cuda"), torch.randint(-20, 20, (rows, 1), generator=generator, device="cuda"))
+    x *= torch.ldexp(
+        torch.ones(rows, 1, device="cuda"), torch.randint(-20, 20, (rows, 1), generator=generator, device="cuda")
+    )
     x[:, ::97] = 0.0
     return x.clamp(-60000, 60000).to(dtype)
 
@@ -30,7 +34,12 @@ def test_random_bits(width: int, offset: tuple[int, int]) -> None:
 @pytest.mark.parametrize("name", pairs.FORMATS)
 def test_rounding_of_all_bfloat16_and_float16_and_many_float32(name: str) -> None:
     codes = torch.arange(65536, dtype=torch.int32).to(torch.int16).reshape(256, 256).cuda()
-    bits = torch.randint(-(2**31), 2**31, (4000, 4000), generator=torch.Generator().manual_seed(0)).int().cuda().view(torch.float32)
+    bits = (
+        torch.randint(-(2**31), 2**31, (4000, 4000), generator=torch.Generator().manual_seed(0))
+        .int()
+        .cuda()
+        .view(torch.float32)
+    )
     for x in (codes.view(torch.bfloat16), codes.view(torch.float16), bits, SPECIAL.cuda()):
         for how in ("nearest", "toward_zero", "stochastic(7)", "stochastic(16)", "stochastic(20)"):
             if how == "nearest" or "(" not in how or int(how[11:-1]) + pairs.Format.parse(name).mantissa_bits <= 30:
@@ -48,7 +57,13 @@ def test_every_format_and_granularity_over_1e8_elements(cast: Cast) -> None:
     assert wrong == 0
 
 
-@pytest.mark.parametrize("cast", pairs.casts(["e4m3", "e5m2", "e3m2", "e2m1", "int8"], ["row fp32", "tile(128) fp32", "tile(32) pow2_ceil", "tile(16) nvfp4"]), ids=str)
+@pytest.mark.parametrize(
+    "cast",
+    pairs.casts(
+        ["e4m3", "e5m2", "e3m2", "e2m1", "int8"], ["row fp32", "tile(128) fp32", "tile(32) pow2_ceil", "tile(16) nvfp4"]
+    ),
+    ids=str,
+)
 def test_other_axes_offsets_and_strides(cast: Cast) -> None:
     x = big(torch.bfloat16, 2, 1030, 2052)
     assert pairs.check_quantize(x, cast, 0, (7, 16)) == 0
@@ -58,7 +73,14 @@ def test_other_axes_offsets_and_strides(cast: Cast) -> None:
     assert pairs.check_quantize(x[:1000].reshape(10, 5, 20, 2052), cast, 1, (5, 8)) == 0
 
 
-@pytest.mark.parametrize("cast", pairs.casts(["e4m3", "e5m2", "e2m1", "e3m2", "int8"], ["tile(128) fp32", "tile(32) pow2", "tile(32) pow2_ceil", "tile(256) fp32"]), ids=str)
+@pytest.mark.parametrize(
+    "cast",
+    pairs.casts(
+        ["e4m3", "e5m2", "e2m1", "e3m2", "int8"],
+        ["tile(128) fp32", "tile(32) pow2", "tile(32) pow2_ceil", "tile(256) fp32"],
+    ),
+    ids=str,
+)
 def test_both_layouts(cast: Cast) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         assert pairs.check_both(big(dtype, 3, 4096, 4096), cast) == 0
@@ -78,7 +100,12 @@ def test_cpu_equals_gpu(cast: Cast) -> None:
 
     gpu = kernels.quantize(x.cuda(), cast, 1, there, None, cast.element)
     assert sum(map(pairs.differing, here, gpu)) == 0
-    assert pairs.differing(quantize.fake_quantize(x, cast, 1, draw, None), kernels.fake_quantize(x.cuda(), cast, 1, there, None)) == 0
+    assert (
+        pairs.differing(
+            quantize.fake_quantize(x, cast, 1, draw, None), kernels.fake_quantize(x.cuda(), cast, 1, there, None)
+        )
+        == 0
+    )
 
 
 def test_reference_on_cpu_equals_reference_on_gpu() -> None:

@@ -38,57 +38,80 @@ def program_tile(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     down = tl.cdiv(rows, ROWS).to(tl.uint32)
     strip = program // across
     batch = strip // down
-    return batch.to(tl.int64), (strip - batch * down).to(tl.int64) * ROWS, (program - strip * across).to(tl.int64) * COLUMNS
+    return (
+        batch.to(tl.int64),
+        (strip - batch * down).to(tl.int64) * ROWS,
+        (program - strip * across).to(tl.int64) * COLUMNS,
+    )
 
 
 @triton.jit
-def random_lanes(key, step, row, column, A: tl.constexpr, B: tl.constexpr, G: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):
-    """int32[A, B, G, E] with WIDTH random bits each: those of rows `row` [A, B] and columns column [A, G] + 0 .. E - 1.
+def random_calls(key, step, row, column, CALLS: tl.constexpr, WIDTH: tl.constexpr):
+    """int32[CALLS * 128 / WIDTH]: WIDTH random bits for each element of the Philox blocks that begin at row[i], column[i]."""
+    E: tl.constexpr = 128 // WIDTH
+    w0, w1, w2, w3 = philox4x32((column // E).to(tl.uint32), row.to(tl.uint32), step, key)
+    # join(join(0, 2), join(1, 3)) lies in memory order 0, 1, 2, 3; what is joined stays in its thread.
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    if WIDTH == 16:
+        words = tl.join(words & 0xFFFF, words >> 16)
+    elif WIDTH == 8:
+        words = tl.join(tl.join(words & 0xFF, (words >> 16) & 0xFF), tl.join((words >> 8) & 0xFF, words >> 24))
+    return tl.reshape(words, [CALLS * E]).to(tl.int32, bitcast=True)
 
-    ALIGNED says that each run of E = 128 / WIDTH columns is a Philox block: then one call serves it, and it lies in one
-    thread. Otherwise each element makes its own call.
+
+@triton.jit
+def random_elements(key, step, row, column, WIDTH: tl.constexpr):
+    """int32 like `row` and `column`: WIDTH random bits for each element, one call each. Slow; for shards that begin inside a block."""
+    E: tl.constexpr = 128 // WIDTH
+    w0, w1, w2, w3 = philox4x32((column // E).to(tl.uint32), row.to(tl.uint32), step, key)
+    lane = (column % E).to(tl.uint32)
+    which = lane // (32 // WIDTH)
+    word = tl.where(which == 0, w0, tl.where(which == 1, w1, tl.where(which == 2, w2, w3)))
+    if WIDTH < 32:
+        word = (word >> (lane % (32 // WIDTH) * WIDTH)) & ((1 << WIDTH) - 1)
+    return word.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def random_tile(
+    key, step, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """int32[ROWS, COLUMNS] with WIDTH random bits each, for rows and columns from the scalars `row` and `column` on.
+
+    ALIGNED says that `column` begins a Philox block, so that one call serves 128 / WIDTH neighbours.
     """
     if ALIGNED:
-        tl.static_assert(E == 128 // WIDTH)
-        block = tl.broadcast_to((column // E).to(tl.uint32)[:, None, :], [A, B, G])
-        w0, w1, w2, w3 = philox4x32(block, tl.broadcast_to(row.to(tl.uint32)[:, :, None], [A, B, G]), step, key)
-        # join(join(0, 2), join(1, 3)) lies in memory order 0, 1, 2, 3.
-        words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-        if WIDTH == 16:
-            words = tl.join(words & 0xFFFF, words >> 16)
-        elif WIDTH == 8:
-            words = tl.join(tl.join(words & 0xFF, (words >> 16) & 0xFF), tl.join((words >> 8) & 0xFF, words >> 24))
-        return tl.reshape(words, [A, B, G, E]).to(tl.int32, bitcast=True)
+        CALLS: tl.constexpr = ROWS * COLUMNS * WIDTH // 128
+        first = tl.arange(0, CALLS) * (128 // WIDTH)
+        return tl.reshape(
+            random_calls(key, step, row + first // COLUMNS, column + first % COLUMNS, CALLS, WIDTH), [ROWS, COLUMNS]
+        )
     else:
-        LANES: tl.constexpr = 128 // WIDTH
-        columns = column[:, None, :, None] + tl.arange(0, E)[None, None, None, :]
-        block = tl.broadcast_to((columns // LANES).to(tl.uint32), [A, B, G, E])
-        lane = tl.broadcast_to((columns % LANES).to(tl.uint32), [A, B, G, E])
-        w0, w1, w2, w3 = philox4x32(block, tl.broadcast_to(row.to(tl.uint32)[:, :, None, None], [A, B, G, E]), step, key)
-        which = lane // (32 // WIDTH)
-        word = tl.where(which == 0, w0, tl.where(which == 1, w1, tl.where(which == 2, w2, w3)))
-        if WIDTH < 32:
-            word = (word >> (lane % (32 // WIDTH) * WIDTH)) & ((1 << WIDTH) - 1)
-        return word.to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def random_tile(key, step, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):
-    """int32[ROWS, COLUMNS] with WIDTH random bits each, for rows `row` [ROWS] and columns from the scalar `column` on."""
-    E: tl.constexpr = 128 // WIDTH
-    starts = column + tl.arange(0, COLUMNS // E) * E
-    return tl.reshape(random_lanes(key, step, row[None, :], starts[None, :], 1, ROWS, COLUMNS // E, E, WIDTH, ALIGNED), [ROWS, COLUMNS])
+        rows = tl.broadcast_to((row + tl.arange(0, ROWS))[:, None], [ROWS, COLUMNS])
+        return random_elements(
+            key, step, rows, tl.broadcast_to((column + tl.arange(0, COLUMNS))[None, :], [ROWS, COLUMNS]), WIDTH
+        )
 
 
 @triton.jit(do_not_specialize=["key", "row0", "column0"])
 def _random_bits_kernel(
-    out_ptr, step_ptr, key, row0, column0, rows, columns, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    out_ptr,
+    step_ptr,
+    key,
+    row0,
+    column0,
+    rows,
+    columns,
+    WIDTH: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     _, first_row, first_column = program_tile(rows, columns, ROWS, COLUMNS)
     row = first_row + tl.arange(0, ROWS)
     column = first_column + tl.arange(0, COLUMNS)
     step = tl.load(step_ptr).to(tl.uint32)
-    bits = random_tile(key, step, row0 + row, column0 + first_column, ROWS, COLUMNS, WIDTH, ALIGNED)
+    bits = random_tile(key, step, row0 + first_row, column0 + first_column, ROWS, COLUMNS, WIDTH, ALIGNED)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     tl.store(out_ptr + row[:, None] * columns + column[None, :], bits, mask=inside)
 
@@ -109,6 +132,16 @@ def random_bits(draw: Draw, rows: int, columns: int, width: int) -> Tensor:
     ROWS, COLUMNS = 8, 256
     if out.numel():
         _random_bits_kernel[tiles(1, rows, columns, ROWS, COLUMNS)](
-            out, draw.step, draw.key, draw.row, draw.column, rows, columns, WIDTH=width, ALIGNED=aligned(draw, width), ROWS=ROWS, COLUMNS=COLUMNS
+            out,
+            draw.step,
+            draw.key,
+            draw.row,
+            draw.column,
+            rows,
+            columns,
+            WIDTH=width,
+            ALIGNED=aligned(draw, width),
+            ROWS=ROWS,
+            COLUMNS=COLUMNS,
         )
     return out

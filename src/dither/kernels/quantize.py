@@ -14,7 +14,7 @@ from torch import Tensor
 from dither import layout
 from dither.formats import Format
 from dither.kernels import native
-from dither.kernels.philox import aligned, program_tile, random_lanes, tiles
+from dither.kernels.philox import aligned, program_tile, random_calls, random_elements, tiles
 from dither.kernels.rounding import (
     INFINITY,
     as_bits,
@@ -28,7 +28,15 @@ from dither.kernels.rounding import (
     round_code,
     with_sign,
 )
-from dither.kernels.scaling import E4M3, amax_bits, block_rounding, group_factors, scaling_fields, store_factors, tensor_factor
+from dither.kernels.scaling import (
+    E4M3,
+    amax_bits,
+    block_rounding,
+    group_factors,
+    scaling_fields,
+    store_factors,
+    tensor_factor,
+)
 from dither.layout import Layout
 from dither.precision import Cast
 from dither.random import Draw
@@ -38,6 +46,26 @@ LARGEST_SQUARE = 128
 
 LONGEST_ROW = 16384
 """Rows up to this length are held by one program, which then needs no second reading for their scale."""
+
+
+@triton.jit
+def element_place(
+    n, N: tl.constexpr, COLUMNS: tl.constexpr, A: tl.constexpr, RUN: tl.constexpr, ALONG_ROWS: tl.constexpr
+):
+    """(row, column) in its tile of the n-th element as the tile is loaded.
+
+    A tile is loaded as one line of N elements, since there the share of each thread is the same in every version of Triton:
+    runs of 16 bytes, threads side by side, all of it A times over. Which elements the A rounds bring is our choice.
+    Along the columns, they bring a thread's next runs, so that it holds A * RUN neighbours, and few threads share a group and
+    the work on its scale. Along the rows, they bring the next rows, so that transposed codes leave a thread A at a time.
+    """
+    # Each part is one division and one remainder of n itself: Triton sees that runs stay whole, and loads them whole.
+    again = n // (N // A)
+    if ALONG_ROWS:
+        return n // COLUMNS % (N // A // COLUMNS) * A + again, n % COLUMNS
+    else:
+        run = n // RUN % (N // A // RUN) * A + again
+        return run // (COLUMNS // RUN), run % (COLUMNS // RUN) * RUN + n % RUN
 
 
 @triton.jit
@@ -75,7 +103,9 @@ def store_packed(pointer, code, line, first, lines, stride, BITS: tl.constexpr, 
 
 
 @triton.jit
-def restored(value, restore, tensor, DTYPE: tl.constexpr, SCALED: tl.constexpr, TWO_LEVEL: tl.constexpr, NATIVE: tl.constexpr):
+def restored(
+    value, restore, tensor, DTYPE: tl.constexpr, SCALED: tl.constexpr, TWO_LEVEL: tl.constexpr, NATIVE: tl.constexpr
+):
     """value * restore * tensor as DTYPE; finite overflow stops at its largest number."""
     product = value
     if SCALED:
@@ -83,16 +113,16 @@ def restored(value, restore, tensor, DTYPE: tl.constexpr, SCALED: tl.constexpr, 
     if TWO_LEVEL:
         product = product * tensor
     bits = as_bits(product)
-    if DTYPE == tl.float16:
+    if tl.float16 == DTYPE:
         LIMIT: tl.constexpr = 0x477FE000
-    elif DTYPE == tl.bfloat16:
+    elif tl.bfloat16 == DTYPE:
         LIMIT: tl.constexpr = 0x7F7F0000
     else:
         LIMIT: tl.constexpr = 0x7F7FFFFF
     magnitude = bits & 0x7FFFFFFF
     infinite = (as_bits(value) & 0x7FFFFFFF) == 0x7F800000
     stopped = tl.where((magnitude > 0x7F800000) | infinite, magnitude, tl.minimum(magnitude, LIMIT))
-    if DTYPE == tl.bfloat16 and not NATIVE:
+    if tl.bfloat16 == DTYPE and not NATIVE:
         # Triton's interpreter truncates: round to nearest first, leaving NaN alone.
         nearest = (stopped + 0x7FFF + ((stopped >> 16) & 1)) & -65536
         stopped = tl.where(magnitude > 0x7F800000, magnitude, nearest)
@@ -145,7 +175,11 @@ def cast_tile(
             group = first // GQ + tl.arange(0, Q // GQ)
             groups = (length + GQ - 1) // GQ
             inside = (group_line < (lines + GP - 1) // GP)[:, None] & (group < groups)[None, :]
-            tl.store(scale_ptr + group_line[:, None] * groups + group[None, :], stored.to(scale_ptr.dtype.element_ty), mask=inside)
+            tl.store(
+                scale_ptr + group_line[:, None] * groups + group[None, :],
+                stored.to(scale_ptr.dtype.element_ty),
+                mask=inside,
+            )
         multiply = spread(multiply, P, Q, GP, GQ)
         y = as_bits(as_float(y) * multiply)
         restore = spread(restore, P, Q, GP, GQ)
@@ -153,7 +187,9 @@ def cast_tile(
     GROUPED: tl.constexpr = MEASURE and S.KIND != "none"
     if FAKE:
         value = as_float(round_bits(y, sign, random, F, H, True))
-        result = restored(value, restore, tensor, out_ptr.dtype.element_ty, S.KIND != "none", S.KIND == "nvfp4", H.NATIVE)
+        result = restored(
+            value, restore, tensor, out_ptr.dtype.element_ty, S.KIND != "none", S.KIND == "nvfp4", H.NATIVE
+        )
         at = first + tl.arange(0, Q)
         inside = (line < lines)[:, None] & (at < length)[None, :]
         tl.store(out_ptr + line[:, None] * stride_line + at[None, :] * stride_element, result, mask=inside)
@@ -209,7 +245,7 @@ def _quantize_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     A: tl.constexpr,
-    E: tl.constexpr,
+    RUN: tl.constexpr,
     GP: tl.constexpr,
     GQ: tl.constexpr,
     ALONG_COLUMNS: tl.constexpr,
@@ -220,34 +256,29 @@ def _quantize_kernel(
     RAGGED: tl.constexpr,
 ):
     batch, first_row, first_column = program_tile(rows, columns, ROWS, COLUMNS)
-    # The tile stands as [A, B, G, E], such that a thread, which loads runs of E along the columns and repeats over A, holds
-    # what it needs for its codes: A * E neighbours along the columns, so that few threads share a group and its scale, or, for
-    # casts along the rows, A neighbours along those as well, so that transposed codes leave it many bytes at a time.
-    a = tl.arange(0, A)
-    b = tl.arange(0, ROWS if not ALONG_ROWS else ROWS // A)
-    B: tl.constexpr = ROWS if not ALONG_ROWS else ROWS // A
-    G: tl.constexpr = COLUMNS // (A * E) if not ALONG_ROWS else COLUMNS // E
-    g = tl.arange(0, G)
-    if ALONG_ROWS:
-        row = b[None, :] * A + a[:, None]
-        column = g[None, :] * E + a[:, None] * 0
-    else:
-        row = b[None, :] + a[:, None] * 0
-        column = (g[None, :] * A + a[:, None]) * E
-    each = column[:, None, :, None] + tl.arange(0, E)[None, None, None, :]
-    inside = (row < rows - first_row)[:, :, None, None] & (each < columns - first_column)
+    N: tl.constexpr = ROWS * COLUMNS
+    row, column = element_place(tl.arange(0, N), N, COLUMNS, A, RUN, ALONG_ROWS)
+    inside = (row < rows - first_row) & (column < columns - first_column)
     origin = x_ptr + batch * stride_b + first_row * stride_r + first_column * stride_c
-    x = tl.load(origin + row.to(tl.int64)[:, :, None, None] * stride_r + each * stride_c, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(origin + row.to(tl.int64) * stride_r + column * stride_c, mask=inside, other=0.0).to(tl.float32)
     random = as_bits(x)
     if H.KIND == "stochastic":
         step = tl.load(step_ptr).to(tl.uint32)
         # Matrix b of a batch begins at row (b // inner) * rows * inner + b % inner and takes every inner-th one.
         start = row0 + (batch // inner) * rows * inner + batch % inner + first_row * inner
-        random = random_lanes(key, step, start + row * inner, column0 + first_column + column, A, B, G, E, H.WIDTH, H.ALIGNED)
+        if H.ALIGNED:
+            E: tl.constexpr = 128 // H.WIDTH
+            call_row, call_column = element_place(tl.arange(0, N // E) * E, N, COLUMNS, A, RUN, ALONG_ROWS)
+            random = random_calls(
+                key, step, start + call_row * inner, column0 + first_column + call_column, N // E, H.WIDTH
+            )
+        else:
+            random = random_elements(key, step, start + row * inner, column0 + first_column + column, H.WIDTH)
     tensor = 1.0
     if S.KIND == "nvfp4":
         tensor = tensor_factor(tl.load(tensor_ptr), S)
     if ALONG_COLUMNS:
+        INNER: tl.constexpr = COLUMNS if ALONG_ROWS else RUN
         amax = tl.full([1, 1], 0, tl.int32)
         if not MEASURE and S.KIND != "none":
             if PER_LINE:
@@ -256,12 +287,8 @@ def _quantize_kernel(
             else:
                 amax = tl.full([1, 1], 0, tl.int32) + tl.load(amax_ptr)
         groups = ((rows + GP - 1) // GP) * ((columns + GQ - 1) // GQ)
-        if ALONG_ROWS:
-            natural = tl.reshape(tl.permute(x, (1, 0, 2, 3)), [ROWS, COLUMNS])
-            drawn = tl.reshape(tl.permute(random, (1, 0, 2, 3)), [ROWS, COLUMNS])
-        else:
-            natural = tl.reshape(tl.permute(x, (1, 2, 0, 3)), [ROWS, COLUMNS])
-            drawn = tl.reshape(tl.permute(random, (1, 2, 0, 3)), [ROWS, COLUMNS])
+        natural = tl.reshape(tl.permute(tl.reshape(x, [A, N // (A * INNER), INNER]), (1, 0, 2)), [ROWS, COLUMNS])
+        drawn = tl.reshape(tl.permute(tl.reshape(random, [A, N // (A * INNER), INNER]), (1, 0, 2)), [ROWS, COLUMNS])
         cast_tile(
             natural, drawn, amax, tensor, out_ptr + batch * out_batch, scale_ptr + batch * groups, first_row, first_column, rows, columns, out_line, out_element,
             F, C, S, H, SCALE, W, ROWS, COLUMNS, GP, GQ, MEASURE, FAKE, RAGGED,
@@ -272,8 +299,8 @@ def _quantize_kernel(
             line = first_column + tl.arange(0, COLUMNS)
             amax = tl.load(amax_ptr + batch * columns + line, mask=line < columns, other=0)[:, None]
         groups = columns * ((rows + GQ - 1) // GQ)
-        transposed = tl.reshape(tl.permute(x, (2, 3, 1, 0)), [COLUMNS, ROWS])
-        drawn = tl.reshape(tl.permute(random, (2, 3, 1, 0)), [COLUMNS, ROWS])
+        transposed = tl.reshape(tl.permute(tl.reshape(x, [A, ROWS // A, COLUMNS]), (2, 1, 0)), [COLUMNS, ROWS])
+        drawn = tl.reshape(tl.permute(tl.reshape(random, [A, ROWS // A, COLUMNS]), (2, 1, 0)), [COLUMNS, ROWS])
         cast_tile(
             transposed, drawn, amax, tensor, out_t_ptr + batch * out_t_batch, scale_t_ptr + batch * groups, first_column, first_row, columns, rows,
             out_t_line, out_t_element, F, C, S, H, SCALE, W, COLUMNS, ROWS, GP, GQ, MEASURE, FAKE, RAGGED,
@@ -310,7 +337,9 @@ def _dequantize_kernel(
     inside = (line < lines)[:, None] & (at < length)[None, :]
     start = code_ptr + batch * code_batch + line[:, None] * code_line
     if F.BITS == 4:
-        code = (tl.load(start + at[None, :] // 2, mask=inside, other=0).to(tl.int32) >> (at % 2 * 4).to(tl.int32)[None, :]) & 0xF
+        code = (
+            tl.load(start + at[None, :] // 2, mask=inside, other=0).to(tl.int32) >> (at % 2 * 4).to(tl.int32)[None, :]
+        ) & 0xF
     elif F.BITS == 6:
         # Six bits from bit 6 * (at % 4) of three bytes: they touch at most two.
         bit = at % 4 * 6
@@ -346,7 +375,9 @@ def amax(x: Tensor) -> Tensor:
     return torch.where(bits > INFINITY.value, torch.nan, bits.view(torch.float32))
 
 
-def quantize(x: Tensor, cast: Cast, axis: int, draw: Draw | None, given_amax: Tensor | None, container: Format) -> tuple[Tensor, Tensor, Tensor]:
+def quantize(
+    x: Tensor, cast: Cast, axis: int, draw: Draw | None, given_amax: Tensor | None, container: Format
+) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of `x`, their scales and the tensor's scale (empty tensors for what the cast does not have)."""
     place = layout.layout_of(tuple(x.shape), cast, axis)
     values, scale = layout.empty_lines(x, cast, place, container)
@@ -373,7 +404,15 @@ def quantize_both(x: Tensor, cast: Cast, draw: Draw | None, container: Format) -
     return along.expose(values), along.expose(scale), across.expose(values_t), across.expose(scale_t)
 
 
-def dequantize(values: Tensor, scale: Tensor, tensor_scale: Tensor, cast: Cast, shape: tuple[int, ...], axis: int, dtype: torch.dtype) -> Tensor:
+def dequantize(
+    values: Tensor,
+    scale: Tensor,
+    tensor_scale: Tensor,
+    cast: Cast,
+    shape: tuple[int, ...],
+    axis: int,
+    dtype: torch.dtype,
+) -> Tensor:
     """The numbers that codes and scales stand for, of `shape` and `dtype`."""
     place = layout.layout_of(shape, cast, axis)
     out = torch.empty((place.batch, place.rows, place.columns), dtype=dtype, device=values.device)
@@ -438,7 +477,6 @@ def _launch(
         return tensor
 
     shape = _tile_shape(place, kind, measure, both is not None)
-    lanes = 8 if draw is None else 128 // cast.round.width
     if kind in ("tile", "block"):
         group = place.group
     else:  # one group a line, or one a tile: its factor is the same wherever in the group the tile lies
@@ -473,7 +511,7 @@ def _launch(
         ROWS=shape[0],
         COLUMNS=shape[1],
         A=shape[2],
-        E=lanes,
+        RUN=max(16 // x.itemsize, 0 if draw is None else 128 // cast.round.width),
         GP=group[0],
         GQ=group[1],
         ALONG_COLUMNS=not place.along_rows,

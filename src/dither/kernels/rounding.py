@@ -151,7 +151,9 @@ def truncated_code(a, random, F: tl.constexpr, H: tl.constexpr):
         if F.BIAS == 127:
             u = a
         else:
-            u = as_bits(tl.inline_asm_elementwise(F.DOWN, "=f,f", [as_float(a)], dtype=tl.float32, is_pure=True, pack=1))
+            u = as_bits(
+                tl.inline_asm_elementwise(F.DOWN, "=f,f", [as_float(a)], dtype=tl.float32, is_pure=True, pack=1)
+            )
         return (u + (random << (DROP - H.BITS))) >> DROP
     else:
         # The same in integers, with 7 bits more below: room for as many random bits where the format is subnormal.
@@ -262,7 +264,7 @@ def _round_kernel(
     random = y
     if H.KIND == "stochastic":
         step = tl.load(step_ptr).to(tl.uint32)
-        random = random_tile(key, step, row0 + row, column0 + first_column, ROWS, COLUMNS, H.WIDTH, H.ALIGNED)
+        random = random_tile(key, step, row0 + first_row, column0 + first_column, ROWS, COLUMNS, H.WIDTH, H.ALIGNED)
     tl.store(out_ptr + place, as_float(round_bits(y, y, random, F, H, SATURATE)), mask=inside)
 
 

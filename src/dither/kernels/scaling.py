@@ -17,7 +17,6 @@ from dither.layout import Layout
 from dither.precision import Cast
 
 
-
 class Scaling(NamedTuple):
     """A scale kind for a format as one compile-time constant."""
 
@@ -65,7 +64,7 @@ def divide(a, b, inverse, S: tl.constexpr, NATIVE: tl.constexpr):
     """
     if not NATIVE:
         return tl.div_rn(a, b)
-    elif S.INVERSE == inverse:
+    elif inverse == S.INVERSE:
         quotient = a * inverse
         return tl.fma(tl.fma(-b, quotient, a), inverse, quotient)
     else:
@@ -129,7 +128,16 @@ def group_factors(amax, tensor, S: tl.constexpr, E: tl.constexpr, W: tl.constexp
 
 @triton.jit
 def _amax_kernel(
-    x_ptr, out_ptr, rows, columns, stride_b, stride_r, stride_c, PER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    x_ptr,
+    out_ptr,
+    rows,
+    columns,
+    stride_b,
+    stride_r,
+    stride_c,
+    PER: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Atomic maxima of int32 bits, which do not depend on the order: of the tensor, or PER "row" or "column" of each matrix."""
     batch, first_row, first_column = program_tile(rows, columns, ROWS, COLUMNS)
@@ -154,14 +162,16 @@ def amax_bits(x_BRC: Tensor, layout: Layout | None) -> Tensor:
     out = torch.zeros(shape, dtype=torch.int32, device=x_BRC.device)
     if x_BRC.numel():
         ROWS, COLUMNS = (128, 32) if per == "column" else (16, 256)
-        _amax_kernel[tiles(batch, rows, columns, ROWS, COLUMNS)](x_BRC, out, rows, columns, *x_BRC.stride(), PER=per, ROWS=ROWS, COLUMNS=COLUMNS)
+        _amax_kernel[tiles(batch, rows, columns, ROWS, COLUMNS)](
+            x_BRC, out, rows, columns, *x_BRC.stride(), PER=per, ROWS=ROWS, COLUMNS=COLUMNS
+        )
     return out
 
 
-
-
 @triton.jit
-def _factors_kernel(amax_ptr, out_ptr, n, S: tl.constexpr, E: tl.constexpr, W: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr):
+def _factors_kernel(
+    amax_ptr, out_ptr, n, S: tl.constexpr, E: tl.constexpr, W: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr
+):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     amax = tl.load(amax_ptr + at, mask=at < n, other=0)
     if S.KIND == "nvfp4":
@@ -175,5 +185,12 @@ def store_factors(amax: Tensor, out: Tensor, cast: Cast) -> None:
     """Write the scales that belong to measured magnitudes (int32 bits): of rows or the tensor; for nvfp4, the tensor's."""
     if amax.numel():
         _factors_kernel[(triton.cdiv(amax.numel(), 256),)](
-            amax, out, amax.numel(), S=scaling_fields(cast), E=E4M3, W=block_rounding(cast), NATIVE=native(amax.device), BLOCK=256
+            amax,
+            out,
+            amax.numel(),
+            S=scaling_fields(cast),
+            E=E4M3,
+            W=block_rounding(cast),
+            NATIVE=native(amax.device),
+            BLOCK=256,
         )

@@ -16,7 +16,9 @@ def amax(x: Tensor) -> Tensor:
     return x.abs().amax().float() if x.numel() else torch.zeros((), device=x.device)
 
 
-def quantize(x: Tensor, cast: Cast, axis: int, draw: Draw | None, given_amax: Tensor | None, container: Format) -> tuple[Tensor, Tensor, Tensor]:
+def quantize(
+    x: Tensor, cast: Cast, axis: int, draw: Draw | None, given_amax: Tensor | None, container: Format
+) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of `x`, their scales and the tensor's scale (empty tensors for what the cast does not have).
 
     Codes are those of `container`, which holds every value of the cast's format: the format itself, or e4m3 for FP4 and FP6
@@ -50,7 +52,15 @@ def fake_quantize(x: Tensor, cast: Cast, axis: int, draw: Draw | None, given_ama
     return place.restore(out)
 
 
-def dequantize(values: Tensor, scale: Tensor, tensor_scale: Tensor, cast: Cast, shape: tuple[int, ...], axis: int, dtype: torch.dtype) -> Tensor:
+def dequantize(
+    values: Tensor,
+    scale: Tensor,
+    tensor_scale: Tensor,
+    cast: Cast,
+    shape: tuple[int, ...],
+    axis: int,
+    dtype: torch.dtype,
+) -> Tensor:
     """The numbers that codes and scales stand for, of `shape` and `dtype`: code * scale (* tensor scale)."""
     place = layout.layout_of(shape, cast, axis)
     lines = place.collect(values.view(layout.integer_dtype(cast.element)))
@@ -65,7 +75,9 @@ def dequantize(values: Tensor, scale: Tensor, tensor_scale: Tensor, cast: Cast, 
     return place.restore(restored(decoded, restore, tensor_scale if tensor_scale.numel() else None, dtype).contiguous())
 
 
-def _scaled_values(x: Tensor, cast: Cast, place: Layout, draw: Draw | None, given_amax: Tensor | None) -> tuple[Tensor, scaling.Factors | None]:
+def _scaled_values(
+    x: Tensor, cast: Cast, place: Layout, draw: Draw | None, given_amax: Tensor | None
+) -> tuple[Tensor, scaling.Factors | None]:
     """Values of the format for each element of x_BRC, and the factors they were scaled by."""
     x_BRC = place.matrices(x).float()
     random = None
