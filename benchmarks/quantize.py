@@ -118,23 +118,10 @@ def sweep(size: int) -> None:
         cast = Cast.parse(text)
         results = []
         if both:
-            choices = [
-                (128, 128, 512 // (4 * warps), warps, registers)
-                for warps in (4, 8, 16)
-                for registers in (None, 64, 96, 128, 168)
-            ]
+            choices = [(128, 128, 8, 8, registers) for registers in (None, 80, 96, 112, 128)] + [(128, 128, 4, 16, 64), (128, 128, 16, 4, None)]
         else:
-            shapes = (
-                (32, 128, 4),
-                (64, 128, 4),
-                (64, 128, 8),
-                (32, 256, 4),
-                (16, 512, 4),
-                (8, 1024, 4),
-                (4, 1024, 2),
-                (8, 1024, 8),
-            )
-            choices = [(rows, columns, a, warps, None) for rows, columns, warps in shapes for a in (1, 2, 4, 8)]
+            shapes = ((32, 128, 4), (64, 128, 4), (128, 128, 4), (8, 1024, 4), (16, 1024, 4), (4, 1024, 2), (8, 1024, 2))
+            choices = [(rows, columns, a, warps, None) for rows, columns, warps in shapes for a in (2, 4, 8)]
         for rows, columns, a, warps, registers in choices:
             kernels._tile_shape = lambda *_, chosen=(rows, columns, a, warps, registers): chosen
             run = call(x, cast, both, stream)

@@ -45,6 +45,8 @@ class Format:
         >>> Format.parse("e3m4").max, Format.parse("e4m10").bits, Format.parse("e2m2").max
         (15.5, 15, 7.0)
         """
+        if not isinstance(name, str):
+            raise UserError(f"A number format is given by its name, such as 'e4m3', not by {name!r}.")
         return _parse(name)
 
     @property
@@ -183,8 +185,6 @@ ALIASES = {"e8m23": "fp32", "e5m10": "fp16", "e8m7": "bf16", "float32": "fp32", 
 
 @functools.cache
 def _parse(name: str) -> Format:
-    if not isinstance(name, str):
-        raise UserError(f"A number format is given by its name, such as 'e4m3', not by {name!r}.")
     name = ALIASES.get(name, name)
     if name in TABLE:
         return TABLE[name]

@@ -87,7 +87,7 @@ class Layout:
         """x_BRC: a view of `x`, or a copy where its strides do not allow one."""
         if self.inner == 1:
             return x.reshape(self.batch, self.rows, self.columns)
-        outer = self.batch // self.inner
+        outer = math.prod(self.shape[: self.axis])
         return (
             x.reshape(outer, self.rows, self.inner, self.columns)
             .transpose(1, 2)
@@ -98,7 +98,7 @@ class Layout:
         """The inverse of `matrices`: values in the shape of the original tensor."""
         if self.inner == 1:
             return x_BRC.reshape(self.shape)
-        outer = self.batch // self.inner
+        outer = math.prod(self.shape[: self.axis])
         return x_BRC.reshape(outer, self.inner, self.rows, self.columns).transpose(1, 2).reshape(self.shape)
 
     def expose(self, lines: Tensor) -> Tensor:
@@ -125,6 +125,8 @@ class Layout:
 def layout_of(shape: tuple[int, ...], cast: Cast, axis: int) -> Layout:
     """The layout of a tensor of `shape` under `cast` along `axis`; scalars and vectors count as one row."""
     ndim = max(len(shape), 1)
+    if not isinstance(axis, int) or isinstance(axis, bool):
+        raise UserError(f"An axis is an integer, not {axis!r}.")
     if not -ndim <= axis < ndim:
         raise UserError(
             f"axis={axis} does not exist in a tensor of shape {tuple(shape)}: it goes from {-ndim} to {ndim - 1}."

@@ -17,10 +17,9 @@ from dither import layout
 from dither.errors import UserError
 from dither.formats import Format
 from dither.precision import Cast, Rounding
-from dither.random import Draw, Stream
+from dither.random import BACKENDS, Draw, Stream, matrix_size
 from dither.reference import scaling
 
-BACKENDS = ("auto", "reference", "kernel")
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -80,6 +79,8 @@ def round_to(
     tensor([0.5000, 3.0000, 6.0000])
     """
     element = format if isinstance(format, Format) else Format.parse(format)
+    if Format.parse(element.name) != element:
+        raise UserError(f"The format given is called {element.name!r} but differs from the one of that name; give a name or a row of the table.")
     cast = Cast(element.name, rounding=rounding)
     _check_tensor(x, "round_to")
     draw = _draw(x, cast, stream, step, offset)
@@ -116,7 +117,7 @@ def quantize(
     cast, axis, draw = _prepare("quantize", x, cast, axis, stream, step, offset, amax)
     arguments = _draw_arguments(draw)
     values, scale, tensor_scale = _quantize_op(x, str(cast), axis, amax, "", *arguments, _backend(backend))
-    _check_scales(x, cast, scale)
+    _check_scales(x, cast, scale, measured=amax is None)
     return Quantized(
         values,
         scale if cast.group.kind != "none" else None,
@@ -167,6 +168,7 @@ def quantize_both(
     Equal to `quantize(x, cast, axis=-1)` and `quantize(x, cast, axis=0)`; `x` is [M, K] and `cast` has tiles.
     The second result's `values` are [M, K] like x's, and `values.T` is contiguous.
     """
+    _check_tensor(x, "quantize_both")
     if x.dim() != 2:
         raise UserError(
             f"quantize_both takes a matrix, not a tensor of shape {tuple(x.shape)}; flatten its leading dimensions first."
@@ -175,7 +177,7 @@ def quantize_both(
     if cast.group.kind != "tile" or cast.scaling.kind == "nvfp4":
         raise UserError(f"quantize_both scales tiles, such as 'e4m3 tile(128) fp32'; {str(cast)!r} does not.")
     values, scale, values_t, scale_t = _quantize_both_op(x, str(cast), "", *_draw_arguments(draw), _backend(backend))
-    _check_scales(x, cast, scale)
+    _check_scales(x, cast, scale, measured=True)
     shape = tuple(x.shape)
     return Quantized(values, scale, cast, shape, 1, x.dtype), Quantized(values_t, scale_t, cast, shape, 0, x.dtype)
 
@@ -207,6 +209,8 @@ class AmaxHistory:
 
     def push(self, amax: Tensor) -> "AmaxHistory":
         """The history with this step's largest magnitude (0-d; reduce it over the ranks first) in front."""
+        if not isinstance(amax, Tensor) or amax.dim() != 0:
+            raise UserError(f"A history takes the largest magnitude of a step as a 0-d tensor, not {_described(amax)}.")
         return AmaxHistory(scaling.push_amax(self.values, amax))
 
 
@@ -258,8 +262,15 @@ def _prepare(
                 f"amax= is the largest magnitude of a whole tensor, and the cast {str(cast)!r} scales smaller groups by their own."
             )
         if not isinstance(amax, Tensor) or amax.dim() != 0 or amax.dtype != torch.float32 or amax.device != x.device:
-            raise UserError(f"amax= is a 0-d float32 tensor on the device of the input, not {amax!r}.")
+            raise UserError(f"amax= is a 0-d float32 tensor on the device of the input, not {_described(amax)}.")
     return cast, axis % max(x.dim(), 1), _draw(x, cast, stream, step, offset)
+
+
+def _described(given: object) -> str:
+    """An argument in a few words: a tensor's repr may fill a page."""
+    if isinstance(given, Tensor):
+        return f"a {given.dtype} tensor of shape {tuple(given.shape)} on {given.device}"
+    return repr(given)
 
 
 def _draw(x: Tensor, cast: Cast, stream: Stream | None, step: int | Tensor, offset: tuple[int, int]) -> Draw | None:
@@ -270,9 +281,7 @@ def _draw(x: Tensor, cast: Cast, stream: Stream | None, step: int | Tensor, offs
             f"The cast {str(cast)!r} rounds stochastically and needs stream=dither.Stream(seed, purpose, name), so that its bits can be repeated; "
             f"given was {stream!r}."
         )
-    columns = x.shape[-1] if x.dim() else 1
-    rows = x.numel() // columns if columns else 0
-    return stream.draw(step, (rows, columns), offset, x.device)
+    return stream.draw(step, matrix_size(x), offset, x.device)
 
 
 def _check_finite(x: Tensor, cast: Cast, nan_passes: bool, inf_passes: bool) -> None:
@@ -295,11 +304,11 @@ def _check_finite(x: Tensor, cast: Cast, nan_passes: bool, inf_passes: bool) -> 
         )
 
 
-def _check_scales(x: Tensor, cast: Cast, scale: Tensor) -> None:
+def _check_scales(x: Tensor, cast: Cast, scale: Tensor, measured: bool) -> None:
     """After a cast: look at x again only if a scale is lost (or there is none to tell). Traced code cannot look."""
     if torch.compiler.is_compiling():
         return
-    if cast.group.kind == "none" or cast.scaling.kind == "delayed" or _any_nan(scale):
+    if cast.group.kind == "none" or not measured or _any_nan(scale):
         _check_finite(x, cast, nan_passes=cast.element.nan, inf_passes=False)
 
 

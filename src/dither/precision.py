@@ -29,7 +29,7 @@ class Granularity:
     @classmethod
     def parse(cls, text: str) -> "Granularity":
         """`none`, `tensor`, `row`, `block(n)` or `tile(n)`."""
-        return _parse_granularity(text)
+        return _parse_granularity(_text("granularity", text))
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,16 @@ class Scale:
     margin: int = 0
     algo: Literal["max", "most_recent"] = "max"
 
+    def __str__(self) -> str:
+        if self.kind != "delayed":
+            return self.kind
+        options = [self.margin, self.algo] if self.algo != "max" else [self.margin] if self.margin else []
+        return f"delayed({','.join(map(str, [self.history, *options]))})"
+
     @classmethod
     def parse(cls, text: str) -> "Scale":
         """`none`, `fp32`, `pow2`, `pow2_ceil`, `nvfp4`, or `delayed(history[,margin[,algo]])`."""
-        return _parse_scale(text)
+        return _parse_scale(_text("scale", text))
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ class Rounding:
     @classmethod
     def parse(cls, text: str) -> "Rounding":
         """`nearest`, `toward_zero` or `stochastic(bits)`."""
-        return _parse_rounding(text)
+        return _parse_rounding(_text("rounding", text))
 
     @property
     def width(self) -> int:
@@ -83,6 +89,9 @@ class Cast:
 
     def __post_init__(self) -> None:
         element, group, scale, rounding = self.element, self.group, self.scaling, self.round
+        for given, canonical in ((self.format, element.name), (self.scale, str(scale))):
+            if given != canonical:  # so that equal casts are equal strings
+                raise UserError(f"Write {canonical!r} for {given!r} in a Cast; Cast.parse takes other spellings too.")
         if not element.signed:
             raise UserError(f"{element} holds scales, not values: cast to a signed format such as 'e4m3'.")
         if (group.kind == "none") != (scale.kind == "none"):
@@ -97,6 +106,8 @@ class Cast:
         if scale.kind == "delayed" and not element.nan:
             # A scale from earlier steps cannot show that this step's tensor holds a NaN, so the codes must.
             raise UserError(f"Delayed scaling needs a format with NaN, such as 'e4m3' or 'e5m2', not {element}.")
+        if scale.kind == "delayed" and not 0 <= scale.margin <= element.max_exponent:
+            raise UserError(f"The margin of {self.scale!r} for {element} goes from 0 to {element.max_exponent} powers of two.")
         if scale.kind == "delayed" and group.kind != "tensor":
             raise UserError(
                 f"Delayed scaling keeps one scale a tensor: use granularity='tensor', not {self.granularity!r}."
@@ -139,7 +150,7 @@ class Cast:
         >>> print(Cast.parse("mxfp4 stochastic(16)"))
         e2m1 tile(32) pow2_ceil stochastic(16)
         """
-        return _parse_cast(text)
+        return _parse_cast(_text("cast", text))
 
     def to_dict(self) -> dict[str, str]:
         """The four fields as plain strings, ready for JSON."""
@@ -180,6 +191,8 @@ class Cast:
         return " ".join([self.format, *scaled, self.rounding])
 
 
+EXAMPLES = {"granularity": "tile(128)", "scale": "fp32", "rounding": "nearest", "cast": "e4m3 tile(128) fp32 nearest"}
+
 NAMED_CASTS = {
     "mxfp8": ("e4m3", "tile(32)", "pow2"),
     "mxfp6": ("e2m3", "tile(32)", "pow2"),
@@ -192,6 +205,12 @@ GROUP_SIZES = {"tile": (4, 1024), "block": (4, 128)}
 """The smallest and largest group of each kind; sizes are powers of two, because that is what a GPU reduces over."""
 
 
+def _text(what: str, given: object) -> str:
+    if not isinstance(given, str):
+        raise UserError(f"A {what} is written as text, such as {EXAMPLES[what]!r}, not as {given!r}.")
+    return given
+
+
 def _did_you_mean(given: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(given, list(known), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
@@ -201,7 +220,7 @@ def _did_you_mean(given: str, known: Iterable[str]) -> str:
 def _parse_granularity(text: str) -> Granularity:
     if text in ("none", "tensor", "row"):
         return Granularity(text)  # type: ignore[arg-type]
-    if isinstance(text, str) and (match := re.fullmatch(r"(block|tile)\(([1-9]\d*)\)", text)):
+    if (match := re.fullmatch(r"(block|tile)\(([1-9]\d*)\)", text)):
         kind, size = match[1], int(match[2])
         low, high = GROUP_SIZES[kind]
         if low <= size <= high and size & (size - 1) == 0:
@@ -231,7 +250,7 @@ def _parse_scale(text: str) -> Scale:
 def _parse_rounding(text: str) -> Rounding:
     if text in ("nearest", "toward_zero"):
         return Rounding(text)  # type: ignore[arg-type]
-    if isinstance(text, str) and (match := re.fullmatch(r"stochastic\(([1-9]\d?)\)", text)) and int(match[1]) <= 24:
+    if (match := re.fullmatch(r"stochastic\(([1-9]\d?)\)", text)) and int(match[1]) <= 24:
         return Rounding("stochastic", int(match[1]))
     raise UserError(
         f"There is no rounding {text!r}{_did_you_mean(str(text), ['nearest', 'stochastic(16)', 'toward_zero'])}: "
@@ -241,7 +260,7 @@ def _parse_rounding(text: str) -> Rounding:
 
 @functools.cache
 def _parse_cast(text: str) -> Cast:
-    if not isinstance(text, str) or not text.split():
+    if not text.split():
         raise UserError(f"A cast is written like 'e4m3 tile(128) fp32 nearest' or 'mxfp4', not {text!r}.")
     words = text.split()
     rounding = words.pop() if re.match(r"nearest|toward_zero|stochastic", words[-1]) else "nearest"
@@ -250,12 +269,13 @@ def _parse_cast(text: str) -> Cast:
         if scale == "pow2" and rounding.startswith("stochastic"):
             scale = "pow2_ceil"
         return Cast(element, granularity, scale, rounding)
+    element = Format.parse(words[0]).name
     if len(words) == 1:
-        return Cast(words[0], rounding=rounding)
+        return Cast(element, rounding=rounding)
     if len(words) == 2:
-        return Cast(words[0], words[1], "none" if words[1] == "none" else "fp32", rounding)
+        return Cast(element, words[1], "none" if words[1] == "none" else "fp32", rounding)
     if len(words) == 3:
-        return Cast(words[0], words[1], words[2], rounding)
+        return Cast(element, words[1], str(Scale.parse(words[2])), rounding)
     raise UserError(
         f"A cast is written 'format [granularity [scale]] [rounding]', such as 'e4m3 tile(128) fp32 nearest'; given was {text!r}."
     )

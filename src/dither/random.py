@@ -22,6 +22,9 @@ from dither.errors import UserError
 WIDTHS = (8, 16, 32)
 """How many bits an element may use: what divides a Philox word evenly."""
 
+BACKENDS = ("auto", "reference", "kernel")
+"""Who computes: kernels on CUDA and the reference elsewhere, or one of them by name."""
+
 
 @dataclass(frozen=True)
 class Stream:
@@ -72,9 +75,10 @@ class Stream:
         """
         if width not in WIDTHS:
             raise UserError(f"An element draws 8, 16 or 32 bits, not {width!r}.")
+        if backend not in BACKENDS:
+            raise UserError(f"There is no backend {backend!r}: choose 'auto', 'reference' or 'kernel'.")
         shape = tuple(shape)
-        columns = shape[-1] if shape else 1
-        rows = math.prod(shape[:-1])
+        rows, columns = math.prod(shape[:-1]), shape[-1] if shape else 1
         draw = self.draw(step, (rows, columns), offset, device)
         # By name, not by import: this file stands above the operators, and importing dither registers them.
         words: Tensor = torch.ops.dither.random_bits(
@@ -93,6 +97,9 @@ class Stream:
                 )
         elif not isinstance(step, int | torch.SymInt) or isinstance(step, bool) or not 0 <= step < 1 << 32:
             raise UserError(f"A step is an integer from 0 to 2^32 - 1, not {step!r}.")
+        whole = isinstance(offset, tuple) and all(isinstance(o, int | torch.SymInt) and not isinstance(o, bool) for o in offset)
+        if not whole or len(offset) != 2:
+            raise UserError(f"An offset is a row and a column, two integers such as (0, 0), not {offset!r}.")
         row, column = offset
         if row < 0 or column < 0 or row + size[0] > 1 << 32 or column + size[1] > 1 << 32:
             raise UserError(
@@ -101,6 +108,12 @@ class Stream:
         # torch.full launches a fill on the device; torch.tensor would copy from the host.
         where = step.to(device) if isinstance(step, Tensor) else torch.full((), step, dtype=torch.int64, device=device)
         return Draw(self.key, where, row, column)
+
+
+def matrix_size(x: Tensor) -> tuple[int, int]:
+    """(rows, columns) of a tensor viewed as (product of leading dimensions, last dimension)."""
+    columns = x.shape[-1] if x.dim() else 1
+    return x.numel() // columns if columns else 0, columns
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ class Scaling(NamedTuple):
     """1 / MAX as float32."""
     MARGIN: float
     """2^-margin, of delayed scaling."""
+    UNDO: float
+    """2^margin."""
 
 
 @functools.cache
@@ -36,7 +38,7 @@ def scaling_fields(cast: Cast) -> Scaling:
     element, scale = cast.element, cast.scaling
     mantissa = float_bits(element.max) & 0x7FFFFF
     inverse = struct.unpack("<f", struct.pack("<f", 1.0 / element.max))[0]
-    return Scaling(scale.kind, element.max, element.max_exponent, mantissa, inverse, 2.0**-scale.margin)
+    return Scaling(scale.kind, element.max, element.max_exponent, mantissa, inverse, 2.0**-scale.margin, 2.0**scale.margin)
 
 
 E4M3 = fields(TABLE["e4m3"])
@@ -53,6 +55,12 @@ def block_rounding(cast: Cast) -> How:
 def pow2(exponent):
     """2^exponent as float32 for int32 exponents from -127 to 127."""
     return as_float(tl.where(exponent == -127, 1 << 22, (exponent + 127) << 23))
+
+
+@triton.jit
+def is_lost(amax):
+    """Whether these are bits of NaN, of an infinity, or of a negative number, which no largest magnitude is."""
+    return amax.to(tl.uint32, bitcast=True) >= 0x7F800000
 
 
 @triton.jit
@@ -79,34 +87,42 @@ def divide(a, b, inverse, S: tl.constexpr, NATIVE: tl.constexpr):
 def tensor_factor(amax, S: tl.constexpr):
     """nvfp4's scale of the whole tensor from the bits of its largest magnitude."""
     scale = tl.div_rn(as_float(amax), 448.0 * S.MAX)
-    scale = as_float(tl.maximum(as_bits(scale), 0x00800000))
-    return tl.where(amax == 0, 1.0, tl.where(amax >= 0x7F800000, float("nan"), scale))
+    scale = as_float(tl.maximum(as_bits(scale), 10 << 23))  # 2^-117
+    return tl.where(amax == 0, 1.0, tl.where(is_lost(amax), float("nan"), scale))
 
 
 @triton.jit
-def group_factors(amax, tensor, S: tl.constexpr, E: tl.constexpr, W: tl.constexpr, NATIVE: tl.constexpr):
+def group_factors(amax, tensor, S: tl.constexpr, E: tl.constexpr, W: tl.constexpr, MEASURE: tl.constexpr, NATIVE: tl.constexpr):
     """(multiply, restore, stored) for groups whose largest magnitudes have the int32 bits `amax`.
 
-    `stored` is what goes to memory: float32 for fp32 and delayed, else the int32 code of the E8M0 or E4M3 scale.
+    `stored` is what goes to memory: float32 for fp32 and delayed, else the int32 code of the E8M0 or E4M3 scale. MEASURE says
+    that `amax` comes from the group itself: any factor will do for zeros then.
     """
     nothing = amax == 0
-    lost = amax >= 0x7F800000
+    lost = is_lost(amax)
     if S.KIND == "fp32" or S.KIND == "delayed":
-        # MAX / mantissa, then the exponent by subtraction: no overflow to watch, and 2^126 is the largest factor.
+        # MAX / mantissa, then the exponent by subtraction: nothing overflows, and a subnormal amax, whose mantissa this
+        # misreads, is beyond the largest factor, 2^126, by its exponent alone.
+        value = as_float(amax)
         quotient = divide(S.MAX, as_float((amax & 0x7FFFFF) | 0x3F800000), 0.0, S, NATIVE)
-        factor = (as_bits(quotient) + ((127 - (amax >> 23)) << 23)).to(tl.uint32, bitcast=True)
-        capped = (factor > (253 << 23)) | (amax < 0x00800000)
-        multiply = as_float(tl.where(capped, 253 << 23, factor.to(tl.int32, bitcast=True)))
-        restore = tl.where(capped, 2.0**-126, divide(as_float(amax), S.MAX, S.INVERSE, S, NATIVE))
+        factor = (as_bits(quotient) + (127 << 23) - (amax & 0x7F800000)).to(tl.uint32, bitcast=True)
+        multiply = as_float(tl.minimum(factor, 253 << 23).to(tl.int32, bitcast=True))
+        restore = tl.where(factor > (253 << 23), 2.0**-126, divide(value, S.MAX, S.INVERSE, S, NATIVE))
         if S.KIND == "delayed":
             multiply = multiply * S.MARGIN
-            restore = tl.div_rn(restore, S.MARGIN)
-        multiply = tl.where(lost, float("nan"), multiply)
-        restore = tl.where(nothing, 1.0, tl.where(lost, float("nan"), restore))
+            restore = restore * S.UNDO
+        if MEASURE:
+            multiply = value * 0.0 + multiply  # NaN where amax is not finite
+            restore = tl.where(nothing, 1.0, restore + value * 0.0)
+        else:
+            multiply = tl.where(nothing, 1.0, tl.where(lost, float("nan"), multiply))
+            restore = tl.where(nothing, 1.0, tl.where(lost, float("nan"), restore))
         return multiply, restore, restore
     elif S.KIND == "nvfp4":
         wanted = tl.div_rn(tl.div_rn(as_float(amax), S.MAX), tensor)
-        bits = as_bits(wanted)
+        lost = lost | is_lost(as_bits(tensor))
+        bits = tl.minimum(as_bits(wanted), 0x43E00000)  # 448
+        wanted = as_float(bits)
         restore = as_float(round_bits(bits, bits, bits, E, W, True))
         if W.KIND == "toward_zero":
             # The next E4M3 number above: one unit of its spacing more.
@@ -170,19 +186,24 @@ def amax_bits(x_BRC: Tensor, layout: Layout | None) -> Tensor:
 
 @triton.jit
 def _factors_kernel(
-    amax_ptr, out_ptr, n, S: tl.constexpr, E: tl.constexpr, W: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr
+    amax_ptr, out_ptr, n, S: tl.constexpr, E: tl.constexpr, W: tl.constexpr, MULTIPLY: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     amax = tl.load(amax_ptr + at, mask=at < n, other=0)
     if S.KIND == "nvfp4":
         stored = tensor_factor(amax, S)
     else:
-        _, _, stored = group_factors(amax, 1.0, S, E, W, NATIVE)
+        multiply, _, stored = group_factors(amax, 1.0, S, E, W, False, NATIVE)
+        if MULTIPLY:
+            stored = multiply
     tl.store(out_ptr + at, stored.to(out_ptr.dtype.element_ty), mask=at < n)
 
 
-def store_factors(amax: Tensor, out: Tensor, cast: Cast) -> None:
-    """Write the scales that belong to measured magnitudes (int32 bits): of rows or the tensor; for nvfp4, the tensor's."""
+def store_factors(amax: Tensor, out: Tensor, cast: Cast, *, multiply: bool = False) -> None:
+    """Write the scales that belong to magnitudes (int32 bits) of rows or of the tensor; for nvfp4, the tensor's.
+
+    With `multiply`, write the factors that elements are multiplied by instead (for tests).
+    """
     if amax.numel():
         _factors_kernel[(triton.cdiv(amax.numel(), 256),)](
             amax,
@@ -191,6 +212,7 @@ def store_factors(amax: Tensor, out: Tensor, cast: Cast) -> None:
             S=scaling_fields(cast),
             E=E4M3,
             W=block_rounding(cast),
+            MULTIPLY=multiply,
             NATIVE=native(amax.device),
             BLOCK=256,
         )

@@ -7,7 +7,7 @@ from dither import layout
 from dither.formats import Format
 from dither.layout import Layout
 from dither.precision import Cast
-from dither.random import Draw
+from dither.random import Draw, matrix_size
 from dither.reference import philox, rounding, scaling
 
 
@@ -82,9 +82,7 @@ def _scaled_values(
     x_BRC = place.matrices(x).float()
     random = None
     if draw is not None:
-        columns = x.shape[-1] if x.dim() else 1
-        rows = x.numel() // columns if columns else 0
-        random = place.matrices(philox.random_bits(draw, rows, columns, cast.round.width).reshape(x.shape))
+        random = place.matrices(philox.random_bits(draw, *matrix_size(x), cast.round.width).reshape(x.shape))
     found = None
     if cast.group.kind != "none":
         tensor_amax = None
@@ -96,10 +94,16 @@ def _scaled_values(
         else:
             groups = scaling.group_amax(x_BRC, place)
         found = scaling.factors(groups, tensor_amax, cast.element, cast.scaling, cast.round)
-        multiply = scaling.spread(found.multiply, place)
-        # Devices disagree on the sign of a product with NaN: take that of the element.
-        x_BRC = torch.where(multiply.isnan(), torch.full_like(x_BRC, torch.nan).copysign(x_BRC), x_BRC * multiply)
+        x_BRC = _product(x_BRC, scaling.spread(found.multiply, place))
     return rounding.round_values(x_BRC, cast.element, cast.round, True, random), found
+
+
+def _product(x: Tensor, multiply: Tensor) -> Tensor:
+    """x * multiply; finite overflow stops at the largest float32. Where the factor is NaN, so is the product, with x's sign,
+    on which devices disagree."""
+    limit = torch.finfo(torch.float32).max
+    product = torch.where(x.isfinite(), (x * multiply).clamp(-limit, limit), x * multiply)
+    return torch.where(multiply.isnan(), torch.full_like(x, torch.nan).copysign(x), product)
 
 
 def restored(values: Tensor, restore: Tensor | None, tensor: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dither.formats import Format
 from dither.precision import Rounding
-from dither.random import Draw
+from dither.random import Draw, matrix_size
 from dither.reference import philox
 
 MAGNITUDE = 0x7FFFFFFF
@@ -25,8 +25,7 @@ def round_to(x: Tensor, format: Format, rounding: Rounding, saturate: bool, draw
     """
     random = None
     if draw is not None:
-        x2d = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
-        random = philox.random_bits(draw, *x2d.shape, rounding.width).reshape(x.shape)
+        random = philox.random_bits(draw, *matrix_size(x), rounding.width).reshape(x.shape)
     return round_values(x.float(), format, rounding, saturate, random)
 
 

@@ -15,6 +15,9 @@ from dither.reference import rounding
 
 E4M3 = TABLE["e4m3"]
 SMALLEST = 2.0**-126
+SMALLEST_TENSOR_SCALE = 2.0**-117
+"""nvfp4's scale of a tensor stops here, so that 1 / (tensor scale * smallest block scale) is a float32 number."""
+
 LARGEST_FACTOR = 2.0**126
 """FMT_MAX / amax overflows for the smallest amax; the factor stops where it and its inverse are normal numbers."""
 
@@ -55,11 +58,12 @@ def factors(amax: Tensor, tensor_amax: Tensor | None, format: Format, scale: Sca
     An all-zero group has scale 1; a group with a NaN or Inf has scale NaN, so that it can never pass for numbers.
     e2m1, amax 10: fp32 multiplies by 0.6; pow2 by 2^-(3 - 2), which clips 10/2 to 4..6; pow2_ceil by 2^-1 as well (5 fits).
     """
-    nothing, lost = amax == 0, ~torch.isfinite(amax)
+    lost = ~torch.isfinite(amax) | torch.signbit(amax)
+    nothing = (amax == 0) & ~lost
     tensor: Tensor | None = None
     if scale.kind == "nvfp4":
         assert tensor_amax is not None
-        tensor = _quotient(tensor_amax, E4M3.max * format.max).clamp(min=SMALLEST)
+        tensor = _quotient(tensor_amax, E4M3.max * format.max).clamp(min=SMALLEST_TENSOR_SCALE)
         tensor = torch.where(tensor_amax == 0, 1.0, torch.where(torch.isfinite(tensor_amax), tensor, torch.nan))
         restore = nvfp4_block_scale(_quotient(_quotient(amax, format.max), tensor), round)
         restore = torch.where(nothing, 1.0, torch.where(lost, torch.nan, restore))
@@ -71,7 +75,8 @@ def factors(amax: Tensor, tensor_amax: Tensor | None, format: Format, scale: Sca
             * 2.0**scale.margin
         )
         restore = torch.where(nothing, 1.0, torch.where(lost, torch.nan, restore))
-        multiply = torch.where(lost, torch.nan, multiply.clamp(max=LARGEST_FACTOR) * 2.0**-scale.margin)
+        multiply = multiply.clamp(max=LARGEST_FACTOR) * 2.0**-scale.margin
+        multiply = torch.where(nothing, 1.0, torch.where(lost, torch.nan, multiply))
     else:
         exponent = pow2_exponent(amax, format, ceil=scale.kind == "pow2_ceil")
         exponent = torch.where(nothing, 0, exponent)
@@ -101,6 +106,7 @@ def nvfp4_block_scale(wanted: Tensor, round: Rounding) -> Tensor:
     rounding. Never zero: the smallest subnormal stands in for anything below it.
     """
     kind = "toward_zero" if round.kind == "stochastic" else "nearest"
+    wanted = wanted.clamp(max=E4M3.max)
     scale = rounding.round_values(wanted, E4M3, Rounding(kind), True, None)  # type: ignore[arg-type]
     if round.kind == "stochastic":
         above = rounding.decode(rounding.encode(scale, E4M3) + 1, E4M3)
