@@ -106,34 +106,28 @@ def table(size: int) -> None:
 
 
 def sweep(size: int) -> None:
-    """The cases with targets over tile shapes and warps."""
+    """The cases with targets over tile shapes and warps: the defaults in `_tile_shape` and `_both_shape` come from here."""
     torch.manual_seed(0)
     x = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
     stream = Stream(0, "bench", "x")
     target = torch.empty_like(x)
     bandwidth = 2 * x.numel() * x.itemsize / median_ms(lambda: target.copy_(x))
     print(f"copy {bandwidth / 1e9:.2f} TB/s")
-    default = kernels._tile_shape
-    for text, both in [CASES[i] for i in (3, 1, 4, 0)]:
-        cast = Cast.parse(text)
-        results = []
-        if both:
-            choices = [(128, 128, 8, 8, registers) for registers in (None, 80, 96, 112, 128)] + [(128, 128, 4, 16, 64), (128, 128, 16, 4, None)]
-        else:
-            shapes = ((32, 128, 4), (64, 128, 4), (128, 128, 4), (8, 1024, 4), (16, 1024, 4), (4, 1024, 2), (8, 1024, 2))
-            choices = [(rows, columns, a, warps, None) for rows, columns, warps in shapes for a in (2, 4, 8)]
-        for rows, columns, a, warps, registers in choices:
-            kernels._tile_shape = lambda *_, chosen=(rows, columns, a, warps, registers): chosen
-            run = call(x, cast, both, stream)
-            try:
-                ms = median_ms(run)
-            except Exception as error:
-                print("failed", text, rows, columns, a, warps, registers, type(error).__name__, str(error)[:100])
-                continue
-            results.append((bytes_moved(x, run()) / ms / bandwidth, f"{rows}x{columns}/{a}/{warps}/{registers}"))
-        kernels._tile_shape = default
-        results.sort(reverse=True)
-        print(text, "both" if both else "", *(f"{share:.3f}:{shape}" for share, shape in results[:10]), sep="  ")
+    single = [(rows, columns, a, 4) for rows, columns in ((64, 128), (8, 1024)) for a in (2, 4, 8)]
+    both = [(128, 64, a, a_t, 4) for a in (4, 8) for a_t in (8, 16)] + [
+        (128, 64, 4, 8, 8),
+        (128, 128, 8, 8, 8),
+        (128, 32, 4, 8, 4),
+    ]
+    for text, layouts in [("e2m1 tile(128) fp32 stochastic(16)", 1), ("e4m3 tile(128) fp32 nearest", 2)]:
+        cast, name = Cast.parse(text), "_both_shape" if layouts == 2 else "_tile_shape"
+        default, results = getattr(kernels, name), []
+        for shape in both if layouts == 2 else single:
+            setattr(kernels, name, lambda *_, chosen=shape: chosen)
+            run = call(x, cast, layouts == 2, stream)
+            results.append((bytes_moved(x, run()) / median_ms(run) / bandwidth, shape))
+        setattr(kernels, name, default)
+        print(text, layouts, *(f"{share:.3f}:{shape}" for share, shape in sorted(results, reverse=True)), sep="  ")
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def hard_values(rows: int, columns: int, dtype: torch.dtype, seed: int, device: 
     scale = torch.randint(-12, 12, (rows, 1), generator=generator)
     x = torch.ldexp(x, scale)
     x[torch.rand(x.shape, generator=generator) < 0.05] = 0.0
-    powers = torch.ldexp(torch.ones(()), torch.randint(-10, 10, (columns,), generator=generator))
+    powers = torch.ldexp(torch.ones(columns), torch.randint(-10, 10, (columns,), generator=generator))
     x[0] = torch.nextafter(powers, torch.tensor(torch.inf))
     x[rows // 2] = powers
     x[-1] = torch.nextafter(powers, torch.tensor(0.0))
@@ -97,12 +97,14 @@ def check_round(x: Tensor, name: str, how: str, saturate: bool, offset: tuple[in
     return differing(expected, kernel_rounding.round_to(x, format, rule, saturate, draw))
 
 
-def check_quantize(x: Tensor, cast: Cast, axis: int, offset: tuple[int, int] = (0, 0), container: str = "") -> int:
+def check_quantize(
+    x: Tensor, cast: Cast, axis: int, offset: tuple[int, int] = (0, 0), container: str = "", amax: Tensor | None = None
+) -> int:
     """Codes, scales, the way back and the round trip without codes."""
     draw = draw_for(x, cast.round, offset)
     stored = Format.parse(container) if container else cast.element
-    expected = quantize.quantize(x, cast, axis, draw, None, stored)
-    wrong = sum(map(differing, expected, kernel_quantize.quantize(x, cast, axis, draw, None, stored)))
+    expected = quantize.quantize(x, cast, axis, draw, amax, stored)
+    wrong = sum(map(differing, expected, kernel_quantize.quantize(x, cast, axis, draw, amax, stored)))
     if not container:
         shape = tuple(x.shape)
         wrong += differing(
@@ -110,7 +112,7 @@ def check_quantize(x: Tensor, cast: Cast, axis: int, offset: tuple[int, int] = (
             kernel_quantize.dequantize(*expected, cast, shape, axis, x.dtype),
         )
         wrong += differing(
-            quantize.fake_quantize(x, cast, axis, draw, None), kernel_quantize.fake_quantize(x, cast, axis, draw, None)
+            quantize.fake_quantize(x, cast, axis, draw, amax), kernel_quantize.fake_quantize(x, cast, axis, draw, amax)
         )
     return wrong
 

@@ -80,7 +80,9 @@ def round_to(
     """
     element = format if isinstance(format, Format) else Format.parse(format)
     if Format.parse(element.name) != element:
-        raise UserError(f"The format given is called {element.name!r} but differs from the one of that name; give a name or a row of the table.")
+        raise UserError(
+            f"The format given is called {element.name!r} but differs from the one of that name; give a name or a row of the table."
+        )
     cast = Cast(element.name, rounding=rounding)
     _check_tensor(x, "round_to")
     draw = _draw(x, cast, stream, step, offset)

@@ -107,7 +107,9 @@ class Cast:
             # A scale from earlier steps cannot show that this step's tensor holds a NaN, so the codes must.
             raise UserError(f"Delayed scaling needs a format with NaN, such as 'e4m3' or 'e5m2', not {element}.")
         if scale.kind == "delayed" and not 0 <= scale.margin <= element.max_exponent:
-            raise UserError(f"The margin of {self.scale!r} for {element} goes from 0 to {element.max_exponent} powers of two.")
+            raise UserError(
+                f"The margin of {self.scale!r} for {element} goes from 0 to {element.max_exponent} powers of two."
+            )
         if scale.kind == "delayed" and group.kind != "tensor":
             raise UserError(
                 f"Delayed scaling keeps one scale a tensor: use granularity='tensor', not {self.granularity!r}."
@@ -220,7 +222,7 @@ def _did_you_mean(given: str, known: Iterable[str]) -> str:
 def _parse_granularity(text: str) -> Granularity:
     if text in ("none", "tensor", "row"):
         return Granularity(text)  # type: ignore[arg-type]
-    if (match := re.fullmatch(r"(block|tile)\(([1-9]\d*)\)", text)):
+    if match := re.fullmatch(r"(block|tile)\(([1-9]\d*)\)", text):
         kind, size = match[1], int(match[2])
         low, high = GROUP_SIZES[kind]
         if low <= size <= high and size & (size - 1) == 0:

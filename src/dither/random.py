@@ -97,7 +97,9 @@ class Stream:
                 )
         elif not isinstance(step, int | torch.SymInt) or isinstance(step, bool) or not 0 <= step < 1 << 32:
             raise UserError(f"A step is an integer from 0 to 2^32 - 1, not {step!r}.")
-        whole = isinstance(offset, tuple) and all(isinstance(o, int | torch.SymInt) and not isinstance(o, bool) for o in offset)
+        whole = isinstance(offset, tuple) and all(
+            isinstance(o, int | torch.SymInt) and not isinstance(o, bool) for o in offset
+        )
         if not whole or len(offset) != 2:
             raise UserError(f"An offset is a row and a column, two integers such as (0, 0), not {offset!r}.")
         row, column = offset

@@ -30,19 +30,18 @@ def philox4x32(c0, c1, c2, key):
 
 
 @triton.jit
-def program_tile(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(batch, first row, first column) of this program's tile, int64: the tiles of all matrices in one line, since only the
-    first dimension of a grid may exceed 65,535."""
-    program = tl.program_id(0).to(tl.uint32)
+def program_tile(program, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(batch, first row, first column) of tile number `program`, int64.
+
+    The tiles of all matrices stand in one line, since only the first dimension of a grid may exceed 65,535.
+    """
+    program = program.to(tl.uint32)
     across = tl.cdiv(columns, COLUMNS).to(tl.uint32)
     down = tl.cdiv(rows, ROWS).to(tl.uint32)
     strip = program // across
     batch = strip // down
-    return (
-        batch.to(tl.int64),
-        (strip - batch * down).to(tl.int64) * ROWS,
-        (program - strip * across).to(tl.int64) * COLUMNS,
-    )
+    first_row = (strip - batch * down).to(tl.int64) * ROWS
+    return batch.to(tl.int64), first_row, (program - strip * across).to(tl.int64) * COLUMNS
 
 
 @triton.jit
@@ -107,7 +106,7 @@ def _random_bits_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    _, first_row, first_column = program_tile(rows, columns, ROWS, COLUMNS)
+    _, first_row, first_column = program_tile(tl.program_id(0), rows, columns, ROWS, COLUMNS)
     row = first_row + tl.arange(0, ROWS)
     column = first_column + tl.arange(0, COLUMNS)
     step = tl.load(step_ptr).to(tl.uint32)

@@ -109,6 +109,15 @@ def as_float(bits):
 
 
 @triton.jit
+def widen(x, NATIVE: tl.constexpr):
+    """float32 of a float32, bfloat16 or float16 tile; Triton's interpreter gets subnormal bfloat16 wrong."""
+    if x.dtype == tl.bfloat16 and not NATIVE:
+        return as_float(x.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
 def times_pow2(x, EXPONENT: tl.constexpr):
     """x * 2^EXPONENT, in two steps where the factor is no normal float32 number. Exact wherever the result is."""
     if EXPONENT < -126:
@@ -255,12 +264,12 @@ def _round_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    _, first_row, first_column = program_tile(rows, columns, ROWS, COLUMNS)
+    _, first_row, first_column = program_tile(tl.program_id(0), rows, columns, ROWS, COLUMNS)
     row = first_row + tl.arange(0, ROWS)
     column = first_column + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     place = row[:, None] * columns + column[None, :]
-    y = as_bits(tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32))
+    y = as_bits(widen(tl.load(x_ptr + place, mask=inside, other=0.0), H.NATIVE))
     random = y
     if H.KIND == "stochastic":
         step = tl.load(step_ptr).to(tl.uint32)

@@ -12,7 +12,7 @@ from torch import Tensor
 from dither.formats import TABLE
 from dither.kernels import native
 from dither.kernels.philox import program_tile, tiles
-from dither.kernels.rounding import How, as_bits, as_float, encode, fields, float_bits, round_bits
+from dither.kernels.rounding import How, as_bits, as_float, encode, fields, float_bits, round_bits, widen
 from dither.layout import Layout
 from dither.precision import Cast
 
@@ -38,7 +38,9 @@ def scaling_fields(cast: Cast) -> Scaling:
     element, scale = cast.element, cast.scaling
     mantissa = float_bits(element.max) & 0x7FFFFF
     inverse = struct.unpack("<f", struct.pack("<f", 1.0 / element.max))[0]
-    return Scaling(scale.kind, element.max, element.max_exponent, mantissa, inverse, 2.0**-scale.margin, 2.0**scale.margin)
+    return Scaling(
+        scale.kind, element.max, element.max_exponent, mantissa, inverse, 2.0**-scale.margin, 2.0**scale.margin
+    )
 
 
 E4M3 = fields(TABLE["e4m3"])
@@ -92,7 +94,9 @@ def tensor_factor(amax, S: tl.constexpr):
 
 
 @triton.jit
-def group_factors(amax, tensor, S: tl.constexpr, E: tl.constexpr, W: tl.constexpr, MEASURE: tl.constexpr, NATIVE: tl.constexpr):
+def group_factors(
+    amax, tensor, S: tl.constexpr, E: tl.constexpr, W: tl.constexpr, MEASURE: tl.constexpr, NATIVE: tl.constexpr
+):
     """(multiply, restore, stored) for groups whose largest magnitudes have the int32 bits `amax`.
 
     `stored` is what goes to memory: float32 for fp32 and delayed, else the int32 code of the E8M0 or E4M3 scale. MEASURE says
@@ -156,12 +160,12 @@ def _amax_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Atomic maxima of int32 bits, which do not depend on the order: of the tensor, or PER "row" or "column" of each matrix."""
-    batch, first_row, first_column = program_tile(rows, columns, ROWS, COLUMNS)
+    batch, first_row, first_column = program_tile(tl.program_id(0), rows, columns, ROWS, COLUMNS)
     row = first_row + tl.arange(0, ROWS)
     column = first_column + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     x = tl.load(x_ptr + batch * stride_b + row[:, None] * stride_r + column[None, :] * stride_c, mask=inside, other=0.0)
-    bits = as_bits(x.to(tl.float32)) & 0x7FFFFFFF
+    bits = as_bits(widen(x, False)) & 0x7FFFFFFF
     if PER == "tensor":
         tl.atomic_max(out_ptr, tl.max(bits), sem="relaxed")
     elif PER == "row":
@@ -186,7 +190,15 @@ def amax_bits(x_BRC: Tensor, layout: Layout | None) -> Tensor:
 
 @triton.jit
 def _factors_kernel(
-    amax_ptr, out_ptr, n, S: tl.constexpr, E: tl.constexpr, W: tl.constexpr, MULTIPLY: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr
+    amax_ptr,
+    out_ptr,
+    n,
+    S: tl.constexpr,
+    E: tl.constexpr,
+    W: tl.constexpr,
+    MULTIPLY: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     amax = tl.load(amax_ptr + at, mask=at < n, other=0)

@@ -64,7 +64,8 @@ def factors(amax: Tensor, tensor_amax: Tensor | None, format: Format, scale: Sca
     if scale.kind == "nvfp4":
         assert tensor_amax is not None
         tensor = _quotient(tensor_amax, E4M3.max * format.max).clamp(min=SMALLEST_TENSOR_SCALE)
-        tensor = torch.where(tensor_amax == 0, 1.0, torch.where(torch.isfinite(tensor_amax), tensor, torch.nan))
+        gone = ~torch.isfinite(tensor_amax) | torch.signbit(tensor_amax)
+        tensor = torch.where(gone, torch.nan, torch.where(tensor_amax == 0, 1.0, tensor))
         restore = nvfp4_block_scale(_quotient(_quotient(amax, format.max), tensor), round)
         restore = torch.where(nothing, 1.0, torch.where(lost, torch.nan, restore))
         multiply = _quotient(_quotient(1.0, tensor), restore)

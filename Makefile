@@ -1,0 +1,36 @@
+# `make demo` and `make test` are complete on a machine that has only Python (3.11 or newer) and make.
+
+PYTHON ?= python3
+VENV := .venv
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check gpu-test
+
+help:
+	@echo 'make demo      set up $(VENV) and run the main job (today: dither doctor)'
+	@echo 'make test      set up $(VENV) and run the tests'
+	@echo 'make check     ruff and mypy'
+	@echo 'make gpu-test  run the tests marked gpu with $(PYTHON) as it is, installing nothing'
+
+demo: $(INSTALLED)
+	$(VENV)/bin/dither doctor
+
+test: $(INSTALLED)
+	$(VENV)/bin/python -m pytest
+
+check: $(INSTALLED)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+gpu-test:
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/gpu
+
+# torch comes first and by its exact version, the one that is tested; the second line then keeps it. The stamp is written
+# last, so that an interrupted installation starts again.
+$(INSTALLED): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --disable-pip-version-check torch==2.13.0
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -e '.[test,dev]'
+	touch $@

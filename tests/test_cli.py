@@ -1,0 +1,300 @@
+"""The command line: what it prints, its exit codes, and errors of one line; and what stands behind `dither doctor`."""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+import dither
+from dither import cli, doctor
+from dither.formats import TABLE
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*arguments, **options):
+    """The command in a process of its own, as a user starts it."""
+    command = [sys.executable, "-m", "dither.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, **options)
+
+
+def test_version_is_that_of_the_project():
+    result = run("--version")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == f"dither {dither.__version__}\n"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == dither.__version__
+    assert project["scripts"] == {"dither": "dither.cli:main"}
+
+
+def test_formats_lists_every_format(capsys):
+    assert cli.main(["formats"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    cells = {line.split()[0]: line.split()[1:] for line in lines[2:-1]}
+    assert list(cells) == list(TABLE)
+    assert cells["e4m3"] == ["8", "4/3", "7", "448", "2^-6", "2^-9", "no", "yes", "256"]
+    assert cells["e2m1"] == ["4", "2/1", "1", "6", "1", "2^-1", "no", "no", "16"]
+    assert cells["e8m0"] == ["8", "8/0", "127", "2^127", "2^-127", "-", "no", "yes", "256"]
+
+
+@pytest.mark.parametrize("name", [name for name, format in TABLE.items() if format.bits <= 8])
+def test_formats_lists_all_values_of_a_short_format(name, capsys):
+    assert cli.main(["formats", name]) == 0
+    fields, values = capsys.readouterr().out.split("finite values:")
+    assert fields.startswith(f"Number format {name}\n")
+
+    def read(cell):
+        return float(cell) if "^" not in cell else (-1 if cell[0] == "-" else 1) * 2.0 ** int(cell.split("^")[1])
+
+    assert tuple(map(read, values.split())) == TABLE[name].values()
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "last"),
+    [
+        ("bf16", "2^-133", "3.3895313892515355e+38"),
+        ("fp32", "2^-149", "3.4028234663852886e+38"),
+        ("e4m10", "2^-16", "255.875"),
+    ],
+)
+def test_formats_lists_the_ends_of_a_long_format(name, first, last, capsys):
+    assert cli.main(["formats", name]) == 0
+    values = capsys.readouterr().out.split("from zero up:")[1].split()
+    assert len(values) == 10
+    assert (values[0], values[1], values[-1]) == ("0", first, last)
+
+
+def test_an_unknown_format_is_one_line_and_exit_code_2():
+    result = run("formats", "e4n3")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("dither: error: There is no number format 'e4n3' (did you mean 'e4m3'?)")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["nothing"],
+        ["formats", "e4m3", "e5m2"],
+        ["doctor", "--elements", "many"],
+        ["doctor", "--bits"],
+        ["--versions"],
+    ],
+    ids=" ".join,
+)
+def test_bad_arguments_are_exit_code_2(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    assert stopped.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["formats", "--help"], ["doctor", "--help"]], ids=" ".join)
+def test_help(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    assert stopped.value.code == 0
+    words = " ".join(capsys.readouterr().out.split())
+    for expected in {
+        "--help": ["formats", "doctor", "--version"],
+        "formats": ["[NAME]", "eXmY"],
+        "doctor": ["--elements"],
+    }[arguments[0]]:
+        assert expected in words
+
+
+def test_a_reader_that_stops_early_sees_no_traceback():
+    shell = f"{sys.executable} -m dither.cli formats e4m3 | head -n 1"
+    result = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
+    assert result.stdout == "Number format e4m3\n"
+    assert result.stderr == ""
+
+
+# The doctor -----------------------------------------------------------------------------------------------------------
+
+
+def test_too_few_elements_are_an_error():
+    result = run("doctor", "--elements", "5")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "dither: error: The self-test takes 512 elements a cast or more, not 5.\n"
+
+
+@pytest.mark.skipif(not doctor.has_triton(), reason="the kernels need Triton, which is not installed")
+def test_doctor_finds_that_all_bits_agree():
+    result = run("doctor")
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[-1] == "All bits agree."
+    rows = {cells[0]: cells[1:] for cells in (re.split(r"\s{2,}", line.strip()) for line in lines)}
+    assert rows["torch"] == [torch.__version__]
+    assert rows["cpu"][0].endswith(f"{os.cpu_count()} cores")
+    assert rows["fp8, tensor scales"][0] == "yes"
+    across = "0" if torch.cuda.is_available() else "not run"
+    for name in ["random bits", *(name for name in TABLE if name != "e8m0"), "total"]:
+        assert rows[name][2:] == ["0", across]
+    assert int(rows["total"][0]) == len(doctor.jobs(doctor.ELEMENTS))
+
+
+def test_the_self_test_covers_every_format_granularity_scale_and_rounding():
+    casts = doctor.casts()
+    assert len(set(casts)) == len(casts)
+    for name, format in TABLE.items():
+        mine = [cast for cast in casts if cast.format == name]
+        if name in ("e8m0", "fp32"):  # e8m0 holds scales only, and fp32 takes none
+            assert len(mine) == (2 if name == "fp32" else 0)
+            continue
+        for rounding in ("nearest", "stochastic"):
+            scalings = {(c.group.kind, c.scaling.kind) for c in mine if c.round.kind == rounding}
+            kinds = {"none", "fp32", "pow2", "pow2_ceil"}
+            kinds |= {"nvfp4"} if format.bits <= 8 else set()
+            kinds |= {"delayed"} if format.nan else set()
+            assert {scale for _, scale in scalings} == kinds
+            assert {group for group, _ in scalings} == {"none", "tensor", "row", "block", "tile"}
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "bits"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], 0),
+        ([1.0, 2.0], [1.0, -2.0], 1),
+        ([1.0, 0.0], [1.0000001, -0.0], 2),
+        ([float("nan")], [-float("nan")], 0),
+        ([float("nan")], [float("inf")], 1),
+        ([1.0, 2.0], [1.0], 64),
+        ([], [], 0),
+    ],
+)
+def test_differing_bits(a, b, bits):
+    assert doctor.differing_bits([torch.tensor(a)], [torch.tensor(b)]) == bits
+
+
+def test_differing_bits_of_codes_scales_and_dtypes():
+    codes = torch.tensor([[0x7F, 0x00], [0x12, 0xFF]], dtype=torch.uint8)
+    other = torch.tensor([[0x7F, 0x81], [0x10, 0xFF]], dtype=torch.uint8)
+    for dtype in (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu):
+        assert doctor.differing_bits([codes.view(dtype)], [other.view(dtype)]) == 3
+        assert doctor.differing_bits([codes.view(dtype).T], [codes.view(dtype).T]) == 0
+    assert doctor.differing_bits([codes], [codes.view(torch.float8_e4m3fn)]) == 32
+    assert doctor.differing_bits([torch.tensor(1.0)], [torch.tensor(1.5)]) == 1  # 0-d, as a tensor's scale is
+
+
+class Broken:
+    """The reference's casts, one of them with one bit of its first result wrong."""
+
+    def __init__(self, what):
+        self.what = what
+
+    def __getattr__(self, name):
+        original = getattr(doctor.quantize, name)
+
+        def wrong(*arguments):
+            first, *rest = original(*arguments) if name.startswith("quantize") else [original(*arguments)]
+            octets = first.contiguous().view(torch.uint8).clone()
+            octets[0, 0] ^= 1
+            first = octets.view(first.dtype)
+            return (first, *rest) if rest else first
+
+        return wrong if name == self.what else original
+
+
+@pytest.mark.parametrize("what", ["quantize", "dequantize", "fake_quantize", "quantize_both"])
+def test_a_wrong_kernel_is_found(what):
+    broken = doctor.Implementation(doctor.philox, doctor.rounding, Broken(what))
+    todo = [job for job in doctor.jobs(512) if job.what.startswith("e4m3 tile(128) fp32")]
+    assert len(todo) == 2  # both roundings, of which one goes the way without codes
+    assert sum(check.kernel for check in doctor.compare(todo, "cpu", broken)) > 0
+    for check in doctor.compare(todo, "cpu", doctor.REFERENCE):
+        assert (check.kernel, check.devices) == (0, None)
+
+
+def report(self_test):
+    return doctor.Report(
+        (("torch", "2"),), doctor.devices(), "cpu", (doctor.Product("bf16", False, "no [b]unit[/b]"),), self_test
+    )
+
+
+def test_differing_bits_are_printed_and_exit_code_1(capsys):
+    checks = (doctor.Check("e4m3", "e4m3 row", 100, 3, 4), doctor.Check("e5m2", "e5m2 row", 100, 0, 0))
+    found = report(doctor.SelfTest(checks, "on the GPU", "CPU against GPU", 0))
+    assert found.exit_code == 1
+    doctor.print_report(found)
+    output = capsys.readouterr().out
+    assert "DIFFERS: e4m3 row: kernel against reference 3, CPU against GPU 4" in output
+    assert output.endswith("FAILED: 7 bits differ.\n")
+    assert "no [b]unit[/b]" in output
+
+
+def test_a_wrong_known_answer_and_a_broken_comparison_are_exit_code_1():
+    fine = doctor.SelfTest((), "here", "there", 0)
+    assert report(fine).exit_code == 0
+    assert report(dataclasses.replace(fine, wrong_answers=1)).exit_code == 1
+    assert report(dataclasses.replace(fine, failure="it stopped")).exit_code == 1
+
+
+def test_philox_answers_are_really_compared(monkeypatch):
+    assert doctor.wrong_answers("cpu") == 0
+    monkeypatch.setattr(doctor.philox, "ROUNDS", 9)
+    assert doctor.wrong_answers("cpu") == 3
+
+
+def test_without_triton_the_report_says_that_no_kernel_ran(monkeypatch, capsys):
+    few = doctor.jobs(512)[:8]
+    monkeypatch.setattr(doctor, "jobs", lambda elements: few)
+    monkeypatch.setattr(doctor, "has_triton", lambda: False)
+    monkeypatch.setattr(doctor, "best_device", lambda: "cpu")
+    found = doctor.self_test(512)
+    assert found.passed
+    doctor.print_report(report(found))
+    output = capsys.readouterr().out
+    assert "Kernels: not run: Triton is not installed." in output
+    assert "All bits agree" not in output
+    assert output.endswith("no kernel and no second device could be compared here.\n")
+
+
+def test_an_interpreter_that_fails_is_a_failure(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "false")  # a program that does nothing but fail
+    checks, failure = doctor.interpreted_checks(512)
+    assert checks == []
+    assert failure == "the interpreter stopped with exit code 1: no message"
+
+
+def test_a_product_that_fails_or_is_wrong_says_so():
+    right = torch.ones(2, 2)
+
+    def fail(device):
+        raise RuntimeError("no such unit\nand a long trace")
+
+    assert doctor._try("a", lambda device: (right, right), "cpu") == doctor.Product("a", True, "")
+    assert doctor._try("a", fail, "cpu") == doctor.Product("a", False, "no such unit")
+    wrong = doctor._try("a", lambda device: (right * 2, right), "cpu")
+    assert not wrong.runs
+    assert "wrong" in wrong.note
+    assert not doctor._try("a", lambda device: (right * torch.nan, right), "cpu").runs
+
+
+def test_products_on_the_cpu():
+    found = {product.name: product for product in doctor.products("cpu")}
+    assert len(found) == 9
+    for name in ("bf16", "fp16", "fp8, tensor scales", "fp8, row scales"):
+        assert found[name].runs, found[name]
+    for name in ("MXFP8", "MXFP4", "NVFP4"):
+        assert not found[name].runs
+        assert found[name].note
+
+
+def test_tables_on_a_terminal_keep_brackets(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    doctor.print_table("A title", ("name", "count"), [("[red]x[/red]", "12")], right=[1])
+    output = capsys.readouterr().out
+    assert "[red]x[/red]" in output
+    assert "A title" in output
+    assert "━" in output or "─" in output

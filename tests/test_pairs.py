@@ -1,0 +1,130 @@
+"""Every kernel against its reference, bit for bit, on shapes small enough for Triton's interpreter.
+
+On a machine with a GPU the same bodies run on it; `tests/gpu` holds what only a GPU can show.
+"""
+
+import numpy as np
+import pairs
+import pytest
+import torch
+
+from dither import Cast
+from dither.formats import Format
+
+pytest.importorskip("triton", reason="the kernels need Triton")
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> object:
+    """The interpreter computes with numpy, which warns of the overflows and NaNs that are wanted here."""
+    with np.errstate(all="ignore"):
+        yield
+
+
+SPECIAL = [
+    0.0,
+    -0.0,
+    torch.inf,
+    -torch.inf,
+    torch.nan,
+    -torch.nan,
+    448.0,
+    464.0,
+    465.0,
+    480.0,
+    7.0,
+    3.4e38,
+    1e-45,
+    -1e-40,
+]
+
+
+@pytest.mark.parametrize("width", [8, 16, 32])
+@pytest.mark.parametrize("offset", [(0, 0), (3, 16), (5, 7)])
+def test_random_bits(width: int, offset: tuple[int, int], device: str) -> None:
+    assert pairs.check_random_bits(11, 300, offset, width, device) == 0
+
+
+@pytest.mark.parametrize("name", [*pairs.FORMATS, "e4m10", "e2m2", "e7m3", "e2m5", "e6m1"])
+@pytest.mark.parametrize("how", ["nearest", "toward_zero", "stochastic(4)", "stochastic(16)", "stochastic(20)"])
+def test_rounding(name: str, how: str, device: str) -> None:
+    if how.startswith("stochastic") and int(how[11:-1]) + Format.parse(name).mantissa_bits > 30:
+        pytest.skip("more random bits than this format can use: Cast refuses it")
+    generator = torch.Generator().manual_seed(3)
+    bits = torch.randint(-(2**31), 2**31, (4, 128), generator=generator).int().view(torch.float32)
+    x = torch.cat(
+        [bits, pairs.hard_values(12, 128, torch.float32, 4, "cpu"), bits.new_tensor(SPECIAL + [0.5] * 114)[None]]
+    )
+    for saturate in (True, False):
+        assert pairs.check_round(x.to(device), name, how, saturate, (2, 8)) == 0
+
+
+SMALL = [
+    "none none",
+    "tensor fp32",
+    "row fp32",
+    "block(4) fp32",
+    "tile(16) pow2",
+    "tile(8) pow2_ceil",
+    "tile(16) nvfp4",
+]
+
+
+@pytest.mark.parametrize("cast", pairs.casts(["e4m3", "e5m2", "e3m4", "e2m3", "e2m1", "int8", "fp16"], SMALL), ids=str)
+def test_casts(cast: Cast, device: str) -> None:
+    dtype = torch.bfloat16 if cast.round.kind == "nearest" else torch.float32
+    x = pairs.hard_values(11, 67, dtype, 5, device)
+    assert pairs.check_quantize(x, cast, 1, (2, 8)) == 0
+    assert pairs.check_quantize(x, cast, 0, (2, 3)) == 0
+
+
+@pytest.mark.parametrize("text", ["e4m3 row", "e2m1 tile(16) pow2_ceil stochastic(16)"])
+@pytest.mark.parametrize("axis", [0, 1, 2, 3])
+def test_axes_of_four_dimensions(text: str, axis: int, device: str) -> None:
+    x = pairs.hard_values(12, 9, torch.float16, 6, device).reshape(2, 3, 2, 9)
+    assert pairs.check_quantize(x, Cast.parse(text), axis, (3, 8)) == 0
+    assert pairs.check_quantize(x.permute(2, 3, 0, 1), Cast.parse(text), axis) == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["e4m3 tile(16)", "e4m3 row", "e2m1 tile(16) nvfp4", "e2m1 tile(16) nvfp4 stochastic(16)", "int8 tile(16) pow2"],
+)
+def test_lost_groups(text: str, device: str) -> None:
+    """NaN and Inf poison their group and nothing else, on both sides."""
+    x = pairs.hard_values(9, 50, torch.float32, 7, "cpu")
+    x[1, 3], x[4, 40], x[7, 20] = torch.nan, torch.inf, -torch.inf
+    for axis in (0, 1):
+        assert pairs.check_quantize(x.to(device), Cast.parse(text), axis) == 0
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, -1.0, 1e-45, 1e-30, 1.0, 3.4e38, torch.inf, torch.nan])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "e4m3 tensor delayed(4)",
+        "e5m2 tensor delayed(4,3)",
+        "e2m1 tensor fp32",
+        "e2m1 tile(16) nvfp4",
+        "e4m3 tile(16) nvfp4",
+    ],
+)
+def test_given_magnitudes(text: str, value: float, device: str) -> None:
+    x = pairs.hard_values(6, 40, torch.float32, 8, device)
+    assert pairs.check_quantize(x, Cast.parse(text), 1, amax=torch.tensor(value, device=device)) == 0
+
+
+@pytest.mark.parametrize(
+    "cast", pairs.casts(["e4m3", "e2m1", "e3m2"], ["tile(32) fp32", "tile(16) pow2_ceil"]), ids=str
+)
+def test_both_layouts(cast: Cast, device: str) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        x = pairs.hard_values(70, 75, dtype, 9, device)
+        assert pairs.check_both(x, cast, (1, 16)) == 0
+    if cast.element.bits < 8:
+        assert pairs.check_both(x, cast, container="e4m3") == 0
+        assert pairs.check_quantize(x, cast, 1, container="e4m3") == 0
+
+
+def test_both_layouts_of_long_tiles(device: str) -> None:
+    assert pairs.check_both(pairs.hard_values(9, 300, torch.float32, 10, device), Cast.parse("e4m3 tile(256)")) == 0
