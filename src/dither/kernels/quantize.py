@@ -42,6 +42,9 @@ from dither.layout import Layout
 from dither.precision import Cast
 from dither.random import Draw
 
+REGISTERS = 80
+"""A thread's share when six programs of four warps run on a multiprocessor at once. Kernels that draw random bits need more."""
+
 LONGEST_ROW = 16384
 """Rows up to this length are held by one program, which then needs no second reading for their scale."""
 
@@ -338,6 +341,7 @@ def cast_program(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     A: tl.constexpr,
+    EVEN: tl.constexpr,
     MEASURE: tl.constexpr,
     PER_LINE: tl.constexpr,
     FAKE: tl.constexpr,
@@ -348,10 +352,13 @@ def cast_program(
     N: tl.constexpr = ROWS * COLUMNS
     batch, first_row, first_column = program_tile(program, rows, columns, ROWS, COLUMNS)
     row, column = element_place(tl.arange(0, N), N, COLUMNS, A, RUN, ALONG_ROWS)
-    inside = (row < rows - first_row) & (column < columns - first_column)
     origin = x_ptr + batch * stride_b + first_row * stride_r + first_column * stride_c
-    x = tl.load(origin + row.to(tl.int64) * stride_r + column * stride_c, mask=inside, other=0.0)
-    x = widen(x, H.NATIVE)
+    place = origin + row.to(tl.int64) * stride_r + column * stride_c
+    if EVEN:
+        x = widen(tl.load(place), H.NATIVE)
+    else:
+        inside = (row < rows - first_row) & (column < columns - first_column)
+        x = widen(tl.load(place, mask=inside, other=0.0), H.NATIVE)
     random = as_bits(x)
     if H.KIND == "stochastic":
         step = tl.load(step_ptr).to(tl.uint32)
@@ -428,6 +435,7 @@ def _quantize_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     A: tl.constexpr,
+    EVEN: tl.constexpr,
     MEASURE: tl.constexpr,
     PER_LINE: tl.constexpr,
     FAKE: tl.constexpr,
@@ -437,7 +445,7 @@ def _quantize_kernel(
     cast_program(
         tl.program_id(0), x_ptr, out_ptr, scale_ptr, amax_ptr, tensor_ptr, step_ptr, key, row0, column0, rows, columns, inner,
         stride_b, stride_r, stride_c, out_batch, out_line, out_element, F, C, S, H, SCALE, W, GP, GQ, RUN, ALONG_ROWS, ROWS,
-        COLUMNS, A, MEASURE, PER_LINE, FAKE, RAGGED, WORDS,
+        COLUMNS, A, EVEN, MEASURE, PER_LINE, FAKE, RAGGED, WORDS,
     )  # fmt: skip
 
 
@@ -470,6 +478,7 @@ def _quantize_both_kernel(
     SHORT: tl.constexpr,
     A: tl.constexpr,
     A_T: tl.constexpr,
+    EVEN: tl.constexpr,
     RAGGED: tl.constexpr,
     RAGGED_T: tl.constexpr,
     WORDS: tl.constexpr,
@@ -486,14 +495,14 @@ def _quantize_both_kernel(
         if tile < tl.cdiv(rows, SHORT) * tl.cdiv(columns, LONG):
             cast_program(
                 tile, x_ptr, out_ptr, scale_ptr, x_ptr, x_ptr, step_ptr, key, row0, column0, rows, columns, 1, 0, stride_r,
-                stride_c, 0, out_line, 1, F, C, S, H, SCALE, W, 1, GQ, RUN, False, SHORT, LONG, A, True, False, False,
+                stride_c, 0, out_line, 1, F, C, S, H, SCALE, W, 1, GQ, RUN, False, SHORT, LONG, A, EVEN, True, False, False,
                 RAGGED, WORDS,
             )  # fmt: skip
     else:
         if tile < tl.cdiv(rows, LONG) * tl.cdiv(columns, SHORT):
             cast_program(
                 tile, x_ptr, out_t_ptr, scale_t_ptr, x_ptr, x_ptr, step_ptr, key, row0, column0, rows, columns, 1, 0, stride_r,
-                stride_c, 0, out_t_line, 1, F, C, S, H, SCALE, W, 1, GQ, RUN, True, LONG, SHORT, A_T, True, False, False,
+                stride_c, 0, out_t_line, 1, F, C, S, H, SCALE, W, 1, GQ, RUN, True, LONG, SHORT, A_T, EVEN, True, False, False,
                 RAGGED_T, WORDS_T,
             )  # fmt: skip
 
@@ -611,11 +620,13 @@ def quantize_both(x: Tensor, cast: Cast, draw: Draw | None, container: Format) -
             SHORT=SHORT,
             A=A,
             A_T=A_T,
+            EVEN=rows % LONG == columns % LONG == 0,
             RAGGED=bool(columns % 8),
             RAGGED_T=bool(rows % 8),
             WORDS=values.stride(1) % 4 == 0,
             WORDS_T=values_t.stride(1) % 4 == 0,
             num_warps=warps,
+            maxnreg=REGISTERS if draw is None else None,
         )
     return along.expose(values), along.expose(scale), across.expose(values_t), across.expose(scale_t)
 
@@ -719,12 +730,14 @@ def _launch(
         ROWS=ROWS,
         COLUMNS=COLUMNS,
         A=A,
+        EVEN=place.rows % ROWS == place.columns % COLUMNS == 0,
         MEASURE=measure,
         PER_LINE=kind == "row",
         FAKE=fake,
         RAGGED=bool(place.lines[1] % 8),
         WORDS=line % 4 == 0,
         num_warps=warps,
+        maxnreg=REGISTERS if draw is None and warps == 4 else None,
     )
     return tensor
 

@@ -181,7 +181,7 @@ def amax_bits(x_BRC: Tensor, layout: Layout | None) -> Tensor:
     shape = {"tensor": (), "row": (batch, rows), "column": (batch, columns)}[per]
     out = torch.zeros(shape, dtype=torch.int32, device=x_BRC.device)
     if x_BRC.numel():
-        ROWS, COLUMNS = (128, 32) if per == "column" else (16, 256)
+        ROWS, COLUMNS = {"tensor": (16, 1024), "row": (8, 1024), "column": (128, 32)}[per]
         _amax_kernel[tiles(batch, rows, columns, ROWS, COLUMNS)](
             x_BRC, out, rows, columns, *x_BRC.stride(), PER=per, ROWS=ROWS, COLUMNS=COLUMNS
         )
