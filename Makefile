@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 VENV := .venv
+JOBS ?= 1
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
@@ -11,7 +12,7 @@ help:
 	@echo 'make demo      set up $(VENV) and run the main job (today: dither doctor)'
 	@echo 'make test      set up $(VENV) and run the tests'
 	@echo 'make check     ruff and mypy'
-	@echo 'make gpu-test  run the tests marked gpu with $(PYTHON) as it is, installing nothing'
+	@echo 'make gpu-test  run the tests marked gpu with $(PYTHON) as it is, installing nothing (JOBS=8: in eight processes)'
 
 demo: $(INSTALLED)
 	$(VENV)/bin/dither doctor
@@ -25,7 +26,7 @@ check: $(INSTALLED)
 	$(VENV)/bin/mypy
 
 gpu-test:
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/gpu
+	seq $(JOBS) | PYTHONPATH=src xargs -P $(JOBS) -I{} env DITHER_SHARE={}/$(JOBS) $(PYTHON) -m pytest -q -m gpu tests/gpu
 
 # torch comes first and by its exact version, the one that is tested; the second line then keeps it. The stamp is written
 # last, so that an interrupted installation starts again.

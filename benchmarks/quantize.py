@@ -8,6 +8,7 @@ copy of the same input in the same run, counted as bytes read plus bytes written
 """
 
 import argparse
+import functools
 import time
 
 import torch
@@ -86,9 +87,7 @@ def table(size: int) -> None:
     target = torch.empty_like(x)
     copy = median_ms(lambda: target.copy_(x))
     bandwidth = 2 * x.numel() * x.itemsize / copy
-    print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, bfloat16 {size} x {size}"
-    )
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, bfloat16 {size} x {size}")
     print(f"copy: {copy * 1e3:.1f} us, {bandwidth / 1e9:.2f} TB/s")
     print(f"{'cast':<42}{'layouts':>8}{'us':>9}{'TB/s':>8}{'share':>8}{'host us':>9}{'compile us':>12}")
     for text, both in CASES:
@@ -98,10 +97,10 @@ def table(size: int) -> None:
         moved = bytes_moved(x, run())
         peer = ""
         if text == "e4m3 tile(128) fp32 nearest" and not both:
-            other = compiled_cast(cast)
-            peer = f"{median_ms(lambda: other(x)) * 1e3:.1f}"
+            peer = f"{median_ms(functools.partial(compiled_cast(cast), x)) * 1e3:.1f}"
         print(
-            f"{text:<42}{2 if both else 1:>8}{ms * 1e3:>9.1f}{moved / ms / 1e9:>8.2f}{moved / ms / bandwidth:>8.3f}{host_us(run):>9.1f}{peer:>12}"
+            f"{text:<42}{2 if both else 1:>8}{ms * 1e3:>9.1f}{moved / ms / 1e9:>8.2f}{moved / ms / bandwidth:>8.3f}"
+            f"{host_us(run):>9.1f}{peer:>12}"
         )
 
 

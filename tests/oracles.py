@@ -214,9 +214,7 @@ def float32(x: Fraction) -> np.float32:
     return np.float32(np.inf if value > 0 else -np.inf) if abs(value) >= 2**128 else np.float32(float(value))
 
 
-def group_slices(
-    shape: tuple[int, ...], granularity: str, size: int, axis: int
-) -> list[tuple[tuple[int, ...], np.ndarray]]:
+def group_slices(shape: tuple[int, ...], granularity: str, size: int, axis: int) -> list[tuple[tuple[int, ...], np.ndarray]]:
     """Every group as (its index among the scales, the flat indices of its elements): a slow loop over elements.
 
     `none` and `tensor`: one group. `row`: along `axis`. `tile`: runs of `size` along `axis`. `block`: size x size in
@@ -286,9 +284,7 @@ def cast_by_loop(
     tensor = None
     if kind == "nvfp4":
         amax = np.float32(np.abs(flat).max())
-        tensor = (
-            np.float32(1) if amax == 0 else max(amax / np.float32(448 * finite_values(name)[-1]), np.float32(2.0**-126))
-        )
+        tensor = np.float32(1) if amax == 0 else max(amax / np.float32(448 * finite_values(name)[-1]), np.float32(2.0**-126))
     for place, members in group_slices(x.shape, granularity, size, axis):
         multiply, restore = np.float32(1), np.float32(1)
         if kind != "none":
@@ -298,9 +294,7 @@ def cast_by_loop(
         if name in INTEGERS:
             values[members] = round_integer(name, scaled)
         elif rounding == "stochastic":
-            values[members] = round_gfloat(
-                name, scaled, RoundMode.StochasticFastest, srbits=draws[members], srnumbits=bits
-            )
+            values[members] = round_gfloat(name, scaled, RoundMode.StochasticFastest, srbits=draws[members], srnumbits=bits)
         else:
             mode = RoundMode.TiesToEven if rounding == "nearest" else RoundMode.TowardZero
             values[members] = round_gfloat(name, scaled, mode)

@@ -38,7 +38,8 @@ def casts(formats: list[str] = FORMATS, scalings: list[str] = SCALINGS, rounding
                 try:
                     found.append(Cast.parse(f"{name} {scaling} {how.replace('16', str(bits))}"))
                 except UserError:  # fp32 takes no scale, nvfp4 only small formats
-                    assert name in ("fp32", "bf16", "fp16") and scaling != "none none"
+                    assert name in ("fp32", "bf16", "fp16")
+                    assert scaling != "none none"
     return found
 
 
@@ -85,9 +86,7 @@ def draw_for(x: Tensor, rounding: Rounding, offset: tuple[int, int]) -> Draw | N
 
 def check_random_bits(rows: int, columns: int, offset: tuple[int, int], width: int, device: str) -> int:
     draw = STREAM.draw(3, (rows, columns), offset, device)
-    return differing(
-        philox.random_bits(draw, rows, columns, width), kernel_philox.random_bits(draw, rows, columns, width)
-    )
+    return differing(philox.random_bits(draw, rows, columns, width), kernel_philox.random_bits(draw, rows, columns, width))
 
 
 def check_round(x: Tensor, name: str, how: str, saturate: bool, offset: tuple[int, int] = (0, 0)) -> int:

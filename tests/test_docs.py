@@ -3,11 +3,14 @@
 import doctest
 import importlib
 import pkgutil
+import re
 from pathlib import Path
 
 import pytest
 
 import dither
+from dither import cli
+from dither.formats import TABLE
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -38,9 +41,6 @@ def test_there_are_examples_in_docstrings():
 
 
 def test_the_table_of_formats_in_the_docs_is_that_of_the_command():
-    from dither import cli
-    from dither.formats import TABLE
-
     page = (ROOT / "docs" / "casts.md").read_text()
     for format in TABLE.values():
         assert f"| {' | '.join(cli._row(format)[:-1])} |" in page
@@ -48,9 +48,22 @@ def test_the_table_of_formats_in_the_docs_is_that_of_the_command():
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
 def test_files_named_in_pages_exist(page):
-    import re
-
     named = re.findall(r"(?:src|tests|docs|benchmarks)/[\w./]*\w", (ROOT / page).read_text())
     assert named
     for path in named:
         assert (ROOT / path).exists(), path
+
+
+def test_the_ways_to_break_a_kernel_are_still_possible():
+    """Every line of the table in CONTRIBUTING.md names code that is there, once, and a test; every kernel has a line."""
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    tests = (ROOT / "tests" / "test_pairs.py").read_text()
+    rows = re.findall(r"^\| `(_\w+)`.* \| `(\w+\.py)` \| `(.+)` \| `(.+)` \| `(test_\w+)` \|$", page, flags=re.MULTILINE)
+    assert len(rows) == page.count("\n| `_")
+    sources = {path.name: path.read_text() for path in (ROOT / "src" / "dither" / "kernels").glob("*.py")}
+    for _, file, old, new, test in rows:
+        assert sources[file].count(old.replace("\\|", "|")) == 1, old
+        assert old != new
+        assert f"def {test}(" in tests
+    kernels = {name for source in sources.values() for name in re.findall(r"^def (_\w+_kernel)\(", source, flags=re.MULTILINE)}
+    assert {kernel for kernel, *_ in rows} == kernels

@@ -52,9 +52,7 @@ def test_rounding(name: str, how: str, device: str) -> None:
         pytest.skip("more random bits than this format can use: Cast refuses it")
     generator = torch.Generator().manual_seed(3)
     bits = torch.randint(-(2**31), 2**31, (4, 128), generator=generator).int().view(torch.float32)
-    x = torch.cat(
-        [bits, pairs.hard_values(12, 128, torch.float32, 4, "cpu"), bits.new_tensor(SPECIAL + [0.5] * 114)[None]]
-    )
+    x = torch.cat([bits, pairs.hard_values(12, 128, torch.float32, 4, "cpu"), bits.new_tensor(SPECIAL + [0.5] * 114)[None]])
     for saturate in (True, False):
         assert pairs.check_round(x.to(device), name, how, saturate, (2, 8)) == 0
 
@@ -114,9 +112,7 @@ def test_given_magnitudes(text: str, value: float, device: str) -> None:
     assert pairs.check_quantize(x, Cast.parse(text), 1, amax=torch.tensor(value, device=device)) == 0
 
 
-@pytest.mark.parametrize(
-    "cast", pairs.casts(["e4m3", "e2m1", "e3m2"], ["tile(32) fp32", "tile(16) pow2_ceil"]), ids=str
-)
+@pytest.mark.parametrize("cast", pairs.casts(["e4m3", "e2m1", "e3m2"], ["tile(32) fp32", "tile(16) pow2_ceil"]), ids=str)
 def test_both_layouts(cast: Cast, device: str) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         x = pairs.hard_values(70, 75, dtype, 9, device)

@@ -120,9 +120,7 @@ def test_any_shape_is_viewed_as_leading_dimensions_times_the_last(shape):
     bits = stream.bits(1, shape, offset=(2, 3), width=16)
     assert bits.shape == torch.Size(shape)
     assert bits.dtype == torch.int32
-    assert torch.equal(
-        bits.reshape(-1), stream.bits(1, (math.prod(shape[:-1]), columns), offset=(2, 3), width=16).reshape(-1)
-    )
+    assert torch.equal(bits.reshape(-1), stream.bits(1, (math.prod(shape[:-1]), columns), offset=(2, 3), width=16).reshape(-1))
 
 
 @pytest.mark.parametrize("step", [0, 5, 2**31, 2**32 - 1])
@@ -157,9 +155,7 @@ def test_keys_stay_what_they_are():
     assert Stream(2**64 - 1, "sample", "model.layers.0.mlp.up_proj.weight").key == 7621849693911841776
 
 
-@pytest.mark.parametrize(
-    "change", [{"seed": 1}, {"purpose": "sample"}, {"name": "v"}, {"step": 1}, {"row": 1}, {"column": 4}]
-)
+@pytest.mark.parametrize("change", [{"seed": 1}, {"purpose": "sample"}, {"name": "v"}, {"step": 1}, {"row": 1}, {"column": 4}])
 def test_another_seed_purpose_name_step_or_place_draws_other_bits(change):
     def draw(seed=0, purpose="round", name="w", step=0, row=0, column=0):
         return unsigned(Stream(seed, purpose, name).bits(step, (64, 256), offset=(row, column)))

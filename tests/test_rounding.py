@@ -60,9 +60,7 @@ def check(got: np.ndarray, theirs: np.ndarray, x: np.ndarray, listed: list[tuple
     for where, ours in listed:
         allowed |= where
         expected[where] = np.broadcast_to(ours, x.shape)[where]
-    assert not (wrong & ~allowed).any(), (
-        f"{int((wrong & ~allowed).sum())} mismatches, the first for {x[wrong & ~allowed][0]!r}"
-    )
+    assert not (wrong & ~allowed).any(), f"{int((wrong & ~allowed).sum())} mismatches, the first for {x[wrong & ~allowed][0]!r}"
     assert not (allowed & ~wrong).any(), "a listed disagreement is none"
     assert not oracles.mismatches(got, expected).any()
 
@@ -137,9 +135,7 @@ def test_toward_zero_of_all_16_bit_inputs_against_gfloat(name, inputs, saturate)
 
 @pytest.mark.parametrize("name", oracles.INTEGERS)
 def test_toward_zero_to_integers_truncates(name):
-    x = np.concatenate(
-        [oracles.float32_patterns(20000, 1), np.random.default_rng(2).normal(0, 40, 20000).astype(np.float32)]
-    )
+    x = np.concatenate([oracles.float32_patterns(20000, 1), np.random.default_rng(2).normal(0, 40, 20000).astype(np.float32)])
     x = x[np.isfinite(x)]
     expected = np.clip(np.trunc(x.astype(np.float64)), -oracles.INTEGERS[name], oracles.INTEGERS[name]) + 0.0
     assert not oracles.mismatches(rounded(x, name, TOWARD_ZERO), expected).any()
@@ -169,9 +165,7 @@ def test_values_midpoints_and_their_float32_neighbours_against_gfloat(name, satu
     x = hard_cases(name)
     if not saturate and not Format.parse(name).nan:
         x = x[~beyond(x, name)]  # gfloat refuses these: listed above
-    assert not oracles.mismatches(
-        rounded(x, name, saturate=saturate), oracles.round_gfloat(name, x, saturate=saturate)
-    ).any()
+    assert not oracles.mismatches(rounded(x, name, saturate=saturate), oracles.round_gfloat(name, x, saturate=saturate)).any()
 
 
 @pytest.mark.parametrize("name", [name for name in SHORT if name in oracles.ML_DTYPES and name in FLOATS])
@@ -247,18 +241,14 @@ def test_fp32_codes_are_the_bits_of_a_float():
 
 @pytest.mark.parametrize("name", SHORT)
 def test_codes_of_rounded_values_against_gfloat(name):
-    x = np.concatenate(
-        [oracles.float32_patterns(20_000, 6), np.random.default_rng(7).normal(0, 4, 20_000).astype(np.float32)]
-    )
+    x = np.concatenate([oracles.float32_patterns(20_000, 6), np.random.default_rng(7).normal(0, 4, 20_000).astype(np.float32)])
     x = x[np.isfinite(x)]
     values = torch.from_numpy(rounded(x, name))
     codes = encode(values, Format.parse(name)).numpy()
     assert (codes == oracles.encode(name, values.numpy())).all()
 
 
-@pytest.mark.parametrize(
-    ("name", "code"), [("e4m3", 0x7F), ("e5m2", 0x7F), ("e3m4", 0x7F), ("fp16", 0x7FFF), ("bf16", 0x7FFF)]
-)
+@pytest.mark.parametrize(("name", "code"), [("e4m3", 0x7F), ("e5m2", 0x7F), ("e3m4", 0x7F), ("fp16", 0x7FFF), ("bf16", 0x7FFF)])
 @pytest.mark.parametrize("pattern", [0x7FC00000, 0xFFC00000, 0x7F800001, 0xFFFFFFFF])
 def test_every_nan_has_the_code_that_gpus_write(name, code, pattern):
     nan = torch.tensor([pattern - (pattern >> 31 << 32)], dtype=torch.int32).view(torch.float32)
@@ -281,9 +271,7 @@ def values_with_few_bits_below(name: str, count: int, seed: int) -> np.ndarray:
     subnormal = rng.random(count) < 0.2
     lowest, highest = f.min_exponent, f.max_exponent
     exponent = np.where(subnormal, lowest, rng.integers(lowest, highest + 1, count))
-    kept = rng.integers(1 << f.mantissa_bits, 2 << f.mantissa_bits, count) - np.where(
-        subnormal, 1 << f.mantissa_bits, 0
-    )
+    kept = rng.integers(1 << f.mantissa_bits, 2 << f.mantissa_bits, count) - np.where(subnormal, 1 << f.mantissa_bits, 0)
     x = (kept + rng.integers(0, 1 << b, count) / (1 << b)) * np.exp2(exponent.astype(np.float64) - f.mantissa_bits)
     x = np.minimum(x, f.max) * rng.choice([-1.0, 1.0], count)
     assert (x == x.astype(np.float32)).all()
@@ -326,9 +314,7 @@ def test_exact_values_never_move(name):
         if bits > limit:
             continue
         for random in (np.full(values.shape, -1), np.zeros(values.shape), rng.integers(-(2**31), 2**31, values.shape)):
-            assert not oracles.mismatches(
-                rounded(values, name, Rounding("stochastic", bits), random=random), values
-            ).any()
+            assert not oracles.mismatches(rounded(values, name, Rounding("stochastic", bits), random=random), values).any()
 
 
 def some_nans() -> np.ndarray:
@@ -418,9 +404,7 @@ def test_stochastic_is_gfloats_add_and_truncate(name, bits, saturate):
     if not saturate and not f.nan:
         x = x[np.abs(x) <= f.max]  # beyond, and at NaN, gfloat refuses: listed above
     random = rng.integers(0, 1 << bits, x.shape)
-    theirs = oracles.round_gfloat(
-        name, x, RoundMode.StochasticFastest, saturate=saturate, srbits=random, srnumbits=bits
-    )
+    theirs = oracles.round_gfloat(name, x, RoundMode.StochasticFastest, saturate=saturate, srbits=random, srnumbits=bits)
     # Bits above the n that count are ignored.
     noise = random | rng.integers(0, 1 << 7, x.shape) << bits
     assert not oracles.mismatches(rounded(x, name, Rounding("stochastic", bits), saturate, noise), theirs).any()

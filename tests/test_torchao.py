@@ -32,9 +32,7 @@ def torchao():
 def numbers(dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """65,536 random numbers, their rows of very different magnitude, with a block of zeros."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(256, 256, generator=generator) * torch.exp2(
-        torch.randint(-30, 31, (256, 1), generator=generator).float()
-    )
+    x = torch.randn(256, 256, generator=generator) * torch.exp2(torch.randint(-30, 31, (256, 1), generator=generator).float())
     x[3, 64:128] = 0
     return x.to(dtype)
 

@@ -96,9 +96,7 @@ class Format:
         (448.0, -1.0)
         """
         if not 0 <= code < 1 << self.bits:
-            raise UserError(
-                f"{self.name} has {self.bits} bits, so its codes go from 0 to {(1 << self.bits) - 1}, not {code}."
-            )
+            raise UserError(f"{self.name} has {self.bits} bits, so its codes go from 0 to {(1 << self.bits) - 1}, not {code}.")
         if self.is_integer:
             value = float(code - (1 << self.bits if code >> (self.bits - 1) else 0))
             return value if abs(value) <= self.max else math.nan  # the one code beyond the symmetric range
@@ -196,5 +194,6 @@ def _parse(name: str) -> Format:
     near = difflib.get_close_matches(name, [*TABLE, *ALIASES], n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise UserError(
-        f"There is no number format {name!r}{hint}: known are {', '.join(TABLE)}, and eXmY with X from 2 to 8 and Y from 1 to 23."
+        f"There is no number format {name!r}{hint}: known are {', '.join(TABLE)}, "
+        "and eXmY with X from 2 to 8 and Y from 1 to 23."
     )

@@ -89,9 +89,7 @@ class Layout:
             return x.reshape(self.batch, self.rows, self.columns)
         outer = math.prod(self.shape[: self.axis])
         return (
-            x.reshape(outer, self.rows, self.inner, self.columns)
-            .transpose(1, 2)
-            .reshape(self.batch, self.rows, self.columns)
+            x.reshape(outer, self.rows, self.inner, self.columns).transpose(1, 2).reshape(self.batch, self.rows, self.columns)
         )
 
     def restore(self, x_BRC: Tensor) -> Tensor:
@@ -128,9 +126,7 @@ def layout_of(shape: tuple[int, ...], cast: Cast, axis: int) -> Layout:
     if not isinstance(axis, int) or isinstance(axis, bool):
         raise UserError(f"An axis is an integer, not {axis!r}.")
     if not -ndim <= axis < ndim:
-        raise UserError(
-            f"axis={axis} does not exist in a tensor of shape {tuple(shape)}: it goes from {-ndim} to {ndim - 1}."
-        )
+        raise UserError(f"axis={axis} does not exist in a tensor of shape {tuple(shape)}: it goes from {-ndim} to {ndim - 1}.")
     axis %= ndim
     columns = shape[-1] if shape else 1
     kind, n = cast.group.kind, cast.group.size
@@ -147,13 +143,7 @@ def layout_of(shape: tuple[int, ...], cast: Cast, axis: int) -> Layout:
 def scale_dtype(cast: Cast) -> torch.dtype:
     """How the scales of groups are stored."""
     kind = cast.scaling.kind
-    return (
-        torch.float8_e8m0fnu
-        if kind in ("pow2", "pow2_ceil")
-        else torch.float8_e4m3fn
-        if kind == "nvfp4"
-        else torch.float32
-    )
+    return torch.float8_e8m0fnu if kind in ("pow2", "pow2_ceil") else torch.float8_e4m3fn if kind == "nvfp4" else torch.float32
 
 
 def empty_lines(x: Tensor, cast: Cast, place: Layout, container: Format) -> tuple[Tensor, Tensor]:

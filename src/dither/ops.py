@@ -53,9 +53,11 @@ class Quantized:
         empty = self.values.new_empty(0, dtype=torch.float32)
         scale = empty if self.scale is None else self.scale
         tensor_scale = empty if self.tensor_scale is None else self.tensor_scale
-        return _dequantize_op(
-            self.values, scale, tensor_scale, str(self.cast), list(self.shape), self.axis, dtype, _backend(backend)
+        shape = list(self.shape)
+        numbers: Tensor = _dequantize_op(
+            self.values, scale, tensor_scale, str(self.cast), shape, self.axis, dtype, _backend(backend)
         )
+        return numbers
 
 
 def round_to(
@@ -81,7 +83,8 @@ def round_to(
     element = format if isinstance(format, Format) else Format.parse(format)
     if Format.parse(element.name) != element:
         raise UserError(
-            f"The format given is called {element.name!r} but differs from the one of that name; give a name or a row of the table."
+            f"The format given is called {element.name!r} but differs from the one of that name; "
+            "give a name or a row of the table."
         )
     cast = Cast(element.name, rounding=rounding)
     _check_tensor(x, "round_to")
@@ -186,7 +189,9 @@ def quantize_both(
 
 @dataclass(frozen=True)
 class AmaxHistory:
-    """The state of delayed scaling: the largest magnitudes of past steps, newest first, float32[history]. Never changed in place.
+    """The state of delayed scaling: the largest magnitudes of past steps, newest first, float32[history].
+
+    It is never changed in place.
 
     >>> import dither, torch
     >>> cast = dither.Cast("e4m3", "tensor", "delayed(16)")
@@ -219,7 +224,8 @@ class AmaxHistory:
 def amax(x: Tensor, *, backend: str = "auto") -> Tensor:
     """The largest magnitude in `x`, a 0-d float32 tensor; NaN or Inf where `x` holds one."""
     _check_tensor(x, "amax")
-    return _amax_op(x, _backend(backend))
+    largest: Tensor = _amax_op(x, _backend(backend))
+    return largest
 
 
 # Checks at the boundary ------------------------------------------------------------------------------------------------
@@ -261,7 +267,8 @@ def _prepare(
     if amax is not None:
         if cast.group.kind != "tensor" and cast.scaling.kind != "nvfp4":
             raise UserError(
-                f"amax= is the largest magnitude of a whole tensor, and the cast {str(cast)!r} scales smaller groups by their own."
+                f"amax= is the largest magnitude of a whole tensor, and the cast {str(cast)!r} "
+                "scales smaller groups by their own."
             )
         if not isinstance(amax, Tensor) or amax.dim() != 0 or amax.dtype != torch.float32 or amax.device != x.device:
             raise UserError(f"amax= is a 0-d float32 tensor on the device of the input, not {_described(amax)}.")
@@ -280,8 +287,8 @@ def _draw(x: Tensor, cast: Cast, stream: Stream | None, step: int | Tensor, offs
         return None
     if not isinstance(stream, Stream):
         raise UserError(
-            f"The cast {str(cast)!r} rounds stochastically and needs stream=dither.Stream(seed, purpose, name), so that its bits can be repeated; "
-            f"given was {stream!r}."
+            f"The cast {str(cast)!r} rounds stochastically and needs stream=dither.Stream(seed, purpose, name), "
+            f"so that its bits can be repeated; given was {stream!r}."
         )
     return stream.draw(step, matrix_size(x), offset, x.device)
 
@@ -296,13 +303,10 @@ def _check_finite(x: Tensor, cast: Cast, nan_passes: bool, inf_passes: bool) -> 
     if bool(wrong.any()):
         first = tuple(wrong.nonzero()[0].tolist())
         value = x[first].item()
-        reason = (
-            f"{cast.element} has no NaN"
-            if value != value
-            else "an infinity has no place in a scaled or saturating cast"
-        )
+        reason = f"{cast.element} has no NaN" if value != value else "an infinity has no place in a scaled or saturating cast"
         raise UserError(
-            f"The tensor of shape {tuple(x.shape)} holds {int(wrong.sum())} value(s) that {str(cast)!r} cannot represent, the first {value} at {list(first)}: {reason}."
+            f"The tensor of shape {tuple(x.shape)} holds {int(wrong.sum())} value(s) that {str(cast)!r} cannot represent, "
+            f"the first {value} at {list(first)}: {reason}."
         )
 
 
@@ -348,8 +352,8 @@ def _use_kernel(device: torch.device, backend: str) -> bool:
 
         if not interpreted():
             raise UserError(
-                f"Kernels run on CUDA tensors, not on {device.type}; pass backend='reference', or set TRITON_INTERPRET=1 before importing "
-                "triton to run them slowly on the CPU."
+                f"Kernels run on CUDA tensors, not on {device.type}; pass backend='reference', or set TRITON_INTERPRET=1 "
+                "before importing triton to run them slowly on the CPU."
             )
     return True
 
@@ -381,9 +385,7 @@ def _empty_outputs(x: Tensor, cast: Cast, axis: int, container: Format) -> tuple
 
 
 @torch.library.custom_op("dither::random_bits", mutates_args=())
-def _random_bits_op(
-    key: int, step: Tensor, rows: int, columns: int, row: int, column: int, width: int, backend: str
-) -> Tensor:
+def _random_bits_op(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, width: int, backend: str) -> Tensor:
     implementation = _implementation("philox", step.device, backend)
     return implementation.random_bits(Draw(key, step, row, column), rows, columns, width)  # type: ignore[no-any-return]
 

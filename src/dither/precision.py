@@ -107,20 +107,17 @@ class Cast:
             # A scale from earlier steps cannot show that this step's tensor holds a NaN, so the codes must.
             raise UserError(f"Delayed scaling needs a format with NaN, such as 'e4m3' or 'e5m2', not {element}.")
         if scale.kind == "delayed" and not 0 <= scale.margin <= element.max_exponent:
-            raise UserError(
-                f"The margin of {self.scale!r} for {element} goes from 0 to {element.max_exponent} powers of two."
-            )
+            raise UserError(f"The margin of {self.scale!r} for {element} goes from 0 to {element.max_exponent} powers of two.")
         if scale.kind == "delayed" and group.kind != "tensor":
-            raise UserError(
-                f"Delayed scaling keeps one scale a tensor: use granularity='tensor', not {self.granularity!r}."
-            )
-        if group.kind != "none" and element.bits > 16:
-            raise UserError(f"{element} needs no scale: use granularity='none' and scale='none'.")
+            raise UserError(f"Delayed scaling keeps one scale a tensor: use granularity='tensor', not {self.granularity!r}.")
+        if group.kind != "none" and element.exponent_bits == 8:
+            raise UserError(f"{element} has float32's range and needs no scale: use granularity='none' and scale='none'.")
         # Rounding works on 30 bits of significand: the mantissa and the random bits below it must fit.
         limit = min(24, 30 - element.mantissa_bits)
         if rounding.bits > limit:
             raise UserError(
-                f"{self.rounding!r} asks for more random bits than {element} can use: at most {limit}, such as 'stochastic({min(limit, 16)})'."
+                f"{self.rounding!r} asks for more random bits than {element} can use: at most {limit}, "
+                f"such as 'stochastic({min(limit, 16)})'."
             )
 
     @property
@@ -145,8 +142,9 @@ class Cast:
 
     @classmethod
     def parse(cls, text: str) -> "Cast":
-        """A cast from one line: `format [granularity [scale]] [rounding]`, or a name (`mxfp8`, `mxfp6`, `mxfp4`, `nvfp4`) `[rounding]`.
+        """A cast from one line: `format [granularity [scale]] [rounding]`, or a name and perhaps a rounding.
 
+        Names are `mxfp8`, `mxfp6`, `mxfp4` and `nvfp4`.
         A granularity without a scale takes `fp32`; a stochastic MX cast takes `pow2_ceil`, because clipping would bias it.
 
         >>> print(Cast.parse("mxfp4 stochastic(16)"))
@@ -162,15 +160,11 @@ class Cast:
     def from_dict(cls, data: dict[str, str]) -> "Cast":
         """The inverse of `to_dict`; unknown and missing keys are errors."""
         if not isinstance(data, dict):
-            raise UserError(
-                f"A cast in JSON is an object with the keys format, granularity, scale and rounding, not {data!r}."
-            )
+            raise UserError(f"A cast in JSON is an object with the keys format, granularity, scale and rounding, not {data!r}.")
         known = [f.name for f in fields(cls)]
         for key in data:
             if key not in known:
-                raise UserError(
-                    f"A cast has no key {key!r}{_did_you_mean(str(key), known)}: its keys are {', '.join(known)}."
-                )
+                raise UserError(f"A cast has no key {key!r}{_did_you_mean(str(key), known)}: its keys are {', '.join(known)}.")
         if "format" not in data:
             raise UserError("A cast needs the key 'format', such as 'e4m3'.")
         return cls(**data)
@@ -238,9 +232,7 @@ def _parse_granularity(text: str) -> Granularity:
 def _parse_scale(text: str) -> Scale:
     if text in ("none", "fp32", "pow2", "pow2_ceil", "nvfp4"):
         return Scale(text)  # type: ignore[arg-type]
-    if isinstance(text, str) and (
-        match := re.fullmatch(r"delayed\(([1-9]\d*)(?:,(-?\d+)(?:,(max|most_recent))?)?\)", text)
-    ):
+    if isinstance(text, str) and (match := re.fullmatch(r"delayed\(([1-9]\d*)(?:,(-?\d+)(?:,(max|most_recent))?)?\)", text)):
         return Scale("delayed", int(match[1]), int(match[2] or 0), match[3] or "max")  # type: ignore[arg-type]
     raise UserError(
         f"There is no scale {text!r}{_did_you_mean(str(text), ['fp32', 'pow2', 'pow2_ceil', 'nvfp4'])}: "
@@ -265,7 +257,7 @@ def _parse_cast(text: str) -> Cast:
     if not text.split():
         raise UserError(f"A cast is written like 'e4m3 tile(128) fp32 nearest' or 'mxfp4', not {text!r}.")
     words = text.split()
-    rounding = words.pop() if re.match(r"nearest|toward_zero|stochastic", words[-1]) else "nearest"
+    rounding = words.pop() if len(words) > 1 and re.match(r"nearest|toward_zero|stochastic", words[-1]) else "nearest"
     if len(words) == 1 and words[0] in NAMED_CASTS:
         element, granularity, scale = NAMED_CASTS[words[0]]
         if scale == "pow2" and rounding.startswith("stochastic"):
@@ -279,5 +271,6 @@ def _parse_cast(text: str) -> Cast:
     if len(words) == 3:
         return Cast(element, words[1], str(Scale.parse(words[2])), rounding)
     raise UserError(
-        f"A cast is written 'format [granularity [scale]] [rounding]', such as 'e4m3 tile(128) fp32 nearest'; given was {text!r}."
+        f"A cast is written 'format [granularity [scale]] [rounding]', such as 'e4m3 tile(128) fp32 nearest'; "
+        f"given was {text!r}."
     )

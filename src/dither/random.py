@@ -81,14 +81,10 @@ class Stream:
         rows, columns = math.prod(shape[:-1]), shape[-1] if shape else 1
         draw = self.draw(step, (rows, columns), offset, device)
         # By name, not by import: this file stands above the operators, and importing dither registers them.
-        words: Tensor = torch.ops.dither.random_bits(
-            draw.key, draw.step, rows, columns, draw.row, draw.column, width, backend
-        )
+        words: Tensor = torch.ops.dither.random_bits(draw.key, draw.step, rows, columns, draw.row, draw.column, width, backend)
         return words.reshape(shape)
 
-    def draw(
-        self, step: int | Tensor, size: tuple[int, int], offset: tuple[int, int], device: torch.device | str
-    ) -> "Draw":
+    def draw(self, step: int | Tensor, size: tuple[int, int], offset: tuple[int, int], device: torch.device | str) -> "Draw":
         """This stream at one step and place, checked, the step on the device: what reference and kernels take."""
         if isinstance(step, Tensor):
             if step.dtype != torch.int64 or step.dim() != 0:
@@ -97,9 +93,7 @@ class Stream:
                 )
         elif not isinstance(step, int | torch.SymInt) or isinstance(step, bool) or not 0 <= step < 1 << 32:
             raise UserError(f"A step is an integer from 0 to 2^32 - 1, not {step!r}.")
-        whole = isinstance(offset, tuple) and all(
-            isinstance(o, int | torch.SymInt) and not isinstance(o, bool) for o in offset
-        )
+        whole = isinstance(offset, tuple) and all(isinstance(o, int | torch.SymInt) and not isinstance(o, bool) for o in offset)
         if not whole or len(offset) != 2:
             raise UserError(f"An offset is a row and a column, two integers such as (0, 0), not {offset!r}.")
         row, column = offset

@@ -1,4 +1,4 @@
-"""Kernel = reference, bit for bit, on the GPU itself, and CPU = GPU. `make gpu-test` runs this with whatever CUDA torch there is."""
+"""Kernel = reference, bit for bit, on the GPU itself, and CPU = GPU: `make gpu-test`, with whatever CUDA torch there is."""
 
 import pairs
 import pytest
@@ -18,9 +18,7 @@ def big(dtype: torch.dtype, seed: int, rows: int = 10016, columns: int = 10008) 
     """10^8 elements of many magnitudes, not a multiple of any tile."""
     generator = torch.Generator("cuda").manual_seed(seed)
     x = torch.randn(rows, columns, generator=generator, device="cuda")
-    x *= torch.ldexp(
-        torch.ones(rows, 1, device="cuda"), torch.randint(-20, 20, (rows, 1), generator=generator, device="cuda")
-    )
+    x *= torch.ldexp(torch.ones(rows, 1, device="cuda"), torch.randint(-20, 20, (rows, 1), generator=generator, device="cuda"))
     x[:, ::97] = 0.0
     return x.clamp(-60000, 60000).to(dtype)
 
@@ -101,9 +99,7 @@ def test_cpu_equals_gpu(cast: Cast) -> None:
     gpu = kernels.quantize(x.cuda(), cast, 1, there, None, cast.element)
     assert sum(map(pairs.differing, here, gpu)) == 0
     assert (
-        pairs.differing(
-            quantize.fake_quantize(x, cast, 1, draw, None), kernels.fake_quantize(x.cuda(), cast, 1, there, None)
-        )
+        pairs.differing(quantize.fake_quantize(x, cast, 1, draw, None), kernels.fake_quantize(x.cuda(), cast, 1, there, None))
         == 0
     )
 

@@ -60,7 +60,10 @@ def random_calls(key, step, row, column, CALLS: tl.constexpr, WIDTH: tl.constexp
 
 @triton.jit
 def random_elements(key, step, row, column, WIDTH: tl.constexpr):
-    """int32 like `row` and `column`: WIDTH random bits for each element, one call each. Slow; for shards that begin inside a block."""
+    """int32 like `row` and `column`: WIDTH random bits for each element, one call each.
+
+    Slow: for shards that begin inside a block.
+    """
     E: tl.constexpr = 128 // WIDTH
     w0, w1, w2, w3 = philox4x32((column // E).to(tl.uint32), row.to(tl.uint32), step, key)
     lane = (column % E).to(tl.uint32)
@@ -72,9 +75,7 @@ def random_elements(key, step, row, column, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def random_tile(
-    key, step, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr
-):
+def random_tile(key, step, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):
     """int32[ROWS, COLUMNS] with WIDTH random bits each, for rows and columns from the scalars `row` and `column` on.
 
     ALIGNED says that `column` begins a Philox block, so that one call serves 128 / WIDTH neighbours.

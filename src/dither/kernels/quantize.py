@@ -66,9 +66,7 @@ def largest(magnitude, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def element_place(
-    n, N: tl.constexpr, COLUMNS: tl.constexpr, A: tl.constexpr, RUN: tl.constexpr, ALONG_ROWS: tl.constexpr
-):
+def element_place(n, N: tl.constexpr, COLUMNS: tl.constexpr, A: tl.constexpr, RUN: tl.constexpr, ALONG_ROWS: tl.constexpr):
     """(row, column) in its tile of the n-th element as the tile is loaded.
 
     A tile is loaded as one line of N elements, since there the share of each thread is the same in every version of Triton:
@@ -126,9 +124,9 @@ def store_packed(
         tl.store(start + at[None, :], code.to(pointer.dtype.element_ty), mask=inside)
 
 
-# Eight E2M1 codes as one word. $1..$8: magnitudes as `truncated_code` has them before it adds random bits, code above 22 bits of
-# fraction; $9..$16: the signs, on top; $17..$20: two 16-bit random numbers each. A multiply-add brings codes to their own
-# byte, byte permutations collect these and the signs: 17 instructions less than code by code, of about 50.
+# Eight E2M1 codes as one word. $1..$8: magnitudes as `truncated_code` has them before it adds random bits, code above 22
+# bits of fraction; $9..$16: the signs, on top; $17..$20: two 16-bit random numbers each. A multiply-add brings each code to
+# a byte of its own; byte permutations collect these and the signs. 26 instructions for eight elements fewer than code by code.
 E2M1_WORD = tl.constexpr(
     """{
     .reg .b32 r, even, odd, t<8>, a, b;
@@ -188,9 +186,7 @@ def store_words(pointer, words, line, first, lines, stride, Q: tl.constexpr):
 
 
 @triton.jit
-def restored(
-    value, restore, tensor, DTYPE: tl.constexpr, SCALED: tl.constexpr, TWO_LEVEL: tl.constexpr, NATIVE: tl.constexpr
-):
+def restored(value, restore, tensor, DTYPE: tl.constexpr, SCALED: tl.constexpr, TWO_LEVEL: tl.constexpr, NATIVE: tl.constexpr):
     """value * restore * tensor as DTYPE; finite overflow stops at its largest number."""
     product = value
     if SCALED:
@@ -198,16 +194,12 @@ def restored(
     if TWO_LEVEL:
         product = product * tensor
     bits = as_bits(product)
-    if tl.float16 == DTYPE:
-        LIMIT: tl.constexpr = 0x477FE000
-    elif tl.bfloat16 == DTYPE:
-        LIMIT: tl.constexpr = 0x7F7F0000
-    else:
-        LIMIT: tl.constexpr = 0x7F7FFFFF
+    # The bits of the largest finite number.
+    LIMIT: tl.constexpr = 0x477FE000 if DTYPE is tl.float16 else 0x7F7F0000 if DTYPE is tl.bfloat16 else 0x7F7FFFFF
     magnitude = bits & 0x7FFFFFFF
     infinite = (as_bits(value) & 0x7FFFFFFF) == 0x7F800000
     stopped = tl.where((magnitude > 0x7F800000) | infinite, magnitude, tl.minimum(magnitude, LIMIT))
-    if tl.bfloat16 == DTYPE and not NATIVE:
+    if DTYPE is tl.bfloat16 and not NATIVE:
         # Triton's interpreter truncates: round to nearest first, leaving NaN alone.
         nearest = (stopped + 0x7FFF + ((stopped >> 16) & 1)) & -65536
         stopped = tl.where(magnitude > 0x7F800000, magnitude, nearest)
@@ -277,9 +269,7 @@ def cast_tile(
     GROUPED: tl.constexpr = MEASURE and S.KIND != "none"
     if FAKE:
         value = as_float(round_bits(y, sign, random, F, H, True))
-        result = restored(
-            value, restore, tensor, out_ptr.dtype.element_ty, S.KIND != "none", S.KIND == "nvfp4", H.NATIVE
-        )
+        result = restored(value, restore, tensor, out_ptr.dtype.element_ty, S.KIND != "none", S.KIND == "nvfp4", H.NATIVE)
         at = first + tl.arange(0, Q)
         inside = (line < lines)[:, None] & (at < length)[None, :]
         tl.store(out_ptr + line[:, None] * stride_line + at[None, :] * stride_element, result, mask=inside)
@@ -368,26 +358,22 @@ def cast_program(
         if H.ALIGNED:
             E: tl.constexpr = 128 // H.WIDTH
             row, column = element_place(tl.arange(0, N // E) * E, N, COLUMNS, A, RUN, ALONG_ROWS)
-            random = random_calls(
-                key, step, top + (row * inner).to(tl.uint32), left + column.to(tl.uint32), N // E, H.WIDTH
-            )
+            random = random_calls(key, step, top + (row * inner).to(tl.uint32), left + column.to(tl.uint32), N // E, H.WIDTH)
         else:
             random = random_elements(key, step, top + (row * inner).to(tl.uint32), left + column.to(tl.uint32), H.WIDTH)
     tensor = 1.0
     if S.KIND == "nvfp4":
         tensor = tensor_factor(tl.load(tensor_ptr), S)
+    P: tl.constexpr = COLUMNS if ALONG_ROWS else ROWS
+    Q: tl.constexpr = ROWS if ALONG_ROWS else COLUMNS
     if ALONG_ROWS:
         x = tl.reshape(tl.permute(tl.reshape(x, [A, ROWS // A, COLUMNS]), (2, 1, 0)), [COLUMNS, ROWS])
         random = tl.reshape(tl.permute(tl.reshape(random, [A, ROWS // A, COLUMNS]), (2, 1, 0)), [COLUMNS, ROWS])
         first_line, first, lines, length = first_column, first_row, columns, rows
-        P: tl.constexpr = COLUMNS
-        Q: tl.constexpr = ROWS
     else:
         x = tl.reshape(tl.permute(tl.reshape(x, [A, N // (A * RUN), RUN]), (1, 0, 2)), [ROWS, COLUMNS])
         random = tl.reshape(tl.permute(tl.reshape(random, [A, N // (A * RUN), RUN]), (1, 0, 2)), [ROWS, COLUMNS])
         first_line, first, lines, length = first_row, first_column, rows, columns
-        P: tl.constexpr = ROWS
-        Q: tl.constexpr = COLUMNS
     amax = tl.full([1, 1], 0, tl.int32)
     if not MEASURE and S.KIND != "none":
         if PER_LINE:

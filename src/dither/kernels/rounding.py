@@ -132,7 +132,7 @@ def times_pow2(x, EXPONENT: tl.constexpr):
 
 @triton.jit
 def round_nearest(a, F: tl.constexpr):
-    """Bits of float32 magnitudes `a` (at most four times the format's largest) rounded to the nearest of the format, ties to even."""
+    """Bits of magnitudes `a` (at most four times the format's largest) rounded to the format's nearest, ties to even."""
     DROP: tl.constexpr = 23 - F.M
     if DROP == 0:
         return a
@@ -160,9 +160,7 @@ def truncated_code(a, random, F: tl.constexpr, H: tl.constexpr):
         if F.BIAS == 127:
             u = a
         else:
-            u = as_bits(
-                tl.inline_asm_elementwise(F.DOWN, "=f,f", [as_float(a)], dtype=tl.float32, is_pure=True, pack=1)
-            )
+            u = as_bits(tl.inline_asm_elementwise(F.DOWN, "=f,f", [as_float(a)], dtype=tl.float32, is_pure=True, pack=1))
         return (u + (random << (DROP - H.BITS))) >> DROP
     else:
         # The same in integers, with 7 bits more below: room for as many random bits where the format is subnormal.

@@ -38,9 +38,7 @@ def scaling_fields(cast: Cast) -> Scaling:
     element, scale = cast.element, cast.scaling
     mantissa = float_bits(element.max) & 0x7FFFFF
     inverse = struct.unpack("<f", struct.pack("<f", 1.0 / element.max))[0]
-    return Scaling(
-        scale.kind, element.max, element.max_exponent, mantissa, inverse, 2.0**-scale.margin, 2.0**scale.margin
-    )
+    return Scaling(scale.kind, element.max, element.max_exponent, mantissa, inverse, 2.0**-scale.margin, 2.0**scale.margin)
 
 
 E4M3 = fields(TABLE["e4m3"])
@@ -94,9 +92,7 @@ def tensor_factor(amax, S: tl.constexpr):
 
 
 @triton.jit
-def group_factors(
-    amax, tensor, S: tl.constexpr, E: tl.constexpr, W: tl.constexpr, MEASURE: tl.constexpr, NATIVE: tl.constexpr
-):
+def group_factors(amax, tensor, S: tl.constexpr, E: tl.constexpr, W: tl.constexpr, MEASURE: tl.constexpr, NATIVE: tl.constexpr):
     """(multiply, restore, stored) for groups whose largest magnitudes have the int32 bits `amax`.
 
     `stored` is what goes to memory: float32 for fp32 and delayed, else the int32 code of the E8M0 or E4M3 scale. MEASURE says

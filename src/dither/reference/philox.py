@@ -43,7 +43,8 @@ def random_bits(draw: Draw, rows: int, columns: int, width: int) -> Tensor:
     blocks = torch.arange(first, (draw.column + columns - 1) // lanes + 1, device=device)
     row = torch.arange(draw.row, draw.row + rows, device=device)[:, None]
     zero = torch.zeros((), dtype=torch.int64, device=device)
-    words = torch.stack(torch.broadcast_tensors(*philox4x32((blocks, row, draw.step & LOW32, zero), draw.key)), dim=-1)
+    four = philox4x32((blocks, row, draw.step & LOW32, zero), draw.key)
+    words = torch.stack([word.expand(rows, blocks.numel()) for word in four], dim=-1)
     shifts = torch.arange(0, 32, width, device=device)
     elements = (words[..., None] >> shifts & ((1 << width) - 1)).reshape(rows, blocks.numel() * lanes)
     start = draw.column - first * lanes

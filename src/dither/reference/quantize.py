@@ -107,7 +107,10 @@ def _product(x: Tensor, multiply: Tensor) -> Tensor:
 
 
 def restored(values: Tensor, restore: Tensor | None, tensor: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """values * restore * tensor in `dtype`, rounded to nearest; finite overflow stops at the largest number, Inf and NaN pass."""
+    """values * restore * tensor in `dtype`, rounded to nearest.
+
+    Finite overflow stops at the largest number; Inf and NaN pass.
+    """
     product = values if restore is None else values * restore
     product = product if tensor is None else product * tensor
     limit = torch.finfo(dtype).max
@@ -121,7 +124,7 @@ def pack(codes: Tensor, format: Format) -> Tensor:
     per = 2 if format.bits == 4 else 4
     codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % per))
     shifts = torch.arange(per, device=codes.device, dtype=torch.int32) * format.bits
-    words = (codes.unflatten(-1, (codes.shape[-1] // per, per)) << shifts).sum(-1, dtype=torch.int32)
+    words = (codes.reshape(*codes.shape[:-1], codes.shape[-1] // per, per) << shifts).sum(-1, dtype=torch.int32)
     octets = torch.arange(per * format.bits // 8, device=codes.device, dtype=torch.int32) * 8
     return (words[..., None] >> octets & 0xFF).flatten(-2).to(torch.uint8)
 
@@ -133,6 +136,8 @@ def unpack(stored: Tensor, n: int, format: Format) -> Tensor:
         return codes
     per = 2 if format.bits == 4 else 4
     octets = torch.arange(per * format.bits // 8, device=stored.device, dtype=torch.int32) * 8
-    words = (stored.int().unflatten(-1, (-1, octets.numel())) << octets).sum(-1, dtype=torch.int32)
+    words = (stored.int().reshape(*stored.shape[:-1], stored.shape[-1] // octets.numel(), octets.numel()) << octets).sum(
+        -1, dtype=torch.int32
+    )
     shifts = torch.arange(per, device=stored.device, dtype=torch.int32) * format.bits
     return (words[..., None] >> shifts & ((1 << format.bits) - 1)).flatten(-2)[..., :n]

@@ -46,9 +46,7 @@ def spread(groups: Tensor, layout: Layout) -> Tensor:
     """Repeat a value per group, [B, P, Q], to one per element, in the order of x_BRC."""
     lines, length = layout.lines
     p, q = layout.group
-    full = groups.repeat_interleave(p or max(lines, 1), 1)[:, :lines].repeat_interleave(q or max(length, 1), 2)[
-        :, :, :length
-    ]
+    full = groups.repeat_interleave(p or max(lines, 1), 1)[:, :lines].repeat_interleave(q or max(length, 1), 2)[:, :, :length]
     return full.transpose(1, 2) if layout.along_rows else full
 
 
@@ -71,10 +69,7 @@ def factors(amax: Tensor, tensor_amax: Tensor | None, format: Format, scale: Sca
         multiply = _quotient(_quotient(1.0, tensor), restore)
     elif scale.kind in ("fp32", "delayed"):
         multiply = _quotient(format.max, amax.clamp(min=SMALLEST))
-        restore = (
-            torch.where(multiply > LARGEST_FACTOR, 1.0 / LARGEST_FACTOR, _quotient(amax, format.max))
-            * 2.0**scale.margin
-        )
+        restore = torch.where(multiply > LARGEST_FACTOR, 1.0 / LARGEST_FACTOR, _quotient(amax, format.max)) * 2.0**scale.margin
         restore = torch.where(nothing, 1.0, torch.where(lost, torch.nan, restore))
         multiply = multiply.clamp(max=LARGEST_FACTOR) * 2.0**-scale.margin
         multiply = torch.where(nothing, 1.0, torch.where(lost, torch.nan, multiply))

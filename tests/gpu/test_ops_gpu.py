@@ -1,0 +1,40 @@
+"""What only a GPU shows of the operators: Inductor's code gives eager's bits, and CUDA graphs replay them."""
+
+import pairs
+import pytest
+import torch
+
+import dither
+from dither import Cast, Stream
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+STREAM = Stream(7, "ops", "x")
+
+
+@pytest.mark.parametrize("text", ["e4m3 tile(128)", "e2m1 tile(16) nvfp4 stochastic(16)"])
+def test_inductor_gives_the_same_bits_in_one_graph(text: str) -> None:
+    cast = Cast.parse(text)
+
+    def run(x: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q = dither.quantize(x, cast, stream=STREAM, step=step)
+        return q.values, q.dequantize(), dither.fake_quantize(x, cast, axis=0, stream=STREAM, step=step)
+
+    x, step = torch.randn(512, 768, device="cuda", dtype=torch.bfloat16), torch.tensor(4, device="cuda")
+    compiled = torch.compile(run, fullgraph=True)
+    for eager, graph in zip(run(x, step), compiled(x, step), strict=True):
+        assert pairs.differing(eager.contiguous(), graph.contiguous()) == 0
+
+
+def test_a_captured_graph_follows_the_step() -> None:
+    """The step is read on the device: replaying with another step draws that step's bits."""
+    cast = Cast.parse("e2m1 tile(32) pow2_ceil stochastic(16)")
+    x, step = torch.randn(256, 512, device="cuda"), torch.tensor(0, device="cuda")
+    run = lambda: torch.ops.dither.quantize(x, str(cast), 1, None, "", STREAM.key, step, 0, 0, "kernel")[0]  # noqa: E731
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for number in (1, 2):
+        step.fill_(number)
+        graph.replay()
+        assert pairs.differing(captured, dither.quantize(x, cast, stream=STREAM, step=number).values) == 0
