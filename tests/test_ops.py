@@ -39,9 +39,10 @@ def test_quantize_operators_keep_the_rules_of_torch(text: str, axis: int, device
     )
     q = dither.quantize(x.detach(), cast, axis=axis, stream=STREAM)
     empty = torch.empty(0, device=device)
-    scales = (empty if q.scale is None else q.scale, empty if q.tensor_scale is None else q.tensor_scale)
+    scales = (empty if q.scale is None else dither.ops._bytes(q.scale), empty if q.tensor_scale is None else q.tensor_scale)
     torch.library.opcheck(
-        torch.ops.dither.dequantize, (q.values, *scales, str(cast), [12, 20], axis, torch.float32, "reference")
+        torch.ops.dither.dequantize,
+        (dither.ops._bytes(q.values), *scales, str(cast), [12, 20], axis, torch.float32, "reference"),
     )
 
 

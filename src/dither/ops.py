@@ -51,13 +51,22 @@ class Quantized:
         if dtype not in INPUT_DTYPES:
             raise UserError(f"Numbers come back as float32, bfloat16 or float16, not as {dtype}.")
         empty = self.values.new_empty(0, dtype=torch.float32)
-        scale = empty if self.scale is None else self.scale
-        tensor_scale = empty if self.tensor_scale is None else self.tensor_scale
-        shape = list(self.shape)
         numbers: Tensor = _dequantize_op(
-            self.values, scale, tensor_scale, str(self.cast), shape, self.axis, dtype, _backend(backend)
+            _bytes(self.values),
+            empty if self.scale is None else _bytes(self.scale),
+            empty if self.tensor_scale is None else self.tensor_scale,
+            str(self.cast),
+            list(self.shape),
+            self.axis,
+            dtype,
+            _backend(backend),
         )
         return numbers
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """float8 as uint8: as an operator's input the former fails in torch's own checks, which compare it."""
+    return x.view(torch.uint8) if x.is_floating_point() and x.itemsize == 1 else x
 
 
 def round_to(
@@ -80,17 +89,11 @@ def round_to(
     >>> dither.round_to(torch.tensor([0.3, 2.6, 100.0]), "e2m1")
     tensor([0.5000, 3.0000, 6.0000])
     """
-    element = format if isinstance(format, Format) else Format.parse(format)
-    if Format.parse(element.name) != element:
-        raise UserError(
-            f"The format given is called {element.name!r} but differs from the one of that name; "
-            "give a name or a row of the table."
-        )
-    cast = Cast(element.name, rounding=rounding)
+    cast = _unscaled(format, rounding)
     _check_tensor(x, "round_to")
     draw = _draw(x, cast, stream, step, offset)
     result: Tensor = _round_to_op(x, cast.format, rounding, saturate, *_draw_arguments(draw), _backend(backend))
-    _check_result(x, cast, result, inf_passes=element.inf and not saturate)
+    _check_result(x, cast, result, inf_passes=cast.element.inf and not saturate)
     return result
 
 
@@ -231,6 +234,23 @@ def amax(x: Tensor, *, backend: str = "auto") -> Tensor:
 # Checks at the boundary ------------------------------------------------------------------------------------------------
 
 
+@torch.compiler.assume_constant_result
+def _parse(text: str) -> Cast:
+    """Traced code takes what a string means as given, instead of following the parser."""
+    return Cast.parse(text)
+
+
+@torch.compiler.assume_constant_result
+def _unscaled(format: str | Format, rounding: str) -> Cast:
+    element = format if isinstance(format, Format) else Format.parse(format)
+    if Format.parse(element.name) != element:
+        raise UserError(
+            f"The format given is called {element.name!r} but differs from the one of that name; "
+            "give a name or a row of the table."
+        )
+    return Cast(element.name, rounding=rounding)
+
+
 def _backend(name: str) -> str:
     if name not in BACKENDS:
         raise UserError(f"There is no backend {name!r}: choose 'auto', 'reference' or 'kernel'.")
@@ -255,7 +275,7 @@ def _prepare(
     offset: tuple[int, int],
     amax: Tensor | None,
 ) -> tuple[Cast, int, Draw | None]:
-    cast = Cast.parse(cast) if isinstance(cast, str) else cast
+    cast = _parse(cast) if isinstance(cast, str) else cast
     if not isinstance(cast, Cast):
         raise UserError(f"{what} takes a Cast or its string, such as 'e4m3 tile(128) fp32', not {cast!r}.")
     _check_tensor(x, what)
@@ -490,6 +510,7 @@ def _dequantize_op(
 ) -> Tensor:
     parsed = Cast.parse(cast)
     implementation = _implementation("quantize", values.device, backend)
+    scale = scale.view(layout.scale_dtype(parsed))
     return implementation.dequantize(values, scale, tensor_scale, parsed, tuple(shape), axis, dtype)  # type: ignore[no-any-return]
 
 

@@ -12,7 +12,7 @@ import functools
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from typing import Literal
 
 from dither.errors import UserError
@@ -87,8 +87,21 @@ class Cast:
     rounding: str = "nearest"
     """nearest, stochastic(bits) or toward_zero."""
 
+    # Derived once, so that reading them costs nothing, in compiled code too.
+    element: Format = field(init=False, repr=False, compare=False)
+    """The parsed `format`."""
+    group: Granularity = field(init=False, repr=False, compare=False)
+    """The parsed `granularity`."""
+    scaling: Scale = field(init=False, repr=False, compare=False)
+    """The parsed `scale`."""
+    round: Rounding = field(init=False, repr=False, compare=False)
+    """The parsed `rounding`."""
+
     def __post_init__(self) -> None:
-        element, group, scale, rounding = self.element, self.group, self.scaling, self.round
+        element, group = Format.parse(self.format), Granularity.parse(self.granularity)
+        scale, rounding = Scale.parse(self.scale), Rounding.parse(self.rounding)
+        for name, parsed in (("element", element), ("group", group), ("scaling", scale), ("round", rounding)):
+            object.__setattr__(self, name, parsed)
         for given, canonical in ((self.format, element.name), (self.scale, str(scale))):
             if given != canonical:  # so that equal casts are equal strings
                 raise UserError(f"Write {canonical!r} for {given!r} in a Cast; Cast.parse takes other spellings too.")
@@ -120,26 +133,6 @@ class Cast:
                 f"such as 'stochastic({min(limit, 16)})'."
             )
 
-    @property
-    def element(self) -> Format:
-        """The parsed `format`."""
-        return Format.parse(self.format)
-
-    @property
-    def group(self) -> Granularity:
-        """The parsed `granularity`."""
-        return Granularity.parse(self.granularity)
-
-    @property
-    def scaling(self) -> Scale:
-        """The parsed `scale`."""
-        return Scale.parse(self.scale)
-
-    @property
-    def round(self) -> Rounding:
-        """The parsed `rounding`."""
-        return Rounding.parse(self.rounding)
-
     @classmethod
     def parse(cls, text: str) -> "Cast":
         """A cast from one line: `format [granularity [scale]] [rounding]`, or a name and perhaps a rounding.
@@ -154,17 +147,17 @@ class Cast:
 
     def to_dict(self) -> dict[str, str]:
         """The four fields as plain strings, ready for JSON."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: getattr(self, name) for name in FIELDS}
 
     @classmethod
     def from_dict(cls, data: dict[str, str]) -> "Cast":
         """The inverse of `to_dict`; unknown and missing keys are errors."""
         if not isinstance(data, dict):
             raise UserError(f"A cast in JSON is an object with the keys format, granularity, scale and rounding, not {data!r}.")
-        known = [f.name for f in fields(cls)]
         for key in data:
-            if key not in known:
-                raise UserError(f"A cast has no key {key!r}{_did_you_mean(str(key), known)}: its keys are {', '.join(known)}.")
+            if key not in FIELDS:
+                hint = _did_you_mean(str(key), FIELDS)
+                raise UserError(f"A cast has no key {key!r}{hint}: its keys are {', '.join(FIELDS)}.")
         if "format" not in data:
             raise UserError("A cast needs the key 'format', such as 'e4m3'.")
         return cls(**data)
@@ -186,6 +179,9 @@ class Cast:
         scaled = [] if self.granularity == "none" else [self.granularity, self.scale]
         return " ".join([self.format, *scaled, self.rounding])
 
+
+FIELDS = ("format", "granularity", "scale", "rounding")
+"""The fields of a cast that are given; the others follow from them."""
 
 EXAMPLES = {"granularity": "tile(128)", "scale": "fp32", "rounding": "nearest", "cast": "e4m3 tile(128) fp32 nearest"}
 
