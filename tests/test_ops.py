@@ -93,6 +93,11 @@ def test_a_nan_that_codes_cannot_hold_is_caught_inside_compiled_code() -> None:
     compiled(torch.ones(4))
     with pytest.raises(dither.UserError, match="e2m1 has no NaN"):
         compiled(torch.tensor([1.0, torch.nan, 2.0, 3.0]))
+    given = torch.compile(
+        lambda x, amax: dither.quantize(x, "e2m1 tensor fp32", amax=amax).values, fullgraph=True, backend="aot_eager"
+    )
+    with pytest.raises(dither.UserError, match="e2m1 has no NaN"):
+        given(torch.tensor([1.0, torch.nan, 2.0, 3.0]), torch.tensor(3.0))
 
 
 def test_the_kernels_refuse_cpu_tensors_outside_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

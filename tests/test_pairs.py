@@ -124,3 +124,32 @@ def test_both_layouts(cast: Cast, device: str) -> None:
 
 def test_both_layouts_of_long_tiles(device: str) -> None:
     assert pairs.check_both(pairs.hard_values(9, 300, torch.float32, 10, device), Cast.parse("e4m3 tile(256)")) == 0
+
+
+def test_ties(device: str) -> None:
+    """Halfway between two bfloat16 numbers, on the way in and on the way out."""
+    x = (torch.arange(1, 401, dtype=torch.int32) * 0x8000 + 0x3F800000).view(torch.float32).reshape(4, 100).to(device)
+    assert pairs.check_round(x, "bf16", "nearest", True) == 0
+    x = torch.arange(-256.0, 256.0).reshape(4, 128).to(torch.bfloat16).to(device)  # 9 bits after scaling: many ties
+    assert pairs.check_quantize(x, Cast.parse("e5m6 tile(128)"), 1) == 0
+    assert pairs.check_quantize(x, Cast.parse("fp16 tensor"), 1) == 0
+
+
+def test_block_scales_that_need_no_rounding(device: str) -> None:
+    """A stochastic nvfp4 cast rounds its block scales up, but not those that are E4M3 numbers already."""
+    x = torch.zeros(4, 64)
+    x[:, ::16] = 6.0 * 2.0 ** torch.arange(-2.0, 2.0)[:, None]
+    for how in ("nearest", "stochastic(16)"):
+        cast = Cast.parse(f"e2m1 tile(16) nvfp4 {how}")
+        assert pairs.check_quantize(x.to(device), cast, 1, amax=torch.tensor(448.0 * 6.0, device=device)) == 0
+
+
+def test_rows_too_long_for_one_program(device: str) -> None:
+    x = pairs.hard_values(2, 16500, torch.bfloat16, 11, device)
+    assert pairs.check_quantize(x, Cast.parse("e4m3 row"), 1) == 0
+
+
+def test_interleaved_matrices_of_several_tiles(device: str) -> None:
+    """Rows of the whole tensor, not of one matrix or tile, choose the random bits."""
+    x = pairs.hard_values(280, 5, torch.float32, 12, device).reshape(1, 140, 2, 5)
+    assert pairs.check_quantize(x, Cast.parse("e2m1 tile(16) pow2_ceil stochastic(16)"), 1, (3, 8)) == 0

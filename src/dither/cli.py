@@ -37,7 +37,7 @@ def check_machine(elements: int = doctor.ELEMENTS) -> int:
     """Show versions and devices, try matrix products, and test that kernels and devices agree bit for bit.
 
     The exit code is 0 when all bits agree and 1 when any differ. Without a GPU the kernels run in Triton's interpreter,
-    in about 15 seconds on two cores. On a GPU the first run compiles them, which takes minutes.
+    in about 20 seconds on two cores. On a GPU the first run compiles them, which takes minutes.
 
     Args:
         elements: How many elements each cast of the self-test gets; the time grows with it.
@@ -94,7 +94,7 @@ def _row(format: Format) -> tuple[str, ...]:
         _number(format.min_subnormal) if format.mantissa_bits and not format.is_integer else "-",
         "yes" if format.inf else "no",
         "yes" if format.nan else "no",
-        f"{1 << format.bits:,}",
+        _number(float(1 << format.bits)),
     )
 
 

@@ -372,10 +372,10 @@ def casts() -> list[Cast]:
     found = []
     for element in TABLE.values():
         for scaling in SCALINGS:
-            scaled = scaling != "none none"
-            if not element.signed or (scaled and element.bits > 16) or ("nvfp4" in scaling and element.bits > 8):
+            # Formats with float32's range take no scale, wide ones no nvfp4, and those without NaN no delayed scaling.
+            if not element.signed or (scaling != "none none" and element.exponent_bits == 8):
                 continue
-            if "delayed" in scaling and not element.nan:
+            if ("nvfp4" in scaling and element.bits > 8) or ("delayed" in scaling and not element.nan):
                 continue
             bits = min(16, 30 - element.mantissa_bits)
             found += [Cast.parse(f"{element} {scaling} {how}") for how in ("nearest", f"stochastic({bits})")]
@@ -540,13 +540,14 @@ def interpreted_checks(elements: int) -> tuple[list[Check], str]:
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
     """A table on standard output, drawn on a terminal and plain elsewhere; `right` lists the columns of numbers."""
     if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
+        from rich.box import SIMPLE_HEAD
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=title, title_justify="left", title_style="bold")
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
         for index, name in enumerate(header):
-            table.add_column(name, justify="right" if index in right else "left")
+            table.add_column(name, justify="right" if index in right else "left", overflow="fold")
         for row in rows:
             table.add_row(*map(Text, row))  # as they are: brackets in an error message are no markup
         Console().print(table)

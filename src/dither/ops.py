@@ -234,13 +234,13 @@ def amax(x: Tensor, *, backend: str = "auto") -> Tensor:
 # Checks at the boundary ------------------------------------------------------------------------------------------------
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _parse(text: str) -> Cast:
     """Traced code takes what a string means as given, instead of following the parser."""
     return Cast.parse(text)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _unscaled(format: str | Format, rounding: str) -> Cast:
     element = format if isinstance(format, Format) else Format.parse(format)
     if Format.parse(element.name) != element:
@@ -471,8 +471,9 @@ def _quantize_op(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     parsed = Cast.parse(cast)
-    if parsed.group.kind == "none" and not parsed.element.nan:
-        # These codes have nowhere to keep a NaN, not even a scale, so this check holds in compiled code too.
+    untold = parsed.group.kind == "none" or (parsed.group.kind == "tensor" and amax is not None)
+    if untold and not parsed.element.nan:
+        # These codes have nowhere to keep a NaN, not even a scale that was measured, so compiled code looks too.
         _check_finite(x, parsed, nan_passes=False, inf_passes=False)
     implementation = _implementation("quantize", x.device, backend)
     draw = _draw_of(key, step, row, column)

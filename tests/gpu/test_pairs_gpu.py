@@ -117,7 +117,7 @@ def test_fp32_scales_of_every_mantissa(name: str) -> None:
     from dither.reference import scaling
 
     cast = Cast(name, "row", "fp32")
-    for exponent in (1, 3, 127, 128, 254):
+    for exponent in (1, 2, 3, 4, 9, 127, 128, 254):
         bits = torch.arange(1 << 23, dtype=torch.int32, device="cuda") | exponent << 23
         out = torch.empty(bits.shape, device="cuda")
         kernels.store_factors(bits, out, cast)

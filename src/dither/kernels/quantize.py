@@ -200,10 +200,12 @@ def restored(value, restore, tensor, DTYPE: tl.constexpr, SCALED: tl.constexpr, 
     infinite = (as_bits(value) & 0x7FFFFFFF) == 0x7F800000
     stopped = tl.where((magnitude > 0x7F800000) | infinite, magnitude, tl.minimum(magnitude, LIMIT))
     if DTYPE is tl.bfloat16 and not NATIVE:
-        # Triton's interpreter truncates: round to nearest first, leaving NaN alone.
+        # Through the bits, because Triton's interpreter truncates, and loses subnormal numbers. NaN is left alone.
         nearest = (stopped + 0x7FFF + ((stopped >> 16) & 1)) & -65536
         stopped = tl.where(magnitude > 0x7F800000, magnitude, nearest)
-    return as_float(stopped | (bits & -0x80000000)).to(DTYPE)
+        return ((stopped | (bits & -0x80000000)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return as_float(stopped | (bits & -0x80000000)).to(DTYPE)
 
 
 @triton.jit

@@ -101,13 +101,16 @@ def group_factors(amax, tensor, S: tl.constexpr, E: tl.constexpr, W: tl.constexp
     nothing = amax == 0
     lost = is_lost(amax)
     if S.KIND == "fp32" or S.KIND == "delayed":
-        # MAX / mantissa, then the exponent by subtraction: nothing overflows, and a subnormal amax, whose mantissa this
-        # misreads, is beyond the largest factor, 2^126, by its exponent alone.
-        value = as_float(amax)
-        quotient = divide(S.MAX, as_float((amax & 0x7FFFFF) | 0x3F800000), 0.0, S, NATIVE)
-        factor = (as_bits(quotient) + (127 << 23) - (amax & 0x7F800000)).to(tl.uint32, bitcast=True)
+        # Both quotients of the mantissa alone, which lies in [1, 2), then the exponent by addition: nothing overflows, no
+        # residual of a division underflows, and a subnormal amax, whose mantissa this misreads, is beyond the largest
+        # factor, 2^126, by its exponent alone.
+        value, exponent = as_float(amax), amax & 0x7F800000
+        mantissa = as_float((amax & 0x7FFFFF) | 0x3F800000)
+        quotient = divide(S.MAX, mantissa, 0.0, S, NATIVE)
+        factor = (as_bits(quotient) + (127 << 23) - exponent).to(tl.uint32, bitcast=True)
         multiply = as_float(tl.minimum(factor, 253 << 23).to(tl.int32, bitcast=True))
-        restore = tl.where(factor > (253 << 23), 2.0**-126, divide(value, S.MAX, S.INVERSE, S, NATIVE))
+        inverse = as_float(as_bits(divide(mantissa, S.MAX, S.INVERSE, S, NATIVE)) + (exponent - (127 << 23)))
+        restore = tl.where(factor > (253 << 23), 2.0**-126, inverse)
         if S.KIND == "delayed":
             multiply = multiply * S.MARGIN
             restore = restore * S.UNDO
