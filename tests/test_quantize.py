@@ -11,7 +11,7 @@ import torch
 import dither
 from dither import Cast, Format, Quantized, Stream, layout
 from dither.precision import Rounding
-from dither.reference import quantize as reference
+from dither.reference import packing
 from dither.reference.scaling import loaded_scale
 
 STREAM = Stream(0, "round", "w")
@@ -301,9 +301,9 @@ def test_four_six_bit_codes_lie_in_three_bytes_little_endian():
 def test_packing_comes_back_for_every_pair_of_codes(bits):
     codes = torch.cartesian_prod(*[torch.arange(1 << bits, dtype=torch.int32)] * 2).reshape(-1, 8)
     f = Format.parse({4: "e2m1", 6: "e2m3"}[bits])
-    stored = reference.pack(codes, f)
+    stored = packing.pack(codes, f)
     assert stored.dtype == torch.uint8
-    assert torch.equal(reference.unpack(stored, 8, f), codes)
+    assert torch.equal(packing.unpack(stored, 8, f), codes)
     assert (oracles.unpack(stored.numpy(), bits, 8) == codes.numpy()).all()
 
 

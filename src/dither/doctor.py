@@ -26,7 +26,7 @@ from dither.errors import UserError
 from dither.formats import TABLE, Format
 from dither.precision import Cast, Rounding
 from dither.random import Draw, Stream
-from dither.reference import philox, quantize, rounding
+from dither.reference import packing, philox, quantize, rounding
 
 ELEMENTS = 1900
 """How many elements each cast of the self-test gets: one program of most kernels, so that the interpreter is quick."""
@@ -291,7 +291,7 @@ def _mx_product(name: str, size: int, device: str) -> tuple[Tensor, Tensor]:
     a_MK, b_NK = _operands()
     element = Format.parse(name)
     dtype = torch.float8_e4m3fn if element.bits == 8 else torch.float4_e2m1fn_x2
-    a, b = (quantize.pack(rounding.encode(x, element), element).to(device).view(dtype) for x in (a_MK, b_NK))
+    a, b = (packing.pack(rounding.encode(x, element), element).to(device).view(dtype) for x in (a_MK, b_NK))
     if size == 32:
         recipe = ScalingType.BlockWise1x32
         twos = torch.full((M * K // 32,), 128, dtype=torch.uint8, device=device).view(torch.float8_e8m0fnu)

@@ -8,7 +8,7 @@ from dither.formats import Format
 from dither.layout import Layout
 from dither.precision import Cast
 from dither.random import Draw, matrix_size
-from dither.reference import philox, rounding, scaling
+from dither.reference import packing, philox, rounding, scaling
 
 
 def amax(x: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ def quantize(
     codes = rounding.encode(values, container)
     if place.along_rows:
         codes = codes.transpose(1, 2)
-    stored = pack(codes, container).view(layout.storage_dtype(container))
+    stored = packing.pack(codes, container).view(layout.storage_dtype(container))
     scale, tensor = x.new_empty(0, dtype=torch.float32), x.new_empty(0, dtype=torch.float32)
     if found is not None:
         scale = scaling.stored_scale(found.restore, cast.scaling)
@@ -64,7 +64,7 @@ def dequantize(
     """The numbers that codes and scales stand for, of `shape` and `dtype`: code * scale (* tensor scale)."""
     place = layout.layout_of(shape, cast, axis)
     lines = place.collect(values.view(layout.integer_dtype(cast.element)))
-    decoded = rounding.decode(unpack(lines, place.lines[1], cast.element), cast.element)
+    decoded = rounding.decode(packing.unpack(lines, place.lines[1], cast.element), cast.element)
     if place.along_rows:
         decoded = decoded.transpose(1, 2)
     restore = None
@@ -115,29 +115,3 @@ def restored(values: Tensor, restore: Tensor | None, tensor: Tensor | None, dtyp
     product = product if tensor is None else product * tensor
     limit = torch.finfo(dtype).max
     return torch.where(values.isinf(), product, product.clamp(-limit, limit)).to(dtype)
-
-
-def pack(codes: Tensor, format: Format) -> Tensor:
-    """int32 codes [..., n] as they are stored, in the integer dtype of the format's storage."""
-    if format.bits not in layout.PACKED_BITS:
-        return codes.to(layout.integer_dtype(format)).contiguous()
-    per = 2 if format.bits == 4 else 4
-    codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % per))
-    shifts = torch.arange(per, device=codes.device, dtype=torch.int32) * format.bits
-    words = (codes.reshape(*codes.shape[:-1], codes.shape[-1] // per, per) << shifts).sum(-1, dtype=torch.int32)
-    octets = torch.arange(per * format.bits // 8, device=codes.device, dtype=torch.int32) * 8
-    return (words[..., None] >> octets & 0xFF).flatten(-2).to(torch.uint8)
-
-
-def unpack(stored: Tensor, n: int, format: Format) -> Tensor:
-    """int32 codes [..., n]; the inverse of `pack`."""
-    codes = stored.int() & ((1 << format.bits) - 1 if format.bits < 32 else -1)
-    if format.bits not in layout.PACKED_BITS:
-        return codes
-    per = 2 if format.bits == 4 else 4
-    octets = torch.arange(per * format.bits // 8, device=stored.device, dtype=torch.int32) * 8
-    words = (stored.int().reshape(*stored.shape[:-1], stored.shape[-1] // octets.numel(), octets.numel()) << octets).sum(
-        -1, dtype=torch.int32
-    )
-    shifts = torch.arange(per, device=stored.device, dtype=torch.int32) * format.bits
-    return (words[..., None] >> shifts & ((1 << format.bits) - 1)).flatten(-2)[..., :n]
