@@ -101,11 +101,11 @@ def restored(value, restore, tensor, DTYPE: tl.constexpr, SCALED: tl.constexpr, 
         product = product * tensor
     bits = as_bits(product)
     # The bits of the largest finite number.
-    LIMIT: tl.constexpr = 0x477FE000 if DTYPE is tl.float16 else 0x7F7F0000 if DTYPE is tl.bfloat16 else 0x7F7FFFFF
+    LIMIT: tl.constexpr = 0x477FE000 if DTYPE == tl.float16 else 0x7F7F0000 if DTYPE == tl.bfloat16 else 0x7F7FFFFF
     magnitude = bits & 0x7FFFFFFF
     infinite = (as_bits(value) & 0x7FFFFFFF) == 0x7F800000
     stopped = tl.where((magnitude > 0x7F800000) | infinite, magnitude, tl.minimum(magnitude, LIMIT))
-    if DTYPE is tl.bfloat16 and not NATIVE:
+    if DTYPE == tl.bfloat16 and not NATIVE:
         # Through the bits, because Triton's interpreter truncates, and loses subnormal numbers. NaN is left alone.
         nearest = (stopped + 0x7FFF + ((stopped >> 16) & 1)) & -65536
         stopped = tl.where(magnitude > 0x7F800000, magnitude, nearest)
