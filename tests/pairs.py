@@ -9,7 +9,7 @@ from dither.kernels import philox as kernel_philox
 from dither.kernels import quantize as kernel_quantize
 from dither.kernels import rounding as kernel_rounding
 from dither.precision import Rounding
-from dither.random import Draw
+from dither.random import Draw, matrix_size
 from dither.reference import philox, quantize, rounding
 
 STREAM = Stream(2024, "pairs", "x")
@@ -79,9 +79,7 @@ def hard_values(rows: int, columns: int, dtype: torch.dtype, seed: int, device: 
 
 def draw_for(x: Tensor, rounding: Rounding, offset: tuple[int, int]) -> Draw | None:
     """The stream at step 5, if the rounding draws."""
-    columns = x.shape[-1] if x.dim() else 1
-    size = (x.numel() // columns if columns else 0, columns)
-    return STREAM.draw(5, size, offset, x.device) if rounding.kind == "stochastic" else None
+    return STREAM.draw(5, matrix_size(x), offset, x.device) if rounding.kind == "stochastic" else None
 
 
 def check_random_bits(rows: int, columns: int, offset: tuple[int, int], width: int, device: str) -> int:

@@ -1,4 +1,4 @@
-"""Why `divide` in kernels/scaling.py is rounded to nearest: its steps on a GPU, simulated exactly, for every mantissa.
+"""Why `over_max` in kernels/scaling.py is rounded to nearest: its steps on a GPU, simulated exactly, for every mantissa.
 
 A GPU multiplies by the rounded inverse of the divisor and corrects once by the fused residual. tests/gpu runs the kernel
 itself over the same numbers; this runs anywhere.

@@ -34,6 +34,10 @@ _DTYPES = {
 }
 
 
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""The integer dtype of each size in bytes, to read and write codes through."""
+
+
 def storage_dtype(format: Format) -> torch.dtype:
     """The dtype that holds codes of `format`: its own where torch has one, else the narrowest integer (uint8 when packed)."""
     if format.name in _DTYPES:
@@ -43,7 +47,7 @@ def storage_dtype(format: Format) -> torch.dtype:
 
 def integer_dtype(format: Format) -> torch.dtype:
     """The integer dtype of the same size as `storage_dtype`, to write codes through."""
-    return {1: torch.uint8, 2: torch.int16, 4: torch.int32}[storage_dtype(format).itemsize]
+    return INTEGERS[storage_dtype(format).itemsize]
 
 
 def packed_length(n: int, format: Format) -> int:

@@ -17,7 +17,7 @@ from dither import layout
 from dither.errors import UserError
 from dither.formats import Format
 from dither.precision import Cast, Rounding
-from dither.random import BACKENDS, Draw, Stream, matrix_size
+from dither.random import Draw, Stream, check_backend, matrix_size
 from dither.reference import scaling
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -59,7 +59,7 @@ class Quantized:
             list(self.shape),
             self.axis,
             dtype,
-            _backend(backend),
+            check_backend(backend),
         )
         return numbers
 
@@ -92,7 +92,7 @@ def round_to(
     cast = _unscaled(format, rounding)
     _check_tensor(x, "round_to")
     draw = _draw(x, cast, stream, step, offset)
-    result: Tensor = _round_to_op(x, cast.format, rounding, saturate, *_draw_arguments(draw), _backend(backend))
+    result: Tensor = _round_to_op(x, cast.format, rounding, saturate, *_draw_arguments(draw), check_backend(backend))
     _check_result(x, cast, result, inf_passes=cast.element.inf and not saturate)
     return result
 
@@ -124,7 +124,7 @@ def quantize(
     """
     cast, axis, draw = _prepare("quantize", x, cast, axis, stream, step, offset, amax)
     arguments = _draw_arguments(draw)
-    values, scale, tensor_scale = _quantize_op(x, str(cast), axis, amax, "", *arguments, _backend(backend))
+    values, scale, tensor_scale = _quantize_op(x, str(cast), axis, amax, "", *arguments, check_backend(backend))
     _check_scales(x, cast, scale, measured=amax is None)
     return Quantized(
         values,
@@ -157,7 +157,7 @@ def fake_quantize(
     tensor([0.0000, 0.5000, 1.5000, 6.0000])
     """
     cast, axis, draw = _prepare("fake_quantize", x, cast, axis, stream, step, offset, amax)
-    result: Tensor = _fake_quantize_op(x, str(cast), axis, amax, *_draw_arguments(draw), _backend(backend))
+    result: Tensor = _fake_quantize_op(x, str(cast), axis, amax, *_draw_arguments(draw), check_backend(backend))
     _check_result(x, cast, result, inf_passes=False)
     return result
 
@@ -184,7 +184,7 @@ def quantize_both(
     cast, _, draw = _prepare("quantize_both", x, cast, -1, stream, step, offset, None)
     if cast.group.kind != "tile" or cast.scaling.kind == "nvfp4":
         raise UserError(f"quantize_both scales tiles, such as 'e4m3 tile(128) fp32'; {str(cast)!r} does not.")
-    values, scale, values_t, scale_t = _quantize_both_op(x, str(cast), "", *_draw_arguments(draw), _backend(backend))
+    values, scale, values_t, scale_t = _quantize_both_op(x, str(cast), "", *_draw_arguments(draw), check_backend(backend))
     _check_scales(x, cast, scale, measured=True)
     shape = tuple(x.shape)
     return Quantized(values, scale, cast, shape, 1, x.dtype), Quantized(values_t, scale_t, cast, shape, 0, x.dtype)
@@ -227,7 +227,7 @@ class AmaxHistory:
 def amax(x: Tensor, *, backend: str = "auto") -> Tensor:
     """The largest magnitude in `x`, a 0-d float32 tensor; NaN or Inf where `x` holds one."""
     _check_tensor(x, "amax")
-    largest: Tensor = _amax_op(x, _backend(backend))
+    largest: Tensor = _amax_op(x, check_backend(backend))
     return largest
 
 
@@ -249,12 +249,6 @@ def _unscaled(format: str | Format, rounding: str) -> Cast:
             "give a name or a row of the table."
         )
     return Cast(element.name, rounding=rounding)
-
-
-def _backend(name: str) -> str:
-    if name not in BACKENDS:
-        raise UserError(f"There is no backend {name!r}: choose 'auto', 'reference' or 'kernel'.")
-    return name
 
 
 def _check_tensor(x: Tensor, what: str) -> None:

@@ -75,8 +75,7 @@ class Stream:
         """
         if width not in WIDTHS:
             raise UserError(f"An element draws 8, 16 or 32 bits, not {width!r}.")
-        if backend not in BACKENDS:
-            raise UserError(f"There is no backend {backend!r}: choose 'auto', 'reference' or 'kernel'.")
+        check_backend(backend)
         shape = tuple(shape)
         rows, columns = math.prod(shape[:-1]), shape[-1] if shape else 1
         draw = self.draw(step, (rows, columns), offset, device)
@@ -104,6 +103,13 @@ class Stream:
         # torch.full launches a fill on the device; torch.tensor would copy from the host.
         where = step.to(device) if isinstance(step, Tensor) else torch.full((), step, dtype=torch.int64, device=device)
         return Draw(self.key, where, row, column)
+
+
+def check_backend(name: str) -> str:
+    """`name`, if it is that of a backend."""
+    if name not in BACKENDS:
+        raise UserError(f"There is no backend {name!r}: choose 'auto', 'reference' or 'kernel'.")
+    return name
 
 
 def matrix_size(x: Tensor) -> tuple[int, int]:

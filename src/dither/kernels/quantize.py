@@ -653,7 +653,7 @@ def _codes(out: Tensor, *, scale: bool = False) -> Tensor:
     """Codes, and scales that are codes, as integers of their size: kernels write bits."""
     if scale and out.dtype == torch.float32:
         return out
-    return out.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[out.itemsize])
+    return out.view(layout.INTEGERS[out.itemsize])
 
 
 def _tile_shape(place: Layout, kind: str, measure: bool, itemsize: int) -> tuple[int, int, int, int]:

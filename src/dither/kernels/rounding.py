@@ -22,7 +22,7 @@ from dither.formats import Format
 from dither.kernels import native
 from dither.kernels.philox import aligned, program_tile, random_tile, tiles
 from dither.precision import Rounding
-from dither.random import Draw
+from dither.random import Draw, matrix_size
 
 INFINITY = tl.constexpr(0x7F800000)
 SIGN = tl.constexpr(-0x80000000)
@@ -279,8 +279,7 @@ def round_to(x: Tensor, format: Format, rounding: Rounding, saturate: bool, draw
     """`x` rounded to values of `format`, as float32 of the same shape."""
     x = x.contiguous()
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    columns = x.shape[-1] if x.dim() else 1
-    rows = x.numel() // columns if columns else 0
+    rows, columns = matrix_size(x)
     ROWS, COLUMNS = (1, 1024) if rows == 1 else (8, 128)
     if out.numel():
         _round_kernel[tiles(1, rows, columns, ROWS, COLUMNS)](

@@ -63,24 +63,30 @@ def is_lost(amax):
     return amax.to(tl.uint32, bitcast=True) >= 0x7F800000
 
 
-@triton.jit
-def divide(a, b, inverse, S: tl.constexpr, NATIVE: tl.constexpr):
-    """a / b, rounded to nearest, for quotients far from overflow and underflow; one of the two is S.MAX.
+# Division in hardware is a first guess of 1 / b, two steps of Newton and a residual each; the checks for numbers that such
+# steps cannot handle are most of its cost, and mantissas from 1 to 2 need none. Both are rounded to nearest: tests/gpu tries
+# every mantissa.
 
-    Division in hardware is a first guess of 1 / b, two steps of Newton and a residual each; the checks for numbers that
-    such steps cannot handle are most of its cost, and are not needed here. tests/gpu tries every mantissa.
-    """
+
+@triton.jit
+def max_over(b, S: tl.constexpr, NATIVE: tl.constexpr):
+    """S.MAX / b for b from 1 to 2."""
     if not NATIVE:
-        return tl.div_rn(a, b)
-    elif inverse == S.INVERSE:
-        quotient = a * inverse
-        return tl.fma(tl.fma(-b, quotient, a), inverse, quotient)
-    else:
-        guess = tl.inline_asm_elementwise("rcp.approx.f32 $0, $1;", "=f,f", [b], dtype=tl.float32, is_pure=True, pack=1)
-        guess = tl.fma(guess, tl.fma(-b, guess, 1.0), guess)
-        quotient = a * guess
-        quotient = tl.fma(tl.fma(-b, quotient, a), guess, quotient)
-        return tl.fma(tl.fma(-b, quotient, a), guess, quotient)
+        return tl.div_rn(S.MAX, b)
+    guess = tl.inline_asm_elementwise("rcp.approx.f32 $0, $1;", "=f,f", [b], dtype=tl.float32, is_pure=True, pack=1)
+    guess = tl.fma(guess, tl.fma(-b, guess, 1.0), guess)
+    quotient = S.MAX * guess
+    quotient = tl.fma(tl.fma(-b, quotient, S.MAX), guess, quotient)
+    return tl.fma(tl.fma(-b, quotient, S.MAX), guess, quotient)
+
+
+@triton.jit
+def over_max(a, S: tl.constexpr, NATIVE: tl.constexpr):
+    """a / S.MAX for a from 1 to 2."""
+    if not NATIVE:
+        return tl.div_rn(a, S.MAX)
+    quotient = a * S.INVERSE
+    return tl.fma(tl.fma(-S.MAX, quotient, a), S.INVERSE, quotient)
 
 
 @triton.jit
@@ -106,10 +112,10 @@ def group_factors(amax, tensor, S: tl.constexpr, E: tl.constexpr, W: tl.constexp
         # factor, 2^126, by its exponent alone.
         value, exponent = as_float(amax), amax & 0x7F800000
         mantissa = as_float((amax & 0x7FFFFF) | 0x3F800000)
-        quotient = divide(S.MAX, mantissa, 0.0, S, NATIVE)
+        quotient = max_over(mantissa, S, NATIVE)
         factor = (as_bits(quotient) + (127 << 23) - exponent).to(tl.uint32, bitcast=True)
         multiply = as_float(tl.minimum(factor, 253 << 23).to(tl.int32, bitcast=True))
-        inverse = as_float(as_bits(divide(mantissa, S.MAX, S.INVERSE, S, NATIVE)) + (exponent - (127 << 23)))
+        inverse = as_float(as_bits(over_max(mantissa, S, NATIVE)) + (exponent - (127 << 23)))
         restore = tl.where(factor > (253 << 23), 2.0**-126, inverse)
         if S.KIND == "delayed":
             multiply = multiply * S.MARGIN
