@@ -1,5 +1,6 @@
 """Dither: train language models in few bits."""
 
+from dither import optim as optim
 from dither.errors import DitherError as DitherError
 from dither.errors import UserError as UserError
 from dither.formats import Format as Format

@@ -1,0 +1,11 @@
+"""Optimizers that keep weights and states in few bits: see docs/optimizers.md."""
+
+from dither.optim.adam_mini import AdamMini as AdamMini
+from dither.optim.adamw import AdamW as AdamW
+from dither.optim.adamw import NonFiniteError as NonFiniteError
+from dither.optim.modes import MODES as MODES
+from dither.optim.modes import Mode as Mode
+from dither.optim.modes import Training as Training
+from dither.optim.modes import training as training
+from dither.optim.roles import Role as Role
+from dither.optim.roles import roles as roles

@@ -1,0 +1,147 @@
+"""Adam-mini (Zhang et al., 2024): AdamW with one second moment for a head or a row instead of one for each weight.
+
+AdamW's update, where v is the moving average of the mean of g * g over the rows that share it; see `dither.optim.roles`.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dither.errors import UserError
+from dither.optim.adamw import AdamW, Part, Slot
+from dither.optim.roles import Role, role_of, sections
+from dither.optim.shards import as_matrix, like, local, reduce_cuts, shards, spread_over
+from dither.reference.adamw import second_moment, zero_state
+from dither.update import Piece
+
+
+class AdamMini(AdamW):
+    """Adam-mini for named parameters and their roles; options as `AdamW`'s, with states fp32 or bf16 (the first moment's).
+
+    >>> import dither, torch
+    >>> model = torch.nn.Linear(8, 4)
+    >>> each_row = {"weight": dither.optim.Role.rows_each(1), "bias": dither.optim.Role.whole()}
+    >>> optimizer = dither.optim.AdamMini(model.named_parameters(), each_row, lr=1e-3)
+    >>> model(torch.ones(2, 8)).sum().backward()
+    >>> optimizer.step()
+    >>> optimizer.state[model.weight]["exp_avg_sq"].shape
+    torch.Size([4])
+    """
+
+    def __init__(self, params: Iterable[Any], roles: Mapping[str, Role], lr: float | Tensor = 1e-3, **options: Any) -> None:
+        """params: named parameters; roles: `dither.optim.roles(model)`, or a role for each name."""
+        self.roles = dict(roles)
+        super().__init__(params, lr, **options)
+
+    def _check_slot(self, slot: Slot) -> None:
+        super()._check_slot(slot)
+        if slot.update.in_blocks:
+            raise UserError(
+                f"Adam-mini keeps its first moments in fp32 or bf16, not in states={slot.update.states!r}: its second moments "
+                "are few already; use AdamW for 8-bit states."
+            )
+        if not slot.name:
+            raise UserError("Adam-mini finds roles by name: pass model.named_parameters() instead of model.parameters().")
+        role = role_of(self.roles, slot.name)
+        if role.transposed and (slot.parameter.dim() != 2 or isinstance(slot.parameter, DTensor)):
+            raise UserError(
+                f"The parameter {slot.name!r} has a transposed role, which takes an unsharded matrix: "
+                "convert the model to one with [outputs, inputs] weights, or use AdamW."
+            )
+        self._sections(slot)
+
+    def _sections(self, slot: Slot) -> list[tuple[int, int, int]]:
+        """(first row, end, run) of the whole parameter, in the orientation that is worked in."""
+        role, shape = role_of(self.roles, slot.name), slot.parameter.shape
+        rows = shape[1] if role.transposed else slot.parameter.numel() // max(shape[-1], 1) if len(shape) else 1
+        return sections(role, rows, slot.name)
+
+    def _new_state(self, slot: Slot) -> dict[str, Tensor]:
+        work = self._work(slot, local(slot.parameter))
+        moment, _ = zero_state(
+            (work.numel() // max(work.shape[-1], 1), work.shape[-1]) if work.dim() else (1, 1), slot.update, True, work.device
+        )
+        runs = sum((end - start) // run for start, end, run in self._sections(slot))
+        return {
+            "step": torch.zeros((), dtype=torch.int64, device=work.device),
+            "exp_avg": like(slot.parameter, moment.view(work.shape), work.shape[-1] if work.dim() else 1),
+            "exp_avg_sq": torch.zeros(runs, device=work.device),  # whole on every process: it is small
+            **self._extra_state(slot),
+        }
+
+    def _extra_state(self, slot: Slot) -> dict[str, Tensor]:
+        role = role_of(self.roles, slot.name)
+        return {k: v.t().contiguous() if role.transposed else v for k, v in super()._extra_state(slot).items()}
+
+    def _work(self, slot: Slot, part: Tensor) -> Tensor:
+        return part.t() if role_of(self.roles, slot.name).transposed else part
+
+    def _batch(self, code: Any) -> Any:
+        return code.MiniBatch
+
+    def _parts(self, place: int, slot: Slot, work: Tensor) -> list[Part]:
+        state = self.state[slot.parameter]
+        moment, extra = as_matrix(local(state["exp_avg"])), state.get("master", state.get("remainder"))
+        found = []
+        for shard in shards(self._work(slot, slot.parameter)):
+            first = 0  # the number of the section's first run
+            for begin, end, run in self._sections(slot):
+                low, high = max(begin, shard.row), min(end, shard.row + shard.end - shard.start)
+                if low < high:
+                    start = shard.start + low - shard.row
+                    rows = slice(start, start + high - low)
+                    runs = slice(first + (low - begin) // run, first + -(-(high - begin) // run))
+                    piece = Piece(
+                        work[rows],
+                        moment[rows],
+                        state["exp_avg_sq"][runs],
+                        None,
+                        None,
+                        None if extra is None else as_matrix(local(extra))[rows],
+                        low,
+                        shard.column,
+                        self._keys(slot),
+                        slot.index,
+                        run,
+                        (low - begin) % run,
+                        run * self._work(slot, slot.parameter).shape[-1] if slot.parameter.dim() else 1,
+                    )
+                    found.append(Part(place, rows.start, rows.stop, piece, runs.start))
+                first += (end - begin) // run
+        return found
+
+    def _update(self, active: list[Slot], matrices: list[Tensor], constants: Tensor, skip: Tensor) -> None:
+        cut = [slot for slot in active if isinstance(slot.parameter, DTensor)]
+        if cut:
+            self._move_second_moments(cut, active, matrices, constants, skip)
+        for launch in self._launches:
+            moved = isinstance(launch.parameter, DTensor)
+            launch.batch.step(launch.gradients(matrices), constants, self.steps, skip, moved=moved)
+
+    def _move_second_moments(
+        self, cut: list[Slot], active: list[Slot], matrices: list[Tensor], constants: Tensor, skip: Tensor
+    ) -> None:
+        """Of parameters that are spread over processes: a run may be cut anywhere, so every process adds up what it holds."""
+        moments = {slot.index: self.state[slot.parameter]["exp_avg_sq"] for slot in cut}
+        sums = {index: torch.zeros_like(v, dtype=torch.float64) for index, v in moments.items()}
+        for launch in self._launches:
+            if isinstance(launch.parameter, DTensor):
+                for part, found in zip(launch.parts, launch.batch.run_squares(launch.gradients(matrices)), strict=True):
+                    sums[part.piece.constants][part.run : part.run + found.numel()] += found
+        groups: dict[object, list[Slot]] = {}
+        for slot in cut:
+            groups.setdefault(spread_over(slot.parameter), []).append(slot)
+        for slots in groups.values():
+            together = torch.cat([sums[slot.index] for slot in slots])
+            reduce_cuts(together, slots[0].parameter)
+            for slot, total in zip(slots, torch.split(together, [sums[slot.index].numel() for slot in slots]), strict=True):
+                v, columns = moments[slot.index], slot.parameter.shape[-1] if slot.parameter.dim() else 1
+                counts = [torch.full(((end - start) // run,), float(run * columns)) for start, end, run in self._sections(slot)]
+                share = torch.cat(counts).to(v.device, torch.float64)
+                v.copy_(torch.where(skip == 1, v, second_moment(v, total, share, constants[slot.index])))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "roles": self.roles}

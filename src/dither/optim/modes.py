@@ -1,0 +1,102 @@
+"""Precision modes of training, by name: which dtype parameters and products have, and what the optimizer keeps.
+
+The paper on stochastic rounding compares four of them: O1 (float32 parameters, autocast), O2 (bfloat16 parameters with
+float32 masters), plain bfloat16, and bfloat16 with stochastic rounding.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dither.errors import UserError
+from dither.optim.adamw import AdamW
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What a mode of training sets; everything else of an optimizer is its own argument."""
+
+    about: str
+    parameters: torch.dtype
+    autocast: torch.dtype | None = None
+    """Dtype of matrix products where it is not that of the parameters."""
+    weights: str = "nearest"
+    states: str = "fp32"
+    master: str | None = None
+    loss_scaling: bool = False
+
+
+MODES = {
+    "fp32": Mode("everything in float32", torch.float32),
+    "o1": Mode("float32 parameters, bfloat16 products by autocast", torch.float32, torch.bfloat16),
+    "o2": Mode("bfloat16 parameters, float32 masters and moments", torch.bfloat16, master="fp32"),
+    "bf16": Mode("everything in bfloat16, rounded to nearest", torch.bfloat16, states="bf16"),
+    "bf16-sr": Mode("everything in bfloat16, rounded stochastically", torch.bfloat16, weights="stochastic", states="bf16"),
+    "fp16": Mode(
+        "float32 parameters, float16 products by autocast, loss scaling", torch.float32, torch.float16, loss_scaling=True
+    ),
+}
+"""Modes by name."""
+
+
+class Training:
+    """A model's optimizer, autocast and loss scaling, as one mode sets them; made by `training`."""
+
+    def __init__(self, model: nn.Module, mode: Mode, optimizer: AdamW, device: torch.device) -> None:
+        self.model, self.mode, self.optimizer, self.device = model, mode, optimizer, device
+        self.scaler = torch.amp.GradScaler(device.type, enabled=mode.loss_scaling)
+        """Starts at 65536, halves at an overflow and skips that step, doubles after 2000 good ones."""
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around the forward pass and the loss."""
+        with torch.autocast(self.device.type, self.mode.autocast, enabled=self.mode.autocast is not None):
+            yield
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Gradients of the loss, scaled where the mode says so."""
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+
+    def step(self) -> None:
+        """Update the weights, drop the gradients, adjust the loss scale."""
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of optimizer and loss scaling: tensors and plain numbers."""
+        return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self.optimizer.load_state_dict(state_dict["optimizer"])
+        self.scaler.load_state_dict(state_dict["scaler"])
+
+
+def training(model: nn.Module, mode: str, lr: float, **options: Any) -> Training:
+    """Bring the parameters of `model` to the dtype of the mode, in place, and make its optimizer (`options` are AdamW's).
+
+    >>> import dither, torch
+    >>> run = dither.optim.training(torch.nn.Linear(4, 4), "bf16-sr", lr=1e-2)
+    >>> with run.forward():
+    ...     loss = run.model(torch.ones(1, 4, dtype=torch.bfloat16)).square().mean()
+    >>> run.backward(loss)
+    >>> run.step()
+    >>> run.model.weight.dtype
+    torch.bfloat16
+    """
+    if mode not in MODES:
+        raise UserError(f"There is no mode {mode!r}: choose from {', '.join(MODES)}.")
+    chosen = MODES[mode]
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(chosen.parameters)
+    first = next(iter(model.parameters()), None)
+    if first is None:
+        raise UserError(f"{type(model).__name__} has no parameters to train.")
+    settings: dict[str, Any] = {"weights": chosen.weights, "states": chosen.states, "master": chosen.master}
+    return Training(model, chosen, AdamW(model.named_parameters(), lr, **{**settings, **options}), first.device)

@@ -1,0 +1,117 @@
+"""What a parameter is to Adam-mini: which of its rows share a second moment. The model says so; names alone would be a guess.
+
+Adam-mini (Zhang et al., 2024) has one second moment for each head of a query or key projection, for each output row of every
+other matrix, for each token's row of an embedding or output matrix, and one for a whole norm or bias.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from dither.errors import UserError
+
+
+@dataclass(frozen=True)
+class Role:
+    """Sections of consecutive rows and, for each, how many rows share one second moment.
+
+    >>> Role.rows_each(1)
+    Role(sections=((0, 1),), transposed=False)
+    """
+
+    sections: tuple[tuple[int, int], ...]
+    """(rows of the section, rows that share one second moment); 0 rows means all that there are, 0 shared means all of them."""
+    transposed: bool = False
+    """Whether the parameter is stored as [inputs, outputs], as Hugging Face's Conv1D does: rows are then its columns."""
+
+    @classmethod
+    def rows_each(cls, rows: int, *, transposed: bool = False) -> "Role":
+        """One second moment for every `rows` rows: 1 for most matrices, a head's rows for queries and keys."""
+        return cls(((0, rows),), transposed)
+
+    @classmethod
+    def whole(cls) -> "Role":
+        """One second moment for the whole parameter: norms and biases."""
+        return cls(((0, 0),))
+
+
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types whose attention has q_proj, k_proj, v_proj and o_proj."""
+
+
+def roles(model: nn.Module) -> dict[str, Role]:
+    """The role of every parameter of a Llama, Mistral, Qwen or GPT-2 (Dither's or Hugging Face's), by name.
+
+    Other models need a dictionary of their own: `{name: Role.rows_each(1), ...}`.
+    """
+    config: Any = getattr(model, "config", None)
+    kind = getattr(config, "model_type", None)
+    if kind not in (*LLAMA_LIKE, "gpt2"):
+        raise UserError(
+            f"The roles of {type(model).__name__}'s parameters are not known (model type {kind!r}; known are "
+            f"{', '.join((*LLAMA_LIKE, 'gpt2'))}): give AdamMini a dictionary of roles, such as {{name: Role.rows_each(1)}}."
+        )
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    found: dict[str, Role] = {}
+    for name, parameter in model.named_parameters():
+        role = (
+            Role.rows_each(1)
+            if id(parameter) in embeddings
+            else (_gpt2_role(name, parameter, config) if kind == "gpt2" else _llama_role(name, parameter, config))
+        )
+        if role is None:
+            raise UserError(
+                f"The parameter {name!r} has no known role in a {kind} model: give AdamMini a dictionary of roles that has it."
+            )
+        found[name] = role
+    return found
+
+
+def _llama_role(name: str, parameter: Tensor, config: Any) -> Role | None:
+    if parameter.dim() == 1:
+        return Role.whole()
+    layer = name.removesuffix(".weight").rpartition(".")[2]
+    if layer in ("q_proj", "k_proj"):
+        heads = config.num_attention_heads if layer == "q_proj" else config.num_key_value_heads
+        return Role.rows_each(parameter.shape[0] // heads)
+    known = ("v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
+    return Role.rows_each(1) if layer in known else None
+
+
+def _gpt2_role(name: str, parameter: Tensor, config: Any) -> Role | None:
+    if parameter.dim() == 1:
+        return Role.whole()
+    layer = name.removesuffix(".weight").rpartition(".")[2]
+    if layer == "c_attn":  # queries, keys and values side by side, [inputs, 3 * outputs]
+        width = parameter.shape[1] // 3
+        return Role(((2 * width, width // config.n_head), (width, 1)), transposed=True)
+    if layer in ("c_proj", "c_fc"):
+        return Role.rows_each(1, transposed=True)
+    return Role.rows_each(1) if layer in ("lm_head", "wte", "wpe") else None
+
+
+def sections(role: Role, rows: int, name: str) -> list[tuple[int, int, int]]:
+    """(first row, end, rows that share a second moment) of a parameter of `rows` rows, checked."""
+    found, start = [], 0
+    for length, run in role.sections:
+        end = start + length if length else rows
+        shared = run or end - start
+        if end > rows or shared < 1 or (end - start) % shared:
+            raise UserError(f"The role {role} does not fit the parameter {name!r}, which has {rows} rows.")
+        found.append((start, end, shared))
+        start = end
+    if start != rows:
+        raise UserError(f"The role {role} covers {start} of the {rows} rows of the parameter {name!r}.")
+    return found
+
+
+def role_of(roles: Mapping[str, Role], name: str) -> Role:
+    """The role of one parameter; a sentence if there is none."""
+    if name not in roles:
+        raise UserError(
+            f"The parameter {name!r} has no role: add it to the dictionary given to AdamMini, such as {name!r}: "
+            f"Role.rows_each(1); known are {', '.join(list(roles)[:5])}{', ...' if len(roles) > 5 else ''}."
+        )
+    return roles[name]

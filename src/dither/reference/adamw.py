@@ -1,0 +1,250 @@
+"""One AdamW step (Loshchilov and Hutter, 2019), as it is meant: float32 arithmetic in a fixed order, then one rounding each for
+weight and moments.
+
+    g = grad * scale                       the gradient, without the loss scale, clipped
+    m = beta1 m + (1 - beta1) g
+    v = beta2 v + (1 - beta2) g g
+    w = decay w - size * (m / (sqrt(v) * root + eps))
+
+with decay = 1 - lr * weight_decay, size = lr / (1 - beta1^t) and root = 1 / sqrt(1 - beta2^t). The update uses m and v before
+they are rounded. Each operation is exactly rounded, so all devices agree; powers are products of float64 numbers. The quotient
+is computed as 2^48 m / (...), and `size` takes the 2^48 back: it is then a normal number for every m, exact without a test
+for small ones. Second moments that overflowed give NaN, not a weight that stands still.
+
+Adam-mini (Zhang et al., 2024) has one v for a run of elements: g g above is then the mean over the run.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dither.formats import TABLE, Format
+from dither.precision import Rounding, Scale
+from dither.random import Draw
+from dither.reference import dynamic, philox, rounding, scaling
+from dither.update import BITS, CONSTANTS, ODD_FACTOR, Piece, Update
+
+FORMATS = {torch.float32: TABLE["fp32"], torch.bfloat16: TABLE["bf16"], torch.float16: TABLE["fp16"]}
+
+
+def prepare(
+    hyper: Tensor,
+    steps: Tensor,
+    skipped: Tensor,
+    squares: Tensor | None,
+    loss_scale: Tensor | None,
+    found_inf: Tensor | None,
+    max_norm: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(constants, norm, skip): what the tensors of a step need to know, from float64[rows, 6] `hyper`.
+
+    `steps` (int64[rows], of active rows) or `skipped` (0-d int64) becomes one more: the step is skipped, int32 `skip` is 1, if
+    `squares` (of the gradients as they come) is not finite or `found_inf` (float32) is not 0. `norm` (0-d float32) is that of
+    the gradients without the `loss_scale` (float32, 0-d) and before clipping to `max_norm`, which 0 turns off; 0 without
+    `squares`.
+    """
+    inverse = torch.ones((), dtype=torch.float32, device=hyper.device)
+    if loss_scale is not None:
+        inverse = torch.div(inverse, loss_scale)
+    norm, factor, bad = torch.zeros_like(inverse), inverse, torch.zeros((), dtype=torch.bool, device=hyper.device)
+    if squares is not None:
+        bad = ~torch.isfinite(squares)
+        norm = (squares.sqrt() * inverse.double()).float()
+        if max_norm:
+            limit = torch.full_like(norm, max_norm)
+            factor = torch.minimum(torch.div(limit, norm + 1e-6), torch.ones_like(norm)) * inverse
+    if found_inf is not None:
+        bad = bad | (found_inf != 0)
+    skip = bad.int()
+    lr, beta1, beta2, eps, weight_decay, active = hyper.unbind(1)
+    steps += active.long() * (1 - skip)
+    skipped += skip
+    t = steps.clamp(min=1)  # rows that are not active are not used
+    size = torch.div(lr.float(), (1 - _power(beta1, t)).float()) * 2.0**-48
+    root = (1 - _power(beta2, t)).float().sqrt()
+    columns = [
+        factor.expand_as(size),
+        beta1,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        1 - lr * weight_decay,
+        lr * weight_decay,
+        size,
+        torch.div(torch.ones_like(root), root),
+        eps,
+    ]
+    return torch.stack([column.float() for column in columns], dim=1), norm, skip
+
+
+def _power(base: Tensor, exponent: Tensor) -> Tensor:
+    """base^exponent by squaring: products of float64 numbers, which round alike everywhere, as `pow` does not."""
+    result, exponent = torch.ones_like(base), exponent.clone()
+    for _ in range(32):
+        result = torch.where(exponent & 1 == 1, result * base, result)
+        base, exponent = base * base, exponent >> 1
+    return result
+
+
+class Batch:
+    """Tensors that one update treats alike; `step` changes them all in place."""
+
+    def __init__(self, pieces: Sequence[Piece], update: Update) -> None:
+        self.pieces = tuple(pieces)
+        self.update = update
+
+    def square_sum(self, grads: Sequence[Tensor]) -> Tensor:
+        """float64, 0-d: the sum of the squares of the gradients; not finite exactly when one of them is not."""
+        return torch.stack([grad.double().square().sum() for grad in grads]).sum()
+
+    def step(self, grads: Sequence[Tensor], constants: Tensor, step: Tensor, skip: Tensor) -> None:
+        """One AdamW step with `grads` (contiguous, the shapes of the weights), unless `skip` (int32, 0-d) is 1."""
+        if bool(skip):
+            return
+        update = self.update
+        for piece, grad in zip(self.pieces, grads, strict=True):
+            c = dict(zip(CONSTANTS, constants[piece.constants], strict=True))
+            g = grad.float() * c["scale"]
+            m = c["beta1"] * load_state(piece.m, piece.m_scale, update, True) + c["rest1"] * g
+            v = c["beta2"] * load_state(piece.v, piece.v_scale, update, False) + c["rest2"] * (g * g)
+            _move(piece, _direction(m, v, c), c, step, update)
+            _store(piece, piece.m, piece.m_scale, m, step, update, 1)
+            _store(piece, piece.v, piece.v_scale, v, step, update, 2)
+
+
+class MiniBatch(Batch):
+    """The same for Adam-mini."""
+
+    def run_squares(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """float64[runs] for each piece: the sums of squares over what it holds of each run."""
+        sums = []
+        for piece, grad in zip(self.pieces, grads, strict=True):
+            run = (torch.arange(grad.shape[0], device=grad.device) + piece.lead) // piece.run
+            sums.append(torch.zeros_like(piece.v, dtype=torch.float64).index_add_(0, run, grad.double().square().sum(1)))
+        return sums
+
+    def step(self, grads: Sequence[Tensor], constants: Tensor, step: Tensor, skip: Tensor, *, moved: bool = False) -> None:
+        """One step, unless `skip` is 1. `moved` says that the second moments are those after the step already."""
+        if bool(skip):
+            return
+        if not moved:
+            for piece, sums in zip(self.pieces, self.run_squares(grads), strict=True):
+                share = torch.full_like(sums, piece.share)
+                piece.v.copy_(second_moment(piece.v, sums, share, constants[piece.constants]))
+        for piece, grad in zip(self.pieces, grads, strict=True):
+            c = dict(zip(CONSTANTS, constants[piece.constants], strict=True))
+            run = (torch.arange(grad.shape[0], device=grad.device) + piece.lead) // piece.run
+            m = c["beta1"] * load_state(piece.m, None, self.update, True) + c["rest1"] * (grad.float() * c["scale"])
+            _move(piece, _direction(m, piece.v[run][:, None], c), c, step, self.update)
+            _store(piece, piece.m, None, m, step, self.update, 1)
+
+
+def second_moment(v: Tensor, sums: Tensor, share: Tensor, constants: Tensor) -> Tensor:
+    """Adam-mini's second moments after a step, from those before it and the sums of squares of the gradients as they come.
+
+    `share` (float64, of v's shape) is how many elements each has.
+    """
+    c: dict[str, Tensor] = dict(zip(CONSTANTS, constants, strict=True))
+    factor = c["scale"].double()
+    mean = torch.div(sums, share)
+    return c["beta2"] * v + c["rest2"] * (mean * (factor * factor)).float()
+
+
+def _direction(m: Tensor, v: Tensor, c: dict[str, Tensor]) -> Tensor:
+    """2^48 m / (sqrt(v) * root + eps), and 0 where that is below 2^-100; NaN where it or v is infinite."""
+    small = v < 2.0**-100
+    root = (v * torch.where(small, 2.0**48, 1.0)).sqrt() * torch.where(small, 2.0**-24, 1.0)  # some sqrt lose subnormal numbers
+    root = torch.where(v < torch.inf, root, torch.nan)
+    quotient = torch.div(m * 2.0**48, root * c["root"] + c["eps"])
+    quotient = torch.where(quotient.abs() < torch.inf, quotient, torch.nan)
+    return torch.where(quotient.abs() < 2.0**-100, 0.0, quotient)
+
+
+def _move(piece: Piece, direction: Tensor, c: dict[str, Tensor], step: Tensor, update: Update) -> None:
+    """Change the weights along `direction`, which is 2^48 m / (sqrt(v) * root + eps)."""
+    format = FORMATS[piece.w.dtype]
+    move = c["size"] * direction
+    if update.master:
+        assert piece.extra is not None
+        master = piece.extra * c["decay"] - move
+        piece.extra.copy_(master)
+        piece.w.copy_(_nearest(master, format))
+    elif format.bits == 32:
+        piece.w.copy_(piece.w * c["decay"] - move)
+    elif update.weights == "kahan":
+        assert piece.extra is not None
+        w = piece.w.float()
+        # The change, with what earlier roundings lost; what this one loses is kept.
+        change = piece.extra.float() - (c["shrink"] * w + move)
+        rounded = _nearest(w + change, format)
+        piece.w.copy_(rounded)
+        piece.extra.copy_(_nearest(change - (rounded - w), format))
+    else:
+        w = piece.w.float() * c["decay"] - move
+        stochastic = update.weights == "stochastic"
+        random = _random(piece, step, piece.keys[0]) if stochastic else None
+        rule = Rounding("stochastic", BITS) if stochastic else Rounding("nearest")
+        piece.w.copy_(rounding.round_values(w, format, rule, False, random))
+
+
+def _nearest(x: Tensor, format: Format) -> Tensor:
+    return rounding.round_values(x, format, Rounding("nearest"), False, None)
+
+
+def _random(piece: Piece, step: Tensor, key: int) -> Tensor:
+    rows, columns = piece.w.shape
+    return philox.random_bits(Draw(key, step, piece.row, piece.column), rows, columns, BITS)
+
+
+def load_state(state: Tensor, scale: Tensor | None, update: Update, signed: bool) -> Tensor:
+    """float32[rows, columns] of a stored moment."""
+    if not update.in_blocks:
+        return state.float()
+    assert scale is not None
+    values = dynamic.decode(state, signed) if update.format is None else rounding.decode(state.int(), update.format)
+    return values * scale.repeat_interleave(update.block, 1)[:, : state.shape[1]]
+
+
+def _store(piece: Piece, state: Tensor, scale: Tensor | None, value: Tensor, step: Tensor, update: Update, which: int) -> None:
+    """Round the first or second moment, float32, into its storage."""
+    random = _random(piece, step, piece.keys[1]) if update.draws_states else None
+    if random is not None and which == 2:
+        random = random * ODD_FACTOR & 0xFFFF
+    rule = Rounding("nearest") if random is None else Rounding("stochastic", BITS)
+    if not update.in_blocks:
+        assert update.format is not None
+        state.copy_(rounding.round_values(value, update.format, rule, False, random))
+        return
+    assert scale is not None
+    rows, columns = value.shape
+    count = scale.shape[1]
+    padded = torch.nn.functional.pad(value.abs(), (0, count * update.block - columns))
+    amax = padded.reshape(rows, count, update.block).amax(2)
+    format = update.format or UNIT
+    known = scaling.factors(amax, None, format, Scale("fp32"), rule)
+    scaled = value * known.multiply.repeat_interleave(update.block, 1)[:, :columns]
+    if update.format is None:
+        codes = dynamic.encode(scaled, signed=which == 1)
+    else:
+        codes = rounding.encode(rounding.round_values(scaled, format, rule, True, random), format)
+    state.copy_(codes.to(torch.uint8))
+    scale.copy_(known.restore)
+
+
+UNIT = Format("unit", 8, 0, 0, 0, 1.0)
+"""Stands for the dynamic map where only the largest value, 1, matters."""
+
+
+def zero_state(shape: tuple[int, int], update: Update, signed: bool, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """A moment before the first step: (storage, scales), all numbers zero."""
+    if not update.in_blocks:
+        dtype = torch.float32 if update.states == "fp32" else torch.bfloat16
+        return torch.zeros(shape, dtype=dtype, device=device), None
+    code = dynamic.ZERO if update.states == "dynamic8" and signed else 0
+    blocks = math.ceil(shape[1] / update.block)
+    return (
+        torch.full(shape, code, dtype=torch.uint8, device=device),
+        torch.ones((shape[0], blocks), dtype=torch.float32, device=device),
+    )
