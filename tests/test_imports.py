@@ -28,6 +28,8 @@ ORDER = [
     "dither.kernels.scaling",
     "dither.kernels.quantize",
     "dither.ops",
+    "dither.models.llama",
+    "dither.models",
     "dither.doctor",
     "dither.cli",
     "dither",
