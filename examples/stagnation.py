@@ -9,7 +9,7 @@ a step is far smaller. The paper gives neither the rate at the start nor how it 
 
     rate(t) = max(0.0007 * (1 - 1/1500)^t, minimum),
 
-which meets all of its numbers within the error of its 100 runs; 0.0007 is also the paper's rate for its smallest model.
+which meets its averages within the error of its 100 runs; 0.0007 is also the paper's rate for its smallest model.
 `--schedule cosine`, from 0.0003 to the minimum in 7000 steps, is the other reading that comes close: the same story.
 
 Adam's states are float32; only the sum x + update is rounded, always by `dither.round_to` from a `dither.Stream`.
@@ -250,7 +250,7 @@ def plot(schedule: str, seed: int, file: str, runs: int = 30, steps: int = 20_00
     for panel, minimum in zip(panels, (1e-5, 5e-5), strict=True):
         added = updates(schedule, minimum, steps)
         stream = dither.Stream(seed, "example", f"{schedule} {minimum}")
-        walks = START + walk_at_once(added, "stochastic(16)", stream, runs)
+        walks = walk_at_once(added, "stochastic(16)", stream, runs)
         panel.plot(walks.clamp(max=GOAL).numpy(), color="tab:blue", linewidth=0.5, alpha=0.6)
         panel.plot((START + added.double().cumsum(0)).clamp(max=GOAL).numpy(), color="black", label="FP32")
         panel.axhline(START, color="tab:red", linestyle="--", label="BF16, nearest")

@@ -26,12 +26,12 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def make(config: LlamaConfig, seed: int = 0) -> Llama:
-    """A model whose norms are not all ones, or their weights would not be tested."""
-    model = Llama(config, generator=seeded(seed))
+    """A model whose norms are not all ones, nor all alike, or their weights would not be tested."""
+    model, generator = Llama(config, generator=seeded(seed)), seeded(seed + 1)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
-                parameter.uniform_(0.5, 1.5, generator=seeded(seed + 1))
+                parameter.uniform_(0.5, 1.5, generator=generator)
             else:
                 parameter.mul_(5)  # attention that is nearly uniform would hide mistakes in positions
     return model
@@ -228,13 +228,20 @@ def test_one_graph(blocks):
     expected.backward()
     slopes = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
     run = model
     if blocks:
-        compile_blocks(model, backend="aot_eager")
+        compile_blocks(model, backend=backend)
     else:
-        run = torch.compile(model, backend="aot_eager", fullgraph=True)
+        run = torch.compile(model, backend=backend, fullgraph=True)
     loss = run(tokens, targets)
     loss.backward()
+    assert len(graphs) == 1  # for the two blocks together, too
     torch.testing.assert_close(loss, expected)
     for parameter, slope in zip(model.parameters(), slopes, strict=True):
         torch.testing.assert_close(parameter.grad, slope, rtol=1e-4, atol=1e-5)
