@@ -51,7 +51,7 @@ LEARNING_RATE = 1e-4
 KERNELS = {
     "attention": r"flash|fmha|sdpa|attention",
     "optimizer": r"adam|multi_tensor|FusedOptimizer",
-    "products": r"gemm|nvjet|cutlass|cublas|xmma|matmul|splitK|aten::(add|b)?mm",
+    "products": r"gemm|nvjet|cutlass|cublas|xmma|matmul|splitK|aten::(add|b|_scaled_)?mm",
     # Dither's own kernels; Inductor's with the operations of torchao's scaled casts; copies that change the dtype.
     "casts": r"quantize|_cast|_amax_kernel|_factors_kernel|_round_kernel|triton_.*(amax|clamp)|copy_kernel|CopyKernel|Memcpy",
     "rest": "",
@@ -218,7 +218,7 @@ def listed(pattern: str):
     def parse(text: str) -> list[str]:
         for word in (words := text.split(",")):
             if not re.fullmatch(pattern, word):
-                raise argparse.ArgumentTypeError(f"{word!r} is not one of {pattern}")
+                raise argparse.ArgumentTypeError(f"{word!r} is not among those that --help describes")
         return words
 
     return parse
@@ -240,6 +240,8 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true", help="print the whole output of a process that failed")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error("torch sees no GPU here; --device cpu --sizes tiny --sequence 64 shows that the script runs")
     if arguments.compile is None:
         arguments.compile = arguments.device != "cpu"  # there it takes longer than it saves
     if arguments.worker:
