@@ -226,7 +226,7 @@ def listed(pattern: str):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=listed("|".join(SIZES)), default=["1b", "3b", "8b4"])
+    parser.add_argument("--sizes", type=listed("|".join(SIZES)), default=["1b", "3b", "8b4"], help=", ".join(SIZES))
     parser.add_argument("--modes", type=listed(MODES), default=["o1", "bf16-nearest", "bf16-sr"])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--warmup", type=int, default=5, help="steps before the timed ones; the first compiles")
