@@ -39,6 +39,8 @@ ORDER = [
     "dither.optim.adam_mini",
     "dither.optim.modes",
     "dither.optim",
+    "dither.models.llama",
+    "dither.models",
     "dither.doctor",
     "dither.cli",
     "dither",

@@ -1,0 +1,264 @@
+"""Llama training: tokens a second and peak memory of a whole step, by size and by mode, each beside BF16 autocast (`o1`).
+
+    PYTHONPATH=src python3 benchmarks/train.py --sizes 1b,3b,8b4 --modes o1,bf16-nearest,bf16-sr,recipe:fp8-block
+    PYTHONPATH=src python3 benchmarks/train.py --modes o1,torchao-tensorwise,torchao-rowwise --peer FOLDER  # an unpacked wheel
+    PYTHONPATH=src python3 benchmarks/train.py --sizes 1b --modes recipe:fp8-block --profile  # where a step's time goes
+    PYTHONPATH=src python3 benchmarks/train.py --device cpu --sizes tiny --modes o1 --steps 2 --sequence 64
+
+A step is forward, backward and optimizer on random tokens made on the device; gradients are not clipped. Blocks are compiled,
+each by itself and without graph breaks; embedding, output layer, loss and optimizer are not. Each size and mode runs in a
+process of its own, so that neither memory nor a failure reaches the next one. Modes:
+
+    o1                   float32 parameters, bfloat16 autocast, torch's fused AdamW
+    bf16-nearest         bfloat16 parameters, torch's fused AdamW, which rounds to nearest
+    bf16-sr              bfloat16 parameters, dither.optim.AdamW: stochastic rounding, bfloat16 states
+    torchao-tensorwise   o1 with torchao's FP8 linear layers (all but the output), from --peer
+    torchao-rowwise      the same with a scale for each row
+    recipe:NAME          o1 with dither.convert(model, NAME): only the linear layers differ
+    recipe:NAME+sr       bf16-sr with dither.convert(model, NAME)
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import dither
+from dither.models import PRESETS, Llama, compile_blocks
+
+SIZES = {
+    "tiny": (PRESETS["tiny"], 2),
+    "134m": (PRESETS["llama-134m"], 24),
+    "360m": (PRESETS["llama-360m"], 16),
+    "1b": (PRESETS["llama-1b"], 8),
+    "3b": (PRESETS["llama-3b"], 3),
+    "8b4": (dataclasses.replace(PRESETS["llama-8b"], num_hidden_layers=4), 4),
+}
+"""Model and sequences a step."""
+
+MODES = r"o1|bf16-nearest|bf16-sr|torchao-(tensorwise|rowwise)|recipe:[\w-]+?(\+sr)?"
+LEARNING_RATE = 1e-4
+
+KERNELS = {
+    "attention": r"flash|fmha|sdpa|attention",
+    "optimizer": r"adam|multi_tensor|FusedOptimizer",
+    "products": r"gemm|nvjet|cutlass|cublas|xmma|matmul|splitK|aten::(add|b|_scaled_)?mm",
+    # Dither's own kernels; Inductor's with the operations of torchao's scaled casts; copies that change the dtype.
+    "casts": r"quantize|_cast|_amax_kernel|_factors_kernel|_round_kernel|triton_.*(amax|clamp)|copy_kernel|CopyKernel|Memcpy",
+    "rest": "",
+}
+"""What a kernel does, by its name: the first pattern that is found. Norms, activations and the loss are the rest."""
+
+
+def build(size: str, mode: str, device: str, peer: str | None, compiled: bool):
+    """The model of a mode, its optimizer, and the context of its forward pass."""
+    config, _ = SIZES[size]
+    sr, recipe = mode == "bf16-sr" or mode.endswith("+sr"), re.fullmatch(r"recipe:(.+?)(\+sr)?", mode)
+    narrow = sr or mode == "bf16-nearest"
+    with torch.device(device):
+        model = Llama(config, generator=torch.Generator(device).manual_seed(0))
+    if narrow:
+        model = model.bfloat16()
+    if recipe:
+        dither.convert(model, recipe[1])
+    if mode.startswith("torchao-"):
+        if peer is None:
+            raise SystemExit("torchao is read from the folder of an unpacked wheel: --peer FOLDER")
+        sys.path.insert(0, peer)
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        chosen = Float8LinearConfig.from_recipe_name(mode.removeprefix("torchao-"))
+        convert_to_float8_training(model, config=chosen, module_filter_fn=lambda _, name: name != "lm_head")
+    if compiled:
+        compile_blocks(model)
+    if sr:
+        from dither.optim import AdamW
+
+        optimizer = AdamW(model.named_parameters(), lr=LEARNING_RATE, weights="stochastic", states="bf16", seed=0)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
+    context = contextlib.nullcontext() if narrow else torch.autocast(torch.device(device).type, dtype=torch.bfloat16)
+    return model, optimizer, context
+
+
+def measure(size: str, mode: str, arguments: argparse.Namespace) -> dict:
+    """Median step, its tokens a second, and the peak of allocated memory over the timed steps."""
+    config, batch = SIZES[size]
+    batch = arguments.batch or batch
+    cuda = arguments.device.startswith("cuda")
+    # Layers that differ in constants are traced one by one; past the limit dynamo would run them uncompiled, in silence.
+    torch._dynamo.config.recompile_limit = 4 * config.num_hidden_layers + 8
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    model, optimizer, context = build(size, mode, arguments.device, arguments.peer, arguments.compile)
+    random = torch.Generator(arguments.device).manual_seed(1)
+
+    def step() -> torch.Tensor:
+        text = torch.randint(config.vocab_size, (batch, arguments.sequence + 1), device=arguments.device, generator=random)
+        with context:
+            loss = model(text[:, :-1], text[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    for _ in range(arguments.warmup):
+        step()
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(arguments.steps + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            loss = step()
+            mark.record()
+        torch.cuda.synchronize()
+        times = [first.elapsed_time(second) for first, second in itertools.pairwise(marks)]
+    else:
+        times = []
+        for _ in range(arguments.steps):
+            start = time.perf_counter()
+            loss = step()
+            times.append((time.perf_counter() - start) * 1e3)
+    if not loss.isfinite():
+        raise SystemExit(f"the loss became {loss.item()}")
+    ms = statistics.median(times)
+    return {
+        "size": size,
+        "mode": mode,
+        "batch": batch,
+        "sequence": arguments.sequence,
+        "tokens_per_second": batch * arguments.sequence / ms * 1e3,
+        "step_ms": ms,
+        "slowest_ms": max(times),
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
+        "loss": loss.item(),
+        "profile": profile(step, cuda) if arguments.profile else None,
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "torch": torch.__version__,
+    }
+
+
+def profile(step, cuda: bool) -> list[dict]:
+    """The kernels of one step (on a CPU: its operations), slowest first: name, group, milliseconds, calls."""
+    kinds = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if cuda else [])]
+    with torch.profiler.profile(activities=kinds) as record:
+        step()
+        if cuda:
+            torch.cuda.synchronize()
+    kernels = []
+    for event in record.key_averages():
+        # Events of the host, and ranges that it marks, repeat the time of the kernels that they launch.
+        if event.is_user_annotation or (cuda and event.device_type != torch.autograd.DeviceType.CUDA):
+            continue
+        ms = (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e3
+        group = next(name for name, pattern in KERNELS.items() if re.search(pattern, event.key, re.IGNORECASE))
+        kernels.append({"name": event.key, "group": group, "ms": ms, "calls": event.count})
+    return sorted(kernels, key=lambda kernel: -kernel["ms"])
+
+
+def print_profile(result: dict, shown: int = 25) -> None:
+    """Time by group and the slowest kernels of one step."""
+    kernels = result["profile"]
+    total = sum(kernel["ms"] for kernel in kernels)
+    print(f"\n{result['size']} {result['mode']}: kernels {total:.2f} ms of a step of {result['step_ms']:.2f} ms")
+    for group in KERNELS:
+        ms = sum(kernel["ms"] for kernel in kernels if kernel["group"] == group)
+        print(f"  {group:<10}{ms:>10.2f} ms{ms / total:>8.1%}")
+    for kernel in kernels[:shown]:
+        print(f"  {kernel['ms']:>9.3f} ms{kernel['calls']:>6} x  {kernel['group']:<10} {kernel['name'][:110]}")
+
+
+def separately(size: str, mode: str, arguments: argparse.Namespace) -> dict:
+    """`measure` in a process of its own; a failure becomes its last line."""
+    command = [sys.executable, __file__, "--worker", *sys.argv[1:], "--sizes", size, "--modes", mode]
+    run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    lines = run.stdout.strip().splitlines()
+    if run.returncode == 0:
+        return json.loads(next(line for line in reversed(lines) if line.startswith('{"size"')))
+    if arguments.verbose:
+        print(run.stdout, file=sys.stderr)
+    # An exception's own line, where one can be told from the remarks that torch prints below it.
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exit|Exception|OutOfMemory)\w*:", line)]
+    failure = [*lines, *errors][-1] if lines else f"ended with code {run.returncode}"
+    return {"size": size, "mode": mode, "failure": failure}
+
+
+def ratio(value: float | None, base: float | None) -> str:
+    return f"{value / base:.3f}" if value and base else "-"
+
+
+def print_table(results: list[dict]) -> None:
+    """One line for each size and mode, with ratios to o1 of the same size where that ran."""
+    print(f"\n{'size':<7}{'mode':<26}{'k tokens/s':>11}{'of o1':>8}{'peak GiB':>10}{'of o1':>8}{'step ms':>10}")
+    for result in results:
+        if "failure" in result:
+            print(f"{result['size']:<7}{result['mode']:<26}  failed: {result['failure'][:160]}")
+            continue
+        base = next((r for r in results if (r["size"], r["mode"]) == (result["size"], "o1")), {})
+        peak = f"{result['peak_gib']:.2f}" if result["peak_gib"] else "-"
+        print(
+            f"{result['size']:<7}{result['mode']:<26}{result['tokens_per_second'] / 1e3:>11.2f}"
+            f"{ratio(result['tokens_per_second'], base.get('tokens_per_second')):>8}{peak:>10}"
+            f"{ratio(result['peak_gib'], base.get('peak_gib')):>8}{result['step_ms']:>10.2f}"
+        )
+
+
+def listed(pattern: str):
+    """A parser of comma-separated words, each of which matches the pattern."""
+
+    def parse(text: str) -> list[str]:
+        for word in (words := text.split(",")):
+            if not re.fullmatch(pattern, word):
+                raise argparse.ArgumentTypeError(f"{word!r} is not among those that --help describes")
+        return words
+
+    return parse
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=listed("|".join(SIZES)), default=["1b", "3b", "8b4"], help=", ".join(SIZES))
+    parser.add_argument("--modes", type=listed(MODES), default=["o1", "bf16-nearest", "bf16-sr"])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before the timed ones; the first compiles")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps, of which the median counts")
+    parser.add_argument("--sequence", type=int, default=2048)
+    parser.add_argument("--batch", type=int, help="sequences a step, instead of the size's own")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="per-block compilation (default: on a GPU)")
+    parser.add_argument("--peer", help="folder of an unpacked torchao wheel")
+    parser.add_argument("--json", type=Path, help="write the results there, after each one")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of one step by time")
+    parser.add_argument("--verbose", action="store_true", help="print the whole output of a process that failed")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error("torch sees no GPU here; --device cpu --sizes tiny --sequence 64 shows that the script runs")
+    if arguments.compile is None:
+        arguments.compile = arguments.device != "cpu"  # there it takes longer than it saves
+    if arguments.worker:
+        print(json.dumps(measure(arguments.sizes[0], arguments.modes[0], arguments)))
+        return
+    results = []
+    for size in arguments.sizes:
+        for mode in arguments.modes:
+            results.append(separately(size, mode, arguments))
+            shown = {key: value for key, value in results[-1].items() if key != "profile"}
+            print(json.dumps(shown), flush=True)
+            if results[-1].get("profile"):
+                print_profile(results[-1])
+            if arguments.json:
+                arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    print_table(results)
+
+
+if __name__ == "__main__":
+    main()
