@@ -212,18 +212,20 @@ def _quotient(m, d, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _coordinates(e0, corner, size, columns, row0, column0, GROUP: tl.constexpr, TILE: tl.constexpr, FLAT: tl.constexpr):
-    """For the elements from number `e0` on: (place in memory after the tile's base, inside, rows and columns that draw).
-
-    `corner` is the column of element `e0` and its row, in the upper half; it is used where FLAT.
-    """
+def _coordinates(e0, size, columns, row0, column0, GROUP: tl.constexpr, TILE: tl.constexpr, FLAT: tl.constexpr):
+    """For the elements from number `e0` on: (place in memory after the tile's base, inside, rows and columns that draw)."""
     if FLAT:
         # A row and column for each Philox call, which begins some rows below the first.
         place = tl.arange(0, TILE)
-        call = (tl.arange(0, TILE // LANES) * LANES).to(tl.uint32) + corner.to(tl.uint32)
-        down = _rows_within(call, columns, TILE)
-        row = (row0 + (corner >> 32)).to(tl.uint32) + down
-        column = column0.to(tl.uint32) + (call - down * columns.to(tl.uint32))
+        first_row = e0 // columns
+        call = (tl.arange(0, TILE // LANES) * LANES).to(tl.uint32) + (e0 - first_row * columns).to(tl.uint32)
+        wide = columns.to(tl.uint32)
+        if columns >= TILE:  # a tile has one row's end at most, and needs no division
+            down = (call >= wide).to(tl.uint32)
+        else:
+            down = call // wide
+        row = (row0 + first_row).to(tl.uint32) + down
+        column = column0.to(tl.uint32) + (call - down * wide)
         return place, e0 + place < size, row, column
     else:
         pitch = tl.cdiv(columns, GROUP) * GROUP
@@ -232,31 +234,6 @@ def _coordinates(e0, corner, size, columns, row0, column0, GROUP: tl.constexpr, 
         column = e - row * pitch
         place = row * columns + column
         return place, (column < columns) & (place < size), row0 + row, column0 + column
-
-
-@triton.jit
-def _rows_within(column, columns, TILE: tl.constexpr):
-    """How many rows end before uint32 `column`, which is less than `columns + TILE`."""
-    if columns >= TILE:  # one at most: no division
-        down = (column >= columns.to(tl.uint32)).to(tl.uint32)
-    else:
-        down = column // columns.to(tl.uint32)
-    return down
-
-
-@triton.jit
-def _first_corner(e0, columns):
-    """Row and column of element `e0`, as `_coordinates` wants them."""
-    row = e0 // columns
-    return (row << 32) | (e0 - row * columns)
-
-
-@triton.jit
-def _next_corner(corner, columns, TILE: tl.constexpr):
-    """Those of the element TILE further on."""
-    column = corner.to(tl.uint32) + TILE
-    down = _rows_within(column, columns, TILE)
-    return (((corner >> 32) + down) << 32) | (column - down * columns.to(tl.uint32)).to(tl.int64)
 
 
 @triton.jit
@@ -338,12 +315,11 @@ def _adamw_kernel(
     m_scale = _pointer(table_ptr, tensor, 3, tl.float32, False)
     v_scale = _pointer(table_ptr, tensor, 4, tl.float32, False)
     blocks_end = (size // columns) * tl.cdiv(columns, GROUP)
-    e0 = (program - first) * TILES * TILE
-    corner = _first_corner(e0, columns)
 
     # What is above is the same for all tiles of a program: several of them share its cost.
-    for _ in range(TILES):
-        place, inside, row, column = _coordinates(e0, corner, size, columns, row0, column0, GROUP, TILE, FLAT)
+    for tile in range(TILES):
+        e0 = ((program - first) * TILES + tile) * TILE
+        place, inside, row, column = _coordinates(e0, size, columns, row0, column0, GROUP, TILE, FLAT)
         base = e0 if FLAT else e0 * 0
         w_ptr = w_start + base
         m_ptr = m_start + base
@@ -402,8 +378,6 @@ def _adamw_kernel(
                 GROUP,
                 TILE,
             )
-        e0 += TILE
-        corner = _next_corner(corner, columns, TILE)
 
 
 @triton.jit
@@ -632,10 +606,8 @@ def _mini_kernel(
     decay = tl.load(constants + 5)
     shrink = tl.load(constants + 6)
     rate = tl.load(constants + 7)
-    corner = _first_corner(start, columns)
     for at in range(start, end, TILE):
-        place, inside, row, column = _coordinates(at, corner, end, columns, row0, column0, 1, TILE, FLAT)
-        corner = _next_corner(corner, columns, TILE)
+        place, inside, row, column = _coordinates(at, end, columns, row0, column0, 1, TILE, FLAT)
         base = at if FLAT else at * 0
         w = widen(tl.load(w_ptr + base + place, mask=inside, other=0.0), WH.NATIVE)
         g = widen(tl.load(g_ptr + base + place, mask=inside, other=0.0), WH.NATIVE) * scale

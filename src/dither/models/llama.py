@@ -7,7 +7,7 @@ E = D / H the size of a head.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ class LlamaConfig:
     64
     """
 
+    model_type: ClassVar[str] = "llama"
+    """What Hugging Face calls the architecture."""
     hidden_size: int
     """Width of the residual stream."""
     intermediate_size: int

@@ -1,0 +1,179 @@
+"""One optimizer step on the GPU beside torch's fused AdamW, torchao's and bitsandbytes', and beside a copy.
+
+    PYTHONPATH=src python3 benchmarks/optimizers.py                      # ours and torch's
+    PYTHONPATH=src python3 benchmarks/optimizers.py --peers FOLDER       # and those of packages unpacked in FOLDER
+    PYTHONPATH=src python3 benchmarks/optimizers.py --lists 1b           # the tensors of a 1B Llama, many of them small
+
+"must move" counts what a step has to read and write of weights, gradients and states, in bytes a parameter; "share" is the
+bandwidth of these bytes over that of a copy in the same run. Times are medians of whole calls of `step()`, from an idle device
+to an idle device, gradients in place; ours run as `nonfinite="unchecked"`, as the peers look at no gradient either, and once
+more as "skip", which reads the gradients twice, with clipping. Memory is what a step needs beyond what lies there.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.testing import do_bench_cudagraph
+
+import dither
+from dither.models.llama import PRESETS, Llama
+from dither.optim import AdamMini, AdamW, Role, roles
+
+Named = list[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """An optimizer, the dtype of its parameters, and the bytes a parameter that a step must move."""
+
+    name: str
+    dtype: torch.dtype
+    moves: float
+    make: Callable[[Named, dict[str, Role]], Any]
+
+
+def adamw(**options: Any) -> Callable[[Named, dict[str, Role]], Any]:
+    return lambda named, _: AdamW(named, lr=1e-4, **{"nonfinite": "unchecked", **options})
+
+
+def mini(**options: Any) -> Callable[[Named, dict[str, Role]], Any]:
+    return lambda named, known: AdamMini(named, known, lr=1e-4, nonfinite="unchecked", **options)
+
+
+def fused(named: Named, _: dict[str, Role]) -> Any:
+    return torch.optim.AdamW([p for _, p in named], lr=1e-4, fused=True)
+
+
+def torchao_adamw(named: Named, _: dict[str, Role]) -> Any:
+    from torchao.optim import _AdamW
+
+    return _AdamW([p for _, p in named], lr=1e-4, bf16_stochastic_round=True)
+
+
+def torchao_8bit(named: Named, _: dict[str, Role]) -> Any:
+    from torchao.optim import AdamW8bit
+
+    return AdamW8bit([p for _, p in named], lr=1e-4, bf16_stochastic_round=True)
+
+
+def bitsandbytes_8bit(named: Named, _: dict[str, Role]) -> Any:
+    import bitsandbytes
+
+    return bitsandbytes.optim.AdamW8bit([p for _, p in named], lr=1e-4)
+
+
+BLOCKS = 2 * 2 * 4 / 128
+"""Bytes a parameter of two float32 scales for 128 elements, read and written."""
+
+CASES = [
+    Case("torch fused, fp32", torch.float32, 28, fused),
+    Case("torch fused, bf16 nearest", torch.bfloat16, 14, fused),
+    Case("dither, fp32", torch.float32, 28, adamw()),
+    Case("dither, bf16 stochastic", torch.bfloat16, 14, adamw()),
+    Case("  and clipped, checked", torch.bfloat16, 16, adamw(max_norm=1.0, nonfinite="skip")),
+    Case("dither, bf16 nearest", torch.bfloat16, 14, adamw(weights="nearest", state_rounding="nearest")),
+    Case("dither, bf16 Kahan", torch.bfloat16, 18, adamw(weights="kahan")),
+    Case("dither, bf16 with fp32 masters", torch.bfloat16, 28, adamw(master="fp32", states="fp32")),
+    Case("dither, bf16, dynamic8 states", torch.bfloat16, 10 + BLOCKS, adamw(states="dynamic8")),
+    Case("dither, bf16, e4m3 states", torch.bfloat16, 10 + BLOCKS, adamw(states="e4m3")),
+    Case("dither Adam-mini, bf16 stochastic", torch.bfloat16, 10, mini()),
+]
+PEERS = [
+    Case("torchao _AdamW, bf16 stochastic", torch.bfloat16, 14, torchao_adamw),
+    Case("torchao AdamW8bit, bf16 stochastic", torch.bfloat16, 10, torchao_8bit),
+    Case("bitsandbytes AdamW8bit, bf16", torch.bfloat16, 10, bitsandbytes_8bit),
+]
+
+
+def tensors(which: str, dtype: torch.dtype) -> tuple[Named, dict[str, Role]]:
+    """Parameters with gradients, and their roles: 64 squares, or those of a Llama."""
+    if which == "squares":
+        named = [(f"w{i}", torch.randn(4096, 4096, device="cuda").mul_(0.02).to(dtype)) for i in range(64)]
+        known = {name: Role.rows_each(1) for name, _ in named}
+    else:
+        with torch.device("meta"):
+            model = Llama(PRESETS[f"llama-{which}"])
+        known = roles(model)
+        named = [
+            (name, torch.empty(p.shape, dtype=dtype, device="cuda").normal_(0, 0.02)) for name, p in model.named_parameters()
+        ]
+    for _, p in named:
+        p.requires_grad_()
+        p.grad = torch.randn_like(p).mul_(1e-3)
+    return named, known
+
+
+def step_ms(step: Callable[[], Any], repeats: int) -> float:
+    """Median of whole calls, host time included."""
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times)
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second, read plus written, of the best of two ways to copy 1 GiB."""
+    a = torch.ones(2**29, dtype=torch.bfloat16, device="cuda")
+    b = torch.empty_like(a)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        best = min(do_bench_cudagraph(lambda: b.copy_(a), rep=50), do_bench_cudagraph(lambda: torch.neg(a, out=b), rep=50))
+    return 2 * a.numel() * a.itemsize / best * 1e3
+
+
+def measure(case: Case, which: str, bandwidth: float, repeats: int) -> str:
+    named, known = tensors(which, case.dtype)
+    count = sum(p.numel() for _, p in named)
+    optimizer = case.make(named, known)
+    for _ in range(3):
+        optimizer.step()
+    torch.cuda.synchronize()
+    lying = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    ms = step_ms(optimizer.step, repeats)
+    beyond = torch.cuda.max_memory_allocated() - lying
+    share = count * case.moves / ms * 1e3 / bandwidth
+    resident = lying / count
+    return f"| {case.name} | {ms:.2f} | {case.moves:g} | {share:.3f} | {resident:.2f} | {beyond / 2**20:.1f} |"
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--peers", help="a folder with torchao and bitsandbytes unpacked")
+    arguments.add_argument(
+        "--lists", default="squares,1b", help="lists of tensors: squares, or a size of Llama (134m, 1b, ...)"
+    )
+    arguments.add_argument("--only", default="", help="only optimizers whose name contains this")
+    arguments.add_argument("--repeats", type=int, default=20)
+    given = arguments.parse_args()
+    if given.peers:
+        sys.path.insert(0, given.peers)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, dither {dither.__version__}")
+    bandwidth = copy_bandwidth()
+    print(f"copy {bandwidth / 1e12:.2f} TB/s")
+    for which in given.lists.split(","):
+        print(f"\n{which}\n\n| optimizer | ms | must move, B/param | share of copy | resident B/param | MiB needed |")
+        print("|---|---|---|---|---|---|")
+        for case in [*CASES, *(PEERS if given.peers else [])]:
+            if given.only in case.name:
+                try:
+                    print(measure(case, which, bandwidth, given.repeats), flush=True)
+                except Exception as error:  # a peer that fails is a line of the table
+                    print(
+                        f"| {case.name} | {type(error).__name__}: {str(error).splitlines()[-1][:100] if str(error) else ''} |"
+                    )
+                torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
