@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from dither.errors import UserError
 from dither.formats import Format
@@ -152,13 +152,7 @@ class Cast:
     @classmethod
     def from_dict(cls, data: dict[str, str]) -> "Cast":
         """The inverse of `to_dict`; unknown and missing keys are errors."""
-        if not isinstance(data, dict):
-            raise UserError(f"A cast in JSON is an object with the keys format, granularity, scale and rounding, not {data!r}.")
-        for key in data:
-            if key not in FIELDS:
-                hint = _did_you_mean(str(key), FIELDS)
-                raise UserError(f"A cast has no key {key!r}{hint}: its keys are {', '.join(FIELDS)}.")
-        if "format" not in data:
+        if "format" not in _keys("cast", data, FIELDS):
             raise UserError("A cast needs the key 'format', such as 'e4m3'.")
         return cls(**data)
 
@@ -179,6 +173,67 @@ class Cast:
         scaled = [] if self.granularity == "none" else [self.granularity, self.scale]
         return " ".join([self.format, *scaled, self.rounding])
 
+
+@dataclass(frozen=True)
+class LayerPrecision:
+    """How a linear layer's operands are cast: its input X, its weight W and the gradient dY of its output.
+
+    Each of the three products takes two of them: forward (X, W), input gradient (dY, W), weight gradient (dY, X).
+    Example: `LayerPrecision(input=Cast.parse("e4m3 tile(128)"))` casts the input and leaves the other two as they are.
+    """
+
+    input: Cast | None = None
+    """The cast of X; None leaves it as it is."""
+    weight: Cast | None = None
+    """The cast of W; None leaves it as it is."""
+    grad: Cast | None = None
+    """The cast of dY; None leaves it as it is."""
+    sampling: None = None
+    """How the weight is sampled; None, for not at all, is the only choice so far."""
+
+    def __post_init__(self) -> None:
+        for name in OPERANDS:
+            if not isinstance(given := getattr(self, name), Cast | None):
+                raise UserError(
+                    f"LayerPrecision takes a Cast or None as {name}, not {given!r}; LayerPrecision.of takes strings."
+                )
+        if self.sampling is not None:
+            raise UserError(f"The sampling of a layer's weight can only be None, not {self.sampling!r}.")
+
+    @classmethod
+    def of(
+        cls, input: "Cast | str | None" = None, weight: "Cast | str | None" = None, grad: "Cast | str | None" = None
+    ) -> "LayerPrecision":
+        """The same from strings, as `Cast.parse` takes them.
+
+        >>> print(LayerPrecision.of(input="e4m3 tile(128)", weight="e4m3 block(128)"))
+        input e4m3 tile(128) fp32 nearest, weight e4m3 block(128) fp32 nearest, grad uncast
+        """
+        casts = {"input": input, "weight": weight, "grad": grad}
+        return cls(**{name: Cast.parse(cast) if isinstance(cast, str) else cast for name, cast in casts.items()})  # type: ignore[arg-type]
+
+    @property
+    def uncast(self) -> bool:
+        """Whether nothing is cast, so that the layer is a plain one."""
+        return self == LayerPrecision()
+
+    def to_dict(self) -> dict[str, str | None]:
+        """Casts as their strings, ready for JSON."""
+        return {name: None if (cast := getattr(self, name)) is None else str(cast) for name in (*OPERANDS, "sampling")}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, str | None]) -> "LayerPrecision":
+        """The inverse of `to_dict`; a key may be missing, an unknown one is an error."""
+        data = _keys("layer's precision", data, (*OPERANDS, "sampling"))
+        casts = {name: None if data.get(name) is None else Cast.parse(data[name]) for name in OPERANDS}
+        return cls(**casts, sampling=data.get("sampling"))
+
+    def __str__(self) -> str:
+        return "uncast" if self.uncast else ", ".join(f"{name} {getattr(self, name) or 'uncast'}" for name in OPERANDS)
+
+
+OPERANDS = ("input", "weight", "grad")
+"""The operands of a linear layer's three products."""
 
 FIELDS = ("format", "granularity", "scale", "rounding")
 """The fields of a cast that are given; the others follow from them."""
@@ -206,6 +261,16 @@ def _text(what: str, given: object) -> str:
 def _did_you_mean(given: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(given, list(known), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def _keys(what: str, data: object, known: tuple[str, ...]) -> dict[str, Any]:
+    """`data`, if it is a JSON object without unknown keys."""
+    if not isinstance(data, dict):
+        raise UserError(f"A {what} in JSON is an object with the keys {', '.join(known)}, not {data!r}.")
+    for key in data:
+        if key not in known:
+            raise UserError(f"A {what} has no key {key!r}{_did_you_mean(str(key), known)}: its keys are {', '.join(known)}.")
+    return data
 
 
 @functools.cache
