@@ -13,6 +13,7 @@ ORDER = [
     "dither.errors",
     "dither.formats",
     "dither.precision",
+    "dither.recipes",
     "dither.random",
     "dither.layout",
     "dither.reference",

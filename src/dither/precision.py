@@ -453,7 +453,8 @@ def _text(what: str, given: object) -> str:
     return given
 
 
-def _did_you_mean(given: str, known: Iterable[str]) -> str:
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """` (did you mean 'e4m3'?)`, or nothing where no known name is near."""
     near = difflib.get_close_matches(given, list(known), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
@@ -464,7 +465,7 @@ def _keys(what: str, data: object, known: tuple[str, ...]) -> dict[str, Any]:
         raise UserError(f"A {what} in JSON is an object with the keys {', '.join(known)}, not {data!r}.")
     for key in data:
         if key not in known:
-            raise UserError(f"A {what} has no key {key!r}{_did_you_mean(str(key), known)}: its keys are {', '.join(known)}.")
+            raise UserError(f"A {what} has no key {key!r}{did_you_mean(str(key), known)}: its keys are {', '.join(known)}.")
     return data
 
 
@@ -505,7 +506,7 @@ def _parse_granularity(text: str) -> Granularity:
             return Granularity(kind, size)  # type: ignore[arg-type]
         raise UserError(f"{text!r} is impossible: the size of a {kind} is a power of two from {low} to {high}.")
     raise UserError(
-        f"There is no granularity {text!r}{_did_you_mean(str(text), ['none', 'tensor', 'row', 'block(128)', 'tile(128)'])}: "
+        f"There is no granularity {text!r}{did_you_mean(str(text), ['none', 'tensor', 'row', 'block(128)', 'tile(128)'])}: "
         "choose 'none', 'tensor', 'row', 'block(n)' or 'tile(n)'."
     )
 
@@ -517,7 +518,7 @@ def _parse_scale(text: str) -> Scale:
     if isinstance(text, str) and (match := re.fullmatch(r"delayed\(([1-9]\d*)(?:,(-?\d+)(?:,(max|most_recent))?)?\)", text)):
         return Scale("delayed", int(match[1]), int(match[2] or 0), match[3] or "max")  # type: ignore[arg-type]
     raise UserError(
-        f"There is no scale {text!r}{_did_you_mean(str(text), ['fp32', 'pow2', 'pow2_ceil', 'nvfp4'])}: "
+        f"There is no scale {text!r}{did_you_mean(str(text), ['fp32', 'pow2', 'pow2_ceil', 'nvfp4'])}: "
         "choose 'none', 'fp32', 'pow2', 'pow2_ceil', 'nvfp4', 'delayed(history)' or 'delayed(history,margin,max|most_recent)'."
     )
 
@@ -529,7 +530,7 @@ def _parse_rounding(text: str) -> Rounding:
     if (match := re.fullmatch(r"stochastic\(([1-9]\d?)\)", text)) and int(match[1]) <= 24:
         return Rounding("stochastic", int(match[1]))
     raise UserError(
-        f"There is no rounding {text!r}{_did_you_mean(str(text), ['nearest', 'stochastic(16)', 'toward_zero'])}: "
+        f"There is no rounding {text!r}{did_you_mean(str(text), ['nearest', 'stochastic(16)', 'toward_zero'])}: "
         "choose 'nearest', 'toward_zero', or 'stochastic(bits)' with 1 to 24 bits."
     )
 
