@@ -29,6 +29,7 @@ ORDER = [
     "dither.kernels.scaling",
     "dither.kernels.quantize",
     "dither.ops",
+    "dither.nn",
     "dither.doctor",
     "dither.cli",
     "dither",

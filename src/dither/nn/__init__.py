@@ -1,0 +1,1 @@
+"""Layers in few bits, and the conversion of models to them."""
