@@ -19,6 +19,7 @@ from dither.formats import Format
 from dither.precision import Cast, Rounding
 from dither.random import Draw, Stream, check_backend, matrix_size
 from dither.reference import scaling
+from dither.reference.matmul import Operand
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -449,6 +450,64 @@ def _amax_op(x: Tensor, backend: str) -> Tensor:
 @_amax_op.register_fake
 def _(x: Tensor, backend: str) -> Tensor:
     return x.new_empty((), dtype=torch.float32)
+
+
+@torch.library.custom_op("dither::product", mutates_args=())
+def _product_op(
+    a: Tensor,
+    a_scale: Tensor | None,
+    a_tensor: Tensor | None,
+    a_cast: str,
+    b: Tensor,
+    b_scale: Tensor | None,
+    b_tensor: Tensor | None,
+    b_cast: str,
+    length: int,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    fast: bool,
+    where: str,
+    backend: str,
+) -> Tensor:
+    """A B^T + bias in `dtype`, for A [P, L] and B [Q, L] as `Operand` describes them; an uncast one has the cast ""."""
+    implementation = _implementation("matmul", a.device, backend)
+    left = _operand(a, a_scale, a_tensor, a_cast, length)
+    right = _operand(b, b_scale, b_tensor, b_cast, length)
+    return implementation.product(left, right, bias, dtype, fast, where)  # type: ignore[no-any-return]
+
+
+@_product_op.register_fake
+def _(
+    a: Tensor,
+    a_scale: Tensor | None,
+    a_tensor: Tensor | None,
+    a_cast: str,
+    b: Tensor,
+    b_scale: Tensor | None,
+    b_tensor: Tensor | None,
+    b_cast: str,
+    length: int,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    fast: bool,
+    where: str,
+    backend: str,
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+
+
+def _operand(values: Tensor, scale: Tensor | None, tensor: Tensor | None, text: str, length: int) -> Operand:
+    if not text:
+        return Operand(values, length=length)
+    cast = Cast.parse(text)
+    scaled = scale is not None and cast.group.kind != "none"
+    return Operand(
+        values,
+        scale.view(layout.scale_dtype(cast)) if scaled else None,  # type: ignore[union-attr]
+        tensor if cast.scaling.kind == "nvfp4" else None,
+        cast,
+        length,
+    )
 
 
 @torch.library.custom_op("dither::quantize", mutates_args=())

@@ -42,8 +42,11 @@ def random_bits(draw: Draw, rows: int, columns: int, width: int) -> Tensor:
     first = draw.column // lanes
     blocks = torch.arange(first, (draw.column + columns - 1) // lanes + 1, device=device)
     row = torch.arange(draw.row, draw.row + rows, device=device)[:, None]
+    step = draw.step
+    if step.dim() == 1:
+        step, row = step[0], row + step[1]
     zero = torch.zeros((), dtype=torch.int64, device=device)
-    four = philox4x32((blocks, row, draw.step & LOW32, zero), draw.key)
+    four = philox4x32((blocks, row & LOW32, step & LOW32, zero), draw.key)
     words = torch.stack([word.expand(rows, blocks.numel()) for word in four], dim=-1)
     shifts = torch.arange(0, 32, width, device=device)
     elements = (words[..., None] >> shifts & ((1 << width) - 1)).reshape(rows, blocks.numel() * lanes)

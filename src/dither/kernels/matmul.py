@@ -1,0 +1,115 @@
+"""Products of cast operands on the matrix units of NVIDIA GPUs, as in `dither.reference.matmul` up to the order of additions.
+
+`dither.engines` says which units take which operands. Both operands lie in memory along L, the axis that is summed over,
+which is the only layout that the FP8 units of Hopper take.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.functional import ScalingType, scaled_mm
+
+from dither.engines import Engine, engine_for
+from dither.errors import UserError
+from dither.kernels import quantize
+from dither.layout import storage_dtype
+from dither.precision import Cast
+from dither.reference import matmul as reference
+from dither.reference.matmul import Operand
+from dither.reference.scaling import loaded_scale
+
+
+def product(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast: bool, where: str) -> Tensor:
+    """A B^T + bias, [P, Q] in `dtype`, from A [P, L], B [Q, L] and bias [Q], on the engine that the operands allow.
+
+    `fast` lets FP8 units keep their sums in narrow accumulators where the scales are those of tensors or rows.
+    """
+    if a.cast is None and b.cast is None:
+        return reference.product(a, b, bias, dtype, fast, where)
+    plain = "bf16" if all(x.cast is not None or x.values.dtype == torch.bfloat16 for x in (a, b)) else "fp32"
+    engine = _engine(a.cast, b.cast, (a.shape[0], b.shape[0], a.length), a.values.device, plain, where)
+    if engine.name == "bf16":
+        return _bf16_product(a, b, bias, dtype)
+    if engine.scaling == "group":
+        result = scaled_mm(
+            _codes(a),
+            _codes(b).T,
+            *_group_scale(a),
+            *_group_scale(b),
+            output_dtype=dtype,
+        )
+        return result if bias is None else result + bias.to(dtype)
+    if engine.scaling:
+        scales = (_float_scale(a), _float_scale(b))
+        if engine.scaling == "row":
+            scales = (_row_scale(a, scales[0]), _row_scale(b, scales[1]).T)
+        # The units add a bias of the result's own 16-bit type.
+        inside = None if bias is None or dtype == torch.float32 else bias.to(dtype)
+        result = torch._scaled_mm(_codes(a), _codes(b).T, *scales, bias=inside, out_dtype=dtype, use_fast_accum=fast)
+        return result if bias is None or inside is not None else result + bias
+    return reference.product(a, b, bias, dtype, fast, where)
+
+
+@functools.lru_cache(maxsize=4096)
+def _engine(a: Cast | None, b: Cast | None, size: tuple[int, int, int], device: torch.device, plain: str, where: str) -> Engine:
+    try:
+        return engine_for(a, b, size, torch.cuda.get_device_capability(device), plain)
+    except UserError as error:
+        raise UserError(f"{where}: {error}.") from None
+
+
+def _codes(x: Operand) -> Tensor:
+    """FP8 codes as the dtype that torch multiplies."""
+    assert x.cast is not None
+    return x.values.view(storage_dtype(x.cast.element))
+
+
+def _float_scale(x: Operand) -> Tensor:
+    """The scales as float32: one for codes that have none."""
+    return x.values.new_ones((), dtype=torch.float32) if x.scale is None else loaded_scale(x.scale)
+
+
+def _row_scale(x: Operand, scale: Tensor) -> Tensor:
+    """[P, 1], contiguous; a tensor's scale stands for each row's."""
+    return scale if scale.dim() == 2 else scale.expand(x.shape[0], 1).contiguous()
+
+
+def _group_scale(x: Operand) -> tuple[Tensor, ScalingType]:
+    """Scales of 128-element groups as cuBLAS wants them.
+
+    Tiles: [P, L / 128] with the rows innermost. Blocks: [L / 128, P / 128] with L innermost and each run of it filled up to a
+    multiple of 4. torch._scaled_mm does not ask for that filling, and without it the result is silently wrong.
+    """
+    assert x.cast is not None
+    scale = _float_scale(x)
+    if x.cast.group.kind == "tile":
+        return scale.T.contiguous().T, ScalingType.BlockWise1x128
+    missing = -scale.shape[1] % 4
+    return (functional.pad(scale, (0, missing)) if missing else scale).T, ScalingType.BlockWise128x128
+
+
+def _bf16_product(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    left, outer_a = _bf16_numbers(a)
+    right, outer_b = _bf16_numbers(b)
+    with torch.autocast(left.device.type, enabled=False):
+        if dtype == torch.bfloat16 and outer_a is outer_b is None:
+            return left @ right.T if bias is None else torch.addmm(bias.to(dtype), left, right.T)
+        result = torch.mm(left, right.T, out_dtype=torch.float32)
+    if outer_a is not None:
+        result = result * outer_a
+    if outer_b is not None:
+        result = result * (outer_b.T if outer_b.dim() == 2 else outer_b)
+    return (result if bias is None else result + bias.float()).to(dtype)
+
+
+def _bf16_numbers(x: Operand) -> tuple[Tensor, Tensor | None]:
+    """Numbers that BF16 holds exactly [P, L], and the float32 scale outside of them: of the tensor, or [P, 1]."""
+    if x.cast is None:
+        return x.values, None
+    one = x.values.new_ones((), dtype=torch.float32)
+    inside, outer, scale = x.cast, x.tensor_scale, one if x.scale is None else x.scale
+    if x.cast.group.kind in ("tensor", "row"):
+        inside, outer, scale = Cast(x.cast.format), loaded_scale(scale), one
+    return quantize.dequantize(x.values, scale, one, inside, x.shape, 1, torch.bfloat16), outer
