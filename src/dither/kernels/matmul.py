@@ -26,7 +26,7 @@ def product(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fas
 
     `fast` lets FP8 units keep their sums in narrow accumulators where the scales are those of tensors or rows.
     """
-    if a.cast is None and b.cast is None:
+    if (a.cast is None and b.cast is None) or 0 in (*a.shape, *b.shape):
         return reference.product(a, b, bias, dtype, fast, where)
     plain = "bf16" if all(x.cast is not None or x.values.dtype == torch.bfloat16 for x in (a, b)) else "fp32"
     engine = _engine(a.cast, b.cast, (a.shape[0], b.shape[0], a.length), a.values.device, plain, where)
