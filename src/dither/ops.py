@@ -40,6 +40,8 @@ class Quantized:
     axis: int
     dtype: torch.dtype
     tensor_scale: Tensor | None = None
+    measured: Tensor | None = None
+    """The largest magnitude of the tensor, 0-d, that `quantize_both` finds on its way when scaling is delayed."""
 
     def dequantize(self, dtype: torch.dtype | None = None, *, backend: str = "auto") -> Tensor:
         """The numbers, in the original tensor's shape and in `dtype` (its own, unless said otherwise).
@@ -170,25 +172,41 @@ def quantize_both(
     stream: Stream | None = None,
     step: int | Tensor = 0,
     offset: tuple[int, int] = (0, 0),
+    amax: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Quantized, Quantized]:
-    """Codes of the matrix `x` along its columns and along its rows, from one reading: what the two products of a backward need.
+    """Codes of the matrix `x` along its columns and along its rows, as the products that sum over either axis need them.
 
-    Equal to `quantize(x, cast, axis=-1)` and `quantize(x, cast, axis=0)`; `x` is [M, K] and `cast` has tiles.
-    The second result's `values` are [M, K] like x's, and `values.T` is contiguous.
+    Equal to `quantize(x, cast, axis=-1)` and `quantize(x, cast, axis=0)`; `x` is [M, K] and `cast` is any but nvfp4.
+    The second result's `values` are [M, K] like x's, and `values.T` is contiguous. `x` is read once where that is enough:
+    rows need more, and so does a whole tensor unless `amax` is given. With delayed scaling `measured` is x's own magnitude.
+
+    >>> import dither, torch
+    >>> cast = dither.Cast("e4m3", "tensor", "delayed(16)")
+    >>> history = dither.AmaxHistory.empty(cast)
+    >>> along, across = dither.quantize_both(torch.randn(4, 8), cast, amax=history.amax(cast))
+    >>> along.values.is_contiguous(), across.values.T.is_contiguous()
+    (True, True)
+    >>> history = history.push(along.measured)
     """
     _check_tensor(x, "quantize_both")
     if x.dim() != 2:
         raise UserError(
             f"quantize_both takes a matrix, not a tensor of shape {tuple(x.shape)}; flatten its leading dimensions first."
         )
-    cast, _, draw = _prepare("quantize_both", x, cast, -1, stream, step, offset, None)
-    if cast.group.kind != "tile" or cast.scaling.kind == "nvfp4":
-        raise UserError(f"quantize_both scales tiles, such as 'e4m3 tile(128) fp32'; {str(cast)!r} does not.")
-    values, scale, values_t, scale_t = _quantize_both_op(x, str(cast), "", *_draw_arguments(draw), check_backend(backend))
-    _check_scales(x, cast, scale, measured=True)
-    shape = tuple(x.shape)
-    return Quantized(values, scale, cast, shape, 1, x.dtype), Quantized(values_t, scale_t, cast, shape, 0, x.dtype)
+    cast, _, draw = _prepare("quantize_both", x, cast, -1, stream, step, offset, amax)
+    if cast.scaling.kind == "nvfp4":
+        raise UserError(f"quantize_both does not take {str(cast)!r}: nvfp4 scales each axis by itself, so quantize twice.")
+    arguments = _draw_arguments(draw)
+    *outputs, largest = _quantize_both_op(x, str(cast), amax, "", *arguments, check_backend(backend))
+    values, scale, values_t, scale_t = outputs
+    _check_scales(x, cast, scale, measured=amax is None)
+    scaled, delayed = cast.group.kind != "none", cast.scaling.kind == "delayed"
+    along, across = (
+        Quantized(codes, found if scaled else None, cast, tuple(x.shape), axis, x.dtype, None, largest if delayed else None)
+        for codes, found, axis in ((values, scale, 1), (values_t, scale_t, 0))
+    )
+    return along, across
 
 
 @dataclass(frozen=True)
@@ -331,6 +349,12 @@ def _check_scales(x: Tensor, cast: Cast, scale: Tensor, measured: bool) -> None:
         return
     if cast.group.kind == "none" or not measured or _any_nan(scale):
         _check_finite(x, cast, nan_passes=cast.element.nan, inf_passes=False)
+
+
+def _check_untold(x: Tensor, cast: Cast, amax: Tensor | None) -> None:
+    """Codes without NaN and without a scale that was measured have nowhere to keep one, so compiled code looks too."""
+    if not cast.element.nan and (cast.group.kind == "none" or (cast.group.kind == "tensor" and amax is not None)):
+        _check_finite(x, cast, nan_passes=False, inf_passes=False)
 
 
 def _check_result(x: Tensor, cast: Cast, result: Tensor, inf_passes: bool) -> None:
@@ -524,10 +548,7 @@ def _quantize_op(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     parsed = Cast.parse(cast)
-    untold = parsed.group.kind == "none" or (parsed.group.kind == "tensor" and amax is not None)
-    if untold and not parsed.element.nan:
-        # These codes have nowhere to keep a NaN, not even a scale that was measured, so compiled code looks too.
-        _check_finite(x, parsed, nan_passes=False, inf_passes=False)
+    _check_untold(x, parsed, amax)
     implementation = _implementation("quantize", x.device, backend)
     draw = _draw_of(key, step, row, column)
     return implementation.quantize(x, parsed, axis, draw, amax, _container(container, parsed))  # type: ignore[no-any-return]
@@ -610,7 +631,7 @@ def _(
     column: int,
     backend: str,
 ) -> Tensor:
-    place = layout.layout_of(tuple(x.shape), Cast.parse(cast), axis)
+    place = layout.values_layout(tuple(x.shape), Cast.parse(cast), axis)
     return place.restore(torch.empty_like(place.matrices(x)))
 
 
@@ -623,17 +644,36 @@ _fake_quantize_op.register_autograd(_straight_through)
 
 @torch.library.custom_op("dither::quantize_both", mutates_args=())
 def _quantize_both_op(
-    x: Tensor, cast: str, container: str, key: int, step: Tensor | None, row: int, column: int, backend: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor,
+    cast: str,
+    amax: Tensor | None,
+    container: str,
+    key: int,
+    step: Tensor | None,
+    row: int,
+    column: int,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     parsed = Cast.parse(cast)
+    _check_untold(x, parsed, amax)
     implementation = _implementation("quantize", x.device, backend)
-    return implementation.quantize_both(x, parsed, _draw_of(key, step, row, column), _container(container, parsed))  # type: ignore[no-any-return]
+    draw = _draw_of(key, step, row, column)
+    return implementation.quantize_both(x, parsed, draw, amax, _container(container, parsed))  # type: ignore[no-any-return]
 
 
 @_quantize_both_op.register_fake
 def _(
-    x: Tensor, cast: str, container: str, key: int, step: Tensor | None, row: int, column: int, backend: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor,
+    cast: str,
+    amax: Tensor | None,
+    container: str,
+    key: int,
+    step: Tensor | None,
+    row: int,
+    column: int,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     parsed = Cast.parse(cast)
     stored = _container(container, parsed)
-    return (*_empty_outputs(x, parsed, 1, stored), *_empty_outputs(x, parsed, 0, stored))
+    measured = x.new_empty(() if parsed.scaling.kind == "delayed" else (0,), dtype=torch.float32)
+    return (*_empty_outputs(x, parsed, 1, stored), *_empty_outputs(x, parsed, 0, stored), measured)
