@@ -34,6 +34,8 @@ ORDER = [
     "dither.ops",
     "dither.nn.functional",
     "dither.nn.linear",
+    "dither.nn.experts",
+    "dither.nn.convert",
     "dither.nn",
     "dither.doctor",
     "dither.cli",
