@@ -275,6 +275,8 @@ def load_tile(
     random = as_bits(x)
     if H.KIND == "stochastic":
         step = tl.load(step_ptr).to(tl.uint32)
+        if H.MOVED:
+            top += tl.load(step_ptr + 1)
         top, left = top.to(tl.uint32), left.to(tl.uint32)
         if H.ALIGNED:
             E: tl.constexpr = 128 // H.WIDTH
@@ -858,7 +860,7 @@ def _cast_constants(cast: Cast, container: Format, draw: Draw | None, x: Tensor)
         "F": fields(cast.element),
         "C": fields(container),
         "S": scaling_fields(cast),
-        "H": how(cast.round, aligned(draw, cast.round.width), x.device),
+        "H": how(cast.round, aligned(draw, cast.round.width), x.device, draw is not None and draw.step.dim() == 1),
         "SCALE": E4M3,
         "W": block_rounding(cast),
         "RUN": max(16 // x.itemsize, 0 if draw is None else 128 // cast.round.width),

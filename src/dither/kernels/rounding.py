@@ -57,6 +57,7 @@ class How(NamedTuple):
     WIDTH: int
     ALIGNED: bool
     NATIVE: bool
+    MOVED: bool = False
 
 
 @functools.cache
@@ -86,9 +87,10 @@ def _truncated_product(exponent: int) -> str:
 
 
 @functools.cache
-def how(rounding: Rounding, whole: bool, device: torch.device) -> How:
-    """The constant that device functions take for `rounding`; `whole` says that its random bits begin a Philox block."""
-    return How(rounding.kind, rounding.bits, rounding.width, whole, native(device))
+def how(rounding: Rounding, whole: bool, device: torch.device, moved: bool = False) -> How:
+    """The constant that device functions take for `rounding`; `whole` says that its random bits begin a Philox block,
+    `moved` that the step is followed by a number of rows to add."""
+    return How(rounding.kind, rounding.bits, rounding.width, whole, native(device), moved)
 
 
 def float_bits(x: float) -> int:

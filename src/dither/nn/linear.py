@@ -205,10 +205,9 @@ class Linear(nn.Linear):
         # A weight that is sharded now is gathered in forward, and cast there.
         if not settings.weight.cast or type(self.weight) is not nn.Parameter:
             return
+        amax = self._amax("weight")
         with torch.no_grad():
-            layouts = functional.cast_weight(
-                self.weight, settings.weight, self._amax("weight"), self._place, along=True, across=True
-            )
+            layouts = functional.cast_weight(self.weight, settings.weight, amax, self._place, along=True, across=True)
         for name, new in zip(HELD, (part for codes in layouts for part in codes), strict=True):  # type: ignore[union-attr]
             old = getattr(self, name)
             # In place: a captured CUDA graph reads the same memory again.
