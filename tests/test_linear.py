@@ -388,14 +388,15 @@ def test_a_weight_is_cast_once_a_step(compiled: bool, monkeypatch: pytest.Monkey
     assert seen.count((48, 32)) == seen.count((32, 48)) == 2  # outside, each call casts for itself
 
 
-def test_held_weights_are_not_used_after_they_changed() -> None:
+@pytest.mark.parametrize("name", ["fp8-block", "fp4-block"])
+def test_held_weights_are_not_used_after_they_changed(name: str) -> None:
     x, w, b, _ = data(*SIZES[0])
-    layer = layer_of(precision("fp8-block"), w, b)
+    layer = layer_of(precision(name), w, b)
     with training_step(layer, step=0):
         before = layer(x)
     with torch.no_grad():
-        layer.weight.mul_(2)
-    after = layer_of(precision("fp8-block"), 2 * w, b)(x)
+        layer.weight.mul_(3)
+    after = layer_of(precision(name), 3 * w, b)(x)
     assert torch.equal(layer(x), after)
     assert not torch.equal(before, after)
 
@@ -409,9 +410,6 @@ def test_held_weights_are_not_used_after_they_changed() -> None:
         change_and_call()
     with pytest.raises(UserError, match="changed inside a training_step"), training_step(layer, step=1), torch.no_grad():
         layer.weight.mul_(2)  # nobody looked, until the end
-    with training_step(layer, step=2):
-        layer.eval()  # an evaluation does not use what training holds
-        assert torch.equal(layer(x), layer_of(precision("fp8-block"), layer.weight.detach(), b)(x))
 
 
 def test_held_codes_stay_where_they_are() -> None:
@@ -449,8 +447,8 @@ def test_delayed_scaling_follows_the_largest_magnitudes_of_earlier_steps() -> No
     layer = layer_of(precision("fp8-delayed"), w)
     current = layer_of(LayerPrecision.of("e4m3 tensor", "e4m3 tensor", "e5m2 tensor"), w)
     with training_step(layer, step=0):
-        assert same(run(layer, x, dy), run(current, x, dy))  # nothing is known yet: the first step measures
         run(layer, 3 * x, 5 * dy)
+        assert same(run(layer, x, dy), run(current, x, dy))  # nothing is known yet: the first step measures
     first = [x.abs().amax() * 3, w.abs().amax(), dy.abs().amax() * 5]
     for history, largest in zip((layer.input_history, layer.weight_history, layer.grad_history), first, strict=True):
         assert torch.equal(history, torch.stack([largest, *torch.zeros(3)]))

@@ -93,10 +93,8 @@ def _group_scale(x: Operand) -> tuple[Tensor, ScalingType]:
 def _bf16_product(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     left, outer_a = _bf16_numbers(a)
     right, outer_b = _bf16_numbers(b)
-    with torch.autocast(left.device.type, enabled=False):
-        if dtype == torch.bfloat16 and outer_a is outer_b is None:
-            return left @ right.T if bias is None else torch.addmm(bias.to(dtype), left, right.T)
-        result = torch.mm(left, right.T, out_dtype=torch.float32)
+    # A bfloat16 result would let cuBLAS add parts of it in bfloat16.
+    result = torch.mm(left, right.T, out_dtype=torch.float32)
     if outer_a is not None:
         result = result * outer_a
     if outer_b is not None:

@@ -166,7 +166,7 @@ class Linear(nn.Linear):
             # Its own copy, since the loop moves on to the next rows before this call's backward.
             place = place.clone()
         held = None
-        if self._holds and self.training:
+        if self._holds:
             if not torch.compiler.is_compiling():
                 self._check_held()
             codes = [Codes(*(getattr(self, name) for name in half)) for half in (HELD[:3], HELD[3:])]
