@@ -25,22 +25,21 @@ from dither.nn.linear import Linear, training_step
 from dither.precision import LayerPrecision
 from dither.recipes import recipe
 
-MODELS = {  # width, heads' width of keys and values together, ffn, batch
-    "134M": (768, 768, 2048, 24),
-    "1B": (2048, 2048, 5632, 8),
-    "3B": (3072, 3072, 8192, 3),
-    "8B": (4096, 4096, 14336, 4),
+MODELS = {  # width, ffn, batch
+    "134M": (768, 2048, 24),
+    "1B": (2048, 5632, 8),
+    "3B": (3072, 8192, 3),
+    "8B": (4096, 14336, 4),
 }
 RECIPES = ["fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "fp4-block", "mxfp8", "nvfp4"]
 
 
 def shapes(model: str) -> list[tuple[str, int, int, int]]:
     """(name, M, K, N) of the linear layers of a block; layers of the same shape stand once, with how many there are."""
-    width, kv, ffn, batch = MODELS[model]
+    width, ffn, batch = MODELS[model]
     tokens = batch * 2048
     return [
-        ("q, out (2)", tokens, width, width),
-        ("k, v (2)", tokens, width, kv),
+        ("q, k, v, out (4)", tokens, width, width),
         ("gate, up (2)", tokens, width, ffn),
         ("down (1)", tokens, ffn, width),
     ]

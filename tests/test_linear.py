@@ -22,6 +22,7 @@ from dither.nn import functional
 from dither.nn.functional import State
 from dither.nn.linear import Linear, training_step
 from dither.precision import LayerPrecision
+from dither.reference import quantize
 
 PRECISIONS = {
     "fp8-current": ("e4m3 tensor", "e4m3 tensor", "e5m2 tensor"),
@@ -209,7 +210,7 @@ def test_autocast_decides_the_dtype_of_the_result_and_of_what_is_not_cast() -> N
         assert bool(((found.double() - wanted).abs() <= 2.0**-8 * wanted.abs() + 2.0**-16 * (a.abs() @ c.abs().T)).all())
 
 
-def test_only_what_is_asked_for_is_computed() -> None:
+def test_only_what_is_asked_for_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Frozen weights and inputs without gradient; each needs one layout of the others."""
     x, w, b, dy = data(*SIZES[0])
     layer = layer_of(precision("nvfp4"), w, b)
@@ -227,8 +228,14 @@ def test_only_what_is_asked_for_is_computed() -> None:
     with training_step(learning, step=STEP):
         learning(x).backward(dy)
     assert torch.equal(learning.weight.grad, whole[2])
+    casts = []
+    monkeypatch.setattr(quantize, "quantize", lambda *a, cast=quantize.quantize: casts.append(a[2]) or cast(*a))
     with torch.no_grad():
         assert torch.equal(learning(x), whole[0])
+    assert casts == [1, 1]  # x and W, each along K
+    casts.clear()
+    frozen(x)
+    assert casts == [1, 1]
 
 
 def test_a_nan_reaches_the_result() -> None:
@@ -363,8 +370,6 @@ def train(net: Net, call: Callable[[Tensor], Tensor], steps: int = 2, micro: int
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_weight_is_cast_once_a_step(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dither.reference import quantize
-
     seen = []
     cast_once = quantize.quantize
 
@@ -691,6 +696,18 @@ def test_a_layer_can_change_its_precision_and_its_dtype() -> None:
     assert list(layer.state_dict()) == ["weight", "bias"]
     assert same(run(layer, x, dy), run(layer_of(precision("mxfp8"), layer.weight.detach(), layer.bias.detach()), x, dy))
     assert "input e4m3 tile(32) pow2 nearest" in repr(layer)
+
+
+def test_a_layer_that_was_made_without_memory_begins_anew() -> None:
+    with torch.device("meta"):
+        layer = Linear(40, 24, precision=LayerPrecision.of(DELAYED[0], DELAYED[1], "e2m1 tile(8) stochastic(8)"), name=NAME)
+    layer.to_empty(device="cpu")
+    assert not layer.input_history.any()
+    assert layer._counted.tolist() == [1 << 31, 0]
+    x, w, b, dy = data(16, 40, 24)
+    layer.load_state_dict({**layer.state_dict(), "weight": w, "bias": b})
+    with training_step(layer, step=0):
+        assert bool(run(layer, x, dy)[1].isfinite().all())
 
 
 def test_wrong_inputs_say_what_they_are() -> None:

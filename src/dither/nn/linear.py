@@ -18,6 +18,10 @@ OPERANDS = ("input", "weight", "grad")
 HELD = tuple(f"_held_{layout}_{part}" for layout in ("along", "across") for part in Codes._fields)
 """Buffers of a cast weight that is held for a step."""
 
+STATE = ("_place", "_counted", *(f"{operand}_history" for operand in OPERANDS))
+STATE += tuple(f"_{operand}_{what}" for operand in OPERANDS for what in ("amax", "largest"))
+"""Buffers of what the layer remembers from step to step, where its precision asks for them."""
+
 FIRST_COUNTED = 1 << 31
 """Where the numbers of calls outside a training_step begin: no run has so many steps, so they never meet."""
 
@@ -111,11 +115,20 @@ class Linear(nn.Linear):
         if self._inside:
             raise UserError(f"The precision of the layer {self.name!r} changes between steps, not inside a training_step.")
         self.precision = precision
-        device = self.weight.device
+        self._begin_state(self.weight.device)
+        self._settings = tuple(
+            functional.settings(
+                precision, name=self.name, seed=self.seed, transposed=self.transposed, emulate=self.emulate, gpu=gpu
+            )
+            for gpu in (False, True)
+        )
+
+    def _begin_state(self, device: torch.device) -> None:
+        """Everything the layer remembers, as it is before the first step."""
         for name in HELD:
             self.register_buffer(name, None, persistent=False)
-        casts = {operand: getattr(precision, operand) for operand in OPERANDS}
-        self._measures = True
+        casts = {operand: getattr(self.precision, operand) for operand in OPERANDS}
+        self._measures = True  # whether magnitudes are those of the tensors themselves, because a history is empty
         for operand, cast in casts.items():
             delayed = cast is not None and cast.scaling.kind == "delayed"
             history = scaling.empty_history(cast.scaling.history, device) if delayed else None
@@ -128,12 +141,6 @@ class Linear(nn.Linear):
         self.register_buffer("_place", place, persistent=False)
         self.register_buffer("_counted", counted, persistent=False)
         self._delayed = tuple(operand for operand in OPERANDS if getattr(self, f"{operand}_history") is not None)
-        self._settings = tuple(
-            functional.settings(
-                precision, name=self.name, seed=self.seed, transposed=self.transposed, emulate=self.emulate, gpu=gpu
-            )
-            for gpu in (False, True)
-        )
 
     def engines(self, device: torch.device | str, tokens: int = ALIGNMENT) -> dict[str, str]:
         """The engine of each product on `device`; a UserError says why one cannot run there."""
@@ -203,7 +210,7 @@ class Linear(nn.Linear):
         """Cast the weight once for all calls of the step, in both layouts, into buffers that stay where they are."""
         settings = self._settings[self.weight.is_cuda]
         # A weight that is sharded now is gathered in forward, and cast there.
-        if not settings.weight.cast or type(self.weight) is not nn.Parameter:
+        if not settings.weight.cast or type(self.weight) not in (Tensor, nn.Parameter):
             return
         amax = self._amax("weight")
         with torch.no_grad():
@@ -226,13 +233,18 @@ class Linear(nn.Linear):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Linear":
         """Magnitudes stay float32 whatever the parameters become; held codes are made again where the weight goes."""
-        kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None and name not in HELD}
+        kept = {name: buffer for name in STATE if (buffer := self._buffers[name]) is not None}
         for name in HELD:
             self._buffers[name] = None
+        self._holds = False
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, buffer in kept.items():
             moved = self._buffers[name]
-            if moved is not None and moved.dtype != buffer.dtype:
+            assert moved is not None
+            if buffer.is_meta and not moved.is_meta:  # there was nothing to move
+                self._begin_state(moved.device)
+                break
+            if moved.dtype != buffer.dtype:
                 self._buffers[name] = buffer.to(moved.device)
         return self
 
@@ -242,11 +254,11 @@ class Linear(nn.Linear):
 
     def _refresh(self) -> None:
         """What follows from the histories."""
-        for operand in self._delayed:
+        histories = {operand: getattr(self, f"{operand}_history") for operand in self._delayed}
+        for operand, history in histories.items():
             cast: Cast = getattr(self.precision, operand)
-            history = getattr(self, f"{operand}_history")
             getattr(self, f"_{operand}_amax").copy_(scaling.delayed_amax(history, cast.scaling))
-            self._measures = not bool(history.any())
+        self._measures = not all(bool(history.any()) for history in histories.values())
 
     def extra_repr(self) -> str:
         """The layer as nn.Linear shows it, and its precision."""
