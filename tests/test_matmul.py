@@ -63,14 +63,16 @@ PAIRS = [
 @pytest.mark.parametrize("size", [(21, 24, 40), (130, 5, 200), (3, 4, 0)])
 def test_the_reference_is_the_product_of_dequantized_numbers(a: str, b: str, size: tuple[int, int, int]) -> None:
     x, y, bias = data(*size)
-    result = reference.product(operand(x, a), operand(y, b), bias, torch.float32, False, "")
+    result = reference.product(operand(x, a), operand(y, b), bias, torch.float32, fast=False, emulate=True, where="")
     close(result, exact(x, a), exact(y, b), bias)
 
 
 def test_autocast_does_not_touch_the_reference() -> None:
     x, y, _ = data(8, 16, 64)
     with torch.autocast("cpu", torch.bfloat16):
-        result = reference.product(operand(x, "e4m3 row"), operand(y, "e4m3 row"), None, torch.float32, False, "")
+        result = reference.product(
+            operand(x, "e4m3 row"), operand(y, "e4m3 row"), None, torch.float32, fast=False, emulate=True, where=""
+        )
     close(result, exact(x, "e4m3 row"), exact(y, "e4m3 row"))
 
 
@@ -82,7 +84,7 @@ def test_the_operator_keeps_the_rules_of_torch(a: str, b: str) -> None:
         (dither.ops._bytes(o.values), None if o.scale is None else dither.ops._bytes(o.scale), o.tensor_scale, text)
         for o, text in ((left, str(Cast.parse(a)) if a else ""), (right, str(Cast.parse(b)) if b else ""))
     ]
-    torch.library.opcheck(torch.ops.dither.product, (*sides[0], *sides[1], 48, bias, torch.float32, False, "here", "reference"))
+    torch.library.opcheck(torch.ops.dither.product, (*sides[0], *sides[1], 48, bias, torch.float32, False, False, "here"))
 
 
 # Engines ---------------------------------------------------------------------------------------------------------------
@@ -199,7 +201,9 @@ def test_scales_of_groups_lie_where_cublas_reads_them(kernels, monkeypatch, leng
     monkeypatch.setattr(kernels, "scaled_mm", cublas_scaled_mm)
     x, y, bias = data(160, 304, length)
     a, b = (f"{name} {group}" for group in groups)
-    result = kernels.product(operand(x, a, "e4m3"), operand(y, b, "e4m3"), bias, torch.float32, True, "here")
+    result = kernels.product(
+        operand(x, a, "e4m3"), operand(y, b, "e4m3"), bias, torch.float32, fast=True, emulate=False, where="here"
+    )
     close(result, exact(x, a), exact(y, b), bias)
 
 
@@ -217,7 +221,13 @@ def test_scales_of_groups_lie_where_cublas_reads_them(kernels, monkeypatch, leng
 def test_scales_of_tensors_and_rows(kernels, a: str, b: str, with_bias: bool) -> None:
     x, y, bias = data(48, 64, 96)
     result = kernels.product(
-        operand(x, a, "e4m3"), operand(y, b, "e4m3"), bias if with_bias else None, torch.float32, True, "here"
+        operand(x, a, "e4m3"),
+        operand(y, b, "e4m3"),
+        bias if with_bias else None,
+        torch.float32,
+        fast=True,
+        emulate=False,
+        where="here",
     )
     close(result, exact(x, a), exact(y, b), bias if with_bias else None)
 
@@ -238,4 +248,29 @@ def test_bf16_units_get_numbers_that_bf16_holds(kernels, a: str, b: str) -> None
 def test_a_product_that_no_unit_takes_names_its_layer(kernels) -> None:
     x, y, _ = data(16, 40, 96)
     with pytest.raises(UserError, match=r"^The layer 'up': FP8 units take .* multiples of 16, not 40 x 96.*float32\.$"):
-        kernels.product(operand(x, "e4m3 row"), operand(y, "e4m3 row"), None, torch.float32, False, "The layer 'up'")
+        kernels.product(
+            operand(x, "e4m3 row"),
+            operand(y, "e4m3 row"),
+            None,
+            torch.float32,
+            fast=False,
+            emulate=False,
+            where="The layer 'up'",
+        )
+
+
+@pytest.mark.parametrize(("a", "b"), PAIRS)
+def test_emulation_on_a_gpu_is_the_product_of_dequantized_numbers(kernels, a: str, b: str) -> None:
+    x, y, bias = data(20, 24, 48)
+    result = kernels.product(operand(x, a), operand(y, b), bias, torch.float32, fast=False, emulate=True, where="here")
+    close(result, exact(x, a), exact(y, b), bias)
+
+
+def test_emulation_does_not_take_coarser_products(kernels) -> None:
+    x, y, _ = data(16, 16, 32)
+    torch.set_float32_matmul_precision("high")
+    try:
+        with pytest.raises(UserError, match=r"here multiplies in float32, .* set it to 'highest'"):
+            kernels.product(operand(x, "mxfp8"), operand(y, ""), None, torch.float32, fast=False, emulate=True, where="here")
+    finally:
+        torch.set_float32_matmul_precision("highest")

@@ -490,14 +490,14 @@ def _product_op(
     bias: Tensor | None,
     dtype: torch.dtype,
     fast: bool,
+    emulate: bool,
     where: str,
-    backend: str,
 ) -> Tensor:
     """A B^T + bias in `dtype`, for A [P, L] and B [Q, L] as `Operand` describes them; an uncast one has the cast ""."""
-    implementation = _implementation("matmul", a.device, backend)
+    implementation = _implementation("matmul", a.device, "auto")
     left = _operand(a, a_scale, a_tensor, a_cast, length)
     right = _operand(b, b_scale, b_tensor, b_cast, length)
-    return implementation.product(left, right, bias, dtype, fast, where)  # type: ignore[no-any-return]
+    return implementation.product(left, right, bias, dtype, fast=fast, emulate=emulate, where=where)  # type: ignore[no-any-return]
 
 
 @_product_op.register_fake
@@ -514,8 +514,8 @@ def _(
     bias: Tensor | None,
     dtype: torch.dtype,
     fast: bool,
+    emulate: bool,
     where: str,
-    backend: str,
 ) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
 

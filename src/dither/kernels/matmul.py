@@ -5,6 +5,7 @@ which is the only layout that the FP8 units of Hopper take.
 """
 
 import functools
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,35 +22,33 @@ from dither.reference.matmul import Operand
 from dither.reference.scaling import loaded_scale
 
 
-def product(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast: bool, where: str) -> Tensor:
+def product(
+    a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, *, fast: bool, emulate: bool, where: str
+) -> Tensor:
     """A B^T + bias, [P, Q] in `dtype`, from A [P, L], B [Q, L] and bias [Q], on the engine that the operands allow.
 
-    `fast` lets FP8 units keep their sums in narrow accumulators where the scales are those of tensors or rows.
+    `fast` lets FP8 units keep their sums in narrow accumulators where the scales are those of tensors or rows. `emulate`
+    multiplies in float32 instead. `where` names the product in errors.
     """
     if (a.cast is None and b.cast is None) or 0 in (*a.shape, *b.shape):
-        return reference.product(a, b, bias, dtype, fast, where)
+        return reference.product(a, b, bias, dtype, fast=fast, emulate=emulate, where=where)
     plain = "bf16" if all(x.cast is not None or x.values.dtype == torch.bfloat16 for x in (a, b)) else "fp32"
-    engine = _engine(a.cast, b.cast, (a.shape[0], b.shape[0], a.length), a.values.device, plain, where)
+    size = (a.shape[0], b.shape[0], a.length)
+    engine = Engine("fp32") if emulate else _engine(a.cast, b.cast, size, a.values.device, plain, where)
+    if engine.name == "fp32":
+        return _fp32_product(a, b, bias, dtype, where)
     if engine.name == "bf16":
         return _bf16_product(a, b, bias, dtype)
     if engine.scaling == "group":
-        result = scaled_mm(
-            _codes(a),
-            _codes(b).T,
-            *_group_scale(a),
-            *_group_scale(b),
-            output_dtype=dtype,
-        )
+        result = scaled_mm(_codes(a), _codes(b).T, *_group_scale(a), *_group_scale(b), output_dtype=dtype)
         return result if bias is None else result + bias.to(dtype)
-    if engine.scaling:
-        scales = (_float_scale(a), _float_scale(b))
-        if engine.scaling == "row":
-            scales = (_row_scale(a, scales[0]), _row_scale(b, scales[1]).T)
-        # The units add a bias of the result's own 16-bit type.
-        inside = None if bias is None or dtype == torch.float32 else bias.to(dtype)
-        result = torch._scaled_mm(_codes(a), _codes(b).T, *scales, bias=inside, out_dtype=dtype, use_fast_accum=fast)
-        return result if bias is None or inside is not None else result + bias
-    return reference.product(a, b, bias, dtype, fast, where)
+    scales = (_float_scale(a), _float_scale(b))
+    if engine.scaling == "row":
+        scales = (_row_scale(a, scales[0]), _row_scale(b, scales[1]).T)
+    # The units add a bias of the result's own 16-bit type.
+    inside = None if bias is None or dtype == torch.float32 else bias.to(dtype)
+    result = torch._scaled_mm(_codes(a), _codes(b).T, *scales, bias=inside, out_dtype=dtype, use_fast_accum=fast)
+    return result if bias is None or inside is not None else result + bias
 
 
 @functools.lru_cache(maxsize=4096)
@@ -90,6 +89,18 @@ def _group_scale(x: Operand) -> tuple[Tensor, ScalingType]:
     return (functional.pad(scale, (0, missing)) if missing else scale).T, ScalingType.BlockWise128x128
 
 
+def _fp32_product(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, where: str) -> Tensor:
+    if torch.get_float32_matmul_precision() != "highest":
+        raise UserError(
+            f"{where} multiplies in float32, which torch.set_float32_matmul_precision("
+            f"{torch.get_float32_matmul_precision()!r}) has made coarser: set it to 'highest'."
+        )
+    left, right = (x.values.float() if x.cast is None else _numbers(x, x.cast, torch.float32) for x in (a, b))
+    with torch.autocast(left.device.type, enabled=False):
+        result = left @ right.T
+    return (result if bias is None else result + bias.float()).to(dtype)
+
+
 def _bf16_product(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     left, outer_a = _bf16_numbers(a)
     right, outer_b = _bf16_numbers(b)
@@ -106,8 +117,14 @@ def _bf16_numbers(x: Operand) -> tuple[Tensor, Tensor | None]:
     """Numbers that BF16 holds exactly [P, L], and the float32 scale outside of them: of the tensor, or [P, 1]."""
     if x.cast is None:
         return x.values, None
-    one = x.values.new_ones((), dtype=torch.float32)
-    inside, outer, scale = x.cast, x.tensor_scale, one if x.scale is None else x.scale
     if x.cast.group.kind in ("tensor", "row"):
-        inside, outer, scale = Cast(x.cast.format), loaded_scale(scale), one
-    return quantize.dequantize(x.values, scale, one, inside, x.shape, 1, torch.bfloat16), outer
+        assert x.scale is not None
+        return _numbers(x, Cast(x.cast.format), torch.bfloat16), loaded_scale(x.scale)
+    return _numbers(replace(x, tensor_scale=None), x.cast, torch.bfloat16), x.tensor_scale
+
+
+def _numbers(x: Operand, cast: Cast, dtype: torch.dtype) -> Tensor:
+    """Dequantized as `cast` says, [P, L]; a scale that is missing is 1."""
+    one = x.values.new_ones((), dtype=torch.float32)
+    scale, tensor = (one if given is None else given for given in (x.scale, x.tensor_scale))
+    return quantize.dequantize(x.values, scale, tensor, cast, x.shape, 1, dtype)

@@ -306,7 +306,7 @@ def _product(
     where = f"{_where(has)}, {which.replace('_', ' ')} product"
     result: Tensor = torch.ops.dither.product(
         a.values, a.scale, a.tensor_scale, a_how.stored, b.values, b.scale, b.tensor_scale, b_how.stored,
-        length, bias, dtype, fast, where, "reference" if has.emulate else "auto",
+        length, bias, dtype, fast, has.emulate, where,
     )  # fmt: skip
     return result
 

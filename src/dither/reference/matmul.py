@@ -38,10 +38,13 @@ def numbers(operand: Operand) -> Tensor:
     return quantize.dequantize(operand.values, scale, tensor, operand.cast, operand.shape, 1, torch.float32)
 
 
-def product(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast: bool, where: str) -> Tensor:
+def product(
+    a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, *, fast: bool, emulate: bool, where: str
+) -> Tensor:
     """A B^T + bias, [P, Q] in `dtype`, from A [P, L], B [Q, L] and bias [Q]. Two plain operands are nn.Linear's product.
 
-    `fast` allows narrow accumulators and `where` names the product in errors: float32 on any device needs neither.
+    This is what other engines are held against: `fast` would allow narrow accumulators, `emulate` asks for float32, and `where`
+    names the product in errors.
     """
     # Under autocast torch would quietly multiply in 16 bits.
     with torch.autocast(a.values.device.type, enabled=False):
