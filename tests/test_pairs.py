@@ -159,6 +159,25 @@ def test_both_layouts_of_long_tiles(device: str) -> None:
     assert pairs.check_both(pairs.hard_values(9, 300, torch.float32, 10, device), Cast.parse("e4m3 tile(256)")) == 0
 
 
+@pytest.mark.parametrize("bits", [8, 16, 24])
+def test_both_layouts_of_the_longest_tiles_with_random_bits(bits: int, device: str) -> None:
+    """Few lines a program, but never fewer columns than one draw of 128 bits serves."""
+    x = pairs.hard_values(40, 70, torch.bfloat16, 13, device)
+    assert pairs.check_both(x, Cast.parse(f"e2m1 tile(1024) fp32 stochastic({bits})")) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_amax(dtype: torch.dtype, device: str) -> None:
+    """More tiles than programs, so that each takes several; the largest magnitude is the very last, or not a number."""
+    x = torch.randn(300, 301, generator=torch.Generator().manual_seed(0)).to(dtype).to(device)
+    x[-1, -1] = -77.0
+    for view in (x, x.T, x[1:, ::2], x[:4].reshape(2, 2, 301), x[:9].flatten()[::3], x[-1, -1], x[:0]):
+        assert pairs.check_amax(view) == 0
+    for value in (torch.inf, torch.nan):
+        x[2, 3] = value
+        assert pairs.check_amax(x[:40]) == 0
+
+
 def test_ties(device: str) -> None:
     """Halfway between two bfloat16 numbers, on the way in and on the way out."""
     x = (torch.arange(1, 401, dtype=torch.int32) * 0x8000 + 0x3F800000).view(torch.float32).reshape(4, 100).to(device)

@@ -486,7 +486,7 @@ def _cast(
     implementation: Implementation,
     device: str,
 ) -> Sequence[Tensor]:
-    """Codes and scales, the way back, the round trip without codes if `fake`, both layouts for long tiles and delayed scales."""
+    """Codes and scales, the way back, the round trip without codes if `fake`, both layouts of long tiles, of delayed scales."""
     # One NaN would leave nothing to compare where a scale belongs to the whole tensor; where there is no scale, or one
     # from earlier steps, the codes must be able to hold it.
     whole = cast.scaling.kind == "nvfp4" or (cast.group.kind == "tensor" and cast.scaling.kind != "delayed")

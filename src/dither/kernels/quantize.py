@@ -6,6 +6,8 @@ in which case each element is read, and its random bits are drawn, once. Codes a
 Bytes that must move, bfloat16 to FP8 with 1 x 128 tiles: 2 + 1 + 4/128 an element, and 1 + 4/128 more for both layouts.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -27,6 +29,7 @@ from dither.kernels.rounding import (
     round_bits,
     round_code,
     widen,
+    widen_here,
     with_sign,
 )
 from dither.kernels.scaling import (
@@ -34,13 +37,14 @@ from dither.kernels.scaling import (
     amax_bits,
     block_rounding,
     group_factors,
+    line_amax_bits,
     scaling_fields,
     store_factors,
     tensor_factor,
 )
 from dither.layout import Layout
 from dither.precision import Cast
-from dither.random import Draw, matrix_size
+from dither.random import Draw
 
 REGISTERS = 80
 """A thread's share when six programs of four warps run on a multiprocessor at once. Kernels that draw random bits need more."""
@@ -205,6 +209,7 @@ def cast_tile(
     FAKE: tl.constexpr,
     RAGGED: tl.constexpr,
     WORDS: tl.constexpr,
+    COMPACT: tl.constexpr,
 ):
     """Cast x [P, Q], elements first .. of lines line0 .., with groups [GP, GQ], and store codes (or values) and scales.
 
@@ -216,6 +221,10 @@ def cast_tile(
     if S.KIND != "none":
         if MEASURE:
             amax = largest(tl.reshape(tl.abs(x), [P // GP, GP, Q // GQ, GQ]), H.NATIVE)
+            if COMPACT:
+                # Each magnitude in one thread, not in all that share the group, so that less work is done twice.
+                n: tl.constexpr = (P // GP) * (Q // GQ)
+                amax = tl.reshape(tl.gather(tl.reshape(amax, [n]), tl.arange(0, n), 0), [P // GP, Q // GQ])
         multiply, restore, stored = group_factors(amax, tensor, S, E, W, MEASURE, H.NATIVE)
         if MEASURE and not FAKE:
             store_scales(scale_ptr, stored, line0, first, lines, length, P, Q, GP, GQ)
@@ -260,6 +269,7 @@ def load_tile(
     COLUMNS: tl.constexpr,
     A: tl.constexpr,
     EVEN: tl.constexpr,
+    HERE: tl.constexpr,
 ):
     """The tile at x_ptr as one line (see `element_place`), zeros beyond its `rows` and `columns`, and its random bits.
 
@@ -269,9 +279,10 @@ def load_tile(
     row, column = element_place(tl.arange(0, N), N, COLUMNS, A, RUN, BY_ROWS)
     place = x_ptr + row.to(tl.int64) * stride_r + column * stride_c
     if EVEN:
-        x = widen(tl.load(place), H.NATIVE)
+        x = tl.load(place)
     else:
-        x = widen(tl.load(place, mask=(row < rows) & (column < columns), other=0.0), H.NATIVE)
+        x = tl.load(place, mask=(row < rows) & (column < columns), other=0.0)
+    x = widen_here(x, H.NATIVE) if HERE else widen(x, H.NATIVE)
     random = as_bits(x)
     if H.KIND == "stochastic":
         step = tl.load(step_ptr).to(tl.uint32)
@@ -327,6 +338,7 @@ def cast_program(
     FAKE: tl.constexpr,
     RAGGED: tl.constexpr,
     WORDS: tl.constexpr,
+    COMPACT: tl.constexpr,
 ):
     """Load tile number `program`, draw its random bits and cast it along its columns or, transposed, along its rows."""
     N: tl.constexpr = ROWS * COLUMNS
@@ -336,6 +348,7 @@ def cast_program(
         x_ptr + batch * stride_b + first_row * stride_r + first_column * stride_c, step_ptr, key,
         row0 + (batch // inner) * rows * inner + batch % inner + first_row * inner, column0 + first_column,
         rows - first_row, columns - first_column, inner, stride_r, stride_c, H, RUN, ALONG_ROWS, ROWS, COLUMNS, A, EVEN,
+        False,
     )  # fmt: skip
     tensor = 1.0
     if S.KIND == "nvfp4":
@@ -360,7 +373,7 @@ def cast_program(
     groups = ((lines + GP - 1) // GP) * ((length + GQ - 1) // GQ)
     cast_tile(
         x, random, amax, tensor, out_ptr + batch * out_batch, scale_ptr + batch * groups, first_line, first, lines, length,
-        out_line, out_element, F, C, S, H, SCALE, W, P, Q, GP, GQ, MEASURE, FAKE, RAGGED, WORDS,
+        out_line, out_element, F, C, S, H, SCALE, W, P, Q, GP, GQ, MEASURE, FAKE, RAGGED, WORDS, COMPACT,
     )  # fmt: skip
 
 
@@ -407,7 +420,7 @@ def _quantize_kernel(
     cast_program(
         tl.program_id(0), x_ptr, out_ptr, scale_ptr, amax_ptr, tensor_ptr, step_ptr, key, row0, column0, rows, columns, inner,
         stride_b, stride_r, stride_c, out_batch, out_line, out_element, F, C, S, H, SCALE, W, GP, GQ, RUN, ALONG_ROWS, ROWS,
-        COLUMNS, A, EVEN, MEASURE, PER_LINE, FAKE, RAGGED, WORDS,
+        COLUMNS, A, EVEN, MEASURE, PER_LINE, FAKE, RAGGED, WORDS, False,
     )  # fmt: skip
 
 
@@ -445,6 +458,7 @@ def _quantize_both_kernel(
     RAGGED_T: tl.constexpr,
     WORDS: tl.constexpr,
     WORDS_T: tl.constexpr,
+    COMPACT: tl.constexpr,
 ):
     """Even programs cast along the columns, odd ones along the rows, over the same part of x at the same time.
 
@@ -458,14 +472,14 @@ def _quantize_both_kernel(
             cast_program(
                 tile, x_ptr, out_ptr, scale_ptr, x_ptr, x_ptr, step_ptr, key, row0, column0, rows, columns, 1, 0, stride_r,
                 stride_c, 0, out_line, 1, F, C, S, H, SCALE, W, 1, GQ, RUN, False, SHORT, LONG, A, EVEN, True, False, False,
-                RAGGED, WORDS,
+                RAGGED, WORDS, False,
             )  # fmt: skip
     else:
         if tile < tl.cdiv(rows, LONG) * tl.cdiv(columns, SHORT):
             cast_program(
                 tile, x_ptr, out_t_ptr, scale_t_ptr, x_ptr, x_ptr, step_ptr, key, row0, column0, rows, columns, 1, 0, stride_r,
                 stride_c, 0, out_t_line, 1, F, C, S, H, SCALE, W, 1, GQ, RUN, True, LONG, SHORT, A_T, EVEN, True, False, False,
-                RAGGED_T, WORDS_T,
+                RAGGED_T, WORDS_T, COMPACT,
             )  # fmt: skip
 
 
@@ -511,7 +525,7 @@ def _quantize_once_kernel(
     _, first_row, first_column = program_tile(tl.program_id(0), rows, columns, ROWS, COLUMNS)
     x, random = load_tile(
         x_ptr + first_row * stride_r + first_column * stride_c, step_ptr, key, row0 + first_row, column0 + first_column,
-        rows - first_row, columns - first_column, 1, stride_r, stride_c, H, RUN, True, ROWS, COLUMNS, A, EVEN,
+        rows - first_row, columns - first_column, 1, stride_r, stride_c, H, RUN, True, ROWS, COLUMNS, A, EVEN, True,
     )  # fmt: skip
     x = tl.reshape(tl.permute(tl.reshape(x, [A, ROWS // A, COLUMNS]), (1, 0, 2)), [ROWS, COLUMNS])
     random = tl.reshape(tl.permute(tl.reshape(random, [A, ROWS // A, COLUMNS]), (1, 0, 2)), [ROWS, COLUMNS])
@@ -604,7 +618,7 @@ def _dequantize_kernel(
 
 def amax(x: Tensor) -> Tensor:
     """The largest magnitude of a tensor, 0-d float32."""
-    return amax_bits(x.reshape(1, *matrix_size(x)), None).view(torch.float32)
+    return amax_bits(x).view(torch.float32)
 
 
 def quantize(
@@ -663,7 +677,10 @@ def _launch_tiles(
     if not x.numel():
         return
     rows, columns = x.shape
-    LONG, SHORT, A, A_T, warps = _both_shape(cast.group.size, x.itemsize)
+    constants = _cast_constants(cast, container, draw, x)
+    LONG, SHORT, A, A_T, warps, registers, COMPACT = _both_shape(
+        cast.group.size, x.itemsize, constants["RUN"], draw is not None
+    )
     count = max(tiles(1, rows, columns, SHORT, LONG), tiles(1, rows, columns, LONG, SHORT))[0]
     _quantize_both_kernel[(2 * count,)](
         x,
@@ -677,7 +694,7 @@ def _launch_tiles(
         *x.stride(),
         values.stride(1),
         values_t.stride(1),
-        **_cast_constants(cast, container, draw, x),
+        **constants,
         GQ=cast.group.size,
         LONG=LONG,
         SHORT=SHORT,
@@ -688,8 +705,9 @@ def _launch_tiles(
         RAGGED_T=bool(rows % 8),
         WORDS=values.stride(1) % 4 == 0,
         WORDS_T=values_t.stride(1) % 4 == 0,
+        COMPACT=COMPACT,
         num_warps=warps,
-        maxnreg=REGISTERS if draw is None else None,
+        maxnreg=registers,
     )
 
 
@@ -708,14 +726,14 @@ def _launch_once(
     """Fill codes and scales of groups that are the same along both axes, and the largest magnitude where it is wanted."""
     bits = largest = measured.view(torch.int32)
     if cast.group.kind == "tensor":
-        bits = amax_bits(x[None], None) if given_amax is None else given_amax.view(torch.int32)
+        bits = amax_bits(x) if given_amax is None else given_amax.view(torch.int32)
     if not x.numel():
         if cast.group.kind == "tensor":
             store_factors(bits, _codes(scale, scale=True), cast)
             store_factors(bits, _codes(scale_t, scale=True), cast)
         return
     rows, columns = x.shape
-    ROWS, COLUMNS, A, warps = _once_shape(cast.group.size)
+    ROWS, COLUMNS, A, warps, registers = _once_shape(cast.group.size)
     _quantize_once_kernel[tiles(1, rows, columns, ROWS, COLUMNS)](
         x,
         _codes(values),
@@ -739,6 +757,7 @@ def _launch_once(
         WORDS=values.stride(1) % 4 == 0,
         WORDS_T=values_t.stride(1) % 4 == 0,
         num_warps=warps,
+        maxnreg=registers,
     )
 
 
@@ -805,16 +824,20 @@ def _launch(
     tensor_amax = line_amax = tensor
     measure = kind in ("tile", "block") or (kind == "row" and not place.along_rows and 0 < place.columns <= LONGEST_ROW)
     if cast.scaling.kind == "nvfp4":
-        tensor_amax = amax_bits(x_BRC, None) if given_amax is None else given_amax.view(torch.int32)
+        tensor_amax = amax_bits(x) if given_amax is None else given_amax.view(torch.int32)
         store_factors(tensor_amax, tensor, cast)
     elif kind != "none" and not measure:
-        line_amax = amax_bits(x_BRC, place) if given_amax is None else given_amax.view(torch.int32)
+        if given_amax is not None:
+            line_amax = given_amax.view(torch.int32)
+        else:
+            line_amax = amax_bits(x) if kind == "tensor" else line_amax_bits(x_BRC, place.along_rows)
         if not fake:
             store_factors(line_amax, _codes(scale, scale=True), cast)
     if not x.numel():
         return tensor
 
-    ROWS, COLUMNS, A, warps = _tile_shape(place, kind, measure, x.itemsize)
+    constants = _cast_constants(cast, container, draw, x)
+    ROWS, COLUMNS, A, warps = _tile_shape(place, kind, measure, x.itemsize, constants["RUN"], draw is not None)
     P, Q = (COLUMNS, ROWS) if place.along_rows else (ROWS, COLUMNS)
     # One group a line, or one a tile: its factor is the same wherever in the group the tile lies.
     GP, GQ = place.group if kind in ("tile", "block") else (1 if kind == "row" else P, Q)
@@ -835,7 +858,7 @@ def _launch(
         batch,
         line,
         element,
-        **_cast_constants(cast, container, draw, x),
+        **constants,
         GP=GP,
         GQ=GQ,
         ALONG_ROWS=place.along_rows,
@@ -854,7 +877,7 @@ def _launch(
     return tensor
 
 
-def _cast_constants(cast: Cast, container: Format, draw: Draw | None, x: Tensor) -> dict[str, object]:
+def _cast_constants(cast: Cast, container: Format, draw: Draw | None, x: Tensor) -> dict[str, Any]:
     """What both kernels are told of a cast, as compile-time constants."""
     return {
         "F": fields(cast.element),
@@ -874,7 +897,7 @@ def _codes(out: Tensor, *, scale: bool = False) -> Tensor:
     return out.view(layout.INTEGERS[out.itemsize])
 
 
-def _tile_shape(place: Layout, kind: str, measure: bool, itemsize: int) -> tuple[int, int, int, int]:
+def _tile_shape(place: Layout, kind: str, measure: bool, itemsize: int, run: int, drawn: bool) -> tuple[int, int, int, int]:
     """(rows, columns, A, warps) of a program's tile: whole groups, and 32 to 64 elements a thread to keep memory busy.
 
     A is how often a thread loads its 16 bytes, as far as the tile's shape allows. Chosen by `benchmarks/quantize.py --sweep`.
@@ -887,7 +910,8 @@ def _tile_shape(place: Layout, kind: str, measure: bool, itemsize: int) -> tuple
     if place.along_rows:
         rows = max(q, 64)
         columns = max(32, p, 8192 // rows)
-        return rows, columns, 8 * itemsize, 4 if rows * columns <= 8192 else 8
+        warps = 4 if rows * columns <= 8192 else 8
+        return rows, columns, _rows_a_thread(rows * columns, warps, run) if drawn else 8 * itemsize, warps
     if p > 1:  # square blocks
         rows, columns = max(p, 32), max(q, 128)
         return rows, columns, 1, 8 if rows * columns > 4096 else 4
@@ -895,13 +919,23 @@ def _tile_shape(place: Layout, kind: str, measure: bool, itemsize: int) -> tuple
     return max(1, 8192 // columns), columns, 4, 4
 
 
-def _both_shape(size: int, itemsize: int) -> tuple[int, int, int, int, int]:
-    """(length along the groups, lines, A along columns, A along rows, warps) of the tiles that are cast for both layouts."""
+def _rows_a_thread(elements: int, warps: int, run: int) -> int:
+    """A along the rows with random bits: neighbouring rows in each thread, so that neither x nor the bits change threads.
+
+    Packed codes of eight rows then leave a thread as a word: 125 registers where A twice as large takes 209.
+    """
+    return elements // (32 * warps * run)
+
+
+def _both_shape(size: int, itemsize: int, run: int, drawn: bool) -> tuple[int, int, int, int, int, int | None, bool]:
+    """(length along the groups, lines, A along columns, A along rows, warps, registers, COMPACT) of tiles for both layouts."""
     long = max(size, 128)
-    short = max(8, 8192 // long)
-    return long, short, 4, 8 * itemsize, 4
+    short = max(16, 8192 // long)
+    if drawn:
+        return long, short, 4, _rows_a_thread(long * short, 4, run), 4, None, False
+    return long, short, 4, 8 * itemsize, 4, REGISTERS, False
 
 
-def _once_shape(size: int) -> tuple[int, int, int, int]:
-    """(rows, columns, A, warps) of the tiles that are cast once for both layouts: whole blocks, 64 elements a thread."""
-    return (128, 128, 8, 8) if size == 128 else (64, 128, 8, 4)
+def _once_shape(size: int) -> tuple[int, int, int, int, int | None]:
+    """(rows, columns, A, warps, registers) of tiles that are cast once for both layouts: whole blocks, 32 elements a thread."""
+    return (128, 128, 4, 16, None) if size == 128 else (64, 128, 4, 8, None)

@@ -119,6 +119,24 @@ def widen(x, NATIVE: tl.constexpr):
         return x.to(tl.float32)
 
 
+WIDEN_BF16 = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;")
+WIDEN_FP16 = tl.constexpr("{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }")
+
+
+@triton.jit
+def widen_here(x, NATIVE: tl.constexpr):
+    """The same where x stays in the threads that loaded it.
+
+    Triton 3.6 moves a change of layout that comes later, of codes say, up to a widening that it knows, and then does all
+    that lies between twice: 16.8 instructions an element against 13.1 for E4M3 in both layouts. It does not know this one.
+    """
+    if not NATIVE or x.dtype == tl.float32:
+        return widen(x, NATIVE)
+    else:
+        how: tl.constexpr = WIDEN_BF16 if x.dtype == tl.bfloat16 else WIDEN_FP16
+        return tl.inline_asm_elementwise(how, "=f,=f,r", [x], dtype=tl.float32, is_pure=True, pack=2)
+
+
 @triton.jit
 def times_pow2(x, EXPONENT: tl.constexpr):
     """x * 2^EXPONENT, in two steps where the factor is no normal float32 number. Exact wherever the result is."""
