@@ -16,6 +16,7 @@ from dither import Cast, Stream
 from dither.formats import Format
 from dither.kernels import philox, quantize, rounding
 from dither.precision import Rounding
+from dither.random import Draw
 
 
 class Hopper:
@@ -88,7 +89,9 @@ def calls() -> Iterator[str]:
     cast = Cast.parse("e2m1 tile(128) fp32 stochastic(16)")
     quantize.quantize_both(x, cast, draw, None, cast.element)
     quantize.quantize(x[:, :381], cast, 1, inside, None, cast.element)
-    yield "packed words, both layouts, and a shard that begins inside a Philox block"
+    moved = Draw(stream.key, torch.zeros(2, dtype=torch.int64))
+    quantize.quantize_both(x, cast, moved, None, cast.element)
+    yield "packed words, both layouts, a shard that begins inside a Philox block, rows that only the device knows"
     for format, how in (("e4m3", "nearest"), ("e2m1", "stochastic(16)"), ("int8", "toward_zero"), ("fp16", "stochastic(16)")):
         for saturate in (True, False):
             mine = draw if how.startswith("stochastic") else None
