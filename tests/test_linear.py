@@ -167,6 +167,19 @@ def test_leading_dimensions_are_rows() -> None:
     assert layer(x[:0].reshape(0, 5, 40)).shape == (0, 5, 16)
 
 
+@pytest.mark.parametrize("name", ["fp8-block", "nvfp4", "fp8-row"])
+def test_strides_do_not_matter(name: str) -> None:
+    """An input that lies along M, and the gradient of a sum, which is one number seen everywhere."""
+    x, w, _, dy = data(*SIZES[0])
+    layer = layer_of(precision(name), w)
+    spread = dy[:1, :1].expand_as(dy)
+    with training_step(layer, step=STEP):
+        plain = run(layer, x, spread.contiguous())
+        leaf = x.T.contiguous().T.requires_grad_()
+        y = layer(leaf)
+        assert same([y.detach(), *torch.autograd.grad(y, [leaf, layer.weight], spread)], plain)
+
+
 @pytest.mark.parametrize("name", ["fp8-block", "nvfp4", "fp8-row", "fp8-current"])
 def test_no_tokens_give_no_gradient(name: str) -> None:
     _, w, b, _ = data(*SIZES[0])

@@ -228,6 +228,21 @@ def test_a_weight_stored_transposed(name: str) -> None:
     within(dw, expected["weight_grad"][::-1], share(engine, 208))
 
 
+@pytest.mark.parametrize("name", ["fp8-block", "fp8-row", "fp8-current", "nvfp4"])
+def test_strides_do_not_matter(name: str) -> None:
+    """An input that lies along M, and the gradient of a sum, which is one number seen everywhere."""
+    x, w, _, dy = data(256, 512, 384, torch.bfloat16)
+    layer = layer_of(precision(name), w)
+    turned, spread = x.T.contiguous().T, dy[:1, :1].expand_as(dy)
+    with training_step(layer, step=STEP):
+        plain = run(layer, x, spread.contiguous())
+        leaf = turned.requires_grad_()
+        y = layer(leaf)
+        found = [y.detach(), *torch.autograd.grad(y, [leaf, layer.weight], spread)]
+    for one, other in zip(plain, found, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_autocast_with_float32_weights() -> None:
     x, w, _, dy = data(256, 512, 256, torch.float32)
     layer = layer_of(precision("fp8-block"), w)
