@@ -6,6 +6,7 @@ import functools
 import inspect
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,6 +71,12 @@ def test_a_recipe_is_plain_data_with_a_sentence(name):
         RECIPES[name].plan = None
     with pytest.raises(TypeError):
         RECIPES[name] = None
+
+
+def test_the_table_in_the_docs_is_that_of_the_recipes():
+    page = (Path(__file__).parent.parent / "docs" / "precision.md").read_text()
+    table = [line for line in page.splitlines() if re.match(r"\| `[a-z0-9-]+` \| [^|]*\. \|$", line)]
+    assert table == [f"| `{name}` | {each.about} |" for name, each in RECIPES.items()]
 
 
 @pytest.mark.parametrize("name", [name for name, texts in CASTS.items() if "e2m1" in texts[2]])
