@@ -140,6 +140,12 @@ def test_hooks_and_their_handles_stay(model):
     assert seen == ["forward", "backward"]
 
 
+def test_conversion_draws_no_random_numbers(model):
+    before = torch.get_rng_state()
+    convert(model, "fp4-block")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_tied_weights_stay_tied():
     model = Model(tied=True)
     convert(model, "fp8-block", only="*")

@@ -134,12 +134,10 @@ def convert(
     skip, only = _patterns("skip", skip, sites), _patterns("only", only, sites)
     reasons = _reasons(model, plan, sites, skip, only)
     chosen = {site.name: plan.for_layer(site.name) or LayerPrecision() for site in sites if site.name not in reasons}
-    adopted = {site.name: site.adopt(chosen[site.name], seed, emulate) for site in sites if site.name in chosen}
+    adopted = {site.name: site.adopt(seed, emulate) for site in sites if site.name in chosen}
     if not adopted and (plan.default is not None or any(precision is not None for _, precision in plan.layers)):
         raise UserError(f"{type(model).__name__} has nothing to convert: {_why_nothing(sites, reasons)}.")
-    notes = {name: _obstructed(layer, chosen[name], fallback) for name, layer in adopted.items()}
-    for name, note in notes.items():
-        adopted[name].set_precision(LayerPrecision() if note else chosen[name])
+    notes = _switch(adopted, chosen, fallback)
     if plan.parameters is not None:
         _change_parameters(model, DTYPES[plan.parameters])
     for site in sites:
@@ -175,10 +173,7 @@ def apply(model: nn.Module, plan: Plan | str, *, fallback: Literal["error", "bf1
         if precision is not None:
             _check_pattern("The plan's rule", pattern, list(layers), "converted layer")
     chosen = {name: plan.for_layer(name) or LayerPrecision() for name in layers}
-    notes = {name: _obstructed(layer, chosen[name], fallback) for name, layer in layers.items()}
-    for name, layer in layers.items():
-        if (precision := LayerPrecision() if notes[name] else chosen[name]) != _one(layer).precision:
-            layer.set_precision(precision)
+    notes = _switch(layers, chosen, fallback)
     reasons = {site.name: "it was not converted" for site in sites if site.name not in layers}
     return _record(model, plan, sites, layers, notes, reasons)
 
@@ -204,10 +199,11 @@ class _Site:
     def work(self) -> int:
         return self.out_features * self.in_features * self.uses
 
-    def adopt(self, precision: LayerPrecision, seed: int, emulate: bool) -> "Layer":
+    def adopt(self, seed: int, emulate: bool) -> "Layer":
+        """A layer in place of this one, uncast yet."""
         if self.parameter:
-            return ExpertsLinear(self.module, self.parameter, precision, name=self.name, seed=seed, emulate=emulate)
-        return Linear.adopt(self.module, precision, name=self.name, seed=seed, emulate=emulate)
+            return ExpertsLinear(self.module, self.parameter, LayerPrecision(), name=self.name, seed=seed, emulate=emulate)
+        return Linear.adopt(self.module, LayerPrecision(), name=self.name, seed=seed, emulate=emulate)
 
     def install(self, model: nn.Module, layer: "Layer") -> None:
         if isinstance(layer, ExpertsLinear):
@@ -370,6 +366,16 @@ def _listed(names: list[str]) -> str:
     patterns = [pattern for pattern, _ in _alike(names, str, lambda _: None)]
     more = f" and {len(patterns) - 12} more" if len(patterns) > 12 else ""
     return ", ".join(patterns[:12]) + more if patterns else "none"
+
+
+def _switch(layers: dict[str, Layer], chosen: dict[str, LayerPrecision], fallback: str) -> dict[str, str]:
+    """Give layers their precision, or none of them if one cannot have it; why some now run uncast, by name, else ""."""
+    notes = {name: _obstructed(layer, chosen[name], fallback) for name, layer in layers.items()}
+    for name, layer in layers.items():
+        precision = LayerPrecision() if notes[name] else chosen[name]
+        if precision != _one(layer).precision:  # a layer that stays keeps its state
+            layer.set_precision(precision)
+    return notes
 
 
 def _obstructed(layer: Layer, precision: LayerPrecision, fallback: str) -> str:
