@@ -13,6 +13,7 @@ import pairs
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
@@ -279,7 +280,7 @@ def test_a_place_on_the_device_moves_the_rows(backend: str, device: str) -> None
     for text in ("e2m1 tile(16) stochastic(16)", "e2m1 row stochastic(8)", "e4m3 tensor fp32 stochastic(20)"):
         how = Cast.parse(text)
         wanted = dither.quantize(x, how, axis=0, stream=stream, step=5, offset=(70000, 0))
-        place = torch.tensor([5, 70000], device=device)
+        place = torch.tensor([5, 70000, 0], device=device)
         found = torch.ops.dither.quantize(x, str(how), 0, None, "", stream.key, place, 0, 0, backend)
         assert pairs.differing(found[0], wanted.values) == 0
         both = torch.ops.dither.quantize_both(x, str(how), None, "", stream.key, place, 0, 0, backend)
@@ -731,5 +732,20 @@ def test_wrong_inputs_say_what_they_are() -> None:
         layer(torch.randn(2, 16, dtype=torch.float64))
     with pytest.raises(UserError, match="needs state=State"):
         functional.linear(torch.randn(2, 16), torch.randn(8, 16), None, precision("fp4-block"))
-    place = State(place=torch.tensor([0, 0]))
+    place = State(place=torch.tensor([0, 0]), keys=torch.tensor([1, 2, 3]))
     assert functional.linear(torch.randn(2, 16), torch.randn(8, 16), None, precision("fp4-block"), state=place).shape == (2, 8)
+
+
+@pytest.mark.parametrize("how", ["fp8-block", "fp4-block"])
+def test_layers_that_differ_in_name_share_a_compiled_graph(how: str) -> None:
+    """Two graphs serve any number of blocks: that of the first one, whose input needs no gradient, and that of the others."""
+    torch._dynamo.reset()
+    blocks = [Linear(32, 32, False, precision=precision(how), name=f"layers.{i}.up", seed=SEED) for i in range(5)]
+    count = CompileCounterWithBackend("aot_eager")
+    net = nn.Sequential(*blocks)
+    for block in blocks:
+        block.compile(backend=count, fullgraph=True)
+    for step in range(2):
+        with training_step(net, step=step):
+            net(torch.randn(16, 32)).sum().backward()
+    assert count.frame_count == 2

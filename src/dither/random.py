@@ -124,6 +124,6 @@ class Draw:
 
     key: int
     step: Tensor
-    """Or int64[2]: the step and a number of rows to add to `row`, for a place that only the device knows. Casts take it."""
+    """Or int64[3]: the step and what to add to `row` and to `key`, for what only the device knows. Casts take it."""
     row: int = 0
     column: int = 0

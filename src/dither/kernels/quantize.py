@@ -288,6 +288,7 @@ def load_tile(
         step = tl.load(step_ptr).to(tl.uint32)
         if H.MOVED:
             top += tl.load(step_ptr + 1)
+            key += tl.load(step_ptr + 2)
         top, left = top.to(tl.uint32), left.to(tl.uint32)
         if H.ALIGNED:
             E: tl.constexpr = 128 // H.WIDTH

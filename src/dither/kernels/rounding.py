@@ -89,7 +89,7 @@ def _truncated_product(exponent: int) -> str:
 @functools.cache
 def how(rounding: Rounding, whole: bool, device: torch.device, moved: bool = False) -> How:
     """The constant that device functions take for `rounding`; `whole` says that its random bits begin a Philox block,
-    `moved` that the step is followed by a number of rows to add."""
+    `moved` that the step is followed by a number of rows to add, and one to add to the key."""
     return How(rounding.kind, rounding.bits, rounding.width, whole, native(device), moved)
 
 

@@ -32,8 +32,6 @@ class Casting(NamedTuple):
     """The cast as its codes are read: `cast` itself, or with e4m3 for a format that a GPU keeps in E4M3 codes."""
     container: str = ""
     """The format of the codes, or "" for the cast's own."""
-    key: int = 0
-    """The key of its random stream."""
     stochastic: bool = False
     delayed: bool = False
     whole: bool = False
@@ -69,6 +67,8 @@ class State(NamedTuple):
 
     place: Tensor | None = None
     """int64[2] on the device: the optimizer step, and the first row's index in the whole batch. Stochastic casts need it."""
+    keys: Tensor | None = None
+    """int64[3] on the device: the keys of input, weight and gradient. On the device, so that layers share a compiled graph."""
     weight: Layouts | None = None
     """The cast weight, if somebody holds it for this step."""
     input_amax: Amax = Amax()
@@ -89,27 +89,27 @@ class Settings(NamedTuple):
 
 
 def settings(
-    precision: LayerPrecision, *, name: str = "", seed: int = 0, transposed: bool = False, emulate: bool = False, gpu: bool
+    precision: LayerPrecision, *, name: str = "", transposed: bool = False, emulate: bool = False, gpu: bool
 ) -> Settings:
     """What `linear` needs to know of a layer; `gpu` says whether codes will be made for the matrix units of one."""
 
-    def casting(cast: Cast | None, purpose: str) -> Casting:
+    def casting(cast: Cast | None) -> Casting:
         if cast is None:
             return Casting()
         container = engines.container(cast) if gpu and not emulate else cast.format
         text, own = str(cast), container == cast.format
         stored = text if own else str(Cast(container, cast.granularity, cast.scale))
-        stochastic = cast.round.kind == "stochastic"
-        key = Stream(seed, purpose, name).key if stochastic else 0
         kind = cast.scaling.kind
-        return Casting(text, stored, "" if own else container, key, stochastic, kind == "delayed", kind != "nvfp4")
+        return Casting(
+            text, stored, "" if own else container, cast.round.kind == "stochastic", kind == "delayed", kind != "nvfp4"
+        )
 
-    operands = (
-        casting(precision.input, "input"),
-        casting(precision.weight, "weight"),
-        casting(precision.grad, "grad"),
-    )
-    return Settings(*operands, name, transposed, emulate)
+    return Settings(casting(precision.input), casting(precision.weight), casting(precision.grad), name, transposed, emulate)
+
+
+def keys(name: str, seed: int) -> tuple[int, int, int]:
+    """The keys of the random streams of a layer's input, weight and gradient casts."""
+    return tuple(Stream(seed, purpose, name).key for purpose in ("input", "weight", "grad"))  # type: ignore[return-value]
 
 
 def linear(
@@ -142,8 +142,11 @@ def linear(
         )
     if x.shape[-1] != weight.shape[0 if has.transposed else 1]:
         raise UserError(f"{_where(has)} has a weight of shape {tuple(weight.shape)} and an input of {tuple(x.shape)}.")
-    if state.place is None and (has.input.stochastic or has.weight.stochastic or has.grad.stochastic):
-        raise UserError(f"{_where(has)} rounds stochastically and needs state=State(place=...): the step and the first row.")
+    if (state.place is None or state.keys is None) and (has.input.stochastic or has.weight.stochastic or has.grad.stochastic):
+        raise UserError(
+            f"{_where(has)} rounds stochastically and needs state=State(place=..., keys=...): the step and the first row, "
+            "and the keys of its streams."
+        )
     autocast = torch.is_autocast_enabled(x.device.type)
     dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
     learns = torch.is_grad_enabled() and weight.requires_grad
@@ -154,12 +157,13 @@ def linear(
     if padded:  # rows of zeros, which change neither a value nor a scale, for units that take multiples of 16
         x_MK = F.pad(x_MK, (0, 0, 0, -tokens % engines.ALIGNMENT))
     with torch.no_grad():
-        place = state.place
-        x_codes = _both(x_MK, has.input, state.input_amax, place, True, learns, dtype if autocast else None)
+        x_codes = _both(
+            x_MK, has.input, state.input_amax, _drawn(has.input, state, 0), True, learns, dtype if autocast else None
+        )
         w_codes = state.weight
         if w_codes is None:
             ahead, back = (passes, True) if has.transposed else (True, passes)
-            w_codes = cast_weight(weight, has.weight, state.weight_amax, place, ahead, back, dtype if autocast else None)
+            w_codes = cast_weight(weight, has.weight, state, ahead, back, dtype if autocast else None)
         w_NK, w_KN = (w_codes.across, w_codes.along) if has.transposed else w_codes
     y_MN: Tensor = _Products.apply(  # type: ignore[no-untyped-call]
         x_MK,
@@ -169,7 +173,7 @@ def linear(
         *(x_codes.across or (None, None, None)),
         *(w_NK or ()),
         *(w_KN or (None, None, None)),
-        place,
+        _drawn(has.grad, state, 2),
         state.grad_amax.given,
         state.grad_amax.largest,
         dtype,
@@ -252,10 +256,20 @@ def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> 
 
 
 def cast_weight(
-    weight: Tensor, how: Casting, amax: Amax, place: Tensor | None, along: bool, across: bool, dtype: torch.dtype | None = None
+    weight: Tensor, how: Casting, state: State, along: bool, across: bool, dtype: torch.dtype | None = None
 ) -> Layouts:
-    """A weight's layouts. Its rows are its own, not those of a batch, so only the step of `place` counts."""
-    return _both(weight, how, amax, None if place is None else place[0], along, across, dtype)
+    """A weight's layouts. Its rows are its own, not those of a batch."""
+    return _both(weight, how, state.weight_amax, _drawn(how, state, 1, moved=False), along, across, dtype)
+
+
+def _drawn(how: Casting, state: State, operand: int, *, moved: bool = True) -> Tensor | None:
+    """int64[3]: the step, the rows to add and the key of a stochastic cast; a copy, since the loop moves on before backward."""
+    if not how.stochastic:
+        return None
+    assert state.place is not None
+    assert state.keys is not None
+    rows = state.place[1:] if moved else torch.zeros_like(state.place[1:])
+    return torch.cat((state.place[:1], rows, state.keys[operand : operand + 1]))
 
 
 def _both(
@@ -265,7 +279,7 @@ def _both(
     if not how.cast:
         x = x.detach() if dtype is None else x.detach().to(dtype)
         return Layouts(Codes(x) if along else None, Codes(x.T) if across else None)
-    drawn = (how.key, place, 0, 0) if how.stochastic else (0, None, 0, 0)
+    drawn = (0, place, 0, 0)
     if (along and across and how.whole) or (how.delayed and amax.largest is not None):
         values, scale, values_t, scale_t, measured = torch.ops.dither.quantize_both(
             x, how.cast, amax.given, how.container, *drawn, "auto"
@@ -312,4 +326,6 @@ def _product(
 
 
 def _where(has: Settings) -> str:
+    if torch.compiler.is_compiling():  # a name would make a graph that serves no other layer
+        return "A linear layer"
     return f"The linear layer {has.name!r}" if has.name else "A linear layer"

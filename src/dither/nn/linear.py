@@ -18,7 +18,7 @@ OPERANDS = ("input", "weight", "grad")
 HELD = tuple(f"_held_{layout}_{part}" for layout in ("along", "across") for part in Codes._fields)
 """Buffers of a cast weight that is held for a step."""
 
-STATE = ("_place", "_counted", *(f"{operand}_history" for operand in OPERANDS))
+STATE = ("_place", "_counted", "_keys", *(f"{operand}_history" for operand in OPERANDS))
 STATE += tuple(f"_{operand}_{what}" for operand in OPERANDS for what in ("amax", "largest"))
 """Buffers of what the layer remembers from step to step, where its precision asks for them."""
 
@@ -48,6 +48,7 @@ class Linear(nn.Linear):
     emulate: bool
     transposed: bool
     _place: Tensor | None
+    _keys: Tensor | None
     _counted: Tensor | None
 
     def __init__(
@@ -117,9 +118,7 @@ class Linear(nn.Linear):
         self.precision = precision
         self._begin_state(self.weight.device)
         self._settings = tuple(
-            functional.settings(
-                precision, name=self.name, seed=self.seed, transposed=self.transposed, emulate=self.emulate, gpu=gpu
-            )
+            functional.settings(precision, name=self.name, transposed=self.transposed, emulate=self.emulate, gpu=gpu)
             for gpu in (False, True)
         )
 
@@ -139,6 +138,9 @@ class Linear(nn.Linear):
         draws = any(cast is not None and cast.round.kind == "stochastic" for cast in casts.values())
         place, counted = (torch.tensor([first, 0], device=device) if draws else None for first in (0, FIRST_COUNTED))
         self.register_buffer("_place", place, persistent=False)
+        self.register_buffer(
+            "_keys", torch.tensor(functional.keys(self.name, self.seed), device=device) if draws else None, persistent=False
+        )
         self.register_buffer("_counted", counted, persistent=False)
         self._delayed = tuple(operand for operand in OPERANDS if getattr(self, f"{operand}_history") is not None)
 
@@ -167,11 +169,8 @@ class Linear(nn.Linear):
         if not self._delayed and self._place is None and not self._inside:
             return State()
         place = self._place if self._inside else self._counted
-        if place is not None:
-            if not self._inside and self.training and torch.is_grad_enabled():
-                self._count(place)
-            # Its own copy, since the loop moves on to the next rows before this call's backward.
-            place = place.clone()
+        if place is not None and not self._inside and self.training and torch.is_grad_enabled():
+            self._count(place)
         held = None
         if self._holds:
             if not torch.compiler.is_compiling():
@@ -180,7 +179,7 @@ class Linear(nn.Linear):
             held = Layouts(*codes)
         if self._delayed and self.training and not self._inside:
             self._check_declared()
-        return State(place, held, *(self._amax(operand) for operand in OPERANDS))
+        return State(place, self._keys, held, *(self._amax(operand) for operand in OPERANDS))
 
     def _amax(self, operand: str) -> Amax:
         given: Tensor | None = getattr(self, f"_{operand}_amax")
@@ -212,9 +211,9 @@ class Linear(nn.Linear):
         # A weight that is sharded now is gathered in forward, and cast there.
         if not settings.weight.cast or type(self.weight) not in (Tensor, nn.Parameter):
             return
-        amax = self._amax("weight")
+        state = State(self._place, self._keys, weight_amax=self._amax("weight"))
         with torch.no_grad():
-            layouts = functional.cast_weight(self.weight, settings.weight, amax, self._place, along=True, across=True)
+            layouts = functional.cast_weight(self.weight, settings.weight, state, along=True, across=True)
         for name, new in zip(HELD, (part for codes in layouts for part in codes), strict=True):  # type: ignore[union-attr]
             old = getattr(self, name)
             # In place: a captured CUDA graph reads the same memory again.
