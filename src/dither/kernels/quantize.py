@@ -19,6 +19,7 @@ from dither.kernels import native
 from dither.kernels.packing import e2m1_words, store_packed, store_words
 from dither.kernels.philox import aligned, program_tile, random_calls, random_elements, tiles
 from dither.kernels.rounding import (
+    SIGN,
     as_bits,
     as_float,
     decode,
@@ -28,6 +29,8 @@ from dither.kernels.rounding import (
     how,
     round_bits,
     round_code,
+    round_code_in,
+    round_magnitude,
     widen,
     widen_here,
     with_sign,
@@ -165,6 +168,13 @@ def tile_codes(x, multiply, random, F: tl.constexpr, C: tl.constexpr, S: tl.cons
         y = scaled_bits(x, multiply, S, MEASURE)
         if GROUPED and F == C and not F.HAS_NAN:
             return with_sign(round_code(limited(y, F), random, F, H), sign, F)
+        elif GROUPED and not F.HAS_NAN and not F.INTEGER and C.BITS == 8 and C.BIAS == 7 and H.NATIVE:
+            # FP4 or FP6 for FP8 units: the conversion has nothing left to round. The sum makes NaN of a lost group.
+            value = as_float(round_magnitude(limited(y, F), random, F, H) | (sign & SIGN))
+            return (value + x * multiply * 0.0).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        elif GROUPED and not F.HAS_NAN and not F.INTEGER and C.HAS_NAN:
+            code = with_sign(round_code_in(limited(y, F), random, F, C, H), sign, C)
+            return tl.where(y > 0x7F800000, C.NAN_CODE, code)
         else:
             return encode(round_bits(y, sign, random, F, H, True), C)
 
