@@ -6,6 +6,7 @@ in which case each element is read, and its random bits are drawn, once. Codes a
 Bytes that must move, bfloat16 to FP8 with 1 x 128 tiles: 2 + 1 + 4/128 an element, and 1 + 4/128 more for both layouts.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -633,7 +634,7 @@ def quantize(
     x: Tensor, cast: Cast, axis: int, draw: Draw | None, given_amax: Tensor | None, container: Format
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of `x`, their scales and the tensor's scale (empty tensors for what the cast does not have)."""
-    place = layout.layout_of(tuple(x.shape), cast, axis)
+    place = layout.known_layout(tuple(x.shape), cast, axis)
     values, scale = layout.empty_lines(x, cast, place, container)
     tensor = _launch(x, cast, place, draw, given_amax, container, values, scale, fake=False)
     return place.expose(values), layout.expose_scale(scale, cast, place), tensor
@@ -651,7 +652,7 @@ def quantize_both(
     x: Tensor, cast: Cast, draw: Draw | None, given_amax: Tensor | None, container: Format
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Codes and scales of the matrix `x` along axis 1 and along axis 0, and, for delayed scaling, its largest magnitude."""
-    along, across = (layout.layout_of(tuple(x.shape), cast, axis) for axis in (1, 0))
+    along, across = (layout.known_layout(tuple(x.shape), cast, axis) for axis in (1, 0))
     values, scale = layout.empty_lines(x, cast, along, container)
     values_t, scale_t = layout.empty_lines(x, cast, across, container)
     measured = x.new_zeros(() if cast.scaling.kind == "delayed" else (0,), dtype=torch.float32)
@@ -779,7 +780,7 @@ def dequantize(
     dtype: torch.dtype,
 ) -> Tensor:
     """The numbers that codes and scales stand for, of `shape` and `dtype`."""
-    place = layout.layout_of(shape, cast, axis)
+    place = layout.known_layout(shape, cast, axis)
     out = torch.empty((place.batch, place.rows, place.columns), dtype=dtype, device=values.device)
     codes = place.collect(values.view(layout.integer_dtype(cast.element)))
     groups = scale.reshape(-1)[:0]
@@ -886,15 +887,22 @@ def _launch(
 
 
 def _cast_constants(cast: Cast, container: Format, draw: Draw | None, x: Tensor) -> dict[str, Any]:
-    """What both kernels are told of a cast, as compile-time constants."""
+    """What the kernels are told of a cast, as compile-time constants."""
+    return _known_constants(cast, container, draw is not None, aligned(draw, cast.round.width), x.itemsize, x.device)
+
+
+@functools.lru_cache(maxsize=4096)
+def _known_constants(
+    cast: Cast, container: Format, drawn: bool, whole: bool, itemsize: int, device: torch.device
+) -> dict[str, Any]:
     return {
         "F": fields(cast.element),
         "C": fields(container),
         "S": scaling_fields(cast),
-        "H": how(cast.round, aligned(draw, cast.round.width), x.device),
+        "H": how(cast.round, whole, device),
         "SCALE": E4M3,
         "W": block_rounding(cast),
-        "RUN": max(16 // x.itemsize, 0 if draw is None else 128 // cast.round.width),
+        "RUN": max(16 // itemsize, 128 // cast.round.width if drawn else 0),
     }
 
 
