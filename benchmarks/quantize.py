@@ -132,9 +132,9 @@ def table(size: int) -> None:
 
 TILES = [(128, 64, a, a_t, 4, registers, c) for a in (4, 8) for a_t in (8, 16) for registers in (80, 96) for c in (False, True)]
 DRAWN = [
-    *((128, 64, 4, 8, 4, registers, compact) for registers in (None, 112, 96) for compact in (False, True)),
-    (128, 64, 8, 8, 4, None, False),
-    (128, 128, 4, 8, 8, None, False),
+    *((128, 64, 4, 8, 4, registers, compact) for registers in (None, 128, 112, 96) for compact in (False, True)),
+    (128, 64, 8, 8, 4, 128, False),
+    (128, 128, 4, 8, 8, 128, False),
     (128, 128, 4, 8, 8, 112, False),
     (128, 32, 4, 4, 4, None, False),
 ]

@@ -126,6 +126,13 @@ def test_both_layouts_of_lost_groups(text: str) -> None:
         assert pairs.check_both(x, cast, container="e4m3") == 0
 
 
+def test_products_that_overflow_in_another_storage() -> None:
+    """A given magnitude far too small for nvfp4: finite products overflow, and saturate instead of becoming NaN."""
+    x, amax = big(torch.float32, 10, 64, 512) * 1e30, torch.tensor(1e-30, device="cuda")
+    for how in ("nearest", "stochastic(16)"):
+        assert pairs.check_quantize(x, Cast.parse(f"e2m1 tile(16) nvfp4 {how}"), 1, container="e4m3", amax=amax) == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_amax(dtype: torch.dtype) -> None:
     x = big(dtype, 9)

@@ -1,7 +1,7 @@
 """Casting with scales, as in `dither.reference.quantize`: one kernel reads a tensor once and writes codes and scales.
 
-A program holds a tile x_RC of one matrix. It casts along the columns, along the rows (on the transposed tile), or both,
-in which case each element is read, and its random bits are drawn, once. Codes are stored with the quantized axis innermost.
+A program holds a tile x_RC of one matrix. It casts along the columns or along the rows (on the transposed tile), and stores
+codes with the quantized axis innermost. Where both layouts hold the same codes, it casts once and stores them twice.
 
 Bytes that must move, bfloat16 to FP8 with 1 x 128 tiles: 2 + 1 + 4/128 an element, and 1 + 4/128 more for both layouts.
 """
@@ -171,8 +171,8 @@ def tile_codes(x, multiply, random, F: tl.constexpr, C: tl.constexpr, S: tl.cons
             return with_sign(round_code(limited(y, F), random, F, H), sign, F)
         elif GROUPED and not F.HAS_NAN and not F.INTEGER and C.BITS == 8 and C.BIAS == 7 and H.NATIVE:
             # FP4 or FP6 for FP8 units: the conversion has nothing left to round. The sum makes NaN of a lost group.
-            value = as_float(round_magnitude(limited(y, F), random, F, H) | (sign & SIGN))
-            return (value + x * multiply * 0.0).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+            value = as_float(round_magnitude(limited(y, F), random, F, H)) + as_float(y) * 0.0
+            return as_float(as_bits(value) | (sign & SIGN)).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         elif GROUPED and not F.HAS_NAN and not F.INTEGER and C.HAS_NAN:
             code = with_sign(round_code_in(limited(y, F), random, F, C, H), sign, C)
             return tl.where(y > 0x7F800000, C.NAN_CODE, code)
@@ -948,7 +948,8 @@ def _both_shape(size: int, itemsize: int, run: int, drawn: bool) -> tuple[int, i
     long = max(size, 128)
     short = max(16, 8192 // long)
     if drawn:
-        return long, short, 4, _rows_a_thread(long * short, 4, run), 4, None, False
+        # 128 registers let four programs run at once; float32, which fills as many again, would spill too much.
+        return long, short, 4, _rows_a_thread(long * short, 4, run), 4, 128 if itemsize == 2 else None, False
     return long, short, 4, 8 * itemsize, 4, REGISTERS, False
 
 
