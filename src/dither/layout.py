@@ -13,6 +13,7 @@ are the same along any axis:
 and are then viewed in the order of x's dimensions, the quantized one shortened (values [3, 5, 8], scales [3, 2, 8]).
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -126,14 +127,19 @@ class Layout:
         return self.group[0] > 1 and len(self.shape) >= 2
 
 
-def layout_of(shape: tuple[int, ...], cast: Cast, axis: int) -> Layout:
-    """The layout of a tensor of `shape` under `cast` along `axis`; scalars and vectors count as one row."""
+def checked_axis(shape: tuple[int, ...], axis: int) -> int:
+    """`axis` counted from the front, if a tensor of `shape` has it; a scalar has one."""
     ndim = max(len(shape), 1)
     if not isinstance(axis, int) or isinstance(axis, bool):
         raise UserError(f"An axis is an integer, not {axis!r}.")
     if not -ndim <= axis < ndim:
         raise UserError(f"axis={axis} does not exist in a tensor of shape {tuple(shape)}: it goes from {-ndim} to {ndim - 1}.")
-    axis %= ndim
+    return axis % ndim
+
+
+def layout_of(shape: tuple[int, ...], cast: Cast, axis: int) -> Layout:
+    """The layout of a tensor of `shape` under `cast` along `axis`; scalars and vectors count as one row."""
+    axis, ndim = checked_axis(shape, axis), max(len(shape), 1)
     columns = shape[-1] if shape else 1
     kind, n = cast.group.kind, cast.group.size
     group = {"none": (1, 0), "tensor": (0, 0), "row": (1, 0), "tile": (1, n), "block": (n, n)}[kind]
@@ -144,6 +150,12 @@ def layout_of(shape: tuple[int, ...], cast: Cast, axis: int) -> Layout:
         return Layout(shape, axis, False, 1, math.prod(shape[:-1]), columns, 1, group)
     inner = math.prod(shape[axis + 1 : -1])
     return Layout(shape, axis, True, math.prod(shape[:axis]) * inner, shape[axis], columns, inner, group)
+
+
+@functools.lru_cache(maxsize=4096)
+def known_layout(shape: tuple[int, ...], cast: Cast, axis: int) -> Layout:
+    """The same, remembered: for the inside of an operator, which nobody traces and where sizes are plain integers."""
+    return layout_of(shape, cast, axis)
 
 
 def values_layout(shape: tuple[int, ...], cast: Cast, axis: int) -> Layout:

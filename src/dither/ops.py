@@ -292,7 +292,7 @@ def _prepare(
     if not isinstance(cast, Cast):
         raise UserError(f"{what} takes a Cast or its string, such as 'e4m3 tile(128) fp32', not {cast!r}.")
     _check_tensor(x, what)
-    layout.layout_of(tuple(x.shape), cast, axis)
+    axis = layout.checked_axis(tuple(x.shape), axis)
     if amax is None and cast.scaling.kind == "delayed":
         raise UserError(
             f"The cast {str(cast)!r} scales by earlier steps: pass amax=history.amax(cast), with a dither.AmaxHistory."
@@ -305,7 +305,7 @@ def _prepare(
             )
         if not isinstance(amax, Tensor) or amax.dim() != 0 or amax.dtype != torch.float32 or amax.device != x.device:
             raise UserError(f"amax= is a 0-d float32 tensor on the device of the input, not {_described(amax)}.")
-    return cast, axis % max(x.dim(), 1), _draw(x, cast, stream, step, offset)
+    return cast, axis, _draw(x, cast, stream, step, offset)
 
 
 def _described(given: object) -> str:

@@ -1,11 +1,12 @@
 """Casting with scales, as in `dither.reference.quantize`: one kernel reads a tensor once and writes codes and scales.
 
-A program holds a tile x_RC of one matrix. It casts along the columns, along the rows (on the transposed tile), or both,
-in which case each element is read, and its random bits are drawn, once. Codes are stored with the quantized axis innermost.
+A program holds a tile x_RC of one matrix. It casts along the columns or along the rows (on the transposed tile), and stores
+codes with the quantized axis innermost. Where both layouts hold the same codes, it casts once and stores them twice.
 
 Bytes that must move, bfloat16 to FP8 with 1 x 128 tiles: 2 + 1 + 4/128 an element, and 1 + 4/128 more for both layouts.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from dither.kernels import native
 from dither.kernels.packing import e2m1_words, store_packed, store_words
 from dither.kernels.philox import aligned, program_tile, random_calls, random_elements, tiles
 from dither.kernels.rounding import (
+    SIGN,
     as_bits,
     as_float,
     decode,
@@ -28,6 +30,8 @@ from dither.kernels.rounding import (
     how,
     round_bits,
     round_code,
+    round_code_in,
+    round_magnitude,
     widen,
     widen_here,
     with_sign,
@@ -165,6 +169,13 @@ def tile_codes(x, multiply, random, F: tl.constexpr, C: tl.constexpr, S: tl.cons
         y = scaled_bits(x, multiply, S, MEASURE)
         if GROUPED and F == C and not F.HAS_NAN:
             return with_sign(round_code(limited(y, F), random, F, H), sign, F)
+        elif GROUPED and not F.HAS_NAN and not F.INTEGER and C.BITS == 8 and C.BIAS == 7 and H.NATIVE:
+            # FP4 or FP6 for FP8 units: the conversion has nothing left to round. The sum makes NaN of a lost group.
+            value = as_float(round_magnitude(limited(y, F), random, F, H)) + as_float(y) * 0.0
+            return as_float(as_bits(value) | (sign & SIGN)).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        elif GROUPED and not F.HAS_NAN and not F.INTEGER and C.HAS_NAN:
+            code = with_sign(round_code_in(limited(y, F), random, F, C, H), sign, C)
+            return tl.where(y > 0x7F800000, C.NAN_CODE, code)
         else:
             return encode(round_bits(y, sign, random, F, H, True), C)
 
@@ -626,7 +637,7 @@ def quantize(
     x: Tensor, cast: Cast, axis: int, draw: Draw | None, given_amax: Tensor | None, container: Format
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of `x`, their scales and the tensor's scale (empty tensors for what the cast does not have)."""
-    place = layout.layout_of(tuple(x.shape), cast, axis)
+    place = layout.known_layout(tuple(x.shape), cast, axis)
     values, scale = layout.empty_lines(x, cast, place, container)
     tensor = _launch(x, cast, place, draw, given_amax, container, values, scale, fake=False)
     return place.expose(values), layout.expose_scale(scale, cast, place), tensor
@@ -644,7 +655,7 @@ def quantize_both(
     x: Tensor, cast: Cast, draw: Draw | None, given_amax: Tensor | None, container: Format
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Codes and scales of the matrix `x` along axis 1 and along axis 0, and, for delayed scaling, its largest magnitude."""
-    along, across = (layout.layout_of(tuple(x.shape), cast, axis) for axis in (1, 0))
+    along, across = (layout.known_layout(tuple(x.shape), cast, axis) for axis in (1, 0))
     values, scale = layout.empty_lines(x, cast, along, container)
     values_t, scale_t = layout.empty_lines(x, cast, across, container)
     measured = x.new_zeros(() if cast.scaling.kind == "delayed" else (0,), dtype=torch.float32)
@@ -772,7 +783,7 @@ def dequantize(
     dtype: torch.dtype,
 ) -> Tensor:
     """The numbers that codes and scales stand for, of `shape` and `dtype`."""
-    place = layout.layout_of(shape, cast, axis)
+    place = layout.known_layout(shape, cast, axis)
     out = torch.empty((place.batch, place.rows, place.columns), dtype=dtype, device=values.device)
     codes = place.collect(values.view(layout.integer_dtype(cast.element)))
     groups = scale.reshape(-1)[:0]
@@ -879,15 +890,23 @@ def _launch(
 
 
 def _cast_constants(cast: Cast, container: Format, draw: Draw | None, x: Tensor) -> dict[str, Any]:
-    """What both kernels are told of a cast, as compile-time constants."""
+    """What the kernels are told of a cast, as compile-time constants."""
+    moved = draw is not None and draw.step.dim() == 1
+    return _known_constants(cast, container, draw is not None, moved, aligned(draw, cast.round.width), x.itemsize, x.device)
+
+
+@functools.lru_cache(maxsize=4096)
+def _known_constants(
+    cast: Cast, container: Format, drawn: bool, moved: bool, whole: bool, itemsize: int, device: torch.device
+) -> dict[str, Any]:
     return {
         "F": fields(cast.element),
         "C": fields(container),
         "S": scaling_fields(cast),
-        "H": how(cast.round, aligned(draw, cast.round.width), x.device, draw is not None and draw.step.dim() == 1),
+        "H": how(cast.round, whole, device, moved),
         "SCALE": E4M3,
         "W": block_rounding(cast),
-        "RUN": max(16 // x.itemsize, 0 if draw is None else 128 // cast.round.width),
+        "RUN": max(16 // itemsize, 128 // cast.round.width if drawn else 0),
     }
 
 
@@ -933,7 +952,8 @@ def _both_shape(size: int, itemsize: int, run: int, drawn: bool) -> tuple[int, i
     long = max(size, 128)
     short = max(16, 8192 // long)
     if drawn:
-        return long, short, 4, _rows_a_thread(long * short, 4, run), 4, None, False
+        # 128 registers let four programs run at once; float32, which fills as many again, would spill too much.
+        return long, short, 4, _rows_a_thread(long * short, 4, run), 4, 128 if itemsize == 2 else None, False
     return long, short, 4, 8 * itemsize, 4, REGISTERS, False
 
 

@@ -211,6 +211,16 @@ def round_code(a, random, F: tl.constexpr, H: tl.constexpr):
 
 
 @triton.jit
+def round_code_in(a, random, F: tl.constexpr, C: tl.constexpr, H: tl.constexpr):
+    """The same as codes of the format C, which holds every value of F: only the bias and the mantissa's width change."""
+    if H.KIND == "nearest":
+        scaled = times_pow2(as_float(round_nearest(a, F)), C.BIAS - 127)
+    else:
+        scaled = times_pow2(as_float(truncated_code(a, random, F, H) << (23 - F.M)), C.BIAS - F.BIAS)
+    return as_bits(scaled) >> (23 - C.M)
+
+
+@triton.jit
 def round_bits(y, sign, random, F: tl.constexpr, H: tl.constexpr, SATURATE: tl.constexpr):
     """The bits of values of the format for float32 bits `y`, with the sign bit of `sign`; NaN and Inf as in the reference."""
     a = y & 0x7FFFFFFF
