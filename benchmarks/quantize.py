@@ -17,22 +17,36 @@ from torch import Tensor
 from triton.testing import do_bench_cudagraph
 
 from dither import Cast, Stream
+from dither.formats import TABLE
+from dither.kernels import multiprocessors, scaling
 from dither.kernels import quantize as kernels
 
 CASES = [
-    ("e4m3 tile(128) fp32 nearest", False),
-    ("e4m3 tile(128) fp32 nearest", True),
-    ("e2m1 tile(128) fp32 nearest", False),
-    ("e2m1 tile(128) fp32 stochastic(16)", False),
-    ("e2m1 tile(128) fp32 stochastic(16)", True),
-    ("e2m1 tile(32) pow2_ceil stochastic(16)", False),
-    ("e2m1 tile(16) nvfp4 stochastic(16)", False),
-    ("e2m1 tile(128) fp32 stochastic(8)", False),
-    ("e4m3 tile(32) pow2 nearest", False),
-    ("e4m3 row fp32 nearest", False),
-    ("e4m3 tensor fp32 nearest", False),
-    ("e4m3 block(128) fp32 nearest", False),
+    ("e4m3 tile(128) fp32 nearest", "one"),
+    ("e4m3 tile(128) fp32 nearest", "both"),
+    ("e2m1 tile(128) fp32 nearest", "one"),
+    ("e2m1 tile(128) fp32 nearest", "both as e4m3"),
+    ("e2m1 tile(128) fp32 stochastic(16)", "one"),
+    ("e2m1 tile(128) fp32 stochastic(16)", "both"),
+    ("e2m1 tile(128) fp32 stochastic(16)", "both as e4m3"),
+    ("e2m1 tile(32) pow2_ceil stochastic(16)", "one"),
+    ("e2m1 tile(32) pow2_ceil stochastic(16)", "both"),
+    ("e2m1 tile(16) nvfp4 stochastic(16)", "one"),
+    ("e2m1 tile(128) fp32 stochastic(8)", "one"),
+    ("e4m3 tile(32) pow2 nearest", "one"),
+    ("e4m3 tile(32) pow2 nearest", "both"),
+    ("e4m3 row fp32 nearest", "one"),
+    ("e4m3 row fp32 nearest", "both"),
+    ("e4m3 tensor fp32 nearest", "one"),
+    ("e4m3 tensor fp32 nearest", "both"),
+    ("e4m3 tensor delayed(16) nearest", "one"),
+    ("e4m3 tensor delayed(16) nearest", "both"),
+    ("e5m2 tensor delayed(16) nearest", "both"),
+    ("e4m3 block(128) fp32 nearest", "one"),
+    ("e4m3 block(128) fp32 nearest", "both"),
+    ("e2m1 block(128) fp32 nearest", "both as e4m3"),
 ]
+"""A cast, and whether its codes go to one layout or to both, in their own storage or as those of e4m3."""
 
 
 def median_ms(function) -> float:
@@ -71,62 +85,115 @@ def compiled_cast(cast: Cast):
     return run
 
 
-def call(x: Tensor, cast: Cast, both: bool, stream: Stream):
+def call(x: Tensor, cast: Cast, layouts: str, stream: Stream):
     """A closure over the kernel itself, without the checks and dispatch around it."""
     draw = stream.draw(1, tuple(x.shape), (0, 0), x.device) if cast.round.kind == "stochastic" else None
-    if both:
-        return lambda: kernels.quantize_both(x, cast, draw, cast.element)
-    return lambda: kernels.quantize(x, cast, 1, draw, None, cast.element)
+    amax = torch.ones((), device=x.device) if cast.scaling.kind == "delayed" else None
+    if layouts == "one":
+        return lambda: kernels.quantize(x, cast, 1, draw, amax, cast.element)
+    container = TABLE["e4m3"] if layouts == "both as e4m3" else cast.element
+    return lambda: kernels.quantize_both(x, cast, draw, amax, container)
 
 
-def table(size: int) -> None:
-    """Every case at size x size."""
+def prepare(size: int) -> tuple[Tensor, float]:
+    """The input, and the bandwidth of a copy of it in bytes a millisecond."""
     torch.manual_seed(0)
     x = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
-    stream = Stream(0, "bench", "x")
     target = torch.empty_like(x)
     copy = median_ms(lambda: target.copy_(x))
     bandwidth = 2 * x.numel() * x.itemsize / copy
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, bfloat16 {size} x {size}")
     print(f"copy: {copy * 1e3:.1f} us, {bandwidth / 1e9:.2f} TB/s")
-    print(f"{'cast':<42}{'layouts':>8}{'us':>9}{'TB/s':>8}{'share':>8}{'host us':>9}{'compile us':>12}")
-    for text, both in CASES:
-        cast = Cast.parse(text)
-        run = call(x, cast, both, stream)
+    return x, bandwidth
+
+
+def table(size: int) -> None:
+    """Every case at size x size."""
+    x, bandwidth = prepare(size)
+    stream = Stream(0, "bench", "x")
+    print(f"{'cast':<42}{'layouts':>14}{'us':>9}{'TB/s':>8}{'share':>8}{'host us':>9}{'compile us':>12}")
+
+    def line(what: str, layouts: str, run, outputs: tuple[Tensor, ...], peer: str = "") -> None:
         ms = median_ms(run)
-        moved = bytes_moved(x, run())
-        peer = ""
-        if text == "e4m3 tile(128) fp32 nearest" and not both:
-            peer = f"{median_ms(functools.partial(compiled_cast(cast), x)) * 1e3:.1f}"
+        rate = bytes_moved(x, outputs) / ms
         print(
-            f"{text:<42}{2 if both else 1:>8}{ms * 1e3:>9.1f}{moved / ms / 1e9:>8.2f}{moved / ms / bandwidth:>8.3f}"
-            f"{host_us(run):>9.1f}{peer:>12}"
+            f"{what:<42}{layouts:>14}{ms * 1e3:>9.1f}{rate / 1e9:>8.2f}{rate / bandwidth:>8.3f}{host_us(run):>9.1f}{peer:>12}"
         )
+
+    line("amax", "", lambda: kernels.amax(x), ())
+    for text, layouts in CASES:
+        cast = Cast.parse(text)
+        run = call(x, cast, layouts, stream)
+        peer = ""
+        if text == "e4m3 tile(128) fp32 nearest" and layouts == "one":
+            peer = f"{median_ms(functools.partial(compiled_cast(cast), x)) * 1e3:.1f}"
+        line(text, layouts, run, run(), peer)
+
+
+TILES = [(128, 64, a, a_t, 4, registers, c) for a in (4, 8) for a_t in (8, 16) for registers in (80, 96) for c in (False, True)]
+DRAWN = [
+    *((128, 64, 4, 8, 4, registers, compact) for registers in (None, 128, 112, 96) for compact in (False, True)),
+    (128, 64, 8, 8, 4, 128, False),
+    (128, 128, 4, 8, 8, 128, False),
+    (128, 128, 4, 8, 8, 112, False),
+    (128, 32, 4, 4, 4, None, False),
+]
+ONCE = [
+    *((64, 128, 8, 4, registers) for registers in (None, 96, 80)),
+    *((128, 128, 8, 8, registers) for registers in (None, 96, 80)),
+    (64, 128, 4, 8, None),
+    (128, 128, 4, 16, None),
+    (32, 128, 4, 4, None),
+    (64, 64, 4, 4, None),
+    (64, 256, 8, 8, None),
+    (128, 64, 8, 4, None),
+]
+BLOCKS = [shape for shape in ONCE if shape[0] == shape[1] == 128]
+SWEEPS = [
+    ("e2m1 tile(128) fp32 stochastic(16)", "one", "_tile_shape", [(8, 1024, 4, 4), (8, 1024, 8, 4), (64, 128, 4, 4)]),
+    ("e4m3 tile(128) fp32 nearest", "both", "_both_shape", TILES),
+    ("e2m1 tile(128) fp32 stochastic(16)", "both", "_both_shape", DRAWN),
+    ("e2m1 tile(128) fp32 stochastic(16)", "both as e4m3", "_both_shape", DRAWN),
+    ("e4m3 tensor delayed(16) nearest", "both", "_once_shape", ONCE),
+    ("e5m2 tensor delayed(16) nearest", "both", "_once_shape", ONCE),
+    ("e4m3 block(128) fp32 nearest", "both", "_once_shape", BLOCKS),
+]
+"""A cast, its layouts, the function in `dither.kernels.quantize` that chooses a shape, and what it might answer."""
 
 
 def sweep(size: int) -> None:
-    """The cases with targets over tile shapes and warps: the defaults in `_tile_shape` and `_both_shape` come from here."""
-    torch.manual_seed(0)
-    x = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    """Shapes and warps over the cases with targets, best first; each must give the bits of the default, which is marked."""
+    x, bandwidth = prepare(size)
     stream = Stream(0, "bench", "x")
-    target = torch.empty_like(x)
-    bandwidth = 2 * x.numel() * x.itemsize / median_ms(lambda: target.copy_(x))
-    print(f"copy {bandwidth / 1e9:.2f} TB/s")
-    single = [(rows, columns, a, 4) for rows, columns in ((64, 128), (8, 1024)) for a in (2, 4, 8)]
-    both = [(128, 64, a, a_t, 4) for a in (4, 8) for a_t in (8, 16)] + [
-        (128, 64, 4, 8, 8),
-        (128, 128, 8, 8, 8),
-        (128, 32, 4, 8, 4),
-    ]
-    for text, layouts in [("e2m1 tile(128) fp32 stochastic(16)", 1), ("e4m3 tile(128) fp32 nearest", 2)]:
-        cast, name = Cast.parse(text), "_both_shape" if layouts == 2 else "_tile_shape"
-        default, results = getattr(kernels, name), []
-        for shape in both if layouts == 2 else single:
-            setattr(kernels, name, lambda *_, chosen=shape: chosen)
-            run = call(x, cast, layouts == 2, stream)
-            results.append((bytes_moved(x, run()) / median_ms(run) / bandwidth, shape))
-        setattr(kernels, name, default)
-        print(text, layouts, *(f"{share:.3f}:{shape}" for share, shape in sorted(results, reverse=True)), sep="  ")
+    for text, layouts, name, shapes in SWEEPS:
+        run = call(x, Cast.parse(text), layouts, stream)
+        print(f"{text}, {layouts} ({name})")
+        try_shapes(kernels, name, shapes, run, bytes_moved(x, run()) / bandwidth)
+    dense = [(1, n, wide, k * multiprocessors(x.device), warps) for n, wide, warps in AMAX for k in (2, 4, 8, 16)]
+    print("amax (_amax_shape)")
+    try_shapes(scaling, "_amax_shape", dense, lambda: (kernels.amax(x),), bytes_moved(x, ()) / bandwidth)
+
+
+AMAX = [(4096, 1024, 4), (8192, 1024, 4), (8192, 2048, 8), (16384, 2048, 8), (16384, 1024, 4)]
+"""Elements of a tile, maxima kept, warps."""
+
+
+def octets(x: Tensor) -> Tensor:
+    """The raw bytes."""
+    return x.reshape(-1).view(torch.uint8)
+
+
+def try_shapes(module, name: str, shapes: list[tuple], run, least: float) -> None:
+    """Time `run` with each shape in place of what module.name chooses; `least` is what a copy would take in milliseconds."""
+    default, expected, results = getattr(module, name), run(), []
+    results.append((least / median_ms(run), "default", True))
+    for shape in shapes:
+        setattr(module, name, lambda *_, chosen=shape: chosen)
+        same = all(map(torch.equal, map(octets, expected), map(octets, run())))
+        results.append((least / median_ms(run), shape, same))
+    setattr(module, name, default)
+    for share, shape, same in sorted(results, key=lambda result: -result[0]):
+        print(f"  {share:.3f}  {shape}{'' if same else '  WRONG BITS'}")
 
 
 if __name__ == "__main__":

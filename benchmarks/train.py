@@ -33,6 +33,7 @@ from pathlib import Path
 import torch
 
 import dither
+from dither import training_step
 from dither.models import PRESETS, Llama, compile_blocks
 
 SIZES = {
@@ -83,7 +84,7 @@ def build(size: str, mode: str, device: str, peer: str | None, compiled: bool):
     if sr:
         from dither.optim import AdamW
 
-        optimizer = AdamW(model.named_parameters(), lr=LEARNING_RATE, weights="stochastic", states="bf16", seed=0)
+        optimizer = AdamW(model.named_parameters(), lr=LEARNING_RATE, nonfinite="unchecked")  # nobody looks at gradients here
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
     context = contextlib.nullcontext() if narrow else torch.autocast(torch.device(device).type, dtype=torch.bfloat16)
@@ -100,12 +101,15 @@ def measure(size: str, mode: str, arguments: argparse.Namespace) -> dict:
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     model, optimizer, context = build(size, mode, arguments.device, arguments.peer, arguments.compile)
     random = torch.Generator(arguments.device).manual_seed(1)
+    steps = itertools.count()
 
     def step() -> torch.Tensor:
         text = torch.randint(config.vocab_size, (batch, arguments.sequence + 1), device=arguments.device, generator=random)
-        with context:
-            loss = model(text[:, :-1], text[:, 1:])
-        loss.backward()
+        # Weights are cast once a step, and layers learn which step it is.
+        with training_step(model, step=next(steps)):
+            with context:
+                loss = model(text[:, :-1], text[:, 1:])
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()

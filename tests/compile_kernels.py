@@ -16,6 +16,7 @@ from dither import Cast, Stream
 from dither.formats import Format
 from dither.kernels import philox, quantize, rounding
 from dither.precision import Rounding
+from dither.random import Draw
 
 
 class Hopper:
@@ -57,6 +58,9 @@ CASTS = [
     "e3m2 tile(32) pow2_ceil stochastic(8)",
     "e3m4 row",
     "int8 tensor",
+    "e4m3 tensor delayed(16)",
+    "e5m2 tensor delayed(16)",
+    "e2m1 block(128)",
     "fp16 block(32) fp32 stochastic(16)",
     "bf16 stochastic(16)",
 ]
@@ -74,16 +78,20 @@ def calls() -> Iterator[str]:
     for number, cast in enumerate(map(Cast.parse, CASTS)):
         mine = draw if cast.round.kind == "stochastic" else None
         axis = number % 2
-        values, scale, tensor = quantize.quantize(x, cast, axis, mine, None, cast.element)
-        quantize.fake_quantize(x, cast, 1 - axis, mine, None)
+        amax = torch.ones(()) if cast.scaling.kind == "delayed" else None
+        values, scale, tensor = quantize.quantize(x, cast, axis, mine, amax, cast.element)
+        quantize.fake_quantize(x, cast, 1 - axis, mine, amax)
         quantize.dequantize(values, scale, tensor, cast, (256, 384), axis, torch.bfloat16)
-        if cast.group.kind == "tile" and cast.scaling.kind != "nvfp4":
-            quantize.quantize_both(x, cast, mine, cast.element if cast.element.bits == 8 else Format.parse("e4m3"))
+        if cast.scaling.kind != "nvfp4":
+            container = cast.element if cast.element.bits >= 8 else Format.parse("e4m3")
+            quantize.quantize_both(x, cast, mine, amax, container)
         yield str(cast)
     cast = Cast.parse("e2m1 tile(128) fp32 stochastic(16)")
-    quantize.quantize_both(x, cast, draw, cast.element)
+    quantize.quantize_both(x, cast, draw, None, cast.element)
     quantize.quantize(x[:, :381], cast, 1, inside, None, cast.element)
-    yield "packed words, both layouts, and a shard that begins inside a Philox block"
+    moved = Draw(stream.key, torch.zeros(2, dtype=torch.int64))
+    quantize.quantize_both(x, cast, moved, None, cast.element)
+    yield "packed words, both layouts, a shard that begins inside a Philox block, rows that only the device knows"
     for format, how in (("e4m3", "nearest"), ("e2m1", "stochastic(16)"), ("int8", "toward_zero"), ("fp16", "stochastic(16)")):
         for saturate in (True, False):
             mine = draw if how.startswith("stochastic") else None

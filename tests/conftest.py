@@ -5,6 +5,9 @@ import os
 import pytest
 import torch
 
+# Inductor remembers graphs without asking whether an operator's outputs are still laid out as they were.
+os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE"] = os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 

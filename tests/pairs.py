@@ -114,13 +114,17 @@ def check_quantize(
     return wrong
 
 
-def check_both(x: Tensor, cast: Cast, offset: tuple[int, int] = (0, 0), container: str = "") -> int:
+def check_amax(x: Tensor) -> int:
+    return differing(quantize.amax(x), kernel_quantize.amax(x))
+
+
+def check_both(x: Tensor, cast: Cast, offset: tuple[int, int] = (0, 0), container: str = "", amax: Tensor | None = None) -> int:
     draw = draw_for(x, cast.round, offset)
     stored = Format.parse(container) if container else cast.element
     return sum(
         map(
             differing,
-            quantize.quantize_both(x, cast, draw, stored),
-            kernel_quantize.quantize_both(x, cast, draw, stored),
+            quantize.quantize_both(x, cast, draw, amax, stored),
+            kernel_quantize.quantize_both(x, cast, draw, amax, stored),
         )
     )

@@ -135,12 +135,13 @@ def test_what_is_no_tensor(what, x):
     assert type(x).__name__ in text
 
 
-def test_quantize_both_takes_a_matrix_and_tiles():
+def test_quantize_both_takes_a_matrix_and_no_nvfp4():
     assert "(2, 3, 8)" in sentence(lambda: dither.quantize_both(torch.ones(2, 3, 8), "e4m3 tile(4)"))
-    for cast in ("e4m3", "e4m3 row", "e4m3 block(4)", "nvfp4"):
-        text = sentence(lambda cast=cast: dither.quantize_both(X, cast))
-        assert str(Cast.parse(cast)) in text
-        assert "'e4m3 tile(128) fp32'" in text
+    text = sentence(lambda: dither.quantize_both(X, "nvfp4"))
+    assert str(Cast.parse("nvfp4")) in text
+    assert "quantize twice" in text
+    assert "AmaxHistory" in sentence(lambda: dither.quantize_both(X, "e4m3 tensor delayed(4)"))
+    assert "scales smaller groups" in sentence(lambda: dither.quantize_both(X, "e4m3 row", amax=torch.tensor(1.0)))
 
 
 def test_numbers_come_back_in_three_types_only():
@@ -236,6 +237,9 @@ def test_position_in_a_view_is_that_of_the_view():
 def test_quantize_both_finds_nan():
     assert "nan at [1, 2]" in sentence(lambda: dither.quantize_both(with_value(NAN), "e2m1 tile(4)"))
     assert "inf at [1, 2]" in sentence(lambda: dither.quantize_both(with_value(INF), "e4m3 tile(4)"))
+    given = torch.tensor(1.0)
+    assert "nan at [1, 2]" in sentence(lambda: dither.quantize_both(with_value(NAN), "e2m1 tensor", amax=given))
+    assert "inf at [1, 2]" in sentence(lambda: dither.quantize_both(with_value(INF), "e4m3 tensor delayed(4)", amax=given))
 
 
 @pytest.mark.parametrize("what", ["quantize", "fake_quantize"])

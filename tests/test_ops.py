@@ -52,8 +52,11 @@ def test_other_operators_keep_the_rules_of_torch(device: str) -> None:
     torch.library.opcheck(torch.ops.dither.random_bits, (STREAM.key, step, 5, 9, 1, 2, 16, "reference"))
     torch.library.opcheck(torch.ops.dither.round_to, (x, "e4m3", "stochastic(8)", True, 5, step, 0, 0, "reference"))
     torch.library.opcheck(torch.ops.dither.amax, (x, "reference"))
-    cast = Cast.parse("e2m1 tile(16) pow2_ceil stochastic(16)")
-    torch.library.opcheck(torch.ops.dither.quantize_both, (x, str(cast), "", *drawn(x, cast), "reference"))
+    for text in ("e2m1 tile(16) pow2_ceil stochastic(16)", "e4m3 row", "e3m2 block(8) pow2", "e4m3 tensor", "int8"):
+        cast = Cast.parse(text)
+        torch.library.opcheck(torch.ops.dither.quantize_both, (x, str(cast), None, "", *drawn(x, cast), "reference"))
+    given = (x, "e4m3 tensor delayed(4)", torch.tensor(2.0, device=device), "", 0, None, 0, 0, "reference")
+    torch.library.opcheck(torch.ops.dither.quantize_both, given)
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)

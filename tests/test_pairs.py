@@ -60,6 +60,7 @@ def test_rounding(name: str, how: str, device: str) -> None:
 SMALL = [
     "none none",
     "tensor fp32",
+    "tensor pow2",
     "row fp32",
     "block(4) fp32",
     "tile(16) pow2",
@@ -112,18 +113,69 @@ def test_given_magnitudes(text: str, value: float, device: str) -> None:
     assert pairs.check_quantize(x, Cast.parse(text), 1, amax=torch.tensor(value, device=device)) == 0
 
 
-@pytest.mark.parametrize("cast", pairs.casts(["e4m3", "e2m1", "e3m2"], ["tile(32) fp32", "tile(16) pow2_ceil"]), ids=str)
+BOTH = ["tile(32) fp32", "tile(16) pow2_ceil", "tensor fp32", "tensor pow2", "row fp32", "block(16) pow2", "none none"]
+
+
+@pytest.mark.parametrize("cast", pairs.casts(["e4m3", "e2m1", "e3m2", "int8"], BOTH), ids=str)
 def test_both_layouts(cast: Cast, device: str) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         x = pairs.hard_values(70, 75, dtype, 9, device)
         assert pairs.check_both(x, cast, (1, 16)) == 0
+    assert pairs.check_both(pairs.hard_values(24, 70, torch.float32, 10, device)[:, ::2].T, cast, (1, 3)) == 0
     if cast.element.bits < 8:
+        x = pairs.hard_values(70, 75, torch.bfloat16, 9, device)
         assert pairs.check_both(x, cast, container="e4m3") == 0
         assert pairs.check_quantize(x, cast, 1, container="e4m3") == 0
 
 
+@pytest.mark.parametrize("value", [0.0, 0.03, 1.0, torch.inf, torch.nan])
+@pytest.mark.parametrize("text", ["e4m3 tensor delayed(4)", "e5m2 tensor delayed(4,3) stochastic(8)", "e5m2 tensor fp32"])
+def test_both_layouts_of_given_magnitudes(text: str, value: float, device: str) -> None:
+    """A NaN or an infinity keeps its place in the codes, and shows in the magnitude that was measured."""
+    x = pairs.hard_values(70, 130, torch.bfloat16, 8, "cpu")
+    x[5, 7] = -3e38  # the largest magnitude is a negative number's
+    amax = torch.tensor(value, device=device)
+    for special in (0.0, torch.inf, torch.nan):
+        x[3, 100], x[66, 2] = special, -special
+        assert pairs.check_both(x.to(device), Cast.parse(text), amax=amax) == 0
+
+
+@pytest.mark.parametrize("text", ["e4m3 block(16)", "e2m1 block(16) pow2", "e4m3 tensor", "e2m1 row"])
+def test_both_layouts_of_lost_groups(text: str, device: str) -> None:
+    x = pairs.hard_values(70, 75, torch.float32, 7, "cpu")
+    x[1, 3], x[40, 74], x[69, 20] = torch.nan, torch.inf, -torch.inf
+    assert pairs.check_both(x.to(device), Cast.parse(text)) == 0
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (1, 1)])
+def test_both_layouts_of_next_to_nothing(shape: tuple[int, int], device: str) -> None:
+    for text in ("e4m3 tile(16)", "e2m1 row", "e4m3 block(16)", "e4m3 tensor", "e4m3"):
+        assert pairs.check_both(torch.ones(shape, device=device), Cast.parse(text)) == 0
+    given = torch.tensor(3.0, device=device)
+    assert pairs.check_both(torch.ones(shape, device=device), Cast.parse("e4m3 tensor delayed(4)"), amax=given) == 0
+
+
 def test_both_layouts_of_long_tiles(device: str) -> None:
     assert pairs.check_both(pairs.hard_values(9, 300, torch.float32, 10, device), Cast.parse("e4m3 tile(256)")) == 0
+
+
+@pytest.mark.parametrize("bits", [8, 16, 24])
+def test_both_layouts_of_the_longest_tiles_with_random_bits(bits: int, device: str) -> None:
+    """Few lines a program, but never fewer columns than one draw of 128 bits serves."""
+    x = pairs.hard_values(40, 70, torch.bfloat16, 13, device)
+    assert pairs.check_both(x, Cast.parse(f"e2m1 tile(1024) fp32 stochastic({bits})")) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_amax(dtype: torch.dtype, device: str) -> None:
+    """More tiles than programs, so that each takes several; the largest magnitude is the very last, or not a number."""
+    x = torch.randn(300, 301, generator=torch.Generator().manual_seed(0)).to(dtype).to(device)
+    x[-1, -1] = -77.0
+    for view in (x, x.T, x[1:, ::2], x[:4].reshape(2, 2, 301), x[:9].flatten()[::3], x[-1, -1], x[:0]):
+        assert pairs.check_amax(view) == 0
+    for value in (torch.inf, torch.nan):
+        x[2, 3] = value
+        assert pairs.check_amax(x[:40]) == 0
 
 
 def test_ties(device: str) -> None:

@@ -36,7 +36,7 @@ def codes_of(q: Quantized) -> np.ndarray:
     stored = q.values.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[q.values.dtype.itemsize]).numpy()
     if bits not in (4, 6):
         return (stored.astype(np.int64) & ((1 << bits) - 1)).reshape(q.shape)
-    axis = len(q.shape) - 1 if q.cast.group.kind in ("none", "tensor", "block") else q.axis
+    axis = len(q.shape) - 1 if q.cast.group.kind == "block" and q.axis != len(q.shape) - 2 else q.axis
     if not q.shape:
         return oracles.unpack(stored, bits, 1).reshape(())
     return np.moveaxis(oracles.unpack(np.moveaxis(stored, axis, -1), bits, q.shape[axis]), -1, axis)
@@ -516,27 +516,53 @@ def test_stochastic_casts_are_unbiased(cast):
         "mxfp4 stochastic(16)",
         "e2m3 tile(4) pow2_ceil",
         "int4 tile(4)",
+        "e4m3 row",
+        "e2m1 row fp32 stochastic(8)",
+        "e5m2 tensor",
+        "e2m1 tensor pow2 stochastic(16)",
+        "e4m3 tensor delayed(4)",
+        "e3m2 block(4)",
+        "int4 block(8) pow2",
+        "e4m3",
     ],
 )
 @pytest.mark.parametrize("shape", [(8, 12), (5, 7), (1, 9), (64, 33), (0, 8), (8, 0)])
 def test_quantize_both_is_two_quantizes(cast, shape):
     for x in (numbers(shape), numbers(shape[::-1], dtype=torch.bfloat16).t()):
-        arguments = {"stream": STREAM, "step": 2, "offset": (3, 5)}
+        amax = torch.tensor(1.5) if "delayed" in cast else None
+        arguments = {"stream": STREAM, "step": 2, "offset": (3, 5), "amax": amax}
         for q, axis in zip(dither.quantize_both(x, cast, **arguments), (1, 0), strict=True):
             single = dither.quantize(x, cast, axis=axis, **arguments)
             assert same_bits(q.values, single.values)
-            assert same_bits(q.scale, single.scale)
+            assert (q.scale is None) == (single.scale is None)
+            assert q.scale is None or same_bits(q.scale, single.scale)
+            assert (q.measured is None) == (amax is None)
+            assert amax is None or same_bits(q.measured, dither.amax(x))
             assert q.values.stride() == single.values.stride()
             assert (q.cast, q.shape, q.axis, q.dtype) == (single.cast, single.shape, single.axis, single.dtype)
             assert same_bits(q.dequantize(), single.dequantize())
 
 
-def test_quantize_both_gives_the_second_one_transposed_in_memory():
-    rows, columns = dither.quantize_both(numbers((8, 12)), "e4m3 tile(4)")
+@pytest.mark.parametrize(
+    ("cast", "packed", "scale"),
+    [("e4m3 tile(4)", 1, (2, 12)), ("e4m3 tensor", 1, ()), ("e2m1 tensor", 2, ()), ("e4m3 block(4)", 1, (2, 3))],
+)
+def test_quantize_both_gives_the_second_one_transposed_in_memory(cast, packed, scale):
+    rows, columns = dither.quantize_both(numbers((8, 12)), cast)
     assert rows.values.is_contiguous()
-    assert rows.values.shape == columns.values.shape == (8, 12)
+    assert rows.values.shape == (8, 12 // packed)
+    assert columns.values.shape == (8 // packed, 12)
     assert columns.values.t().is_contiguous()
-    assert columns.scale.shape == (2, 12)
+    assert columns.scale.shape == scale
+    assert columns.scale.dim() == 0 or columns.scale.t().is_contiguous()
+
+
+def test_quantize_both_with_a_given_magnitude_keeps_a_nan_in_its_place():
+    x = numbers((6, 9))
+    x[2, 5] = torch.nan
+    for q in dither.quantize_both(x, "e4m3 tensor delayed(4)", amax=torch.tensor(1.0)):
+        assert torch.equal(q.dequantize().isnan(), x.isnan())
+        assert q.measured.isnan()
 
 
 # Gradients ------------------------------------------------------------------------------------------------------------

@@ -105,8 +105,8 @@ def test_spreading_gives_each_element_its_groups_value(shape, granularity):
     cast = Cast("e4m3", granularity, "fp32")
     for axis in range(len(shape)):
         place = layout_of(shape, cast, axis)
-        numbers = torch.arange(place.batch * place.groups[0] * place.groups[1]).float()
-        groups = numbers.reshape(place.batch, *place.groups)
+        batch = 1 if granularity == "tensor" else place.batch
+        groups = torch.arange(batch * place.groups[0] * place.groups[1]).float().reshape(batch, *place.groups)
         exposed = groups.reshape(()) if granularity == "tensor" else place.expose(groups)
         per_element = place.restore(spread(groups, place).contiguous()).reshape(-1)
         for index, members in oracles.group_slices(shape, cast.group.kind, cast.group.size, axis):

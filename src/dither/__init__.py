@@ -1,9 +1,15 @@
 """Dither: train language models in few bits."""
 
+from dither import nn as nn
 from dither import optim as optim
 from dither.errors import DitherError as DitherError
 from dither.errors import UserError as UserError
 from dither.formats import Format as Format
+from dither.nn import Conversion as Conversion
+from dither.nn import Linear as Linear
+from dither.nn import apply as apply
+from dither.nn import convert as convert
+from dither.nn import training_step as training_step
 from dither.ops import AmaxHistory as AmaxHistory
 from dither.ops import Quantized as Quantized
 from dither.ops import amax as amax
@@ -12,6 +18,9 @@ from dither.ops import quantize as quantize
 from dither.ops import quantize_both as quantize_both
 from dither.ops import round_to as round_to
 from dither.precision import Cast as Cast
+from dither.precision import LayerPrecision as LayerPrecision
+from dither.precision import Plan as Plan
 from dither.random import Stream as Stream
+from dither.recipes import recipe as recipe
 
 __version__ = "0.1.0"

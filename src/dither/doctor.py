@@ -486,7 +486,7 @@ def _cast(
     implementation: Implementation,
     device: str,
 ) -> Sequence[Tensor]:
-    """Codes and scales, the way back, the round trip without codes if `fake`, and for long tiles both layouts."""
+    """Codes and scales, the way back, the round trip without codes if `fake`, both layouts of long tiles, of delayed scales."""
     # One NaN would leave nothing to compare where a scale belongs to the whole tensor; where there is no scale, or one
     # from earlier steps, the codes must be able to hold it.
     whole = cast.scaling.kind == "nvfp4" or (cast.group.kind == "tensor" and cast.scaling.kind != "delayed")
@@ -500,8 +500,8 @@ def _cast(
     results = [*codes, module.dequantize(*codes, cast, (rows, columns), 1, dtype)]
     if fake:
         results.append(module.fake_quantize(x, cast, 1, draw, amax))
-    if cast.granularity == "tile(128)":
-        results += module.quantize_both(x, cast, draw, cast.element)
+    if cast.granularity == "tile(128)" or cast.scaling.kind == "delayed":
+        results += module.quantize_both(x, cast, draw, amax, cast.element)
     return results
 
 

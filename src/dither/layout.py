@@ -2,15 +2,18 @@
 
 Every cast works on matrices: a tensor is viewed as x_BRC, a batch of B matrices in its own memory order, and its groups
 run along the columns (axis -1), along the rows (any other axis), or are square blocks. Codes and scales come out with
-the quantized axis innermost in memory, which is what the matrix product that consumes them wants:
+the quantized axis innermost in memory, which is what the matrix product that consumes them wants, also where the groups
+are the same along any axis:
 
     x [3, 5, 8], axis=-1, tile(4)    x_BRC [1, 15, 8]    codes [15, 8]        scales [15, 2]
     x [3, 5, 8], axis=1,  tile(4)    x_BRC [3, 5, 8]     codes [3, 8, 5]      scales [3, 8, 2]
-    x [3, 5, 8], block(4)            x_BRC [3, 5, 8]     codes [3, 5, 8]      scales [3, 2, 2]
+    x [3, 5, 8], axis=-1, block(4)   x_BRC [3, 5, 8]     codes [3, 5, 8]      scales [3, 2, 2]
+    x [3, 5, 8], axis=1,  tensor     x_BRC [3, 5, 8]     codes [3, 8, 5]      scales [1, 1]
 
 and are then viewed in the order of x's dimensions, the quantized one shortened (values [3, 5, 8], scales [3, 2, 8]).
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -105,11 +108,11 @@ class Layout:
 
     def expose(self, lines: Tensor) -> Tensor:
         """A view of codes or scales, stored as [B, other, quantized], in the order of the original dimensions."""
-        if self.along_rows:
-            rest = self.shape[: self.axis] + self.shape[self.axis + 1 :]
-            return lines.reshape(*rest, lines.shape[-1]).movedim(-1, self.axis)
-        rest = (*self.shape[:-2], lines.shape[-2]) if self.keeps_matrices else self.shape[:-1]
-        return lines.reshape(*rest, lines.shape[-1])
+        rest = self.shape[: self.axis] + self.shape[self.axis + 1 :]
+        if self.keeps_matrices:
+            rest = (*self.shape[:-2], lines.shape[-2])
+        exposed = lines.reshape(*rest, lines.shape[-1])
+        return exposed.movedim(-1, self.axis) if self.along_rows else exposed
 
     def collect(self, exposed: Tensor) -> Tensor:
         """The inverse of `expose`: [B, other, quantized]."""
@@ -124,24 +127,40 @@ class Layout:
         return self.group[0] > 1 and len(self.shape) >= 2
 
 
-def layout_of(shape: tuple[int, ...], cast: Cast, axis: int) -> Layout:
-    """The layout of a tensor of `shape` under `cast` along `axis`; scalars and vectors count as one row."""
+def checked_axis(shape: tuple[int, ...], axis: int) -> int:
+    """`axis` counted from the front, if a tensor of `shape` has it; a scalar has one."""
     ndim = max(len(shape), 1)
     if not isinstance(axis, int) or isinstance(axis, bool):
         raise UserError(f"An axis is an integer, not {axis!r}.")
     if not -ndim <= axis < ndim:
         raise UserError(f"axis={axis} does not exist in a tensor of shape {tuple(shape)}: it goes from {-ndim} to {ndim - 1}.")
-    axis %= ndim
+    return axis % ndim
+
+
+def layout_of(shape: tuple[int, ...], cast: Cast, axis: int) -> Layout:
+    """The layout of a tensor of `shape` under `cast` along `axis`; scalars and vectors count as one row."""
+    axis, ndim = checked_axis(shape, axis), max(len(shape), 1)
     columns = shape[-1] if shape else 1
     kind, n = cast.group.kind, cast.group.size
-    if kind == "block":
+    group = {"none": (1, 0), "tensor": (0, 0), "row": (1, 0), "tile": (1, n), "block": (n, n)}[kind]
+    if kind == "block" and axis != ndim - 2:  # blocks lie in the last two dimensions: no other axis can be innermost
         rows = shape[-2] if len(shape) >= 2 else 1
-        return Layout(shape, ndim - 1, False, math.prod(shape[:-2]), rows, columns, 1, (n, n))
-    group = {"none": (1, 0), "tensor": (0, 0), "row": (1, 0), "tile": (1, n)}[kind]
-    if axis == ndim - 1 or kind in ("none", "tensor"):
-        return Layout(shape, ndim - 1, False, 1, math.prod(shape[:-1]), columns, 1, group)
+        return Layout(shape, ndim - 1, False, math.prod(shape[:-2]), rows, columns, 1, group)
+    if axis == ndim - 1:
+        return Layout(shape, axis, False, 1, math.prod(shape[:-1]), columns, 1, group)
     inner = math.prod(shape[axis + 1 : -1])
     return Layout(shape, axis, True, math.prod(shape[:axis]) * inner, shape[axis], columns, inner, group)
+
+
+@functools.lru_cache(maxsize=4096)
+def known_layout(shape: tuple[int, ...], cast: Cast, axis: int) -> Layout:
+    """The same, remembered: for the inside of an operator, which nobody traces and where sizes are plain integers."""
+    return layout_of(shape, cast, axis)
+
+
+def values_layout(shape: tuple[int, ...], cast: Cast, axis: int) -> Layout:
+    """The layout for a result without codes: there the axis counts only if the groups depend on it."""
+    return layout_of(shape, cast, axis if cast.group.kind in ("row", "tile") else -1)
 
 
 def scale_dtype(cast: Cast) -> torch.dtype:
@@ -154,7 +173,8 @@ def empty_lines(x: Tensor, cast: Cast, place: Layout, container: Format) -> tupl
     """Uninitialised codes [B, other, quantized] and scales [B, P, Q] (none: [0]) for `x`, as they lie in memory."""
     lines, length = place.lines
     values = x.new_empty((place.batch, lines, packed_length(length, container)), dtype=storage_dtype(container))
-    groups = (0,) if cast.group.kind == "none" else (place.batch, *place.groups)
+    whole = cast.group.kind == "tensor"
+    groups = (0,) if cast.group.kind == "none" else (1 if whole else place.batch, *place.groups)
     return values, x.new_empty(groups, dtype=scale_dtype(cast))
 
 

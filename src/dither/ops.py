@@ -19,6 +19,7 @@ from dither.formats import Format
 from dither.precision import Cast, Rounding
 from dither.random import Draw, Stream, check_backend, matrix_size
 from dither.reference import scaling
+from dither.reference.matmul import Operand
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -39,6 +40,8 @@ class Quantized:
     axis: int
     dtype: torch.dtype
     tensor_scale: Tensor | None = None
+    measured: Tensor | None = None
+    """The largest magnitude of the tensor, 0-d, that `quantize_both` finds on its way when scaling is delayed."""
 
     def dequantize(self, dtype: torch.dtype | None = None, *, backend: str = "auto") -> Tensor:
         """The numbers, in the original tensor's shape and in `dtype` (its own, unless said otherwise).
@@ -169,25 +172,41 @@ def quantize_both(
     stream: Stream | None = None,
     step: int | Tensor = 0,
     offset: tuple[int, int] = (0, 0),
+    amax: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Quantized, Quantized]:
-    """Codes of the matrix `x` along its columns and along its rows, from one reading: what the two products of a backward need.
+    """Codes of the matrix `x` along its columns and along its rows, as the products that sum over either axis need them.
 
-    Equal to `quantize(x, cast, axis=-1)` and `quantize(x, cast, axis=0)`; `x` is [M, K] and `cast` has tiles.
-    The second result's `values` are [M, K] like x's, and `values.T` is contiguous.
+    Equal to `quantize(x, cast, axis=-1)` and `quantize(x, cast, axis=0)`; `x` is [M, K] and `cast` is any but nvfp4.
+    The second result's `values` are [M, K] like x's, and `values.T` is contiguous. `x` is read once where that is enough:
+    rows need more, and so does a whole tensor unless `amax` is given. With delayed scaling `measured` is x's own magnitude.
+
+    >>> import dither, torch
+    >>> cast = dither.Cast("e4m3", "tensor", "delayed(16)")
+    >>> history = dither.AmaxHistory.empty(cast)
+    >>> along, across = dither.quantize_both(torch.randn(4, 8), cast, amax=history.amax(cast))
+    >>> along.values.is_contiguous(), across.values.T.is_contiguous()
+    (True, True)
+    >>> history = history.push(along.measured)
     """
     _check_tensor(x, "quantize_both")
     if x.dim() != 2:
         raise UserError(
             f"quantize_both takes a matrix, not a tensor of shape {tuple(x.shape)}; flatten its leading dimensions first."
         )
-    cast, _, draw = _prepare("quantize_both", x, cast, -1, stream, step, offset, None)
-    if cast.group.kind != "tile" or cast.scaling.kind == "nvfp4":
-        raise UserError(f"quantize_both scales tiles, such as 'e4m3 tile(128) fp32'; {str(cast)!r} does not.")
-    values, scale, values_t, scale_t = _quantize_both_op(x, str(cast), "", *_draw_arguments(draw), check_backend(backend))
-    _check_scales(x, cast, scale, measured=True)
-    shape = tuple(x.shape)
-    return Quantized(values, scale, cast, shape, 1, x.dtype), Quantized(values_t, scale_t, cast, shape, 0, x.dtype)
+    cast, _, draw = _prepare("quantize_both", x, cast, -1, stream, step, offset, amax)
+    if cast.scaling.kind == "nvfp4":
+        raise UserError(f"quantize_both does not take {str(cast)!r}: nvfp4 scales each axis by itself, so quantize twice.")
+    arguments = _draw_arguments(draw)
+    *outputs, largest = _quantize_both_op(x, str(cast), amax, "", *arguments, check_backend(backend))
+    values, scale, values_t, scale_t = outputs
+    _check_scales(x, cast, scale, measured=amax is None)
+    scaled, delayed = cast.group.kind != "none", cast.scaling.kind == "delayed"
+    along, across = (
+        Quantized(codes, found if scaled else None, cast, tuple(x.shape), axis, x.dtype, None, largest if delayed else None)
+        for codes, found, axis in ((values, scale, 1), (values_t, scale_t, 0))
+    )
+    return along, across
 
 
 @dataclass(frozen=True)
@@ -273,7 +292,7 @@ def _prepare(
     if not isinstance(cast, Cast):
         raise UserError(f"{what} takes a Cast or its string, such as 'e4m3 tile(128) fp32', not {cast!r}.")
     _check_tensor(x, what)
-    layout.layout_of(tuple(x.shape), cast, axis)
+    axis = layout.checked_axis(tuple(x.shape), axis)
     if amax is None and cast.scaling.kind == "delayed":
         raise UserError(
             f"The cast {str(cast)!r} scales by earlier steps: pass amax=history.amax(cast), with a dither.AmaxHistory."
@@ -286,7 +305,7 @@ def _prepare(
             )
         if not isinstance(amax, Tensor) or amax.dim() != 0 or amax.dtype != torch.float32 or amax.device != x.device:
             raise UserError(f"amax= is a 0-d float32 tensor on the device of the input, not {_described(amax)}.")
-    return cast, axis % max(x.dim(), 1), _draw(x, cast, stream, step, offset)
+    return cast, axis, _draw(x, cast, stream, step, offset)
 
 
 def _described(given: object) -> str:
@@ -332,6 +351,12 @@ def _check_scales(x: Tensor, cast: Cast, scale: Tensor, measured: bool) -> None:
         _check_finite(x, cast, nan_passes=cast.element.nan, inf_passes=False)
 
 
+def _check_untold(x: Tensor, cast: Cast, amax: Tensor | None) -> None:
+    """Codes without NaN and without a scale that was measured have nowhere to keep one, so compiled code looks too."""
+    if not cast.element.nan and (cast.group.kind == "none" or (cast.group.kind == "tensor" and amax is not None)):
+        _check_finite(x, cast, nan_passes=False, inf_passes=False)
+
+
 def _check_result(x: Tensor, cast: Cast, result: Tensor, inf_passes: bool) -> None:
     """The same for results in floating point, which show by themselves whether a look at x is due."""
     if not torch.compiler.is_compiling() and not bool(result.isfinite().all()):
@@ -372,7 +397,7 @@ def _use_kernel(device: torch.device, backend: str) -> bool:
     return True
 
 
-def _implementation(name: str, device: torch.device, backend: str) -> ModuleType:
+def implementation(name: str, device: torch.device, backend: str) -> ModuleType:
     """`dither.kernels.NAME` or `dither.reference.NAME`, which have the same functions."""
     package = "kernels" if _use_kernel(device, backend) else "reference"
     return importlib.import_module(f"dither.{package}.{name}")
@@ -400,7 +425,7 @@ def _empty_outputs(x: Tensor, cast: Cast, axis: int, container: Format) -> tuple
 
 @torch.library.custom_op("dither::random_bits", mutates_args=())
 def _random_bits_op(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, width: int, backend: str) -> Tensor:
-    implementation = _implementation("philox", step.device, backend)
+    implementation = implementation("philox", step.device, backend)
     return implementation.random_bits(Draw(key, step, row, column), rows, columns, width)  # type: ignore[no-any-return]
 
 
@@ -421,7 +446,7 @@ def _round_to_op(
     column: int,
     backend: str,
 ) -> Tensor:
-    implementation = _implementation("rounding", x.device, backend)
+    implementation = implementation("rounding", x.device, backend)
     draw = _draw_of(key, step, row, column)
     return implementation.round_to(x, Format.parse(format), Rounding.parse(rounding), saturate, draw)  # type: ignore[no-any-return]
 
@@ -443,12 +468,70 @@ def _(
 
 @torch.library.custom_op("dither::amax", mutates_args=())
 def _amax_op(x: Tensor, backend: str) -> Tensor:
-    return _implementation("quantize", x.device, backend).amax(x)  # type: ignore[no-any-return]
+    return implementation("quantize", x.device, backend).amax(x)  # type: ignore[no-any-return]
 
 
 @_amax_op.register_fake
 def _(x: Tensor, backend: str) -> Tensor:
     return x.new_empty((), dtype=torch.float32)
+
+
+@torch.library.custom_op("dither::product", mutates_args=())
+def _product_op(
+    a: Tensor,
+    a_scale: Tensor | None,
+    a_tensor: Tensor | None,
+    a_cast: str,
+    b: Tensor,
+    b_scale: Tensor | None,
+    b_tensor: Tensor | None,
+    b_cast: str,
+    length: int,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    fast: bool,
+    emulate: bool,
+    where: str,
+) -> Tensor:
+    """A B^T + bias in `dtype`, for A [P, L] and B [Q, L] as `Operand` describes them; an uncast one has the cast ""."""
+    implementation = implementation("matmul", a.device, "auto")
+    left = _operand(a, a_scale, a_tensor, a_cast, length)
+    right = _operand(b, b_scale, b_tensor, b_cast, length)
+    return implementation.product(left, right, bias, dtype, fast=fast, emulate=emulate, where=where)  # type: ignore[no-any-return]
+
+
+@_product_op.register_fake
+def _(
+    a: Tensor,
+    a_scale: Tensor | None,
+    a_tensor: Tensor | None,
+    a_cast: str,
+    b: Tensor,
+    b_scale: Tensor | None,
+    b_tensor: Tensor | None,
+    b_cast: str,
+    length: int,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    fast: bool,
+    emulate: bool,
+    where: str,
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+
+
+def _operand(values: Tensor, scale: Tensor | None, tensor: Tensor | None, text: str, length: int) -> Operand:
+    if not text:
+        return Operand(values, length=length)
+    cast = Cast.parse(text)
+    scaled = scale is not None and cast.group.kind != "none"
+    return Operand(
+        values,
+        scale.view(layout.scale_dtype(cast)) if scaled else None,  # type: ignore[union-attr]
+        tensor if cast.scaling.kind == "nvfp4" else None,
+        cast,
+        length,
+    )
 
 
 @torch.library.custom_op("dither::quantize", mutates_args=())
@@ -465,11 +548,8 @@ def _quantize_op(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     parsed = Cast.parse(cast)
-    untold = parsed.group.kind == "none" or (parsed.group.kind == "tensor" and amax is not None)
-    if untold and not parsed.element.nan:
-        # These codes have nowhere to keep a NaN, not even a scale that was measured, so compiled code looks too.
-        _check_finite(x, parsed, nan_passes=False, inf_passes=False)
-    implementation = _implementation("quantize", x.device, backend)
+    _check_untold(x, parsed, amax)
+    implementation = implementation("quantize", x.device, backend)
     draw = _draw_of(key, step, row, column)
     return implementation.quantize(x, parsed, axis, draw, amax, _container(container, parsed))  # type: ignore[no-any-return]
 
@@ -504,7 +584,7 @@ def _dequantize_op(
     backend: str,
 ) -> Tensor:
     parsed = Cast.parse(cast)
-    implementation = _implementation("quantize", values.device, backend)
+    implementation = implementation("quantize", values.device, backend)
     scale = scale.view(layout.scale_dtype(parsed))
     return implementation.dequantize(values, scale, tensor_scale, parsed, tuple(shape), axis, dtype)  # type: ignore[no-any-return]
 
@@ -535,7 +615,7 @@ def _fake_quantize_op(
     column: int,
     backend: str,
 ) -> Tensor:
-    implementation = _implementation("quantize", x.device, backend)
+    implementation = implementation("quantize", x.device, backend)
     return implementation.fake_quantize(x, Cast.parse(cast), axis, _draw_of(key, step, row, column), amax)  # type: ignore[no-any-return]
 
 
@@ -551,7 +631,7 @@ def _(
     column: int,
     backend: str,
 ) -> Tensor:
-    place = layout.layout_of(tuple(x.shape), Cast.parse(cast), axis)
+    place = layout.values_layout(tuple(x.shape), Cast.parse(cast), axis)
     return place.restore(torch.empty_like(place.matrices(x)))
 
 
@@ -564,17 +644,36 @@ _fake_quantize_op.register_autograd(_straight_through)
 
 @torch.library.custom_op("dither::quantize_both", mutates_args=())
 def _quantize_both_op(
-    x: Tensor, cast: str, container: str, key: int, step: Tensor | None, row: int, column: int, backend: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor,
+    cast: str,
+    amax: Tensor | None,
+    container: str,
+    key: int,
+    step: Tensor | None,
+    row: int,
+    column: int,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     parsed = Cast.parse(cast)
-    implementation = _implementation("quantize", x.device, backend)
-    return implementation.quantize_both(x, parsed, _draw_of(key, step, row, column), _container(container, parsed))  # type: ignore[no-any-return]
+    _check_untold(x, parsed, amax)
+    implementation = implementation("quantize", x.device, backend)
+    draw = _draw_of(key, step, row, column)
+    return implementation.quantize_both(x, parsed, draw, amax, _container(container, parsed))  # type: ignore[no-any-return]
 
 
 @_quantize_both_op.register_fake
 def _(
-    x: Tensor, cast: str, container: str, key: int, step: Tensor | None, row: int, column: int, backend: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor,
+    cast: str,
+    amax: Tensor | None,
+    container: str,
+    key: int,
+    step: Tensor | None,
+    row: int,
+    column: int,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     parsed = Cast.parse(cast)
     stored = _container(container, parsed)
-    return (*_empty_outputs(x, parsed, 1, stored), *_empty_outputs(x, parsed, 0, stored))
+    measured = x.new_empty(() if parsed.scaling.kind == "delayed" else (0,), dtype=torch.float32)
+    return (*_empty_outputs(x, parsed, 1, stored), *_empty_outputs(x, parsed, 0, stored), measured)

@@ -1,4 +1,4 @@
-"""How one tensor is cast: format, granularity, scale and rounding, as frozen data. Nothing here imports torch.
+"""How a tensor, a layer and a model are cast: Cast, LayerPrecision and Plan, as frozen data. Nothing here imports torch.
 
 >>> cast = Cast.parse("e2m1 tile(32) pow2")
 >>> cast == Cast(format="e2m1", granularity="tile(32)", scale="pow2")
@@ -8,12 +8,17 @@ e2m1 tile(32) pow2 nearest
 """
 
 import difflib
+import fnmatch
 import functools
 import json
+import math
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
 
 from dither.errors import UserError
 from dither.formats import Format
@@ -152,13 +157,7 @@ class Cast:
     @classmethod
     def from_dict(cls, data: dict[str, str]) -> "Cast":
         """The inverse of `to_dict`; unknown and missing keys are errors."""
-        if not isinstance(data, dict):
-            raise UserError(f"A cast in JSON is an object with the keys format, granularity, scale and rounding, not {data!r}.")
-        for key in data:
-            if key not in FIELDS:
-                hint = _did_you_mean(str(key), FIELDS)
-                raise UserError(f"A cast has no key {key!r}{hint}: its keys are {', '.join(FIELDS)}.")
-        if "format" not in data:
+        if "format" not in _keys("cast", data, FIELDS):
             raise UserError("A cast needs the key 'format', such as 'e4m3'.")
         return cls(**data)
 
@@ -178,6 +177,257 @@ class Cast:
     def __str__(self) -> str:
         scaled = [] if self.granularity == "none" else [self.granularity, self.scale]
         return " ".join([self.format, *scaled, self.rounding])
+
+
+@dataclass(frozen=True)
+class LayerPrecision:
+    """How a linear layer's operands are cast: its input X, its weight W and the gradient dY of its output.
+
+    Each of the three products takes two of them: forward (X, W), input gradient (dY, W), weight gradient (dY, X).
+    Example: `LayerPrecision(input=Cast.parse("e4m3 tile(128)"))` casts the input and leaves the other two as they are.
+    """
+
+    input: Cast | None = None
+    """The cast of X; None leaves it as it is."""
+    weight: Cast | None = None
+    """The cast of W; None leaves it as it is."""
+    grad: Cast | None = None
+    """The cast of dY; None leaves it as it is."""
+    sampling: None = None
+    """How the weight is sampled; None, for not at all, is the only choice so far."""
+
+    def __post_init__(self) -> None:
+        for name in OPERANDS:
+            if not isinstance(given := getattr(self, name), Cast | None):
+                raise UserError(
+                    f"LayerPrecision takes a Cast or None as {name}, not {given!r}; LayerPrecision.of takes strings."
+                )
+        if self.sampling is not None:
+            raise UserError(f"The sampling of a layer's weight can only be None, not {self.sampling!r}.")
+
+    @classmethod
+    def of(
+        cls, input: "Cast | str | None" = None, weight: "Cast | str | None" = None, grad: "Cast | str | None" = None
+    ) -> "LayerPrecision":
+        """The same from strings, as `Cast.parse` takes them.
+
+        >>> print(LayerPrecision.of(input="e4m3 tile(128)", weight="e4m3 block(128)"))
+        input e4m3 tile(128) fp32 nearest, weight e4m3 block(128) fp32 nearest
+        """
+        casts = {"input": input, "weight": weight, "grad": grad}
+        return cls(**{name: Cast.parse(cast) if isinstance(cast, str) else cast for name, cast in casts.items()})  # type: ignore[arg-type]
+
+    @property
+    def uncast(self) -> bool:
+        """Whether nothing is cast, so that the layer is a plain one."""
+        return self == LayerPrecision()
+
+    def to_dict(self) -> dict[str, str | None]:
+        """Casts as their strings, ready for JSON."""
+        return {name: None if (cast := getattr(self, name)) is None else str(cast) for name in (*OPERANDS, "sampling")}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "LayerPrecision":
+        """The inverse of `to_dict`; a key may be missing, an unknown one is an error."""
+        data = _keys("layer's precision", data, (*OPERANDS, "sampling"))
+        casts = {name: None if data.get(name) is None else Cast.parse(data[name]) for name in OPERANDS}
+        return cls(**casts, sampling=data.get("sampling"))
+
+    def __str__(self) -> str:
+        casts = [f"{name} {cast}" for name in OPERANDS if (cast := getattr(self, name)) is not None]
+        return ", ".join(casts) or "uncast"
+
+
+OPERANDS = ("input", "weight", "grad")
+"""The operands of a linear layer's three products."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How every linear layer of a model is cast, and what the rest of the model is computed in.
+
+    A rule's pattern is a layer's name, a glob in which `*` crosses dots, or `re:` and a regular expression; it must match the
+    whole name, and the first rule that matches decides.
+
+    >>> fp8 = LayerPrecision.of("e4m3 tile(128)", "e4m3 block(128)", "e4m3 tile(128)")
+    >>> plan = Plan(layers=(("*.down_proj", None),), default=fp8, compute="bf16")
+    >>> plan.for_layer("model.layers.0.mlp.up_proj") == fp8
+    True
+    >>> print(plan.for_layer("model.layers.0.mlp.down_proj"))
+    None
+    """
+
+    layers: tuple[tuple[str, LayerPrecision | None], ...] = ()
+    """Rules, pattern and precision; None leaves a layer alone."""
+    default: LayerPrecision | None = None
+    """The precision of the layers that no rule matches; None leaves them alone."""
+    compute: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """What uncast operations compute in: `bf16` and `fp16` mean under autocast to them, `fp32` without autocast."""
+    parameters: Literal["fp32", "bf16", "fp16"] | None = None
+    """The type of the model's parameters; None leaves them as they are."""
+    master: bool = False
+    """Whether the optimizer keeps an fp32 copy of the parameters."""
+    loss_scaling: bool = False
+    """Whether the loss is scaled to keep small gradients alive, as `torch.amp.GradScaler` does."""
+    provenance: Mapping[str, str | int | float | bool | None] = field(default_factory=dict, hash=False)
+    """Where the plan comes from, in plain values, such as a recipe's name; nothing reads it."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layers, tuple | list):
+            raise UserError(
+                f"A plan's layers are a tuple of pairs, a pattern and a LayerPrecision or None, not {self.layers!r}."
+            )
+        rules = tuple(_rule(rule) for rule in self.layers)
+        if twice := [pattern for pattern, count in Counter(pattern for pattern, _ in rules).items() if count > 1]:
+            raise UserError(f"A plan has two rules for {twice[0]!r}, of which the second would never be used: keep one.")
+        if not isinstance(self.default, LayerPrecision | None):
+            raise UserError(f"A plan's default is a LayerPrecision or None, not {self.default!r}.")
+        for name, choices in (("compute", COMPUTE), ("parameters", (*COMPUTE, None))):
+            if (given := getattr(self, name)) not in choices:
+                raise UserError(f"A plan's {name} is one of {', '.join(map(repr, choices))}, not {given!r}.")
+        for name in ("master", "loss_scaling"):
+            if not isinstance(given := getattr(self, name), bool):
+                raise UserError(f"A plan's {name} is true or false, not {given!r}.")
+        if self.master and self.parameters in ("fp32", None):
+            raise UserError(
+                "A plan with master=True keeps an fp32 copy of parameters='bf16' or 'fp16'; "
+                f"given was parameters={self.parameters!r}."
+            )
+        if not isinstance(self.provenance, Mapping):
+            raise UserError(f"A plan's provenance is a dictionary of plain values, not {self.provenance!r}.")
+        for key, value in self.provenance.items():
+            plain = isinstance(key, str) and isinstance(value, str | int | float | None)
+            if not plain or (isinstance(value, float) and not math.isfinite(value)):
+                raise UserError(
+                    f"A plan's provenance holds strings, finite numbers, true, false and null, not {key!r}: {value!r}."
+                )
+        object.__setattr__(self, "layers", rules)
+        object.__setattr__(self, "provenance", MappingProxyType(dict(self.provenance)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plan.from_dict, (self.to_dict(),)  # a mapping proxy cannot be pickled or copied
+
+    def for_layer(self, name: str) -> LayerPrecision | None:
+        """The precision of the layer of that name, or None if it is left alone."""
+        return next((precision for pattern, precision in self.layers if matches(pattern, name)), self.default)
+
+    def diff(self, other: "Plan") -> dict[str, tuple[str, str]]:
+        """What differs, by its place: here and in the other plan.
+
+        >>> Plan(compute="bf16").diff(Plan(default=LayerPrecision.of(weight="mxfp8")))
+        {'default': ('left alone', 'weight e4m3 tile(32) pow2 nearest'), 'compute': ('bf16', 'fp32')}
+        """
+        mine, theirs = self._entries(), other._entries()
+        places = dict.fromkeys((*mine, *theirs))  # a set in order
+        differ = {place: (mine.get(place, "absent"), theirs.get(place, "absent")) for place in places}
+        return {place: pair for place, pair in differ.items() if pair[0] != pair[1]}
+
+    def _entries(self) -> dict[str, str]:
+        """The plan as lines of text: where, and what."""
+        rules = {f"layers {pattern}": str(precision or "left alone") for pattern, precision in self.layers}
+        order = {"layers": ", ".join(pattern for pattern, _ in self.layers)} if rules else {}
+        fields = {name: str(getattr(self, name)) for name in ("compute", "parameters", "master", "loss_scaling")}
+        origin = {f"provenance {key}": str(value) for key, value in self.provenance.items()}
+        return {**order, **rules, "default": str(self.default or "left alone"), **fields, **origin}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return {
+            "version": PLAN_VERSION,
+            "layers": [[pattern, precision and precision.to_dict()] for pattern, precision in self.layers],
+            "default": self.default and self.default.to_dict(),
+            "compute": self.compute,
+            "parameters": self.parameters,
+            "master": self.master,
+            "loss_scaling": self.loss_scaling,
+            "provenance": dict(self.provenance),
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "Plan":
+        """The inverse of `to_dict`; every key but the version may be missing, an unknown one is an error."""
+        version = data.get("version") if isinstance(data, dict) else None
+        if isinstance(version, int) and version > PLAN_VERSION:  # first, since a newer plan may have any keys
+            raise UserError(
+                f"This plan has version {version}, and this Dither reads versions up to {PLAN_VERSION}: use a newer one."
+            )
+        data = _keys("plan", data, PLAN_KEYS)
+        if version != PLAN_VERSION or isinstance(version, bool):
+            raise UserError(f"A plan in JSON has the key 'version' with the number {PLAN_VERSION}, not {version!r}.")
+        rules = data.get("layers", [])
+        if not isinstance(rules, list) or not all(isinstance(rule, list) and len(rule) == 2 for rule in rules):
+            raise UserError(f"A plan's layers in JSON are a list of [pattern, precision], not {rules!r}.")
+        given = {key: value for key, value in data.items() if key not in ("version", "layers", "default")}
+        return cls(
+            layers=tuple((pattern, _precision(precision)) for pattern, precision in rules),
+            default=_precision(data.get("default")),
+            **given,
+        )
+
+    def to_json(self) -> str:
+        """JSON with one rule a line."""
+        fields = self.to_dict()
+        rules = ",\n    ".join(json.dumps(rule) for rule in fields["layers"])
+        lines = {key: json.dumps(value) for key, value in fields.items()} | (
+            {"layers": f"[\n    {rules}\n  ]"} if rules else {}
+        )
+        return "{\n" + ",\n".join(f'  "{key}": {line}' for key, line in lines.items()) + "\n}\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """The inverse of `to_json`."""
+        try:
+            data = json.loads(text, object_pairs_hook=_no_key_twice)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise UserError(f"This is not JSON, so it cannot be read as a plan: {error}.") from None
+        return cls.from_dict(data)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """Read a plan that `save` wrote."""
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"The plan {str(path)!r} cannot be read: {error}.") from None
+        except UserError as error:
+            raise UserError(f"In the plan {str(path)!r}: {error}") from None
+
+    def __str__(self) -> str:
+        """A table: a line for each rule, the default, and the rest of the model."""
+        rows = [("layers", *OPERANDS), *((pattern, *_cells(precision)) for pattern, precision in self.layers)]
+        rows.append(("all others" if self.layers else "all", *_cells(self.default)))
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        rest = [f"compute {self.compute}", f"parameters {self.parameters or 'as they are'}"]
+        rest += ["fp32 master copy"] * self.master + ["loss scaling"] * self.loss_scaling
+        rest += [f"{key}: {value}" for key, value in self.provenance.items()]
+        return "\n".join([*lines, "; ".join(rest)])
+
+
+PLAN_VERSION = 1
+"""The version of a plan in JSON; a change that older readers would misread makes it one more."""
+
+PLAN_KEYS = ("version", "layers", "default", "compute", "parameters", "master", "loss_scaling", "provenance")
+
+COMPUTE = ("fp32", "bf16", "fp16")
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a rule's pattern matches the whole name: the name itself, a glob, or `re:` and a regular expression.
+
+    >>> matches("*.mlp.*", "layers.0.mlp.up"), matches("re:layers\\\\.[0-3]\\\\..*", "layers.12.mlp.up")
+    (True, False)
+    """
+    if pattern.startswith("re:"):
+        try:
+            return re.fullmatch(pattern[3:], name) is not None
+        except re.error as error:
+            raise UserError(f"The pattern {pattern!r} is not a regular expression: {error}.") from None
+    return fnmatch.fnmatchcase(name, pattern)
 
 
 FIELDS = ("format", "granularity", "scale", "rounding")
@@ -203,9 +453,46 @@ def _text(what: str, given: object) -> str:
     return given
 
 
-def _did_you_mean(given: str, known: Iterable[str]) -> str:
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """` (did you mean 'e4m3'?)`, or nothing where no known name is near."""
     near = difflib.get_close_matches(given, list(known), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def _keys(what: str, data: object, known: tuple[str, ...]) -> dict[str, Any]:
+    """`data`, if it is a JSON object without unknown keys."""
+    if not isinstance(data, dict):
+        raise UserError(f"A {what} in JSON is an object with the keys {', '.join(known)}, not {data!r}.")
+    for key in data:
+        if key not in known:
+            raise UserError(f"A {what} has no key {key!r}{did_you_mean(str(key), known)}: its keys are {', '.join(known)}.")
+    return data
+
+
+def _rule(given: object) -> tuple[str, LayerPrecision | None]:
+    if not isinstance(given, tuple) or len(given) != 2 or not isinstance(given[0], str) or not given[0]:
+        raise UserError(f"A plan's layers are pairs of a pattern and a LayerPrecision or None, not {given!r}.")
+    pattern, precision = given
+    if not isinstance(precision, LayerPrecision | None):
+        raise UserError(f"The plan's rule for {pattern!r} is a LayerPrecision or None, not {precision!r}.")
+    matches(pattern, "")  # so that a wrong regular expression is found here
+    return pattern, precision
+
+
+def _precision(data: Any) -> LayerPrecision | None:
+    return None if data is None else LayerPrecision.from_dict(data)
+
+
+def _cells(precision: LayerPrecision | None) -> tuple[str, ...]:
+    if precision is None:
+        return ("left alone", "", "")
+    return tuple(str(getattr(precision, name) or "uncast") for name in OPERANDS)
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if twice := [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]:
+        raise UserError(f"The key {twice[0]!r} stands twice in one object of this JSON: keep one.")
+    return dict(pairs)
 
 
 @functools.cache
@@ -219,7 +506,7 @@ def _parse_granularity(text: str) -> Granularity:
             return Granularity(kind, size)  # type: ignore[arg-type]
         raise UserError(f"{text!r} is impossible: the size of a {kind} is a power of two from {low} to {high}.")
     raise UserError(
-        f"There is no granularity {text!r}{_did_you_mean(str(text), ['none', 'tensor', 'row', 'block(128)', 'tile(128)'])}: "
+        f"There is no granularity {text!r}{did_you_mean(str(text), ['none', 'tensor', 'row', 'block(128)', 'tile(128)'])}: "
         "choose 'none', 'tensor', 'row', 'block(n)' or 'tile(n)'."
     )
 
@@ -231,7 +518,7 @@ def _parse_scale(text: str) -> Scale:
     if isinstance(text, str) and (match := re.fullmatch(r"delayed\(([1-9]\d*)(?:,(-?\d+)(?:,(max|most_recent))?)?\)", text)):
         return Scale("delayed", int(match[1]), int(match[2] or 0), match[3] or "max")  # type: ignore[arg-type]
     raise UserError(
-        f"There is no scale {text!r}{_did_you_mean(str(text), ['fp32', 'pow2', 'pow2_ceil', 'nvfp4'])}: "
+        f"There is no scale {text!r}{did_you_mean(str(text), ['fp32', 'pow2', 'pow2_ceil', 'nvfp4'])}: "
         "choose 'none', 'fp32', 'pow2', 'pow2_ceil', 'nvfp4', 'delayed(history)' or 'delayed(history,margin,max|most_recent)'."
     )
 
@@ -243,7 +530,7 @@ def _parse_rounding(text: str) -> Rounding:
     if (match := re.fullmatch(r"stochastic\(([1-9]\d?)\)", text)) and int(match[1]) <= 24:
         return Rounding("stochastic", int(match[1]))
     raise UserError(
-        f"There is no rounding {text!r}{_did_you_mean(str(text), ['nearest', 'stochastic(16)', 'toward_zero'])}: "
+        f"There is no rounding {text!r}{did_you_mean(str(text), ['nearest', 'stochastic(16)', 'toward_zero'])}: "
         "choose 'nearest', 'toward_zero', or 'stochastic(bits)' with 1 to 24 bits."
     )
 

@@ -124,5 +124,6 @@ class Draw:
 
     key: int
     step: Tensor
+    """Or int64[3]: the step and what to add to `row` and to `key`, for what only the device knows. Casts take it."""
     row: int = 0
     column: int = 0

@@ -25,6 +25,23 @@ def test_inductor_gives_the_same_bits_in_one_graph(text: str) -> None:
         assert pairs.differing(eager.contiguous(), graph.contiguous()) == 0
 
 
+def test_a_captured_graph_measures_anew() -> None:
+    """The magnitude of an earlier replay does not stay in the sum."""
+    x, amax = torch.randn(256, 512, device="cuda"), torch.ones((), device="cuda")
+    run = lambda: torch.ops.dither.quantize_both(x, "e4m3 tensor delayed(4)", amax, "", 0, None, 0, 0, "kernel")  # noqa: E731
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for scale in (4.0, 0.01):
+        x.mul_(scale)
+        amax.fill_(scale)
+        graph.replay()
+        for a, b in zip(captured, run(), strict=True):
+            assert pairs.differing(a, b) == 0
+        assert captured[-1] == x.abs().amax()
+
+
 def test_a_captured_graph_follows_the_step() -> None:
     """The step is read on the device: replaying with another step draws that step's bits."""
     cast = Cast.parse("e2m1 tile(32) pow2_ceil stochastic(16)")

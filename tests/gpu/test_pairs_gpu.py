@@ -75,16 +75,71 @@ def test_other_axes_offsets_and_strides(cast: Cast) -> None:
     "cast",
     pairs.casts(
         ["e4m3", "e5m2", "e2m1", "e3m2", "int8"],
-        ["tile(128) fp32", "tile(32) pow2", "tile(32) pow2_ceil", "tile(256) fp32"],
-    ),
+        [
+            "tile(128) fp32",
+            "tile(32) fp32",
+            "tile(32) pow2_ceil",
+            "tile(256) fp32",
+            "tensor fp32",
+            "row fp32",
+            "block(128) fp32",
+            "block(32) pow2",
+        ],
+    )
+    + pairs.casts(["e2m1", "e5m2"], ["tile(32) pow2", "tile(1024) fp32", "tensor pow2", "none none"], ["stochastic(8)"]),
     ids=str,
 )
 def test_both_layouts(cast: Cast) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         assert pairs.check_both(big(dtype, 3, 4096, 4096), cast) == 0
         assert pairs.check_both(big(dtype, 4, 1021, 777), cast, (5, 24)) == 0
+    assert pairs.check_both(big(torch.float16, 5, 1030, 520).T, cast, (5, 3)) == 0
     if cast.element.bits < 8 and not cast.element.is_integer:
-        assert pairs.check_both(big(torch.bfloat16, 5, 1024, 512), cast, container="e4m3") == 0
+        for dtype in (torch.bfloat16, torch.float32):
+            assert pairs.check_both(big(dtype, 5, 1024, 512), cast, container="e4m3") == 0
+            assert pairs.check_both(big(dtype, 6, 1021, 777), cast, container="e4m3") == 0
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-3, 7.0, 3e38, torch.inf, torch.nan])
+@pytest.mark.parametrize("how", ["nearest", "stochastic(16)"])
+@pytest.mark.parametrize(
+    "text", ["e4m3 tensor delayed(4)", "e5m2 tensor delayed(4,3)", "e3m4 tensor delayed(4)", "e5m2 tensor"]
+)
+def test_given_magnitudes(text: str, how: str, value: float) -> None:
+    """The GPU's own conversions make a number of an infinity: here they must not, wherever it lies."""
+    cast, amax = Cast.parse(f"{text} {how}"), torch.tensor(value, device="cuda")
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x = big(dtype, 7, 517, 1000)
+        assert pairs.check_both(x, cast, amax=amax) == 0
+        x[3, 900], x[400, 2], x[-1, -1] = torch.inf, -torch.inf, torch.nan
+        assert pairs.check_both(x, cast, amax=amax) == 0
+        assert pairs.check_quantize(x, cast, 1, amax=amax) == 0
+        assert pairs.check_quantize(x, cast, 0, amax=amax) == 0
+
+
+@pytest.mark.parametrize("text", ["e4m3 tile(128)", "e2m1 tile(128) fp32 stochastic(16)", "e2m1 block(32)", "e5m2 tensor"])
+def test_both_layouts_of_lost_groups(text: str) -> None:
+    cast, x = Cast.parse(text), big(torch.bfloat16, 8, 1021, 777)
+    x[3, 700], x[1000, 2], x[500, 500] = torch.inf, -torch.inf, torch.nan
+    assert pairs.check_both(x, cast) == 0
+    if cast.element.bits < 8:
+        assert pairs.check_both(x, cast, container="e4m3") == 0
+
+
+def test_products_that_overflow_in_another_storage() -> None:
+    """A given magnitude far too small for nvfp4: finite products overflow, and saturate instead of becoming NaN."""
+    x, amax = big(torch.float32, 10, 64, 512) * 1e30, torch.tensor(1e-30, device="cuda")
+    for how in ("nearest", "stochastic(16)"):
+        assert pairs.check_quantize(x, Cast.parse(f"e2m1 tile(16) nvfp4 {how}"), 1, container="e4m3", amax=amax) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_amax(dtype: torch.dtype) -> None:
+    x = big(dtype, 9)
+    for value in (-60001.0, torch.inf, torch.nan):
+        x[-1, -1] = value
+        for view in (x, x.T, x[1:, 1:], x[::3, ::2], x[-1], x[-1, -1:], x[-1, -1], x[:32].reshape(4, 8, 10008)):
+            assert pairs.check_amax(view) == 0
 
 
 @pytest.mark.parametrize("cast", pairs.casts(), ids=str)

@@ -22,6 +22,12 @@ def interpreted() -> bool:
 
 
 @functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many there are, so that a kernel can start just as many programs as run at once; 1 in the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@functools.cache
 def native(device: torch.device) -> bool:
     """Whether kernels may use PTX and the FP8 conversions of NVIDIA GPUs from Ada and Hopper on."""
     return not interpreted() and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 9)

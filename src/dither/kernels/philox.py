@@ -36,8 +36,9 @@ def program_tile(program, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constex
     The tiles of all matrices stand in one line, since only the first dimension of a grid may exceed 65,535.
     """
     program = program.to(tl.uint32)
-    across = tl.cdiv(columns, COLUMNS).to(tl.uint32)
-    down = tl.cdiv(rows, ROWS).to(tl.uint32)
+    zero = program * 0  # a size of 1 is a constant to Triton, which 3.7 cannot convert
+    across = tl.cdiv(columns + zero, COLUMNS).to(tl.uint32)
+    down = tl.cdiv(rows + zero, ROWS).to(tl.uint32)
     strip = program // across
     batch = strip // down
     first_row = (strip - batch * down).to(tl.int64) * ROWS

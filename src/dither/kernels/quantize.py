@@ -1,10 +1,13 @@
 """Casting with scales, as in `dither.reference.quantize`: one kernel reads a tensor once and writes codes and scales.
 
-A program holds a tile x_RC of one matrix. It casts along the columns, along the rows (on the transposed tile), or both,
-in which case each element is read, and its random bits are drawn, once. Codes are stored with the quantized axis innermost.
+A program holds a tile x_RC of one matrix. It casts along the columns or along the rows (on the transposed tile), and stores
+codes with the quantized axis innermost. Where both layouts hold the same codes, it casts once and stores them twice.
 
 Bytes that must move, bfloat16 to FP8 with 1 x 128 tiles: 2 + 1 + 4/128 an element, and 1 + 4/128 more for both layouts.
 """
+
+import functools
+from typing import Any
 
 import torch
 import triton
@@ -17,7 +20,7 @@ from dither.kernels import native
 from dither.kernels.packing import e2m1_words, store_packed, store_words
 from dither.kernels.philox import aligned, program_tile, random_calls, random_elements, tiles
 from dither.kernels.rounding import (
-    INFINITY,
+    SIGN,
     as_bits,
     as_float,
     decode,
@@ -27,7 +30,10 @@ from dither.kernels.rounding import (
     how,
     round_bits,
     round_code,
+    round_code_in,
+    round_magnitude,
     widen,
+    widen_here,
     with_sign,
 )
 from dither.kernels.scaling import (
@@ -35,6 +41,7 @@ from dither.kernels.scaling import (
     amax_bits,
     block_rounding,
     group_factors,
+    line_amax_bits,
     scaling_fields,
     store_factors,
     tensor_factor,
@@ -115,6 +122,77 @@ def restored(value, restore, tensor, DTYPE: tl.constexpr, SCALED: tl.constexpr, 
 
 
 @triton.jit
+def scaled_bits(x, multiply, S: tl.constexpr, MEASURE: tl.constexpr):
+    """Bits of |x * multiply|. MEASURE says that `multiply` comes from the groups of x themselves: then nothing overflows."""
+    magnitude = tl.abs(x)
+    if S.KIND == "none":
+        return as_bits(magnitude)
+    y = as_bits(magnitude * multiply)
+    if not MEASURE or S.KIND == "nvfp4":
+        # The tensor's own magnitude was given: a finite product may overflow, and then saturates.
+        y = tl.where((y == 0x7F800000) & (as_bits(magnitude) < 0x7F800000), 0x7F7FFFFF, y)
+    return y
+
+
+@triton.jit
+def limited(y, F: tl.constexpr):
+    """At most the format's largest magnitude. Compared unsigned, so does a NaN of either sign stop, as the reference says."""
+    return tl.minimum(y.to(tl.uint32, bitcast=True), F.MAX_BITS).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def native_codes(x, multiply, F: tl.constexpr, GROUPED: tl.constexpr):
+    """E4M3 or E5M2 codes by the GPU's own conversions, which round and saturate as we do, but make a number of an infinity."""
+    product = x * multiply
+    if F.BIAS == 7:
+        if not GROUPED:
+            product += x * 0.0  # NaN where x is infinite, and else nothing
+        return product.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        code = product.to(tl.float8e5).to(tl.uint8, bitcast=True)
+        if not GROUPED:
+            infinite = (tl.abs(x) == float("inf")) & (product == product)
+            code = tl.where(infinite, ((as_bits(x) >> 24) & 0x80 | 0x7C).to(tl.uint8), code)
+        return code
+
+
+@triton.jit
+def tile_codes(x, multiply, random, F: tl.constexpr, C: tl.constexpr, S: tl.constexpr, H: tl.constexpr, MEASURE: tl.constexpr):
+    """Codes in C of x * multiply, rounded to F; see `scaled_bits` for MEASURE."""
+    # A measured scale is NaN when something in the group is not finite: a product is then finite, or all of a group is NaN.
+    GROUPED: tl.constexpr = MEASURE and S.KIND != "none"
+    FP8: tl.constexpr = F == C and F.BITS == 8 and (F.BIAS == 7 or F.BIAS == 15) and S.KIND != "none"
+    if FP8 and H.NATIVE and H.KIND == "nearest":
+        return native_codes(x, multiply, F, GROUPED)
+    else:
+        sign = as_bits(x)
+        y = scaled_bits(x, multiply, S, MEASURE)
+        if GROUPED and F == C and not F.HAS_NAN:
+            return with_sign(round_code(limited(y, F), random, F, H), sign, F)
+        elif GROUPED and not F.HAS_NAN and not F.INTEGER and C.BITS == 8 and C.BIAS == 7 and H.NATIVE:
+            # FP4 or FP6 for FP8 units: the conversion has nothing left to round. The sum makes NaN of a lost group.
+            value = as_float(round_magnitude(limited(y, F), random, F, H)) + as_float(y) * 0.0
+            return as_float(as_bits(value) | (sign & SIGN)).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        elif GROUPED and not F.HAS_NAN and not F.INTEGER and C.HAS_NAN:
+            code = with_sign(round_code_in(limited(y, F), random, F, C, H), sign, C)
+            return tl.where(y > 0x7F800000, C.NAN_CODE, code)
+        else:
+            return encode(round_bits(y, sign, random, F, H, True), C)
+
+
+@triton.jit
+def store_scales(
+    scale_ptr, stored, line0, first, lines, length, P: tl.constexpr, Q: tl.constexpr, GP: tl.constexpr, GQ: tl.constexpr
+):
+    """Write the scales [P / GP, Q / GQ] of the groups from element `first` of line `line0` on."""
+    group_line = line0 // GP + tl.arange(0, P // GP)
+    group = first // GQ + tl.arange(0, Q // GQ)
+    groups = (length + GQ - 1) // GQ
+    inside = (group_line < (lines + GP - 1) // GP)[:, None] & (group < groups)[None, :]
+    tl.store(scale_ptr + group_line[:, None] * groups + group[None, :], stored.to(scale_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def cast_tile(
     x,
     random,
@@ -142,6 +220,7 @@ def cast_tile(
     FAKE: tl.constexpr,
     RAGGED: tl.constexpr,
     WORDS: tl.constexpr,
+    COMPACT: tl.constexpr,
 ):
     """Cast x [P, Q], elements first .. of lines line0 .., with groups [GP, GQ], and store codes (or values) and scales.
 
@@ -149,60 +228,86 @@ def cast_tile(
     only when measured here.
     """
     line = line0 + tl.arange(0, P)
-    sign = as_bits(x)
-    magnitude = tl.abs(x)
-    y = as_bits(magnitude)
-    restore = x
+    multiply, restore = x, x
     if S.KIND != "none":
         if MEASURE:
-            amax = largest(tl.reshape(magnitude, [P // GP, GP, Q // GQ, GQ]), H.NATIVE)
+            amax = largest(tl.reshape(tl.abs(x), [P // GP, GP, Q // GQ, GQ]), H.NATIVE)
+            if COMPACT:
+                # Each magnitude in one thread, not in all that share the group, so that less work is done twice.
+                n: tl.constexpr = (P // GP) * (Q // GQ)
+                amax = tl.reshape(tl.gather(tl.reshape(amax, [n]), tl.arange(0, n), 0), [P // GP, Q // GQ])
         multiply, restore, stored = group_factors(amax, tensor, S, E, W, MEASURE, H.NATIVE)
         if MEASURE and not FAKE:
-            group_line = line0 // GP + tl.arange(0, P // GP)
-            group = first // GQ + tl.arange(0, Q // GQ)
-            groups = (length + GQ - 1) // GQ
-            inside = (group_line < (lines + GP - 1) // GP)[:, None] & (group < groups)[None, :]
-            tl.store(
-                scale_ptr + group_line[:, None] * groups + group[None, :],
-                stored.to(scale_ptr.dtype.element_ty),
-                mask=inside,
-            )
+            store_scales(scale_ptr, stored, line0, first, lines, length, P, Q, GP, GQ)
         multiply = spread(multiply, P, Q, GP, GQ)
-        y = as_bits(magnitude * multiply)
-        if not MEASURE or S.KIND == "nvfp4":
-            # The tensor's own magnitude was given: a finite product may overflow, and then saturates.
-            y = tl.where((y == 0x7F800000) & (as_bits(magnitude) < 0x7F800000), 0x7F7FFFFF, y)
         restore = spread(restore, P, Q, GP, GQ)
-    # A measured scale is NaN when something in the group is not finite: y is then finite, or all of a group is NaN.
-    GROUPED: tl.constexpr = MEASURE and S.KIND != "none"
     if FAKE:
-        value = as_float(round_bits(y, sign, random, F, H, True))
+        value = as_float(round_bits(scaled_bits(x, multiply, S, MEASURE), as_bits(x), random, F, H, True))
         result = restored(value, restore, tensor, out_ptr.dtype.element_ty, S.KIND != "none", S.KIND == "nvfp4", H.NATIVE)
         at = first + tl.arange(0, Q)
         inside = (line < lines)[:, None] & (at < length)[None, :]
         tl.store(out_ptr + line[:, None] * stride_line + at[None, :] * stride_element, result, mask=inside)
+    elif (
+        # E2M1 in its own storage, with 16 random bits: eight codes at a time.
+        F == C and F.BITS == 4 and not F.INTEGER and MEASURE and S.KIND != "none" and H.NATIVE and H.BITS == 16 and WORDS
+        and not RAGGED
+    ):  # fmt: skip
+        words = e2m1_words(limited(scaled_bits(x, multiply, S, MEASURE), F), as_bits(x), random, F, P, Q)
+        store_words(out_ptr, words, line, first, lines, stride_line, Q)
     else:
-        E2M1: tl.constexpr = GROUPED and F == C and F.BITS == 4 and not F.INTEGER
-        FAST: tl.constexpr = E2M1 and H.NATIVE and H.BITS == 16 and WORDS and not RAGGED
-        if H.NATIVE and H.KIND == "nearest" and GROUPED and F == C and F.BITS == 8 and (F.BIAS == 7 or F.BIAS == 15):
-            # The GPU's own conversions of FP8 round and saturate as we do.
-            if F.BIAS == 7:
-                code = (x * multiply).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-            else:
-                code = (x * multiply).to(tl.float8e5).to(tl.uint8, bitcast=True)
-        elif GROUPED and F == C and not F.HAS_NAN:
-            # Compared unsigned, a NaN of either sign stops at the largest magnitude, as the reference says.
-            limited = tl.minimum(y.to(tl.uint32, bitcast=True), F.MAX_BITS).to(tl.int32, bitcast=True)
-            if FAST:
-                store_words(out_ptr, e2m1_words(limited, sign, random, F, P, Q), line, first, lines, stride_line, Q)
-            else:
-                code = with_sign(round_code(limited, random, F, H), sign, F)
-        else:
-            code = encode(round_bits(y, sign, random, F, H, True), C)
+        code = tile_codes(x, multiply, random, F, C, S, H, MEASURE)
         if RAGGED:
             code = tl.where(((first + tl.arange(0, Q)) < length)[None, :], code, 0)
-        if not FAST:
-            store_packed(out_ptr, code, line, first, lines, stride_line, C.BITS, WORDS, P, Q)
+        store_packed(out_ptr, code, line, first, lines, stride_line, C.BITS, WORDS, P, Q)
+
+
+@triton.jit
+def load_tile(
+    x_ptr,
+    step_ptr,
+    key,
+    top,
+    left,
+    rows,
+    columns,
+    inner,
+    stride_r,
+    stride_c,
+    H: tl.constexpr,
+    RUN: tl.constexpr,
+    BY_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    A: tl.constexpr,
+    EVEN: tl.constexpr,
+    HERE: tl.constexpr,
+):
+    """The tile at x_ptr as one line (see `element_place`), zeros beyond its `rows` and `columns`, and its random bits.
+
+    `top` and `left` are the coordinates of its first element in the whole tensor, where its rows lie `inner` apart.
+    """
+    N: tl.constexpr = ROWS * COLUMNS
+    row, column = element_place(tl.arange(0, N), N, COLUMNS, A, RUN, BY_ROWS)
+    place = x_ptr + row.to(tl.int64) * stride_r + column * stride_c
+    if EVEN:
+        x = tl.load(place)
+    else:
+        x = tl.load(place, mask=(row < rows) & (column < columns), other=0.0)
+    x = widen_here(x, H.NATIVE) if HERE else widen(x, H.NATIVE)
+    random = as_bits(x)
+    if H.KIND == "stochastic":
+        step = tl.load(step_ptr).to(tl.uint32)
+        if H.MOVED:
+            top += tl.load(step_ptr + 1)
+            key += tl.load(step_ptr + 2)
+        top, left = top.to(tl.uint32), left.to(tl.uint32)
+        if H.ALIGNED:
+            E: tl.constexpr = 128 // H.WIDTH
+            row, column = element_place(tl.arange(0, N // E) * E, N, COLUMNS, A, RUN, BY_ROWS)
+            random = random_calls(key, step, top + (row * inner).to(tl.uint32), left + column.to(tl.uint32), N // E, H.WIDTH)
+        else:
+            random = random_elements(key, step, top + (row * inner).to(tl.uint32), left + column.to(tl.uint32), H.WIDTH)
+    return x, random
 
 
 @triton.jit
@@ -245,30 +350,18 @@ def cast_program(
     FAKE: tl.constexpr,
     RAGGED: tl.constexpr,
     WORDS: tl.constexpr,
+    COMPACT: tl.constexpr,
 ):
     """Load tile number `program`, draw its random bits and cast it along its columns or, transposed, along its rows."""
     N: tl.constexpr = ROWS * COLUMNS
     batch, first_row, first_column = program_tile(program, rows, columns, ROWS, COLUMNS)
-    row, column = element_place(tl.arange(0, N), N, COLUMNS, A, RUN, ALONG_ROWS)
-    origin = x_ptr + batch * stride_b + first_row * stride_r + first_column * stride_c
-    place = origin + row.to(tl.int64) * stride_r + column * stride_c
-    if EVEN:
-        x = widen(tl.load(place), H.NATIVE)
-    else:
-        inside = (row < rows - first_row) & (column < columns - first_column)
-        x = widen(tl.load(place, mask=inside, other=0.0), H.NATIVE)
-    random = as_bits(x)
-    if H.KIND == "stochastic":
-        step = tl.load(step_ptr).to(tl.uint32)
-        # Matrix b of a batch begins at row (b // inner) * rows * inner + b % inner and takes every inner-th one.
-        top = (row0 + (batch // inner) * rows * inner + batch % inner + first_row * inner).to(tl.uint32)
-        left = (column0 + first_column).to(tl.uint32)
-        if H.ALIGNED:
-            E: tl.constexpr = 128 // H.WIDTH
-            row, column = element_place(tl.arange(0, N // E) * E, N, COLUMNS, A, RUN, ALONG_ROWS)
-            random = random_calls(key, step, top + (row * inner).to(tl.uint32), left + column.to(tl.uint32), N // E, H.WIDTH)
-        else:
-            random = random_elements(key, step, top + (row * inner).to(tl.uint32), left + column.to(tl.uint32), H.WIDTH)
+    # Matrix b of a batch begins at row (b // inner) * rows * inner + b % inner and takes every inner-th one.
+    x, random = load_tile(
+        x_ptr + batch * stride_b + first_row * stride_r + first_column * stride_c, step_ptr, key,
+        row0 + (batch // inner) * rows * inner + batch % inner + first_row * inner, column0 + first_column,
+        rows - first_row, columns - first_column, inner, stride_r, stride_c, H, RUN, ALONG_ROWS, ROWS, COLUMNS, A, EVEN,
+        False,
+    )  # fmt: skip
     tensor = 1.0
     if S.KIND == "nvfp4":
         tensor = tensor_factor(tl.load(tensor_ptr), S)
@@ -292,7 +385,7 @@ def cast_program(
     groups = ((lines + GP - 1) // GP) * ((length + GQ - 1) // GQ)
     cast_tile(
         x, random, amax, tensor, out_ptr + batch * out_batch, scale_ptr + batch * groups, first_line, first, lines, length,
-        out_line, out_element, F, C, S, H, SCALE, W, P, Q, GP, GQ, MEASURE, FAKE, RAGGED, WORDS,
+        out_line, out_element, F, C, S, H, SCALE, W, P, Q, GP, GQ, MEASURE, FAKE, RAGGED, WORDS, COMPACT,
     )  # fmt: skip
 
 
@@ -339,7 +432,7 @@ def _quantize_kernel(
     cast_program(
         tl.program_id(0), x_ptr, out_ptr, scale_ptr, amax_ptr, tensor_ptr, step_ptr, key, row0, column0, rows, columns, inner,
         stride_b, stride_r, stride_c, out_batch, out_line, out_element, F, C, S, H, SCALE, W, GP, GQ, RUN, ALONG_ROWS, ROWS,
-        COLUMNS, A, EVEN, MEASURE, PER_LINE, FAKE, RAGGED, WORDS,
+        COLUMNS, A, EVEN, MEASURE, PER_LINE, FAKE, RAGGED, WORDS, False,
     )  # fmt: skip
 
 
@@ -377,6 +470,7 @@ def _quantize_both_kernel(
     RAGGED_T: tl.constexpr,
     WORDS: tl.constexpr,
     WORDS_T: tl.constexpr,
+    COMPACT: tl.constexpr,
 ):
     """Even programs cast along the columns, odd ones along the rows, over the same part of x at the same time.
 
@@ -390,15 +484,86 @@ def _quantize_both_kernel(
             cast_program(
                 tile, x_ptr, out_ptr, scale_ptr, x_ptr, x_ptr, step_ptr, key, row0, column0, rows, columns, 1, 0, stride_r,
                 stride_c, 0, out_line, 1, F, C, S, H, SCALE, W, 1, GQ, RUN, False, SHORT, LONG, A, EVEN, True, False, False,
-                RAGGED, WORDS,
+                RAGGED, WORDS, False,
             )  # fmt: skip
     else:
         if tile < tl.cdiv(rows, LONG) * tl.cdiv(columns, SHORT):
             cast_program(
                 tile, x_ptr, out_t_ptr, scale_t_ptr, x_ptr, x_ptr, step_ptr, key, row0, column0, rows, columns, 1, 0, stride_r,
                 stride_c, 0, out_t_line, 1, F, C, S, H, SCALE, W, 1, GQ, RUN, True, LONG, SHORT, A_T, EVEN, True, False, False,
-                RAGGED_T, WORDS_T,
+                RAGGED_T, WORDS_T, COMPACT,
             )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["key", "row0", "column0"])
+def _quantize_once_kernel(
+    x_ptr,
+    out_ptr,
+    scale_ptr,
+    out_t_ptr,
+    scale_t_ptr,
+    amax_ptr,
+    measured_ptr,
+    step_ptr,
+    key,
+    row0,
+    column0,
+    rows,
+    columns,
+    stride_r,
+    stride_c,
+    out_line,
+    out_t_line,
+    F: tl.constexpr,
+    C: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    SCALE: tl.constexpr,
+    W: tl.constexpr,
+    G: tl.constexpr,
+    RUN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    A: tl.constexpr,
+    EVEN: tl.constexpr,
+    WORDS: tl.constexpr,
+    WORDS_T: tl.constexpr,
+):
+    """Both layouts where the groups are the same along both axes, G x G blocks or (G = 0) all of x: cast once, store twice.
+
+    A thread holds a few columns of A neighbouring rows, so that codes leave it several at a time in either direction. The
+    second layout goes through shared memory as codes, one byte an element. `measured_ptr` takes the largest magnitude.
+    """
+    _, first_row, first_column = program_tile(tl.program_id(0), rows, columns, ROWS, COLUMNS)
+    x, random = load_tile(
+        x_ptr + first_row * stride_r + first_column * stride_c, step_ptr, key, row0 + first_row, column0 + first_column,
+        rows - first_row, columns - first_column, 1, stride_r, stride_c, H, RUN, True, ROWS, COLUMNS, A, EVEN, True,
+    )  # fmt: skip
+    x = tl.reshape(tl.permute(tl.reshape(x, [A, ROWS // A, COLUMNS]), (1, 0, 2)), [ROWS, COLUMNS])
+    random = tl.reshape(tl.permute(tl.reshape(random, [A, ROWS // A, COLUMNS]), (1, 0, 2)), [ROWS, COLUMNS])
+    multiply = x
+    if G > 0:
+        amax = largest(tl.reshape(tl.abs(x), [ROWS // G, G, COLUMNS // G, G]), H.NATIVE)
+        multiply, _, stored = group_factors(amax, 1.0, S, SCALE, W, True, H.NATIVE)
+        store_scales(scale_ptr, stored, first_row, first_column, rows, columns, ROWS, COLUMNS, G, G)
+        store_scales(scale_t_ptr, tl.trans(stored), first_column, first_row, columns, rows, COLUMNS, ROWS, G, G)
+        multiply = spread(multiply, ROWS, COLUMNS, G, G)
+    elif S.KIND != "none":
+        multiply, _, stored = group_factors(tl.load(amax_ptr), 1.0, S, SCALE, W, False, H.NATIVE)
+        if tl.program_id(0) == 0:
+            tl.store(scale_ptr, stored.to(scale_ptr.dtype.element_ty))
+            tl.store(scale_t_ptr, stored.to(scale_t_ptr.dtype.element_ty))
+    if S.KIND == "delayed":
+        tl.atomic_max(measured_ptr, tl.max(as_bits(tl.abs(x))), sem="relaxed")
+    code = tile_codes(x, multiply, random, F, C, S, H, G > 0)
+    row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
+    if C.BITS < 8:
+        if not EVEN:  # what fills up a byte is zero, also beside a NaN
+            code = tl.where((row < rows)[:, None] & (column < columns)[None, :], code, 0)
+    else:
+        code = code.to(out_ptr.dtype.element_ty)
+    store_packed(out_ptr, code, row, first_column, rows, out_line, C.BITS, WORDS, ROWS, COLUMNS)
+    store_packed(out_t_ptr, tl.trans(code), column, first_row, columns, out_t_line, C.BITS, WORDS_T, COLUMNS, ROWS)
 
 
 @triton.jit
@@ -465,15 +630,14 @@ def _dequantize_kernel(
 
 def amax(x: Tensor) -> Tensor:
     """The largest magnitude of a tensor, 0-d float32."""
-    bits = amax_bits(x.reshape(1, -1, x.shape[-1] if x.dim() else 1), None)
-    return torch.where(bits > INFINITY.value, torch.nan, bits.view(torch.float32))
+    return amax_bits(x).view(torch.float32)
 
 
 def quantize(
     x: Tensor, cast: Cast, axis: int, draw: Draw | None, given_amax: Tensor | None, container: Format
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of `x`, their scales and the tensor's scale (empty tensors for what the cast does not have)."""
-    place = layout.layout_of(tuple(x.shape), cast, axis)
+    place = layout.known_layout(tuple(x.shape), cast, axis)
     values, scale = layout.empty_lines(x, cast, place, container)
     tensor = _launch(x, cast, place, draw, given_amax, container, values, scale, fake=False)
     return place.expose(values), layout.expose_scale(scale, cast, place), tensor
@@ -481,48 +645,132 @@ def quantize(
 
 def fake_quantize(x: Tensor, cast: Cast, axis: int, draw: Draw | None, given_amax: Tensor | None) -> Tensor:
     """What `dequantize(quantize(x))` gives, in x's dtype and shape, without codes."""
-    place = layout.layout_of(tuple(x.shape), cast, axis)
+    place = layout.values_layout(tuple(x.shape), cast, axis)
     out = torch.empty_like(place.matrices(x))
     _launch(x, cast, place, draw, given_amax, cast.element, out, x.new_empty(0, dtype=torch.float32), fake=True)
     return place.restore(out)
 
 
-def quantize_both(x: Tensor, cast: Cast, draw: Draw | None, container: Format) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes and scales of the matrix `x` along axis 1 and along axis 0."""
-    along, across = (layout.layout_of(tuple(x.shape), cast, axis) for axis in (1, 0))
+def quantize_both(
+    x: Tensor, cast: Cast, draw: Draw | None, given_amax: Tensor | None, container: Format
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Codes and scales of the matrix `x` along axis 1 and along axis 0, and, for delayed scaling, its largest magnitude."""
+    along, across = (layout.known_layout(tuple(x.shape), cast, axis) for axis in (1, 0))
     values, scale = layout.empty_lines(x, cast, along, container)
     values_t, scale_t = layout.empty_lines(x, cast, across, container)
-    if x.numel():
-        rows, columns = x.shape
-        LONG, SHORT, A, A_T, warps = _both_shape(cast.group.size, x.itemsize)
-        count = max(tiles(1, rows, columns, SHORT, LONG), tiles(1, rows, columns, LONG, SHORT))[0]
-        _quantize_both_kernel[(2 * count,)](
-            x,
-            _codes(values),
-            _codes(scale, scale=True),
-            _codes(values_t),
-            _codes(scale_t, scale=True),
-            *draw_arguments(draw),
-            rows,
-            columns,
-            *x.stride(),
-            values.stride(1),
-            values_t.stride(1),
-            **_cast_constants(cast, container, draw, x),
-            GQ=cast.group.size,
-            LONG=LONG,
-            SHORT=SHORT,
-            A=A,
-            A_T=A_T,
-            EVEN=rows % LONG == columns % LONG == 0,
-            RAGGED=bool(columns % 8),
-            RAGGED_T=bool(rows % 8),
-            WORDS=values.stride(1) % 4 == 0,
-            WORDS_T=values_t.stride(1) % 4 == 0,
-            num_warps=warps,
-            maxnreg=REGISTERS if draw is None else None,
-        )
-    return along.expose(values), along.expose(scale), across.expose(values_t), across.expose(scale_t)
+    measured = x.new_zeros(() if cast.scaling.kind == "delayed" else (0,), dtype=torch.float32)
+    if cast.group.kind == "row":
+        _launch(x, cast, along, draw, None, container, values, scale, fake=False)
+        _launch(x, cast, across, draw, None, container, values_t, scale_t, fake=False)
+    elif cast.group.kind == "tile":
+        _launch_tiles(x, cast, draw, container, values, scale, values_t, scale_t)
+    else:
+        _launch_once(x, cast, draw, given_amax, container, values, scale, values_t, scale_t, measured)
+    return (
+        along.expose(values),
+        layout.expose_scale(scale, cast, along),
+        across.expose(values_t),
+        layout.expose_scale(scale_t, cast, across),
+        measured,
+    )
+
+
+def _launch_tiles(
+    x: Tensor,
+    cast: Cast,
+    draw: Draw | None,
+    container: Format,
+    values: Tensor,
+    scale: Tensor,
+    values_t: Tensor,
+    scale_t: Tensor,
+) -> None:
+    """Fill codes and scales of tiles along both axes."""
+    if not x.numel():
+        return
+    rows, columns = x.shape
+    constants = _cast_constants(cast, container, draw, x)
+    LONG, SHORT, A, A_T, warps, registers, COMPACT = _both_shape(
+        cast.group.size, x.itemsize, constants["RUN"], draw is not None
+    )
+    count = max(tiles(1, rows, columns, SHORT, LONG), tiles(1, rows, columns, LONG, SHORT))[0]
+    _quantize_both_kernel[(2 * count,)](
+        x,
+        _codes(values),
+        _codes(scale, scale=True),
+        _codes(values_t),
+        _codes(scale_t, scale=True),
+        *draw_arguments(draw),
+        rows,
+        columns,
+        *x.stride(),
+        values.stride(1),
+        values_t.stride(1),
+        **constants,
+        GQ=cast.group.size,
+        LONG=LONG,
+        SHORT=SHORT,
+        A=A,
+        A_T=A_T,
+        EVEN=rows % LONG == columns % LONG == 0,
+        RAGGED=bool(columns % 8),
+        RAGGED_T=bool(rows % 8),
+        WORDS=values.stride(1) % 4 == 0,
+        WORDS_T=values_t.stride(1) % 4 == 0,
+        COMPACT=COMPACT,
+        num_warps=warps,
+        maxnreg=registers,
+    )
+
+
+def _launch_once(
+    x: Tensor,
+    cast: Cast,
+    draw: Draw | None,
+    given_amax: Tensor | None,
+    container: Format,
+    values: Tensor,
+    scale: Tensor,
+    values_t: Tensor,
+    scale_t: Tensor,
+    measured: Tensor,
+) -> None:
+    """Fill codes and scales of groups that are the same along both axes, and the largest magnitude where it is wanted."""
+    bits = largest = measured.view(torch.int32)
+    if cast.group.kind == "tensor":
+        bits = amax_bits(x) if given_amax is None else given_amax.view(torch.int32)
+    if not x.numel():
+        if cast.group.kind == "tensor":
+            store_factors(bits, _codes(scale, scale=True), cast)
+            store_factors(bits, _codes(scale_t, scale=True), cast)
+        return
+    rows, columns = x.shape
+    ROWS, COLUMNS, A, warps, registers = _once_shape(cast.group.size)
+    _quantize_once_kernel[tiles(1, rows, columns, ROWS, COLUMNS)](
+        x,
+        _codes(values),
+        _codes(scale, scale=True),
+        _codes(values_t),
+        _codes(scale_t, scale=True),
+        bits,
+        largest,
+        *draw_arguments(draw),
+        rows,
+        columns,
+        *x.stride(),
+        values.stride(1),
+        values_t.stride(1),
+        **_cast_constants(cast, container, draw, x),
+        G=cast.group.size,
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
+        A=A,
+        EVEN=rows % ROWS == columns % COLUMNS == 0,
+        WORDS=values.stride(1) % 4 == 0,
+        WORDS_T=values_t.stride(1) % 4 == 0,
+        num_warps=warps,
+        maxnreg=registers,
+    )
 
 
 def dequantize(
@@ -535,12 +783,13 @@ def dequantize(
     dtype: torch.dtype,
 ) -> Tensor:
     """The numbers that codes and scales stand for, of `shape` and `dtype`."""
-    place = layout.layout_of(shape, cast, axis)
+    place = layout.known_layout(shape, cast, axis)
     out = torch.empty((place.batch, place.rows, place.columns), dtype=dtype, device=values.device)
     codes = place.collect(values.view(layout.integer_dtype(cast.element)))
     groups = scale.reshape(-1)[:0]
     if cast.group.kind != "none":
-        groups = scale.reshape(1, 1, 1) if cast.group.kind == "tensor" else place.collect(scale)
+        whole = cast.group.kind == "tensor"
+        groups = scale.reshape(1, 1, 1).expand(place.batch, 1, 1) if whole else place.collect(scale)
     lines, length = place.lines
     P, Q = 16, 128
     if out.numel():
@@ -585,18 +834,22 @@ def _launch(
     x_BRC = place.matrices(x)
     tensor = x.new_empty(() if cast.scaling.kind == "nvfp4" else (0,), dtype=torch.float32)
     tensor_amax = line_amax = tensor
-    measure = kind in ("tile", "block") or (kind == "row" and not place.along_rows and place.columns <= LONGEST_ROW)
+    measure = kind in ("tile", "block") or (kind == "row" and not place.along_rows and 0 < place.columns <= LONGEST_ROW)
     if cast.scaling.kind == "nvfp4":
-        tensor_amax = amax_bits(x_BRC, None) if given_amax is None else given_amax.view(torch.int32)
+        tensor_amax = amax_bits(x) if given_amax is None else given_amax.view(torch.int32)
         store_factors(tensor_amax, tensor, cast)
     elif kind != "none" and not measure:
-        line_amax = amax_bits(x_BRC, place) if given_amax is None else given_amax.view(torch.int32)
+        if given_amax is not None:
+            line_amax = given_amax.view(torch.int32)
+        else:
+            line_amax = amax_bits(x) if kind == "tensor" else line_amax_bits(x_BRC, place.along_rows)
         if not fake:
-            store_factors(line_amax, scale, cast)
+            store_factors(line_amax, _codes(scale, scale=True), cast)
     if not x.numel():
         return tensor
 
-    ROWS, COLUMNS, A, warps = _tile_shape(place, kind, measure, x.itemsize)
+    constants = _cast_constants(cast, container, draw, x)
+    ROWS, COLUMNS, A, warps = _tile_shape(place, kind, measure, x.itemsize, constants["RUN"], draw is not None)
     P, Q = (COLUMNS, ROWS) if place.along_rows else (ROWS, COLUMNS)
     # One group a line, or one a tile: its factor is the same wherever in the group the tile lies.
     GP, GQ = place.group if kind in ("tile", "block") else (1 if kind == "row" else P, Q)
@@ -617,7 +870,7 @@ def _launch(
         batch,
         line,
         element,
-        **_cast_constants(cast, container, draw, x),
+        **constants,
         GP=GP,
         GQ=GQ,
         ALONG_ROWS=place.along_rows,
@@ -636,16 +889,24 @@ def _launch(
     return tensor
 
 
-def _cast_constants(cast: Cast, container: Format, draw: Draw | None, x: Tensor) -> dict[str, object]:
-    """What both kernels are told of a cast, as compile-time constants."""
+def _cast_constants(cast: Cast, container: Format, draw: Draw | None, x: Tensor) -> dict[str, Any]:
+    """What the kernels are told of a cast, as compile-time constants."""
+    moved = draw is not None and draw.step.dim() == 1
+    return _known_constants(cast, container, draw is not None, moved, aligned(draw, cast.round.width), x.itemsize, x.device)
+
+
+@functools.lru_cache(maxsize=4096)
+def _known_constants(
+    cast: Cast, container: Format, drawn: bool, moved: bool, whole: bool, itemsize: int, device: torch.device
+) -> dict[str, Any]:
     return {
         "F": fields(cast.element),
         "C": fields(container),
         "S": scaling_fields(cast),
-        "H": how(cast.round, aligned(draw, cast.round.width), x.device),
+        "H": how(cast.round, whole, device, moved),
         "SCALE": E4M3,
         "W": block_rounding(cast),
-        "RUN": max(16 // x.itemsize, 0 if draw is None else 128 // cast.round.width),
+        "RUN": max(16 // itemsize, 128 // cast.round.width if drawn else 0),
     }
 
 
@@ -656,7 +917,7 @@ def _codes(out: Tensor, *, scale: bool = False) -> Tensor:
     return out.view(layout.INTEGERS[out.itemsize])
 
 
-def _tile_shape(place: Layout, kind: str, measure: bool, itemsize: int) -> tuple[int, int, int, int]:
+def _tile_shape(place: Layout, kind: str, measure: bool, itemsize: int, run: int, drawn: bool) -> tuple[int, int, int, int]:
     """(rows, columns, A, warps) of a program's tile: whole groups, and 32 to 64 elements a thread to keep memory busy.
 
     A is how often a thread loads its 16 bytes, as far as the tile's shape allows. Chosen by `benchmarks/quantize.py --sweep`.
@@ -668,8 +929,9 @@ def _tile_shape(place: Layout, kind: str, measure: bool, itemsize: int) -> tuple
         return rows, columns, 1, warps
     if place.along_rows:
         rows = max(q, 64)
-        columns = max(32, 8192 // rows)
-        return rows, columns, 8 * itemsize, 4
+        columns = max(32, p, 8192 // rows)
+        warps = 4 if rows * columns <= 8192 else 8
+        return rows, columns, _rows_a_thread(rows * columns, warps, run) if drawn else 8 * itemsize, warps
     if p > 1:  # square blocks
         rows, columns = max(p, 32), max(q, 128)
         return rows, columns, 1, 8 if rows * columns > 4096 else 4
@@ -677,8 +939,24 @@ def _tile_shape(place: Layout, kind: str, measure: bool, itemsize: int) -> tuple
     return max(1, 8192 // columns), columns, 4, 4
 
 
-def _both_shape(size: int, itemsize: int) -> tuple[int, int, int, int, int]:
-    """(length along the groups, lines, A along columns, A along rows, warps) of the tiles that are cast for both layouts."""
+def _rows_a_thread(elements: int, warps: int, run: int) -> int:
+    """A along the rows with random bits: neighbouring rows in each thread, so that neither x nor the bits change threads.
+
+    Packed codes of eight rows then leave a thread as a word: 125 registers where A twice as large takes 209.
+    """
+    return elements // (32 * warps * run)
+
+
+def _both_shape(size: int, itemsize: int, run: int, drawn: bool) -> tuple[int, int, int, int, int, int | None, bool]:
+    """(length along the groups, lines, A along columns, A along rows, warps, registers, COMPACT) of tiles for both layouts."""
     long = max(size, 128)
-    short = max(8, 8192 // long)
-    return long, short, 4, 8 * itemsize, 4
+    short = max(16, 8192 // long)
+    if drawn:
+        # 128 registers let four programs run at once; float32, which fills as many again, would spill too much.
+        return long, short, 4, _rows_a_thread(long * short, 4, run), 4, 128 if itemsize == 2 else None, False
+    return long, short, 4, 8 * itemsize, 4, REGISTERS, False
+
+
+def _once_shape(size: int) -> tuple[int, int, int, int, int | None]:
+    """(rows, columns, A, warps, registers) of tiles that are cast once for both layouts: whole blocks, 32 elements a thread."""
+    return (128, 128, 4, 16, None) if size == 128 else (64, 128, 4, 8, None)

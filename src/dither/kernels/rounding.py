@@ -57,6 +57,7 @@ class How(NamedTuple):
     WIDTH: int
     ALIGNED: bool
     NATIVE: bool
+    MOVED: bool = False
 
 
 @functools.cache
@@ -86,9 +87,10 @@ def _truncated_product(exponent: int) -> str:
 
 
 @functools.cache
-def how(rounding: Rounding, whole: bool, device: torch.device) -> How:
-    """The constant that device functions take for `rounding`; `whole` says that its random bits begin a Philox block."""
-    return How(rounding.kind, rounding.bits, rounding.width, whole, native(device))
+def how(rounding: Rounding, whole: bool, device: torch.device, moved: bool = False) -> How:
+    """The constant that device functions take for `rounding`; `whole` says that its random bits begin a Philox block,
+    `moved` that the step is followed by a number of rows to add, and one to add to the key."""
+    return How(rounding.kind, rounding.bits, rounding.width, whole, native(device), moved)
 
 
 def float_bits(x: float) -> int:
@@ -115,6 +117,24 @@ def widen(x, NATIVE: tl.constexpr):
         return as_float(x.to(tl.int16, bitcast=True).to(tl.int32) << 16)
     else:
         return x.to(tl.float32)
+
+
+WIDEN_BF16 = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;")
+WIDEN_FP16 = tl.constexpr("{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }")
+
+
+@triton.jit
+def widen_here(x, NATIVE: tl.constexpr):
+    """The same where x stays in the threads that loaded it.
+
+    Triton 3.6 moves a change of layout that comes later, of codes say, up to a widening that it knows, and then does all
+    that lies between twice: 16.8 instructions an element against 13.1 for E4M3 in both layouts. It does not know this one.
+    """
+    if not NATIVE or x.dtype == tl.float32:
+        return widen(x, NATIVE)
+    else:
+        how: tl.constexpr = WIDEN_BF16 if x.dtype == tl.bfloat16 else WIDEN_FP16
+        return tl.inline_asm_elementwise(how, "=f,=f,r", [x], dtype=tl.float32, is_pure=True, pack=2)
 
 
 @triton.jit
@@ -188,6 +208,16 @@ def round_code(a, random, F: tl.constexpr, H: tl.constexpr):
         return as_bits(times_pow2(as_float(round_nearest(a, F)), F.BIAS - 127)) >> (23 - F.M)
     else:
         return truncated_code(a, random, F, H)
+
+
+@triton.jit
+def round_code_in(a, random, F: tl.constexpr, C: tl.constexpr, H: tl.constexpr):
+    """The same as codes of the format C, which holds every value of F: only the bias and the mantissa's width change."""
+    if H.KIND == "nearest":
+        scaled = times_pow2(as_float(round_nearest(a, F)), C.BIAS - 127)
+    else:
+        scaled = times_pow2(as_float(truncated_code(a, random, F, H) << (23 - F.M)), C.BIAS - F.BIAS)
+    return as_bits(scaled) >> (23 - C.M)
 
 
 @triton.jit

@@ -10,11 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from dither.formats import TABLE
-from dither.kernels import native
+from dither.kernels import multiprocessors, native
 from dither.kernels.philox import program_tile, tiles
 from dither.kernels.rounding import How, as_bits, as_float, encode, fields, float_bits, round_bits, widen
-from dither.layout import Layout
 from dither.precision import Cast
+from dither.random import matrix_size
 
 
 class Scaling(NamedTuple):
@@ -152,7 +152,60 @@ def group_factors(amax, tensor, S: tl.constexpr, E: tl.constexpr, W: tl.constexp
 
 
 @triton.jit
+def magnitude_bits(
+    x_ptr,
+    program,
+    rows,
+    columns,
+    stride_b,
+    stride_r,
+    stride_c,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """int32[ROWS * COLUMNS]: the bits of |x| in tile number `program`, row after row, zeros outside the matrix."""
+    batch, first_row, first_column = program_tile(program, rows, columns, ROWS, COLUMNS)
+    n = tl.arange(0, ROWS * COLUMNS)
+    row, column = n // COLUMNS, n % COLUMNS
+    origin = x_ptr + batch * stride_b + first_row * stride_r + first_column * stride_c
+    place = origin + row.to(tl.int64) * stride_r + column.to(tl.int64) * stride_c
+    if EVEN:
+        x = tl.load(place)
+    else:
+        x = tl.load(place, mask=(row < rows - first_row) & (column < columns - first_column), other=0.0)
+    return as_bits(widen(x, False)) & 0x7FFFFFFF
+
+
+@triton.jit
 def _amax_kernel(
+    x_ptr,
+    out_ptr,
+    count,
+    rows,
+    columns,
+    stride_b,
+    stride_r,
+    stride_c,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDE: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """The atomic maximum of the bits of all magnitudes, which does not depend on the order.
+
+    A program goes through every so many-th of `count` tiles, keeps WIDE maxima in its threads and adds one atomic at its end.
+    """
+    found = tl.full([WIDE], 0, tl.int32)
+    zero = tl.program_id(0) * 0  # the interpreter counts loops in Python's integers
+    for tile in range(tl.program_id(0), count, tl.num_programs(0)):
+        bits = magnitude_bits(x_ptr, tile + zero, rows, columns, stride_b, stride_r, stride_c, ROWS, COLUMNS, EVEN)
+        found = tl.maximum(found, tl.max(tl.reshape(bits, [ROWS * COLUMNS // WIDE, WIDE]), axis=0))
+    tl.atomic_max(out_ptr, tl.max(found), sem="relaxed")
+
+
+@triton.jit
+def _line_amax_kernel(
     x_ptr,
     out_ptr,
     rows,
@@ -160,35 +213,71 @@ def _amax_kernel(
     stride_b,
     stride_r,
     stride_c,
-    PER: tl.constexpr,
+    ALONG_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
-    """Atomic maxima of int32 bits, which do not depend on the order: of the tensor, or PER "row" or "column" of each matrix."""
-    batch, first_row, first_column = program_tile(tl.program_id(0), rows, columns, ROWS, COLUMNS)
-    row = first_row + tl.arange(0, ROWS)
-    column = first_column + tl.arange(0, COLUMNS)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    x = tl.load(x_ptr + batch * stride_b + row[:, None] * stride_r + column[None, :] * stride_c, mask=inside, other=0.0)
-    bits = as_bits(widen(x, False)) & 0x7FFFFFFF
-    if PER == "tensor":
-        tl.atomic_max(out_ptr, tl.max(bits), sem="relaxed")
-    elif PER == "row":
-        tl.atomic_max(out_ptr + batch * rows + row, tl.max(bits, axis=1), mask=row < rows, sem="relaxed")
-    else:
+    """The same for each column of each matrix, or else for each row."""
+    program = tl.program_id(0)
+    batch, first_row, first_column = program_tile(program, rows, columns, ROWS, COLUMNS)
+    bits = magnitude_bits(x_ptr, program, rows, columns, stride_b, stride_r, stride_c, ROWS, COLUMNS, EVEN)
+    bits = tl.reshape(bits, [ROWS, COLUMNS])
+    if ALONG_ROWS:
+        column = first_column + tl.arange(0, COLUMNS)
         tl.atomic_max(out_ptr + batch * columns + column, tl.max(bits, axis=0), mask=column < columns, sem="relaxed")
+    else:
+        row = first_row + tl.arange(0, ROWS)
+        tl.atomic_max(out_ptr + batch * rows + row, tl.max(bits, axis=1), mask=row < rows, sem="relaxed")
 
 
-def amax_bits(x_BRC: Tensor, layout: Layout | None) -> Tensor:
-    """int32 bits of largest magnitudes: of the whole tensor, 0-d, or, for a layout of rows, of each line, [B, lines]."""
+def amax_bits(x: Tensor) -> Tensor:
+    """int32 bits, 0-d, of the largest magnitude of `x`, of any shape and strides."""
+    out = torch.zeros((), dtype=torch.int32, device=x.device)
+    if x.numel():
+        # Where elements lie back to back, in whatever order, they are one long row.
+        dense = x.is_contiguous() or (x.dim() >= 2 and x.mT.is_contiguous())
+        x_BRC = x.as_strided((1, 1, x.numel()), (x.numel(), x.numel(), 1)) if dense else x.reshape(1, *matrix_size(x))
+        ROWS, COLUMNS, WIDE, programs, warps = _amax_shape(dense, x.device)
+        batch, rows, columns = x_BRC.shape
+        count = tiles(batch, rows, columns, ROWS, COLUMNS)[0]
+        _amax_kernel[(min(count, programs),)](
+            x_BRC,
+            out,
+            count,
+            rows,
+            columns,
+            *x_BRC.stride(),
+            ROWS=ROWS,
+            COLUMNS=COLUMNS,
+            WIDE=WIDE,
+            EVEN=rows % ROWS == columns % COLUMNS == 0,
+            num_warps=warps,
+        )
+    return out
+
+
+def _amax_shape(dense: bool, device: torch.device) -> tuple[int, int, int, int, int]:
+    """(rows, columns, maxima kept, programs, warps): 16 KiB of bfloat16 in flight, as many programs as run at once."""
+    return (1, 8192, 1024, 8 * multiprocessors(device), 4) if dense else (8, 1024, 1024, 8 * multiprocessors(device), 4)
+
+
+def line_amax_bits(x_BRC: Tensor, along_rows: bool) -> Tensor:
+    """int32[B, columns] (or, unless `along_rows`, [B, rows]): bits of the largest magnitude of each column (or row)."""
     batch, rows, columns = x_BRC.shape
-    per = "tensor" if layout is None or layout.group == (0, 0) else "column" if layout.along_rows else "row"
-    shape = {"tensor": (), "row": (batch, rows), "column": (batch, columns)}[per]
-    out = torch.zeros(shape, dtype=torch.int32, device=x_BRC.device)
+    out = torch.zeros((batch, columns if along_rows else rows), dtype=torch.int32, device=x_BRC.device)
     if x_BRC.numel():
-        ROWS, COLUMNS = {"tensor": (16, 1024), "row": (8, 1024), "column": (128, 32)}[per]
-        _amax_kernel[tiles(batch, rows, columns, ROWS, COLUMNS)](
-            x_BRC, out, rows, columns, *x_BRC.stride(), PER=per, ROWS=ROWS, COLUMNS=COLUMNS
+        ROWS, COLUMNS = (128, 64) if along_rows else (8, 1024)
+        _line_amax_kernel[tiles(batch, rows, columns, ROWS, COLUMNS)](
+            x_BRC,
+            out,
+            rows,
+            columns,
+            *x_BRC.stride(),
+            ALONG_ROWS=along_rows,
+            ROWS=ROWS,
+            COLUMNS=COLUMNS,
+            EVEN=rows % ROWS == columns % COLUMNS == 0,
         )
     return out
 

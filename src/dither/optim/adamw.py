@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dither.errors import DitherError, UserError
-from dither.ops import _implementation as implementation
+from dither.ops import implementation
 from dither.optim.shards import as_matrix, like, local, reduce_cuts, shards, spread_over
 from dither.random import Stream, check_backend
 from dither.reference.adamw import FORMATS, zero_state

@@ -11,7 +11,7 @@ WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 
 
-def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four random words for each counter; words are int64 tensors holding 32-bit values.
 
     Ten rounds of (c0, c1, c2, c3) -> (hi(M1 c2) ^ c1 ^ k0, lo(M1 c2), hi(M0 c0) ^ c3 ^ k1, lo(M0 c0)), the key growing
@@ -42,8 +42,11 @@ def random_bits(draw: Draw, rows: int, columns: int, width: int) -> Tensor:
     first = draw.column // lanes
     blocks = torch.arange(first, (draw.column + columns - 1) // lanes + 1, device=device)
     row = torch.arange(draw.row, draw.row + rows, device=device)[:, None]
+    step, key = draw.step, torch.full((), draw.key, dtype=torch.int64, device=device)
+    if step.dim() == 1:
+        step, row, key = step[0], row + step[1], key + step[2]
     zero = torch.zeros((), dtype=torch.int64, device=device)
-    four = philox4x32((blocks, row, draw.step & LOW32, zero), draw.key)
+    four = philox4x32((blocks, row & LOW32, step & LOW32, zero), key)
     words = torch.stack([word.expand(rows, blocks.numel()) for word in four], dim=-1)
     shifts = torch.arange(0, 32, width, device=device)
     elements = (words[..., None] >> shifts & ((1 << width) - 1)).reshape(rows, blocks.numel() * lanes)

@@ -37,14 +37,18 @@ def quantize(
     return place.expose(stored), layout.expose_scale(scale, cast, place), tensor
 
 
-def quantize_both(x: Tensor, cast: Cast, draw: Draw | None, container: Format) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes and scales of the matrix `x` along axis 1 and along axis 0."""
-    return (*quantize(x, cast, 1, draw, None, container)[:2], *quantize(x, cast, 0, draw, None, container)[:2])
+def quantize_both(
+    x: Tensor, cast: Cast, draw: Draw | None, given_amax: Tensor | None, container: Format
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Codes and scales of the matrix `x` along axis 1 and along axis 0, and, for delayed scaling, its largest magnitude."""
+    measured = amax(x) if cast.scaling.kind == "delayed" else x.new_empty(0, dtype=torch.float32)
+    along, across = (quantize(x, cast, axis, draw, given_amax, container)[:2] for axis in (1, 0))
+    return (*along, *across, measured)
 
 
 def fake_quantize(x: Tensor, cast: Cast, axis: int, draw: Draw | None, given_amax: Tensor | None) -> Tensor:
     """What `dequantize(quantize(x))` gives, in x's dtype and shape, without codes."""
-    place = layout.layout_of(tuple(x.shape), cast, axis)
+    place = layout.values_layout(tuple(x.shape), cast, axis)
     values, found = _scaled_values(x, cast, place, draw, given_amax)
     restore = None if found is None else scaling.spread(found.restore, place)
     tensor = None if found is None else found.tensor

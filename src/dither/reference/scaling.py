@@ -32,8 +32,13 @@ class Factors:
 
 
 def group_amax(x_BRC: Tensor, layout: Layout) -> Tensor:
-    """float32[B, P, Q]: the largest magnitude of each group of float32 `x_BRC`; NaN or Inf where the group holds one."""
+    """float32[B, P, Q]: the largest magnitude of each group of float32 `x_BRC`; NaN or Inf where the group holds one.
+
+    A tensor that is one group has [1, 1, 1], however many matrices it is seen as.
+    """
     lines = x_BRC.transpose(1, 2) if layout.along_rows else x_BRC
+    if layout.group == (0, 0):
+        lines = lines.reshape(1, 1, -1)
     batch, other, length = lines.shape
     p, q = layout.group[0] or max(other, 1), layout.group[1] or max(length, 1)
     P, Q = layout.groups
@@ -43,7 +48,8 @@ def group_amax(x_BRC: Tensor, layout: Layout) -> Tensor:
 
 
 def spread(groups: Tensor, layout: Layout) -> Tensor:
-    """Repeat a value per group, [B, P, Q], to one per element, in the order of x_BRC."""
+    """Repeat a value per group, [B, P, Q] (or [1, 1, 1] for all), to one per element, in the order of x_BRC."""
+    groups = groups.expand(layout.batch, -1, -1)
     lines, length = layout.lines
     p, q = layout.group
     full = groups.repeat_interleave(p or max(lines, 1), 1)[:, :lines].repeat_interleave(q or max(length, 1), 2)[:, :, :length]

@@ -1,0 +1,162 @@
+"""The parts of a linear layer's step on the GPU: casts and products, beside the BF16 products they replace.
+
+    PYTHONPATH=src python3 benchmarks/linear.py                              # every model and recipe
+    PYTHONPATH=src python3 benchmarks/linear.py --models 1B --recipes fp8-block fp8-row
+    PYTHONPATH=src python3 benchmarks/linear.py --peer FOLDER                # and torchao's float8 layers, from that folder
+
+Times are medians of replays of captured graphs. M is the number of tokens of a step, batch * 2048. A layer's step is what one
+micro-batch does: x cast for two products, forward, dY cast for two products, input gradient, weight gradient. The weight's
+cast, once an optimizer step, stands by itself. "layer" times `dither.nn.Linear` as it is used, forward and backward, and what
+it has over the parts is what stands between them. "BF16" is nn.Linear with bfloat16 tensors in the same run.
+"""
+
+import argparse
+import importlib
+import sys
+
+import torch
+import triton
+from torch import Tensor, nn
+from triton.testing import do_bench_cudagraph
+
+from dither.nn import functional
+from dither.nn.functional import Amax
+from dither.nn.linear import Linear, training_step
+from dither.precision import LayerPrecision
+from dither.recipes import recipe
+
+MODELS = {  # width, ffn, batch
+    "134M": (768, 2048, 24),
+    "1B": (2048, 5632, 8),
+    "3B": (3072, 8192, 3),
+    "8B": (4096, 14336, 4),
+}
+RECIPES = ["fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "fp4-block", "mxfp8", "nvfp4"]
+
+
+def shapes(model: str) -> list[tuple[str, int, int, int]]:
+    """(name, M, K, N) of the linear layers of a block; layers of the same shape stand once, with how many there are."""
+    width, ffn, batch = MODELS[model]
+    tokens = batch * 2048
+    return [
+        ("q, k, v, out (4)", tokens, width, width),
+        ("gate, up (2)", tokens, width, ffn),
+        ("down (1)", tokens, ffn, width),
+    ]
+
+
+def micros(function) -> float:
+    """Median time on the device in microseconds."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        return do_bench_cudagraph(function, rep=30, return_mode="median") * 1e3
+
+
+def step_of(layer: nn.Module, x: Tensor, dy: Tensor):
+    """Forward and backward of one micro-batch."""
+    inputs = [x, *layer.parameters()]
+
+    def run() -> None:
+        torch.autograd.grad(layer(x), inputs, dy)
+
+    return run
+
+
+def parts(precision: LayerPrecision, m: int, k: int, n: int) -> dict[str, float]:
+    """The time of each cast and product, and of the whole layer."""
+    torch.manual_seed(0)
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    dy = torch.randn(m, n, device="cuda", dtype=torch.bfloat16) * 1e-3
+    w = torch.randn(n, k, device="cuda") / k**0.5
+    has = functional.settings(precision, name="bench", gpu=True)
+    place = torch.zeros(3, dtype=torch.int64, device="cuda")  # step, rows, key
+
+    def amax(tensor: Tensor, delayed: bool) -> Amax:
+        return Amax(tensor.abs().amax().float(), torch.zeros((), device="cuda")) if delayed else Amax()
+
+    def both(tensor: Tensor, how: functional.Casting):
+        known = amax(tensor, how.delayed)
+        return lambda: functional._both(tensor, how, known, place, True, True, None)
+
+    cast_x, cast_w, cast_dy = both(x, has.input), both(w, has.weight), both(dy, has.grad)
+    (x_MK, x_KM), (w_NK, w_KN), (dy_MN, dy_NM) = cast_x(), cast_w(), cast_dy()
+    bf16 = torch.bfloat16
+
+    def product(which: str, a, a_how, b, b_how, length: int, dtype: torch.dtype):
+        return lambda: functional._product(which, a, a_how, b, b_how, length, None, dtype, has)
+
+    layer = Linear(k, n, False, "cuda", precision=precision, name="bench")
+    x.requires_grad_()
+    with torch.autocast("cuda", bf16):
+        with training_step(layer, step=0):
+            step_of(layer, x, dy)()
+        with training_step(layer, step=1):  # with a history, where scaling is delayed
+            whole = micros(step_of(layer, x, dy))
+    return {
+        "cast w": micros(cast_w),
+        "cast x": micros(cast_x),
+        "y": micros(product("forward", x_MK, has.input, w_NK, has.weight, k, bf16)),
+        "cast dy": micros(cast_dy),
+        "dx": micros(product("input_grad", dy_MN, has.grad, w_KN, has.weight, n, bf16)),
+        "dw": micros(product("weight_grad", dy_NM, has.grad, x_KM, has.input, m, torch.float32)),
+        "layer": whole,
+    }
+
+
+def bf16_products(m: int, k: int, n: int) -> dict[str, float]:
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
+    layer = nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16)
+    w = layer.weight.detach()
+    plain = x.detach()
+    return {
+        "y": micros(lambda: plain @ w.T),
+        "dx": micros(lambda: dy @ w),
+        "dw": micros(lambda: dy.T @ plain),
+        "layer": micros(step_of(layer, x, dy)),
+    }
+
+
+def peer(folder: str, kind: str, m: int, k: int, n: int) -> float:
+    """A compiled float8 layer of torchao, forward and backward; its weight is cast in every call."""
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    float8 = importlib.import_module("torchao.float8")
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16))
+    float8.convert_to_float8_training(model, config=float8.Float8LinearConfig.from_recipe_name(kind))
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
+    return micros(step_of(torch.compile(model), x, dy))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--recipes", nargs="+", default=RECIPES)
+    parser.add_argument("--peer", metavar="FOLDER", help="where torchao lies, unpacked")
+    arguments = parser.parse_args()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}; microseconds (share)")
+    columns = ("cast w", "cast x", "y", "cast dy", "dx", "dw", "sum", "layer")
+    for model in arguments.models:
+        for name, m, k, n in shapes(model):
+            print(f"\n{model}, {name}: M = {m}, K = {k}, N = {n}")
+            print(f"{'':<14}" + "".join(f"{column:>14}" for column in columns) + f"{'BF16 / layer':>14}")
+            bf16 = bf16_products(m, k, n)
+            total = bf16["y"] + bf16["dx"] + bf16["dw"]
+            row(f"{'BF16':<14}", {**bf16, "sum": total}, columns, total, 1.0)
+            for text in arguments.recipes:
+                found = parts(recipe(text).default, m, k, n)
+                total = sum(found[column] for column in columns[1:6])
+                row(f"{text:<14}", {**found, "sum": total}, columns, total, bf16["layer"] / found["layer"])
+            for kind in ("tensorwise", "rowwise") if arguments.peer else ():
+                whole = peer(arguments.peer, kind, m, k, n)
+                row(f"{'ao ' + kind:<14}", {"layer": whole}, columns, whole, bf16["layer"] / whole)
+
+
+def row(label: str, found: dict[str, float], columns: tuple[str, ...], total: float, ratio: float) -> None:
+    cells = [f"{found[c]:>8.0f} ({found[c] / total:4.2f})"[:15] if c in found else "" for c in columns]
+    print(label + "".join(f"{cell:>14}" for cell in cells) + f"{ratio:>14.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,456 @@
+"""Conversion of a model: its linear layers become `dither.nn.Linear`, in place, and a record says which, how, and why not.
+
+The output layer is left alone unless a rule of the plan or `only=` names it. It is what `model.get_output_embeddings()` says;
+else any linear layer that shares its weight with an embedding; else the last one with as many outputs as an embedding has rows.
+"""
+
+import io
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+from torch import nn
+
+from dither.engines import PRODUCTS
+from dither.errors import UserError
+from dither.nn import experts
+from dither.nn.experts import ExpertLinear, ExpertsLinear
+from dither.nn.linear import Linear
+from dither.precision import OPERANDS, LayerPrecision, Plan, did_you_mean, matches
+from dither.recipes import recipe
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ConvertedLayer:
+    """One converted layer."""
+
+    name: str
+    out_features: int
+    in_features: int
+    precision: LayerPrecision
+    engines: tuple[str, ...]
+    """What computes the forward product, the input gradient and the weight gradient; `torch` where nothing is cast."""
+    share: float
+    """Its part of the multiplications of all linear layers."""
+    note: str = ""
+    """Why it does not run as the plan says, where `fallback=` allowed that."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        engines = dict(zip(PRODUCTS, self.engines, strict=True))
+        return {**vars(self), "precision": self.precision.to_dict(), "engines": engines}
+
+
+@dataclass(frozen=True)
+class LeftAlone:
+    """A module with parameters that was not converted."""
+
+    name: str
+    reason: str
+    share: float
+    """Its part of the multiplications of all linear layers: 0 if it is none."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What `convert` or `apply` did to a model, layer by layer; prints as a table, in which `*` stands for a number."""
+
+    plan: Plan
+    layers: tuple[ConvertedLayer, ...]
+    left_alone: tuple[LeftAlone, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return {
+            "plan": self.plan.to_dict(),
+            "layers": [layer.to_dict() for layer in self.layers],
+            "left_alone": [module.to_dict() for module in self.left_alone],
+        }
+
+    def __rich__(self) -> Group:
+        table = Table("layers", "count", "out x in", *OPERANDS, "engines", "share", box=box.SIMPLE_HEAD)
+        rest = [f"compute {self.plan.compute}; parameters {self.plan.parameters or 'as they were'}"]
+        for pattern, layers in _alike(self.layers, _name, lambda a: (a.out_features, a.in_features, a.precision, a.engines)):
+            first = layers[0]
+            casts = (str(getattr(first.precision, operand) or "uncast") for operand in OPERANDS)
+            engines = first.engines[0] if len(set(first.engines)) == 1 else ", ".join(first.engines)
+            size = f"{first.out_features} x {first.in_features}"
+            table.add_row(pattern, str(len(layers)), size, *casts, engines, f"{sum(layer.share for layer in layers):.1%}")
+            rest += [f"runs uncast: {pattern} ({len(layers)}): {first.note}"] * bool(first.note)
+        for pattern, modules in _alike(self.left_alone, _name, lambda module: module.reason):
+            share = f", {sum(module.share for module in modules):.1%}" if modules[0].share else ""
+            rest.append(f"left alone: {pattern} ({len(modules)}{share}): {modules[0].reason}")
+        return Group(table, *rest)
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=1000, color_system=None, highlight=False, markup=False)
+        console.print(self)
+        text: str = console.file.getvalue()  # type: ignore[attr-defined]
+        return "\n".join(line.rstrip() for line in text.splitlines()).strip("\n")
+
+
+def convert(
+    model: nn.Module,
+    plan: Plan | str,
+    *,
+    skip: str | Iterable[str] = (),
+    only: str | Iterable[str] = (),
+    fallback: Literal["error", "bf16"] = "error",
+    seed: int = 0,
+    emulate: bool = False,
+) -> Conversion:
+    """Turn a model's linear layers into low-precision ones, in place, and say what was done.
+
+    `plan` is a Plan or a recipe's name. Parameters stay the same objects under the same names. `skip` and `only` are patterns
+    of layer names, as in a plan's rules; `only` converts the output layer too if it matches. A layer that cannot run as the
+    plan says is an error, and nothing is changed; with `fallback="bf16"` it runs uncast, and the record says why.
+    `seed` is that of stochastic casts; `emulate` multiplies dequantized numbers in float32 on a GPU too.
+
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
+    >>> record = convert(model, "fp8-block", skip="2")
+    >>> [layer.name for layer in record.layers], [(module.name, module.reason) for module in record.left_alone]
+    (['0'], [('2', "skip='2'")])
+    """
+    plan = recipe(plan) if isinstance(plan, str) else plan
+    _check_arguments(model, plan, fallback)
+    if converted := _converted(model):
+        raise UserError(
+            f"{type(model).__name__} is converted already: {next(iter(converted))!r} is a dither layer; "
+            "dither.apply(model, plan) switches its precision."
+        )
+    sites = _sites(model)
+    skip, only = _patterns("skip", skip, sites), _patterns("only", only, sites)
+    reasons = _reasons(model, plan, sites, skip, only)
+    chosen = {site.name: plan.for_layer(site.name) or LayerPrecision() for site in sites if site.name not in reasons}
+    adopted = {site.name: site.adopt(seed, emulate) for site in sites if site.name in chosen}
+    if not adopted and (plan.default is not None or any(precision is not None for _, precision in plan.layers)):
+        raise UserError(f"{type(model).__name__} has nothing to convert: {_why_nothing(sites, reasons)}.")
+    notes = _switch(adopted, chosen, fallback)
+    if plan.parameters is not None:
+        _change_parameters(model, DTYPES[plan.parameters])
+    for site in sites:
+        if site.name in adopted:
+            site.install(model, adopted[site.name])
+    return _record(model, plan, sites, adopted, notes, reasons)
+
+
+def apply(model: nn.Module, plan: Plan | str, *, fallback: Literal["error", "bf16"] = "error") -> Conversion:
+    """Switch the precision of a converted model's layers to another plan, between steps; weights are not touched.
+
+    A layer that the plan leaves alone runs uncast. A plan that asks for parameters of another type is an error.
+
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
+    >>> _ = convert(model, "fp8-block")
+    >>> print(apply(model, "mxfp4").layers[0].precision.weight)
+    e2m1 tile(32) pow2 nearest
+    """
+    plan = recipe(plan) if isinstance(plan, str) else plan
+    _check_arguments(model, plan, fallback)
+    layers = _converted(model)
+    if not layers:
+        raise UserError(f"{type(model).__name__} has no converted layer: dither.convert(model, plan) comes first.")
+    for parameter_name, parameter in model.named_parameters():
+        if plan.parameters is not None and parameter.is_floating_point() and parameter.dtype != DTYPES[plan.parameters]:
+            raise UserError(
+                f"dither.apply switches casts and leaves parameters as they are, and the plan asks for {plan.parameters} "
+                f"parameters where {parameter_name!r} is {parameter.dtype}: change them, or the plan's parameters to None."
+            )
+    sites = _sites(model)
+    for pattern, precision in plan.layers:
+        if precision is not None:
+            _check_pattern("The plan's rule", pattern, list(layers), "converted layer")
+    chosen = {name: plan.for_layer(name) or LayerPrecision() for name in layers}
+    notes = _switch(layers, chosen, fallback)
+    reasons = {site.name: "it was not converted" for site in sites if site.name not in layers}
+    return _record(model, plan, sites, layers, notes, reasons)
+
+
+# Layers that a model has ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Site:
+    """A linear layer as it was found: where, how large, and what stands in the way of converting it."""
+
+    name: str
+    module: nn.Module
+    out_features: int
+    in_features: int
+    uses: int = 1
+    """How many products of this size a token takes part in: with experts, as many as it is sent to."""
+    obstacle: str = ""
+    parameter: str = ""
+    """For experts, the module's parameter that holds their weights."""
+
+    @property
+    def work(self) -> int:
+        return self.out_features * self.in_features * self.uses
+
+    def adopt(self, seed: int, emulate: bool) -> "Layer":
+        """A layer in place of this one, uncast yet."""
+        if self.parameter:
+            return ExpertsLinear(self.module, self.parameter, LayerPrecision(), name=self.name, seed=seed, emulate=emulate)
+        return Linear.adopt(self.module, LayerPrecision(), name=self.name, seed=seed, emulate=emulate)
+
+    def install(self, model: nn.Module, layer: "Layer") -> None:
+        if isinstance(layer, ExpertsLinear):
+            experts.install(self.module, self.parameter, layer)
+            return
+        for name, module in list(model.named_modules(remove_duplicate=False)):  # a shared layer has several names
+            if module is self.module:
+                model.set_submodule(name, layer)
+
+
+Layer = Linear | ExpertsLinear
+"""What a plan calls a layer, converted."""
+
+
+def _one(layer: Layer) -> Linear:
+    """A layer itself, or one of its experts, which are alike."""
+    return layer if isinstance(layer, Linear) else layer.first
+
+
+def _sites(model: nn.Module) -> list[_Site]:
+    """Every linear layer, converted or not, in the model's order."""
+    found = []
+    conv1d = _loaded("transformers.pytorch_utils", "Conv1D")
+    for name, module in model.named_modules():
+        if isinstance(module, ExpertLinear):
+            continue
+        parent = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(module, nn.Linear):
+            size, obstacle = (module.out_features, module.in_features), _obstacle(module, parent, nn.Linear)
+            found.append(_Site(name, module, *size, obstacle=obstacle))
+        elif conv1d is not None and isinstance(module, conv1d):
+            # Hugging Face's GPT-2: a linear layer whose weight is [in, out].
+            found.append(_Site(name, module, module.nf, module.nx, obstacle=_obstacle(module, parent, conv1d)))
+        else:
+            found += [
+                _Site(
+                    f"{name}.{each.parameter}",
+                    module,
+                    each.out_features,
+                    each.in_features,
+                    each.uses,
+                    each.obstacle,
+                    each.parameter,
+                )
+                for each in experts.projections(module)
+            ]
+    return found
+
+
+def _loaded(module: str, name: str) -> Any:
+    """A class of another library, if that is loaded: where it is not, no model has a layer of it."""
+    return getattr(sys.modules.get(module), name, None)
+
+
+def _obstacle(module: nn.Module, parent: nn.Module, base: type[nn.Module]) -> str:
+    """Why a linear layer cannot be replaced by ours, or nothing."""
+    kind = type(module)
+    if isinstance(module, Linear):
+        return ""
+    if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
+        return "its shape is not known yet: run the model once first"
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "nn.MultiheadAttention uses its weight and never calls it"
+    if isinstance(parent, nn.TransformerEncoderLayer):
+        return "nn.TransformerEncoderLayer uses its weight without calling it in evaluation"
+    if kind.forward is not base.forward or "forward" in vars(module):
+        return f"{kind.__name__} computes in its own way"
+    if "weight" not in dict(module.named_parameters(recurse=False)):
+        return "its weight is computed from other parameters"
+    if module.weight.dtype not in DTYPES.values():
+        return f"its weight is {module.weight.dtype}, and casts take float32, bfloat16 or float16"
+    return ""
+
+
+def _converted(model: nn.Module) -> dict[str, Layer]:
+    """The converted layers by the names that plans use."""
+    found: dict[str, Layer] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, ExpertsLinear):
+            found[module.name] = module
+        elif isinstance(module, Linear) and not isinstance(module, ExpertLinear):
+            found[name] = module
+    return found
+
+
+def _output_layers(model: nn.Module, sites: list[_Site]) -> list[str]:
+    """The names of the output layer, found by the model's structure: see the top of this file."""
+    said = getattr(model, "get_output_embeddings", None)
+    if callable(said) and (layer := said()) is not None:
+        return [site.name for site in sites if site.module is layer]
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    weights = {id(embedding.weight) for embedding in embeddings}
+    if tied := [site.name for site in sites if id(getattr(site.module, "weight", None)) in weights]:
+        return tied
+    rows = {embedding.num_embeddings for embedding in embeddings}
+    return [site.name for site in sites if not site.parameter and site.out_features in rows][-1:]
+
+
+# Choices --------------------------------------------------------------------------------------------------------------
+
+
+def _check_arguments(model: nn.Module, plan: Plan, fallback: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise UserError(f"A model is a torch.nn.Module, not {type(model).__name__}.")
+    if isinstance(model, nn.Linear):
+        raise UserError(
+            "A single linear layer cannot be replaced in place: convert the module that holds it, or build a dither.Linear."
+        )
+    if not isinstance(plan, Plan):
+        raise UserError(f"A plan is a dither.Plan or the name of a recipe, not {plan!r}.")
+    if fallback not in ("error", "bf16"):
+        raise UserError(f"fallback is 'error' or 'bf16', not {fallback!r}.")
+
+
+def _reasons(model: nn.Module, plan: Plan, sites: list[_Site], skip: Sequence[str], only: Sequence[str]) -> dict[str, str]:
+    """Why layers are left alone, by name; the others are converted."""
+    for pattern, precision in plan.layers:
+        _check_pattern("The plan's rule", pattern, [site.name for site in sites])
+        named = [site for site in sites if matches(pattern, site.name)]
+        if precision is not None and all(site.obstacle for site in named):
+            raise UserError(
+                f"The plan's rule {pattern!r} names no layer that can be converted: {named[0].name!r}: {named[0].obstacle}."
+            )
+    output = set() if only else set(_output_layers(model, sites))
+    reasons = {}
+    for site in sites:
+        ruled = any(matches(pattern, site.name) for pattern, _ in plan.layers)
+        if by := [pattern for pattern in skip if matches(pattern, site.name)]:
+            reasons[site.name] = f"skip={by[0]!r}"
+        elif only and not any(matches(pattern, site.name) for pattern in only):
+            reasons[site.name] = "only= names others"
+        elif plan.for_layer(site.name) is None:
+            reasons[site.name] = "the plan leaves it alone"
+        elif site.obstacle:
+            reasons[site.name] = site.obstacle
+        elif site.name in output and not ruled:
+            reasons[site.name] = "the output layer"
+    return reasons
+
+
+def _patterns(argument: str, given: str | Iterable[str], sites: list[_Site]) -> tuple[str, ...]:
+    patterns = (given,) if isinstance(given, str) else tuple(given)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise UserError(f"{argument}= takes patterns of layer names, such as '*.down_proj', not {pattern!r}.")
+        _check_pattern(f"{argument}=", pattern, [site.name for site in sites])
+    return patterns
+
+
+def _check_pattern(where: str, pattern: str, names: list[str], what: str = "linear layer") -> None:
+    if any(matches(pattern, name) for name in names):
+        return
+    wider = [other for other in (f"{pattern}.*", f"*.{pattern}", f"*{pattern}*") if any(matches(other, name) for name in names)]
+    hint = f" (did you mean {wider[0]!r}?)" if wider else did_you_mean(pattern, names)
+    raise UserError(f"{where} {pattern!r} matches no {what}{hint}: there are {_listed(names)}.")
+
+
+def _listed(names: list[str]) -> str:
+    """The names of layers, those that differ only in numbers together; at most a dozen."""
+    patterns = [pattern for pattern, _ in _alike(names, str, lambda _: None)]
+    more = f" and {len(patterns) - 12} more" if len(patterns) > 12 else ""
+    return ", ".join(patterns[:12]) + more if patterns else "none"
+
+
+def _switch(layers: dict[str, Layer], chosen: dict[str, LayerPrecision], fallback: str) -> dict[str, str]:
+    """Give layers their precision, or none of them if one cannot have it; why some now run uncast, by name, else ""."""
+    notes = {name: _obstructed(layer, chosen[name], fallback) for name, layer in layers.items()}
+    for name, layer in layers.items():
+        precision = LayerPrecision() if notes[name] else chosen[name]
+        if precision != _one(layer).precision:  # a layer that stays keeps its state
+            layer.set_precision(precision)
+    return notes
+
+
+def _obstructed(layer: Layer, precision: LayerPrecision, fallback: str) -> str:
+    """Why the layer cannot run in that precision where it is, if `fallback` allows it to run uncast then, or nothing."""
+    one = _one(layer)
+    # A layer of that size without memory, so that the layer itself stays as it is.
+    trial = Linear(one.in_features, one.out_features, False, "meta", precision=precision, name=layer.name, emulate=one.emulate)
+    trial.transposed = one.transposed
+    try:
+        trial.engines(one.weight.device)
+    except UserError as error:
+        reason = str(error).rstrip(".")
+        if fallback == "error":
+            raise UserError(f"{reason}; or skip={layer.name!r}, or fallback='bf16' to run it uncast.") from None
+        return reason
+    return ""
+
+
+def _change_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters in another type: the same objects, so that optimizers and ties hold. Buffers stay as they are."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+            parameter.grad = None if parameter.grad is None else parameter.grad.to(dtype)
+
+
+# The record -----------------------------------------------------------------------------------------------------------
+
+
+def _record(
+    model: nn.Module,
+    plan: Plan,
+    sites: list[_Site],
+    layers: dict[str, Layer],
+    notes: dict[str, str],
+    reasons: dict[str, str],
+) -> Conversion:
+    total = sum(site.work for site in sites)
+    converted, left = [], []
+    for site in sites:
+        share = site.work / total
+        if site.name in reasons:
+            left.append(LeftAlone(site.name, reasons[site.name], share))
+            continue
+        layer = _one(layers[site.name])
+        found = dict.fromkeys(PRODUCTS, "torch") if layer.precision.uncast else layer.engines(layer.weight.device)
+        engines = tuple(found[product] for product in PRODUCTS)
+        size = site.out_features, site.in_features
+        converted.append(ConvertedLayer(site.name, *size, layer.precision, engines, share, notes[site.name]))
+    linear = {id(site.module) for site in sites} | {id(layer) for layer in layers.values()}
+    for name, module in model.named_modules():
+        if id(module) not in linear and any(True for _ in module.parameters(recurse=False)):
+            kind = "an embedding" if isinstance(module, nn.Embedding) else f"{type(module).__name__} is no linear layer"
+            left.append(LeftAlone(name, kind, 0.0))
+    return Conversion(plan, tuple(converted), tuple(left))
+
+
+def _why_nothing(sites: list[_Site], reasons: dict[str, str]) -> str:
+    if not sites:
+        return "it has no linear layer"
+    return "; ".join(f"{name!r}: {reason}" for name, reason in list(reasons.items())[:3]) + (
+        "; ..." if len(reasons) > 3 else ""
+    )
+
+
+def _alike(entries: Iterable[Any], name: Callable[[Any], str], key: Callable[[Any], object]) -> Iterator[tuple[str, list[Any]]]:
+    """Entries that differ only in the numbers in their names, together, under a pattern that matches them."""
+    groups: dict[object, list[Any]] = {}
+    for entry in entries:
+        numberless = tuple("*" if part.isdigit() else part for part in name(entry).split("."))
+        groups.setdefault((numberless, key(entry)), []).append(entry)
+    for group in groups.values():
+        parts = zip(*(name(entry).split(".") for entry in group), strict=True)
+        yield ".".join(part[0] if len(set(part)) == 1 else "*" for part in parts), group
+
+
+def _name(entry: Any) -> str:
+    return str(entry.name)

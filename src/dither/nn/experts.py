@@ -1,0 +1,152 @@
+"""Experts of Hugging Face's mixture models: many small linear layers in one parameter [experts, out, in].
+
+Since version 5, transformers keeps the experts of a block in one module with two such parameters and looks up, in a registry
+that it opens to others, the function that computes them. Ours goes there under the name `dither`; a converted module asks for
+it in a configuration of its own, so other modules and other models go on as they were.
+
+Shapes: x_TH are T tokens of H features, each sent to k experts: S = T * k pairs in all.
+"""
+
+import copy
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from dither.nn import functional
+from dither.nn.linear import Linear
+from dither.precision import LayerPrecision
+
+NAME = "dither"
+"""Of our function among those of transformers, and of our child in a converted module."""
+
+
+class ExpertLinear(Linear):
+    """One expert's matrix in a parameter that another module owns."""
+
+    def __init__(self, home: nn.Module, parameter: str, index: int, precision: LayerPrecision, **options: Any) -> None:
+        nn.Module.__init__(self)
+        self._home = (home,)  # in a tuple: a module may not own the one that owns it
+        self._parameter, self._index = parameter, index
+        self.register_parameter("bias", None)
+        rows, columns = self.weight.shape
+        transposed = bool(home.is_transposed)
+        self.out_features, self.in_features = (columns, rows) if transposed else (rows, columns)
+        self._begin(precision, transposed=transposed, **options)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """This expert's matrix, out of all."""
+        whole: Tensor = getattr(self._home[0], self._parameter)
+        return whole.detach()[self._index]
+
+    def forward(self, input: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
+        """[..., in_features] to [..., out_features] by `weight`, this expert's part of the parameter, which learns."""
+        settings = self._settings[input.is_cuda]
+        return functional.linear(input, weight, None, settings, state=self._state(settings))
+
+
+class ExpertsLinear(nn.Module):
+    """The same matrix of every expert, in one precision: what a plan calls a layer."""
+
+    def __init__(
+        self, home: nn.Module, parameter: str, precision: LayerPrecision, *, name: str, seed: int, emulate: bool
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.experts = nn.ModuleList(
+            ExpertLinear(home, parameter, index, precision, name=f"{name}.{index}", seed=seed, emulate=emulate)
+            for index in range(len(getattr(home, parameter)))
+        )
+
+    @property
+    def first(self) -> ExpertLinear:
+        """Stands for all, which are alike."""
+        return self.experts[0]  # type: ignore[return-value]
+
+    def set_precision(self, precision: LayerPrecision) -> None:
+        """As of a Linear, for every expert."""
+        for expert in self.experts:
+            expert.set_precision(precision)  # type: ignore[operator]
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A matrix that every expert of a module has."""
+
+    parameter: str
+    out_features: int
+    in_features: int
+    uses: int
+    """How many experts a token is sent to."""
+    obstacle: str
+    """Why it cannot be converted, or nothing."""
+
+
+def projections(module: Any) -> list[Projection]:
+    """The matrices of a module of experts; none for any other module."""
+    # Where transformers is not loaded, no model has one.
+    if "transformers.integrations.moe" not in sys.modules or not hasattr(module, "is_transposed"):
+        return []
+    found = []
+    for parameter, weight in module.named_parameters(recurse=False):
+        if weight.dim() == 3 and parameter in ("gate_up_proj", "up_proj", "down_proj"):
+            _, rows, columns = weight.shape
+            size = (columns, rows) if module.is_transposed else (rows, columns)
+            uses = getattr(module.config, "num_experts_per_tok", len(weight))
+            sharded = "its experts are on several ranks" if getattr(module, "_is_expert_parallel", False) else ""
+            found.append(Projection(parameter, *size, uses, sharded))
+    return found
+
+
+def install(module: Any, parameter: str, layer: ExpertsLinear) -> None:
+    """Let a module of experts compute one of its matrices by `layer`."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    if not hasattr(module, NAME):
+        module.config = copy.deepcopy(module.config)
+        module.config._experts_implementation = NAME
+        module.add_module(NAME, nn.ModuleDict())
+    module.get_submodule(NAME)[parameter] = layer
+
+
+def experts_forward(self: Any, x_TH: Tensor, expert_Tk: Tensor, share_Tk: Tensor) -> Tensor:
+    """What a module of experts computes: for each token the sum of its k experts' outputs, each times its share, [T, H].
+
+    Experts run one after the other, each on its tokens; how many they are is known only to the data, so the host waits for it.
+    """
+    tokens, k = expert_Tk.shape
+    if not tokens:
+        return torch.zeros_like(x_TH)
+    expert_S = expert_Tk.reshape(-1)
+    order_S = expert_S.argsort(stable=True)
+    counts = torch.bincount(expert_S, minlength=self.num_experts).tolist()
+    up = "gate_up_proj" if self.has_gate else "up_proj"
+    # One unbind gives every expert its matrix, and one stack its gradient.
+    ups, downs = getattr(self, up).unbind(0), self.down_proj.unbind(0)
+    outputs = []
+    for expert, x_SH in enumerate(torch.split(x_TH[order_S // k], counts)):
+        if counts[expert]:
+            inner = _product(self, up, expert, x_SH, ups[expert])
+            inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
+            outputs.append(_product(self, "down_proj", expert, inner, downs[expert]))
+    y_SH = torch.cat(outputs)
+    if getattr(self, "has_post_expert_norm", False):
+        y_SH = self.post_expert_norm(y_SH)
+    y_SH = y_SH * share_Tk.reshape(-1)[order_S, None]
+    # Back to the order of tokens, then one sum: adding by index would add in any order.
+    y_SH = y_SH[order_S.argsort()]
+    return y_SH.view(tokens, k, -1).sum(dim=1).to(x_TH.dtype)
+
+
+def _product(self: Any, parameter: str, expert: int, x: Tensor, weight: Tensor) -> Tensor:
+    layers = self.get_submodule(NAME)
+    if parameter in layers:
+        y: Tensor = layers[parameter].experts[expert](x, weight)
+    else:
+        y = F.linear(x, weight.T if self.is_transposed else weight)
+    return y + getattr(self, f"{parameter}_bias")[expert] if self.has_bias else y

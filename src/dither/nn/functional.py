@@ -1,0 +1,331 @@
+"""The three products of a linear layer, each on operands cast along the axis that it sums over.
+
+Shapes: x_MK is the input (M tokens, K features), w_NK the weight, dy_MN the gradient of the output y_MN. Products are A B^T
+with both operands stored along the axis they are summed over, so a matrix in two products is needed in two layouts:
+
+    forward       y_MN  = x_MK  (w_NK)^T     sums over K
+    input grad    dx_MK = dy_MN (w_KN)^T     sums over N     w_KN: the codes of W^T
+    weight grad   dw_NK = dy_NM (x_KM)^T     sums over M     dy_NM, x_KM: the codes of dY^T and X^T
+
+x is cast for both of its products in forward, from one reading, and x_KM is what waits for backward: 1 byte an element or less.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from dither import engines
+from dither.errors import UserError
+from dither.ops import INPUT_DTYPES
+from dither.precision import Cast, LayerPrecision
+from dither.random import Stream
+
+
+class Casting(NamedTuple):
+    """What is known of an operand before there is data: plain values, so that compiled code takes them as constants."""
+
+    cast: str = ""
+    """The cast, or "" for none."""
+    stored: str = ""
+    """The cast as its codes are read: `cast` itself, or with e4m3 for a format that a GPU keeps in E4M3 codes."""
+    container: str = ""
+    """The format of the codes, or "" for the cast's own."""
+    stochastic: bool = False
+    delayed: bool = False
+    whole: bool = False
+    """Whether one call casts along both axes: all but nvfp4."""
+
+
+class Codes(NamedTuple):
+    """One layout of an operand: [P, L] along L. Plain numbers have no scales."""
+
+    values: Tensor
+    scale: Tensor | None = None
+    tensor_scale: Tensor | None = None
+
+
+class Layouts(NamedTuple):
+    """A matrix [R, C] for the product that sums over C and for the one that sums over R; None where nobody asked."""
+
+    along: Codes | None
+    across: Codes | None
+    """Stored [C, R]."""
+
+
+class Amax(NamedTuple):
+    """Delayed scaling of one operand: what to scale by (0-d; None: measure it now), and where its own magnitude goes."""
+
+    given: Tensor | None = None
+    largest: Tensor | None = None
+    """0-d; raised to the magnitude of each tensor that is cast. None: nobody wants to know."""
+
+
+class State(NamedTuple):
+    """What a layer brings to a call besides its tensors and its precision; `dither.nn.Linear` keeps it."""
+
+    place: Tensor | None = None
+    """int64[2] on the device: the optimizer step, and the first row's index in the whole batch. Stochastic casts need it."""
+    keys: Tensor | None = None
+    """int64[3] on the device: the keys of input, weight and gradient. On the device, so that layers share a compiled graph."""
+    weight: Layouts | None = None
+    """The cast weight, if somebody holds it for this step."""
+    input_amax: Amax = Amax()
+    weight_amax: Amax = Amax()
+    grad_amax: Amax = Amax()
+
+
+class Settings(NamedTuple):
+    """A layer's precision, ready for use."""
+
+    input: Casting
+    weight: Casting
+    grad: Casting
+    name: str
+    transposed: bool
+    """Whether the weight is stored [K, N]."""
+    emulate: bool
+
+
+def settings(
+    precision: LayerPrecision, *, name: str = "", transposed: bool = False, emulate: bool = False, gpu: bool
+) -> Settings:
+    """What `linear` needs to know of a layer; `gpu` says whether codes will be made for the matrix units of one."""
+
+    def casting(cast: Cast | None) -> Casting:
+        if cast is None:
+            return Casting()
+        container = engines.container(cast) if gpu and not emulate else cast.format
+        text, own = str(cast), container == cast.format
+        stored = text if own else str(Cast(container, cast.granularity, cast.scale))
+        kind = cast.scaling.kind
+        return Casting(
+            text, stored, "" if own else container, cast.round.kind == "stochastic", kind == "delayed", kind != "nvfp4"
+        )
+
+    return Settings(casting(precision.input), casting(precision.weight), casting(precision.grad), name, transposed, emulate)
+
+
+def keys(name: str, seed: int) -> tuple[int, int, int]:
+    """The keys of the random streams of a layer's input, weight and gradient casts."""
+    return tuple(Stream(seed, purpose, name).key for purpose in ("input", "weight", "grad"))  # type: ignore[return-value]
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    precision: LayerPrecision | Settings = LayerPrecision(),  # noqa: B008 (frozen)
+    *,
+    state: State = State(),  # noqa: B008 (frozen)
+) -> Tensor:
+    """x W^T + bias with the operands of its three products cast as `precision` says.
+
+    `x` is [..., K], `weight` [N, K], `bias` [N] and the result [..., N], in the dtype of autocast or else of x. Gradients come
+    in the dtypes of x, weight and bias. Without casts this is `torch.nn.functional.linear`, bit for bit.
+
+    >>> import torch
+    >>> from dither import Cast
+    >>> x, w = torch.tensor([[1.0, 2.0, 4.1, 0.3]]), torch.eye(4)[:2]
+    >>> linear(x, w, precision=LayerPrecision(input=Cast.parse("e2m1 tile(4)")))
+    tensor([[1.0250, 2.0500]])
+    """
+    if isinstance(precision, LayerPrecision):
+        precision = settings(precision, gpu=x.is_cuda)
+    has = precision
+    if not (has.input.cast or has.weight.cast or has.grad.cast):
+        return _plain(x, weight, bias, has.transposed)
+    if x.dtype not in INPUT_DTYPES or weight.dtype not in INPUT_DTYPES:
+        raise UserError(
+            f"{_where(has)} casts float32, bfloat16 and float16, not an input of {x.dtype} and a weight of {weight.dtype}."
+        )
+    if x.shape[-1] != weight.shape[0 if has.transposed else 1]:
+        raise UserError(f"{_where(has)} has a weight of shape {tuple(weight.shape)} and an input of {tuple(x.shape)}.")
+    if (state.place is None or state.keys is None) and (has.input.stochastic or has.weight.stochastic or has.grad.stochastic):
+        raise UserError(
+            f"{_where(has)} rounds stochastically and needs state=State(place=..., keys=...): the step and the first row, "
+            "and the keys of its streams."
+        )
+    autocast = torch.is_autocast_enabled(x.device.type)
+    dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+    learns = torch.is_grad_enabled() and weight.requires_grad
+    passes = torch.is_grad_enabled() and x.requires_grad
+    x_MK = x.reshape(-1, x.shape[-1])
+    tokens = x_MK.shape[0]
+    padded = x.is_cuda and tokens % engines.ALIGNMENT != 0
+    if padded:  # rows of zeros, which change neither a value nor a scale, for units that take multiples of 16
+        x_MK = F.pad(x_MK, (0, 0, 0, -tokens % engines.ALIGNMENT))
+    with torch.no_grad():
+        x_codes = _both(
+            x_MK, has.input, state.input_amax, _drawn(has.input, state, 0), True, learns, dtype if autocast else None
+        )
+        w_codes = state.weight
+        if w_codes is None:
+            ahead, back = (passes, True) if has.transposed else (True, passes)
+            w_codes = cast_weight(weight, has.weight, state, ahead, back, dtype if autocast else None)
+        w_NK, w_KN = (w_codes.across, w_codes.along) if has.transposed else w_codes
+    y_MN: Tensor = _Products.apply(  # type: ignore[no-untyped-call]
+        x_MK,
+        weight,
+        bias,
+        *(x_codes.along or ()),
+        *(x_codes.across or (None, None, None)),
+        *(w_NK or ()),
+        *(w_KN or (None, None, None)),
+        _drawn(has.grad, state, 2),
+        state.grad_amax.given,
+        state.grad_amax.largest,
+        dtype,
+        has,
+    )
+    y_MN = y_MN[:tokens] if padded else y_MN
+    return y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
+
+
+class _Products(torch.autograd.Function):
+    """The products. Operands come as (values, scale, tensor scale); x, weight and bias themselves only for their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        x_MK: Tensor,
+        x_MK_scale: Tensor | None,
+        x_MK_tensor: Tensor | None,
+        x_KM: Tensor | None,
+        x_KM_scale: Tensor | None,
+        x_KM_tensor: Tensor | None,
+        w_NK: Tensor,
+        w_NK_scale: Tensor | None,
+        w_NK_tensor: Tensor | None,
+        w_KN: Tensor | None,
+        w_KN_scale: Tensor | None,
+        w_KN_tensor: Tensor | None,
+        place: Tensor | None,
+        grad_amax: Tensor | None,
+        grad_largest: Tensor | None,
+        dtype: torch.dtype,
+        has: Settings,
+    ) -> Tensor:
+        ctx.save_for_backward(x_KM, x_KM_scale, x_KM_tensor, w_KN, w_KN_scale, w_KN_tensor, place, grad_amax)
+        ctx.grad_largest, ctx.has = grad_largest, has
+        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        return _product(
+            "forward",
+            Codes(x_MK, x_MK_scale, x_MK_tensor), has.input,
+            Codes(w_NK, w_NK_scale, w_NK_tensor), has.weight,
+            x.shape[1], bias, dtype, has,
+        )  # fmt: skip
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        has: Settings = ctx.has
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise UserError(
+                f"{_where(has)} has casts, which have no second derivative: call backward without create_graph=True, "
+                "or give the layer a precision without casts."
+            )
+        x_KM, x_KM_scale, x_KM_tensor, w_KN, w_KN_scale, w_KN_tensor, place, grad_amax = ctx.saved_tensors
+        x_dtype, w_dtype, bias_dtype = ctx.dtypes
+        need_x, need_w, need_bias = ctx.needs_input_grad[:3]
+        dx = dw = dbias = None
+        amax = Amax(grad_amax, ctx.grad_largest)
+        along, across = _both(dy, has.grad, amax, place, need_x, need_w, None)
+        if along is not None:  # dx_MK = dy_MN (w_KN)^T
+            w = Codes(w_KN, w_KN_scale, w_KN_tensor)
+            dx = _product("input_grad", along, has.grad, w, has.weight, dy.shape[1], None, x_dtype, has)
+        if across is not None:  # dw_NK = dy_NM (x_KM)^T, or its transpose
+            x = Codes(x_KM, x_KM_scale, x_KM_tensor)
+            left, right = ((x, has.input), (across, has.grad)) if has.transposed else ((across, has.grad), (x, has.input))
+            dw = _product("weight_grad", *left, *right, dy.shape[0], None, w_dtype, has)
+        if need_bias:
+            dbias = dy.sum(0, dtype=bias_dtype)
+        return dx, dw, dbias, *[None] * 17
+
+
+def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    """What the layer computes when nothing is cast: nn.Linear's product, or that of Hugging Face's Conv1D."""
+    if not transposed:
+        return F.linear(x, weight, bias)
+    x_MK = x.reshape(-1, x.shape[-1])
+    y_MN = x_MK @ weight if bias is None else torch.addmm(bias, x_MK, weight)
+    return y_MN.reshape(*x.shape[:-1], weight.shape[1])
+
+
+def cast_weight(
+    weight: Tensor, how: Casting, state: State, along: bool, across: bool, dtype: torch.dtype | None = None
+) -> Layouts:
+    """A weight's layouts. Its rows are its own, not those of a batch."""
+    return _both(weight, how, state.weight_amax, _drawn(how, state, 1, moved=False), along, across, dtype)
+
+
+def _drawn(how: Casting, state: State, operand: int, *, moved: bool = True) -> Tensor | None:
+    """int64[3]: the step, the rows to add and the key of a stochastic cast; a copy, since the loop moves on before backward."""
+    if not how.stochastic:
+        return None
+    assert state.place is not None
+    assert state.keys is not None
+    rows = state.place[1:] if moved else torch.zeros_like(state.place[1:])
+    return torch.cat((state.place[:1], rows, state.keys[operand : operand + 1]))
+
+
+def _both(
+    x: Tensor, how: Casting, amax: Amax, place: Tensor | None, along: bool, across: bool, dtype: torch.dtype | None
+) -> Layouts:
+    """The matrix x [R, C] cast along C, along R, or both, as asked; uncast it is taken in `dtype` (its own, if None)."""
+    if not how.cast:
+        x = x.detach() if dtype is None else x.detach().to(dtype)
+        return Layouts(Codes(x) if along else None, Codes(x.T) if across else None)
+    drawn = (0, place, 0, 0)
+    if (along and across and how.whole) or (how.delayed and amax.largest is not None):
+        values, scale, values_t, scale_t, measured = torch.ops.dither.quantize_both(
+            x, how.cast, amax.given, how.container, *drawn, "auto"
+        )
+        if amax.largest is not None:
+            amax.largest.copy_(torch.maximum(amax.largest, measured))
+        return Layouts(
+            Codes(values, scale) if along else None,
+            Codes(values_t.T, _turned(scale_t)) if across else None,
+        )
+    one, other = None, None
+    if along:
+        one = Codes(*torch.ops.dither.quantize(x, how.cast, 1, amax.given, how.container, *drawn, "auto"))
+    if across:
+        values, scale, tensor = torch.ops.dither.quantize(x, how.cast, 0, amax.given, how.container, *drawn, "auto")
+        other = Codes(values.T, _turned(scale), tensor)
+    return Layouts(one, other)
+
+
+def _turned(scale: Tensor) -> Tensor:
+    """Scales in the order of the transposed matrix; a tensor's one scale, or none, stays."""
+    return scale.T if scale.dim() == 2 else scale
+
+
+def _product(
+    which: str,
+    a: Codes,
+    a_how: Casting,
+    b: Codes,
+    b_how: Casting,
+    length: int,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    has: Settings,
+) -> Tensor:
+    # Fast accumulation in forward only, and only of what is FP8 by itself: gradients and FP4 sums keep all their bits.
+    fast = which == "forward" and not a_how.container and not b_how.container
+    where = f"{_where(has)}, {which.replace('_', ' ')} product"
+    result: Tensor = torch.ops.dither.product(
+        a.values, a.scale, a.tensor_scale, a_how.stored, b.values, b.scale, b.tensor_scale, b_how.stored,
+        length, bias, dtype, fast, has.emulate, where,
+    )  # fmt: skip
+    return result
+
+
+def _where(has: Settings) -> str:
+    if torch.compiler.is_compiling():  # a name would make a graph that serves no other layer
+        return "A linear layer"
+    return f"The linear layer {has.name!r}" if has.name else "A linear layer"

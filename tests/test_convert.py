@@ -1,0 +1,560 @@
+"""Conversion: what is replaced and what is kept, what is left alone and why, the record, and what is refused."""
+
+import copy
+import dataclasses
+import io
+import json
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+import dither.nn.linear
+from dither import UserError
+from dither.engines import PRODUCTS
+from dither.nn import Linear, apply, convert, training_step
+from dither.precision import LayerPrecision, Plan
+from dither.recipes import RECIPES, recipe
+
+FP8 = LayerPrecision.of("e4m3 tile(128)", "e4m3 block(128)", "e4m3 tile(128)")
+FP4 = LayerPrecision.of("e2m1 tile(128)", "e2m1 block(128)", "e2m1 tile(128)")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.up = nn.Linear(32, 64)
+        self.down = nn.Linear(64, 32, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(48, 32)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(32, 48, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+LAYERS = ["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down"]
+IDS = torch.arange(24).view(2, 12)
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def names(record) -> list[str]:
+    return [layer.name for layer in record.layers]
+
+
+def reasons(record) -> dict[str, str]:
+    return {module.name: module.reason for module in record.left_alone}
+
+
+# What is kept ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if recipe(name).parameters in (None, "fp32")])
+def test_parameters_state_and_modes_stay(model, name):
+    model.blocks[0].eval()
+    model.blocks[1].up.weight.requires_grad_(False)
+    before = dict(model.named_parameters())
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    record = convert(model, name)
+    assert names(record) == LAYERS
+    assert all(type(model.get_submodule(layer)) is Linear for layer in LAYERS)
+    after = dict(model.named_parameters())
+    assert list(after) == list(before)
+    assert all(after[key] is before[key] for key in before)
+    extra = model.state_dict().keys() - state.keys()
+    assert all("history" in key for key in extra) if name == "fp8-delayed" else not extra
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in state.items())
+    assert not model.blocks[0].up.training
+    assert model.blocks[1].up.training
+    assert not model.blocks[1].up.weight.requires_grad
+
+
+def test_without_casts_nothing_changes_but_the_class(model):
+    twin = copy.deepcopy(model)
+    convert(model, "fp32")
+    one, other = model(IDS), twin(IDS)
+    assert torch.equal(one, other)
+    one.sum().backward()
+    other.sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_casts_are_those_of_the_layer_one_by_one(model):
+    # The model by hand: the same layers, made without convert.
+    twin = copy.deepcopy(model)
+    convert(model, "fp8-block")
+    for block in twin.blocks:
+        for name in ("up", "down"):
+            old = getattr(block, name)
+            new = Linear(old.in_features, old.out_features, old.bias is not None, precision=recipe("fp8-block").default)
+            new.load_state_dict(old.state_dict())
+            setattr(block, name, new)
+    one, other = model(IDS), twin(IDS)
+    assert torch.equal(one, other)
+    one.square().sum().backward()
+    other.square().sum().backward()
+    for (name, a), b in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad), name
+        assert a.grad.any(), name
+
+
+def test_an_optimizer_made_before_still_moves_the_weights(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    convert(model, "mxfp8")
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    model(IDS).square().mean().backward()
+    optimizer.step()
+    assert all(not torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+
+
+def test_hooks_and_their_handles_stay(model):
+    seen = []
+    handle = model.blocks[0].up.register_forward_hook(lambda *_: seen.append("forward"))
+    model.blocks[0].up.register_full_backward_hook(lambda *_: seen.append("backward"))
+    convert(model, "fp8-block")
+    model(IDS).sum().backward()
+    assert seen == ["forward", "backward"]
+    handle.remove()
+    model(IDS)
+    assert seen == ["forward", "backward"]
+
+
+def test_conversion_draws_no_random_numbers(model):
+    before = torch.get_rng_state()
+    convert(model, "fp4-block")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_tied_weights_stay_tied():
+    model = Model(tied=True)
+    convert(model, "fp8-block", only="*")
+    assert model.head.weight is model.embed.weight
+    assert type(model.head) is Linear
+    assert len(list(model.parameters())) == len(list(Model().parameters())) - 1
+
+
+def test_a_layer_with_two_names_stays_one():
+    model = nn.Module()
+    model.a = nn.Linear(16, 16)
+    model.b = nn.ModuleDict({"again": model.a})
+    record = convert(model, "fp8-row")
+    assert names(record) == ["a"]
+    assert model.b["again"] is model.a
+    assert type(model.a) is Linear
+
+
+def test_layers_in_containers():
+    model = nn.Sequential(nn.Linear(16, 32), nn.ModuleDict({"a": nn.ModuleList([nn.Linear(32, 16)])}))
+    record = convert(model, "fp8-row")
+    assert names(record) == ["0", "1.a.0"]
+    assert [type(model[0]), type(model[1]["a"][0])] == [Linear, Linear]
+
+
+def test_emulation_is_passed_on(model):
+    convert(model, "fp8-row", emulate=True)
+    assert model.blocks[0].up.emulate
+
+
+def test_random_bits_follow_the_name_and_the_seed(model):
+    def gradient(seed: int) -> torch.Tensor:
+        twin = copy.deepcopy(model)
+        convert(twin, "fp4-block", seed=seed)
+        assert twin.blocks[0].up.name == "blocks.0.up"
+        with training_step(twin, step=3):
+            twin(IDS).square().mean().backward()
+        return twin.blocks[0].up.weight.grad
+
+    assert torch.equal(gradient(0), gradient(0))
+    assert not torch.equal(gradient(0), gradient(1))
+
+
+# Parameters in another type -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("bf16-o2", torch.bfloat16), ("bf16-pure", torch.bfloat16), ("fp32", torch.float32)]
+)
+def test_a_recipe_may_change_the_type_of_parameters_in_place(name, dtype):
+    model = Model(tied=True)
+    model.register_buffer("frequencies", torch.ones(3))
+    if name == "fp32":
+        model.bfloat16()
+        model.frequencies = torch.ones(3)
+    model.embed.weight.grad = torch.ones_like(model.embed.weight)
+    before = dict(model.named_parameters())
+    values = {key: parameter.detach().clone() for key, parameter in before.items()}
+    convert(model, name)
+    for key, parameter in model.named_parameters():
+        assert parameter is before[key]
+        assert parameter.dtype == dtype
+        assert torch.equal(parameter, values[key].to(dtype))
+    assert model.embed.weight.grad.dtype == dtype
+    assert model.head.weight is model.embed.weight
+    assert model.frequencies.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_recipes_leave_parameters_as_they_are(dtype):
+    model = Model().to(dtype)
+    convert(model, "fp8-block")
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    assert model.blocks[0].up(torch.ones(2, 32, dtype=dtype)).dtype == dtype
+
+
+# What is left alone ---------------------------------------------------------------------------------------------------
+
+
+def test_embeddings_norms_and_the_output_layer_are_left_alone(model):
+    assert reasons(convert(model, "fp8-block")) == {
+        "head": "the output layer",
+        "embed": "an embedding",
+        "blocks.0.norm": "LayerNorm is no linear layer",
+        "blocks.1.norm": "LayerNorm is no linear layer",
+    }
+
+
+def test_the_output_layer_is_what_the_model_says():
+    class Said(Model):
+        def get_output_embeddings(self) -> nn.Module:
+            return self.blocks[1].down
+
+    assert reasons(convert(Said(), "fp8-block")).keys() & {"head", "blocks.1.down"} == {"blocks.1.down"}
+
+
+def test_a_model_that_says_nothing_is_looked_at():
+    class Silent(Model):
+        def get_output_embeddings(self) -> None:
+            return None
+
+    assert reasons(convert(Silent(), "fp8-block"))["head"] == "the output layer"
+
+
+def test_the_output_layer_is_the_tied_one():
+    model = Model(tied=True)
+    model.extra = nn.Linear(32, 48)  # after it, and as large
+    record = convert(model, "fp8-block")
+    assert reasons(record)["head"] == "the output layer"
+    assert names(record) == [*LAYERS, "extra"]
+
+
+def test_the_output_layer_is_the_last_as_large_as_an_embedding(model):
+    model.head = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 48), nn.Linear(48, 16))
+    assert names(convert(model, "fp8-block")) == [*LAYERS, "head.0", "head.2"]
+
+
+def test_a_model_without_embeddings_has_no_output_layer():
+    assert names(convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 32)), "fp8-block")) == ["0", "1"]
+
+
+def test_a_rule_or_only_reaches_the_output_layer(model):
+    twin = copy.deepcopy(model)
+    record = convert(model, Plan((("head", FP8),), FP4))
+    assert record.layers[-1].precision == FP8
+    assert names(record) == [*LAYERS, "head"]
+    assert names(convert(twin, "fp8-block", only=["head", "blocks.0.*"])) == ["blocks.0.up", "blocks.0.down", "head"]
+    assert reasons(convert(Model(), "fp8-block", only="head"))["blocks.0.up"] == "only= names others"
+
+
+def test_skip_and_rules_without_precision(model):
+    plan = Plan((("*.down", None), ("re:.*0.*", FP4)), FP8)
+    record = convert(model, plan, skip="blocks.1.up")
+    assert names(record) == ["blocks.0.up"]
+    assert record.layers[0].precision == FP4
+    assert reasons(record)["blocks.1.up"] == "skip='blocks.1.up'"
+    assert reasons(record)["blocks.0.down"] == "the plan leaves it alone"
+    assert type(model.blocks[1].up) is nn.Linear
+
+
+class Own(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
+class Named(nn.Linear):
+    """Only a name: it computes as nn.Linear does."""
+
+
+def parametrized() -> nn.Module:
+    return nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+
+
+def replaced() -> nn.Module:
+    layer = nn.Linear(16, 16)
+    layer.forward = lambda x: x
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (lambda: Own(16, 16), "Own computes in its own way"),
+        (replaced, "Linear computes in its own way"),
+        (parametrized, "its weight is computed from other parameters"),
+        (lambda: nn.LazyLinear(16), "its shape is not known yet: run the model once first"),
+        (lambda: nn.Linear(16, 16, dtype=torch.float64), "its weight is torch.float64, and casts take float32"),
+    ],
+)
+def test_layers_that_cannot_be_replaced_say_why(layer, reason):
+    model = nn.Sequential(nn.Linear(16, 16), layer())
+    kind = type(model[1])
+    record = convert(model, "fp8-row")
+    assert names(record) == ["0"]
+    assert reasons(record)["1"].startswith(reason)
+    assert type(model[1]) is kind
+    with pytest.raises(UserError, match=r"rule '1' names no layer that can be converted: '1': "):
+        convert(nn.Sequential(nn.Linear(16, 16), layer()), Plan((("1", FP8),)))
+
+
+def test_a_subclass_that_computes_as_nn_linear_is_replaced():
+    model = nn.Sequential(Named(16, 16))
+    assert names(convert(model, "fp8-row")) == ["0"]
+
+
+def test_layers_that_torch_uses_without_calling_them_are_left_alone():
+    # Converted they would be skipped in silence.
+    model = nn.Module()
+    model.attention = nn.MultiheadAttention(16, 2)
+    model.encoder = nn.TransformerEncoderLayer(16, 2, 32)
+    model.decoder = nn.TransformerDecoderLayer(16, 2, 32)
+    record = convert(model, "fp8-row")
+    assert names(record) == ["decoder.linear1", "decoder.linear2"]
+    assert reasons(record)["attention.out_proj"] == "nn.MultiheadAttention uses its weight and never calls it"
+    assert "without calling it in evaluation" in reasons(record)["encoder.linear1"]
+    assert reasons(record)["attention"] == "MultiheadAttention is no linear layer"
+
+
+# The record -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_record_has_every_layer_with_its_share(model):
+    record = convert(model, "fp8-block")
+    total = 4 * 32 * 64 + 32 * 48
+    assert [layer.share for layer in record.layers] == [pytest.approx(32 * 64 / total)] * 4
+    everything = sum(layer.share for layer in record.layers) + sum(module.share for module in record.left_alone)
+    assert everything == pytest.approx(1)
+    first = record.layers[0]
+    assert (first.out_features, first.in_features, first.precision, first.note) == (64, 32, FP8, "")
+    assert first.engines == ("fp32",) * 3
+    assert record.plan == recipe("fp8-block")
+
+
+def test_the_record_is_frozen_and_goes_to_json(model):
+    record = convert(model, "fp8-block")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        record.plan = None
+    data = json.loads(json.dumps(record.to_dict()))
+    assert data["plan"] == recipe("fp8-block").to_dict()
+    assert data["layers"][1] == {
+        "name": "blocks.0.down",
+        "out_features": 32,
+        "in_features": 64,
+        "precision": FP8.to_dict(),
+        "engines": dict.fromkeys(PRODUCTS, "fp32"),
+        "share": pytest.approx(2048 / 9728),
+        "note": "",
+    }
+    assert data["left_alone"][0] == {"name": "head", "reason": "the output layer", "share": pytest.approx(1536 / 9728)}
+
+
+def test_the_record_prints_as_a_table_with_blocks_together(model):
+    lines = str(convert(model, Plan((("blocks.1.up", LayerPrecision()),), FP8, "bf16"))).splitlines()
+    cells = [line.split("  ") for line in lines]
+    rows = [[cell.strip() for cell in row if cell.strip()] for row in cells]
+    assert rows[0] == ["layers", "count", "out x in", "input", "weight", "grad", "engines", "share"]
+    cast = ["e4m3 tile(128) fp32 nearest", "e4m3 block(128) fp32 nearest", "e4m3 tile(128) fp32 nearest"]
+    assert rows[2] == ["blocks.0.up", "1", "64 x 32", *cast, "fp32", "21.1%"]
+    assert rows[3] == ["blocks.*.down", "2", "32 x 64", *cast, "fp32", "42.1%"]
+    assert rows[4] == ["blocks.1.up", "1", "64 x 32", "uncast", "uncast", "uncast", "torch", "21.1%"]
+    assert lines[6:] == [
+        "compute bf16; parameters as they were",
+        "left alone: head (1, 15.8%): the output layer",
+        "left alone: embed (1): an embedding",
+        "left alone: blocks.*.norm (2): LayerNorm is no linear layer",
+    ]
+
+
+def test_the_record_is_a_rich_table_too(model):
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(convert(model, "fp8-block"))
+    assert "blocks.*.down" in console.export_text()
+
+
+# Other precisions between steps ---------------------------------------------------------------------------------------
+
+
+def test_apply_switches_layers_and_leaves_weights(model):
+    convert(model, "fp8-block")
+    before = {name: (id(parameter), parameter._version) for name, parameter in model.named_parameters()}
+    fp8 = model(IDS)
+    record = apply(model, Plan((("*.up", FP4), ("blocks.1.down", None)), FP8))
+    assert [layer.precision for layer in record.layers] == [FP4, FP8, FP4, LayerPrecision()]
+    assert [model.get_submodule(name).precision for name in LAYERS] == [FP4, FP8, FP4, LayerPrecision()]
+    assert reasons(record)["head"] == "it was not converted"
+    assert not torch.equal(model(IDS), fp8)
+    apply(model, "fp8-block")
+    assert torch.equal(model(IDS), fp8)
+    assert {name: (id(parameter), parameter._version) for name, parameter in model.named_parameters()} == before
+
+
+def test_apply_keeps_the_histories_of_layers_that_do_not_change(model):
+    convert(model, "fp8-delayed")
+    with training_step(model, step=0):
+        model(IDS).sum().backward()
+    seen = model.blocks[0].up.weight_history[0].clone()
+    assert seen > 0
+    apply(model, dataclasses.replace(recipe("fp8-delayed"), layers=(("*.down", FP8),)))
+    assert model.blocks[0].up.weight_history[0] == seen
+    assert model.blocks[0].down.weight_history is None
+
+
+def test_apply_refuses_what_it_cannot_do(model):
+    with pytest.raises(UserError, match=r"Model has no converted layer: dither.convert\(model, plan\) comes first"):
+        apply(model, "fp8-block")
+    convert(model, "fp8-block")
+    with pytest.raises(UserError, match=r"rule 'head' matches no converted layer: there are blocks\.\*\.up, blocks\.\*\.down"):
+        apply(model, Plan((("head", FP8),)))
+    with pytest.raises(UserError, match=r"asks for bf16 parameters where 'embed.weight' is torch.float32"):
+        apply(model, "bf16-pure")
+    assert model.blocks[0].up.precision == FP8
+    apply(model, "bf16")  # whose parameters these are
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("fp8_block",), "no recipe 'fp8_block' (did you mean 'fp8-block'?)"),
+        ((None,), "A plan is a dither.Plan or the name of a recipe, not None"),
+        ((FP8,), "A plan is a dither.Plan or the name of a recipe, not LayerPrecision("),
+        ((Plan((("blocks.2.up", FP8),)),), "The plan's rule 'blocks.2.up' matches no linear layer (did you mean 'blocks."),
+        ((Plan((("gate_proj", FP8),)),), "matches no linear layer: there are blocks.*.up, blocks.*.down, head."),
+    ],
+)
+def test_plans_that_do_not_fit_are_errors(model, arguments, said):
+    with pytest.raises(UserError) as caught:
+        convert(model, *arguments)
+    assert said in str(caught.value)
+    assert not any(isinstance(module, Linear) for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"skip": "up"}, "skip= 'up' matches no linear layer (did you mean '*.up'?): there are blocks.*.up,"),
+        ({"skip": ["*.up", "blocks.0"]}, "skip= 'blocks.0' matches no linear layer (did you mean 'blocks.0.*'?)"),
+        ({"only": "norm"}, "only= 'norm' matches no linear layer: there are"),
+        ({"only": [3]}, "only= takes patterns of layer names, such as '*.down_proj', not 3"),
+        ({"skip": "re:("}, "'re:(' is not a regular expression"),
+        ({"fallback": "fp32"}, "fallback is 'error' or 'bf16', not 'fp32'"),
+        ({"skip": "*"}, "Model has nothing to convert: 'blocks.0.up': skip='*'; "),
+        ({"seed": -1}, "seed"),
+    ],
+)
+def test_options_that_do_not_fit_are_errors(model, options, said):
+    with pytest.raises(UserError) as caught:
+        convert(model, "fp4-block", **options)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not any(isinstance(module, Linear) for module in model.modules())
+
+
+def test_models_that_cannot_be_converted(model):
+    with pytest.raises(UserError, match=r"A model is a torch\.nn\.Module, not Tensor"):
+        convert(torch.ones(3), "fp8-block")
+    with pytest.raises(UserError, match="A single linear layer cannot be replaced in place"):
+        convert(nn.Linear(16, 16), "fp8-block")
+    with pytest.raises(UserError, match="Sequential has nothing to convert: it has no linear layer"):
+        convert(nn.Sequential(nn.ReLU()), "fp8-block")
+    convert(model, "fp8-block")
+    with pytest.raises(
+        UserError, match=r"Model is converted already: 'blocks.0.up' is a dither layer; dither.apply\(model, plan\)"
+    ):
+        convert(model, "fp8-block")
+
+
+def test_a_plan_that_wants_nothing_may_do_nothing(model):
+    record = convert(model, Plan(parameters="bf16"))
+    assert names(record) == []
+    assert reasons(record)["head"] == "the plan leaves it alone"
+    assert model.head.weight.dtype == torch.bfloat16
+
+
+# On GPUs that cannot do it. The engines of a layer are a function of the GPU's capability, so a made-up GPU will do. ---------
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Makes layers answer as if they were on a GPU of that compute capability."""
+
+    def of(major: int, minor: int) -> None:
+        real = dither.nn.linear.engine_for
+        monkeypatch.setattr(dither.nn.linear, "engine_for", lambda a, b, size, _: real(a, b, size, (major, minor)))
+
+    return of
+
+
+def test_engines_in_the_record_are_those_of_the_gpu(model, gpu):
+    gpu(9, 0)
+    record = convert(model, Plan((("*.up", FP4), ("head", LayerPrecision.of("mxfp4", "mxfp4", "mxfp4"))), FP8))
+    found = {layer.name: layer.engines for layer in record.layers}
+    assert found["blocks.0.up"] == ("fp8-container",) * 3
+    assert found["blocks.0.down"] == ("fp8",) * 3
+    assert found["head"] == ("bf16",) * 3
+
+
+@pytest.mark.parametrize(
+    ("capability", "features", "said"),
+    [
+        ((9, 0), 40, "FP8 units take dimensions that are multiples of 16, not 40 x 32"),
+        ((8, 0), 64, "and this one has 8.0"),
+    ],
+)
+def test_fp8_that_the_gpu_cannot_take(model, gpu, capability, features, said):
+    gpu(*capability)
+    model.blocks[1].up, model.blocks[1].down = nn.Linear(32, features), nn.Linear(features, 32)
+    wrong = ["blocks.1.up", "blocks.1.down"] if features == 40 else LAYERS
+    with pytest.raises(UserError) as caught:
+        convert(model, "fp8-block")
+    text = str(caught.value)
+    assert text.startswith(f"The layer {wrong[0]!r}, forward product: ")
+    assert said in text
+    assert text.endswith(f"; or skip={wrong[0]!r}, or fallback='bf16' to run it uncast.")
+    assert not any(isinstance(module, Linear) for module in model.modules())
+
+    record = convert(model, "fp8-block", fallback="bf16")
+    assert names(record) == LAYERS
+    for layer in record.layers:
+        assert (layer.note != "") == (layer.name in wrong)
+        assert layer.precision == (LayerPrecision() if layer.note else FP8)
+        assert layer.engines == (("torch" if layer.note else "fp8"),) * 3
+        assert model.get_submodule(layer.name).precision == layer.precision
+    assert said in record.layers[2].note
+    assert f"runs uncast: {wrong[0]}" in str(record) or "runs uncast: blocks.*.up (2): " in str(record)
+
+    with pytest.raises(UserError, match=said):
+        apply(model, "fp8-current")
+    assert model.blocks[0].down.precision == (FP8 if features == 40 else LayerPrecision())
+    assert any(layer.note for layer in apply(model, "fp8-current", fallback="bf16").layers)

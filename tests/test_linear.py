@@ -1,0 +1,752 @@
+"""Linear layers with cast operands: gradients against float64, state, steps, compiled code, memory.
+
+X is [M, K], W [N, K] and dY [M, N]; the reference here casts with `dither.quantize` and multiplies in float64.
+"""
+
+import copy
+import io
+import itertools
+import shutil
+from collections.abc import Callable
+
+import pairs
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
+
+import dither
+from dither import Cast, Stream, UserError
+from dither.nn import functional
+from dither.nn.functional import State
+from dither.nn.linear import Linear, training_step
+from dither.precision import LayerPrecision
+from dither.reference import quantize
+
+PRECISIONS = {
+    "fp8-current": ("e4m3 tensor", "e4m3 tensor", "e5m2 tensor"),
+    "fp8-row": ("e4m3 row", "e4m3 row", "e4m3 row"),
+    "fp8-block": ("e4m3 tile(128)", "e4m3 block(128)", "e4m3 tile(128)"),
+    "mxfp8": ("mxfp8", "mxfp8", "mxfp8"),
+    "mxfp6": ("mxfp6", "mxfp6", "mxfp6"),
+    "mxfp4": ("mxfp4", "mxfp4", "mxfp4 stochastic(16)"),
+    "nvfp4": ("nvfp4", "e2m1 block(16) nvfp4", "nvfp4 stochastic(16)"),
+    "fp4-block": ("e2m1 tile(128)", "e2m1 block(128)", "e2m1 tile(128) stochastic(16)"),
+    "all stochastic": ("e2m1 tile(16) stochastic(8)", "e2m1 tile(32) stochastic(8)", "e2m1 row stochastic(24)"),
+    "int8": ("int8 tensor", "int8 tensor", "int8 tensor"),
+    "input only": ("e4m3 row", None, None),
+    "weight only": (None, "e2m1 tile(16)", None),
+    "grad only": (None, None, "e2m1 tile(16) stochastic(16)"),
+    "unscaled": ("e4m3", "bf16", "e5m2"),
+}
+DELAYED = ("e4m3 tensor delayed(4)", "e4m3 tensor delayed(4)", "e5m2 tensor delayed(4)")
+SIZES = [(21, 40, 24), (130, 144, 160)]
+SLOW_BF16 = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+"""torch says so where a CPU has no instructions for bfloat16."""
+SEED, NAME, STEP, ROW = 3, "layers.0.up", 7, 1000
+
+
+def precision(name: str) -> LayerPrecision:
+    return LayerPrecision.of(*(DELAYED if name == "fp8-delayed" else PRECISIONS[name]))
+
+
+def data(m: int, k: int, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [M, K], W [N, K], bias [N] and dY [M, N], with rows of unlike magnitude."""
+    generator = torch.Generator().manual_seed(m + k + n)
+    x, w, b, dy = (torch.randn(*shape, generator=generator) for shape in ((m, k), (n, k), (n,), (m, n)))
+    return x * torch.logspace(-2, 2, m)[:, None], w / 10, b, dy * 1e-4
+
+
+def layer_of(how: LayerPrecision, w: Tensor, bias: Tensor | None = None, **options) -> Linear:
+    layer = Linear(w.shape[1], w.shape[0], bias is not None, precision=how, name=NAME, seed=SEED, **options)
+    with torch.no_grad():
+        layer.weight.copy_(w)
+        if bias is not None:
+            layer.bias.copy_(bias)
+    return layer
+
+
+def cast(x: Tensor, how: Cast | None, axis: int, purpose: str, row: int, step: int = STEP) -> Tensor:
+    """The numbers of a cast operand in float64."""
+    if how is None:
+        return x.double()
+    stream = Stream(SEED, purpose, NAME)
+    return dither.quantize(x, how, axis=axis, stream=stream, step=step, offset=(row, 0)).dequantize(torch.float32).double()
+
+
+def products(x: Tensor, w: Tensor, dy: Tensor, how: LayerPrecision) -> dict[str, tuple[Tensor, Tensor]]:
+    """The operands A [P, L] and B [Q, L] of each product, cast along L."""
+    return {
+        "forward": (cast(x, how.input, 1, "input", ROW), cast(w, how.weight, 1, "weight", 0)),
+        "input_grad": (cast(dy, how.grad, 1, "grad", ROW), cast(w, how.weight, 0, "weight", 0).T),
+        "weight_grad": (cast(dy, how.grad, 0, "grad", ROW).T, cast(x, how.input, 0, "input", ROW).T),
+    }
+
+
+def close(result: Tensor, operands: tuple[Tensor, Tensor], bias: Tensor | None = None) -> None:
+    """`result` is A B^T + bias up to float32 additions: each of L and a few more operations may round by 2^-24."""
+    a, b = operands
+    wanted = a @ b.T + (0 if bias is None else bias.double())
+    bound = (a.shape[1] + 8) * 2.0**-24 * (a.abs() @ b.abs().T + (0 if bias is None else bias.double().abs()))
+    assert result.shape == wanted.shape
+    assert bool(((result.double() - wanted).abs() <= bound).all())
+
+
+def run(layer: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+    """The output and the gradients of x and of the parameters."""
+    x = x.clone().requires_grad_()
+    layer.zero_grad()
+    y = layer(x)
+    y.backward(dy.reshape(y.shape).to(y.dtype))
+    return [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+# Values ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_gradients_are_those_of_the_cast_operands(name: str, size: tuple[int, int, int], with_bias: bool) -> None:
+    x, w, b, dy = data(*size)
+    how = precision(name)
+    layer = layer_of(how, w, b if with_bias else None)
+    with training_step(layer, step=STEP, row=ROW):
+        y, dx, dw, *db = run(layer, x, dy)
+    expected = products(x, w, dy, how)
+    close(y, expected["forward"], b if with_bias else None)
+    close(dx, expected["input_grad"])
+    close(dw, expected["weight_grad"])
+    if with_bias:
+        close(db[0][:, None], (dy.double().T, torch.ones(1, dy.shape[0], dtype=torch.float64)))
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "nvfp4", "all stochastic"])
+def test_a_weight_stored_transposed_gives_the_same_products(name: str) -> None:
+    """As in Hugging Face's Conv1D. Blocks and tiles are the same, but stochastic bits follow the stored coordinates."""
+    x, w, b, dy = data(*SIZES[0])
+    how = precision(name)
+
+    class Conv1D(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.nf = w.shape[0]
+            self.weight, self.bias = nn.Parameter(w.T.contiguous()), nn.Parameter(b.clone())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], self.nf)
+
+    old = Conv1D()
+    layer = Linear.adopt(old, how, name=NAME, seed=SEED)
+    assert layer.weight is old.weight
+    assert (layer.in_features, layer.out_features, layer.nf) == (w.shape[1], w.shape[0], w.shape[0])
+    with training_step(layer, step=STEP, row=ROW):
+        y, dx, dw, _ = run(layer, x, dy)
+    expected = products(x, w, dy, how)
+    stored = [cast(w.T.contiguous(), how.weight, axis, "weight", 0) for axis in (0, 1)]
+    close(y, (expected["forward"][0], stored[0].T), b)
+    close(dx, (expected["input_grad"][0], stored[1]))
+    close(dw, expected["weight_grad"][::-1])
+    layer.set_precision(LayerPrecision())
+    assert same(run(layer, x, dy), run(old, x, dy))
+
+
+def test_leading_dimensions_are_rows() -> None:
+    x, w, b, dy = data(24, 40, 16)
+    layer = layer_of(precision("mxfp8"), w, b)
+    flat = run(layer, x, dy)
+    deep = run(layer, x.reshape(2, 3, 4, 40), dy)
+    assert deep[0].shape == (2, 3, 4, 16)
+    assert same([t.reshape(u.shape) for t, u in zip(deep, flat, strict=True)], flat)
+    assert layer(x[0]).shape == (16,)
+    assert layer(x[:0].reshape(0, 5, 40)).shape == (0, 5, 16)
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "nvfp4", "fp8-row"])
+def test_strides_do_not_matter(name: str) -> None:
+    """An input that lies along M, and the gradient of a sum, which is one number seen everywhere."""
+    x, w, _, dy = data(*SIZES[0])
+    layer = layer_of(precision(name), w)
+    spread = dy[:1, :1].expand_as(dy)
+    with training_step(layer, step=STEP):
+        plain = run(layer, x, spread.contiguous())
+        leaf = x.T.contiguous().T.requires_grad_()
+        y = layer(leaf)
+        assert same([y.detach(), *torch.autograd.grad(y, [leaf, layer.weight], spread)], plain)
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "nvfp4", "fp8-row", "fp8-current"])
+def test_no_tokens_give_no_gradient(name: str) -> None:
+    _, w, b, _ = data(*SIZES[0])
+    layer = layer_of(precision(name), w, b)
+    y, dx, dw, db = run(layer, torch.empty(0, w.shape[1]), torch.empty(0, w.shape[0]))
+    assert y.shape == (0, w.shape[0])
+    assert dx.shape == (0, w.shape[1])
+    assert not dw.any()
+    assert not db.any()
+
+
+@SLOW_BF16
+def test_without_casts_the_layer_is_nn_linear_bit_for_bit() -> None:
+    x, w, b, dy = data(*SIZES[1])
+    layer, plain = layer_of(LayerPrecision(), w, b), nn.Linear(*w.shape[::-1])
+    plain.load_state_dict(layer.state_dict())
+    assert list(layer.state_dict()) == list(plain.state_dict())
+    with training_step(layer, step=0):
+        assert same(run(layer, x, dy), run(plain, x, dy))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+        assert same(run(layer, x, dy), run(plain, x, dy))
+
+
+@SLOW_BF16
+def test_autocast_decides_the_dtype_of_the_result_and_of_what_is_not_cast() -> None:
+    x, w, b, dy = data(*SIZES[0])
+    how = precision("input only")
+    layer = layer_of(how, w, b)
+    assert layer(x.bfloat16()).dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        y, dx, dw, _ = run(layer, x, dy)
+    assert (y.dtype, dx.dtype, dw.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    # dY is bfloat16 there, and so is the weight that is not cast; the cast reads x itself, not a bfloat16 of it.
+    dy, w = dy.bfloat16().float(), w.bfloat16().float()
+    close(dw, products(x, w, dy, how)["weight_grad"])
+    for found, which, bias in ((y, "forward", b.double()), (dx, "input_grad", 0)):
+        # Rounded to bfloat16 once: y by its dtype, dx because both of its operands are plain.
+        a, c = products(x, w, dy, how)[which]
+        wanted = a @ c.T + bias
+        assert bool(((found.double() - wanted).abs() <= 2.0**-8 * wanted.abs() + 2.0**-16 * (a.abs() @ c.abs().T)).all())
+
+
+def test_only_what_is_asked_for_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frozen weights and inputs without gradient; each needs one layout of the others."""
+    x, w, b, dy = data(*SIZES[0])
+    layer = layer_of(precision("nvfp4"), w, b)
+    with training_step(layer, step=STEP):
+        whole = run(layer, x, dy)
+    layer.weight.requires_grad_(False)
+    frozen = layer_of(precision("nvfp4"), w, b)
+    frozen.weight.requires_grad_(False)
+    leaf = x.clone().requires_grad_()
+    with training_step(frozen, step=STEP):
+        frozen(leaf).backward(dy)
+    assert torch.equal(leaf.grad, whole[1])
+    assert frozen.weight.grad is None
+    learning = layer_of(precision("nvfp4"), w, b)
+    with training_step(learning, step=STEP):
+        learning(x).backward(dy)
+    assert torch.equal(learning.weight.grad, whole[2])
+    casts = []
+    monkeypatch.setattr(quantize, "quantize", lambda *a, cast=quantize.quantize: casts.append(a[2]) or cast(*a))
+    with torch.no_grad():
+        assert torch.equal(learning(x), whole[0])
+    assert casts == [1, 1]  # x and W, each along K
+    casts.clear()
+    frozen(x)
+    assert casts == [1, 1]
+
+
+def test_a_nan_reaches_the_result() -> None:
+    x, w, b, dy = data(*SIZES[0])
+    x[3, 5] = torch.nan
+    for name in ("fp8-block", "nvfp4", "int8"):
+        layer = layer_of(precision(name), w, b)
+        y, _, dw, _ = run(layer, x, dy)
+        assert bool(y[3].isnan().all())
+        assert bool(dw[:, 5].isnan().all())
+
+
+def test_second_derivatives_are_refused() -> None:
+    x, w, b, _ = data(*SIZES[0])
+    layer = layer_of(precision("fp8-block"), w, b)
+    x = x.requires_grad_()
+    with pytest.raises(UserError, match=r"'layers.0.up' has casts, which have no second derivative"):
+        torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+
+
+# Bits ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["reference", "kernel"])
+def test_a_place_on_the_device_moves_the_rows(backend: str, device: str) -> None:
+    x = data(33, 64, 8)[0].to(device)
+    stream = Stream(1, "grad", "x")
+    for text in ("e2m1 tile(16) stochastic(16)", "e2m1 row stochastic(8)", "e4m3 tensor fp32 stochastic(20)"):
+        how = Cast.parse(text)
+        wanted = dither.quantize(x, how, axis=0, stream=stream, step=5, offset=(70000, 0))
+        place = torch.tensor([5, 70000, 0], device=device)
+        found = torch.ops.dither.quantize(x, str(how), 0, None, "", stream.key, place, 0, 0, backend)
+        assert pairs.differing(found[0], wanted.values) == 0
+        both = torch.ops.dither.quantize_both(x, str(how), None, "", stream.key, place, 0, 0, backend)
+        assert pairs.differing(both[2], wanted.values) == 0
+
+
+def test_micro_batches_draw_the_bits_of_their_tokens() -> None:
+    """Cast along N, a token's gradient does not depend on its neighbours: parts of the batch give parts of dX."""
+    x, w, _, dy = data(32, 40, 64)
+    layer = layer_of(precision("fp4-block"), w)
+    with training_step(layer, step=4):
+        whole = run(layer, x, dy)[1]
+    with training_step(layer, step=4) as at:
+        parts = []
+        for start in (0, 8, 16, 24):
+            at.row(start)
+            parts.append(run(layer, x[start : start + 8], dy[start : start + 8])[1])
+    # The same casts; only the order of additions may differ between products of 32 and of 8 rows.
+    assert torch.allclose(torch.cat(parts), whole, rtol=1e-5, atol=1e-9)
+    with training_step(layer, step=4):
+        unmoved = run(layer, x[8:16], dy[8:16])[1]
+    assert not torch.allclose(unmoved, whole[8:16], rtol=1e-3)
+
+
+def test_backward_draws_where_its_forward_was() -> None:
+    """The loop may move on, or fill the next step, before a backward: the place is that of the forward."""
+    x, w, _, dy = data(16, 40, 32)
+    layer = layer_of(precision("fp4-block"), w)
+    x = x.requires_grad_()
+    with training_step(layer, step=4) as at:
+        first, second = [], []
+        for start in (0, 16):
+            at.row(start)
+            second.append(layer(x))
+        for y in reversed(second):
+            first.insert(0, torch.autograd.grad(y, x, dy)[0])
+    for start, found in zip((0, 16), first, strict=True):
+        with training_step(layer, step=4, row=start):
+            assert torch.equal(found, torch.autograd.grad(layer(x), x, dy)[0])
+
+
+def test_no_bits_are_drawn_twice_outside_a_step() -> None:
+    x, w, _, dy = data(16, 40, 32)
+    layer = layer_of(precision("fp4-block"), w)
+    with training_step(layer, step=1):
+        runs = [run(layer, x, dy)[1]]
+    runs += [run(layer, x, dy)[1] for _ in range(2)]
+    with training_step(layer, step=2):
+        runs.append(run(layer, x, dy)[1])
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(runs, 2))
+    other = layer_of(precision("fp4-block"), w)
+    assert torch.equal(run(other, x, dy)[1], runs[1])  # they are counted, so a repeated run repeats them
+
+
+def test_several_ranks_must_say_which_rows_are_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w, _, dy = data(16, 40, 32)
+    layer = layer_of(precision("fp4-block"), w)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(UserError, match=r"'layers.0.up' rounds stochastically on several ranks"):
+        layer(x)
+    with training_step(layer, step=0, row=16):
+        run(layer, x, dy)
+    layer_of(precision("fp8-block"), w)(x)
+
+
+# Steps -----------------------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Two layers whose work between them is exact, so that compiled code has nothing of its own to round."""
+
+    def __init__(self, how: LayerPrecision, bias: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = Linear(32, 48, bias, precision=how, name="up", seed=SEED)
+        self.down = Linear(48, 32, bias=False, precision=how, name="down", seed=SEED)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x)))
+
+
+def train(net: Net, call: Callable[[Tensor], Tensor], steps: int = 2, micro: int = 4) -> list[Tensor]:
+    """Some steps of gradient accumulation; every output, gradient and state they left."""
+    found = []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(steps):
+        with training_step(net, step=step) as at:
+            for part in range(micro):
+                at.row(part * 20)
+                generator = torch.Generator().manual_seed(step * micro + part)
+                x, dy = (torch.randn(4, 5, 32, generator=generator) for _ in range(2))
+                y = call(x.requires_grad_())
+                y.backward(dy)
+                found += [y.detach(), x.grad]
+        found += [p.grad for p in net.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found + [value.clone() for value in net.state_dict().values()]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_weight_is_cast_once_a_step(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    cast_once = quantize.quantize
+
+    def counting(x: Tensor, how: Cast, axis: int, *rest):
+        if axis == 1:
+            seen.append(tuple(x.shape))
+        return cast_once(x, how, axis, *rest)
+
+    monkeypatch.setattr(quantize, "quantize", counting)
+    torch._dynamo.reset()
+    net = Net(precision("fp8-block"))
+    call = torch.compile(net, fullgraph=True, backend="aot_eager") if compiled else net
+    train(net, call, steps=2, micro=4)
+    weights = [shape for shape in seen if shape in ((48, 32), (32, 48))]
+    assert len(weights) == 2 * 2
+    assert len(seen) - len(weights) == 2 * 4 * 4  # two layers, and x and dY of each micro-batch
+    seen.clear()
+    with torch.no_grad():
+        net(torch.randn(1, 32))
+    net(torch.randn(1, 32))
+    assert seen.count((48, 32)) == seen.count((32, 48)) == 2  # outside, each call casts for itself
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "fp4-block"])
+def test_held_weights_are_not_used_after_they_changed(name: str) -> None:
+    x, w, b, _ = data(*SIZES[0])
+    layer = layer_of(precision(name), w, b)
+    with training_step(layer, step=0):
+        before = layer(x)
+    with torch.no_grad():
+        layer.weight.mul_(3)
+    after = layer_of(precision(name), 3 * w, b)(x)
+    assert torch.equal(layer(x), after)
+    assert not torch.equal(before, after)
+
+    def change_and_call() -> None:
+        with training_step(layer, step=1), torch.no_grad():
+            layer.weight.mul_(2)
+            with pytest.raises(UserError, match="changed inside a training_step"):
+                layer(x)
+
+    with pytest.raises(UserError, match="changed inside a training_step"):
+        change_and_call()
+    with pytest.raises(UserError, match="changed inside a training_step"), training_step(layer, step=1), torch.no_grad():
+        layer.weight.mul_(2)  # nobody looked, until the end
+
+
+def test_held_codes_stay_where_they_are() -> None:
+    """A captured CUDA graph would read the same memory at the next step."""
+    net = Net(precision("fp4-block"))
+    addresses = []
+    for step in range(2):
+        with training_step(net, step=step), torch.no_grad():
+            addresses.append([net.up._held_along_values.data_ptr(), net.up._held_across_scale.data_ptr()])
+        with torch.no_grad():
+            net.up.weight.mul_(3)
+    assert addresses[0] == addresses[1]
+
+
+def test_a_step_says_what_is_wrong_with_it() -> None:
+    net = Net(precision("fp4-block"))
+    with pytest.raises(UserError, match="from 0 to 2\\^31 - 1, not -1"), training_step(net, step=-1):
+        pass
+    with pytest.raises(UserError, match="inside another one"), training_step(net, step=1), training_step(net, step=2):
+        pass
+    with training_step(net, step=1) as at:
+        with pytest.raises(UserError, match="index of a token"):
+            at.row(-5)
+        with pytest.raises(UserError, match="between steps"):
+            net.up.set_precision(LayerPrecision())
+    with training_step(net, step=1):  # an error inside ended the step before
+        pass
+
+
+# Delayed scaling -------------------------------------------------------------------------------------------------------
+
+
+def test_delayed_scaling_follows_the_largest_magnitudes_of_earlier_steps() -> None:
+    x, w, _, dy = data(16, 40, 24)
+    layer = layer_of(precision("fp8-delayed"), w)
+    current = layer_of(LayerPrecision.of("e4m3 tensor", "e4m3 tensor", "e5m2 tensor"), w)
+    with training_step(layer, step=0):
+        run(layer, 3 * x, 5 * dy)
+        assert same(run(layer, x, dy), run(current, x, dy))  # nothing is known yet: the first step measures
+    first = [x.abs().amax() * 3, w.abs().amax(), dy.abs().amax() * 5]
+    for history, largest in zip((layer.input_history, layer.weight_history, layer.grad_history), first, strict=True):
+        assert torch.equal(history, torch.stack([largest, *torch.zeros(3)]))
+    with training_step(layer, step=1):
+        y, dx, dw = run(layer, x, 100 * dy)
+
+    def number(t: Tensor, text: str, amax: Tensor) -> Tensor:
+        return dither.quantize(t, text, amax=amax).dequantize().double()
+
+    xq, wq, gq = (number(t, text, a) for t, text, a in zip((x, w, 100 * dy), DELAYED, [f.clone() for f in first], strict=True))
+    close(y, (xq, wq))
+    close(dx, (gq, wq.T))
+    close(dw, (gq.T, xq.T))
+    assert bool((gq.abs() <= first[2].double() * 1.001).all())  # what grew a hundredfold saturates, until the next step
+    assert torch.equal(layer.grad_history[:2], torch.stack([100 * dy.abs().amax(), first[2]]))
+
+
+def test_a_step_without_a_number_repeats_the_last_magnitude() -> None:
+    x, w, _, dy = data(16, 40, 24)
+    layer = layer_of(precision("fp8-delayed"), w)
+    with training_step(layer, step=0):
+        run(layer, x, dy)
+    known = [layer.input_history[0].clone(), layer.grad_history[0].clone()]
+    x[0, 0] = torch.nan
+    with training_step(layer, step=1):
+        assert bool(run(layer, x, dy)[0].isnan().any())
+    with training_step(layer, step=2):
+        pass
+    assert torch.equal(layer.input_history, torch.stack([known[0]] * 3 + [torch.tensor(0.0)]))
+    assert torch.equal(layer.grad_history, torch.stack([known[1]] * 3 + [torch.tensor(0.0)]))
+
+
+def test_a_layer_that_was_not_used_goes_on_measuring() -> None:
+    net = Net(precision("fp8-delayed"))
+    with training_step(net, step=0):
+        net.up(torch.randn(4, 32)).sum().backward()
+    assert not net.up._measures
+    assert net.down._measures
+
+
+def test_histories_are_saved_and_loaded() -> None:
+    x, w, b, dy = data(16, 40, 24)
+    layer = layer_of(precision("fp8-delayed"), w, b)
+    assert list(layer.state_dict()) == ["weight", "bias", "input_history", "weight_history", "grad_history"]
+    with training_step(layer, step=0):
+        run(layer, x, dy)
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    other = layer_of(precision("fp8-delayed"), w * 0, b)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    results = []
+    for each in (layer, other, copy.deepcopy(layer)):
+        with training_step(each, step=1):
+            results.append(run(each, 2 * x, dy))
+    assert same(results[0], results[1])
+    assert same(results[0], results[2])
+    fresh = layer_of(precision("fp8-delayed"), w, b)
+    with training_step(fresh, step=1):
+        assert not same(run(fresh, 2 * x, dy), results[0])
+
+
+def test_delayed_scaling_must_be_told_of_steps() -> None:
+    x, w, _, dy = data(16, 40, 24)
+    layer = layer_of(precision("fp8-delayed"), w)
+    run(layer, x, dy)
+    run(layer, x, dy)  # still the first step
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(UserError, match="has not been told of a step"):
+        layer(x)
+    layer.eval()
+    layer(x)
+
+
+def test_magnitudes_are_reduced_over_ranks_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Net(precision("fp8-delayed"))
+    calls = []
+
+    def all_reduce(tensor: Tensor, op, group) -> None:
+        calls.append((tuple(tensor.shape), op, group))
+        tensor.mul_(2)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    group = object()
+    x = torch.randn(4, 32)
+    with training_step(net, step=0, group=group):
+        run(net, x, torch.randn(4, 32))
+    assert calls == [((6,), torch.distributed.ReduceOp.MAX, group)]
+    assert net.up.input_history[0] == 2 * x.abs().amax()
+    with training_step(net, step=1):
+        run(net, x, torch.randn(4, 32))
+    assert len(calls) == 1
+
+
+# Compiled code, checkpointing, memory -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "all stochastic", "fp8-delayed"])
+def test_compiled_training_is_eager_training(name: str) -> None:
+    torch._dynamo.reset()
+    eager, compiled = Net(precision(name)), Net(precision(name))
+    whole = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    assert same(train(eager, eager, 3, 2), train(compiled, whole, 3, 2))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
+def test_blocks_compiled_one_by_one() -> None:
+    torch._dynamo.reset()
+    eager, compiled = (nn.Sequential(Net(precision("fp4-block")), Net(precision("fp8-block"))) for _ in range(2))
+    for block in compiled:
+        block.compile(fullgraph=True, backend="aot_eager")
+    assert same(train(eager, eager, 2, 2), train(compiled, compiled, 2, 2))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles C++ for the CPU")
+def test_inductor() -> None:
+    """Without a bias: its gradient is a plain sum, which Inductor adds up in its own order."""
+    torch._dynamo.reset()
+    eager, compiled = (Net(precision("fp4-block"), bias=False) for _ in range(2))
+    assert same(train(eager, eager, 2, 2), train(compiled, torch.compile(compiled, fullgraph=True), 2, 2))
+
+
+def test_compiled_code_outside_steps() -> None:
+    """Calls are counted there too; delayed scaling is refused, since nobody could tell steps apart."""
+    torch._dynamo.reset()
+    eager, compiled = Net(precision("fp4-block")), Net(precision("fp4-block"))
+    call = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    x, dy = torch.randn(8, 32), torch.randn(8, 32)
+    for _ in range(3):
+        one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+        eager(one).backward(dy)
+        call(other).backward(dy)
+        assert torch.equal(one.grad, other.grad)
+    assert same([*eager.buffers()], [*compiled.buffers()])
+    delayed = Net(precision("fp8-delayed"))
+    with pytest.raises(Exception, match="has not been told of a step"):
+        torch.compile(delayed, fullgraph=True, backend="aot_eager")(x)
+
+
+@pytest.mark.parametrize("name", ["fp4-block", "fp8-delayed", "all stochastic"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_computes_the_same_bits_again(name: str, reentrant: bool) -> None:
+    plain, saved = Net(precision(name)), Net(precision(name))
+    call = lambda x: checkpoint(saved, x, use_reentrant=reentrant)  # noqa: E731
+    assert same(train(plain, plain, 3, 2), train(saved, call, 3, 2))
+
+
+@SLOW_BF16
+@pytest.mark.parametrize(("name", "share"), [("fp8-block", 0.52), ("fp8-row", 0.52), ("fp4-block", 0.27), ("mxfp4", 0.27)])
+def test_what_waits_for_backward_is_quantized(name: str, share: float) -> None:
+    """One byte an element (half a byte in FP4) and scales, where nn.Linear keeps the bfloat16 input and weight."""
+    x, w, _, _ = data(256, 128, 128)
+
+    def saved_bytes(layer: nn.Module) -> int:
+        storages: dict[int, int] = {}
+
+        def note(t: Tensor) -> Tensor:
+            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t), torch.autocast("cpu", torch.bfloat16):
+            layer(x.bfloat16().requires_grad_())
+        return sum(storages.values())
+
+    plain = nn.Linear(128, 128, bias=False)
+    assert saved_bytes(plain) >= (256 + 128) * 128 * 2
+    layer = layer_of(precision(name), w)
+    assert saved_bytes(layer) <= share * saved_bytes(plain)
+
+
+# The module ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_adopts_parameters_hooks_and_mode() -> None:
+    old = nn.Linear(16, 8).eval()
+    calls = []
+    handles = [
+        old.register_forward_hook(lambda *_: calls.append("forward")),
+        old.register_forward_pre_hook(lambda *_: calls.append("pre")),
+        old.register_full_backward_hook(lambda *_: calls.append("backward")),
+    ]
+    old.note = "kept"
+    new = Linear.adopt(old, precision("mxfp8"), name="head", seed=1)
+    assert new.weight is old.weight
+    assert new.bias is old.bias
+    assert (new.training, new.note, new.name) == (False, "kept", "head")
+    new(torch.randn(2, 16).requires_grad_()).sum().backward()
+    assert calls == ["pre", "forward", "backward"]
+    for handle in handles:
+        handle.remove()
+    new(torch.randn(2, 16))
+    assert len(calls) == 3
+    new.register_buffer("mine", torch.ones(1))
+    assert not hasattr(old, "mine")
+    assert list(new.state_dict()) == ["weight", "bias", "mine"]
+
+
+def test_what_cannot_be_adopted_says_so() -> None:
+    class Odd(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 1
+
+    for module in (nn.Embedding(4, 4), nn.LayerNorm(4), nn.ReLU(), Odd(4, 4)):
+        with pytest.raises(UserError, match=f"'head' is a {type(module).__name__}"):
+            Linear.adopt(module, LayerPrecision(), name="head")
+    with pytest.raises(UserError, match="already: change it with set_precision"):
+        Linear.adopt(Linear(4, 4), LayerPrecision(), name="head")
+    with pytest.raises(UserError, match="takes a LayerPrecision, not 'fp8'"):
+        Linear(4, 4, precision="fp8")
+
+
+def test_engines_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    layer = Linear(256, 128, precision=precision("fp4-block"), name="up")
+    assert layer.engines("cuda") == dict.fromkeys(["forward", "input_grad", "weight_grad"], "fp8-container")
+    layer.set_precision(LayerPrecision.of("e4m3 tile(128)", "e4m3 block(128)", "mxfp8"))
+    with pytest.raises(UserError, match="The layer 'up', input grad product: no matrix units"):
+        layer.engines("cuda")
+    with pytest.raises(UserError, match=r"The layer 'odd', forward product: .* not 130 x 256"):
+        Linear(256, 130, precision=precision("fp8-row"), name="odd").engines("cuda")
+    emulated = Linear(256, 130, precision=precision("fp8-row"), emulate=True)
+    assert set(emulated.engines("cuda").values()) == {"fp32"}
+
+
+def test_a_layer_can_change_its_precision_and_its_dtype() -> None:
+    x, w, b, dy = data(16, 40, 24)
+    layer = layer_of(precision("fp8-delayed"), w, b)
+    with training_step(layer, step=0):
+        run(layer, x, dy)
+    history = layer.grad_history.clone()
+    layer.to(torch.bfloat16)
+    assert layer.weight.dtype == torch.bfloat16
+    assert torch.equal(layer.grad_history, history)
+    with training_step(layer, step=1):
+        y, dx, dw, db = run(layer, x.bfloat16(), dy)
+    assert {t.dtype for t in (y, dx, dw, db)} == {torch.bfloat16}
+    layer.float()
+    layer.set_precision(precision("mxfp8"))
+    assert list(layer.state_dict()) == ["weight", "bias"]
+    assert same(run(layer, x, dy), run(layer_of(precision("mxfp8"), layer.weight.detach(), layer.bias.detach()), x, dy))
+    assert "input e4m3 tile(32) pow2 nearest" in repr(layer)
+
+
+def test_a_layer_that_was_made_without_memory_begins_anew() -> None:
+    with torch.device("meta"):
+        layer = Linear(40, 24, precision=LayerPrecision.of(DELAYED[0], DELAYED[1], "e2m1 tile(8) stochastic(8)"), name=NAME)
+    layer.to_empty(device="cpu")
+    assert not layer.input_history.any()
+    assert layer._counted.tolist() == [1 << 31, 0]
+    x, w, b, dy = data(16, 40, 24)
+    layer.load_state_dict({**layer.state_dict(), "weight": w, "bias": b})
+    with training_step(layer, step=0):
+        assert bool(run(layer, x, dy)[1].isfinite().all())
+
+
+def test_wrong_inputs_say_what_they_are() -> None:
+    layer = Linear(16, 8, precision=precision("fp8-row"), name="up")
+    with pytest.raises(UserError, match=r"'up' has a weight of shape \(8, 16\) and an input of \(2, 15\)"):
+        layer(torch.randn(2, 15))
+    with pytest.raises(UserError, match=r"'up' casts float32, bfloat16 and float16, not an input of torch.float64"):
+        layer(torch.randn(2, 16, dtype=torch.float64))
+    with pytest.raises(UserError, match="needs state=State"):
+        functional.linear(torch.randn(2, 16), torch.randn(8, 16), None, precision("fp4-block"))
+    place = State(place=torch.tensor([0, 0]), keys=torch.tensor([1, 2, 3]))
+    assert functional.linear(torch.randn(2, 16), torch.randn(8, 16), None, precision("fp4-block"), state=place).shape == (2, 8)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo's own, on a graph whose input is no leaf
+@pytest.mark.parametrize("how", ["fp8-block", "fp4-block"])
+def test_layers_that_differ_in_name_share_a_compiled_graph(how: str) -> None:
+    """Two graphs serve any number of blocks: that of the first one, whose input needs no gradient, and that of the others."""
+    torch._dynamo.reset()
+    blocks = [Linear(32, 32, False, precision=precision(how), name=f"layers.{i}.up", seed=SEED) for i in range(5)]
+    count = CompileCounterWithBackend("aot_eager")
+    net = nn.Sequential(*blocks)
+    for block in blocks:
+        block.compile(backend=count, fullgraph=True)
+    for step in range(2):
+        with training_step(net, step=step):
+            net(torch.randn(16, 32)).sum().backward()
+    assert count.frame_count == 2

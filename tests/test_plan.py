@@ -1,0 +1,291 @@
+"""Plans as data: what a layer gets, their JSON, their difference, what is valid and what is an error."""
+
+import copy
+import dataclasses
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dither import Cast, UserError
+from dither.precision import OPERANDS, PLAN_KEYS, PLAN_VERSION, LayerPrecision, Plan, matches
+
+# Fixed examples: the suite says the same thing every time.
+quick = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+
+CASTS = [None, *map(Cast.parse, ("e4m3 tile(128)", "mxfp4 stochastic(16)", "bf16", "e5m2 tensor delayed(1024)", "nvfp4"))]
+FP8 = LayerPrecision.of("e4m3 tile(128)", "e4m3 block(128)", "e4m3 tile(128)")
+UNCAST = LayerPrecision()
+
+precisions = st.builds(LayerPrecision, *[st.sampled_from(CASTS)] * 3)
+maybe = st.one_of(st.none(), precisions)
+names = st.text(st.characters(codec="utf-8", exclude_characters="[", exclude_categories=["Cs"]), min_size=1, max_size=12)
+types = st.sampled_from(["fp32", "bf16", "fp16"])
+values = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), names)
+
+
+@st.composite
+def plans(draw):
+    patterns = draw(st.lists(names.filter(lambda name: not name.startswith("re:")), unique=True, max_size=4))
+    parameters = draw(st.one_of(st.none(), types))
+    return Plan(
+        layers=tuple((pattern, draw(maybe)) for pattern in patterns),
+        default=draw(maybe),
+        compute=draw(types),
+        parameters=parameters,
+        master=parameters in ("bf16", "fp16") and draw(st.booleans()),
+        loss_scaling=draw(st.booleans()),
+        provenance=draw(st.dictionaries(names, values, max_size=3)),
+    )
+
+
+# A layer's precision --------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_is_uncast_by_default():
+    assert LayerPrecision.of() == LayerPrecision(None, None, None, None) == UNCAST
+    assert UNCAST.uncast
+    assert str(UNCAST) == "uncast"
+    assert UNCAST.to_dict() == {"input": None, "weight": None, "grad": None, "sampling": None}
+
+
+def test_a_layer_from_strings_is_the_layer_from_casts():
+    grad = Cast.parse("e5m2 row")
+    assert LayerPrecision.of("mxfp8", None, grad) == LayerPrecision(input=Cast.parse("mxfp8"), grad=grad)
+    assert not LayerPrecision.of(grad=grad).uncast
+
+
+@quick
+@given(precisions)
+def test_a_layer_goes_through_json(precision):
+    assert LayerPrecision.from_dict(json.loads(json.dumps(precision.to_dict()))) == precision
+    assert [name for name in OPERANDS if name in str(precision)] == [n for n in OPERANDS if getattr(precision, n) is not None]
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: LayerPrecision("e4m3"), "a Cast or None as input, not 'e4m3'; LayerPrecision.of takes strings"),
+        (lambda: LayerPrecision.of(grad=8), "a Cast or None as grad, not 8"),
+        (lambda: LayerPrecision.of("e4m3 tile(100)"), "'tile(100)' is impossible"),
+        (lambda: LayerPrecision(sampling="gauss"), "can only be None, not 'gauss'"),
+        (
+            lambda: LayerPrecision.from_dict({"inputs": "e4m3"}),
+            "no key 'inputs' (did you mean 'input'?): its keys are input, weight",
+        ),
+        (lambda: LayerPrecision.from_dict({"sampling": {"kind": "gauss"}}), "can only be None, not {'kind': 'gauss'}"),
+        (lambda: LayerPrecision.from_dict({"input": {"format": "e4m3"}}), "A cast is written as text"),
+        (lambda: LayerPrecision.from_dict(["e4m3"]), "an object with the keys input, weight, grad, sampling, not ['e4m3']"),
+    ],
+)
+def test_what_is_no_layer_is_an_error(call, said):
+    with pytest.raises(UserError) as caught:
+        call()
+    assert said in str(caught.value)
+
+
+# What a layer of a model gets -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "same"),
+    [
+        ("layers.0.up", "layers.0.up", True),
+        ("layers.0.up", "layers.0.up_proj", False),
+        ("layers.0.up", "model.layers.0.up", False),
+        ("layers.0.up", "layersx0.up", False),  # a dot is a dot
+        ("*.up", "model.layers.0.up", True),
+        ("*up", "layers.0.gate_up", True),
+        ("layers.?.up", "layers.1.up", True),
+        ("layers.?.up", "layers.12.up", False),
+        ("layers.[0-3].*", "layers.2.mlp.up", True),
+        ("layers.[0-3].*", "layers.4.mlp.up", False),
+        ("*.Up", "layers.0.up", False),
+        (r"re:layers\.(1[0-9]|2[0-3])\..*", "layers.19.up", True),
+        (r"re:layers\.(1[0-9]|2[0-3])\..*", "layers.9.up", False),
+        (r"re:layers\.\d+", "layers.3.up", False),  # the whole name
+    ],
+)
+def test_patterns(pattern, name, same):
+    assert matches(pattern, name) == same
+
+
+def test_the_first_rule_that_matches_decides_and_the_default_the_rest():
+    fp4 = LayerPrecision.of("e2m1 tile(128)")
+    plan = Plan((("layers.0.down", None), ("*.down", fp4), ("*", UNCAST)), FP8)
+    assert plan.for_layer("layers.0.down") is None
+    assert plan.for_layer("layers.1.down") is fp4
+    assert plan.for_layer("layers.1.up") is UNCAST
+    assert Plan((("*.down", fp4),), FP8).for_layer("layers.1.up") is FP8
+    assert Plan().for_layer("layers.1.up") is None
+
+
+# A plan is data -------------------------------------------------------------------------------------------------------
+
+
+@quick
+@given(plans())
+def test_a_plan_goes_through_json_pickle_and_copy(plan):
+    text = plan.to_json()
+    again = Plan.from_json(text)
+    assert again == plan
+    assert hash(again) == hash(plan)
+    assert again.to_json() == text
+    assert json.loads(text) == plan.to_dict()
+    assert tuple(json.loads(text)) == PLAN_KEYS
+    assert pickle.loads(pickle.dumps(plan)) == copy.deepcopy(plan) == plan
+    assert plan.diff(again) == {}
+
+
+@quick
+@given(plans(), plans())
+def test_plans_that_differ_have_a_difference(one, other):
+    differences = one.diff(other)
+    assert (one == other) == (not differences)
+    assert other.diff(one).keys() == differences.keys()
+    assert all(pair == other.diff(one)[place][::-1] for place, pair in differences.items())
+
+
+def test_a_rule_stands_on_a_line_of_its_own():
+    text = Plan((("a", FP8), ("b", None)), UNCAST).to_json()
+    assert [line for line in text.splitlines() if line.startswith("    ")] == [
+        '    ["a", {"input": "e4m3 tile(128) fp32 nearest", "weight": "e4m3 block(128) fp32 nearest", '
+        '"grad": "e4m3 tile(128) fp32 nearest", "sampling": null}],',
+        '    ["b", null]',
+    ]
+
+
+def test_a_plan_goes_through_a_file(tmp_path):
+    plan = Plan((("größe", FP8),), provenance={"recipe": "fp8-block", "loss": 3.25})
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert Plan.load(str(tmp_path / "plan.json")) == plan
+
+
+def test_a_plan_is_frozen_to_its_last_value():
+    origin, rules = {"recipe": "x"}, [("a", FP8)]
+    plan = Plan(rules, provenance=origin)
+    origin["recipe"], rules[0] = "y", ("b", None)
+    assert plan.provenance["recipe"] == "x"
+    assert plan.layers == (("a", FP8),)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.compute = "bf16"
+    with pytest.raises(TypeError):
+        plan.provenance["recipe"] = "z"
+    assert dataclasses.replace(plan, compute="bf16").diff(plan) == {"compute": ("bf16", "fp32")}
+
+
+def test_the_order_of_rules_is_part_of_a_plan():
+    one, other = Plan((("a*", FP8), ("*b", UNCAST))), Plan((("*b", UNCAST), ("a*", FP8)))
+    assert one.diff(other) == {"layers": ("a*, *b", "*b, a*")}
+
+
+def test_a_plan_prints_as_a_table():
+    plan = Plan((("*.down_proj", None), ("*.up_proj", LayerPrecision.of(weight="mxfp8"))), UNCAST, "bf16", "bf16", True)
+    assert str(plan).splitlines() == [
+        "layers       input       weight                      grad",
+        "*.down_proj  left alone",
+        "*.up_proj    uncast      e4m3 tile(32) pow2 nearest  uncast",
+        "all others   uncast      uncast                      uncast",
+        "compute bf16; parameters bf16; fp32 master copy",
+    ]
+    assert str(Plan(provenance={"recipe": "none"})).splitlines()[1:] == [
+        "all     left alone",
+        "compute fp32; parameters as they are; recipe: none",
+    ]
+
+
+def test_plans_need_no_torch():
+    # The package imports torch; the file must not, so that a report or an editor of plans can read them quickly.
+    code = (
+        "import sys, types, importlib.util as u; p = types.ModuleType('dither'); p.__path__ = [sys.argv[1]]; "
+        "sys.modules['dither'] = p; import dither.precision as d; d.Plan().to_json(); assert 'torch' not in sys.modules"
+    )
+    import dither
+
+    subprocess.run([sys.executable, "-c", code, dither.__path__[0]], check=True)
+
+
+# Bad input ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: Plan((("a", FP8), ("a", None))), "two rules for 'a'"),
+        (lambda: Plan((("re:(", FP8),)), "'re:(' is not a regular expression: missing )"),
+        (lambda: Plan((("a", "fp8"),)), "The plan's rule for 'a' is a LayerPrecision or None, not 'fp8'"),
+        (lambda: Plan((("", FP8),)), "pairs of a pattern and a LayerPrecision or None, not ('', "),
+        (lambda: Plan((FP8,)), "pairs of a pattern and a LayerPrecision"),
+        (lambda: Plan({"a": FP8}), "a tuple of pairs, a pattern and a LayerPrecision or None, not {'a'"),
+        (lambda: Plan(default="fp8"), "default is a LayerPrecision or None, not 'fp8'"),
+        (lambda: Plan(compute="fp8"), "compute is one of 'fp32', 'bf16', 'fp16', not 'fp8'"),
+        (lambda: Plan(compute=["bf16"]), "not ['bf16']"),
+        (lambda: Plan(parameters="float32"), "parameters is one of 'fp32', 'bf16', 'fp16', None, not 'float32'"),
+        (lambda: Plan(master=1, parameters="bf16"), "master is true or false, not 1"),
+        (lambda: Plan(loss_scaling="yes"), "loss_scaling is true or false, not 'yes'"),
+        (lambda: Plan(master=True, parameters="fp32"), "given was parameters='fp32'"),
+        (lambda: Plan(master=True), "given was parameters=None"),
+        (lambda: Plan(provenance="me"), "a dictionary of plain values, not 'me'"),
+        (lambda: Plan(provenance={"steps": [1, 2]}), "not 'steps': [1, 2]"),
+        (lambda: Plan(provenance={"loss": float("nan")}), "not 'loss': nan"),
+        (lambda: Plan(provenance={3: "x"}), "not 3: 'x'"),
+    ],
+)
+def test_what_is_no_plan_is_an_error(call, said):
+    with pytest.raises(UserError) as caught:
+        call()
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "This is not JSON"),
+        ("[" * 100_000, "This is not JSON"),
+        ("[]", "A plan in JSON is an object with the keys version, layers, default"),
+        ("{}", "has the key 'version' with the number 1, not None"),
+        ('{"version": true}', "the number 1, not True"),
+        ('{"version": 0}', "the number 1, not 0"),
+        ('{"version": "1"}', "the number 1, not '1'"),
+        ('{"version": 2, "heads": {}}', "has version 2, and this Dither reads versions up to 1: use a newer one"),
+        ('{"version": 1, "layer": []}', "A plan has no key 'layer' (did you mean 'layers'?)"),
+        ('{"version": 1, "layers": {"a": null}}', "a list of [pattern, precision], not {'a': None}"),
+        ('{"version": 1, "layers": [["a"]]}', "a list of [pattern, precision], not [['a']]"),
+        ('{"version": 1, "layers": [[3, null]]}', "pairs of a pattern"),
+        ('{"version": 1, "layers": [["a", {"wieght": null}]]}', "no key 'wieght' (did you mean 'weight'?)"),
+        ('{"version": 1, "default": "fp8"}', "A layer's precision in JSON is an object"),
+        ('{"version": 1, "default": {"grad": "e4m3 tyle(128)"}}', "'tyle(128)'"),
+        ('{"version": 1, "provenance": {"x": 1e999}}', "not 'x': inf"),
+        ('{"version": 1, "default": null, "default": {}}', "The key 'default' stands twice"),
+    ],
+)
+def test_what_is_no_plan_in_json_is_an_error(text, said, tmp_path):
+    with pytest.raises(UserError) as caught:
+        Plan.from_json(text)
+    assert said in str(caught.value)
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        Plan.load(path)
+    assert str(caught.value).startswith(f"In the plan {str(path)!r}: ")
+    assert said in str(caught.value)
+
+
+def test_keys_of_a_plan_may_be_missing():
+    assert Plan.from_json('{"version": 1}') == Plan()
+    assert Plan.from_json('{"version": 1, "default": {}}') == Plan(default=UNCAST)
+    assert PLAN_VERSION == 1
+
+
+def test_a_plan_that_cannot_be_read(tmp_path):
+    with pytest.raises(UserError, match=r"none\.json' cannot be read: .*No such file"):
+        Plan.load(tmp_path / "none.json")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="binary' cannot be read"):
+        Plan.load(tmp_path / "binary")

@@ -1,0 +1,183 @@
+"""Recipes: what each of them is, and what it does to a small language model that learns from a module's source."""
+
+import argparse
+import dataclasses
+import functools
+import inspect
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from dither import Cast, UserError
+from dither.nn import convert, training_step
+from dither.precision import OPERANDS, LayerPrecision, Plan
+from dither.recipes import RECIPES, recipe
+
+UNCAST = ("fp32", "bf16", "bf16-o2", "bf16-pure", "fp16")
+CASTS = {
+    "fp8-delayed": ("e4m3 tensor delayed(1024)", "e4m3 tensor delayed(1024)", "e5m2 tensor delayed(1024)"),
+    "fp8-current": ("e4m3 tensor fp32", "e4m3 tensor fp32", "e5m2 tensor fp32"),
+    "fp8-row": ("e4m3 row fp32",) * 3,
+    "fp8-block": ("e4m3 tile(128) fp32", "e4m3 block(128) fp32", "e4m3 tile(128) fp32"),
+    "mxfp8": ("e4m3 tile(32) pow2_ceil",) * 3,
+    "mxfp6": ("e2m3 tile(32) pow2", "e2m3 tile(32) pow2", "e2m3 tile(32) pow2_ceil"),
+    "mxfp4": ("e2m1 tile(32) pow2", "e2m1 tile(32) pow2", "e2m1 tile(32) pow2_ceil stochastic(16)"),
+    "nvfp4": ("e2m1 tile(16) nvfp4", "e2m1 block(16) nvfp4", "e2m1 tile(16) nvfp4 stochastic(16)"),
+    "fp4-block": ("e2m1 tile(128) fp32", "e2m1 block(128) fp32", "e2m1 tile(128) fp32 stochastic(16)"),
+    "fp4-forward": ("e2m1 tile(128) fp32", "e2m1 block(128) fp32", "e4m3 tile(128) fp32"),
+    "int8": ("int8 tensor fp32",) * 3,
+}
+"""The casts of input, weight and gradient, written a second time."""
+
+
+def test_every_recipe_is_here():
+    assert set(RECIPES) == {*UNCAST, *CASTS}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_casts_of_a_recipe(name):
+    plan = recipe(name)
+    assert [getattr(plan.default, operand) for operand in OPERANDS] == [Cast.parse(text) for text in CASTS[name]]
+    assert (plan.layers, plan.compute, plan.parameters, plan.master, plan.loss_scaling) == ((), "bf16", None, False, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "compute", "parameters", "master", "loss_scaling"),
+    [
+        ("fp32", "fp32", "fp32", False, False),
+        ("bf16", "bf16", "fp32", False, False),
+        ("bf16-o2", "bf16", "bf16", True, False),
+        ("bf16-pure", "bf16", "bf16", False, False),
+        ("fp16", "fp16", "fp32", False, True),
+    ],
+)
+def test_recipes_without_casts(name, compute, parameters, master, loss_scaling):
+    expected = Plan((), LayerPrecision(), compute, parameters, master, loss_scaling, {"recipe": name})
+    assert recipe(name) == expected
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_plain_data_with_a_sentence(name):
+    plan = recipe(name)
+    assert plan.provenance == {"recipe": name}
+    assert Plan.from_json(plan.to_json()) == plan
+    assert re.fullmatch(r"[\w].*\.", RECIPES[name].about)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        RECIPES[name].plan = None
+    with pytest.raises(TypeError):
+        RECIPES[name] = None
+
+
+def test_the_table_in_the_docs_is_that_of_the_recipes():
+    page = (Path(__file__).parent.parent / "docs" / "precision.md").read_text()
+    table = [line for line in page.splitlines() if re.match(r"\| `[a-z0-9-]+` \| [^|]*\. \|$", line)]
+    assert table == [f"| `{name}` | {each.about} |" for name, each in RECIPES.items()]
+
+
+@pytest.mark.parametrize("name", [name for name, texts in CASTS.items() if "e2m1" in texts[2]])
+def test_gradients_in_fp4_are_rounded_stochastically_and_never_clipped(name):
+    grad = recipe(name).default.grad
+    assert grad.rounding == "stochastic(16)"
+    assert grad.scale != "pow2"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("fp8_block", "(did you mean 'fp8-block'?)"),
+        ("FP8", "choose one of fp32, bf16,"),
+        (8, "no recipe 8"),
+        (None, "no recipe None"),
+    ],
+)
+def test_an_unknown_recipe_is_an_error(name, said):
+    with pytest.raises(UserError) as caught:
+        recipe(name)
+    assert said in str(caught.value)
+
+
+# A small language model -----------------------------------------------------------------------------------------------
+
+WORDS, WIDTH, CONTEXT, TOKENS, STEPS, RATE = 256, 32, 2, 64, 200, 0.5
+
+
+@functools.cache
+def text() -> torch.Tensor:
+    """A module's source as numbers of words: the most frequent have their own, all others share the last."""
+    words = re.findall(r"\w+|[^\w\s]|\n", inspect.getsource(argparse))
+    known = {word: i for i, (word, _) in enumerate(Counter(words).most_common(WORDS - 1))}
+    return torch.tensor([known.get(word, WORDS - 1) for word in words])
+
+
+def batch(seed: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    start = torch.randint(len(text()) - CONTEXT, (size,), generator=torch.Generator().manual_seed(seed))
+    window = text()[start[:, None] + torch.arange(CONTEXT + 1)]
+    return window[:, :-1], window[:, -1]
+
+
+class Model(nn.Module):
+    """The next word from the last two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH // CONTEXT)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(F.gelu(self.mix(self.embed(words).flatten(1)))))
+
+
+@functools.cache
+def trained(plan: Plan) -> float:
+    """The loss on held-out batches after 200 steps, the output layer converted too: its gradients span the widest range."""
+    torch.manual_seed(0)
+    model = Model()
+    convert(model, plan, only="*")
+    # Plain SGD: Adam divides by the size of a gradient, and so hides that some of it was lost.
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, STEPS)
+    for step in range(STEPS):
+        words, following = batch(step, TOKENS)
+        with training_step(model, step=step):
+            F.cross_entropy(model(words), following).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    words, following = batch(STEPS, 2048)
+    with torch.no_grad():
+        return F.cross_entropy(model.eval()(words), following).item()
+
+
+# Operands rounded to bf16 and multiplied in float32: what bf16 units compute, without this machine's slow bf16 products.
+BF16 = Plan(default=LayerPrecision.of("bf16", "bf16", "bf16"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tensors this small are quickest on one core."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_bf16_learns():
+    unigram = Counter(text().tolist())
+    entropy = -sum(count / len(text()) * torch.tensor(count / len(text())).log().item() for count in unigram.values())
+    assert trained(BF16) < 0.75 * entropy
+
+
+@pytest.mark.parametrize("name", ["fp8-delayed", "fp8-current", "fp8-row", "fp8-block", "mxfp8"])
+def test_fp8_learns_as_well_as_bf16(name):
+    assert trained(recipe(name)) == pytest.approx(trained(BF16), rel=0.01)
+
+
+def test_int8_learns_worse():
+    assert trained(recipe("int8")) > 1.02 * trained(BF16)
