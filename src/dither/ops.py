@@ -425,8 +425,8 @@ def _empty_outputs(x: Tensor, cast: Cast, axis: int, container: Format) -> tuple
 
 @torch.library.custom_op("dither::random_bits", mutates_args=())
 def _random_bits_op(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, width: int, backend: str) -> Tensor:
-    implementation = implementation("philox", step.device, backend)
-    return implementation.random_bits(Draw(key, step, row, column), rows, columns, width)  # type: ignore[no-any-return]
+    code = implementation("philox", step.device, backend)
+    return code.random_bits(Draw(key, step, row, column), rows, columns, width)  # type: ignore[no-any-return]
 
 
 @_random_bits_op.register_fake
@@ -446,9 +446,9 @@ def _round_to_op(
     column: int,
     backend: str,
 ) -> Tensor:
-    implementation = implementation("rounding", x.device, backend)
+    code = implementation("rounding", x.device, backend)
     draw = _draw_of(key, step, row, column)
-    return implementation.round_to(x, Format.parse(format), Rounding.parse(rounding), saturate, draw)  # type: ignore[no-any-return]
+    return code.round_to(x, Format.parse(format), Rounding.parse(rounding), saturate, draw)  # type: ignore[no-any-return]
 
 
 @_round_to_op.register_fake
@@ -494,10 +494,10 @@ def _product_op(
     where: str,
 ) -> Tensor:
     """A B^T + bias in `dtype`, for A [P, L] and B [Q, L] as `Operand` describes them; an uncast one has the cast ""."""
-    implementation = implementation("matmul", a.device, "auto")
+    code = implementation("matmul", a.device, "auto")
     left = _operand(a, a_scale, a_tensor, a_cast, length)
     right = _operand(b, b_scale, b_tensor, b_cast, length)
-    return implementation.product(left, right, bias, dtype, fast=fast, emulate=emulate, where=where)  # type: ignore[no-any-return]
+    return code.product(left, right, bias, dtype, fast=fast, emulate=emulate, where=where)  # type: ignore[no-any-return]
 
 
 @_product_op.register_fake
@@ -549,9 +549,9 @@ def _quantize_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     parsed = Cast.parse(cast)
     _check_untold(x, parsed, amax)
-    implementation = implementation("quantize", x.device, backend)
+    code = implementation("quantize", x.device, backend)
     draw = _draw_of(key, step, row, column)
-    return implementation.quantize(x, parsed, axis, draw, amax, _container(container, parsed))  # type: ignore[no-any-return]
+    return code.quantize(x, parsed, axis, draw, amax, _container(container, parsed))  # type: ignore[no-any-return]
 
 
 @_quantize_op.register_fake
@@ -584,9 +584,9 @@ def _dequantize_op(
     backend: str,
 ) -> Tensor:
     parsed = Cast.parse(cast)
-    implementation = implementation("quantize", values.device, backend)
+    code = implementation("quantize", values.device, backend)
     scale = scale.view(layout.scale_dtype(parsed))
-    return implementation.dequantize(values, scale, tensor_scale, parsed, tuple(shape), axis, dtype)  # type: ignore[no-any-return]
+    return code.dequantize(values, scale, tensor_scale, parsed, tuple(shape), axis, dtype)  # type: ignore[no-any-return]
 
 
 @_dequantize_op.register_fake
@@ -615,8 +615,8 @@ def _fake_quantize_op(
     column: int,
     backend: str,
 ) -> Tensor:
-    implementation = implementation("quantize", x.device, backend)
-    return implementation.fake_quantize(x, Cast.parse(cast), axis, _draw_of(key, step, row, column), amax)  # type: ignore[no-any-return]
+    code = implementation("quantize", x.device, backend)
+    return code.fake_quantize(x, Cast.parse(cast), axis, _draw_of(key, step, row, column), amax)  # type: ignore[no-any-return]
 
 
 @_fake_quantize_op.register_fake
@@ -656,9 +656,9 @@ def _quantize_both_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     parsed = Cast.parse(cast)
     _check_untold(x, parsed, amax)
-    implementation = implementation("quantize", x.device, backend)
+    code = implementation("quantize", x.device, backend)
     draw = _draw_of(key, step, row, column)
-    return implementation.quantize_both(x, parsed, draw, amax, _container(container, parsed))  # type: ignore[no-any-return]
+    return code.quantize_both(x, parsed, draw, amax, _container(container, parsed))  # type: ignore[no-any-return]
 
 
 @_quantize_both_op.register_fake
