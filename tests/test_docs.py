@@ -13,7 +13,7 @@ from dither import cli
 from dither.formats import TABLE
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *(p for p in sorted((ROOT / "docs").glob("*.md")) if p.stem != "benchmarks")]  # no code there
 MODULES = [
     module.name
     for module in pkgutil.walk_packages(dither.__path__, "dither.")
