@@ -162,7 +162,7 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
-        settings = self._settings[input.is_cuda]
+        settings = self._settings[1 if input.is_cuda else 0]
         return functional.linear(input, self.weight, self.bias, settings, state=self._state(settings))
 
     def _state(self, settings: Settings) -> State:
@@ -207,7 +207,7 @@ class Linear(nn.Linear):
 
     def _hold(self) -> None:
         """Cast the weight once for all calls of the step, in both layouts, into buffers that stay where they are."""
-        settings = self._settings[self.weight.is_cuda]
+        settings = self._settings[1 if self.weight.is_cuda else 0]
         # A weight that is sharded now is gathered in forward, and cast there.
         if not settings.weight.cast or type(self.weight) not in (Tensor, nn.Parameter):
             return
