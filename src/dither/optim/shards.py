@@ -26,7 +26,7 @@ def local(x: Tensor) -> Tensor:
 
 def as_matrix(x: Tensor) -> Tensor:
     """A view of a contiguous tensor as (product of leading dimensions, last dimension)."""
-    return x.view(-1, x.shape[-1]) if x.dim() else x.view(1, 1)
+    return x.view(math.prod(x.shape[:-1]), x.shape[-1]) if x.dim() else x.view(1, 1)
 
 
 def like(x: Tensor, part: Tensor, columns: int) -> Tensor:
@@ -42,13 +42,13 @@ def reduce_cuts(total: Tensor, x: Tensor) -> None:
     """Add up `total` in place over the processes that hold other parts of `x` than this one."""
     if isinstance(x, DTensor):
         for dimension, placement in enumerate(x.placements):
-            if placement.is_shard():
+            if not placement.is_replicate():  # is_shard() would leave out the strided shards of FSDP over TP
                 torch.distributed.all_reduce(total, group=x.device_mesh.get_group(dimension))
 
 
 def spread_over(x: Tensor) -> object:
     """What parameters have in common whose sums are added up over the same processes; None for those of one process."""
-    return (x.device_mesh, tuple(placement.is_shard() for placement in x.placements)) if isinstance(x, DTensor) else None
+    return (x.device_mesh, tuple(placement.is_replicate() for placement in x.placements)) if isinstance(x, DTensor) else None
 
 
 def shards(x: Tensor) -> list[Shard]:
