@@ -4,6 +4,7 @@ Nothing here imports dither: a test that takes its expectation from this file co
 """
 
 import functools
+import itertools
 import math
 import re
 from fractions import Fraction
@@ -346,7 +347,7 @@ def dynamic_map(signed: bool) -> np.ndarray:
     for i in range(7):
         parts = 2**i if signed else 2 ** (i + 1)
         ends = [Fraction(1, 10) + Fraction(9, 10) * j / parts for j in range(parts + 1)]
-        means = [(low + high) / 2 * Fraction(10) ** (i - 6) for low, high in zip(ends, ends[1:], strict=False)]
+        means = [(low + high) / 2 * Fraction(10) ** (i - 6) for low, high in itertools.pairwise(ends)]
         values += [*means, *(-mean for mean in means)] if signed else means
     return np.array([float32(value) for value in sorted(values)])
 
