@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dither.errors import DitherError, UserError
 from dither.ops import _implementation as implementation
@@ -197,9 +198,12 @@ class AdamW(torch.optim.Optimizer):
             for shard in shards(parameter):
                 end = shard.column + local(parameter).shape[-1]
                 if shard.column % update.block or (end % update.block and end != parameter.shape[-1]):
+                    fits = math.gcd(shard.column, end) & -math.gcd(shard.column, end)  # the largest power of two in both
                     raise UserError(
                         f"{called[0].upper()}{called[1:]} is cut at columns {shard.column} to {end}, inside a block of "
-                        f"{update.block} that shares a scale: use block={_fitting_block(shard.column, end)}, or cut elsewhere."
+                        f"{update.block} that shares a scale: "
+                        + (f"use block={min(fits, 1024)}, or cut" if fits >= 16 else "cut")
+                        + f" at multiples of {update.block}."
                     )
 
     # State -------------------------------------------------------------------------------------------------------------
@@ -211,7 +215,7 @@ class AdamW(torch.optim.Optimizer):
         state = {"step": torch.zeros((), dtype=torch.int64, device=part.device)}
         for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
             values, scale = zero_state(size, update, signed, part.device)
-            state[key] = like(slot.parameter, values.view(part.shape), part.shape[-1] if part.dim() else 1)
+            state[key] = like(slot.parameter, values.view(part.shape))
             if scale is not None:
                 blocks = math.ceil(slot.parameter.shape[-1] / update.block)
                 state[f"{key}_scale"] = like(slot.parameter, scale.view(*part.shape[:-1], scale.shape[-1]), blocks)
@@ -475,6 +479,12 @@ class AdamW(torch.optim.Optimizer):
                     f"The state {key!r} of {slot.name or tuple(slot.parameter.shape)} is {theirs.dtype} {tuple(theirs.shape)}, "
                     f"and this optimizer keeps {ours.dtype} {tuple(ours.shape)}."
                 )
+            if isinstance(theirs, DTensor) != isinstance(ours, DTensor):
+                raise UserError(
+                    f"The state {key!r} of {slot.name or tuple(slot.parameter.shape)} is "
+                    f"{'a DTensor' if isinstance(theirs, DTensor) else 'one whole tensor'} and the optimizer's is not: load it "
+                    "by torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
+                )
             ours.copy_(theirs)
         return state
 
@@ -527,8 +537,3 @@ def _check_names(groups: Sequence[dict[str, Any]]) -> None:
             if name in seen:
                 raise UserError(f"Two parameters are called {name!r}, and would draw the same random bits.")
             seen.add(name)
-
-
-def _fitting_block(*columns: int) -> int:
-    """The largest power of two that divides all of them, as far as blocks go."""
-    return max(16, min(1024, math.gcd(*columns) & -math.gcd(*columns)))

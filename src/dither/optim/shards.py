@@ -29,11 +29,11 @@ def as_matrix(x: Tensor) -> Tensor:
     return x.view(math.prod(x.shape[:-1]), x.shape[-1]) if x.dim() else x.view(1, 1)
 
 
-def like(x: Tensor, part: Tensor, columns: int) -> Tensor:
-    """`part` as the local part of a tensor that is spread over processes as `x` is, with `columns` for the last dimension."""
+def like(x: Tensor, part: Tensor, columns: int | None = None) -> Tensor:
+    """`part` as the local part of a tensor that is spread over processes as `x` is; `columns` if its last dimension differs."""
     if not isinstance(x, DTensor):
         return part
-    shape = torch.Size((*x.shape[:-1], columns))
+    shape = x.shape if columns is None else torch.Size((*x.shape[:-1], columns))
     stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     return DTensor.from_local(part, x.device_mesh, x.placements, run_check=False, shape=shape, stride=stride)
 
