@@ -5,6 +5,7 @@ compiling. Prints one line a kernel; tests/test_kernels_build.py reads them.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import triton
@@ -14,9 +15,11 @@ from triton.runtime.jit import JITFunction
 import dither
 from dither import Cast, Stream
 from dither.formats import Format
-from dither.kernels import philox, quantize, rounding
+from dither.kernels import adamw, philox, quantize, rounding
 from dither.precision import Rounding
 from dither.random import Draw
+from dither.reference.adamw import zero_state
+from dither.update import Piece, Update
 
 
 class Hopper:
@@ -97,6 +100,43 @@ def calls() -> Iterator[str]:
             mine = draw if how.startswith("stochastic") else None
             rounding.round_to(x, Format.parse(format), Rounding.parse(how), saturate, mine)
         yield f"round_to {format} {how}"
+    yield from optimizer_calls()
+
+
+UPDATES = [
+    (Update("stochastic", "bf16"), torch.bfloat16),
+    (Update("nearest", "fp32"), torch.float32),
+    (Update("kahan", "dynamic8"), torch.bfloat16),
+    (Update("nearest", "e4m3", "stochastic", 128, True), torch.float16),
+]
+
+
+def optimizer_calls() -> Iterator[str]:
+    """A step of AdamW with whole rows of blocks and with ragged ones, and of Adam-mini."""
+    hyper, count = torch.zeros(2, 6, dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
+    one, scale = torch.ones((), dtype=torch.float64), torch.ones(())
+    for squares, loss_scale, max_norm in ((None, None, 0.0), (one, None, 1.0), (one, scale, 0.0)):
+        constants, _, skip = adamw.prepare(hyper, count, count[0], squares, loss_scale, loss_scale, max_norm)
+    yield "prepare"
+    for update, dtype in UPDATES:
+        pieces = []
+        for columns in (256, 131):
+            w = torch.zeros(4, columns, dtype=dtype)
+            (m, m_scale), (v, v_scale) = (zero_state((4, columns), update, signed, w.device) for signed in (True, False))
+            extra = w.float() if update.master else torch.zeros_like(w) if update.weights == "kahan" else None
+            pieces.append(Piece(w, m, v, m_scale, v_scale, extra, 0, 0, (1, 2), 0))
+        grads = [torch.zeros_like(piece.w) for piece in pieces]
+        batch = adamw.Batch(pieces, update)
+        batch.square_sum(grads)
+        batch.step(grads, constants, count[0], skip)
+        yield f"adamw {update.weights} {update.states}"
+        if not update.in_blocks:
+            runs = [replace(piece, v=torch.zeros(2), run=2, share=2 * piece.w.shape[1]) for piece in pieces]
+            mini = adamw.MiniBatch(runs, update)
+            mini.run_squares(grads)
+            for moved in (True, False):
+                mini.step(grads, constants, count[0], skip, moved=moved)
+            yield f"adam_mini {update.weights} {update.states}"
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Nothing here imports dither: a test that takes its expectation from this file co
 """
 
 import functools
+import itertools
 import math
 import re
 from fractions import Fraction
@@ -330,3 +331,123 @@ def row_bits(key: int, row: int, step: int, columns: int, width: int) -> np.ndar
     """uint64[columns]: the `width` bits that each element of a row draws, read off one long little-endian string."""
     words = philox_words(key, (0, row, step, 0), 4 * math.ceil(columns * width / 128)).astype("<u4")
     return words.view(f"<u{width // 8}")[:columns].astype(np.uint64)
+
+
+# Optimizers -----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def dynamic_map(signed: bool) -> np.ndarray:
+    """float32[256], ascending: the values of bitsandbytes' `create_dynamic_map`, each rounded from its exact fraction.
+
+    Its loop, with fractions: decade i has 2^i (without sign 2^(i + 1)) values, the middles between neighbours of
+    linspace(0.1, 1), times 10^(i - 6); then 0 and 1.
+    """
+    values = [Fraction(0), Fraction(1)]
+    for i in range(7):
+        parts = 2**i if signed else 2 ** (i + 1)
+        ends = [Fraction(1, 10) + Fraction(9, 10) * j / parts for j in range(parts + 1)]
+        means = [(low + high) / 2 * Fraction(10) ** (i - 6) for low, high in itertools.pairwise(ends)]
+        values += [*means, *(-mean for mean in means)] if signed else means
+    return np.array([float32(value) for value in sorted(values)])
+
+
+@functools.cache
+def dynamic_values(signed: bool) -> np.ndarray:
+    """The same as they are decoded: step * (t - first) with float32 constants, which is within two units of the last place."""
+    exact, values = dynamic_map(signed), []
+    for code in range(256):
+        p = abs(code - 127) if signed else code
+        t = p if signed else p + 1
+        k = t.bit_length() - 1
+        i = k if signed else k - 1
+        if p == 0 or i == 7:  # zero and one
+            values.append(exact[code])
+            continue
+        parts = 2**k
+        step = float32(Fraction(10) ** (i - 6) * Fraction(9, 10) / parts)
+        first = float32(Fraction(parts) * Fraction(8, 9) - Fraction(1, 2))
+        values.append(np.sign(exact[code]) * ((np.float32(t) - first) * step))
+    return np.array(values, np.float32)
+
+
+def dynamic_code(x: np.ndarray, signed: bool) -> np.ndarray:
+    """The codes of the values nearest to `x`, by search."""
+    return np.abs(widen(x)[..., None] - widen(dynamic_map(signed))).argmin(-1)
+
+
+def adamw_constants(
+    t: int, lr: float, betas: tuple[float, float], eps: float, decay: float, factor: float = 1.0
+) -> dict[str, np.float32]:
+    """What step t multiplies by, each a float32: powers by exact fractions, then one rounding for each operation."""
+    f = np.float32
+    left1, left2 = (f(1.0 - float(Fraction(beta) ** t)) for beta in betas)
+    return {
+        "scale": f(factor),
+        "beta1": f(betas[0]),
+        "rest1": f(1 - betas[0]),
+        "beta2": f(betas[1]),
+        "rest2": f(1 - betas[1]),
+        "decay": f(1 - lr * decay),
+        "shrink": f(lr * decay),
+        "size": f(lr) / left1 * f(2.0**-48),
+        "root": f(1) / np.sqrt(left2),
+        "eps": f(eps),
+    }
+
+
+def adamw_moments(g: np.ndarray, m: np.ndarray, v: np.ndarray, c: dict[str, np.float32]) -> tuple[np.ndarray, np.ndarray]:
+    """First and second moment after a step, float32, before they are rounded."""
+    g = g * c["scale"]
+    return c["beta1"] * m + c["rest1"] * g, c["beta2"] * v + c["rest2"] * (g * g)
+
+
+def adamw_move(m: np.ndarray, v: np.ndarray, c: dict[str, np.float32]) -> np.ndarray:
+    """What a step takes off the weights, beside the decay: numpy's float32 operations are exactly rounded."""
+    quotient = (m * np.float32(2.0**48)) / (np.sqrt(v) * c["root"] + c["eps"])
+    quotient = np.where(np.abs(quotient) < np.float32(2.0**-100), np.float32(0), quotient)
+    quotient = np.where(np.isfinite(v) & np.isfinite(quotient), quotient, np.float32(np.nan))
+    return c["size"] * quotient
+
+
+def stored(x: np.ndarray, name: str, random: np.ndarray | None = None) -> np.ndarray:
+    """float32 values of float32 `x` in a format without scales, to nearest or by 16 random bits; overflow is Inf."""
+    if name == "fp32":
+        return x
+    mode = RoundMode.TiesToEven if random is None else RoundMode.StochasticFastest
+    bits = {} if random is None else {"srbits": random.astype(np.int64), "srnumbits": 16}
+    return round_gfloat(name, x, mode, saturate=False, **bits).astype(np.float32)
+
+
+def stored_in_blocks(
+    x: np.ndarray, name: str, block: int, signed: bool, random: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(codes, scales, values) of float32 matrix `x` in 8 bits, block after block of each row."""
+    rows, columns = x.shape
+    codes, scales = np.zeros(x.shape, np.int64), np.zeros((rows, math.ceil(columns / block)), np.float32)
+    values = np.zeros(x.shape, np.float32)
+    for row in range(rows):
+        for number in range(scales.shape[1]):
+            part = slice(number * block, min((number + 1) * block, columns))
+            amax = np.abs(x[row, part]).max()
+            if name == "dynamic8":
+                multiply = np.float32(1) / amax if amax else np.float32(1)
+                scales[row, number] = amax or 1
+                codes[row, part] = dynamic_code(x[row, part] * multiply, signed)
+                numbers = dynamic_values(signed)[codes[row, part]]
+            else:
+                multiply, scales[row, number] = scale_of(amax, name, "fp32", None, False)
+                scaled = x[row, part] * multiply
+                if name in INTEGERS and random is None:
+                    numbers = round_integer(name, scaled)
+                elif name in INTEGERS:  # the first 16 bits of the fraction plus the random bits reach 2^16
+                    size = np.abs(widen(scaled))
+                    up = np.floor((size - np.floor(size)) * 65536) + random[row, part] >= 65536
+                    numbers = np.sign(widen(scaled)) * np.minimum(np.floor(size) + up, INTEGERS[name]) + 0.0
+                else:
+                    mode = RoundMode.TiesToEven if random is None else RoundMode.StochasticFastest
+                    bits = {} if random is None else {"srbits": random[row, part].astype(np.int64), "srnumbits": 16}
+                    numbers = round_gfloat(name, scaled, mode, **bits)
+                codes[row, part] = encode(name, numbers)
+            values[row, part] = numbers.astype(np.float32) * scales[row, number]
+    return codes, scales, values

@@ -1,16 +1,21 @@
 """Reference against kernel, one body for every device: `tests/test_pairs.py` (interpreter) and `tests/gpu/` run it."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
 import torch
 from torch import Tensor
 
 from dither import Cast, Stream, UserError
 from dither.formats import TABLE, Format
+from dither.kernels import adamw as kernel_adamw
 from dither.kernels import philox as kernel_philox
 from dither.kernels import quantize as kernel_quantize
 from dither.kernels import rounding as kernel_rounding
 from dither.precision import Rounding
 from dither.random import Draw, matrix_size
-from dither.reference import philox, quantize, rounding
+from dither.reference import adamw, philox, quantize, rounding
+from dither.update import BLOCKS, WHOLE, Piece, Update
 
 STREAM = Stream(2024, "pairs", "x")
 FORMATS = [name for name in TABLE if name != "e8m0"]
@@ -128,3 +133,150 @@ def check_both(x: Tensor, cast: Cast, offset: tuple[int, int] = (0, 0), containe
             kernel_quantize.quantize_both(x, cast, draw, amax, stored),
         )
     )
+
+
+# Optimizers -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Size:
+    """A piece of a parameter: its matrix, where it begins in the whole one, and how far from a multiple of 16 bytes it lies."""
+
+    rows: int
+    columns: int
+    row: int = 0
+    column: int = 0
+    shift: int = 0
+    run: int = 0
+    """Adam-mini: rows that share a second moment, of which `lead` lie before the piece."""
+    lead: int = 0
+
+
+def updates() -> list[Update]:
+    """Every way to keep weights and states."""
+    states = [(name, how) for name in (*WHOLE, *BLOCKS) for how in ("nearest", "stochastic")]
+    states = [pair for pair in states if pair not in (("fp32", "stochastic"), ("dynamic8", "stochastic"))]
+    kinds = [(weights, False) for weights in ("stochastic", "nearest", "kahan")] + [("nearest", True)]
+    return [Update(weights, name, how, 32, master) for weights, master in kinds for name, how in states]
+
+
+def name_of(update: Update) -> str:
+    return f"{'master' if update.master else update.weights}-{update.states}-{update.state_rounding}"
+
+
+def _placed(x: Tensor, shift: int) -> Tensor:
+    """The same numbers, contiguous, `shift` elements behind an aligned address."""
+    room = torch.empty(x.numel() + shift, dtype=x.dtype, device=x.device)[shift:].view(x.shape)
+    return room.copy_(x)
+
+
+def pieces_of(sizes: Sequence[Size], dtype: torch.dtype, update: Update, seed: int, device: str) -> list[Piece]:
+    """Weights of many magnitudes with states of zero; every other piece takes the second row of constants."""
+    found = []
+    for number, size in enumerate(sizes):
+        shape = (size.rows, size.columns)
+        w = hard_values(*shape, torch.float32, seed + number, "cpu").clamp(-6e4, 6e4).to(dtype).to(device)
+        m, m_scale = adamw.zero_state(shape, update, True, w.device)
+        v, v_scale = adamw.zero_state(shape, update, False, w.device)
+        if size.run:
+            runs = -(-(size.rows + size.lead) // size.run)
+            v, v_scale = torch.zeros(runs, device=w.device), None
+        extra = None
+        if update.master:
+            extra = w.float()
+        elif update.weights == "kahan" and dtype != torch.float32:
+            extra = torch.zeros_like(w)
+        keys = (Stream(1, "weight", str(number)).key, Stream(1, "moments", str(number)).key)
+        place = (size.row, size.column, keys, number % 2, size.run, size.lead, size.run * size.columns)
+        held = [None if t is None else _placed(t, size.shift) for t in (w, m, v, m_scale, v_scale, extra)]
+        found.append(Piece(*held, *place))
+    return found
+
+
+def copies(pieces: Sequence[Piece], device: str | None = None) -> list[Piece]:
+    """The same pieces in memory of their own, each as far from an aligned address as it was."""
+
+    def moved(x: Tensor) -> Tensor:
+        return _placed(x.to(device or x.device), x.storage_offset())
+
+    tensors = [{f.name: getattr(p, f.name) for f in fields(p) if isinstance(getattr(p, f.name), Tensor)} for p in pieces]
+    return [replace(p, **{name: moved(x) for name, x in found.items()}) for p, found in zip(pieces, tensors, strict=True)]
+
+
+def differing_pieces(a: Sequence[Piece], b: Sequence[Piece], update: Update) -> int:
+    """Elements of weights and states that differ; where a block's scale is NaN its codes mean nothing."""
+    wrong = 0
+    for mine, theirs in zip(a, b, strict=True):
+        for name in ("w", "extra", "m_scale", "v_scale", "m", "v"):
+            x, y = getattr(mine, name), getattr(theirs, name)
+            if x is None:
+                assert y is None
+                continue
+            scale = getattr(mine, f"{name}_scale", None)
+            if name in ("m", "v") and scale is not None:
+                lost = scale.isnan().repeat_interleave(update.block, 1)[:, : x.shape[1]]
+                x, y = x.masked_fill(lost, 0), y.masked_fill(lost.to(y.device), 0)
+            wrong += differing(x, y)
+    return wrong
+
+
+HYPER_ROWS = [[1e-2, 0.9, 0.95, 1e-8, 0.1, 1.0], [3e-3, 0.8, 0.999, 1e-12, 0.0, 1.0]]
+
+
+def gradients_of(pieces: Sequence[Piece], dtype: torch.dtype, seed: int, mini: bool, special: Sequence[float]) -> list[Tensor]:
+    """Hard values, `special` ones among them; for Adam-mini multiples of 2^-4, whose squares add up exactly in any order."""
+    found = []
+    for number, piece in enumerate(pieces):
+        if mini:
+            generator = torch.Generator().manual_seed(seed + number)
+            grad = (torch.randint(-127, 128, piece.w.shape, generator=generator) / 16).to(dtype)
+        else:
+            grad = hard_values(*piece.w.shape, torch.float32, seed + number, "cpu")
+            flat = grad.view(-1)
+            places = torch.arange(len(special)) * 7 % flat.numel()
+            flat[places] = torch.tensor(special)[: flat.numel()] if special else flat[places]
+            largest = torch.finfo(dtype).max
+            grad = torch.where(grad.isfinite(), grad.clamp(-largest, largest), grad).to(dtype)
+        found.append(grad.to(piece.w.device))
+    return found
+
+
+def check_adamw(
+    sizes: Sequence[Size],
+    dtype: torch.dtype,
+    update: Update,
+    device: str,
+    *,
+    grad_dtype: torch.dtype | None = None,
+    steps: int = 2,
+    special: Sequence[float] = (),
+    also_on_cpu: bool = False,
+) -> int:
+    """Steps by reference and by kernel, from the same start: how many numbers differ, constants and sums included."""
+    mini = bool(sizes[0].run)
+    start = pieces_of(sizes, dtype, update, 50, device)
+    runs = [(adamw, device), (kernel_adamw, device)] + ([(adamw, "cpu")] if also_on_cpu else [])
+    after, wrong = [], 0
+    hyper = torch.tensor(HYPER_ROWS, dtype=torch.float64)
+    for code, where in runs:
+        pieces = copies(start, where)
+        batch = (code.MiniBatch if mini else code.Batch)(pieces, update)
+        counted, skipped = torch.zeros(2, dtype=torch.int64, device=where), torch.zeros((), dtype=torch.int64, device=where)
+        known = []
+        for step in range(steps):
+            grads = gradients_of(pieces, grad_dtype or dtype, 90 * step, mini, special)
+            sums = batch.square_sum(grads)
+            one = torch.ones((), dtype=torch.float64, device=where) * 7.25  # the sum itself depends on the order of additions
+            constants, norm, skip = code.prepare(hyper.to(where), counted, skipped, one, None, None, 1.0)
+            batch.step(grads, constants, counted[1], skip)
+            known += [constants, norm, skip, counted.clone(), sums]
+        after.append((pieces, known))
+    for pieces, known in after[1:]:
+        wrong += differing_pieces(after[0][0], pieces, update)
+        for x, y in zip(after[0][1], known, strict=True):
+            if x.dtype == torch.float64:
+                torch.testing.assert_close(x.cpu(), y.cpu(), rtol=1e-13, atol=0, equal_nan=True)
+                assert x.isfinite().item() == y.isfinite().item()
+            else:
+                wrong += int((x.cpu() != y.cpu()).sum())
+    return wrong

@@ -8,10 +8,26 @@ import pairs
 import pytest
 import torch
 
+import dither
 from dither import Cast
 from dither.formats import Format
+from dither.reference import adamw, dynamic
+from dither.update import Update
 
-pytest.importorskip("triton", reason="the kernels need Triton")
+triton = pytest.importorskip("triton", reason="the kernels need Triton")
+tl = pytest.importorskip("triton.language", reason="the kernels need Triton")
+
+from dither.kernels import adamw as kernel_adamw  # noqa: E402
+from dither.kernels import dynamic as kernel_dynamic  # noqa: E402
+
+
+@triton.jit
+def _dynamic_kernel(points_ptr, codes_ptr, back_ptr, tables_ptr, SIGNED: tl.constexpr):
+    """The map's device functions, which otherwise run within an optimizer's step."""
+    place = tl.program_id(0) * 1024 + tl.arange(0, 1024)
+    codes = kernel_dynamic.encode(tl.load(points_ptr + place), tables_ptr, SIGNED)
+    tl.store(codes_ptr + place, codes)
+    tl.store(back_ptr + place, kernel_dynamic.decode(codes, tables_ptr, SIGNED))
 
 
 @pytest.fixture(autouse=True)
@@ -205,3 +221,148 @@ def test_interleaved_matrices_of_several_tiles(device: str) -> None:
     """Rows of the whole tensor, not of one matrix or tile, choose the random bits."""
     x = pairs.hard_values(280, 5, torch.float32, 12, device).reshape(1, 140, 2, 5)
     assert pairs.check_quantize(x, Cast.parse("e2m1 tile(16) pow2_ceil stochastic(16)"), 1, (3, 8)) == 0
+
+
+# Optimizers -----------------------------------------------------------------------------------------------------------
+
+RAGGED = [
+    pairs.Size(3, 64),
+    pairs.Size(5, 37, row=2, column=3),
+    pairs.Size(1, 200),
+    pairs.Size(4, 96, row=7, column=32),
+    pairs.Size(9, 3, column=5),
+    pairs.Size(2, 64, shift=1),
+    pairs.Size(4, 45, row=1, column=64),
+]
+"""Whole rows of Philox blocks, ragged rows, a single row, shards that begin anywhere, tiny rows, an odd address, ragged blocks."""
+
+DTYPES = [torch.bfloat16, torch.float32, torch.float16]
+SPECIAL_GRADIENTS = [0.0, -0.0, 1e-45, -1e-38, 1e30, -1e15, torch.inf, torch.nan, -torch.inf, 3e38]
+
+# Every format of states with some of the weights' roundings; tests/gpu has them all.
+SOME = [update for i, update in enumerate(pairs.updates()) if (i // 12 + i % 12) % 3 == 0]
+
+
+@pytest.fixture
+def short_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tile a program: the interpreter would spend its time on empty ones."""
+    monkeypatch.setattr(kernel_adamw, "TILES", 1)
+
+
+@pytest.mark.usefixtures("short_programs")
+@pytest.mark.parametrize("number", range(len(SOME)), ids=list(map(pairs.name_of, SOME)))
+def test_adamw(number: int, device: str) -> None:
+    """A mode each, the dtypes by turns. Blocks begin at multiples of 32, as shards of 8-bit states must."""
+    update = SOME[number]
+    sizes = [size for size in RAGGED if not update.in_blocks or size.column % 32 == 0]
+    special = SPECIAL_GRADIENTS if number % 2 else ()
+    assert pairs.check_adamw(sizes[number % 2 :], DTYPES[number % 3], update, device, special=special) == 0
+
+
+def test_adamw_of_several_programs_and_tiles(device: str) -> None:
+    """The numbering goes on from tile to tile and from program to program, where rows end within them and where they do not."""
+    sizes = [pairs.Size(12, 1200, row=3, column=16), pairs.Size(101, 104), pairs.Size(3, 4001, column=7)]
+    assert pairs.check_adamw(sizes, torch.bfloat16, Update("stochastic", "bf16"), device, steps=1) == 0
+
+
+@pytest.mark.usefixtures("short_programs")
+def test_adamw_of_many_tensors(device: str) -> None:
+    """More than one launch of the kernel that writes addresses."""
+    sizes = [pairs.Size(1 + i % 3, 8 + 8 * (i % 2)) for i in range(70)]
+    assert pairs.check_adamw(sizes, torch.bfloat16, Update("stochastic", "fp32"), device, steps=1) == 0
+
+
+@pytest.mark.usefixtures("short_programs")
+@pytest.mark.parametrize(
+    "update", [Update("stochastic", "bf16"), Update("kahan", "fp32"), Update("nearest", "bf16", "", 128, True)]
+)
+def test_adam_mini(update: Update, device: str) -> None:
+    sizes = [
+        pairs.Size(6, 40, run=2),
+        pairs.Size(5, 24, row=3, column=8, run=4, lead=3),
+        pairs.Size(3, 1100, run=3),
+        pairs.Size(7, 13, column=5, run=1),
+        pairs.Size(1, 50, run=1, shift=3),
+    ]
+    assert pairs.check_adamw(sizes, torch.bfloat16, update, device, steps=2) == 0
+
+
+@pytest.mark.usefixtures("short_programs")
+def test_adam_mini_of_shards(device: str) -> None:
+    """Sums of what a shard holds of each run, and a step with second moments that were moved before."""
+    update, sizes = Update("stochastic", "bf16"), [pairs.Size(5, 40, row=3, run=4, lead=3), pairs.Size(6, 9, run=3)]
+    start = pairs.pieces_of(sizes, torch.bfloat16, update, 50, device)
+    grads = pairs.gradients_of(start, torch.bfloat16, 3, True, ())
+    constants = torch.tensor([[1.0, 0.9, 0.1, 0.95, 0.05, 0.999, 0.001, 0.1 * 2.0**-48, 4.0, 1e-8]] * 2, device=device)
+    constants = torch.nn.functional.pad(constants, (0, 6))  # rows of 16, as the kernel has them
+    after = []
+    for code in (adamw, kernel_adamw):
+        batch = code.MiniBatch(pairs.copies(start), update)
+        sums = batch.run_squares(grads)
+        for piece, found in zip(batch.pieces, sums, strict=True):
+            piece.v.copy_(found.float())
+        count, skip = torch.tensor(4, device=device), torch.tensor(0, dtype=torch.int32, device=device)
+        batch.step(grads, constants[:, :10], count, skip, moved=True)
+        after.append((batch.pieces, sums))
+    assert all(torch.equal(a, b) for a, b in zip(after[0][1], after[1][1], strict=True))
+    assert pairs.differing_pieces(after[0][0], after[1][0], update) == 0
+
+
+@pytest.mark.parametrize("squares", [None, 0.0, 4.0, 1e60, torch.inf, torch.nan])
+@pytest.mark.parametrize("scaler", [None, (65536.0, 0.0), (3.0, 1.0)])
+@pytest.mark.parametrize("max_norm", [0.0, 0.7])
+def test_prepare(squares: float | None, scaler: tuple[float, float] | None, max_norm: float, device: str) -> None:
+    """Constants, norm and counts, with loss scaling, clipping, skipped steps and rows that take no part."""
+    rows = [[1e-3, 0.9, 0.95, 1e-8, 0.1, 1.0], [0.5, 0.0, 0.999, 1e-30, 0.0, 0.0], [7e-5, 0.99, 0.9999, 1.0, 3.0, 1.0]]
+    hyper = torch.tensor(rows, dtype=torch.float64, device=device)
+    given = None if squares is None else torch.tensor(squares, dtype=torch.float64, device=device)
+    scale, found = (None, None) if scaler is None else (torch.tensor(x, device=device) for x in scaler)
+    results = []
+    for code in (adamw, kernel_adamw):
+        counted, skipped = torch.tensor([0, 5, 123456], device=device), torch.tensor(2, device=device)
+        constants, norm, skip = code.prepare(hyper, counted, skipped, given, scale, found, max_norm)
+        results.append([constants.contiguous(), norm, skip, counted.int(), skipped.int()])
+    assert sum(map(pairs.differing, *results)) == 0
+
+
+@pytest.mark.usefixtures("short_programs")
+@pytest.mark.parametrize("states", ["bf16", "dynamic8"])
+def test_whole_optimizers(states: str, device: str) -> None:
+    """Groups of several dtypes, clipping, a parameter without a gradient, gradients at odd addresses, a skipped step."""
+    results = []
+    for backend in ("reference", "kernel"):
+        generator = torch.Generator().manual_seed(1)
+        shapes = {"a": (6, 40), "b": (40,), "c": (3, 5, 33), "d": (4, 128)}
+        params = {name: torch.randn(shape, generator=generator).to(device) for name, shape in shapes.items()}
+        params = {name: (p.bfloat16() if name in "ad" else p).requires_grad_() for name, p in params.items()}
+        groups = [{"params": list(params.items())[:3]}, {"params": list(params.items())[3:], "lr": 1e-3, "weights": "kahan"}]
+        optimizer = dither.optim.AdamW(
+            groups, lr=1e-2, states=states, max_norm=1.0, nonfinite="skip", block=32, backend=backend
+        )
+        for step in range(3):
+            for name, p in params.items():
+                room = torch.randint(-40, 40, (p.numel() + 1,), generator=generator).to(p.dtype).to(device)
+                p.grad = None if name == "b" and step == 0 else room[1:].view(p.shape)
+            if step == 1:
+                params["c"].grad[1, 2, 3] = torch.inf
+            optimizer.step()
+        assert (int(optimizer.steps), int(optimizer.skipped)) == (2, 1)
+        state = [t for p in params.values() for t in optimizer.state[p].values()]
+        results.append([x.detach().int() if x.dtype == torch.int64 else x.detach() for x in (*params.values(), *state)])
+    assert sum(map(pairs.differing, *results)) == 0
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_dynamic_map(signed: bool, device: str) -> None:
+    """Encoding and decoding: every value, the middles between them, and neighbours of both."""
+    values = dynamic.decode(torch.arange(256).to(torch.uint8), signed)
+    points = torch.cat([values, (values[1:] + values[:-1]) / 2, 2.0 ** -torch.arange(0.0, 40.0), torch.rand(400)])
+    points = torch.cat([points, points.nextafter(torch.tensor(2.0)), points.nextafter(torch.tensor(-2.0))]).clamp(-1, 1)
+    points = points if signed else points.abs()
+    points = torch.nn.functional.pad(points, (0, -len(points) % 1024)).to(device)
+    codes, back = torch.empty(len(points), dtype=torch.int32, device=device), torch.empty(len(points), device=device)
+    tables = kernel_dynamic.device_tables(points.device)
+    _dynamic_kernel[(len(points) // 1024,)](points, codes, back, tables, SIGNED=signed, enable_fp_fusion=False)
+    expected = dynamic.encode(points, signed)
+    assert (codes == expected.int()).all()
+    assert pairs.differing(back, dynamic.decode(expected, signed)) == 0

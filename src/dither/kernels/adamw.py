@@ -443,7 +443,7 @@ def _prepare_kernel(
         norm = (tl.sqrt(squares) * inverse.to(tl.float64)).to(tl.float32)
         if CLIP:
             quotient = tl.div_rn(max_norm, norm + 1e-6)
-            factor = tl.where(quotient < 1.0, quotient, 1.0) * inverse
+            factor = tl.where(quotient > 1.0, 1.0, quotient) * inverse  # NaN stays
     if found_inf_ptr is not None:
         skip = tl.where(tl.load(found_inf_ptr) != 0.0, 1, skip)
     tl.store(skipped_ptr, tl.load(skipped_ptr) + skip)
@@ -811,27 +811,35 @@ class MiniBatch(Batch):
     def _programs(self, piece: Piece, flat: bool) -> int:
         return piece.v.numel()
 
+    def square_sum(self, grads: Sequence[Tensor]) -> Tensor:
+        """float64, 0-d: the sum of the squares of the gradients; a program a run, as the launches here are counted."""
+        return torch.stack([self._squares(launch, grads).sum() for launch in self.launches]).sum()
+
     def run_squares(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """float64[runs] for each piece: the sums of squares over what it holds of each run."""
         sums: list[Tensor] = [grads[0]] * len(grads)
         for launch in self.launches:
-            kept = launch.point(grads)
-            out = torch.empty(launch.programs, dtype=torch.float64, device=launch.table.device)
-            _run_squares_kernel[(launch.programs,)](
-                launch.table,
-                launch.grads,
-                launch.owner,
-                out,
-                G_TYPE=TYPES[kept[0].dtype],
-                NATIVE=native(out.device),
-                TILE=N,
-                num_warps=WARPS,
-                enable_fp_fusion=False,
-            )
-            parts = out.split([self.pieces[place].v.numel() for place in launch.places])
+            parts = self._squares(launch, grads).split([self.pieces[place].v.numel() for place in launch.places])
             for place, part in zip(launch.places, parts, strict=True):
                 sums[place] = part
         return sums
+
+    def _squares(self, launch: _Launch, grads: Sequence[Tensor]) -> Tensor:
+        """float64[programs]: the sums of squares of a launch's runs."""
+        kept = launch.point(grads)
+        out = torch.empty(launch.programs, dtype=torch.float64, device=launch.table.device)
+        _run_squares_kernel[(launch.programs,)](
+            launch.table,
+            launch.grads,
+            launch.owner,
+            out,
+            G_TYPE=TYPES[kept[0].dtype],
+            NATIVE=native(out.device),
+            TILE=N,
+            num_warps=WARPS,
+            enable_fp_fusion=False,
+        )
+        return out
 
     def step(self, grads: Sequence[Tensor], constants: Tensor, step: Tensor, skip: Tensor, *, moved: bool = False) -> None:
         """One step, unless `skip` is 1. `moved` says that the second moments are those after the step already."""

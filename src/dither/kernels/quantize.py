@@ -140,30 +140,62 @@ def limited(y, F: tl.constexpr):
     return tl.minimum(y.to(tl.uint32, bitcast=True), F.MAX_BITS).to(tl.int32, bitcast=True)
 
 
+E4M3_PAIR = tl.constexpr(
+    "{ .reg .b16 t; .reg .b32 u; cvt.rn.satfinite.e4m3x2.f32 t, $3, $2; cvt.u32.u16 u, t; and.b32 $0, u, 255; shr.u32 $1, u, 8; }"
+)
+E5M2_PAIR = tl.constexpr(E4M3_PAIR.value.replace("e4m3", "e5m2"))
+
+
 @triton.jit
-def native_codes(x, multiply, F: tl.constexpr, GROUPED: tl.constexpr):
+def fp8_codes(value, E4M3: tl.constexpr, APART: tl.constexpr):
+    """Codes by the GPU's own conversions.
+
+    APART gives each a register of its own (int32). A conversion makes two codes, halves of one register, and where Triton 3.6
+    stores them across rows, three of eight came out wrong on an H200: those that it shifts out of the upper half in 16 bits.
+    """
+    if APART:
+        how: tl.constexpr = E4M3_PAIR if E4M3 else E5M2_PAIR
+        return tl.inline_asm_elementwise(how, "=r,=r,f,f", [value], dtype=tl.int32, is_pure=True, pack=2)
+    elif E4M3:
+        return value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        return value.to(tl.float8e5).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def native_codes(x, multiply, F: tl.constexpr, GROUPED: tl.constexpr, APART: tl.constexpr):
     """E4M3 or E5M2 codes by the GPU's own conversions, which round and saturate as we do, but make a number of an infinity."""
     product = x * multiply
     if F.BIAS == 7:
         if not GROUPED:
             product += x * 0.0  # NaN where x is infinite, and else nothing
-        return product.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        return fp8_codes(product, True, APART)
     else:
-        code = product.to(tl.float8e5).to(tl.uint8, bitcast=True)
+        code = fp8_codes(product, False, APART)
         if not GROUPED:
             infinite = (tl.abs(x) == float("inf")) & (product == product)
-            code = tl.where(infinite, ((as_bits(x) >> 24) & 0x80 | 0x7C).to(tl.uint8), code)
+            code = tl.where(infinite, ((as_bits(x) >> 24) & 0x80 | 0x7C).to(code.dtype), code)
         return code
 
 
 @triton.jit
-def tile_codes(x, multiply, random, F: tl.constexpr, C: tl.constexpr, S: tl.constexpr, H: tl.constexpr, MEASURE: tl.constexpr):
-    """Codes in C of x * multiply, rounded to F; see `scaled_bits` for MEASURE."""
+def tile_codes(
+    x,
+    multiply,
+    random,
+    F: tl.constexpr,
+    C: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    MEASURE: tl.constexpr,
+    APART: tl.constexpr = False,
+):
+    """Codes in C of x * multiply, rounded to F; see `scaled_bits` for MEASURE and `fp8_codes` for APART."""
     # A measured scale is NaN when something in the group is not finite: a product is then finite, or all of a group is NaN.
     GROUPED: tl.constexpr = MEASURE and S.KIND != "none"
     FP8: tl.constexpr = F == C and F.BITS == 8 and (F.BIAS == 7 or F.BIAS == 15) and S.KIND != "none"
     if FP8 and H.NATIVE and H.KIND == "nearest":
-        return native_codes(x, multiply, F, GROUPED)
+        return native_codes(x, multiply, F, GROUPED, APART)
     else:
         sign = as_bits(x)
         y = scaled_bits(x, multiply, S, MEASURE)
@@ -172,7 +204,7 @@ def tile_codes(x, multiply, random, F: tl.constexpr, C: tl.constexpr, S: tl.cons
         elif GROUPED and not F.HAS_NAN and not F.INTEGER and C.BITS == 8 and C.BIAS == 7 and H.NATIVE:
             # FP4 or FP6 for FP8 units: the conversion has nothing left to round. The sum makes NaN of a lost group.
             value = as_float(round_magnitude(limited(y, F), random, F, H)) + as_float(y) * 0.0
-            return as_float(as_bits(value) | (sign & SIGN)).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+            return fp8_codes(as_float(as_bits(value) | (sign & SIGN)), True, APART)
         elif GROUPED and not F.HAS_NAN and not F.INTEGER and C.HAS_NAN:
             code = with_sign(round_code_in(limited(y, F), random, F, C, H), sign, C)
             return tl.where(y > 0x7F800000, C.NAN_CODE, code)
@@ -495,20 +527,6 @@ def _quantize_both_kernel(
             )  # fmt: skip
 
 
-@triton.jit
-def alone(code, NATIVE: tl.constexpr):
-    """The same codes, as int32, each in a register of its own.
-
-    Two E4M3 codes come out of one conversion as halves of a register; taken apart for a store across them, three of eight
-    were wrong on an H200 (Triton 3.6). A move that the compiler cannot see through costs nothing and separates them first.
-    """
-    if NATIVE:
-        code = code.to(tl.int32)
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [code], dtype=tl.int32, is_pure=True, pack=1)
-    else:
-        return code
-
-
 @triton.jit(do_not_specialize=["key", "row0", "column0"])
 def _quantize_once_kernel(
     x_ptr,
@@ -569,13 +587,13 @@ def _quantize_once_kernel(
             tl.store(scale_t_ptr, stored.to(scale_t_ptr.dtype.element_ty))
     if S.KIND == "delayed":
         tl.atomic_max(measured_ptr, tl.max(as_bits(tl.abs(x))), sem="relaxed")
-    code = tile_codes(x, multiply, random, F, C, S, H, G > 0)
+    code = tile_codes(x, multiply, random, F, C, S, H, G > 0, True)
     row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
     if C.BITS < 8:
         if not EVEN:  # what fills up a byte is zero, also beside a NaN
             code = tl.where((row < rows)[:, None] & (column < columns)[None, :], code, 0)
     else:
-        code = alone(code, H.NATIVE).to(out_ptr.dtype.element_ty)
+        code = code.to(out_ptr.dtype.element_ty)
     store_packed(out_ptr, code, row, first_column, rows, out_line, C.BITS, WORDS, ROWS, COLUMNS)
     store_packed(out_t_ptr, tl.trans(code), column, first_row, columns, out_t_line, C.BITS, WORDS_T, COLUMNS, ROWS)
 
@@ -665,6 +683,11 @@ def fake_quantize(x: Tensor, cast: Cast, axis: int, draw: Draw | None, given_ama
     return place.restore(out)
 
 
+import os
+
+ONCE = os.environ.get("DITHER_ONCE", "") == "1"
+
+
 def quantize_both(
     x: Tensor, cast: Cast, draw: Draw | None, given_amax: Tensor | None, container: Format
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -678,8 +701,15 @@ def quantize_both(
         _launch(x, cast, across, draw, None, container, values_t, scale_t, fake=False)
     elif cast.group.kind == "tile":
         _launch_tiles(x, cast, draw, container, values, scale, values_t, scale_t)
-    else:
+    elif ONCE:
         _launch_once(x, cast, draw, given_amax, container, values, scale, values_t, scale_t, measured)
+    else:
+        if cast.group.kind == "tensor" and x.numel() and (given_amax is None or measured.dim() == 0):
+            found = amax_bits(x).view(torch.float32)
+            given_amax = found if given_amax is None else given_amax
+            measured = found if measured.dim() == 0 and measured.numel() else measured
+        _launch(x, cast, along, draw, given_amax, container, values, scale, fake=False)
+        _launch(x, cast, across, draw, given_amax, container, values_t, scale_t, fake=False)
     return (
         along.expose(values),
         layout.expose_scale(scale, cast, along),

@@ -67,7 +67,7 @@ class AdamMini(AdamW):
         runs = sum((end - start) // run for start, end, run in self._sections(slot))
         return {
             "step": torch.zeros((), dtype=torch.int64, device=work.device),
-            "exp_avg": like(slot.parameter, moment.view(work.shape), work.shape[-1] if work.dim() else 1),
+            "exp_avg": like(slot.parameter, moment.view(work.shape)),
             "exp_avg_sq": torch.zeros(runs, device=work.device),  # whole on every process: it is small
             **self._extra_state(slot),
         }

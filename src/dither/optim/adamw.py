@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dither.errors import DitherError, UserError
 from dither.ops import implementation
@@ -197,9 +198,12 @@ class AdamW(torch.optim.Optimizer):
             for shard in shards(parameter):
                 end = shard.column + local(parameter).shape[-1]
                 if shard.column % update.block or (end % update.block and end != parameter.shape[-1]):
+                    fits = math.gcd(shard.column, end) & -math.gcd(shard.column, end)  # the largest power of two in both
                     raise UserError(
                         f"{called[0].upper()}{called[1:]} is cut at columns {shard.column} to {end}, inside a block of "
-                        f"{update.block} that shares a scale: use block={_fitting_block(shard.column, end)}, or cut elsewhere."
+                        f"{update.block} that shares a scale: "
+                        + (f"use block={min(fits, 1024)}, or cut" if fits >= 16 else "cut")
+                        + f" at multiples of {update.block}."
                     )
 
     # State -------------------------------------------------------------------------------------------------------------
@@ -211,10 +215,10 @@ class AdamW(torch.optim.Optimizer):
         state = {"step": torch.zeros((), dtype=torch.int64, device=part.device)}
         for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
             values, scale = zero_state(size, update, signed, part.device)
-            state[key] = like(slot.parameter, values.view(part.shape), part.shape[-1] if part.dim() else 1)
+            state[key] = like(slot.parameter, values.view(part.shape))
             if scale is not None:
                 blocks = math.ceil(slot.parameter.shape[-1] / update.block)
-                state[f"{key}_scale"] = like(slot.parameter, scale.view(*part.shape[:-1], -1), blocks)
+                state[f"{key}_scale"] = like(slot.parameter, scale.view(*part.shape[:-1], scale.shape[-1]), blocks)
         return state | self._extra_state(slot)
 
     def _extra_state(self, slot: Slot) -> dict[str, Tensor]:
@@ -421,8 +425,8 @@ class AdamW(torch.optim.Optimizer):
             if isinstance(group["lr"], Tensor):
                 group["lr"] = float(group["lr"])
             group["betas"] = list(group["betas"])
-        for state in saved["state"].values():
-            state["step"] = state["step"].clone()
+        # New dictionaries: torch's are the optimizer's own, whose steps are views of one table.
+        saved["state"] = {index: {**state, "step": state["step"].clone()} for index, state in saved["state"].items()}
         return saved
 
     @torch.no_grad()
@@ -450,7 +454,9 @@ class AdamW(torch.optim.Optimizer):
             loaded.append(self._loaded(slot, saved_states[saved_index]) if saved_index in saved_states else {})
         for saved, group in zip(saved_groups, self.param_groups, strict=True):
             for key in ("lr", "betas", "eps", "weight_decay", "initial_lr"):
-                if key in saved:
+                if key in saved and isinstance(group.get(key), Tensor):
+                    group[key].fill_(saved[key])  # the tensor that a CUDA graph, or its owner, reads
+                elif key in saved:
                     group[key] = tuple(saved[key]) if key == "betas" else saved[key]
         for slot, state in zip(slots, loaded, strict=True):
             self.state[slot.parameter] = state
@@ -472,6 +478,12 @@ class AdamW(torch.optim.Optimizer):
                 raise UserError(
                     f"The state {key!r} of {slot.name or tuple(slot.parameter.shape)} is {theirs.dtype} {tuple(theirs.shape)}, "
                     f"and this optimizer keeps {ours.dtype} {tuple(ours.shape)}."
+                )
+            if isinstance(theirs, DTensor) != isinstance(ours, DTensor):
+                raise UserError(
+                    f"The state {key!r} of {slot.name or tuple(slot.parameter.shape)} is "
+                    f"{'a DTensor' if isinstance(theirs, DTensor) else 'one whole tensor'} and the optimizer's is not: load it "
+                    "by torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
                 )
             ours.copy_(theirs)
         return state
@@ -505,14 +517,15 @@ def _check_group(group: dict[str, Any]) -> None:
         raise UserError(f"The learning rate is a positive number, not {lr!r}; a schedule may lower it to 0 later.")
     if len(betas) != 2 or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
         raise UserError(f"betas are two numbers from 0 to below 1, such as (0.9, 0.95), not {betas!r}.")
-    if not isinstance(eps, int | float) or not 1e-30 <= eps < math.inf:
+    if not isinstance(eps, int | float) or not 1e-30 <= eps <= 1e30:
         raise UserError(
-            f"eps is a number from 1e-30 on, such as 1e-8, not {eps!r}: it keeps the division by a zero moment away."
+            f"eps is a number from 1e-30 to 1e30, such as 1e-8, not {eps!r}: it keeps the division by a zero moment away."
         )
     if not isinstance(decay, int | float) or not 0 <= decay < math.inf:
         raise UserError(f"weight_decay is a number from 0 on, such as 0.1, not {decay!r}.")
     if group["master"] not in (None, "fp32"):
         raise UserError(f"master is None or 'fp32', not {group['master']!r}.")
+    Stream(group["seed"], "", "")  # says what is wrong with a seed
     if not group["params"]:
         raise UserError("A parameter group is empty.")
 
@@ -524,8 +537,3 @@ def _check_names(groups: Sequence[dict[str, Any]]) -> None:
             if name in seen:
                 raise UserError(f"Two parameters are called {name!r}, and would draw the same random bits.")
             seen.add(name)
-
-
-def _fitting_block(*columns: int) -> int:
-    """The largest power of two that divides all of them, as far as blocks go."""
-    return max(16, min(1024, math.gcd(*columns) & -math.gcd(*columns)))

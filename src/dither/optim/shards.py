@@ -26,14 +26,14 @@ def local(x: Tensor) -> Tensor:
 
 def as_matrix(x: Tensor) -> Tensor:
     """A view of a contiguous tensor as (product of leading dimensions, last dimension)."""
-    return x.view(-1, x.shape[-1]) if x.dim() else x.view(1, 1)
+    return x.view(math.prod(x.shape[:-1]), x.shape[-1]) if x.dim() else x.view(1, 1)
 
 
-def like(x: Tensor, part: Tensor, columns: int) -> Tensor:
-    """`part` as the local part of a tensor that is spread over processes as `x` is, with `columns` for the last dimension."""
+def like(x: Tensor, part: Tensor, columns: int | None = None) -> Tensor:
+    """`part` as the local part of a tensor that is spread over processes as `x` is; `columns` if its last dimension differs."""
     if not isinstance(x, DTensor):
         return part
-    shape = torch.Size((*x.shape[:-1], columns))
+    shape = x.shape if columns is None else torch.Size((*x.shape[:-1], columns))
     stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     return DTensor.from_local(part, x.device_mesh, x.placements, run_check=False, shape=shape, stride=stride)
 
@@ -42,13 +42,13 @@ def reduce_cuts(total: Tensor, x: Tensor) -> None:
     """Add up `total` in place over the processes that hold other parts of `x` than this one."""
     if isinstance(x, DTensor):
         for dimension, placement in enumerate(x.placements):
-            if placement.is_shard():
+            if not placement.is_replicate():  # is_shard() would leave out the strided shards of FSDP over TP
                 torch.distributed.all_reduce(total, group=x.device_mesh.get_group(dimension))
 
 
 def spread_over(x: Tensor) -> object:
     """What parameters have in common whose sums are added up over the same processes; None for those of one process."""
-    return (x.device_mesh, tuple(placement.is_shard() for placement in x.placements)) if isinstance(x, DTensor) else None
+    return (x.device_mesh, tuple(placement.is_replicate() for placement in x.placements)) if isinstance(x, DTensor) else None
 
 
 def shards(x: Tensor) -> list[Shard]:

@@ -1,0 +1,523 @@
+"""The optimizer class: groups, schedules, closures, saving and loading, loss scaling, bad input; and the modes of training."""
+
+import copy
+import io
+import json
+import pickle
+from collections.abc import Iterator
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+import dither
+from dither import UserError
+from dither.optim import MODES, AdamW, NonFiniteError
+from dither.update import BLOCKS, WHOLE
+
+KINDS = [
+    {"weights": "stochastic", "states": "bf16"},
+    {"weights": "kahan", "states": "dynamic8"},
+    {"weights": "nearest", "states": "e4m3", "state_rounding": "stochastic", "block": 32},
+    {"weights": "nearest", "states": "fp32", "master": "fp32"},
+]
+
+
+def model(dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(24, 40), nn.LayerNorm(40), nn.Linear(40, 8)).to(dtype)
+
+
+def gradients(net: nn.Module, step: int, size: float = 1.0) -> None:
+    """Random ones, the same for every model of this shape."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    for parameter in net.parameters():
+        parameter.grad = (torch.randn(parameter.shape, generator=generator) * size).to(parameter.dtype)
+
+
+def train(net: nn.Module, optimizer: AdamW, steps: range) -> None:
+    for step in steps:
+        gradients(net, step)
+        optimizer.step()
+
+
+def bits(net: nn.Module, optimizer: AdamW) -> list[Tensor]:
+    """All numbers of a model and its optimizer, copied."""
+    numbers = [*net.parameters(), *(t for p in net.parameters() for t in optimizer.state[p].values())]
+    return [t.detach().clone() for t in (*numbers, optimizer.steps, optimizer.skipped)]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    assert len(a) == len(b)
+    return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# Reproducing ----------------------------------------------------------------------------------------------------------
+
+
+def test_two_replicas_never_differ_in_a_bit_over_1000_steps() -> None:
+    nets = [nn.Linear(8, 4, bias=False).to(torch.bfloat16) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    optimizers = [AdamW(net.named_parameters(), lr=1e-2) for net in nets]
+    for step in range(1000):
+        torch.rand(step % 3)  # torch's generators play no part
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            gradients(net, step)
+            optimizer.step()
+    assert same(bits(nets[0], optimizers[0]), bits(nets[1], optimizers[1]))
+    assert int(optimizers[0].steps) == 1000
+
+
+def test_name_seed_and_step_choose_the_random_bits() -> None:
+    def weight(name: str, seed: int, before: int) -> Tensor:
+        w = torch.ones(64, 64, dtype=torch.bfloat16, requires_grad=True)
+        optimizer = AdamW([(name, w)], lr=1e-4, seed=seed, weight_decay=0.0)
+        optimizer.steps += before
+        w.grad = torch.ones_like(w)
+        optimizer.step()
+        return w.detach()
+
+    first = weight("a", 0, 0)
+    assert torch.equal(first, weight("a", 0, 0))
+    for other in (weight("b", 0, 0), weight("a", 1, 0), weight("a", 0, 1)):
+        assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["states"])
+def test_a_resumed_run_is_the_straight_one(kind: dict[str, object]) -> None:
+    """Through safetensors and JSON, as a checkpoint would store it: tensors and plain numbers are all there is."""
+    straight, halted = model(), model()
+    optimizer = AdamW(straight.named_parameters(), lr=1e-2, max_norm=1.0, **kind)
+    train(straight, optimizer, range(9))
+
+    first = AdamW(halted.named_parameters(), lr=1e-2, max_norm=1.0, **kind)
+    for step in range(5):
+        first.state_dict()  # saving leaves no trace
+        train(halted, first, range(step, step + 1))
+    saved = first.state_dict()
+    tensors = {f"{index}.{key}": t.contiguous() for index, state in saved["state"].items() for key, t in state.items()}
+    file, text = safetensors.torch.save(tensors), json.dumps(saved["param_groups"])
+    weights = safetensors.torch.save(halted.state_dict())
+
+    resumed = model(seed=1)
+    resumed.load_state_dict(safetensors.torch.load(weights))
+    second = AdamW(resumed.named_parameters(), lr=0.5, max_norm=1.0, **kind)
+    state: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in safetensors.torch.load(file).items():
+        index, _, key = name.partition(".")
+        state.setdefault(int(index), {})[key] = tensor
+    second.load_state_dict({"state": state, "param_groups": json.loads(text)})
+    train(resumed, second, range(5, 9))
+    assert same(bits(straight, optimizer), bits(resumed, second))
+
+
+def test_a_state_that_was_loaded_is_a_copy() -> None:
+    net = model()
+    optimizer = AdamW(net.named_parameters(), lr=1e-2)
+    train(net, optimizer, range(2))
+    saved = optimizer.state_dict()
+    before = {k: t.clone() for k, t in saved["state"][0].items()}
+    copied = model()
+    other = AdamW(copied.named_parameters(), lr=1e-2)
+    other.load_state_dict(saved)
+    train(copied, other, range(2, 4))
+    assert all(torch.equal(before[key], t) for key, t in saved["state"][0].items())
+    assert int(saved["state"][0]["step"]) == 2
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
+def test_copies_of_model_and_optimizer_go_on_alike(how: str) -> None:
+    net = model()
+    optimizer = AdamW(net.named_parameters(), lr=1e-2, max_norm=3.0, nonfinite="skip")
+    train(net, optimizer, range(3))
+    if how == "deepcopy":
+        other_net, other = copy.deepcopy((net, optimizer))
+    elif how == "pickle":
+        other_net, other = pickle.loads(pickle.dumps((net, optimizer)))
+    else:
+        file = io.BytesIO()
+        torch.save((net, optimizer), file)
+        file.seek(0)
+        other_net, other = torch.load(file, weights_only=False)
+    assert (other.max_norm, other.nonfinite) == (3.0, "skip")
+    train(net, optimizer, range(3, 6))
+    train(other_net, other, range(3, 6))
+    assert same(bits(net, optimizer), bits(other_net, other))
+
+
+# Groups, schedules, closures ------------------------------------------------------------------------------------------
+
+
+def test_groups_have_their_own_options() -> None:
+    """Each as an optimizer of its own would do it: same names, same streams."""
+    together, apart = model(), model()
+    options = [
+        {"lr": 1e-2, "weight_decay": 0.0, "weights": "nearest"},
+        {"lr": 1e-3, "betas": (0.8, 0.99), "states": "fp32", "eps": 1e-6, "seed": 5},
+    ]
+
+    def split(net: nn.Module) -> Iterator[dict[str, object]]:
+        named = list(net.named_parameters())
+        yield {"params": named[:3], **options[0]}
+        yield {"params": named[3:], **options[1]}
+
+    one = AdamW(split(together), lr=1.0)
+    two = [AdamW([group], lr=1.0) for group in split(apart)]
+    for step in range(4):
+        for net in (together, apart):
+            gradients(net, step)
+        one.step()
+        for optimizer in two:
+            optimizer.step()
+    for a, b in zip(together.parameters(), apart.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert one.state[together[2].weight]["exp_avg"].dtype == torch.float32
+    assert one.state[together[0].weight]["exp_avg"].dtype == torch.bfloat16
+
+
+def test_a_group_that_comes_later() -> None:
+    net = model()
+    named = list(net.named_parameters())
+    optimizer = AdamW(named[:2], lr=1e-2)
+    gradients(net, 0)
+    optimizer.step()
+    optimizer.add_param_group({"params": named[2:], "lr": 1e-3})
+    gradients(net, 1)
+    optimizer.step()
+    assert [int(optimizer.state[p]["step"]) for p in net.parameters()] == [2, 2, 1, 1, 1, 1]
+    with pytest.raises(UserError, match=r"'0\.weight'.*same random bits"):
+        optimizer.add_param_group({"params": [("0.weight", nn.Parameter(torch.zeros(3)))]})
+    assert len(optimizer.param_groups) == 2
+    optimizer.step()
+
+
+def test_schedules_and_closures() -> None:
+    net = model(torch.float32)
+    optimizer = AdamW(net.named_parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: [1.0, 0.5, 0.0][min(step, 2)])
+    x = torch.ones(3, 24)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        return loss
+
+    losses, rates, before = [], [], None
+    for _ in range(4):
+        before = [p.detach().clone() for p in net.parameters()]
+        losses.append(optimizer.step(closure).item())
+        rates.append(optimizer.param_groups[0]["lr"])
+        schedule.step()
+    assert losses[2] < losses[1] < losses[0]
+    assert rates == [1e-2, 5e-3, 0.0, 0.0]
+    assert same(before, [p.detach() for p in net.parameters()])  # a rate of 0 changes no weight
+
+
+def test_a_learning_rate_as_a_tensor_is_read_at_every_step_and_survives_loading() -> None:
+    nets = [model() for _ in range(2)]
+    rate = torch.tensor(1e-2)
+    by_tensor, by_number = AdamW(nets[0].named_parameters(), lr=rate), AdamW(nets[1].named_parameters(), lr=1e-2)
+    for step in range(4):
+        value = float(torch.tensor(1e-2 / (step + 1)))
+        rate.fill_(value)
+        by_number.param_groups[0]["lr"] = value
+        train(nets[0], by_tensor, range(step, step + 1))
+        train(nets[1], by_number, range(step, step + 1))
+    assert same(bits(nets[0], by_tensor), bits(nets[1], by_number))
+    by_tensor.load_state_dict(by_tensor.state_dict())
+    assert by_tensor.param_groups[0]["lr"] is rate
+
+
+def test_one_dimension_keeps_float32_moments_where_others_have_8_bits() -> None:
+    net = model()
+    optimizer = AdamW(net.named_parameters(), lr=1e-2, states="dynamic8", block=16)
+    train(net, optimizer, range(1))
+    state = optimizer.state[net[0].weight]
+    assert (state["exp_avg"].dtype, state["exp_avg_scale"].shape) == (torch.uint8, (40, 2))
+    assert optimizer.state[net[0].bias]["exp_avg"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("states", [*WHOLE, *BLOCKS])
+def test_strides_do_not_matter(states: str) -> None:
+    """A transposed parameter, and a gradient with strides of its own, become what contiguous ones become."""
+    start = torch.randn(20, 12, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    results = []
+    for transposed in (False, True):
+        w = (start.T.contiguous().T if transposed else start.clone()).requires_grad_()
+        optimizer = AdamW([("w", w)], lr=1e-2, states=states)
+        for step in range(3):
+            gradient = torch.randn(20, 24, generator=torch.Generator().manual_seed(step)).to(torch.bfloat16)[:, ::2]
+            w.grad = gradient if transposed else gradient.contiguous()
+            optimizer.step()
+        assert w.is_contiguous() != transposed
+        results.append([w.detach(), *(optimizer.state[w][k] for k in ("exp_avg", "exp_avg_sq"))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_versions_count_steps() -> None:
+    """What autograd keeps for backward notices that a step has changed the weight."""
+    net = nn.Linear(4, 4)
+    optimizer = AdamW(net.named_parameters(), lr=1e-2)
+    x = torch.ones(2, 4, requires_grad=True)
+    loss = net(x).sum()
+    versions = [p._version for p in net.parameters()]
+    gradients(net, 0)
+    optimizer.step()
+    assert all(p._version > version for p, version in zip(net.parameters(), versions, strict=True))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_gradients_of_another_dtype() -> None:
+    net = model(torch.bfloat16)
+    optimizer = AdamW(net.named_parameters(), lr=1e-2)
+    gradients(net, 0)
+    twin = copy.deepcopy(net)
+    other = AdamW(twin.named_parameters(), lr=1e-2)
+    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+        q.grad_dtype = torch.float32
+        q.grad = p.grad.float()
+    optimizer.step()
+    other.step()
+    assert same(bits(net, optimizer), bits(twin, other))
+
+
+# Gradients that are not finite ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["states"])
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_policies_for_gradients_that_are_not_finite(kind: dict[str, object], value: float, max_norm: float | None) -> None:
+    net = model()
+    optimizer = AdamW(net.named_parameters(), lr=1e-2, max_norm=max_norm, **kind)
+    train(net, optimizer, range(2))
+    before = bits(net, optimizer)[:-1]  # all but the count of steps that were skipped
+    gradients(net, 2)
+    net[2].weight.grad[3, 7] = value
+    with pytest.raises(NonFiniteError, match=r"Step 3: the gradient of 2\.weight holds 1 NaN or Inf among 320 numbers"):
+        optimizer.step()
+    assert same(before, bits(net, optimizer)[:-1])
+
+    optimizer.nonfinite = "skip"
+    optimizer.step()
+    optimizer.step()
+    assert same(before, bits(net, optimizer)[:-1])
+    assert (int(optimizer.steps), int(optimizer.skipped)) == (2, 3)
+
+    optimizer.nonfinite = "unchecked"
+    optimizer.max_norm = None
+    optimizer.step()
+    assert int(optimizer.steps) == 3
+    assert net[2].weight[3, 7].isnan()
+    others = torch.ones_like(net[2].weight, dtype=torch.bool)
+    others[3, 7] = False
+    assert net[2].weight[others].isfinite().all()  # its neighbours are another matter at the next step, if they share a scale
+
+
+def test_after_a_skipped_step_the_run_is_as_if_it_had_not_been() -> None:
+    clean, troubled = model(), model()
+    optimizers = [AdamW(net.named_parameters(), lr=1e-2, nonfinite="skip") for net in (clean, troubled)]
+    train(clean, optimizers[0], range(4))
+    train(troubled, optimizers[1], range(2))
+    gradients(troubled, 99)
+    troubled[0].bias.grad[0] = torch.inf
+    optimizers[1].step()
+    train(troubled, optimizers[1], range(2, 4))
+    assert same(bits(clean, optimizers[0])[:-1], bits(troubled, optimizers[1])[:-1])
+    assert optimizers[1].state_dict()["param_groups"][0]["skipped"] == 1
+
+
+def test_huge_gradients_are_finite() -> None:
+    """Their squares overflow float32; the check is in float64."""
+    net = model(torch.float32)
+    optimizer = AdamW(net.named_parameters(), lr=1e-2, max_norm=1.0)
+    gradients(net, 0, 1e30)
+    optimizer.step()
+    assert optimizer.grad_norm is not None
+    assert optimizer.grad_norm.isfinite()
+    assert all(p.isfinite().all() for p in net.parameters())
+
+
+# Loss scaling ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_grad_scaler(max_norm: float | None, unscale: bool) -> None:
+    """The loss scale, a power of two, leaves no trace; an overflow skips the step and halves it."""
+    plain, scaled = model(torch.float32), model(torch.float32)
+    optimizers = [AdamW(net.named_parameters(), lr=1e-2, max_norm=max_norm) for net in (plain, scaled)]
+    scaler = torch.amp.GradScaler("cpu")
+    for step in range(3):
+        for net, optimizer, run in ((plain, optimizers[0], False), (scaled, optimizers[1], True)):
+            x = torch.randn(4, 24, generator=torch.Generator().manual_seed(step))
+            loss = net(x).square().mean()
+            optimizer.zero_grad()
+            if run:
+                scaler.scale(loss).backward()
+                if unscale:
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                loss.backward()
+                optimizer.step()
+    assert same(bits(plain, optimizers[0]), bits(scaled, optimizers[1]))
+    if max_norm:
+        assert torch.equal(optimizers[0].grad_norm, optimizers[1].grad_norm)
+    before = bits(scaled, optimizers[1])[:-1]
+    assert scaler.get_scale() == 65536.0
+    scaler.scale(scaled(x).square().mean() * 1e38).backward()
+    scaler.step(optimizers[1])
+    scaler.update()
+    assert scaler.get_scale() == 32768.0
+    assert same(before, bits(scaled, optimizers[1])[:-1])
+    assert int(optimizers[1].skipped) == 1
+
+
+# Bad input ------------------------------------------------------------------------------------------------------------
+
+
+def named(dtype: torch.dtype = torch.bfloat16) -> list[tuple[str, Tensor]]:
+    return [("w", torch.zeros(4, 32, dtype=dtype, requires_grad=True))]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lr": 0.0}, "learning rate is a positive number, not 0.0"),
+        ({"lr": -1e-3}, "learning rate is a positive number, not -0.001"),
+        ({"lr": float("nan")}, "learning rate"),
+        ({"lr": True}, "learning rate"),
+        ({"lr": torch.ones(2)}, r"one number, not a tensor of shape \(2,\)"),
+        ({"betas": (0.9, 1.0)}, r"betas are two numbers from 0 to below 1.*\(0.9, 1.0\)"),
+        ({"eps": 0.0}, "eps is a number from 1e-30 to 1e30, such as 1e-8, not 0.0"),
+        ({"eps": 1e31}, r"not 1e\+31"),
+        ({"weight_decay": -0.1}, "weight_decay is a number from 0 on"),
+        ({"weights": "stochastik"}, r"'stochastik' \(did you mean 'stochastic'\?\)"),
+        ({"states": "e4m4"}, r"no state format 'e4m4' \(did you mean 'e4m3'\?\)"),
+        ({"states": "bf16", "state_rounding": "up"}, "state_rounding is 'stochastic' or 'nearest', not 'up'"),
+        ({"states": "dynamic8", "state_rounding": "stochastic"}, "use state_rounding='nearest'"),
+        ({"states": "int8", "block": 48}, "power of two from 16 to 1024, not 48"),
+        ({"master": "bf16"}, "master is None or 'fp32'"),
+        ({"master": "fp32", "weights": "kahan"}, "choose one of them"),
+        ({"max_norm": 0.0}, "max_norm is a positive number, or None"),
+        ({"nonfinite": "ignore"}, "choose from 'raise', 'skip', 'unchecked'"),
+        ({"seed": -1}, "seed is an integer from 0"),
+        ({"backend": "cuda"}, "no backend 'cuda'"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_options_that_cannot_be(options: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        AdamW(named(), **options)
+
+
+def test_parameters_that_cannot_be() -> None:
+    net = model()
+    with pytest.raises(UserError, match="no parameters to optimize: the list is empty"):
+        AdamW([])
+    with pytest.raises(UserError, match=r"shape \(40, 24\) has none: pass model.named_parameters\(\)"):
+        AdamW(net.parameters())
+    with pytest.raises(UserError, match="A parameter group is empty"):
+        AdamW([{"params": []}])
+    with pytest.raises(UserError, match=r"'w' is torch\.float64"):
+        AdamW([("w", torch.zeros(3, dtype=torch.float64, requires_grad=True))])
+    AdamW(net.parameters(), weights="nearest", state_rounding="nearest")  # nothing is drawn: names are not needed
+    AdamW(net.float().parameters())
+
+
+def test_sparse_gradients_are_refused() -> None:
+    net = nn.Embedding(10, 4, sparse=True)
+    optimizer = AdamW(net.named_parameters(), lr=1e-2)
+    net(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(UserError, match=r"gradient of weight is sparse.*sparse=False"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"states": "fp32"}, "saved with states='bf16', and this optimizer has states='fp32'"),
+        ({"states": "bf16", "seed": 1}, "saved with seed=0"),
+        ({"states": "bf16", "weights": "kahan"}, "saved with weights='stochastic'"),
+        ({"states": "bf16", "master": "fp32"}, "saved with master=None"),
+        ({"states": "bf16", "block": 64}, "saved with block=128"),
+        ({"states": "bf16", "state_rounding": "nearest"}, "saved with state_rounding=None"),
+    ],
+    ids=str,
+)
+def test_a_state_of_another_configuration(options: dict[str, object], words: str) -> None:
+    net = model()
+    optimizer = AdamW(net.named_parameters(), lr=1e-2, states="bf16")
+    train(net, optimizer, range(1))
+    other = AdamW(model().named_parameters(), lr=1e-2, **options)
+    with pytest.raises(UserError, match=words):
+        other.load_state_dict(optimizer.state_dict())
+
+
+def test_a_state_of_another_model() -> None:
+    net = model()
+    optimizer = AdamW(net.named_parameters(), lr=1e-2)
+    train(net, optimizer, range(1))
+    saved = optimizer.state_dict()
+    with pytest.raises(UserError, match=r"groups of \[6\] parameters, and this optimizer has groups of \[2\]"):
+        AdamW(nn.Linear(3, 3).bfloat16().named_parameters(), lr=1e-2).load_state_dict(saved)
+    backwards = AdamW(list(model().named_parameters())[::-1], lr=1e-2)
+    with pytest.raises(UserError, match=r"that of '0\.weight' where this optimizer has '2\.bias'"):
+        backwards.load_state_dict(saved)
+    torch.manual_seed(0)
+    wider = nn.Sequential(nn.Linear(24, 48), nn.LayerNorm(48), nn.Linear(48, 8)).bfloat16()
+    before = AdamW(wider.named_parameters(), lr=1e-2)
+    with pytest.raises(UserError, match=r"'exp_avg' of 0\.weight is torch.bfloat16 \(40, 24\).*\(48, 24\)"):
+        before.load_state_dict(saved)
+    assert not before.state
+    del saved["state"][0]["exp_avg"]
+    with pytest.raises(UserError, match=r"state of 0\.weight has exp_avg_sq, step"):
+        optimizer.load_state_dict(saved)
+
+
+# Modes ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # torch's, on processors without bfloat16
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_trains_and_resumes(mode: str) -> None:
+    """A small regression loses most of its loss; a run that is loaded goes on as the one it came from, loss scale included."""
+
+    def start() -> tuple[dither.optim.Training, Tensor]:
+        net = model(torch.float32)
+        run = dither.optim.training(net, mode, lr=1e-2, weight_decay=0.0)
+        return run, torch.randn(16, 24, generator=torch.Generator().manual_seed(5)).to(MODES[mode].parameters)
+
+    def step(run: dither.optim.Training, x: Tensor) -> float:
+        with run.forward():
+            loss = (run.model(x).float() - x[:, :8].float()).square().mean()
+        run.backward(loss)
+        run.step()
+        return loss.item()
+
+    run, x = start()
+    losses = [step(run, x) for _ in range(30)]
+    assert losses[-1] < 0.3 * losses[0], losses
+    assert {p.dtype for p in run.model.parameters()} == {MODES[mode].parameters}
+    assert all(p.grad is None for p in run.model.parameters())
+    if MODES[mode].loss_scaling:
+        run.scaler.update(1024.0)
+
+    other, _ = start()
+    other.model.load_state_dict(run.model.state_dict())
+    other.load_state_dict(run.state_dict())
+    assert other.scaler.get_scale() == run.scaler.get_scale()
+    assert [step(run, x) for _ in range(3)] == [step(other, x) for _ in range(3)]
+    assert same(bits(run.model, run.optimizer), bits(other.model, other.optimizer))
+
+
+def test_modes_that_cannot_be() -> None:
+    with pytest.raises(UserError, match="no mode 'o3': choose from fp32, o1, o2, bf16, bf16-sr, fp16"):
+        dither.optim.training(model(), "o3", lr=1e-2)
+    with pytest.raises(UserError, match="Identity has no parameters"):
+        dither.optim.training(nn.Identity(), "o1", lr=1e-2)
