@@ -1,6 +1,6 @@
 """Reference against kernel, one body for every device: `tests/test_pairs.py` (interpreter) and `tests/gpu/` run it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -170,12 +170,18 @@ def _placed(x: Tensor, shift: int) -> Tensor:
     return room.copy_(x)
 
 
-def pieces_of(sizes: Sequence[Size], dtype: torch.dtype, update: Update, seed: int, device: str) -> list[Piece]:
+Numbers = Callable[[int, int, torch.dtype, int, str], Tensor]
+"""Makes a matrix from its rows and columns, dtype, seed and device, as `hard_values` does."""
+
+
+def pieces_of(
+    sizes: Sequence[Size], dtype: torch.dtype, update: Update, seed: int, device: str, numbers: Numbers = hard_values
+) -> list[Piece]:
     """Weights of many magnitudes with states of zero; every other piece takes the second row of constants."""
     found = []
     for number, size in enumerate(sizes):
         shape = (size.rows, size.columns)
-        w = hard_values(*shape, torch.float32, seed + number, "cpu").clamp(-6e4, 6e4).to(dtype).to(device)
+        w = numbers(*shape, torch.float32, seed + number, device).clamp(-6e4, 6e4).to(dtype)
         m, m_scale = adamw.zero_state(shape, update, True, w.device)
         v, v_scale = adamw.zero_state(shape, update, False, w.device)
         if size.run:
@@ -223,21 +229,27 @@ def differing_pieces(a: Sequence[Piece], b: Sequence[Piece], update: Update) -> 
 HYPER_ROWS = [[1e-2, 0.9, 0.95, 1e-8, 0.1, 1.0], [3e-3, 0.8, 0.999, 1e-12, 0.0, 1.0]]
 
 
-def gradients_of(pieces: Sequence[Piece], dtype: torch.dtype, seed: int, mini: bool, special: Sequence[float]) -> list[Tensor]:
+def gradients_of(
+    pieces: Sequence[Piece],
+    dtype: torch.dtype,
+    seed: int,
+    mini: bool,
+    special: Sequence[float],
+    numbers: Numbers = hard_values,
+) -> list[Tensor]:
     """Hard values, `special` ones among them; for Adam-mini multiples of 2^-4, whose squares add up exactly in any order."""
     found = []
     for number, piece in enumerate(pieces):
         if mini:
             generator = torch.Generator().manual_seed(seed + number)
-            grad = (torch.randint(-127, 128, piece.w.shape, generator=generator) / 16).to(dtype)
+            grad = (torch.randint(-127, 128, piece.w.shape, generator=generator) / 16).to(piece.w.device, dtype)
         else:
-            grad = hard_values(*piece.w.shape, torch.float32, seed + number, "cpu")
-            flat = grad.view(-1)
-            places = torch.arange(len(special)) * 7 % flat.numel()
-            flat[places] = torch.tensor(special)[: flat.numel()] if special else flat[places]
+            grad = numbers(*piece.w.shape, torch.float32, seed + number, str(piece.w.device))
+            for place, value in enumerate(special):
+                grad.view(-1)[place * 7 % grad.numel()] = value
             largest = torch.finfo(dtype).max
             grad = torch.where(grad.isfinite(), grad.clamp(-largest, largest), grad).to(dtype)
-        found.append(grad.to(piece.w.device))
+        found.append(grad)
     return found
 
 
@@ -251,10 +263,11 @@ def check_adamw(
     steps: int = 2,
     special: Sequence[float] = (),
     also_on_cpu: bool = False,
+    numbers: Numbers = hard_values,
 ) -> int:
     """Steps by reference and by kernel, from the same start: how many numbers differ, constants and sums included."""
     mini = bool(sizes[0].run)
-    start = pieces_of(sizes, dtype, update, 50, device)
+    start = pieces_of(sizes, dtype, update, 50, device, numbers)
     runs = [(adamw, device), (kernel_adamw, device)] + ([(adamw, "cpu")] if also_on_cpu else [])
     after, wrong = [], 0
     hyper = torch.tensor(HYPER_ROWS, dtype=torch.float64)
@@ -264,7 +277,7 @@ def check_adamw(
         counted, skipped = torch.zeros(2, dtype=torch.int64, device=where), torch.zeros((), dtype=torch.int64, device=where)
         known = []
         for step in range(steps):
-            grads = gradients_of(pieces, grad_dtype or dtype, 90 * step, mini, special)
+            grads = gradients_of(pieces, grad_dtype or dtype, 90 * step, mini, special, numbers)
             sums = batch.square_sum(grads)
             one = torch.ones((), dtype=torch.float64, device=where) * 7.25  # the sum itself depends on the order of additions
             constants, norm, skip = code.prepare(hyper.to(where), counted, skipped, one, None, None, 1.0)

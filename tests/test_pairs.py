@@ -234,7 +234,7 @@ RAGGED = [
     pairs.Size(2, 64, shift=1),
     pairs.Size(4, 45, row=1, column=64),
 ]
-"""Whole rows of Philox blocks, ragged rows, a single row, shards that begin anywhere, tiny rows, an odd address, ragged blocks."""
+"""Whole rows of Philox blocks, ragged ones, a single row, shards that begin anywhere, tiny rows, an odd address."""
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 SPECIAL_GRADIENTS = [0.0, -0.0, 1e-45, -1e-38, 1e30, -1e15, torch.inf, torch.nan, -torch.inf, 3e38]
