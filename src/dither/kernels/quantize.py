@@ -683,11 +683,6 @@ def fake_quantize(x: Tensor, cast: Cast, axis: int, draw: Draw | None, given_ama
     return place.restore(out)
 
 
-import os
-
-ONCE = os.environ.get("DITHER_ONCE", "") == "1"
-
-
 def quantize_both(
     x: Tensor, cast: Cast, draw: Draw | None, given_amax: Tensor | None, container: Format
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -701,15 +696,8 @@ def quantize_both(
         _launch(x, cast, across, draw, None, container, values_t, scale_t, fake=False)
     elif cast.group.kind == "tile":
         _launch_tiles(x, cast, draw, container, values, scale, values_t, scale_t)
-    elif ONCE:
-        _launch_once(x, cast, draw, given_amax, container, values, scale, values_t, scale_t, measured)
     else:
-        if cast.group.kind == "tensor" and x.numel() and (given_amax is None or measured.dim() == 0):
-            found = amax_bits(x).view(torch.float32)
-            given_amax = found if given_amax is None else given_amax
-            measured = found if measured.dim() == 0 and measured.numel() else measured
-        _launch(x, cast, along, draw, given_amax, container, values, scale, fake=False)
-        _launch(x, cast, across, draw, given_amax, container, values_t, scale_t, fake=False)
+        _launch_once(x, cast, draw, given_amax, container, values, scale, values_t, scale_t, measured)
     return (
         along.expose(values),
         layout.expose_scale(scale, cast, along),
