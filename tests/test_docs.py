@@ -13,7 +13,7 @@ from dither import cli
 from dither.formats import TABLE
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "docs" / "casts.md"]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "casts.md", ROOT / "docs" / "optimizers.md"]
 MODULES = [
     module.name
     for module in pkgutil.walk_packages(dither.__path__, "dither.")
