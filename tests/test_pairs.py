@@ -3,6 +3,8 @@
 On a machine with a GPU the same bodies run on it; `tests/gpu` holds what only a GPU can show.
 """
 
+import operator
+
 import numpy as np
 import pairs
 import pytest
@@ -345,7 +347,10 @@ def test_whole_optimizers(states: str, device: str) -> None:
                 p.grad = None if name == "b" and step == 0 else room[1:].view(p.shape)
             if step == 1:
                 params["c"].grad[1, 2, 3] = torch.inf
+            versions = [p._version for p in params.values() if p.grad is not None]
             optimizer.step()
+            moved = [p._version for p in params.values() if p.grad is not None]
+            assert all(map(operator.gt, moved, versions))  # although kernels write through addresses
         assert (int(optimizer.steps), int(optimizer.skipped)) == (2, 1)
         state = [t for p in params.values() for t in optimizer.state[p].values()]
         results.append([x.detach().int() if x.dtype == torch.int64 else x.detach() for x in (*params.values(), *state)])

@@ -141,7 +141,8 @@ def limited(y, F: tl.constexpr):
 
 
 E4M3_PAIR = tl.constexpr(
-    "{ .reg .b16 t; .reg .b32 u; cvt.rn.satfinite.e4m3x2.f32 t, $3, $2; cvt.u32.u16 u, t; and.b32 $0, u, 255; shr.u32 $1, u, 8; }"
+    "{ .reg .b16 t; .reg .b32 u; cvt.rn.satfinite.e4m3x2.f32 t, $3, $2; "
+    "cvt.u32.u16 u, t; and.b32 $0, u, 255; shr.u32 $1, u, 8; }"
 )
 E5M2_PAIR = tl.constexpr(E4M3_PAIR.value.replace("e4m3", "e5m2"))
 
