@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dither import UserError
+from dither.models import Llama, LlamaConfig
 from dither.optim import AdamMini, AdamW, Role, roles
 
 LR, BETA1, BETA2, EPS, DECAY = 1e-2, 0.9, 0.95, 1e-8, 0.1
@@ -203,3 +204,13 @@ def test_roles_that_cannot_be() -> None:
         AdamMini(net.named_parameters(), each, lr=LR, states="dynamic8")
     with pytest.raises(UserError, match="'bias' has a transposed role, which takes an unsharded matrix"):
         AdamMini(net.named_parameters(), each | {"bias": Role.rows_each(1, transposed=True)}, lr=LR)
+
+
+@pytest.mark.parametrize("kv_heads", [None, 2])
+def test_roles_of_our_own_llama(kv_heads: int | None) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 16}
+    found = roles(Llama(LlamaConfig(**sizes, num_key_value_heads=kv_heads)))
+    assert found["model.layers.0.self_attn.q_proj.weight"] == Role.rows_each(8)
+    assert found["model.layers.0.self_attn.k_proj.weight"] == Role.rows_each(8)
+    assert found["model.layers.0.self_attn.v_proj.weight"] == found["model.embed_tokens.weight"] == Role.rows_each(1)
+    assert found["model.norm.weight"] == Role.whole()

@@ -5,7 +5,8 @@ import oracles
 import pytest
 import torch
 
-from dither.reference import dynamic
+from dither.reference import adamw, dynamic
+from dither.update import Piece, Update
 
 CODES = torch.arange(256).to(torch.uint8)
 
@@ -61,3 +62,15 @@ def test_what_lies_beyond_the_map() -> None:
     beyond = torch.tensor([1.5, torch.inf, torch.nan, -1.0, -1.5, -torch.inf, 1e-45, -1e-45, -0.0])
     assert dynamic.encode(beyond, True).tolist() == [255, 255, 255, 0, 0, 0, 127, 127, 127]
     assert dynamic.encode(beyond[[0, 1, 2, 6]], False).tolist() == [255, 255, 255, 0]
+
+
+def test_a_block_of_subnormal_numbers_comes_back() -> None:
+    """Its scale stops at 2^-126, in both directions: the values then fill less of the map, and lose no factor."""
+    update = Update("nearest", "dynamic8", block=16)
+    value = torch.linspace(-1, 1, 32).reshape(1, 32) * 2.0**-130
+    m, scale = adamw.zero_state((1, 32), update, True, torch.device("cpu"))
+    piece = Piece(torch.zeros(1, 32), m, m, scale, scale, None, 0, 0, (0, 0), 0)
+    adamw._store(piece, m, scale, value, torch.zeros((), dtype=torch.int64), update, 1)
+    assert scale.tolist() == [[2.0**-126] * 2]
+    # Values up to 2^-4 of the scale lie in the decade whose 32 parts are 0.09 / 32 wide.
+    assert bool(((adamw.load_state(m, scale, update, True) - value).abs() <= 2.0**-126 * 0.09 / 32 / 2 * 1.01).all())

@@ -74,8 +74,8 @@ def _llama_role(name: str, parameter: Tensor, config: Any) -> Role | None:
         return Role.whole()
     layer = name.removesuffix(".weight").rpartition(".")[2]
     if layer in ("q_proj", "k_proj"):
-        heads = config.num_attention_heads if layer == "q_proj" else config.num_key_value_heads
-        return Role.rows_each(parameter.shape[0] // heads)
+        shared = getattr(config, "num_key_value_heads", None) if layer == "k_proj" else None
+        return Role.rows_each(parameter.shape[0] // (shared or config.num_attention_heads))
     known = ("v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
     return Role.rows_each(1) if layer in known else None
 

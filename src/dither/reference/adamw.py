@@ -63,7 +63,7 @@ def prepare(
     skipped += skip
     t = steps.clamp(min=1)  # rows that are not active are not used
     size = torch.div(lr.float(), (1 - _power(beta1, t)).float()) * 2.0**-48
-    root = (1 - _power(beta2, t)).float().sqrt()
+    root = _sqrt((1 - _power(beta2, t)).float())
     columns = [
         factor.expand_as(size),
         beta1,
@@ -154,12 +154,18 @@ def second_moment(v: Tensor, sums: Tensor, share: Tensor, constants: Tensor) -> 
 
 def _direction(m: Tensor, v: Tensor, c: dict[str, Tensor]) -> Tensor:
     """2^48 m / (sqrt(v) * root + eps), and 0 where that is below 2^-100; NaN where it or v is infinite."""
-    small = v < 2.0**-100
-    root = (v * torch.where(small, 2.0**48, 1.0)).sqrt() * torch.where(small, 2.0**-24, 1.0)  # some sqrt lose subnormal numbers
-    root = torch.where(v < torch.inf, root, torch.nan)
+    root = torch.where(v < torch.inf, _sqrt(v), torch.nan)
     quotient = torch.div(m * 2.0**48, root * c["root"] + c["eps"])
     quotient = torch.where(quotient.abs() < torch.inf, quotient, torch.nan)
     return torch.where(quotient.abs() < 2.0**-100, 0.0, quotient)
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """The square root of float32, rounded once. torch's own is not everywhere: on x86 it is a library's, right to about an ulp.
+
+    In float64 it has more than twice the bits, so that even one that is an ulp off rounds to the right float32 number.
+    """
+    return x.double().sqrt().float()
 
 
 def _move(piece: Piece, direction: Tensor, c: dict[str, Tensor], step: Tensor, update: Update) -> None:

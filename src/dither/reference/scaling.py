@@ -75,7 +75,7 @@ def factors(amax: Tensor, tensor_amax: Tensor | None, format: Format, scale: Sca
         multiply = _quotient(_quotient(1.0, tensor), restore)
     elif scale.kind in ("fp32", "delayed"):
         multiply = _quotient(format.max, amax.clamp(min=SMALLEST))
-        restore = torch.where(multiply > LARGEST_FACTOR, 1.0 / LARGEST_FACTOR, _quotient(amax, format.max)) * 2.0**scale.margin
+        restore = torch.where(multiply >= LARGEST_FACTOR, 1.0 / LARGEST_FACTOR, _quotient(amax, format.max)) * 2.0**scale.margin
         restore = torch.where(nothing, 1.0, torch.where(lost, torch.nan, restore))
         multiply = multiply.clamp(max=LARGEST_FACTOR) * 2.0**-scale.margin
         multiply = torch.where(nothing, 1.0, torch.where(lost, torch.nan, multiply))
