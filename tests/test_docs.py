@@ -48,7 +48,7 @@ def test_the_table_of_formats_in_the_docs_is_that_of_the_command():
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
 def test_files_named_in_pages_exist(page):
-    named = re.findall(r"(?:src|tests|docs|benchmarks)/[\w./]*\w", (ROOT / page).read_text())
+    named = re.findall(r"(?:src|tests|docs|benchmarks|examples)/[\w./-]*\w", (ROOT / page).read_text())
     assert named
     for path in named:
         assert (ROOT / path).exists(), path
