@@ -506,7 +506,7 @@ def test_every_mode_trains_and_resumes(mode: str) -> None:
     assert losses[-1] < 0.3 * losses[0], losses
     assert {p.dtype for p in run.model.parameters()} == {MODES[mode].parameters}
     assert all(p.grad is None for p in run.model.parameters())
-    if MODES[mode].loss_scaling:
+    if MODES[mode].plan.loss_scaling:
         run.scaler.update(1024.0)
 
     other, _ = start()

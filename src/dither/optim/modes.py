@@ -14,31 +14,44 @@ from torch import nn
 
 from dither.errors import UserError
 from dither.optim.adamw import AdamW
+from dither.precision import Plan
+from dither.recipes import recipe
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Mode:
-    """What a mode of training sets; everything else of an optimizer is its own argument."""
+    """A recipe, which says what parameters and products are computed in, and how the optimizer keeps its numbers."""
 
-    about: str
-    parameters: torch.dtype
-    autocast: torch.dtype | None = None
-    """Dtype of matrix products where it is not that of the parameters."""
+    recipe: str
     weights: str = "nearest"
     states: str = "fp32"
-    master: str | None = None
-    loss_scaling: bool = False
+
+    @property
+    def plan(self) -> Plan:
+        """The recipe's plan."""
+        return recipe(self.recipe)
+
+    @property
+    def parameters(self) -> torch.dtype:
+        """The dtype of parameters."""
+        assert self.plan.parameters is not None
+        return DTYPES[self.plan.parameters]
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype of products where it is not that of the parameters."""
+        return None if self.plan.compute == self.plan.parameters else DTYPES[self.plan.compute]
 
 
 MODES = {
-    "fp32": Mode("everything in float32", torch.float32),
-    "o1": Mode("float32 parameters, bfloat16 products by autocast", torch.float32, torch.bfloat16),
-    "o2": Mode("bfloat16 parameters, float32 masters and moments", torch.bfloat16, master="fp32"),
-    "bf16": Mode("everything in bfloat16, rounded to nearest", torch.bfloat16, states="bf16"),
-    "bf16-sr": Mode("everything in bfloat16, rounded stochastically", torch.bfloat16, weights="stochastic", states="bf16"),
-    "fp16": Mode(
-        "float32 parameters, float16 products by autocast, loss scaling", torch.float32, torch.float16, loss_scaling=True
-    ),
+    "fp32": Mode("fp32"),
+    "o1": Mode("bf16"),
+    "o2": Mode("bf16-o2"),
+    "bf16": Mode("bf16-pure", states="bf16"),
+    "bf16-sr": Mode("bf16-pure", weights="stochastic", states="bf16"),
+    "fp16": Mode("fp16"),
 }
 """Modes by name."""
 
@@ -48,7 +61,7 @@ class Training:
 
     def __init__(self, model: nn.Module, mode: Mode, optimizer: AdamW, device: torch.device) -> None:
         self.model, self.mode, self.optimizer, self.device = model, mode, optimizer, device
-        self.scaler = torch.amp.GradScaler(device.type, enabled=mode.loss_scaling)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=mode.plan.loss_scaling)
         """Starts at 65536, halves at an overflow and skips that step, doubles after 2000 good ones."""
 
     @contextmanager
@@ -98,5 +111,6 @@ def training(model: nn.Module, mode: str, lr: float, **options: Any) -> Training
     first = next(iter(model.parameters()), None)
     if first is None:
         raise UserError(f"{type(model).__name__} has no parameters to train.")
-    settings: dict[str, Any] = {"weights": chosen.weights, "states": chosen.states, "master": chosen.master}
+    master = "fp32" if chosen.plan.master else None
+    settings: dict[str, Any] = {"weights": chosen.weights, "states": chosen.states, "master": master}
     return Training(model, chosen, AdamW(model.named_parameters(), lr, **{**settings, **options}), first.device)
