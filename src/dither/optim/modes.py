@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from dither.errors import UserError
+from dither.formats import TABLE
+from dither.layout import storage_dtype
 from dither.optim.adamw import AdamW
 from dither.precision import Plan
 from dither.recipes import recipe
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class Mode:
     def parameters(self) -> torch.dtype:
         """The dtype of parameters."""
         assert self.plan.parameters is not None
-        return DTYPES[self.plan.parameters]
+        return storage_dtype(TABLE[self.plan.parameters])
 
     @property
     def autocast(self) -> torch.dtype | None:
         """The dtype of products where it is not that of the parameters."""
-        return None if self.plan.compute == self.plan.parameters else DTYPES[self.plan.compute]
+        return None if self.plan.compute == self.plan.parameters else storage_dtype(TABLE[self.plan.compute])
 
 
 MODES = {
