@@ -261,6 +261,14 @@ def test_adamw(number: int, device: str) -> None:
     assert pairs.check_adamw(sizes[number % 2 :], DTYPES[number % 3], update, device, special=special) == 0
 
 
+@pytest.mark.usefixtures("short_programs")
+@pytest.mark.parametrize("states", ["dynamic8", "int8", "e3m4"])
+def test_adamw_with_blocks_of_subnormal_moments(states: str, device: str) -> None:
+    """Their scale stops at the largest factor: hard values have a row of such gradients from six rows on."""
+    update = Update("nearest", states, block=32)
+    assert pairs.check_adamw([pairs.Size(6, 64)], torch.bfloat16, update, device) == 0
+
+
 def test_adamw_of_several_programs_and_tiles(device: str) -> None:
     """The numbering goes on from tile to tile and from program to program, where rows end within them and where they do not."""
     sizes = [pairs.Size(12, 1200, row=3, column=16), pairs.Size(101, 104), pairs.Size(3, 4001, column=7)]
