@@ -558,3 +558,9 @@ def test_fp8_that_the_gpu_cannot_take(model, gpu, capability, features, said):
         apply(model, "fp8-current")
     assert model.blocks[0].down.precision == (FP8 if features == 40 else LayerPrecision())
     assert any(layer.note for layer in apply(model, "fp8-current", fallback="bf16").layers)
+
+
+def test_layers_whose_names_are_numbers_are_listed_by_them() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    with pytest.raises(UserError, match=r"matches no linear layer: there are 0, 2\."):
+        convert(model, "fp8-block", skip="lm_head")

@@ -364,6 +364,8 @@ def _check_pattern(where: str, pattern: str, names: list[str], what: str = "line
 def _listed(names: list[str]) -> str:
     """The names of layers, those that differ only in numbers together; at most a dozen."""
     patterns = [pattern for pattern, _ in _alike(names, str, lambda _: None)]
+    if patterns == ["*"]:  # the layers of an nn.Sequential have numbers for names
+        patterns = names
     more = f" and {len(patterns) - 12} more" if len(patterns) > 12 else ""
     return ", ".join(patterns[:12]) + more if patterns else "none"
 
