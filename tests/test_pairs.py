@@ -276,6 +276,21 @@ def test_adamw_of_several_programs_and_tiles(device: str) -> None:
 
 
 @pytest.mark.usefixtures("short_programs")
+def test_a_replayed_graph_does_not_mislead_a_later_step(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay writes its own addresses into the table of gradients, and nobody on the host sees it."""
+    (piece,) = pairs.pieces_of([pairs.Size(2, 64)], torch.float32, Update("nearest", "fp32"), 1, device)
+    (launch,) = kernel_adamw.Batch([piece], Update("nearest", "fp32")).launches
+    grad = torch.ones(2, 64)
+    with monkeypatch.context() as capture:
+        capture.setattr(kernel_adamw, "_capturing", lambda device: True)
+        launch.point([torch.zeros(2, 64)])
+    launch.point([grad])
+    launch.grads.zero_()  # as a replay would, with other addresses
+    launch.point([grad])
+    assert launch.grads[0].item() == grad.data_ptr()
+
+
+@pytest.mark.usefixtures("short_programs")
 def test_adamw_of_many_tensors(device: str) -> None:
     """More than one launch of the kernel that writes addresses."""
     sizes = [pairs.Size(1 + i % 3, 8 + 8 * (i % 2)) for i in range(70)]

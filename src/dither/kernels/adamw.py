@@ -682,14 +682,17 @@ class _Launch:
         # Room for whole launches of the kernel that writes it.
         self.grads = torch.empty(-(-len(pieces) // ADDRESSES) * ADDRESSES, dtype=torch.int64, device=device)
         self.written: tuple[int, ...] = ()
+        self.captured = False
 
     def point(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Tell the device where the gradients lie; returns what must stay alive until the kernel is launched."""
         mine = [grads[place] for place in self.places]
         kept = [grad if not self.flat or grad.data_ptr() % 16 == 0 else grad.clone() for grad in mine]
         addresses = tuple(grad.data_ptr() for grad in kept)
-        # While a graph is captured the write must be part of it: the table may have changed before a replay.
-        if addresses != self.written or _capturing(self.grads.device):
+        # While a graph is captured the write must be part of it, since the table may change before a replay; and a replay
+        # changes the table without our knowing, so that from then on every step writes.
+        self.captured = self.captured or _capturing(self.grads.device)
+        if addresses != self.written or self.captured:
             _write(self.grads, addresses)
             self.written = addresses
         return kept

@@ -14,6 +14,7 @@ from dither.errors import UserError
 from dither.optim.adamw import AdamW, Part, Slot
 from dither.optim.roles import Role, role_of, sections
 from dither.optim.shards import as_matrix, like, local, reduce_cuts, shards, spread_over
+from dither.random import matrix_size
 from dither.reference.adamw import second_moment, zero_state
 from dither.update import Piece
 
@@ -61,9 +62,7 @@ class AdamMini(AdamW):
 
     def _new_state(self, slot: Slot) -> dict[str, Tensor]:
         work = self._work(slot, local(slot.parameter))
-        moment, _ = zero_state(
-            (work.numel() // max(work.shape[-1], 1), work.shape[-1]) if work.dim() else (1, 1), slot.update, True, work.device
-        )
+        moment, _ = zero_state(matrix_size(work), slot.update, True, work.device)
         runs = sum((end - start) // run for start, end, run in self._sections(slot))
         return {
             "step": torch.zeros((), dtype=torch.int64, device=work.device),
@@ -116,14 +115,12 @@ class AdamMini(AdamW):
     def _update(self, active: list[Slot], matrices: list[Tensor], constants: Tensor, skip: Tensor) -> None:
         cut = [slot for slot in active if isinstance(slot.parameter, DTensor)]
         if cut:
-            self._move_second_moments(cut, active, matrices, constants, skip)
+            self._move_second_moments(cut, matrices, constants, skip)
         for launch in self._launches:
             moved = isinstance(launch.parameter, DTensor)
             launch.batch.step(launch.gradients(matrices), constants, self.steps, skip, moved=moved)
 
-    def _move_second_moments(
-        self, cut: list[Slot], active: list[Slot], matrices: list[Tensor], constants: Tensor, skip: Tensor
-    ) -> None:
+    def _move_second_moments(self, cut: list[Slot], matrices: list[Tensor], constants: Tensor, skip: Tensor) -> None:
         """Of parameters that are spread over processes: a run may be cut anywhere, so every process adds up what it holds."""
         moments = {slot.index: self.state[slot.parameter]["exp_avg_sq"] for slot in cut}
         sums = {index: torch.zeros_like(v, dtype=torch.float64) for index, v in moments.items()}

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from dither.errors import DitherError, UserError
 from dither.ops import implementation
 from dither.optim.shards import as_matrix, like, local, reduce_cuts, shards, spread_over
-from dither.random import Stream, check_backend
+from dither.random import Stream, check_backend, matrix_size
 from dither.reference.adamw import FORMATS, zero_state
 from dither.update import HYPER, Piece, Update
 
@@ -211,10 +211,9 @@ class AdamW(torch.optim.Optimizer):
     def _new_state(self, slot: Slot) -> dict[str, Tensor]:
         """The state of a parameter before its first step."""
         part, update = local(slot.parameter), slot.update
-        size = (part.numel() // max(part.shape[-1], 1), part.shape[-1]) if part.dim() else (1, 1)
         state = {"step": torch.zeros((), dtype=torch.int64, device=part.device)}
         for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-            values, scale = zero_state(size, update, signed, part.device)
+            values, scale = zero_state(matrix_size(part), update, signed, part.device)
             state[key] = like(slot.parameter, values.view(part.shape))
             if scale is not None:
                 blocks = math.ceil(slot.parameter.shape[-1] / update.block)
