@@ -1,4 +1,6 @@
-"""How a tensor, a layer and a model are cast: Cast, LayerPrecision and Plan, as frozen data. Nothing here imports torch.
+"""How a tensor, a layer and a model are cast and sampled: Cast, Sampling, LayerPrecision and Plan, as frozen data.
+
+Nothing here imports torch.
 
 >>> cast = Cast.parse("e2m1 tile(32) pow2")
 >>> cast == Cast(format="e2m1", granularity="tile(32)", scale="pow2")
@@ -15,7 +17,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -179,9 +181,169 @@ class Cast:
         return " ".join([self.format, *scaled, self.rounding])
 
 
+def _check_number(what: str, given: object, least: float, most: float) -> None:
+    if not isinstance(given, int | float) or isinstance(given, bool) or not least <= given <= most or math.isinf(given):
+        upto = f"from {least:g} to {most:g}" if math.isfinite(most) else f"of at least {least:g}"
+        raise UserError(f"{what} is a number {upto}, not {given!r}.")
+
+
+@dataclass(frozen=True)
+class WeightDecay:
+    """Guidance by decay: the optimizer shrinks the bitwidths b_i toward 0, and so b_t toward `b_target`."""
+
+    rate: float = 0.1
+    """The weight decay of the bitwidths' parameter group."""
+
+    def __post_init__(self) -> None:
+        _check_number("The rate of WeightDecay", self.rate, 0.0, math.inf)
+
+    def __str__(self) -> str:
+        return f"decay({self.rate:g})"
+
+
+@dataclass(frozen=True)
+class BitwidthLoss:
+    """Guidance by loss: `weight / n * sum |b_t - b_target|` over the n blocks of a model, as `bitwidth_loss` adds it up."""
+
+    weight: float = 1e-4
+    """The paper's lambda."""
+
+    def __post_init__(self) -> None:
+        _check_number("The weight of BitwidthLoss", self.weight, 0.0, math.inf)
+
+    def __str__(self) -> str:
+        return f"loss({self.weight:g})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Noise in place of quantization, with learned bitwidths: w_hat = w + R * max_block|w| * 2^(1 - b_t) (GaussWS).
+
+    b_t = b_target + b_i * (b_init - b_target), where b_i, one for each block of a weight, is a parameter that starts at 1.
+
+    >>> print(Sampling(parts="od", guidance=BitwidthLoss(1e-3)))
+    rounded_normal(32) 6 to 4 loss(0.001) parts='od'
+    """
+
+    noise: Literal["rounded_normal", "rounded_normal_exact", "uniform", "none"] = "rounded_normal"
+    """What R is: rounded_normal (GaussWS), rounded_normal_exact (round(N(0, 1) / 2)), uniform (DiffQ), or none: 0."""
+    block: int = 32
+    """Blocks of a weight are block x block; those of an input 1 x block. A power of two from 8 to 128."""
+    b_init: float = 6.0
+    """b_t at the beginning."""
+    b_target: float = 4.0
+    """Where guidance leads b_t; at most b_init."""
+    parts: str = "all"
+    """Which layers: all, qkv, out, up (gates too), down, od (out and down), or a pattern of names as in a plan's rules."""
+    recompute: bool = False
+    """Whether w_hat is sampled again in the backward pass instead of kept."""
+    guidance: "WeightDecay | BitwidthLoss | tuple[WeightDecay | BitwidthLoss, ...]" = WeightDecay()
+    """What leads b_t to b_target: one, both in a tuple, or () for nothing but the loss itself."""
+    beyond: Literal["clamp", "warn"] = "clamp"
+    """What becomes of a b_t above `safe_bitwidth`, where noise may vanish in rounding: held there, or only reported."""
+
+    def __post_init__(self) -> None:
+        for name, choices in (("noise", NOISES), ("beyond", BEYOND)):
+            if (given := getattr(self, name)) not in choices:
+                hint = did_you_mean(given, choices) if isinstance(given, str) else ""
+                raise UserError(f"A Sampling's {name} is one of {', '.join(map(repr, choices))}, not {given!r}{hint}.")
+        if self.block not in SAMPLING_BLOCKS or isinstance(self.block, bool):
+            raise UserError(f"The blocks of a Sampling are {', '.join(map(str, SAMPLING_BLOCKS))} wide, not {self.block!r}.")
+        for name in ("b_init", "b_target"):
+            _check_number(f"The {name} of a Sampling", getattr(self, name), 0.0, MOST_BITS)
+        if self.b_init < self.b_target:
+            raise UserError(
+                f"Bitwidths go down from b_init to b_target, and b_init={self.b_init:g} is less than b_target={self.b_target:g}: "
+                "exchange them, or give both the same number."
+            )
+        if not isinstance(self.parts, str) or not self.parts:
+            raise UserError(f"The parts of a Sampling are one of {', '.join(PARTS)}, or a pattern of names, not {self.parts!r}.")
+        matches(self.parts, "")  # so that a wrong regular expression is found here
+        if not isinstance(self.recompute, bool):
+            raise UserError(f"The recompute of a Sampling is true or false, not {self.recompute!r}.")
+        kinds = [type(each) for each in self.guides]
+        if not set(kinds) <= {WeightDecay, BitwidthLoss} or len(set(kinds)) < len(kinds):
+            raise UserError(
+                f"The guidance of a Sampling is a WeightDecay, a BitwidthLoss, a tuple with one of each, or (), not {self.guidance!r}."
+            )
+
+    @property
+    def guides(self) -> "tuple[WeightDecay | BitwidthLoss, ...]":
+        """The guidance as a tuple."""
+        return self.guidance if isinstance(self.guidance, tuple) else (self.guidance,)
+
+    @property
+    def decay(self) -> float:
+        """The weight decay of the bitwidths; 0 without one."""
+        return next((guide.rate for guide in self.guides if isinstance(guide, WeightDecay)), 0.0)
+
+    @property
+    def loss(self) -> float:
+        """The weight of the bitwidths' loss; 0 without one."""
+        return next((guide.weight for guide in self.guides if isinstance(guide, BitwidthLoss)), 0.0)
+
+    def takes(self, name: str) -> bool:
+        """Whether the layer of that name is among the `parts`.
+
+        >>> [Sampling(parts="od").takes(f"h.0.{name}") for name in ("attn.c_attn", "attn.c_proj", "mlp.c_proj")]
+        [False, True, True]
+        """
+        return matches(PARTS.get(self.parts, self.parts), name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        guidance = [{"kind": GUIDES[type(guide)], **vars(guide)} for guide in self.guides]
+        return {**vars(self), "guidance": guidance}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "Sampling":
+        """The inverse of `to_dict`; a key may be missing, an unknown one is an error."""
+        data = dict(_keys("sampling", data, tuple(cls.__dataclass_fields__)))
+        if "guidance" in data:
+            if not isinstance(data["guidance"], list):
+                raise UserError(f"A sampling's guidance in JSON is a list of objects, not {data['guidance']!r}.")
+            guides = tuple(_guide(each) for each in data["guidance"])
+            data["guidance"] = guides[0] if len(guides) == 1 else guides
+        return cls(**data)
+
+    def __str__(self) -> str:
+        words = [f"{self.noise}({self.block}) {self.b_init:g} to {self.b_target:g}", *map(str, self.guides)]
+        words += [f"parts={self.parts!r}"] * (self.parts != "all") + ["recompute"] * self.recompute
+        return " ".join(words + [f"beyond={self.beyond!r}"] * (self.beyond != "clamp"))
+
+
+NOISES = ("rounded_normal", "rounded_normal_exact", "uniform", "none")
+"""What R may be."""
+
+BEYOND = ("clamp", "warn")
+
+SAMPLING_BLOCKS = (8, 16, 32, 64, 128)
+
+MOST_BITS = 32.0
+"""The largest bitwidth that may be asked for: float32 has 24 significant bits, so noise at 32 is none."""
+
+GUIDES = {WeightDecay: "weight_decay", BitwidthLoss: "bitwidth_loss"}
+"""The kinds of guidance as JSON names them."""
+
+_QKV = r"q|k|v|qkv|[qkv]_proj|qkv_proj|c_attn|q_attn|query_key_value|query|key|value|w[qkv]|Wqkv|in_proj"
+_OUT = r"out|[oO]|o_proj|out_proj|wo|(\w*attn|\w*attention)\.(c_proj|dense|proj)|attention\.output\.dense"
+_UP = r"up|gate|up_proj|gate_proj|gate_up_proj|c_fc|fc1|fc_in|dense_h_to_4h|w1|w3|intermediate\.dense"
+_DOWN = r"down|down_proj|(mlp|ffn|feed_forward)\.(c_proj|proj)|fc2|fc_out|dense_4h_to_h|w2|\d+\.output\.dense"
+
+PARTS = {
+    "all": "*",
+    "qkv": rf"re:(.*\.)?({_QKV})",
+    "out": rf"re:(.*\.)?({_OUT})",
+    "up": rf"re:(.*\.)?({_UP})",
+    "down": rf"re:(.*\.)?({_DOWN})",
+    "od": rf"re:(.*\.)?({_OUT}|{_DOWN})",
+}
+"""The parts of a transformer block, by the names that Llama, Qwen, Mistral, GPT-2, GPT-NeoX, OPT and their likes give them."""
+
+
 @dataclass(frozen=True)
 class LayerPrecision:
-    """How a linear layer's operands are cast: its input X, its weight W and the gradient dY of its output.
+    """How a linear layer's operands are cast and sampled: its input X, its weight W and the gradient dY of its output.
 
     Each of the three products takes two of them: forward (X, W), input gradient (dY, W), weight gradient (dY, X).
     Example: `LayerPrecision(input=Cast.parse("e4m3 tile(128)"))` casts the input and leaves the other two as they are.
@@ -193,8 +355,10 @@ class LayerPrecision:
     """The cast of W; None leaves it as it is."""
     grad: Cast | None = None
     """The cast of dY; None leaves it as it is."""
-    sampling: None = None
-    """How the weight is sampled; None, for not at all, is the only choice so far."""
+    sampling: Sampling | None = None
+    """How the weight is sampled before it is cast; None: not at all."""
+    input_sampling: Sampling | None = None
+    """The same of the input, one bitwidth for each `block` features; None: not at all."""
 
     def __post_init__(self) -> None:
         for name in OPERANDS:
@@ -202,8 +366,16 @@ class LayerPrecision:
                 raise UserError(
                     f"LayerPrecision takes a Cast or None as {name}, not {given!r}; LayerPrecision.of takes strings."
                 )
-        if self.sampling is not None:
-            raise UserError(f"The sampling of a layer's weight can only be None, not {self.sampling!r}.")
+        for name in SAMPLINGS:
+            if not isinstance(given := getattr(self, name), Sampling | None):
+                raise UserError(f"LayerPrecision takes a Sampling or None as {name}, not {given!r}.")
+        if self.sampling is not None and self.sampling.recompute and not self.uncast:
+            raise UserError(
+                "A Sampling with recompute=True keeps no copy of a weight, and products of cast operands keep theirs: "
+                "use recompute=False beside casts."
+            )
+        if self.input_sampling is not None and self.input_sampling.recompute:
+            raise UserError("An input_sampling keeps no copy beside the input that products keep anyway: use recompute=False.")
 
     @classmethod
     def of(
@@ -219,27 +391,48 @@ class LayerPrecision:
 
     @property
     def uncast(self) -> bool:
-        """Whether nothing is cast, so that the layer is a plain one."""
+        """Whether nothing is cast."""
+        return self.input is self.weight is self.grad is None
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing is cast or sampled, so that the layer is torch's own."""
         return self == LayerPrecision()
 
-    def to_dict(self) -> dict[str, str | None]:
-        """Casts as their strings, ready for JSON."""
-        return {name: None if (cast := getattr(self, name)) is None else str(cast) for name in (*OPERANDS, "sampling")}
+    def on(self, name: str) -> "LayerPrecision":
+        """What it says of the layer of that name: without the samplings that have it not among their `parts`."""
+        kept = {each: how if (how := getattr(self, each)) and how.takes(name) else None for each in SAMPLINGS}
+        return replace(self, **kept)
+
+    def cell(self, operand: str) -> str:
+        """An operand's cast and sampling in a few words, for a table."""
+        sampling = {"input": self.input_sampling, "weight": self.sampling}.get(operand)
+        words = [str(getattr(self, operand) or "uncast")] + ([] if sampling is None else [f"sampled {sampling}"])
+        return ", ".join(words)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Casts as their strings and samplings as objects, ready for JSON."""
+        casts = {name: None if (cast := getattr(self, name)) is None else str(cast) for name in OPERANDS}
+        return casts | {name: (sampling := getattr(self, name)) and sampling.to_dict() for name in SAMPLINGS}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "LayerPrecision":
         """The inverse of `to_dict`; a key may be missing, an unknown one is an error."""
-        data = _keys("layer's precision", data, (*OPERANDS, "sampling"))
+        data = _keys("layer's precision", data, (*OPERANDS, *SAMPLINGS))
         casts = {name: None if data.get(name) is None else Cast.parse(data[name]) for name in OPERANDS}
-        return cls(**casts, sampling=data.get("sampling"))
+        samplings = {name: None if data.get(name) is None else Sampling.from_dict(data[name]) for name in SAMPLINGS}
+        return cls(**casts, **samplings)
 
     def __str__(self) -> str:
-        casts = [f"{name} {cast}" for name in OPERANDS if (cast := getattr(self, name)) is not None]
-        return ", ".join(casts) or "uncast"
+        parts = [f"{name} {part}" for name in (*OPERANDS, *SAMPLINGS) if (part := getattr(self, name)) is not None]
+        return ", ".join(parts) or "uncast"
 
 
 OPERANDS = ("input", "weight", "grad")
 """The operands of a linear layer's three products."""
+
+SAMPLINGS = ("sampling", "input_sampling")
+"""What of a layer may be sampled: its weight and its input."""
 
 
 @dataclass(frozen=True)
@@ -308,8 +501,22 @@ class Plan:
         return Plan.from_dict, (self.to_dict(),)  # a mapping proxy cannot be pickled or copied
 
     def for_layer(self, name: str) -> LayerPrecision | None:
-        """The precision of the layer of that name, or None if it is left alone."""
-        return next((precision for pattern, precision in self.layers if matches(pattern, name)), self.default)
+        """The precision of the layer of that name, or None if it is left alone; samplings only where `parts` say so."""
+        found = next((precision for pattern, precision in self.layers if matches(pattern, name)), self.default)
+        return found and found.on(name)
+
+    def with_sampling(self, sampling: Sampling | None, *, input_sampling: Sampling | None = None) -> "Plan":
+        """The plan with these samplings in the default and in every rule that does not leave its layers alone.
+
+        >>> print(Plan(compute="bf16").with_sampling(Sampling(parts="od")).for_layer("model.layers.0.mlp.down_proj"))
+        sampling rounded_normal(32) 6 to 4 decay(0.1) parts='od'
+        """
+
+        def sampled(precision: LayerPrecision) -> LayerPrecision:
+            return replace(precision, sampling=sampling, input_sampling=input_sampling)
+
+        rules = tuple((pattern, precision and sampled(precision)) for pattern, precision in self.layers)
+        return replace(self, layers=rules, default=sampled(self.default or LayerPrecision()))
 
     def diff(self, other: "Plan") -> dict[str, tuple[str, str]]:
         """What differs, by its place: here and in the other plan.
@@ -352,7 +559,7 @@ class Plan:
                 f"This plan has version {version}, and this Dither reads versions up to {PLAN_VERSION}: use a newer one."
             )
         data = _keys("plan", data, PLAN_KEYS)
-        if version != PLAN_VERSION or isinstance(version, bool):
+        if not isinstance(version, int) or isinstance(version, bool) or version < 1:
             raise UserError(f"A plan in JSON has the key 'version' with the number {PLAN_VERSION}, not {version!r}.")
         rules = data.get("layers", [])
         if not isinstance(rules, list) or not all(isinstance(rule, list) and len(rule) == 2 for rule in rules):
@@ -408,8 +615,8 @@ class Plan:
         return "\n".join([*lines, "; ".join(rest)])
 
 
-PLAN_VERSION = 1
-"""The version of a plan in JSON; a change that older readers would misread makes it one more."""
+PLAN_VERSION = 2
+"""The version of a plan in JSON; a change that older readers would misread makes it one more. 2: samplings."""
 
 PLAN_KEYS = ("version", "layers", "default", "compute", "parameters", "master", "loss_scaling", "provenance")
 
@@ -459,6 +666,15 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
+def _guide(data: Any) -> WeightDecay | BitwidthLoss:
+    kind = data.get("kind") if isinstance(data, dict) else None
+    guide = next((each for each, name in GUIDES.items() if name == kind), None)
+    if guide is None:
+        raise UserError(f"A guidance in JSON has the key 'kind', one of {', '.join(map(repr, GUIDES.values()))}, not {data!r}.")
+    fields = _keys(f"guidance of kind {kind!r}", data, ("kind", *guide.__dataclass_fields__))
+    return guide(**{key: value for key, value in fields.items() if key != "kind"})
+
+
 def _keys(what: str, data: object, known: tuple[str, ...]) -> dict[str, Any]:
     """`data`, if it is a JSON object without unknown keys."""
     if not isinstance(data, dict):
@@ -486,7 +702,7 @@ def _precision(data: Any) -> LayerPrecision | None:
 def _cells(precision: LayerPrecision | None) -> tuple[str, ...]:
     if precision is None:
         return ("left alone", "", "")
-    return tuple(str(getattr(precision, name) or "uncast") for name in OPERANDS)
+    return tuple(precision.cell(name) for name in OPERANDS)
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
