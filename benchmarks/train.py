@@ -3,6 +3,7 @@
     PYTHONPATH=src python3 benchmarks/train.py --sizes 1b,3b,8b4 --modes o1,bf16-nearest,bf16-sr,recipe:fp8-block
     PYTHONPATH=src python3 benchmarks/train.py --modes o1,torchao-tensorwise,torchao-rowwise --peer FOLDER  # an unpacked wheel
     PYTHONPATH=src python3 benchmarks/train.py --sizes 1b --modes recipe:fp8-block --profile  # where a step's time goes
+    PYTHONPATH=src python3 benchmarks/train.py --prepare          # compile everything first, side by side, then time
     PYTHONPATH=src python3 benchmarks/train.py --device cpu --sizes tiny --modes o1 --steps 2 --sequence 64
 
 A step is forward, backward and optimizer on random tokens made on the device; gradients are not clipped. Blocks are compiled,
@@ -19,6 +20,7 @@ process of its own, so that neither memory nor a failure reaches the next one. M
 """
 
 import argparse
+import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
@@ -60,9 +62,10 @@ KERNELS = {
 """What a kernel does, by its name: the first pattern that is found. Norms, activations and the loss are the rest."""
 
 
-def build(size: str, mode: str, device: str, peer: str | None, compiled: bool):
+def build(size: str, mode: str, device: str, peer: str | None, compiled: bool, layers: int | None):
     """The model of a mode, its optimizer, and the context of its forward pass."""
     config, _ = SIZES[size]
+    config = dataclasses.replace(config, num_hidden_layers=layers or config.num_hidden_layers)
     sr, recipe = mode == "bf16-sr" or mode.endswith("+sr"), re.fullmatch(r"recipe:(.+?)(\+sr)?", mode)
     narrow = sr or mode == "bf16-nearest"
     with torch.device(device):
@@ -99,7 +102,7 @@ def measure(size: str, mode: str, arguments: argparse.Namespace) -> dict:
     # Layers that differ in constants are traced one by one; past the limit dynamo would run them uncompiled, in silence.
     torch._dynamo.config.recompile_limit = 4 * config.num_hidden_layers + 8
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    model, optimizer, context = build(size, mode, arguments.device, arguments.peer, arguments.compile)
+    model, optimizer, context = build(size, mode, arguments.device, arguments.peer, arguments.compile, arguments.layers)
     random = torch.Generator(arguments.device).manual_seed(1)
     steps = itertools.count()
 
@@ -153,8 +156,8 @@ def measure(size: str, mode: str, arguments: argparse.Namespace) -> dict:
 
 def profile(step, cuda: bool) -> list[dict]:
     """The kernels of one step (on a CPU: its operations), slowest first: name, group, milliseconds, calls."""
-    kinds = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if cuda else [])]
-    with torch.profiler.profile(activities=kinds) as record:
+    kind = torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[kind]) as record:
         step()
         if cuda:
             torch.cuda.synchronize()
@@ -181,10 +184,23 @@ def print_profile(result: dict, shown: int = 25) -> None:
         print(f"  {kernel['ms']:>9.3f} ms{kernel['calls']:>6} x  {kernel['group']:<10} {kernel['name'][:110]}")
 
 
+def compile_all(arguments: argparse.Namespace) -> None:
+    """One step of two layers of each size and mode, all at once: what is timed afterwards finds its blocks compiled."""
+    some = ["--layers", "2", "--warmup", "0", "--steps", "1"]
+    runs = [[*sys.argv[1:], "--sizes", size, "--modes", mode] for size in arguments.sizes for mode in arguments.modes]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda run: subprocess.run(command(run + some), capture_output=True, check=False), runs))
+
+
+def command(words: list[str]) -> list[str]:
+    """This script for one size and mode."""
+    return [sys.executable, __file__, *(word for word in words if word not in ("--profile", "--prepare")), "--worker"]
+
+
 def separately(size: str, mode: str, arguments: argparse.Namespace) -> dict:
     """`measure` in a process of its own; a failure becomes its last line."""
-    command = [sys.executable, __file__, "--worker", *sys.argv[1:], "--sizes", size, "--modes", mode]
-    run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    words = [*command([*sys.argv[1:], "--sizes", size, "--modes", mode]), *["--profile"] * arguments.profile]
+    run = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     lines = run.stdout.strip().splitlines()
     if run.returncode == 0:
         return json.loads(next(line for line in reversed(lines) if line.startswith('{"size"')))
@@ -239,6 +255,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, help="sequences a step, instead of the size's own")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="per-block compilation (default: on a GPU)")
     parser.add_argument("--peer", help="folder of an unpacked torchao wheel")
+    parser.add_argument("--layers", type=int, help="blocks of the model, instead of the size's own")
+    parser.add_argument("--prepare", action="store_true", help="compile all sizes and modes first, side by side")
     parser.add_argument("--json", type=Path, help="write the results there, after each one")
     parser.add_argument("--profile", action="store_true", help="print the kernels of one step by time")
     parser.add_argument("--verbose", action="store_true", help="print the whole output of a process that failed")
@@ -251,6 +269,8 @@ def main() -> None:
     if arguments.worker:
         print(json.dumps(measure(arguments.sizes[0], arguments.modes[0], arguments)))
         return
+    if arguments.prepare:
+        compile_all(arguments)
     results = []
     for size in arguments.sizes:
         for mode in arguments.modes:

@@ -183,3 +183,27 @@ def expose_scale(scale: Tensor, cast: Cast, place: Layout) -> Tensor:
     if cast.group.kind == "none":
         return scale
     return scale.reshape(()) if cast.group.kind == "tensor" else place.expose(scale)
+
+
+def empty_outputs(x: Tensor, cast: Cast, axis: int, container: Format) -> tuple[Tensor, Tensor]:
+    """Codes and scales as `quantize` shapes them, uninitialised."""
+    place = layout_of(tuple(x.shape), cast, axis)
+    values, scale = empty_lines(x, cast, place, container)
+    return place.expose(values), expose_scale(scale, cast, place)
+
+
+def known_empty_outputs(x: Tensor, cast: Cast, axis: int, container: Format) -> tuple[Tensor, Tensor]:
+    """The same, with shapes and strides remembered."""
+    values, scale = (
+        torch.empty_strided(size, stride, dtype=dtype, device=x.device)
+        for size, stride, dtype in _known_outputs(tuple(x.shape), cast, axis, container)
+    )
+    return values, scale
+
+
+@functools.lru_cache(maxsize=4096)
+def _known_outputs(
+    shape: tuple[int, ...], cast: Cast, axis: int, container: Format
+) -> list[tuple[torch.Size, tuple[int, ...], torch.dtype]]:
+    outputs = empty_outputs(torch.empty(shape, device="meta"), cast, axis, container)
+    return [(out.shape, out.stride(), out.dtype) for out in outputs]

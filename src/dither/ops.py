@@ -6,6 +6,7 @@ The functions here check their arguments and say what is wrong with them; the op
 
 import functools
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -118,7 +119,7 @@ def quantize(
     is the row and column of x's first element in the whole tensor. `amax` (0-d float32) replaces the measured largest
     magnitude of the tensor, for delayed scaling or for a tensor that is spread over several devices.
 
-    A group with a NaN in it has the scale NaN and reads back as NaN, all of it.
+    A group with a NaN in it has the scale NaN and reads back as NaN, all of it. Codes have no gradient; `fake_quantize` has.
 
     >>> import dither, torch
     >>> q = dither.quantize(torch.tensor([[1.0, 2.0, 4.0, -12.0]]), "e2m1 tile(4)")
@@ -127,7 +128,7 @@ def quantize(
     """
     cast, axis, draw = _prepare("quantize", x, cast, axis, stream, step, offset, amax)
     arguments = _draw_arguments(draw)
-    values, scale, tensor_scale = _quantize_op(x, str(cast), axis, amax, "", *arguments, check_backend(backend))
+    values, scale, tensor_scale = _quantize_op(x.detach(), str(cast), axis, amax, "", *arguments, check_backend(backend))
     _check_scales(x, cast, scale, measured=amax is None)
     return Quantized(
         values,
@@ -198,7 +199,7 @@ def quantize_both(
     if cast.scaling.kind == "nvfp4":
         raise UserError(f"quantize_both does not take {str(cast)!r}: nvfp4 scales each axis by itself, so quantize twice.")
     arguments = _draw_arguments(draw)
-    *outputs, largest = _quantize_both_op(x, str(cast), amax, "", *arguments, check_backend(backend))
+    *outputs, largest = _quantize_both_op(x.detach(), str(cast), amax, "", *arguments, check_backend(backend))
     values, scale, values_t, scale_t = outputs
     _check_scales(x, cast, scale, measured=amax is None)
     scaled, delayed = cast.group.kind != "none", cast.scaling.kind == "delayed"
@@ -399,7 +400,11 @@ def _use_kernel(device: torch.device, backend: str) -> bool:
 
 def implementation(name: str, device: torch.device, backend: str) -> ModuleType:
     """`dither.kernels.NAME` or `dither.reference.NAME`, which have the same functions."""
-    package = "kernels" if _use_kernel(device, backend) else "reference"
+    return _module("kernels" if _use_kernel(device, backend) else "reference", name)
+
+
+@functools.cache
+def _module(package: str, name: str) -> ModuleType:
     return importlib.import_module(f"dither.{package}.{name}")
 
 
@@ -416,11 +421,26 @@ def _container(name: str, cast: Cast) -> Format:
     return Format.parse(name) if name else cast.element
 
 
-def _empty_outputs(x: Tensor, cast: Cast, axis: int, container: Format) -> tuple[Tensor, Tensor]:
-    """Codes and scales as `quantize` shapes them, uninitialised."""
-    place = layout.layout_of(tuple(x.shape), cast, axis)
-    values, scale = layout.empty_lines(x, cast, place, container)
-    return place.expose(values), layout.expose_scale(scale, cast, place)
+_LIBRARY = torch.library.Library("dither", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def _operator(function: Callable[..., Any]) -> Any:
+    """`torch.ops.dither.NAME` for a function `_NAME_op` that has no gradient.
+
+    torch.library.custom_op would add 80 us to each call, for gradients and for comparing results with arguments, which is more
+    than the kernels of a layer take.
+    """
+    name = function.__name__.removeprefix("_").removesuffix("_op")
+    schema = torch.library.infer_schema(function, mutates_args=())
+    _LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    return getattr(torch.ops.dither, name)
+
+
+def _fake_of(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers what an operator returns where there is no data."""
+    register: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.library.register_fake(f"dither::{name}", lib=_LIBRARY)
+    return register
 
 
 @torch.library.custom_op("dither::random_bits", mutates_args=())
@@ -476,7 +496,7 @@ def _(x: Tensor, backend: str) -> Tensor:
     return x.new_empty((), dtype=torch.float32)
 
 
-@torch.library.custom_op("dither::product", mutates_args=())
+@_operator
 def _product_op(
     a: Tensor,
     a_scale: Tensor | None,
@@ -500,7 +520,7 @@ def _product_op(
     return code.product(left, right, bias, dtype, fast=fast, emulate=emulate, where=where)  # type: ignore[no-any-return]
 
 
-@_product_op.register_fake
+@_fake_of("product")
 def _(
     a: Tensor,
     a_scale: Tensor | None,
@@ -524,17 +544,14 @@ def _operand(values: Tensor, scale: Tensor | None, tensor: Tensor | None, text: 
     if not text:
         return Operand(values, length=length)
     cast = Cast.parse(text)
-    scaled = scale is not None and cast.group.kind != "none"
-    return Operand(
-        values,
-        scale.view(layout.scale_dtype(cast)) if scaled else None,  # type: ignore[union-attr]
-        tensor if cast.scaling.kind == "nvfp4" else None,
-        cast,
-        length,
-    )
+    if cast.group.kind == "none":
+        scale = None
+    elif scale is not None and scale.dtype != layout.scale_dtype(cast):
+        scale = scale.view(layout.scale_dtype(cast))
+    return Operand(values, scale, tensor if cast.scaling.kind == "nvfp4" else None, cast, length)
 
 
-@torch.library.custom_op("dither::quantize", mutates_args=())
+@_operator
 def _quantize_op(
     x: Tensor,
     cast: str,
@@ -554,7 +571,7 @@ def _quantize_op(
     return code.quantize(x, parsed, axis, draw, amax, _container(container, parsed))  # type: ignore[no-any-return]
 
 
-@_quantize_op.register_fake
+@_fake_of("quantize")
 def _(
     x: Tensor,
     cast: str,
@@ -568,7 +585,7 @@ def _(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     parsed = Cast.parse(cast)
-    values, scale = _empty_outputs(x, parsed, axis, _container(container, parsed))
+    values, scale = layout.empty_outputs(x, parsed, axis, _container(container, parsed))
     return values, scale, x.new_empty(() if parsed.scaling.kind == "nvfp4" else (0,), dtype=torch.float32)
 
 
@@ -642,7 +659,7 @@ def _straight_through(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 _fake_quantize_op.register_autograd(_straight_through)
 
 
-@torch.library.custom_op("dither::quantize_both", mutates_args=())
+@_operator
 def _quantize_both_op(
     x: Tensor,
     cast: str,
@@ -661,7 +678,18 @@ def _quantize_both_op(
     return code.quantize_both(x, parsed, draw, amax, _container(container, parsed))  # type: ignore[no-any-return]
 
 
-@_quantize_both_op.register_fake
+def quantize_both_into(
+    x: Tensor, cast: str, amax: Tensor | None, container: str, step: Tensor | None, out: tuple[Tensor, Tensor, Tensor, Tensor]
+) -> Tensor:
+    """The operator's work on memory that is there: its first four results are written into `out`, the last is returned."""
+    parsed = Cast.parse(cast)
+    _check_untold(x, parsed, amax)
+    code = implementation("quantize", x.device, "auto")
+    measured: Tensor = code.quantize_both(x, parsed, _draw_of(0, step, 0, 0), amax, _container(container, parsed), out)[-1]
+    return measured
+
+
+@_fake_of("quantize_both")
 def _(
     x: Tensor,
     cast: str,
@@ -676,7 +704,7 @@ def _(
     parsed = Cast.parse(cast)
     stored = _container(container, parsed)
     measured = x.new_empty(() if parsed.scaling.kind == "delayed" else (0,), dtype=torch.float32)
-    return (*_empty_outputs(x, parsed, 1, stored), *_empty_outputs(x, parsed, 0, stored), measured)
+    return (*layout.empty_outputs(x, parsed, 1, stored), *layout.empty_outputs(x, parsed, 0, stored), measured)
 
 
 # Sampled weights -------------------------------------------------------------------------------------------------------

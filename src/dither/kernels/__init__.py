@@ -5,10 +5,15 @@ one instruction for several of ours, `NATIVE` (a compile-time constant) chooses 
 """
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
+
+from dither.layout import INTEGERS
 
 
 @triton.jit
@@ -31,3 +36,65 @@ def multiprocessors(device: torch.device) -> int:
 def native(device: torch.device) -> bool:
     """Whether kernels may use PTX and the FP8 conversions of NVIDIA GPUs from Ada and Hopper on."""
     return not interpreted() and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def launch(
+    kernel: Any,
+    programs: int,
+    arguments: Sequence[Tensor | int | None],
+    constants: dict[str, Any],
+    *,
+    bits: Sequence[int] = (),
+    **options: int | None,
+) -> None:
+    """Start `programs` programs of a kernel; the first argument is a tensor, on whose device they run.
+
+    `constants` are the kernel's compile-time arguments, which stand last in its signature; arguments at the positions `bits`
+    are read as integers of their size. Triton binds and specialises anew on each call, 30 to 50 us of the host's time and more
+    than most kernels take; here that is done once for each dtype, alignment and number among the arguments.
+    """
+    first = arguments[0]
+    assert isinstance(first, Tensor)
+    if isinstance(kernel, InterpretedFunction):
+        _start(kernel, programs, arguments, constants, bits, options)
+        return
+    if first.device.index != torch.cuda.current_device():
+        with torch.cuda.device(first.device):
+            launch(kernel, programs, arguments, constants, bits=bits, **options)
+        return
+    # All that Triton specialises on, and more: numbers by their value.
+    key = (
+        id(kernel),
+        first.device.index,
+        *[(x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else x for x in arguments],
+        *constants.values(),
+        *options.values(),
+    )
+    if known := _STARTED.get(key):
+        known[(programs, 1, 1)](*arguments, *[constants[name] for name in kernel.arg_names[len(arguments) :]])
+        return
+    if len(_STARTED) >= 4096:  # shapes that never end: forget, and begin again
+        _STARTED.clear()
+    found = _start(kernel, programs, arguments, constants, bits, options)
+    _STARTED[key] = found.result() if hasattr(found, "result") else found
+
+
+_STARTED: dict[tuple[object, ...], Any] = {}
+"""Compiled kernels by what they were started with."""
+
+
+def _start(
+    kernel: Any,
+    programs: int,
+    arguments: Sequence[Tensor | int | None],
+    constants: dict[str, Any],
+    bits: Sequence[int],
+    options: dict[str, int | None],
+) -> Any:
+    """The launch as Triton does it; returns the compiled kernel."""
+    arguments = list(arguments)
+    for place in bits:
+        given = arguments[place]
+        assert isinstance(given, Tensor)
+        arguments[place] = given.view(INTEGERS[given.itemsize])
+    return kernel[(programs,)](*arguments, **constants, **options)

@@ -62,7 +62,8 @@ def _engine(a: Cast | None, b: Cast | None, size: tuple[int, int, int], device: 
 def _codes(x: Operand) -> Tensor:
     """FP8 codes as the dtype that torch multiplies."""
     assert x.cast is not None
-    return x.values.view(storage_dtype(x.cast.element))
+    dtype = storage_dtype(x.cast.element)
+    return x.values if x.values.dtype == dtype else x.values.view(dtype)
 
 
 def _float_scale(x: Operand) -> Tensor:

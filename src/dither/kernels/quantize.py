@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dither import layout
 from dither.formats import Format
-from dither.kernels import native
+from dither.kernels import launch, native
 from dither.kernels.packing import e2m1_words, store_packed, store_words
 from dither.kernels.philox import aligned, program_tile, random_calls, random_elements, tiles
 from dither.kernels.rounding import (
@@ -671,9 +671,9 @@ def quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of `x`, their scales and the tensor's scale (empty tensors for what the cast does not have)."""
     place = layout.known_layout(tuple(x.shape), cast, axis)
-    values, scale = layout.empty_lines(x, cast, place, container)
+    values, scale = layout.known_empty_outputs(x, cast, axis, container)
     tensor = _launch(x, cast, place, draw, given_amax, container, values, scale, fake=False)
-    return place.expose(values), layout.expose_scale(scale, cast, place), tensor
+    return values, scale, tensor
 
 
 def fake_quantize(x: Tensor, cast: Cast, axis: int, draw: Draw | None, given_amax: Tensor | None) -> Tensor:
@@ -685,27 +685,34 @@ def fake_quantize(x: Tensor, cast: Cast, axis: int, draw: Draw | None, given_ama
 
 
 def quantize_both(
-    x: Tensor, cast: Cast, draw: Draw | None, given_amax: Tensor | None, container: Format
+    x: Tensor,
+    cast: Cast,
+    draw: Draw | None,
+    given_amax: Tensor | None,
+    container: Format,
+    out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Codes and scales of the matrix `x` along axis 1 and along axis 0, and, for delayed scaling, its largest magnitude."""
-    along, across = (layout.known_layout(tuple(x.shape), cast, axis) for axis in (1, 0))
-    values, scale = layout.empty_lines(x, cast, along, container)
-    values_t, scale_t = layout.empty_lines(x, cast, across, container)
-    measured = x.new_zeros(() if cast.scaling.kind == "delayed" else (0,), dtype=torch.float32)
+    """Codes and scales of the matrix `x` along axis 1 and along axis 0, and, for delayed scaling, its largest magnitude.
+
+    They are written into `out`, if it is given: codes and scales of an earlier call with such an x.
+    """
+    along = out[:2] if out else layout.known_empty_outputs(x, cast, 1, container)
+    across = out[2:] if out else layout.known_empty_outputs(x, cast, 0, container)
+    delayed = cast.scaling.kind == "delayed"
+    measured = torch.zeros((), dtype=torch.float32, device=x.device) if delayed else x.new_empty(0, dtype=torch.float32)
     if cast.group.kind == "row":
-        _launch(x, cast, along, draw, None, container, values, scale, fake=False)
-        _launch(x, cast, across, draw, None, container, values_t, scale_t, fake=False)
+        for axis, (values, scale) in ((1, along), (0, across)):
+            place = layout.known_layout(tuple(x.shape), cast, axis)
+            _launch(x, cast, place, draw, None, container, values, scale, fake=False)
     elif cast.group.kind == "tile":
-        _launch_tiles(x, cast, draw, container, values, scale, values_t, scale_t)
+        _launch_tiles(x, cast, draw, container, *along, *across)
     else:
-        _launch_once(x, cast, draw, given_amax, container, values, scale, values_t, scale_t, measured)
-    return (
-        along.expose(values),
-        layout.expose_scale(scale, cast, along),
-        across.expose(values_t),
-        layout.expose_scale(scale_t, cast, across),
-        measured,
-    )
+        _launch_once(x, cast, draw, given_amax, container, *along, *across, measured)
+    return (*along, *across, measured)
+
+
+CODES = (1, 3)
+"""Where the codes of either layout stand among the arguments of the kernels for both."""
 
 
 def _launch_tiles(
@@ -727,30 +734,26 @@ def _launch_tiles(
         cast.group.size, x.itemsize, constants["RUN"], draw is not None
     )
     count = max(tiles(1, rows, columns, SHORT, LONG), tiles(1, rows, columns, LONG, SHORT))[0]
-    _quantize_both_kernel[(2 * count,)](
-        x,
-        _codes(values),
-        _codes(scale, scale=True),
-        _codes(values_t),
-        _codes(scale_t, scale=True),
-        *draw_arguments(draw),
-        rows,
-        columns,
-        *x.stride(),
-        values.stride(1),
-        values_t.stride(1),
-        **constants,
-        GQ=cast.group.size,
-        LONG=LONG,
-        SHORT=SHORT,
-        A=A,
-        A_T=A_T,
-        EVEN=rows % LONG == columns % LONG == 0,
-        RAGGED=bool(columns % 8),
-        RAGGED_T=bool(rows % 8),
-        WORDS=values.stride(1) % 4 == 0,
-        WORDS_T=values_t.stride(1) % 4 == 0,
-        COMPACT=COMPACT,
+    line, line_t = values.stride(0), values_t.stride(1)
+    launch(
+        _quantize_both_kernel,
+        2 * count,
+        (x, values, scale, values_t, scale_t, *draw_arguments(draw), rows, columns, *x.stride(), line, line_t),
+        {
+            **constants,
+            "GQ": cast.group.size,
+            "LONG": LONG,
+            "SHORT": SHORT,
+            "A": A,
+            "A_T": A_T,
+            "EVEN": rows % LONG == columns % LONG == 0,
+            "RAGGED": bool(columns % 8),
+            "RAGGED_T": bool(rows % 8),
+            "WORDS": line % 4 == 0,
+            "WORDS_T": line_t % 4 == 0,
+            "COMPACT": COMPACT,
+        },
+        bits=CODES + _coded((2, 4), scale),
         num_warps=warps,
         maxnreg=registers,
     )
@@ -769,38 +772,35 @@ def _launch_once(
     measured: Tensor,
 ) -> None:
     """Fill codes and scales of groups that are the same along both axes, and the largest magnitude where it is wanted."""
-    bits = largest = measured.view(torch.int32)
+    amax = measured
     if cast.group.kind == "tensor":
-        bits = amax_bits(x) if given_amax is None else given_amax.view(torch.int32)
+        amax = amax_bits(x) if given_amax is None else given_amax
     if not x.numel():
         if cast.group.kind == "tensor":
-            store_factors(bits, _codes(scale, scale=True), cast)
-            store_factors(bits, _codes(scale_t, scale=True), cast)
+            for out in (scale, scale_t):
+                store_factors(amax.view(torch.int32), _codes(out, scale=True), cast)
         return
     rows, columns = x.shape
     ROWS, COLUMNS, A, warps, registers = _once_shape(cast.group.size)
-    _quantize_once_kernel[tiles(1, rows, columns, ROWS, COLUMNS)](
-        x,
-        _codes(values),
-        _codes(scale, scale=True),
-        _codes(values_t),
-        _codes(scale_t, scale=True),
-        bits,
-        largest,
-        *draw_arguments(draw),
-        rows,
-        columns,
-        *x.stride(),
-        values.stride(1),
-        values_t.stride(1),
-        **_cast_constants(cast, container, draw, x),
-        G=cast.group.size,
-        ROWS=ROWS,
-        COLUMNS=COLUMNS,
-        A=A,
-        EVEN=rows % ROWS == columns % COLUMNS == 0,
-        WORDS=values.stride(1) % 4 == 0,
-        WORDS_T=values_t.stride(1) % 4 == 0,
+    line, line_t = values.stride(0), values_t.stride(1)
+    launch(
+        _quantize_once_kernel,
+        tiles(1, rows, columns, ROWS, COLUMNS)[0],
+        (
+            *(x, values, scale, values_t, scale_t, amax, measured),
+            *(*draw_arguments(draw), rows, columns, *x.stride(), line, line_t),
+        ),
+        {
+            **_cast_constants(cast, container, draw, x),
+            "G": cast.group.size,
+            "ROWS": ROWS,
+            "COLUMNS": COLUMNS,
+            "A": A,
+            "EVEN": rows % ROWS == columns % COLUMNS == 0,
+            "WORDS": line % 4 == 0,
+            "WORDS_T": line_t % 4 == 0,
+        },
+        bits=(*CODES, 5, 6, *_coded((2, 4), scale)),
         num_warps=warps,
         maxnreg=registers,
     )
@@ -827,25 +827,31 @@ def dequantize(
     P, Q = 16, 128
     if out.numel():
         stride = out.stride()
-        _dequantize_kernel[tiles(place.batch, lines, length, P, Q)](
-            codes,
-            groups if groups.dtype == torch.float32 else groups.view(torch.uint8),
-            tensor_scale,
-            out,
-            lines,
-            length,
-            *codes.stride()[:2],
-            *(groups.stride()[:2] if groups.dim() == 3 else (0, 0)),
-            stride[0],
-            *((stride[2], stride[1]) if place.along_rows else (stride[1], stride[2])),
-            place.group[0] or lines,
-            place.group[1] or length,
-            F=fields(cast.element),
-            S=scaling_fields(cast),
-            E=E4M3,
-            NATIVE=native(out.device),
-            P=P,
-            Q=Q,
+        launch(
+            _dequantize_kernel,
+            tiles(place.batch, lines, length, P, Q)[0],
+            (
+                codes,
+                groups if groups.dtype == torch.float32 else groups.view(torch.uint8),
+                tensor_scale,
+                out,
+                lines,
+                length,
+                *codes.stride()[:2],
+                *(groups.stride()[:2] if groups.dim() == 3 else (0, 0)),
+                stride[0],
+                *((stride[2], stride[1]) if place.along_rows else (stride[1], stride[2])),
+                place.group[0] or lines,
+                place.group[1] or length,
+            ),
+            {
+                "F": fields(cast.element),
+                "S": scaling_fields(cast),
+                "E": E4M3,
+                "NATIVE": native(out.device),
+                "P": P,
+                "Q": Q,
+            },
         )
     return place.restore(out)
 
@@ -886,40 +892,46 @@ def _launch(
     P, Q = (COLUMNS, ROWS) if place.along_rows else (ROWS, COLUMNS)
     # One group a line, or one a tile: its factor is the same wherever in the group the tile lies.
     GP, GQ = place.group if kind in ("tile", "block") else (1 if kind == "row" else P, Q)
-    batch, line, element = out.stride()
-    if fake and place.along_rows:
-        line, element = element, line
-    _quantize_kernel[tiles(place.batch, place.rows, place.columns, ROWS, COLUMNS)](
-        x_BRC,
-        out if fake else _codes(out),
-        _codes(scale, scale=True),
-        line_amax,
-        tensor_amax,
-        *draw_arguments(draw),
-        place.rows,
-        place.columns,
-        place.inner,
-        *x_BRC.stride(),
-        batch,
-        line,
-        element,
-        **constants,
-        GP=GP,
-        GQ=GQ,
-        ALONG_ROWS=place.along_rows,
-        ROWS=ROWS,
-        COLUMNS=COLUMNS,
-        A=A,
-        EVEN=place.rows % ROWS == place.columns % COLUMNS == 0,
-        MEASURE=measure,
-        PER_LINE=kind == "row",
-        FAKE=fake,
-        RAGGED=bool(place.lines[1] % 8),
-        WORDS=line % 4 == 0,
+    if fake:
+        batch, line, element = out.stride()
+        if place.along_rows:
+            line, element = element, line
+    else:
+        lines, length = place.lines
+        line, element = layout.packed_length(length, container), 1
+        batch = lines * line
+    launch(
+        _quantize_kernel,
+        tiles(place.batch, place.rows, place.columns, ROWS, COLUMNS)[0],
+        (
+            *(x_BRC, out, scale, line_amax, tensor_amax, *draw_arguments(draw)),
+            *(place.rows, place.columns, place.inner, *x_BRC.stride(), batch, line, element),
+        ),
+        {
+            **constants,
+            "GP": GP,
+            "GQ": GQ,
+            "ALONG_ROWS": place.along_rows,
+            "ROWS": ROWS,
+            "COLUMNS": COLUMNS,
+            "A": A,
+            "EVEN": place.rows % ROWS == place.columns % COLUMNS == 0,
+            "MEASURE": measure,
+            "PER_LINE": kind == "row",
+            "FAKE": fake,
+            "RAGGED": bool(place.lines[1] % 8),
+            "WORDS": line % 4 == 0,
+        },
+        bits=_coded((2,), scale) if fake else (1, *_coded((2,), scale)),
         num_warps=warps,
         maxnreg=REGISTERS if draw is None and warps == 4 else None,
     )
     return tensor
+
+
+def _coded(places: tuple[int, ...], scale: Tensor) -> tuple[int, ...]:
+    """The places of scales among arguments if scales are codes; float32 is written as it is."""
+    return () if scale.dtype == torch.float32 else places
 
 
 def _cast_constants(cast: Cast, container: Format, draw: Draw | None, x: Tensor) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dither.formats import TABLE
-from dither.kernels import multiprocessors, native
+from dither.kernels import launch, multiprocessors, native
 from dither.kernels.philox import program_tile, tiles
 from dither.kernels.rounding import How, as_bits, as_float, encode, fields, float_bits, round_bits, widen
 from dither.precision import Cast
@@ -237,21 +237,19 @@ def amax_bits(x: Tensor) -> Tensor:
     if x.numel():
         # Where elements lie back to back, in whatever order, they are one long row.
         dense = x.is_contiguous() or (x.dim() >= 2 and x.mT.is_contiguous())
-        x_BRC = x.as_strided((1, 1, x.numel()), (x.numel(), x.numel(), 1)) if dense else x.reshape(1, *matrix_size(x))
         ROWS, COLUMNS, WIDE, programs, warps = _amax_shape(dense, x.device)
-        batch, rows, columns = x_BRC.shape
-        count = tiles(batch, rows, columns, ROWS, COLUMNS)[0]
-        _amax_kernel[(min(count, programs),)](
-            x_BRC,
-            out,
-            count,
-            rows,
-            columns,
-            *x_BRC.stride(),
-            ROWS=ROWS,
-            COLUMNS=COLUMNS,
-            WIDE=WIDE,
-            EVEN=rows % ROWS == columns % COLUMNS == 0,
+        if dense:
+            rows, columns, strides = 1, x.numel(), (x.numel(), 1)
+        else:
+            rows, columns = matrix_size(x)
+            x = x.reshape(rows, columns)
+            strides = (x.stride(0), x.stride(1))
+        count = tiles(1, rows, columns, ROWS, COLUMNS)[0]
+        launch(
+            _amax_kernel,
+            min(count, programs),
+            (x, out, count, rows, columns, 0, *strides),
+            {"ROWS": ROWS, "COLUMNS": COLUMNS, "WIDE": WIDE, "EVEN": rows % ROWS == columns % COLUMNS == 0},
             num_warps=warps,
         )
     return out
@@ -268,16 +266,12 @@ def line_amax_bits(x_BRC: Tensor, along_rows: bool) -> Tensor:
     out = torch.zeros((batch, columns if along_rows else rows), dtype=torch.int32, device=x_BRC.device)
     if x_BRC.numel():
         ROWS, COLUMNS = (128, 64) if along_rows else (8, 1024)
-        _line_amax_kernel[tiles(batch, rows, columns, ROWS, COLUMNS)](
-            x_BRC,
-            out,
-            rows,
-            columns,
-            *x_BRC.stride(),
-            ALONG_ROWS=along_rows,
-            ROWS=ROWS,
-            COLUMNS=COLUMNS,
-            EVEN=rows % ROWS == columns % COLUMNS == 0,
+        even = rows % ROWS == columns % COLUMNS == 0
+        launch(
+            _line_amax_kernel,
+            tiles(batch, rows, columns, ROWS, COLUMNS)[0],
+            (x_BRC, out, rows, columns, *x_BRC.stride()),
+            {"ALONG_ROWS": along_rows, "ROWS": ROWS, "COLUMNS": COLUMNS, "EVEN": even},
         )
     return out
 
@@ -311,14 +305,16 @@ def store_factors(amax: Tensor, out: Tensor, cast: Cast, *, multiply: bool = Fal
     With `multiply`, write the factors that elements are multiplied by instead (for tests).
     """
     if amax.numel():
-        _factors_kernel[(triton.cdiv(amax.numel(), 256),)](
-            amax,
-            out,
-            amax.numel(),
-            S=scaling_fields(cast),
-            E=E4M3,
-            W=block_rounding(cast),
-            MULTIPLY=multiply,
-            NATIVE=native(amax.device),
-            BLOCK=256,
+        launch(
+            _factors_kernel,
+            triton.cdiv(amax.numel(), 256),
+            (amax, out, amax.numel()),
+            {
+                "S": scaling_fields(cast),
+                "E": E4M3,
+                "W": block_rounding(cast),
+                "MULTIPLY": multiply,
+                "NATIVE": native(amax.device),
+                "BLOCK": 256,
+            },
         )

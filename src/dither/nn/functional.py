@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from dither import engines
+from dither import engines, ops
 from dither.errors import UserError
 from dither.ops import INPUT_DTYPES
 from dither.precision import Cast, LayerPrecision
@@ -36,6 +36,8 @@ class Casting(NamedTuple):
     delayed: bool = False
     whole: bool = False
     """Whether one call casts along both axes: all but nvfp4."""
+    measured: bool = False
+    """Whether one scale, from the tensor's own largest magnitude, serves all of it; codes without NaN measure it themselves."""
 
 
 class Codes(NamedTuple):
@@ -101,7 +103,13 @@ def settings(
         stored = text if own else str(Cast(container, cast.granularity, cast.scale))
         kind = cast.scaling.kind
         return Casting(
-            text, stored, "" if own else container, cast.round.kind == "stochastic", kind == "delayed", kind != "nvfp4"
+            text,
+            stored,
+            "" if own else container,
+            stochastic=cast.round.kind == "stochastic",
+            delayed=kind == "delayed",
+            whole=kind != "nvfp4",
+            measured=cast.group.kind == "tensor" and kind != "delayed" and cast.element.nan,
         )
 
     return Settings(casting(precision.input), casting(precision.weight), casting(precision.grad), name, transposed, emulate)
@@ -262,6 +270,22 @@ def cast_weight(
     return _both(weight, how, state.weight_amax, _drawn(how, state, 1, moved=False), along, across, dtype)
 
 
+def cast_weight_again(weight: Tensor, how: Casting, state: State, held: Layouts) -> None:
+    """Both layouts of a weight into those of an earlier cast, which stay where they are."""
+    along, across = held
+    assert along is not None
+    assert across is not None
+    assert along.scale is not None
+    assert across.scale is not None
+    out = (along.values, along.scale, across.values.T, _turned(across.scale))
+    amax = state.weight_amax
+    measured = ops.quantize_both_into(
+        weight.detach(), how.cast, amax.given, how.container, _drawn(how, state, 1, moved=False), out
+    )
+    if amax.largest is not None:
+        amax.largest.copy_(torch.maximum(amax.largest, measured))
+
+
 def _drawn(how: Casting, state: State, operand: int, *, moved: bool = True) -> Tensor | None:
     """int64[3]: the step, the rows to add and the key of a stochastic cast; a copy, since the loop moves on before backward."""
     if not how.stochastic:
@@ -279,6 +303,9 @@ def _both(
     if not how.cast:
         x = x.detach() if dtype is None else x.detach().to(dtype)
         return Layouts(Codes(x) if along else None, Codes(x.T) if across else None)
+    if how.measured and torch.compiler.is_compiling() and x.numel():
+        # As an operation of the graph it can join the kernel that computes x, and saves a reading of it.
+        amax = Amax(x.detach().abs().amax().float())
     drawn = (0, place, 0, 0)
     if (along and across and how.whole) or (how.delayed and amax.largest is not None):
         values, scale, values_t, scale_t, measured = torch.ops.dither.quantize_both(

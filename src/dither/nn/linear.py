@@ -175,8 +175,7 @@ class Linear(nn.Linear):
         if self._holds:
             if not torch.compiler.is_compiling():
                 self._check_held()
-            codes = [Codes(*(getattr(self, name) for name in half)) for half in (HELD[:3], HELD[3:])]
-            held = Layouts(*codes)
+            held = self._held()
         if self._delayed and self.training and not self._inside:
             self._check_declared()
         return State(place, self._keys, held, *(self._amax(operand) for operand in OPERANDS))
@@ -212,16 +211,25 @@ class Linear(nn.Linear):
         if not settings.weight.cast or type(self.weight) not in (Tensor, nn.Parameter):
             return
         state = State(self._place, self._keys, weight_amax=self._amax("weight"))
+        held = self._held()
         with torch.no_grad():
-            layouts = functional.cast_weight(self.weight, settings.weight, state, along=True, across=True)
-        for name, new in zip(HELD, (part for codes in layouts for part in codes), strict=True):  # type: ignore[union-attr]
-            old = getattr(self, name)
             # In place: a captured CUDA graph reads the same memory again.
-            if old is not None and new is not None and old.shape == new.shape and old.dtype == new.dtype:
-                old.copy_(new)
+            if settings.weight.whole and held.along is not None and _rows(held) == self.weight.shape:
+                functional.cast_weight_again(self.weight, settings.weight, state, held)
             else:
-                setattr(self, name, new)
+                layouts = functional.cast_weight(self.weight, settings.weight, state, along=True, across=True)
+                for name, new in zip(HELD, (part for codes in layouts for part in codes), strict=True):  # type: ignore[union-attr]
+                    old = getattr(self, name)
+                    if old is not None and new is not None and old.shape == new.shape and old.dtype == new.dtype:
+                        old.copy_(new)
+                    else:
+                        setattr(self, name, new)
         self._holds, self._held_version = True, self.weight._version
+
+    def _held(self) -> Layouts:
+        if self._held_along_values is None:
+            return Layouts(None, None)
+        return Layouts(*(Codes(*(getattr(self, name) for name in half)) for half in (HELD[:3], HELD[3:])))
 
     def _check_held(self) -> None:
         if self._holds and self.weight._version != self._held_version:
@@ -262,6 +270,11 @@ class Linear(nn.Linear):
     def extra_repr(self) -> str:
         """The layer as nn.Linear shows it, and its precision."""
         return f"{super().extra_repr()}, {self.precision}"
+
+
+def _rows(held: Layouts) -> tuple[int, int]:
+    """The shape of the weight that was cast: neither layout packs its rows."""
+    return tuple(codes.values.shape[0] for codes in held)  # type: ignore[union-attr, return-value]
 
 
 def _is_matrix(weight: object) -> bool:

@@ -38,12 +38,21 @@ def quantize(
 
 
 def quantize_both(
-    x: Tensor, cast: Cast, draw: Draw | None, given_amax: Tensor | None, container: Format
+    x: Tensor,
+    cast: Cast,
+    draw: Draw | None,
+    given_amax: Tensor | None,
+    container: Format,
+    out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Codes and scales of the matrix `x` along axis 1 and along axis 0, and, for delayed scaling, its largest magnitude."""
+    """Codes and scales of the matrix `x` along axis 1 and along axis 0, and, for delayed scaling, its largest magnitude.
+
+    They are written into `out`, if it is given: codes and scales of an earlier call with such an x.
+    """
     measured = amax(x) if cast.scaling.kind == "delayed" else x.new_empty(0, dtype=torch.float32)
-    along, across = (quantize(x, cast, axis, draw, given_amax, container)[:2] for axis in (1, 0))
-    return (*along, *across, measured)
+    found = [part for axis in (1, 0) for part in quantize(x, cast, axis, draw, given_amax, container)[:2]]
+    values, scale, values_t, scale_t = found if out is None else (old.copy_(new) for old, new in zip(out, found, strict=True))
+    return values, scale, values_t, scale_t, measured
 
 
 def fake_quantize(x: Tensor, cast: Cast, axis: int, draw: Draw | None, given_amax: Tensor | None) -> Tensor:

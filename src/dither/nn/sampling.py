@@ -1,0 +1,300 @@
+"""Sampled weights and inputs of a linear layer, and their gradients (docs/sampling.md).
+
+Shapes: w_NK is the weight, in blocks of B x B; x_MK the input, in blocks of 1 x B. `bitwidth` (b_i) is learned, one a block:
+
+    b_t   = b_target + b_i * (b_init - b_target), at most `limit`
+    w_hat = w + R * max_block|w| * 2^(1 - b_t)
+
+A draw is int64[3] on the device: the step, the row of the first token, and the key. Noise is drawn again in backward, by the
+same coordinates; what waits for it is one float32 a block.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from dither.bitwidths import safe_bitwidth
+from dither.errors import UserError
+from dither.nn import functional
+from dither.precision import Cast, Sampling
+from dither.reference.sampling import LN2, pow2, to_dtype
+
+FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""What sampled numbers are kept in, by name."""
+
+
+class How(NamedTuple):
+    """A Sampling as a call needs it: plain values, so that compiled code takes them as constants."""
+
+    kind: str
+    block: int
+    b_init: float
+    b_target: float
+    limit: float
+    """Where b_t stops; infinite where it does not."""
+    safe: float
+    """Above this noise may vanish."""
+    recompute: bool
+
+
+def how(sampling: Sampling, cast: Cast | None, dtype: torch.dtype, master: torch.dtype) -> How:
+    """A Sampling of numbers kept in `master` that products read as `cast` says, or in `dtype` where there is no cast."""
+    format = FORMATS[dtype] if cast is None else cast.element
+    same = cast is None and master == dtype
+    safe = safe_bitwidth(format, sampling.noise, master="same" if same else "fp32")
+    limit = safe if sampling.beyond == "clamp" else math.inf
+    return How(sampling.noise, sampling.block, sampling.b_init, sampling.b_target, limit, safe, sampling.recompute)
+
+
+# As an operator, so that compiled code rounds the product before the sum too: its own code would fuse the two.
+@torch.library.custom_op("dither::bitwidths", mutates_args=())
+def _bitwidths(bitwidth: Tensor, b_init: float, b_target: float, limit: float) -> Tensor:
+    return bitwidth.mul(b_init - b_target).add_(b_target).clamp_(max=limit)
+
+
+@_bitwidths.register_fake
+def _(bitwidth: Tensor, b_init: float, b_target: float, limit: float) -> Tensor:
+    return torch.empty_like(bitwidth)
+
+
+def bitwidths(bitwidth: Tensor, has: How) -> Tensor:
+    """b_t, float32 of the shape of `bitwidth`, without gradients.
+
+    >>> bitwidths(torch.tensor([1.0, 0.5, 0.0]), how(Sampling(), None, torch.bfloat16, torch.float32))
+    tensor([6., 5., 4.])
+    """
+    b_t: Tensor = _bitwidths(bitwidth.detach(), has.b_init, has.b_target, has.limit)
+    return b_t
+
+
+def _bitwidth_grad(grad: Tensor, b_t: Tensor, has: How) -> Tensor:
+    """The gradient of b_i from that of b_t; none where b_t is held at its limit, and so does not follow."""
+    grad = grad * (has.b_init - has.b_target)
+    return grad if math.isinf(has.limit) else torch.where(b_t < has.limit, grad, 0.0)
+
+
+def _no_second_derivative() -> None:
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise UserError("Sampled layers have no second derivative: call backward without create_graph=True.")
+
+
+# Weights --------------------------------------------------------------------------------------------------------------
+
+
+def sample(
+    weight: Tensor, b_t: Tensor, draw: Tensor, has: How, dtype: torch.dtype, at: tuple[int, int] = (0, 0)
+) -> tuple[Tensor, Tensor]:
+    """w_hat [N, K] in `dtype`, and the blocks' largest magnitudes; `at` is where the weight begins in the whole one."""
+    w_hat, amax = torch.ops.dither.sample(weight.detach(), b_t, 0, draw, *at, has.kind, has.block, dtype, "auto")
+    return w_hat, amax
+
+
+def gradient_of(
+    weight: Tensor, bitwidth: Tensor, b_t: Tensor, amax: Tensor, draw: Tensor, has: How, dtype: torch.dtype
+) -> Tensor:
+    """A tensor of w_hat's shape and no memory: the gradient that reaches it goes on to the weight and its bitwidths.
+
+    Numbers that somebody holds cannot be the result of an operation that autograd sees; this stands in for them.
+    """
+    result: Tensor = _Sampled.apply(weight, bitwidth, b_t, amax, draw, None, (0, 0), has, dtype)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Sampled(torch.autograd.Function):
+    """w_hat, if given, as a function of weight and bitwidth; otherwise what stands in for it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        bitwidth: Tensor,
+        b_t: Tensor,
+        amax: Tensor,
+        draw: Tensor,
+        w_hat: Tensor | None,
+        at: tuple[int, int],
+        has: How,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        ctx.save_for_backward(b_t, amax, draw)
+        ctx.at, ctx.has, ctx.dtype = at, has, weight.dtype
+        return weight.new_empty((), dtype=dtype).expand(weight.shape) if w_hat is None else w_hat.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _no_second_derivative()
+        b_t, amax, draw = ctx.saved_tensors
+        has: How = ctx.has
+        dw, db_t = torch.ops.dither.sample_backward(
+            grad, amax, b_t, 0, draw, *ctx.at, has.kind, has.block, ctx.dtype, "auto"
+        )
+        return dw, _bitwidth_grad(db_t, b_t, has), *[None] * 7
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, w_hat: Tensor, redo: "Redo | None", *, transposed: bool = False
+) -> Tensor:
+    """x W_hat^T + bias, [..., N], where `weight` is what the gradient of `w_hat` goes to; all of one dtype.
+
+    With `redo` the product keeps no w_hat, and samples it again in backward.
+    """
+    result: Tensor = _Linear.apply(x, weight, bias, w_hat, *(redo or (None,) * 4), transposed)  # type: ignore[no-untyped-call]
+    return result
+
+
+class Redo(NamedTuple):
+    """What it takes to sample a weight again."""
+
+    weight: Tensor
+    b_t: Tensor
+    draw: Tensor
+    has: How
+
+
+# Not `sample` itself: a compiler would see two equal calls, make one, and keep its result. `after`, the gradient of the output,
+# is not read; it says that this cannot be done before there is one.
+@torch.library.custom_op("dither::resample", mutates_args=())
+def _resample(weight: Tensor, b_t: Tensor, draw: Tensor, after: Tensor, kind: str, block: int, dtype: torch.dtype) -> Tensor:
+    w_hat: Tensor = torch.ops.dither.sample(weight, b_t, 0, draw, 0, 0, kind, block, dtype, "auto")[0]
+    return w_hat
+
+
+@_resample.register_fake
+def _(weight: Tensor, b_t: Tensor, draw: Tensor, after: Tensor, kind: str, block: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(weight, dtype=dtype)
+
+
+class _Linear(torch.autograd.Function):
+    """The three products of a layer without casts, by a weight that may be gone in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w_grad: Tensor,
+        bias: Tensor | None,
+        w_hat: Tensor,
+        weight: Tensor | None,
+        b_t: Tensor | None,
+        draw: Tensor | None,
+        has: How | None,
+        transposed: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(x, w_hat if has is None else None, weight, b_t, draw)
+        ctx.has, ctx.transposed, ctx.dtype = has, transposed, w_hat.dtype
+        return functional._plain(x, w_hat, bias, transposed)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        _no_second_derivative()
+        x, w_hat, weight, b_t, draw = ctx.saved_tensors
+        need_x, need_w, need_bias = ctx.needs_input_grad[:3]
+        dy_MN, x_MK = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+        dx = dw = dbias = None
+        if need_x:
+            if w_hat is None:
+                w_hat = _resample(weight.detach(), b_t, draw, dy, ctx.has.kind, ctx.has.block, ctx.dtype)
+            dx = (dy_MN @ (w_hat.T if ctx.transposed else w_hat)).view(x.shape)
+        if need_w:
+            dw = x_MK.T @ dy_MN if ctx.transposed else dy_MN.T @ x_MK
+        if need_bias:
+            dbias = dy_MN.sum(0)
+        return dx, dw, dbias, *[None] * 6
+
+
+def sample_spread(weight: DTensor, bitwidth: Tensor, draw: Tensor, has: How, dtype: torch.dtype, name: str) -> DTensor:
+    """w_hat of a weight that is spread over processes, spread alike: every part by its coordinates in the whole."""
+    shape, (row, column) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    if row % has.block or column % has.block:
+        raise UserError(
+            f"The weight of the layer {name!r}, {tuple(weight.shape)}, is cut at row {row} and column {column}, inside a block of "
+            f"{has.block} x {has.block}: cut it at multiples of {has.block}, give its sampling a smaller block, or leave the layer "
+            "out of parts."
+        )
+    if not isinstance(bitwidth, DTensor):
+        raise UserError(
+            f"The weight of the layer {name!r} is spread over processes and its bitwidths are not: "
+            "convert the model before it is parallelized, so that both are."
+        )
+    b_i = bitwidth.redistribute(weight.device_mesh, weight.placements).to_local()
+    part = weight.to_local()
+    b_t = bitwidths(b_i, has)
+    with torch.no_grad():
+        w_hat, amax = sample(part, b_t, draw, has, dtype, (row, column))
+    sampled = _Sampled.apply(part, b_i, b_t, amax, draw, w_hat, (row, column), has, dtype)  # type: ignore[no-untyped-call]
+    return DTensor.from_local(
+        sampled, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
+
+
+# Inputs ---------------------------------------------------------------------------------------------------------------
+
+
+def sample_input(x: Tensor, bitwidth: Tensor, b_t: Tensor, draw: Tensor, has: How, dtype: torch.dtype) -> Tensor:
+    """x [..., K] with noise, in `dtype`: blocks of 1 x `has.block`, so that a token's noise is its own in any batch."""
+    result: Tensor = _Input.apply(x, bitwidth, b_t, draw, has, dtype)  # type: ignore[no-untyped-call]
+    return result
+
+
+# As operators, so that compiled code rounds after each operation as well.
+@torch.library.custom_op("dither::sample_input", mutates_args=())
+def _sample_input(
+    x: Tensor, b_t: Tensor, draw: Tensor, kind: str, block: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """x_hat [M, K], and the largest magnitude of each block, float32[M, ceil(K / block)]."""
+    rows, columns = x.shape
+    amax = _groups(x.float().abs(), block).amax(dim=2)
+    r = torch.ops.dither.noise(0, draw, rows, columns, 0, 0, kind, "auto")
+    scale = (amax * pow2(1.0 - b_t)).repeat_interleave(block, dim=1)[:, :columns]
+    return to_dtype(torch.where(r == 0, x.float(), x.float() + r * scale), dtype), amax
+
+
+@_sample_input.register_fake
+def _(x: Tensor, b_t: Tensor, draw: Tensor, kind: str, block: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty((x.shape[0], b_t.shape[0]), dtype=torch.float32)
+
+
+@torch.library.custom_op("dither::sample_input_backward", mutates_args=())
+def _sample_input_backward(grad: Tensor, amax: Tensor, b_t: Tensor, draw: Tensor, kind: str, block: int) -> Tensor:
+    """The gradient of b_t: -ln 2 * 2^(1 - b_t) * the sum over tokens of max_block|x| * sum_block(dL/dx_hat * R)."""
+    r = torch.ops.dither.noise(0, draw, *grad.shape, 0, 0, kind, "auto")
+    sums = _groups(grad.float() * r, block).sum(dim=2)
+    return (amax * sums).sum(dim=0) * pow2(1.0 - b_t) * -LN2
+
+
+@_sample_input_backward.register_fake
+def _(grad: Tensor, amax: Tensor, b_t: Tensor, draw: Tensor, kind: str, block: int) -> Tensor:
+    return torch.empty_like(b_t)
+
+
+def _groups(x: Tensor, block: int) -> Tensor:
+    """[M, K] with zeros behind a ragged edge, as [M, ceil(K / block), block]."""
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % block)).unflatten(1, (-1, block))
+
+
+class _Input(torch.autograd.Function):
+    """Noise on the input; its gradient passes straight through to x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bitwidth: Tensor, b_t: Tensor, draw: Tensor, has: How, dtype: torch.dtype
+    ) -> Tensor:
+        x_hat, amax = _sample_input(x.reshape(-1, x.shape[-1]), b_t, draw, has.kind, has.block, dtype)
+        ctx.save_for_backward(amax, b_t, draw)
+        ctx.has, ctx.dtype = has, x.dtype
+        return x_hat.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _no_second_derivative()
+        amax, b_t, draw = ctx.saved_tensors
+        has: How = ctx.has
+        db_i = None
+        if ctx.needs_input_grad[1]:
+            db_t = _sample_input_backward(grad.reshape(-1, grad.shape[-1]), amax, b_t, draw, has.kind, has.block)
+            db_i = _bitwidth_grad(db_t, b_t, has)
+        return grad.to(ctx.dtype), db_i, None, None, None, None
