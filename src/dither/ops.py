@@ -770,6 +770,37 @@ def _(
     return w.new_empty(w.shape, dtype=dtype), torch.empty_like(b_t)
 
 
+def sample_into(w: Tensor, b_t: Tensor, step: Tensor, kind: str, block: int, out: tuple[Tensor, Tensor]) -> None:
+    """The operator's work on memory that is there, of which the first has the dtype of w_hat."""
+    implementation("sampling", w.device, "auto").sample(w, b_t, Draw(0, step), kind, block, out[0].dtype, out)
+
+
+@_operator
+def _resample_op(w: Tensor, b_t: Tensor, step: Tensor, kind: str, block: int, dtype: torch.dtype, after: Tensor) -> Tensor:
+    """The same w_hat in the backward pass. `after`, a gradient, is not read: it says that this cannot be done before.
+
+    With `sample` itself a compiler would see two equal calls, make one of them, and keep its result.
+    """
+    w_hat: Tensor = _sample_op(w, b_t, 0, step, 0, 0, kind, block, dtype, "auto")[0]
+    return w_hat
+
+
+@_fake_of("resample")
+def _(w: Tensor, b_t: Tensor, step: Tensor, kind: str, block: int, dtype: torch.dtype, after: Tensor) -> Tensor:
+    return w.new_empty(w.shape, dtype=dtype)
+
+
+@_operator
+def _bitwidths_op(bitwidth: Tensor, b_init: float, b_target: float, limit: float) -> Tensor:
+    """b_t. As an operator, so that compiled code rounds the product before the sum too: its own code would fuse the two."""
+    return bitwidth.mul(b_init - b_target).add_(b_target).clamp_(max=limit)
+
+
+@_fake_of("bitwidths")
+def _(bitwidth: Tensor, b_init: float, b_target: float, limit: float) -> Tensor:
+    return torch.empty_like(bitwidth)
+
+
 @torch.library.custom_op("dither::sample_backward", mutates_args=())
 def _sample_backward_op(
     grad: Tensor,

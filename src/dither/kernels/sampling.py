@@ -316,21 +316,31 @@ def _noise(draw: Draw, rows: int, columns: int, kind: str, out: Tensor) -> Tenso
     return out
 
 
-def sample(w: Tensor, b_t: Tensor, draw: Draw, kind: str, block: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def sample(
+    w: Tensor,
+    b_t: Tensor,
+    draw: Draw,
+    kind: str,
+    block: int,
+    dtype: torch.dtype,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """(w_hat [N, K] in `dtype`, the blocks' largest magnitudes in float32) for w [N, K] and b_t, one float32 a block.
 
-    w begins at a multiple of 8 columns of the whole parameter.
+    w begins at a multiple of 8 columns of the whole parameter. `out` is memory for both, if there is some.
     """
     rows, columns = w.shape
-    out = torch.empty((rows, columns), dtype=dtype, device=w.device)
-    amax = torch.empty(block_count(rows, columns, block), dtype=torch.float32, device=w.device)
+    w_hat, amax = out or (
+        torch.empty((rows, columns), dtype=dtype, device=w.device),
+        torch.empty(block_count(rows, columns, block), dtype=torch.float32, device=w.device),
+    )
     if w.numel():
         w = w if w.stride(1) == 1 else w.contiguous()
         COLUMNS, warps = _tile_shape(block)
         _sample_kernel[tiles(1, rows, columns, block, COLUMNS)](
             w,
             b_t.contiguous(),
-            _codes(out),
+            _codes(w_hat),
             amax,
             *draw_arguments(draw),
             rows,
@@ -342,7 +352,7 @@ def sample(w: Tensor, b_t: Tensor, draw: Draw, kind: str, block: int, dtype: tor
             num_warps=warps,
             enable_fp_fusion=False,
         )
-    return out, amax
+    return w_hat, amax
 
 
 def block_amax(w: Tensor, block: int) -> Tensor:

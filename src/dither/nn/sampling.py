@@ -50,24 +50,13 @@ def how(sampling: Sampling, cast: Cast | None, dtype: torch.dtype, master: torch
     return How(sampling.noise, sampling.block, sampling.b_init, sampling.b_target, limit, safe, sampling.recompute)
 
 
-# As an operator, so that compiled code rounds the product before the sum too: its own code would fuse the two.
-@torch.library.custom_op("dither::bitwidths", mutates_args=())
-def _bitwidths(bitwidth: Tensor, b_init: float, b_target: float, limit: float) -> Tensor:
-    return bitwidth.mul(b_init - b_target).add_(b_target).clamp_(max=limit)
-
-
-@_bitwidths.register_fake
-def _(bitwidth: Tensor, b_init: float, b_target: float, limit: float) -> Tensor:
-    return torch.empty_like(bitwidth)
-
-
 def bitwidths(bitwidth: Tensor, has: How) -> Tensor:
     """b_t, float32 of the shape of `bitwidth`, without gradients.
 
     >>> bitwidths(torch.tensor([1.0, 0.5, 0.0]), how(Sampling(), None, torch.bfloat16, torch.float32))
     tensor([6., 5., 4.])
     """
-    b_t: Tensor = _bitwidths(bitwidth.detach(), has.b_init, has.b_target, has.limit)
+    b_t: Tensor = torch.ops.dither.bitwidths(bitwidth.detach(), has.b_init, has.b_target, has.limit)
     return b_t
 
 
@@ -122,16 +111,18 @@ class _Sampled(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(b_t, amax, draw)
         ctx.at, ctx.has, ctx.dtype = at, has, weight.dtype
-        return weight.new_empty((), dtype=dtype).expand(weight.shape) if w_hat is None else w_hat.clone()
+        return weight.new_empty((), dtype=dtype).expand(weight.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _no_second_derivative()
         b_t, amax, draw = ctx.saved_tensors
         has: How = ctx.has
-        dw, db_t = torch.ops.dither.sample_backward(
-            grad, amax, b_t, 0, draw, *ctx.at, has.kind, has.block, ctx.dtype, "auto"
-        )
+        drawn = (0, draw, *ctx.at, has.kind, has.block)
+        if grad.dtype == ctx.dtype:  # the gradient of w_hat is that of w
+            dw, db_t = grad, torch.ops.dither.bitwidth_grad(grad, amax, b_t, *drawn, "auto")
+        else:
+            dw, db_t = torch.ops.dither.sample_backward(grad, amax, b_t, *drawn, ctx.dtype, "auto")
         return dw, _bitwidth_grad(db_t, b_t, has), *[None] * 7
 
 
@@ -153,19 +144,6 @@ class Redo(NamedTuple):
     b_t: Tensor
     draw: Tensor
     has: How
-
-
-# Not `sample` itself: a compiler would see two equal calls, make one, and keep its result. `after`, the gradient of the output,
-# is not read; it says that this cannot be done before there is one.
-@torch.library.custom_op("dither::resample", mutates_args=())
-def _resample(weight: Tensor, b_t: Tensor, draw: Tensor, after: Tensor, kind: str, block: int, dtype: torch.dtype) -> Tensor:
-    w_hat: Tensor = torch.ops.dither.sample(weight, b_t, 0, draw, 0, 0, kind, block, dtype, "auto")[0]
-    return w_hat
-
-
-@_resample.register_fake
-def _(weight: Tensor, b_t: Tensor, draw: Tensor, after: Tensor, kind: str, block: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(weight, dtype=dtype)
 
 
 class _Linear(torch.autograd.Function):
@@ -197,7 +175,7 @@ class _Linear(torch.autograd.Function):
         dx = dw = dbias = None
         if need_x:
             if w_hat is None:
-                w_hat = _resample(weight.detach(), b_t, draw, dy, ctx.has.kind, ctx.has.block, ctx.dtype)
+                w_hat = torch.ops.dither.resample(weight.detach(), b_t, draw, ctx.has.kind, ctx.has.block, ctx.dtype, dy)
             dx = (dy_MN @ (w_hat.T if ctx.transposed else w_hat)).view(x.shape)
         if need_w:
             dw = x_MK.T @ dy_MN if ctx.transposed else dy_MN.T @ x_MK

@@ -109,10 +109,18 @@ def block_amax(w: Tensor, block: int) -> Tensor:
     return _blocks(w.float().abs(), block).amax(dim=(1, 3))
 
 
-def sample(w: Tensor, b_t: Tensor, draw: Draw, kind: str, block: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def sample(
+    w: Tensor,
+    b_t: Tensor,
+    draw: Draw,
+    kind: str,
+    block: int,
+    dtype: torch.dtype,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """(w_hat [N, K] in `dtype`, the blocks' largest magnitudes in float32) for w [N, K] and b_t, one float32 a block.
 
-    Where R is 0, w_hat is w. Example: w = 3 in a block whose largest magnitude is 4, b_t = 5, R = -1: 3 - 4 * 2^-4 = 2.75.
+    `out` is memory for both, if there is some. Where R is 0, w_hat is w. Example: w = 3 in a block whose largest magnitude is 4, b_t = 5, R = -1: 3 - 4 * 2^-4 = 2.75.
     """
     amax = block_amax(w, block)
     x = w.float()
@@ -121,7 +129,8 @@ def sample(w: Tensor, b_t: Tensor, draw: Draw, kind: str, block: int, dtype: tor
         r = noise(draw, rows, columns, kind)
         scale = _spread(block_scale(amax, b_t), block, rows, columns)
         x = torch.where(r == 0, x, x + r * scale)
-    return to_dtype(x, dtype), amax
+    w_hat = to_dtype(x, dtype)
+    return (w_hat, amax) if out is None else (out[0].copy_(w_hat), out[1].copy_(amax))
 
 
 def block_scale(amax: Tensor, b_t: Tensor) -> Tensor:
