@@ -677,3 +677,137 @@ def _(
     stored = _container(container, parsed)
     measured = x.new_empty(() if parsed.scaling.kind == "delayed" else (0,), dtype=torch.float32)
     return (*_empty_outputs(x, parsed, 1, stored), *_empty_outputs(x, parsed, 0, stored), measured)
+
+
+# Sampled weights -------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("dither::noise", mutates_args=())
+def _noise_op(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, kind: str, backend: str) -> Tensor:
+    """float32[rows, columns]: R, what a weight of that size draws; see `dither.reference.sampling`."""
+    code = implementation("sampling", step.device, backend)
+    return code.noise(Draw(key, step, row, column), rows, columns, kind)  # type: ignore[no-any-return]
+
+
+@_noise_op.register_fake
+def _(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, kind: str, backend: str) -> Tensor:
+    return step.new_empty((rows, columns), dtype=torch.float32)
+
+
+@torch.library.custom_op("dither::packed_noise", mutates_args=())
+def _packed_noise_op(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, kind: str, backend: str) -> Tensor:
+    """int32[rows, ceil(columns / 8)]: the same R in 4 bits, sign and magnitude."""
+    code = implementation("sampling", step.device, backend)
+    return code.packed_noise(Draw(key, step, row, column), rows, columns, kind)  # type: ignore[no-any-return]
+
+
+@_packed_noise_op.register_fake
+def _(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, kind: str, backend: str) -> Tensor:
+    return step.new_empty((rows, (columns + 7) // 8), dtype=torch.int32)
+
+
+@torch.library.custom_op("dither::sample", mutates_args=())
+def _sample_op(
+    w: Tensor,
+    b_t: Tensor,
+    key: int,
+    step: Tensor,
+    row: int,
+    column: int,
+    kind: str,
+    block: int,
+    dtype: torch.dtype,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """(w_hat [N, K] in `dtype`, the largest magnitude of each block in float32)."""
+    code = implementation("sampling", w.device, backend)
+    w_hat, amax = code.sample(w, b_t, Draw(key, step, row, column), kind, block, dtype)
+    # An operator's result may not be its argument.
+    return w_hat.clone() if w_hat is w else w_hat, amax
+
+
+@_sample_op.register_fake
+def _(
+    w: Tensor,
+    b_t: Tensor,
+    key: int,
+    step: Tensor,
+    row: int,
+    column: int,
+    kind: str,
+    block: int,
+    dtype: torch.dtype,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    return w.new_empty(w.shape, dtype=dtype), torch.empty_like(b_t)
+
+
+@torch.library.custom_op("dither::sample_backward", mutates_args=())
+def _sample_backward_op(
+    grad: Tensor,
+    amax: Tensor,
+    b_t: Tensor,
+    key: int,
+    step: Tensor,
+    row: int,
+    column: int,
+    kind: str,
+    block: int,
+    dtype: torch.dtype,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """(the gradient of w in `dtype`, that of b_t) from that of w_hat. Where no conversion is due, `bitwidth_grad` spares a copy."""
+    code = implementation("sampling", grad.device, backend)
+    grad_w, grad_b_t = code.sample_backward(grad, amax, b_t, Draw(key, step, row, column), kind, block, dtype)
+    return grad_w.clone() if grad_w is grad else grad_w, grad_b_t
+
+
+@_sample_backward_op.register_fake
+def _(
+    grad: Tensor,
+    amax: Tensor,
+    b_t: Tensor,
+    key: int,
+    step: Tensor,
+    row: int,
+    column: int,
+    kind: str,
+    block: int,
+    dtype: torch.dtype,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    return grad.new_empty(grad.shape, dtype=dtype), torch.empty_like(b_t)
+
+
+@torch.library.custom_op("dither::bitwidth_grad", mutates_args=())
+def _bitwidth_grad_op(
+    grad: Tensor,
+    amax: Tensor,
+    b_t: Tensor,
+    key: int,
+    step: Tensor,
+    row: int,
+    column: int,
+    kind: str,
+    block: int,
+    backend: str,
+) -> Tensor:
+    """The gradient of b_t alone, for when that of w_hat is that of w."""
+    code = implementation("sampling", grad.device, backend)
+    return code.bitwidth_grad(grad, amax, b_t, Draw(key, step, row, column), kind, block)  # type: ignore[no-any-return]
+
+
+@_bitwidth_grad_op.register_fake
+def _(
+    grad: Tensor,
+    amax: Tensor,
+    b_t: Tensor,
+    key: int,
+    step: Tensor,
+    row: int,
+    column: int,
+    kind: str,
+    block: int,
+    backend: str,
+) -> Tensor:
+    return torch.empty_like(b_t)

@@ -1,0 +1,191 @@
+"""Gaussian weight sampling: a weight plus random noise as large as a rounding to b_t bits would make (GaussWS).
+
+    w_hat = w + R * (max_block|w| * 2^(1 - b_t))
+
+One b_t for each B x B block, ragged at the edges. R is drawn by coordinates, so that backward draws it again instead of
+keeping it. Every step is integer arithmetic or an exactly rounded float32 operation, in a fixed order.
+"""
+
+import torch
+from torch import Tensor
+
+from dither.formats import TABLE, Format
+from dither.precision import Rounding
+from dither.random import Draw
+from dither.reference import philox, rounding
+
+NOISES = ("rounded_normal", "rounded_normal_exact", "uniform", "none")
+"""What R may be."""
+
+DTYPES = {
+    torch.float32: TABLE["fp32"],
+    torch.bfloat16: TABLE["bf16"],
+    torch.float16: TABLE["fp16"],
+    torch.float8_e4m3fn: TABLE["e4m3"],
+    torch.float8_e5m2: TABLE["e5m2"],
+}
+"""What sampled weights may be stored as."""
+
+ROUNDED_NORMAL = (291, 3)
+"""|R| is at least 1, 2 when ten random bits are below these: P(|R| = 1) = 288/1024 and P(|R| = 2) = 3/1024 (Eq. 8)."""
+
+ROUNDED_NORMAL_EXACT = (681419127, 5797768, 1231)
+"""The same for 31 bits: 2^31 P(|N(0, 1)| >= 2k - 1) for k = 1, 2, 3, to the nearest integer; for k = 4 that is 0."""
+
+POW2 = tuple(
+    map(float.fromhex, ("0x1.62e43p-1", "0x1.ebfbdcp-3", "0x1.c6aee8p-5", "0x1.3b2d4cp-7", "0x1.5f3e52p-10", "0x1.41fbbcp-13"))
+)
+"""2^f = 1 + f (c1 + f (c2 + ...)) for |f| <= 1/2: the best for the relative error, 2.0e-9, rounded to float32."""
+
+LN2 = float.fromhex("0x1.62e43p-1")
+"""ln 2 as a float32."""
+
+
+def width(kind: str) -> int:
+    """How many random bits an element draws."""
+    return 32 if kind == "rounded_normal_exact" else 16
+
+
+def noise_of(bits: Tensor, kind: str) -> Tensor:
+    """float32 R for int32 `bits`, of which the low `width(kind)` are random: what all of this module draws.
+
+    - rounded_normal: bit 15 is the sign and bits 5 to 14 are u: |R| is 2 when u < 3, 1 when 3 <= u < 291, and else 0.
+    - rounded_normal_exact: bit 31 is the sign and bits 0 to 30 are u, compared with `ROUNDED_NORMAL_EXACT`: round(N(0, 1) / 2).
+    - uniform: (2 h + 1) / 2^17 - 1/2 of all 16 bits h, rounded to the nearest BF16 number.
+    - none: 0.
+    """
+    if kind == "none":
+        return torch.zeros_like(bits, dtype=torch.float32)
+    if kind == "uniform":
+        centred = (2 * bits + 1 - (1 << 16)).float() * 2.0**-17
+        return rounding.round_values(centred, TABLE["bf16"], Rounding("nearest"), True, None)
+    if kind == "rounded_normal":
+        u, negative, thresholds = bits >> 5 & 0x3FF, bits & 0x8000 != 0, ROUNDED_NORMAL
+    else:
+        u, negative, thresholds = bits & 0x7FFFFFFF, bits < 0, ROUNDED_NORMAL_EXACT
+    magnitude = sum((u < t).float() for t in thresholds)
+    return torch.where(negative & (magnitude > 0), -magnitude, magnitude)
+
+
+def noise(draw: Draw, rows: int, columns: int, kind: str) -> Tensor:
+    """float32[rows, columns]: R for each element by its coordinates."""
+    return noise_of(philox.random_bits(draw, rows, columns, width(kind)), kind)
+
+
+def packed_noise(draw: Draw, rows: int, columns: int, kind: str) -> Tensor:
+    """int32[rows, ceil(columns / 8)]: R in 4 bits, |R| in the lower three and the sign on top, the first element lowest.
+
+    For the kinds whose R is an integer. Example: R = 1, -2, 0, ... is the word 0x...0A1.
+    """
+    r = noise(draw, rows, columns, kind).to(torch.int64)
+    codes = torch.nn.functional.pad(r.abs() | (r < 0).long() << 3, (0, -columns % 8))
+    words = (codes.reshape(rows, -1, 8) << torch.arange(0, 32, 4, device=r.device)).sum(-1)
+    return words.to(torch.int32)  # keeps the low 32 bits
+
+
+def pow2(x: Tensor) -> Tensor:
+    """2^x for float32 `x`, exact for integers and within 1.23 units of the last place else; x stops at -126 and at 127.
+
+    The nearest integer goes to the exponent field, and `POW2` takes the rest, which is exact.
+    """
+    x = x.clamp(-126.0, 127.0)  # NaN stays
+    large = x + 1.5 * 2.0**23  # no room for a fraction: the adder rounds it off, and the low bits are the integer
+    fraction = x - (large - 1.5 * 2.0**23)
+    value = torch.full_like(fraction, POW2[-1])
+    for coefficient in POW2[-2::-1]:
+        value = value * fraction + coefficient
+    value = value * fraction + 1.0
+    exponent = large.view(torch.int32) - 0x4B400000
+    return torch.where(x.isnan(), x, (value.view(torch.int32) + (exponent << 23)).view(torch.float32))
+
+
+def block_count(rows: int, columns: int, block: int) -> tuple[int, int]:
+    """Blocks down and across."""
+    return -(-rows // block), -(-columns // block)
+
+
+def block_amax(w: Tensor, block: int) -> Tensor:
+    """float32[ceil(N / block), ceil(K / block)]: the largest magnitude of each block of w [N, K]; NaN if it holds one."""
+    return _blocks(w.float().abs(), block).amax(dim=(1, 3))
+
+
+def sample(w: Tensor, b_t: Tensor, draw: Draw, kind: str, block: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(w_hat [N, K] in `dtype`, the blocks' largest magnitudes in float32) for w [N, K] and b_t, one float32 a block.
+
+    Where R is 0, w_hat is w. Example: w = 3 in a block whose largest magnitude is 4, b_t = 5, R = -1: 3 - 4 * 2^-4 = 2.75.
+    """
+    amax = block_amax(w, block)
+    x = w.float()
+    if kind != "none":
+        rows, columns = w.shape
+        r = noise(draw, rows, columns, kind)
+        scale = _spread(block_scale(amax, b_t), block, rows, columns)
+        x = torch.where(r == 0, x, x + r * scale)
+    return to_dtype(x, dtype), amax
+
+
+def block_scale(amax: Tensor, b_t: Tensor) -> Tensor:
+    """amax * 2^(1 - b_t): what R is multiplied by, of the shape of both."""
+    return amax * pow2(1.0 - b_t)
+
+
+def sample_backward(
+    grad: Tensor, amax: Tensor, b_t: Tensor, draw: Draw, kind: str, block: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The gradients of w, in `dtype` (`grad` itself if that is its own), and of b_t, from that of w_hat [N, K].
+
+    dL/dw = dL/dw_hat; dL/db_t = -ln 2 * scale * sum_block(dL/dw_hat * R), where the largest magnitude counts as constant.
+    """
+    return to_dtype(grad, dtype), bitwidth_grad(grad, amax, b_t, draw, kind, block)
+
+
+def bitwidth_grad(grad: Tensor, amax: Tensor, b_t: Tensor, draw: Draw, kind: str, block: int) -> Tensor:
+    """The gradient of b_t alone, float32 of its shape."""
+    if kind == "none":
+        return torch.zeros_like(b_t)
+    P, Q = b_t.shape
+    padded = _blocks(grad.float(), block).reshape(P * block, Q * block)
+    products = padded * noise(draw, P * block, Q * block, kind)
+    return block_sum(products, block) * block_scale(amax, b_t) * -LN2
+
+
+def block_sum(x: Tensor, block: int) -> Tensor:
+    """float32[P, Q]: sums over the blocks of x [P * block, Q * block], in an order that does not depend on who adds.
+
+    Neighbouring columns in pairs, three times; then the upper and the lower half of the rows, until one is left; then
+    neighbouring columns in pairs again, until one is left. Additions only ever join two numbers.
+    """
+    rows, columns = x.shape
+    x = x.reshape(rows // block, block, columns)
+    for _ in range(3):
+        x = x[..., 0::2] + x[..., 1::2]
+    while x.shape[1] > 1:
+        upper, lower = x.chunk(2, dim=1)
+        x = upper + lower
+    x = x.squeeze(1)
+    while x.shape[1] > columns // block:
+        x = x[:, 0::2] + x[:, 1::2]
+    return x
+
+
+def to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` to the nearest, ties to even. Beyond the range of 16 bits lies Inf, which is seen; FP8 saturates, as casts do."""
+    if x.dtype == dtype:
+        return x
+    format: Format = DTYPES[dtype]
+    values = rounding.round_values(x.float(), format, Rounding("nearest"), format.bits == 8, None)
+    if format.bits == 8:
+        return rounding.encode(values, format).to(torch.uint8).view(dtype)
+    return values.to(dtype)  # exact
+
+
+def _blocks(x: Tensor, block: int) -> Tensor:
+    """x [N, K] with zeros at the ragged edges, as [P, block, Q, block]."""
+    P, Q = block_count(*x.shape, block)
+    padded = torch.nn.functional.pad(x, (0, Q * block - x.shape[1], 0, P * block - x.shape[0]))
+    return padded.reshape(P, block, Q, block)
+
+
+def _spread(groups: Tensor, block: int, rows: int, columns: int) -> Tensor:
+    """Repeat a value a block to one an element."""
+    return groups.repeat_interleave(block, 0)[:rows].repeat_interleave(block, 1)[:, :columns]
