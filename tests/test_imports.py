@@ -13,6 +13,7 @@ ORDER = [
     "dither.errors",
     "dither.formats",
     "dither.precision",
+    "dither.bitwidths",
     "dither.recipes",
     "dither.engines",
     "dither.random",

@@ -1,0 +1,159 @@
+"""What a bitwidth of sampled weights means in number formats. Nothing here imports torch.
+
+A sampled weight is w + R * amax * 2^(1 - b_t), with amax the largest magnitude of its block and 2^-r the smallest nonzero |R|.
+Two questions follow. Which formats still see the noise while training: `safe_bitwidth`. And which formats suffice for the
+weights once they have been trained with it: `required_format`, `capacity`, `deployable`. docs/deployment.md derives them.
+
+>>> safe_bitwidth("bf16"), safe_bitwidth("e4m3"), safe_bitwidth("e2m1")
+(8.0, 4.0, 2.0)
+>>> [str(deployable(b)) for b in (3, 4, 5, 6)]
+['e2m1', 'e3m2', 'e4m3', 'bf16']
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from dither.errors import UserError
+from dither.formats import Format
+from dither.precision import did_you_mean
+
+SMALLEST = {"rounded_normal": 0, "rounded_normal_exact": 0, "uniform": 4, "none": None}
+"""r, where 2^-r is the magnitude of noise that the bounds speak of: the smallest nonzero one, 1, of rounded normal noise.
+
+Uniform noise has magnitudes next to zero, which vanish in any format, so no bound holds for every draw. Its 4 is the paper's,
+which counts in sixteenths: the bounds then hold for the draws with |R| >= 1/16, seven of eight. `none` has nothing to lose.
+"""
+
+DEPLOYABLE = ("e2m1", "e3m2", "e4m3", "bf16", "fp16", "fp32")
+"""Formats that trained weights are cast to, narrow to wide. e2m3 is none of them: by its range it carries no more than e2m1."""
+
+
+def safe_bitwidth(
+    format: str | Format, noise: str = "rounded_normal", *, master: Literal["fp32", "same"] = "fp32", guaranteed: bool = True
+) -> float:
+    """The largest b_t at which noise still changes a weight that is rounded to nearest in `format`, with m mantissa bits.
+
+    What matters is the binade of the block's largest weight, where the noise is smallest beside the spacing s of the format.
+    - `master="fp32"`: weights lie anywhere between the numbers of the format, and only noise of s is sure to reach another
+      one: m + 1 - r.
+    - `master="same"`: weights are numbers of the format, and noise above s / 2 suffices: any b_t < m + 2 - r, were w_hat not
+      rounded to float32 first. The result is the largest multiple of 2^-16 that is safe with both roundings.
+    - `guaranteed=False`: the paper's bound, m + 2 - r. With float32 masters noise of |R| = 2^-r may be as small as s / 2 there,
+      and vanishes for up to half of the weights in that binade.
+
+    This holds where the block's largest weight, once scaled, is at least twice the smallest normal number of the format (in the
+    topmost binade of an integer format), and nothing saturates.
+    `noise` is a kind of noise (`SMALLEST` says what is meant for uniform noise); without noise every bitwidth is safe.
+
+    >>> safe_bitwidth("bf16", guaranteed=False), safe_bitwidth("bf16", "uniform", guaranteed=False)  # the paper's examples
+    (9.0, 5.0)
+    >>> safe_bitwidth("e4m3", master="same")
+    4.9999847412109375
+    """
+    m = _mantissa_bits(Format.parse(format) if isinstance(format, str) else format)
+    if master not in ("fp32", "same"):
+        raise UserError(f"Masters are kept in 'fp32', or in the 'same' format as the operator's; given was master={master!r}.")
+    if (r := _smallest(noise)) is None:
+        return math.inf
+    if not guaranteed:
+        return float(m + 2 - r)
+    if master == "fp32" and m < FP32_MANTISSA:
+        return float(m + 1 - r)
+    # A power of two 2^a plus noise n must come out above 2^a + s / 2. In float32 that takes n > s / 2 + 2^(a - 24): less is
+    # rounded to the very middle, and from there back to 2^a, which is even. 2^-22 is what rounding n itself may take away.
+    twice = math.ldexp(1.0, m - FP32_MANTISSA) if m < FP32_MANTISSA else 0.0
+    supremum = m + 2 - r - math.log2((1 + twice) / (1 - 2**-22))
+    return math.floor(supremum * 2**16) / 2**16
+
+
+@dataclass(frozen=True)
+class RequiredFormat:
+    """What the paper's Table 2 lists for a bitwidth: the fewest bits that weights trained with it need at inference."""
+
+    exponent_bits: int
+    mantissa_bits: int
+    ranges: int
+    """Binades with full precision; one more holds the subnormal numbers."""
+
+    def __str__(self) -> str:
+        return f"e{self.exponent_bits}m{self.mantissa_bits}"
+
+
+def required_format(b_t: float, noise: str = "rounded_normal") -> RequiredFormat:
+    """Table 2 of the paper, for every bitwidth.
+
+    Mantissa: m >= b_t - 2 + r, the paper's bound turned around. Exponent: with amax in [1, 2), weights below 2^(1 - m - b_t)
+    were lost to the noise in training and need not be kept. A format has that as its smallest number if its normal ones begin
+    at 2^(1 - b_t): b_t binades and the subnormal range, and as many exponent bits as tell them apart.
+
+    >>> [str(required_format(b)) for b in (3, 6, 12)]
+    ['e2m1', 'e3m4', 'e4m10']
+    >>> str(required_format(4.3))
+    'e3m3'
+    """
+    r = _smallest(noise)
+    ranges = max(1, math.ceil(_bitwidth(b_t)))
+    mantissa = 0 if r is None else max(0, math.ceil(b_t - 2 + r))
+    return RequiredFormat(ranges.bit_length(), mantissa, ranges)  # bit_length: the least e with 2^e >= ranges + 1
+
+
+def capacity(format: str | Format, noise: str = "rounded_normal") -> int:
+    """The largest b_t that `format` carries at inference by Table 2: both its mantissa and its binades must suffice.
+
+    >>> {name: capacity(name) for name in ("e2m1", "e2m3", "e3m2", "e4m3", "e3m4", "bf16")}
+    {'e2m1': 3, 'e2m3': 3, 'e3m2': 4, 'e4m3': 5, 'e3m4': 6, 'bf16': 9}
+    """
+    element = Format.parse(format) if isinstance(format, str) else format
+    if element.is_integer:
+        raise UserError(
+            f"Table 2 counts binades of equal precision, which {element} has none of: ask for a format such as 'e4m3'."
+        )
+    r = _smallest(noise)
+    binades = element.max_exponent - element.min_exponent + 1
+    return binades if r is None else min(binades, element.mantissa_bits + 2 - r)
+
+
+def deployable(b_t: float, formats: Iterable[str] = DEPLOYABLE, noise: str = "rounded_normal") -> Format:
+    """The first of `formats` with the fewest bits that carries b_t.
+
+    >>> deployable(4.2).name, deployable(5.5, ("e4m3", "e3m4", "bf16")).name
+    ('e4m3', 'e3m4')
+    """
+    _bitwidth(b_t)
+    given = [Format.parse(name) for name in formats]
+    if not given:
+        raise UserError(
+            "There is no format to choose from: formats= is empty, and takes names such as 'e2m1', 'e4m3' and 'bf16'."
+        )
+    for element in sorted(given, key=lambda element: element.bits):
+        if capacity(element, noise) >= b_t:
+            return element
+    most = max(given, key=lambda element: capacity(element, noise))
+    raise UserError(
+        f"No format among {', '.join(element.name for element in given)} carries a bitwidth of {b_t:g}: "
+        f"{most} comes furthest, with {capacity(most, noise)}; add a wider one."
+    )
+
+
+FP32_MANTISSA = 23
+"""Mantissa bits of float32, in which w_hat is computed before it is rounded to the operator's format."""
+
+
+def _mantissa_bits(format: Format) -> int:
+    """How many bits a number in the topmost binade has below its first: for an integer format, those of its range."""
+    return format.max_exponent - round(math.log2(format.spacing(format.max)))
+
+
+def _smallest(noise: str) -> int | None:
+    if not isinstance(noise, str) or noise not in SMALLEST:
+        hint = did_you_mean(noise, SMALLEST) if isinstance(noise, str) else ""
+        raise UserError(f"There is no noise {noise!r}{hint}: choose one of {', '.join(SMALLEST)}.")
+    return SMALLEST[noise]
+
+
+def _bitwidth(b_t: float) -> float:
+    if not isinstance(b_t, int | float) or isinstance(b_t, bool) or not 0 <= b_t < math.inf:
+        raise UserError(f"A bitwidth is a finite number that is not negative, such as 4.5, not {b_t!r}.")
+    return b_t
