@@ -406,8 +406,8 @@ class LayerPrecision:
 
     def on(self, name: str) -> "LayerPrecision":
         """What it says of the layer of that name: without the samplings that have it not among their `parts`."""
-        kept = {each: how if (how := getattr(self, each)) and how.takes(name) else None for each in SAMPLINGS}
-        return replace(self, **kept)
+        dropped = {each: None for each in SAMPLINGS if (how := getattr(self, each)) and not how.takes(name)}
+        return replace(self, **dropped) if dropped else self  # type: ignore[arg-type]
 
     def cell(self, operand: str) -> str:
         """An operand's cast and sampling in a few words, for a table."""
