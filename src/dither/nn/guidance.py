@@ -61,8 +61,12 @@ def bitwidth_loss(model: nn.Module) -> Tensor:
 def _sum_of_magnitudes(bitwidths: list[Tensor]) -> Tensor:
     first = bitwidths[0]
     if isinstance(first, DTensor):
-        whole: Tensor = first.abs().sum().full_tensor()
-        return whole
+        part = first.to_local().abs().sum()
+        total = part.detach().clone()
+        for dimension, placement in enumerate(first.placements):
+            if not placement.is_replicate():
+                torch.distributed.all_reduce(total, group=first.device_mesh.get_group(dimension))
+        return total + (part - part.detach())  # every process sees all, and gives gradients to its own
     return torch.cat([bitwidth.flatten() for bitwidth in bitwidths]).abs().sum()
 
 

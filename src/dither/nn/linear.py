@@ -271,7 +271,7 @@ class Linear(nn.Linear):
         has = self._hows["sampling", kept, weight.dtype]
         draw = self._draw if self._inside else functional.drawn(state, functional.PURPOSES.index("sample"), moved=False)
         if isinstance(weight, DTensor):
-            w_hat = sampling.sample_spread(weight, bitwidth, draw, has, kept, self.name)
+            w_hat = sampling.sample_spread(weight, bitwidth, _local(draw), has, kept, self.name)
             return functional.linear(x, w_hat, self.bias, settings, state=state)
         held = self._holds and self._holds_sample
         b_t = self._b_t if self._prepared else sampling.bitwidths(bitwidth, has)
@@ -538,7 +538,8 @@ class TrainingStep:
         for layer in layers:
             if layer._buffers["_draw"] is None:
                 assert layer._keys is not None
-                key = layer._keys[functional.PURPOSES.index("sample")]
+                # Parallelizing a module spreads its buffers too: all of them everywhere.
+                key = _local(layer._keys)[functional.PURPOSES.index("sample")]
                 layer._draw = torch.stack((torch.zeros_like(key), torch.zeros_like(key), key))
         if layers:
             steps = [layer._draw[0] for layer in layers]
