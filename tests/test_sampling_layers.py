@@ -66,10 +66,7 @@ def magnitudes(w: Tensor, block: int = 32) -> Tensor:
     """The largest magnitude of each block, by loops."""
     rows, columns = w.shape
     return torch.tensor(
-        [
-            [w[i : i + block, j : j + block].abs().max() for j in range(0, columns, block)]
-            for i in range(0, rows, block)
-        ],
+        [[w[i : i + block, j : j + block].abs().max() for j in range(0, columns, block)] for i in range(0, rows, block)],
         dtype=torch.float64,
     )
 
@@ -79,10 +76,14 @@ def gradients(model: nn.Module) -> list[Tensor | None]:
 
 
 def same(a: list[Tensor | None], b: list[Tensor | None]) -> bool:
-    return len(a) == len(b) and all((x is None) == (y is None) and (x is None or torch.equal(x, y)) for x, y in zip(a, b, strict=True))
+    return len(a) == len(b) and all(
+        (x is None) == (y is None) and (x is None or torch.equal(x, y)) for x, y in zip(a, b, strict=True)
+    )
 
 
-def run(model: nn.Module, call=None, *, steps: int = 2, micro: int = 2, k: int = 70, context=contextlib.nullcontext) -> list[Tensor]:
+def run(
+    model: nn.Module, call=None, *, steps: int = 2, micro: int = 2, k: int = 70, context=contextlib.nullcontext
+) -> list[Tensor]:
     """Outputs, and the gradients of each step added up over micro-batches."""
     found = []
     for step in range(steps):
@@ -340,12 +341,20 @@ def test_without_noise_a_sampled_layer_is_nn_linear_bit_for_bit() -> None:
     """float32 weights under autocast to bfloat16, and bfloat16 weights without it."""
     autocast = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
     x, dy = data(9, 40, 36)
-    for dtype, context in ((torch.float32, autocast), (torch.bfloat16, contextlib.nullcontext), (torch.float32, contextlib.nullcontext)):
+    for dtype, context in (
+        (torch.float32, autocast),
+        (torch.bfloat16, contextlib.nullcontext),
+        (torch.float32, contextlib.nullcontext),
+    ):
         plain = nn.Linear(40, 36, dtype=dtype)
         compute = "bf16" if context is autocast else "fp32"
         for recompute in (False, True):
             made = Linear(
-                40, 36, dtype=dtype, compute=compute, precision=LayerPrecision(sampling=Sampling(noise="none", recompute=recompute))
+                40,
+                36,
+                dtype=dtype,
+                compute=compute,
+                precision=LayerPrecision(sampling=Sampling(noise="none", recompute=recompute)),
             )
             made.load_state_dict(plain.state_dict(), strict=False)
             results = []
@@ -502,7 +511,9 @@ def test_bitwidths_stay_float32_whatever_the_model_becomes() -> None:
     dither.optim.training(model, "bf16-sr", 1e-3)
     assert (model[0].weight.dtype, model[0].bitwidth.dtype) == (torch.bfloat16, torch.float32)
     made.bitwidth.data = made.bitwidth.data.bfloat16()
-    with pytest.raises(UserError, match=f"bitwidth of the layer '{NAME}' is torch.bfloat16, and bitwidths are learned in float32"):
+    with pytest.raises(
+        UserError, match=f"bitwidth of the layer '{NAME}' is torch.bfloat16, and bitwidths are learned in float32"
+    ):
         made(data()[0])
 
 
@@ -660,7 +671,9 @@ def test_the_type_of_a_step_is_that_of_the_plan() -> None:
     with (
         training_step(made, step=0),
         torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(UserError, match=f"'{NAME}' computes in torch.bfloat16 and was told compute='fp32' when this training_step"),
+        pytest.raises(
+            UserError, match=f"'{NAME}' computes in torch.bfloat16 and was told compute='fp32' when this training_step"
+        ),
     ):
         made(data()[0])
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
@@ -673,7 +686,10 @@ def test_the_type_of_a_step_is_that_of_the_plan() -> None:
 
 def test_a_weight_that_changes_inside_a_step_is_an_error() -> None:
     made = layer()
-    with pytest.raises(UserError, match="changed inside a training_step, which holds a sample of it"), training_step(made, step=0):
+    with (
+        pytest.raises(UserError, match="changed inside a training_step, which holds a sample of it"),
+        training_step(made, step=0),
+    ):
         with torch.no_grad():
             made.weight.add_(1)
         made(data()[0])
@@ -714,7 +730,10 @@ def test_a_sampling_goes_through_json_with_its_plan() -> None:
     assert Plan.from_dict(fewer).default.sampling == Sampling()
 
 
-LLAMA = [f"model.layers.0.{part}" for part in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")]
+LLAMA = [
+    f"model.layers.0.{part}"
+    for part in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+]
 GPT2 = [f"transformer.h.3.{part}" for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
 NEOX = [
     f"gpt_neox.layers.1.{part}"
@@ -740,7 +759,9 @@ def test_parts_of_models(names: list[str]) -> None:
 
 def test_parts_choose_layers_within_a_plan() -> None:
     fp8 = LayerPrecision.of(weight="e4m3 block(32)")
-    plan = Plan((("*.layers.0.*", fp8), ("*.layers.1.self_attn.*", None)), compute="fp32").with_sampling(Sampling(parts="od", b_init=4))
+    plan = Plan((("*.layers.0.*", fp8), ("*.layers.1.self_attn.*", None)), compute="fp32").with_sampling(
+        Sampling(parts="od", b_init=4)
+    )
     model = Llama(PRESETS["tiny"])
     record = convert(model, plan)
     assert {each.name.rpartition(".")[2] for each in record.layers if each.precision.sampling} == {"o_proj", "down_proj"}
@@ -773,12 +794,18 @@ def test_parts_choose_layers_within_a_plan() -> None:
         (lambda: BitwidthLoss(math.inf), "The weight of BitwidthLoss is a number of at least 0, not inf"),
         (lambda: Sampling.from_dict({"bits": 4}), "A sampling has no key 'bits'"),
         (lambda: Sampling.from_dict({"guidance": {"kind": "weight_decay"}}), "is a list of objects"),
-        (lambda: Sampling.from_dict({"guidance": [{"kind": "decay"}]}), "one of 'weight_decay', 'bitwidth_loss', not {'kind': 'decay'}"),
+        (
+            lambda: Sampling.from_dict({"guidance": [{"kind": "decay"}]}),
+            "one of 'weight_decay', 'bitwidth_loss', not {'kind': 'decay'}",
+        ),
         (lambda: Sampling.from_dict({"guidance": [{"kind": "weight_decay", "weight": 1}]}), "has no key 'weight'"),
         (lambda: LayerPrecision(sampling=4), "takes a Sampling or None as sampling, not 4"),
         (lambda: LayerPrecision(Cast.parse("e4m3"), sampling=Sampling(recompute=True)), "use recompute=False beside casts"),
         (lambda: LayerPrecision(input_sampling=Sampling(recompute=True)), "use recompute=False"),
-        (lambda: convert(Llama(PRESETS["tiny"]), Plan().with_sampling(Sampling(parts="odd"))), "parts='odd' that takes no layer"),
+        (
+            lambda: convert(Llama(PRESETS["tiny"]), Plan().with_sampling(Sampling(parts="odd"))),
+            "parts='odd' that takes no layer",
+        ),
         (
             lambda: convert(Llama(PRESETS["tiny"]), Plan().with_sampling(Sampling(parts="re:.*c_proj"))),
             "there are model.layers.*.self_attn.q_proj, model.layers.*.self_attn.k_proj",

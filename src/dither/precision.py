@@ -257,7 +257,9 @@ class Sampling:
                 "exchange them, or give both the same number."
             )
         if not isinstance(self.parts, str) or not self.parts:
-            raise UserError(f"The parts of a Sampling are one of {', '.join(PARTS)}, or a pattern of names, not {self.parts!r}.")
+            raise UserError(
+                f"The parts of a Sampling are one of {', '.join(PARTS)}, or a pattern of names, not {self.parts!r}."
+            )
         matches(self.parts, "")  # so that a wrong regular expression is found here
         if not isinstance(self.recompute, bool):
             raise UserError(f"The recompute of a Sampling is true or false, not {self.recompute!r}.")

@@ -205,7 +205,9 @@ class Linear(nn.Linear):
         """
         bitwidth = self.input_bitwidth if input else self.bitwidth
         if bitwidth is None:
-            raise UserError(f"The {'input' if input else 'weight'} of the layer {self.name!r} is not sampled: it has no bitwidths.")
+            raise UserError(
+                f"The {'input' if input else 'weight'} of the layer {self.name!r} is not sampled: it has no bitwidths."
+            )
         whole = bitwidth.full_tensor() if isinstance(bitwidth, DTensor) else bitwidth
         return sampling.bitwidths(whole, self._how("input_sampling" if input else "sampling"))
 
@@ -300,7 +302,9 @@ class Linear(nn.Linear):
         assert self.input_bitwidth is not None
         self._check_float32("input_bitwidth", self.input_bitwidth)
         if isinstance(x, DTensor) or isinstance(self.input_bitwidth, DTensor):
-            raise UserError(f"The input of the layer {self.name!r} is spread over processes, and only weights are sampled there.")
+            raise UserError(
+                f"The input of the layer {self.name!r} is spread over processes, and only weights are sampled there."
+            )
         has = self._how("input_sampling") if self._prepared else self._hows["input_sampling", dtype, torch.float32]
         b_t = self._input_b_t if self._prepared else sampling.bitwidths(self.input_bitwidth, has)
         draw = functional.drawn(state, functional.PURPOSES.index("sample_input"))

@@ -242,9 +242,7 @@ def sample_input(x: Tensor, bitwidth: Tensor, b_t: Tensor, draw: Tensor, has: Ho
 
 # As operators, so that compiled code rounds after each operation as well.
 @torch.library.custom_op("dither::sample_input", mutates_args=())
-def _sample_input(
-    x: Tensor, b_t: Tensor, draw: Tensor, kind: str, block: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _sample_input(x: Tensor, b_t: Tensor, draw: Tensor, kind: str, block: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x_hat [M, K], and the largest magnitude of each block, float32[M, ceil(K / block)]."""
     rows, columns = x.shape
     amax = _groups(x.float().abs(), block).amax(dim=2)
@@ -280,9 +278,7 @@ class _Input(torch.autograd.Function):
     """Noise on the input; its gradient passes straight through to x."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, bitwidth: Tensor, b_t: Tensor, draw: Tensor, has: How, dtype: torch.dtype
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bitwidth: Tensor, b_t: Tensor, draw: Tensor, has: How, dtype: torch.dtype) -> Tensor:
         x_hat, amax = _sample_input(x.reshape(-1, x.shape[-1]), b_t, draw, has.kind, has.block, dtype)
         ctx.save_for_backward(bitwidth, b_t, amax, draw)
         ctx.has, ctx.dtype = has, x.dtype
