@@ -31,7 +31,7 @@ class Quantized:
 
     `values` has the tensor's shape, with 4-bit codes two to a byte and 6-bit codes four to three bytes along `axis`.
     `scale` has one entry a group, in the order of the tensor's dimensions: multiply codes by it (and by `tensor_scale`,
-    which nvfp4 has) to get numbers back. The memory of both runs along `axis`, as the product over that axis wants it.
+    which nvfp4 has) to get numbers back. The memory of codes runs along `axis`, as the product over that axis wants it.
     """
 
     values: Tensor

@@ -270,14 +270,22 @@ def cast_weight(
     return _both(weight, how, state.weight_amax, _drawn(how, state, 1, moved=False), along, across, dtype)
 
 
-def cast_weight_again(weight: Tensor, how: Casting, state: State, held: Layouts) -> None:
-    """Both layouts of a weight into those of an earlier cast, which stay where they are."""
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Codes and scales of both layouts as `quantize_both` gives them: in the order of the matrix's dimensions."""
+
+
+def outputs(held: Layouts) -> Outputs:
+    """The memory of a cast for both layouts, to be written again."""
     along, across = held
     assert along is not None
     assert across is not None
     assert along.scale is not None
     assert across.scale is not None
-    out = (along.values, along.scale, across.values.T, _turned(across.scale))
+    return along.values, along.scale, across.values.T, _turned(across.scale)
+
+
+def cast_weight_again(weight: Tensor, how: Casting, state: State, out: Outputs) -> None:
+    """Both layouts of a weight into those of an earlier cast, which stay where they are."""
     amax = state.weight_amax
     measured = ops.quantize_both_into(
         weight.detach(), how.cast, amax.given, how.container, _drawn(how, state, 1, moved=False), out
@@ -344,12 +352,36 @@ def _product(
 ) -> Tensor:
     # Fast accumulation in forward only, and only of what is FP8 by itself: gradients and FP4 sums keep all their bits.
     fast = which == "forward" and not a_how.container and not b_how.container
+    if torch.compiler.is_compiling() and a.values.is_cuda and not has.emulate and a.scale is not None and b.scale is not None:
+        scaling = _compiled_scaling(a_how.stored, b_how.stored, a.values.device.index)
+        if scaling and not (b.values.shape[0] % engines.ALIGNMENT or length % engines.ALIGNMENT) and a.values.numel():
+            # What the operator below would call: as torch's own operation it costs the host a fraction of the time.
+            inside = None if bias is None or dtype == torch.float32 else bias.to(dtype)
+            y = torch._scaled_mm(
+                a.values, b.values.T, a.scale, _turned(b.scale), bias=inside, out_dtype=dtype, use_fast_accum=fast
+            )
+            return y if bias is None or inside is not None else y + bias
     where = f"{_where(has)}, {which.replace('_', ' ')} product"
     result: Tensor = torch.ops.dither.product(
         a.values, a.scale, a.tensor_scale, a_how.stored, b.values, b.scale, b.tensor_scale, b_how.stored,
         length, bias, dtype, fast, has.emulate, where,
     )  # fmt: skip
     return result
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _compiled_scaling(a: str, b: str, device: int) -> str:
+    """How FP8 units scale these operands, if by tensor or by row both of them; else "", and the operator decides."""
+    if not a or not b:
+        return ""
+    left, right = Cast.parse(a), Cast.parse(b)
+    kinds = {left.group.kind, right.group.kind}
+    if kinds not in ({"tensor"}, {"row"}):
+        return ""
+    try:
+        return engines.engine_for(left, right, (16, 16, 16), torch.cuda.get_device_capability(device)).scaling
+    except UserError:
+        return ""
 
 
 def _where(has: Settings) -> str:

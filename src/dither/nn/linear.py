@@ -126,6 +126,7 @@ class Linear(nn.Linear):
         """Everything the layer remembers, as it is before the first step."""
         for name in HELD:
             self.register_buffer(name, None, persistent=False)
+        self._outputs: functional.Outputs | None = None  # the held buffers, as a cast writes them
         casts = {operand: getattr(self.precision, operand) for operand in OPERANDS}
         self._measures = True  # whether magnitudes are those of the tensors themselves, because a history is empty
         for operand, cast in casts.items():
@@ -211,11 +212,10 @@ class Linear(nn.Linear):
         if not settings.weight.cast or type(self.weight) not in (Tensor, nn.Parameter):
             return
         state = State(self._place, self._keys, weight_amax=self._amax("weight"))
-        held = self._held()
         with torch.no_grad():
             # In place: a captured CUDA graph reads the same memory again.
-            if settings.weight.whole and held.along is not None and _rows(held) == self.weight.shape:
-                functional.cast_weight_again(self.weight, settings.weight, state, held)
+            if self._outputs is not None and (len(self._outputs[0]), self._outputs[2].shape[1]) == self.weight.shape:
+                functional.cast_weight_again(self.weight, settings.weight, state, self._outputs)
             else:
                 layouts = functional.cast_weight(self.weight, settings.weight, state, along=True, across=True)
                 for name, new in zip(HELD, (part for codes in layouts for part in codes), strict=True):  # type: ignore[union-attr]
@@ -224,6 +224,7 @@ class Linear(nn.Linear):
                         old.copy_(new)
                     else:
                         setattr(self, name, new)
+                self._outputs = functional.outputs(self._held()) if settings.weight.whole else None
         self._holds, self._held_version = True, self.weight._version
 
     def _held(self) -> Layouts:
@@ -243,7 +244,7 @@ class Linear(nn.Linear):
         kept = {name: buffer for name in STATE if (buffer := self._buffers[name]) is not None}
         for name in HELD:
             self._buffers[name] = None
-        self._holds = False
+        self._holds, self._outputs = False, None
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, buffer in kept.items():
             moved = self._buffers[name]
@@ -270,11 +271,6 @@ class Linear(nn.Linear):
     def extra_repr(self) -> str:
         """The layer as nn.Linear shows it, and its precision."""
         return f"{super().extra_repr()}, {self.precision}"
-
-
-def _rows(held: Layouts) -> tuple[int, int]:
-    """The shape of the weight that was cast: neither layout packs its rows."""
-    return tuple(codes.values.shape[0] for codes in held)  # type: ignore[union-attr, return-value]
 
 
 def _is_matrix(weight: object) -> bool:

@@ -33,6 +33,8 @@ def quantize(
     scale, tensor = x.new_empty(0, dtype=torch.float32), x.new_empty(0, dtype=torch.float32)
     if found is not None:
         scale = scaling.stored_scale(found.restore, cast.scaling)
+        if layout.lines_innermost(cast):
+            scale = scale.mT.contiguous().mT
         tensor = tensor if found.tensor is None else found.tensor
     return place.expose(stored), layout.expose_scale(scale, cast, place), tensor
 
