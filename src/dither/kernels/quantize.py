@@ -706,15 +706,19 @@ def quantize_both(
     given_amax: Tensor | None,
     container: Format,
     out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    largest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Codes and scales of the matrix `x` along axis 1 and along axis 0, and, for delayed scaling, its largest magnitude.
 
-    They are written into `out`, if it is given: codes and scales of an earlier call with such an x.
+    They are written into `out`, if it is given: codes and scales of an earlier call with such an x. `largest` (0-d), if it is
+    given, is raised to the largest magnitude, and returned for it.
     """
     along = out[:2] if out else layout.known_empty_outputs(x, cast, 1, container)
     across = out[2:] if out else layout.known_empty_outputs(x, cast, 0, container)
-    delayed = cast.scaling.kind == "delayed"
-    measured = torch.zeros((), dtype=torch.float32, device=x.device) if delayed else x.new_empty(0, dtype=torch.float32)
+    measured = largest
+    if measured is None:
+        delayed = cast.scaling.kind == "delayed"
+        measured = torch.zeros((), device=x.device) if delayed else torch.empty(0, device=x.device)
     outputs = (*along, *across, measured)
     if cast.group.kind == "row":
         for axis, (values, scale) in ((1, along), (0, across)):

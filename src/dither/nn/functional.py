@@ -286,12 +286,8 @@ def outputs(held: Layouts) -> Outputs:
 
 def cast_weight_again(weight: Tensor, how: Casting, state: State, out: Outputs) -> None:
     """Both layouts of a weight into those of an earlier cast, which stay where they are."""
-    amax = state.weight_amax
-    measured = ops.quantize_both_into(
-        weight.detach(), how.cast, amax.given, how.container, _drawn(how, state, 1, moved=False), out
-    )
-    if amax.largest is not None:
-        amax.largest.copy_(torch.maximum(amax.largest, measured))
+    (given, largest), drawn = state.weight_amax, _drawn(how, state, 1, moved=False)
+    ops.quantize_both_into(weight.detach(), how.cast, given, how.container, drawn, largest, out)
 
 
 def _drawn(how: Casting, state: State, operand: int, *, moved: bool = True) -> Tensor | None:
@@ -315,16 +311,26 @@ def _both(
         # As an operation of the graph it can join the kernel that computes x, and saves a reading of it.
         amax = Amax(x.detach().abs().amax().float())
     drawn = (0, place, 0, 0)
-    if (along and across and how.whole) or (how.delayed and amax.largest is not None):
-        values, scale, values_t, scale_t, measured = torch.ops.dither.quantize_both(
+    if how.delayed and amax.largest is not None:
+        values, scale, values_t, scale_t = torch.ops.dither.quantize_both_measured(
+            x, how.cast, amax.given, how.container, *drawn, "auto", amax.largest
+        )
+    elif along and across and how.whole:
+        values, scale, values_t, scale_t, _ = torch.ops.dither.quantize_both(
             x, how.cast, amax.given, how.container, *drawn, "auto"
         )
-        if amax.largest is not None:
-            amax.largest.copy_(torch.maximum(amax.largest, measured))
-        return Layouts(
-            Codes(values, scale) if along else None,
-            Codes(values_t.T, _turned(scale_t)) if across else None,
-        )
+    else:
+        return _each(x, how, amax, drawn, along, across)
+    return Layouts(
+        Codes(values, scale) if along else None,
+        Codes(values_t.T, _turned(scale_t)) if across else None,
+    )
+
+
+def _each(
+    x: Tensor, how: Casting, amax: Amax, drawn: tuple[int, Tensor | None, int, int], along: bool, across: bool
+) -> Layouts:
+    """One layout, or both by a call each."""
     one, other = None, None
     if along:
         one = Codes(*torch.ops.dither.quantize(x, how.cast, 1, amax.given, how.container, *drawn, "auto"))
