@@ -31,7 +31,7 @@ class Quantized:
 
     `values` has the tensor's shape, with 4-bit codes two to a byte and 6-bit codes four to three bytes along `axis`.
     `scale` has one entry a group, in the order of the tensor's dimensions: multiply codes by it (and by `tensor_scale`,
-    which nvfp4 has) to get numbers back. The memory of both runs along `axis`, as the product over that axis wants it.
+    which nvfp4 has) to get numbers back. The memory of codes runs along `axis`, as the product over that axis wants it.
     """
 
     values: Tensor
@@ -424,14 +424,14 @@ def _container(name: str, cast: Cast) -> Format:
 _LIBRARY = torch.library.Library("dither", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-def _operator(function: Callable[..., Any]) -> Any:
-    """`torch.ops.dither.NAME` for a function `_NAME_op` that has no gradient.
+def _operator(function: Callable[..., Any], mutates: tuple[str, ...] = ()) -> Any:
+    """`torch.ops.dither.NAME` for a function `_NAME_op` that has no gradient and changes the arguments named `mutates`.
 
     torch.library.custom_op would add 80 us to each call, for gradients and for comparing results with arguments, which is more
     than the kernels of a layer take.
     """
     name = function.__name__.removeprefix("_").removesuffix("_op")
-    schema = torch.library.infer_schema(function, mutates_args=())
+    schema = torch.library.infer_schema(function, mutates_args=mutates)
     _LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)  # type: ignore[no-untyped-call]
     _LIBRARY.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     return getattr(torch.ops.dither, name)
@@ -678,17 +678,6 @@ def _quantize_both_op(
     return code.quantize_both(x, parsed, draw, amax, _container(container, parsed))  # type: ignore[no-any-return]
 
 
-def quantize_both_into(
-    x: Tensor, cast: str, amax: Tensor | None, container: str, step: Tensor | None, out: tuple[Tensor, Tensor, Tensor, Tensor]
-) -> Tensor:
-    """The operator's work on memory that is there: its first four results are written into `out`, the last is returned."""
-    parsed = Cast.parse(cast)
-    _check_untold(x, parsed, amax)
-    code = implementation("quantize", x.device, "auto")
-    measured: Tensor = code.quantize_both(x, parsed, _draw_of(0, step, 0, 0), amax, _container(container, parsed), out)[-1]
-    return measured
-
-
 @_fake_of("quantize_both")
 def _(
     x: Tensor,
@@ -705,6 +694,62 @@ def _(
     stored = _container(container, parsed)
     measured = x.new_empty(() if parsed.scaling.kind == "delayed" else (0,), dtype=torch.float32)
     return (*layout.empty_outputs(x, parsed, 1, stored), *layout.empty_outputs(x, parsed, 0, stored), measured)
+
+
+@functools.partial(_operator, mutates=("largest",))
+def _quantize_both_measured_op(
+    x: Tensor,
+    cast: str,
+    amax: Tensor | None,
+    container: str,
+    key: int,
+    step: Tensor | None,
+    row: int,
+    column: int,
+    backend: str,
+    largest: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """quantize_both for delayed scaling, which raises `largest` (0-d) to the largest magnitude of x on its way."""
+    parsed = Cast.parse(cast)
+    _check_untold(x, parsed, amax)
+    code = implementation("quantize", x.device, backend)
+    draw = _draw_of(key, step, row, column)
+    *outputs, _ = code.quantize_both(x, parsed, draw, amax, _container(container, parsed), largest=largest)
+    return tuple(outputs)
+
+
+@_fake_of("quantize_both_measured")
+def _(
+    x: Tensor,
+    cast: str,
+    amax: Tensor | None,
+    container: str,
+    key: int,
+    step: Tensor | None,
+    row: int,
+    column: int,
+    backend: str,
+    largest: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    parsed = Cast.parse(cast)
+    stored = _container(container, parsed)
+    return (*layout.empty_outputs(x, parsed, 1, stored), *layout.empty_outputs(x, parsed, 0, stored))
+
+
+def quantize_both_into(
+    x: Tensor,
+    cast: str,
+    amax: Tensor | None,
+    container: str,
+    step: Tensor | None,
+    largest: Tensor | None,
+    out: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> None:
+    """What these operators do, into memory that is there. It is not one of them: nobody traces it."""
+    parsed = Cast.parse(cast)
+    _check_untold(x, parsed, amax)
+    code = implementation("quantize", x.device, "auto")
+    code.quantize_both(x, parsed, _draw_of(0, step, 0, 0), amax, _container(container, parsed), out, largest)
 
 
 # Sampled weights -------------------------------------------------------------------------------------------------------

@@ -215,6 +215,7 @@ class Linear(nn.Linear):
         """Everything the layer remembers, as it is before the first step."""
         for name in (*HELD, *SAMPLED):
             self.register_buffer(name, None, persistent=False)
+        self._outputs: functional.Outputs | None = None  # the held buffers, as a cast writes them
         casts = {operand: getattr(self.precision, operand) for operand in OPERANDS}
         self._measures = True  # whether magnitudes are those of the tensors themselves, because a history is empty
         for operand, cast in casts.items():
@@ -387,11 +388,10 @@ class Linear(nn.Linear):
         if not settings.weight.cast:
             return
         state = State(self._place, self._keys, weight_amax=self._amax("weight"))
-        held = self._held()
         with torch.no_grad():
             # In place: a captured CUDA graph reads the same memory again.
-            if settings.weight.whole and held.along is not None and _rows(held) == self.weight.shape:
-                functional.cast_weight_again(weight, settings.weight, state, held)
+            if self._outputs is not None and (len(self._outputs[0]), self._outputs[2].shape[1]) == self.weight.shape:
+                functional.cast_weight_again(weight, settings.weight, state, self._outputs)
             else:
                 layouts = functional.cast_weight(weight, settings.weight, state, along=True, across=True)
                 for name, new in zip(HELD, (part for codes in layouts for part in codes), strict=True):  # type: ignore[union-attr]
@@ -400,6 +400,7 @@ class Linear(nn.Linear):
                         old.copy_(new)
                     else:
                         setattr(self, name, new)
+                self._outputs = functional.outputs(self._held()) if settings.weight.whole else None
 
     def _hold_sample(self) -> Tensor:
         """This step's w_hat; it is kept, unless it is cast and only its codes will be."""
@@ -433,6 +434,7 @@ class Linear(nn.Linear):
         for name in (*HELD, *SAMPLED):
             self._buffers[name] = None
         self._holds = self._prepared = False
+        self._outputs = None
         bitwidths = [bitwidth for name in BITWIDTHS if (bitwidth := self._parameters[name]) is not None]
         bitwidths += [bitwidth.grad for bitwidth in bitwidths if bitwidth.grad is not None]  # type: ignore[misc]
 
@@ -466,11 +468,6 @@ class Linear(nn.Linear):
     def extra_repr(self) -> str:
         """The layer as nn.Linear shows it, and its precision."""
         return f"{super().extra_repr()}, {self.precision}"
-
-
-def _rows(held: Layouts) -> tuple[int, int]:
-    """The shape of the weight that was cast: neither layout packs its rows."""
-    return tuple(codes.values.shape[0] for codes in held)  # type: ignore[union-attr, return-value]
 
 
 def _keep(found: list[tuple[Linear, str, Tensor]]) -> None:
