@@ -60,11 +60,17 @@ def noise_of(bits: Tensor, kind: str) -> Tensor:
         centred = (2 * bits + 1 - (1 << 16)).float() * 2.0**-17
         return rounding.round_values(centred, TABLE["bf16"], Rounding("nearest"), True, None)
     if kind == "rounded_normal":
-        u, negative, thresholds = bits >> 5 & 0x3FF, bits & 0x8000 != 0, ROUNDED_NORMAL
+        u, negative = bits >> 5 & 0x3FF, bits & 0x8000 != 0
+        magnitude = _count_above(u, ROUNDED_NORMAL)
     else:
-        u, negative, thresholds = bits & 0x7FFFFFFF, bits < 0, ROUNDED_NORMAL_EXACT
-    magnitude = sum((u < t).float() for t in thresholds)
+        u, negative = bits & 0x7FFFFFFF, bits < 0
+        magnitude = _count_above(u, ROUNDED_NORMAL_EXACT)
     return torch.where(negative & (magnitude > 0), -magnitude, magnitude)
+
+
+def _count_above(u: Tensor, thresholds: tuple[int, ...]) -> Tensor:
+    """How many of the thresholds lie above u, as float32."""
+    return sum(((u < t).float() for t in thresholds), torch.zeros_like(u, dtype=torch.float32))
 
 
 def noise(draw: Draw, rows: int, columns: int, kind: str) -> Tensor:
@@ -181,7 +187,7 @@ def to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _blocks(x: Tensor, block: int) -> Tensor:
     """x [N, K] with zeros at the ragged edges, as [P, block, Q, block]."""
-    P, Q = block_count(*x.shape, block)
+    P, Q = block_count(x.shape[0], x.shape[1], block)
     padded = torch.nn.functional.pad(x, (0, Q * block - x.shape[1], 0, P * block - x.shape[0]))
     return padded.reshape(P, block, Q, block)
 
