@@ -863,7 +863,7 @@ def _sample_backward_op(
     """(the gradient of w in `dtype`, that of b_t) from that of w_hat; `bitwidth_grad` spares a copy where dtypes agree."""
     code = implementation("sampling", grad.device, backend)
     grad_w, grad_b_t = code.sample_backward(grad, amax, b_t, _corner(key, step, row, column, block), kind, block, dtype)
-    return grad_w.clone() if grad_w is grad else grad_w, grad_b_t
+    return grad_w.clone(memory_format=torch.contiguous_format) if grad_w is grad else grad_w, grad_b_t
 
 
 @_sample_backward_op.register_fake

@@ -121,7 +121,7 @@ def sample(w: Tensor, b_t: Tensor, draw: Draw, kind: str, block: int, dtype: tor
     Where R is 0, w_hat is w. Example: w = 3 in a block whose largest magnitude is 4, b_t = 5, R = -1: 3 - 4 * 2^-4 = 2.75.
     """
     amax = block_amax(w, block)
-    x = w.float()
+    x = w.float().contiguous()
     if kind != "none":
         rows, columns = w.shape
         r = noise(draw, rows, columns, kind)
@@ -142,7 +142,8 @@ def sample_backward(
 
     dL/dw = dL/dw_hat; dL/db_t = -ln 2 * scale * sum_block(dL/dw_hat * R), where the largest magnitude counts as constant.
     """
-    return to_dtype(grad, dtype), bitwidth_grad(grad, amax, b_t, draw, kind, block)
+    grad_w = grad if grad.dtype == dtype else to_dtype(grad.contiguous(), dtype)
+    return grad_w, bitwidth_grad(grad, amax, b_t, draw, kind, block)
 
 
 def bitwidth_grad(grad: Tensor, amax: Tensor, b_t: Tensor, draw: Draw, kind: str, block: int) -> Tensor:
@@ -189,7 +190,7 @@ def _blocks(x: Tensor, block: int) -> Tensor:
     """x [N, K] with zeros at the ragged edges, as [P, block, Q, block]."""
     P, Q = block_count(x.shape[0], x.shape[1], block)
     padded = torch.nn.functional.pad(x, (0, Q * block - x.shape[1], 0, P * block - x.shape[0]))
-    return padded.reshape(P, block, Q, block)
+    return padded.contiguous().reshape(P, block, Q, block)
 
 
 def _spread(groups: Tensor, block: int, rows: int, columns: int) -> Tensor:
