@@ -342,7 +342,7 @@ def sample(w: Tensor, b_t: Tensor, draw: Draw, kind: str, block: int, dtype: tor
     amax = torch.empty(block_count(rows, columns, block), dtype=torch.float32, device=w.device)
     if w.numel():
         w = w if w.stride(1) == 1 else w.contiguous()
-        COLUMNS, warps = _tile_shape(block)
+        COLUMNS, warps, registers = _tile_shape(block)
         _sample_kernel[tiles(1, rows, columns, block, COLUMNS)](
             w,
             b_t.contiguous(),
@@ -356,6 +356,7 @@ def sample(w: Tensor, b_t: Tensor, draw: Draw, kind: str, block: int, dtype: tor
             COLUMNS=COLUMNS,
             EVEN=rows % block == columns % COLUMNS == 0,
             num_warps=warps,
+            maxnreg=registers,
             enable_fp_fusion=False,
         )
     return out, amax
@@ -389,7 +390,7 @@ def _backward(grad: Tensor, amax: Tensor, b_t: Tensor, draw: Draw, kind: str, bl
     grad_b_t = torch.empty_like(b_t, memory_format=torch.contiguous_format)
     if grad.numel():
         grad = grad if grad.stride(1) == 1 else grad.contiguous()
-        COLUMNS, warps = _backward_shape(block)
+        COLUMNS, warps, registers = _backward_shape(block)
         _sample_backward_kernel[tiles(1, rows, columns, block, COLUMNS)](
             grad,
             amax.contiguous(),
@@ -405,6 +406,7 @@ def _backward(grad: Tensor, amax: Tensor, b_t: Tensor, draw: Draw, kind: str, bl
             EVEN=rows % block == columns % COLUMNS == 0,
             COPY=out is not None,
             num_warps=warps,
+            maxnreg=registers,
             enable_fp_fusion=False,
         )
     return grad_b_t
@@ -420,11 +422,11 @@ def _codes(out: Tensor) -> Tensor:
     return out.view(torch.uint8) if out.itemsize == 1 else out
 
 
-def _tile_shape(block: int) -> tuple[int, int]:
-    """(columns, warps) of a program's tile, which is a block high. Chosen by `benchmarks/sampling.py --sweep`."""
-    return max(block, 128), 4 if block <= 32 else 8
+def _tile_shape(block: int) -> tuple[int, int, int | None]:
+    """(columns, warps, registers a thread) of a program's tile, which is a block high: `benchmarks/sampling.py --sweep`."""
+    return max(block, 128), 4 if block <= 32 else 8, None
 
 
-def _backward_shape(block: int) -> tuple[int, int]:
+def _backward_shape(block: int) -> tuple[int, int, int | None]:
     """The same for the gradients."""
-    return max(block, 128), 4 if block <= 32 else 8
+    return max(block, 128), 4 if block <= 32 else 8, None
