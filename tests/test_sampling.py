@@ -330,7 +330,7 @@ def test_gradients_are_those_of_the_formula_in_float64(kind, shape):
     w_hat = w64 + r * spread(amax.double() * 2 ** (1 - b64))
     (w_hat * grad.double()).sum().backward()
     assert torch.equal(grad_w.double(), w64.grad)
-    # Ten additions, four products, pow2 (1.23 units) and 1 - b_t (at most 2^-22 in the exponent): roundings of 2^-24 each.
+    # Roundings of 2^-24: ten additions, four products, ln 2, and pow2, whose 1.23 units are up to 2.5; 1 - b_t is exact.
     sums = torch.nn.functional.pad((grad * r).abs(), (0, -shape[1] % 32, 0, -shape[0] % 32))
     sums = sums.view(b_t.shape[0], 32, b_t.shape[1], 32).sum((1, 3))
     bound = 20 * 2.0**-24 * sums * amax.double() * 2 ** (1 - b_t.double())
