@@ -11,7 +11,7 @@ weights once they have been trained with it: `required_format`, `capacity`, `dep
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +25,14 @@ SMALLEST = {"rounded_normal": 0, "rounded_normal_exact": 0, "uniform": 4, "none"
 Uniform noise has magnitudes next to zero, which vanish in any format, so no bound holds for every draw. Its 4 is the paper's,
 which counts in sixteenths: the bounds then hold for the draws with |R| >= 1/16, seven of eight. `none` has nothing to lose.
 """
+
+VARIANCE = {
+    "rounded_normal": 75 / 256,
+    "rounded_normal_exact": sum((2 * k - 1) * math.erfc((2 * k - 1) / math.sqrt(2)) for k in range(1, 5)),
+    "uniform": 1 / 12,
+    "none": 0.0,
+}
+"""The mean of R^2: for rounded normal noise 1 * 18/64 + 4 * 3/1024; for the exact one the sum of (2k - 1) P(|R| >= k)."""
 
 DEPLOYABLE = ("e2m1", "e3m2", "e4m3", "bf16", "fp16", "fp32")
 """Formats that trained weights are cast to, narrow to wide. e2m3 is none of them: by its range it carries no more than e2m1."""
@@ -135,6 +143,46 @@ def deployable(b_t: float, formats: Iterable[str] = DEPLOYABLE, noise: str = "ro
         f"No format among {', '.join(element.name for element in given)} carries a bitwidth of {b_t:g}: "
         f"{most} comes furthest, with {capacity(most, noise)}; add a wider one."
     )
+
+
+def allocate(
+    sensitivity: Mapping[str, float], weights: Mapping[str, int], tolerance: float, *, low: float, high: float
+) -> dict[str, float]:
+    """Bitwidths from `low` to `high` that take the fewest bits in all, of those whose loss rises by no more than `tolerance`.
+
+    Noise of bitwidth b on layer l raises the loss by a_l * 4^-b, where a_l is its sensitivity, and b * n_l bits are what it
+    takes, where n_l is its number of weights. At the optimum a bit less costs the same wherever it is taken from, so
+    a_l * 4^-b_l = n_l / p with one price p for all layers, or b_l is at a limit: b_l = log2(a_l p / n_l) / 2.
+
+    >>> allocate({"a": 1.0, "b": 16.0}, {"a": 100, "b": 100}, 2 * 4.0**-4, low=2, high=8)
+    {'a': 4.0, 'b': 6.0}
+    """
+
+    def chosen(price: float) -> dict[str, float]:
+        return {
+            layer: min(max(math.log2(a * price / weights[layer]) / 2, low), high) if a > 0 else low
+            for layer, a in sensitivity.items()
+        }
+
+    def rise(bitwidths: Mapping[str, float]) -> float:
+        return math.fsum(max(a, 0.0) * math.pow(4.0, -bitwidths[layer]) for layer, a in sensitivity.items())
+
+    if rise(dict.fromkeys(sensitivity, low)) <= tolerance:
+        return dict.fromkeys(sensitivity, float(low))
+    if (least := rise(dict.fromkeys(sensitivity, high))) > tolerance:
+        raise UserError(
+            f"A rise of the loss by {tolerance:.3g} is less than noise of {high:g} bits in every layer makes, {least:.3g}: "
+            "raise the tolerance or the limit."
+        )
+    # Prices at which a layer comes to one of its limits; between two of them the same layers are free.
+    limits = [weights[layer] * math.pow(4.0, b) / a for layer, a in sensitivity.items() if a > 0 for b in (low, high)]
+    below = max(price for price in limits if rise(chosen(price)) > tolerance)
+    above = min((price for price in limits if price > below), default=4 * below)
+    middle = chosen(math.sqrt(below * above))
+    if not (free := [layer for layer, b in middle.items() if low < b < high]):
+        return middle
+    fixed = rise({layer: math.inf if layer in free else b for layer, b in middle.items()})
+    return chosen(sum(weights[layer] for layer in free) / (tolerance - fixed))
 
 
 FP32_MANTISSA = 23
