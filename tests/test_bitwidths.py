@@ -13,6 +13,7 @@ import torch
 
 from dither import Format, UserError
 from dither.bitwidths import DEPLOYABLE, SMALLEST, VARIANCE, allocate, capacity, deployable, required_format, safe_bitwidth
+from dither.precision import NOISES
 from dither.reference import sampling
 
 SMALL = ("e2m1", "e3m2", "e4m3", "e5m2")
@@ -184,6 +185,10 @@ def test_share_of_bf16_weights_whose_noise_vanishes(b_t, vanish):
 # Every noise, every format
 
 
+def test_every_noise_has_its_numbers():
+    assert tuple(SMALLEST) == tuple(VARIANCE) == NOISES == sampling.NOISES
+
+
 def test_other_formats():
     assert safe_bitwidth("bf16", guaranteed=False) == 9  # the paper's two examples
     assert safe_bitwidth("bf16", "uniform", guaranteed=False) == 5
@@ -305,14 +310,22 @@ def test_no_other_bitwidths_take_fewer_bits(seed):
             raised = -math.log(left / sensitivity[other], 4)
             saved = weights[one] * 1e-3 - weights[other] * (raised - found[other])
             assert raised > high or saved < 0
+    # The same bits, given as such, are divided in the same way.
+    mean = sum(weights[layer] * b for layer, b in found.items()) / sum(weights.values())
+    assert allocate(sensitivity, weights, mean=mean, low=low, high=high) == pytest.approx(found, rel=1e-9)
 
 
 def test_tolerances_at_the_limits():
     sensitivity, weights = {"a": 1.0, "b": 4.0, "c": -0.1}, {"a": 10, "b": 10, "c": 10}
     assert allocate(sensitivity, weights, 1.0, low=2, high=8) == {"a": 2, "b": 2, "c": 2}
-    with pytest.raises(UserError, match=r"less than noise of 8 bits in every layer makes, 7\.63e-05: raise the tolerance"):
+    with pytest.raises(UserError, match="8 bits in every layer are not enough for a rise of the loss by at most 7e-05: raise"):
         allocate(sensitivity, weights, 7e-5, low=2, high=8)
     assert allocate(sensitivity, weights, 5 * 4.0**-8, low=2, high=8) == pytest.approx({"a": 8, "b": 8, "c": 2})
+    assert allocate(sensitivity, weights, mean=1, low=2, high=8) == {"a": 2, "b": 2, "c": 2}
+    with pytest.raises(UserError, match="8 bits in every layer are not enough for a mean of 9"):
+        allocate(sensitivity, weights, mean=9, low=2, high=8)
+    with pytest.raises(UserError, match="a tolerance or from a mean, one of them; given were None and None"):
+        allocate(sensitivity, weights, low=2, high=8)
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("rounded_normal", 16), ("uniform", 16)])

@@ -44,6 +44,8 @@ ORDER = [
     "dither.nn.linear",
     "dither.nn.experts",
     "dither.nn.convert",
+    "dither.nn.deploy",
+    "dither.nn.targets",
     "dither.nn",
     "dither.optim.shards",
     "dither.optim.roles",
