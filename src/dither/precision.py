@@ -395,6 +395,11 @@ class LayerPrecision:
         return self.input is self.weight is self.grad is None
 
     @property
+    def sampled(self) -> bool:
+        """Whether the weight or the input is sampled."""
+        return self.sampling is not None or self.input_sampling is not None
+
+    @property
     def plain(self) -> bool:
         """Whether nothing is cast or sampled, so that the layer is torch's own."""
         return self == LayerPrecision()

@@ -20,8 +20,9 @@ from dither.engines import PRODUCTS
 from dither.errors import UserError
 from dither.nn import experts
 from dither.nn.experts import ExpertLinear, ExpertsLinear
+from dither.nn.guidance import sampling_parameters
 from dither.nn.linear import Linear
-from dither.precision import OPERANDS, LayerPrecision, Plan, did_you_mean, matches
+from dither.precision import OPERANDS, PARTS, SAMPLINGS, LayerPrecision, Plan, Sampling, did_you_mean, matches
 from dither.recipes import recipe
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -83,7 +84,7 @@ class Conversion:
         rest = [f"compute {self.plan.compute}; parameters {self.plan.parameters or 'as they were'}"]
         for pattern, layers in _alike(self.layers, _name, lambda a: (a.out_features, a.in_features, a.precision, a.engines)):
             first = layers[0]
-            casts = (str(getattr(first.precision, operand) or "uncast") for operand in OPERANDS)
+            casts = (first.precision.cell(operand) for operand in OPERANDS)
             engines = first.engines[0] if len(set(first.engines)) == 1 else ", ".join(first.engines)
             size = f"{first.out_features} x {first.in_features}"
             table.add_row(pattern, str(len(layers)), size, *casts, engines, f"{sum(layer.share for layer in layers):.1%}")
@@ -134,10 +135,11 @@ def convert(
     skip, only = _patterns("skip", skip, sites), _patterns("only", only, sites)
     reasons = _reasons(model, plan, sites, skip, only)
     chosen = {site.name: plan.for_layer(site.name) or LayerPrecision() for site in sites if site.name not in reasons}
+    _check_parts(plan, chosen)
     adopted = {site.name: site.adopt(seed, emulate) for site in sites if site.name in chosen}
     if not adopted and (plan.default is not None or any(precision is not None for _, precision in plan.layers)):
         raise UserError(f"{type(model).__name__} has nothing to convert: {_why_nothing(sites, reasons)}.")
-    notes = _switch(adopted, chosen, fallback)
+    notes = _switch(adopted, chosen, fallback, plan.compute)
     if plan.parameters is not None:
         _change_parameters(model, DTYPES[plan.parameters])
     for site in sites:
@@ -162,8 +164,10 @@ def apply(model: nn.Module, plan: Plan | str, *, fallback: Literal["error", "bf1
     layers = _converted(model)
     if not layers:
         raise UserError(f"{type(model).__name__} has no converted layer: dither.convert(model, plan) comes first.")
+    bitwidths = {id(bitwidth) for bitwidth in sampling_parameters(model)}  # these stay float32
     for parameter_name, parameter in model.named_parameters():
-        if plan.parameters is not None and parameter.is_floating_point() and parameter.dtype != DTYPES[plan.parameters]:
+        changes = plan.parameters is not None and parameter.is_floating_point() and id(parameter) not in bitwidths
+        if changes and parameter.dtype != DTYPES[plan.parameters]:  # type: ignore[index]
             raise UserError(
                 f"dither.apply switches casts and leaves parameters as they are, and the plan asks for {plan.parameters} "
                 f"parameters where {parameter_name!r} is {parameter.dtype}: change them, or the plan's parameters to None."
@@ -173,7 +177,8 @@ def apply(model: nn.Module, plan: Plan | str, *, fallback: Literal["error", "bf1
         if precision is not None:
             _check_pattern("The plan's rule", pattern, list(layers), "converted layer")
     chosen = {name: plan.for_layer(name) or LayerPrecision() for name in layers}
-    notes = _switch(layers, chosen, fallback)
+    _check_parts(plan, chosen)
+    notes = _switch(layers, chosen, fallback, plan.compute)
     reasons = {site.name: "it was not converted" for site in sites if site.name not in layers}
     return _record(model, plan, sites, layers, notes, reasons)
 
@@ -370,10 +375,24 @@ def _listed(names: list[str]) -> str:
     return ", ".join(patterns[:12]) + more if patterns else "none"
 
 
-def _switch(layers: dict[str, Layer], chosen: dict[str, LayerPrecision], fallback: str) -> dict[str, str]:
+def _check_parts(plan: Plan, chosen: dict[str, LayerPrecision]) -> None:
+    """Raise if a sampling's `parts` take none of the layers that are converted."""
+    for precision in (*(precision for _, precision in plan.layers), plan.default):
+        for which in SAMPLINGS if precision and chosen else ():
+            sampling: Sampling | None = getattr(precision, which)
+            if sampling is not None and not any(sampling == getattr(found, which) for found in chosen.values()):
+                raise UserError(
+                    f"The plan has a {which} with parts={sampling.parts!r} that takes no layer: parts are {', '.join(PARTS)}, "
+                    f"or a pattern of names, and there are {_listed(list(chosen))}."
+                )
+
+
+def _switch(layers: dict[str, Layer], chosen: dict[str, LayerPrecision], fallback: str, compute: str) -> dict[str, str]:
     """Give layers their precision, or none of them if one cannot have it; why some now run uncast, by name, else ""."""
     notes = {name: _obstructed(layer, chosen[name], fallback) for name, layer in layers.items()}
     for name, layer in layers.items():
+        if isinstance(layer, Linear):
+            layer.compute = compute  # type: ignore[assignment]
         precision = LayerPrecision() if notes[name] else chosen[name]
         if precision != _one(layer).precision:  # a layer that stays keeps its state
             layer.set_precision(precision)
@@ -383,17 +402,23 @@ def _switch(layers: dict[str, Layer], chosen: dict[str, LayerPrecision], fallbac
 def _obstructed(layer: Layer, precision: LayerPrecision, fallback: str) -> str:
     """Why the layer cannot run in that precision where it is, if `fallback` allows it to run uncast then, or nothing."""
     one = _one(layer)
-    # A layer of that size without memory, so that the layer itself stays as it is.
-    trial = Linear(one.in_features, one.out_features, False, "meta", precision=precision, name=layer.name, emulate=one.emulate)
-    trial.transposed = one.transposed
     try:
-        trial.engines(one.weight.device)
+        if isinstance(layer, ExpertsLinear) and precision.sampled:
+            raise UserError(f"The layer {layer.name!r} has its experts in one parameter of 3 dimensions, and matrices are sampled.")
+        _try_engines(one, precision, layer.name)
     except UserError as error:
         reason = str(error).rstrip(".")
         if fallback == "error":
             raise UserError(f"{reason}; or skip={layer.name!r}, or fallback='bf16' to run it uncast.") from None
         return reason
     return ""
+
+
+def _try_engines(one: Linear, precision: LayerPrecision, name: str) -> None:
+    # A layer of that size without memory, so that the layer itself stays as it is.
+    trial = Linear(one.in_features, one.out_features, False, "meta", precision=precision, name=name, emulate=one.emulate)
+    trial.transposed = one.transposed
+    trial.engines(one.weight.device)
 
 
 def _change_parameters(model: nn.Module, dtype: torch.dtype) -> None:

@@ -70,7 +70,7 @@ class State(NamedTuple):
     place: Tensor | None = None
     """int64[2] on the device: the optimizer step, and the first row's index in the whole batch. Stochastic casts need it."""
     keys: Tensor | None = None
-    """int64[3] on the device: the keys of input, weight and gradient. On the device, so that layers share a compiled graph."""
+    """int64[5] on the device, a key for each of PURPOSES. On the device, so that layers share a compiled graph."""
     weight: Layouts | None = None
     """The cast weight, if somebody holds it for this step."""
     input_amax: Amax = Amax()
@@ -115,9 +115,13 @@ def settings(
     return Settings(casting(precision.input), casting(precision.weight), casting(precision.grad), name, transposed, emulate)
 
 
-def keys(name: str, seed: int) -> tuple[int, int, int]:
-    """The keys of the random streams of a layer's input, weight and gradient casts."""
-    return tuple(Stream(seed, purpose, name).key for purpose in ("input", "weight", "grad"))  # type: ignore[return-value]
+PURPOSES = ("input", "weight", "grad", "sample", "sample_input")
+"""Of a layer's random streams: its three casts, and the sampling of its weight and its input."""
+
+
+def keys(name: str, seed: int) -> tuple[int, ...]:
+    """The keys of a layer's random streams, one for each purpose."""
+    return tuple(Stream(seed, purpose, name).key for purpose in PURPOSES)
 
 
 def linear(
@@ -287,13 +291,16 @@ def cast_weight_again(weight: Tensor, how: Casting, state: State, held: Layouts)
 
 
 def _drawn(how: Casting, state: State, operand: int, *, moved: bool = True) -> Tensor | None:
-    """int64[3]: the step, the rows to add and the key of a stochastic cast; a copy, since the loop moves on before backward."""
-    if not how.stochastic:
-        return None
+    """Where a stochastic cast draws; None for others."""
+    return drawn(state, operand, moved=moved) if how.stochastic else None
+
+
+def drawn(state: State, purpose: int, *, moved: bool = True) -> Tensor:
+    """int64[3]: the step, the rows to add and the key of a purpose; a copy, since the loop moves on before backward."""
     assert state.place is not None
     assert state.keys is not None
     rows = state.place[1:] if moved else torch.zeros_like(state.place[1:])
-    return torch.cat((state.place[:1], rows, state.keys[operand : operand + 1]))
+    return torch.cat((state.place[:1], rows, state.keys[purpose : purpose + 1]))
 
 
 def _both(

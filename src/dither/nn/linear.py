@@ -1,22 +1,33 @@
 """A linear layer with a precision, and the steps of a training loop as its layers need to know them."""
 
+import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from dither import ops
 from dither.engines import ALIGNMENT, PRODUCTS, engine_for
 from dither.errors import UserError
-from dither.nn import functional
+from dither.nn import functional, sampling
 from dither.nn.functional import Amax, Codes, Layouts, Settings, State
-from dither.precision import Cast, LayerPrecision
+from dither.nn.sampling import How
+from dither.precision import COMPUTE, Cast, LayerPrecision
 from dither.reference import scaling
 
 OPERANDS = ("input", "weight", "grad")
 HELD = tuple(f"_held_{layout}_{part}" for layout in ("along", "across") for part in Codes._fields)
 """Buffers of a cast weight that is held for a step."""
+
+SAMPLED = ("_w_hat", "_w_amax", "_b_t", "_input_b_t", "_draw")
+"""Buffers of what is sampled once a step: a weight and its blocks' magnitudes, bitwidths, and where noise is drawn."""
+
+BITWIDTHS = {"bitwidth": "sampling", "input_bitwidth": "input_sampling"}
+"""The parameters of learned bitwidths, and what in a precision asks for them."""
 
 STATE = ("_place", "_counted", "_keys", *(f"{operand}_history" for operand in OPERANDS))
 STATE += tuple(f"_{operand}_{what}" for operand in OPERANDS for what in ("amax", "largest"))
@@ -29,8 +40,9 @@ FIRST_COUNTED = 1 << 31
 class Linear(nn.Linear):
     """`nn.Linear` whose three products run in the precision of a `LayerPrecision`; with no casts it is `nn.Linear`.
 
-    `name` and `seed` say which random bits stochastic casts draw: give each layer its name in the model. `emulate` multiplies
-    dequantized numbers in float32 on a GPU too. Input [..., in_features], output [..., out_features].
+    `name` and `seed` say which random bits casts and samplings draw: give each layer its name in the model. `emulate` multiplies
+    dequantized numbers in float32 on a GPU too. `compute` is what a sampled weight is kept in for a step: that of autocast, or
+    "fp32" for the weight's own type. Input [..., in_features], output [..., out_features].
 
     >>> import torch, dither
     >>> from dither.precision import LayerPrecision
@@ -47,6 +59,16 @@ class Linear(nn.Linear):
     seed: int
     emulate: bool
     transposed: bool
+    compute: Literal["fp32", "bf16", "fp16"]
+    bitwidth: nn.Parameter | None
+    """b_i, float32, one for each block of the weight as it is stored; None where it is not sampled."""
+    input_bitwidth: nn.Parameter | None
+    """The same, one for each block of input features."""
+    _w_hat: Tensor | None
+    _w_amax: Tensor
+    _b_t: Tensor
+    _input_b_t: Tensor
+    _draw: Tensor
     _place: Tensor | None
     _keys: Tensor | None
     _counted: Tensor | None
@@ -63,9 +85,13 @@ class Linear(nn.Linear):
         name: str = "",
         seed: int = 0,
         emulate: bool = False,
+        compute: Literal["fp32", "bf16", "fp16"] = "fp32",
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
+        if compute not in COMPUTE:
+            raise UserError(f"The compute of the layer {name!r} is one of {', '.join(map(repr, COMPUTE))}, not {compute!r}.")
         self._begin(precision, name, seed, emulate, transposed=False)
+        self.compute = compute
 
     @classmethod
     def adopt(
@@ -107,24 +133,85 @@ class Linear(nn.Linear):
         self._holds = False  # whether the held buffers are those of this step
         self._held_version = 0
         self._seen_version: int | None = None
+        self._holds_sample = False  # whether what is held was sampled
+        self._prepared = False  # whether the held bitwidths are those of this step
+        self._warned: set[str] = set()
+        self._resting: dict[str, nn.Parameter] = {}  # bitwidths of samplings that are switched off
+        self.compute = "fp32"
         self.set_precision(precision)
 
     def set_precision(self, precision: LayerPrecision) -> None:
-        """Change how operands are cast from the next call on. Parameters stay; histories of delayed scaling begin anew."""
+        """Change how operands are cast and sampled from the next call on. Histories of delayed scaling begin anew.
+
+        Parameters stay. Bitwidths appear with a sampling, go with it, and come back as they were if it comes back with blocks of
+        the same size.
+        """
         if not isinstance(precision, LayerPrecision):
             raise UserError(f"The layer {self.name!r} takes a LayerPrecision, not {precision!r}.")
         if self._inside:
             raise UserError(f"The precision of the layer {self.name!r} changes between steps, not inside a training_step.")
+        self._begin_bitwidths(precision)
         self.precision = precision
         self._begin_state(self.weight.device)
+        self._hows = {
+            (of, dtype, master): sampling.how(chosen, cast, dtype, master)
+            for of, cast in (("sampling", precision.weight), ("input_sampling", precision.input))
+            if (chosen := getattr(precision, of)) is not None
+            for dtype in sampling.FORMATS
+            for master in sampling.FORMATS
+        }
         self._settings = tuple(
             functional.settings(precision, name=self.name, transposed=self.transposed, emulate=self.emulate, gpu=gpu)
             for gpu in (False, True)
         )
 
+    def _begin_bitwidths(self, precision: LayerPrecision) -> None:
+        for name, asked in BITWIDTHS.items():
+            chosen = getattr(precision, asked)
+            old = self._parameters.get(name)
+            old = self._resting.get(name) if old is None else old
+            new = None
+            if chosen is not None:
+                sizes = self.weight.shape if name == "bitwidth" else (self.in_features,)
+                shape = tuple(-(-size // chosen.block) for size in sizes)
+                if old is not None and tuple(old.shape) == shape:
+                    new = old
+                    if new.device != self.weight.device:
+                        new.data = new.data.to(self.weight.device)
+                elif isinstance(self.weight, DTensor):
+                    raise UserError(
+                        f"The layer {self.name!r} is spread over processes already, and new bitwidths would not be: "
+                        "convert the model before it is parallelized."
+                    )
+                else:
+                    new = nn.Parameter(torch.ones(shape, dtype=torch.float32, device=self.weight.device))
+            self.register_parameter(name, new)
+            if (kept := old if new is None else new) is not None:
+                self._resting[name] = kept
+
+    def reset_parameters(self) -> None:
+        """As in nn.Linear; bitwidths begin at 1."""
+        super().reset_parameters()
+        for name in BITWIDTHS:
+            if (bitwidth := self._parameters.get(name)) is not None:
+                nn.init.ones_(bitwidth)
+
+    def bitwidths(self, *, input: bool = False) -> Tensor:
+        """b_t as sampling uses it, float32, one for each block of the weight (or of the input's features), without gradients.
+
+        >>> from dither.precision import Sampling
+        >>> Linear(64, 32, precision=LayerPrecision(sampling=Sampling(b_init=5, b_target=3))).bitwidths()
+        tensor([[5., 5.]])
+        """
+        bitwidth = self.input_bitwidth if input else self.bitwidth
+        if bitwidth is None:
+            raise UserError(f"The {'input' if input else 'weight'} of the layer {self.name!r} is not sampled: it has no bitwidths.")
+        whole = bitwidth.full_tensor() if isinstance(bitwidth, DTensor) else bitwidth
+        return sampling.bitwidths(whole, self._how("input_sampling" if input else "sampling"))
+
     def _begin_state(self, device: torch.device) -> None:
         """Everything the layer remembers, as it is before the first step."""
-        for name in HELD:
+        for name in (*HELD, *SAMPLED):
             self.register_buffer(name, None, persistent=False)
         casts = {operand: getattr(self.precision, operand) for operand in OPERANDS}
         self._measures = True  # whether magnitudes are those of the tensors themselves, because a history is empty
@@ -136,6 +223,7 @@ class Linear(nn.Linear):
             self.register_buffer(f"_{operand}_amax", zero if delayed else None, persistent=False)
             self.register_buffer(f"_{operand}_largest", zero.clone() if delayed else None, persistent=False)
         draws = any(cast is not None and cast.round.kind == "stochastic" for cast in casts.values())
+        draws = draws or self.precision.sampled
         place, counted = (torch.tensor([first, 0], device=device) if draws else None for first in (0, FIRST_COUNTED))
         self.register_buffer("_place", place, persistent=False)
         self.register_buffer(
@@ -163,7 +251,85 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
         settings = self._settings[1 if input.is_cuda else 0]
-        return functional.linear(input, self.weight, self.bias, settings, state=self._state(settings))
+        state = self._state(settings)
+        if self.training and self.precision.sampled:
+            return self._sampled_forward(input, settings, state)
+        return functional.linear(input, self.weight, self.bias, settings, state=state)
+
+    def _sampled_forward(self, x: Tensor, settings: Settings, state: State) -> Tensor:
+        """The layer by its sampled weight, its sampled input, or both."""
+        autocast = torch.is_autocast_enabled(x.device.type)
+        dtype = torch.get_autocast_dtype(x.device.type) if autocast else None
+        if self.input_bitwidth is not None:
+            x = self._sampled_input(x, state, dtype or x.dtype)
+        weight, bitwidth = self.weight, self.bitwidth
+        if bitwidth is None:
+            return functional.linear(x, weight, self.bias, settings, state=state)
+        self._check_sampled(bitwidth, dtype or weight.dtype)
+        # A cast takes w_hat before it has been rounded to any other type.
+        kept = torch.float32 if settings.weight.cast else dtype or weight.dtype
+        has = self._hows["sampling", kept, weight.dtype]
+        draw = self._draw if self._inside else functional.drawn(state, functional.PURPOSES.index("sample"), moved=False)
+        if isinstance(weight, DTensor):
+            w_hat = sampling.sample_spread(weight, bitwidth, draw, has, kept, self.name)
+            return functional.linear(x, w_hat, self.bias, settings, state=state)
+        held = self._holds and self._holds_sample
+        b_t = self._b_t if self._prepared else sampling.bitwidths(bitwidth, has)
+        w_hat, amax = self._w_hat, self._w_amax
+        if not held:
+            with torch.no_grad():
+                w_hat, amax = sampling.sample(weight, b_t, draw, has, kept)
+        if self.precision.uncast:
+            assert w_hat is not None
+            learner = sampling.gradient_of(weight, bitwidth, b_t, amax, draw, has, kept)
+            bias = self.bias if dtype is None or self.bias is None else self.bias.to(dtype)
+            redo = sampling.Redo(weight, b_t, draw, has) if has.recompute else None
+            return sampling.linear(x if dtype is None else x.to(dtype), learner, bias, w_hat, redo, transposed=self.transposed)
+        learner = sampling.gradient_of(weight, bitwidth, b_t, amax, draw, has, weight.dtype)
+        if state.weight is None:
+            assert w_hat is not None
+            both = torch.is_grad_enabled()
+            with torch.no_grad():
+                layouts = functional.cast_weight(
+                    w_hat, settings.weight, state, both or not self.transposed, both or self.transposed, dtype
+                )
+            state = state._replace(weight=layouts)
+        return functional.linear(x, learner, self.bias, settings, state=state)
+
+    def _sampled_input(self, x: Tensor, state: State, dtype: torch.dtype) -> Tensor:
+        assert self.input_bitwidth is not None
+        self._check_float32("input_bitwidth", self.input_bitwidth)
+        if isinstance(x, DTensor) or isinstance(self.input_bitwidth, DTensor):
+            raise UserError(f"The input of the layer {self.name!r} is spread over processes, and only weights are sampled there.")
+        has = self._how("input_sampling") if self._prepared else self._hows["input_sampling", dtype, torch.float32]
+        b_t = self._input_b_t if self._prepared else sampling.bitwidths(self.input_bitwidth, has)
+        draw = functional.drawn(state, functional.PURPOSES.index("sample_input"))
+        return sampling.sample_input(x, self.input_bitwidth, b_t, draw, has, dtype)
+
+    def _check_sampled(self, bitwidth: Tensor, dtype: torch.dtype) -> None:
+        self._check_float32("bitwidth", bitwidth)
+        if self._inside and dtype != self._kept_dtype():
+            raise UserError(
+                f"The layer {self.name!r} computes in {dtype} and was told compute={self.compute!r} when this training_step sampled "
+                f"its weight: give it the plan's compute that autocast has, one of {', '.join(map(repr, COMPUTE))}."
+            )
+
+    def _check_float32(self, name: str, bitwidth: Tensor) -> None:
+        if bitwidth.dtype != torch.float32:
+            raise UserError(
+                f"The {name} of the layer {self.name!r} is {bitwidth.dtype}, and bitwidths are learned in float32: "
+                "leave it out of what changes the types of parameters, such as a mixed precision policy of FSDP."
+            )
+
+    def _kept_dtype(self) -> torch.dtype:
+        """What a weight that is sampled and not cast is kept in for a step."""
+        return sampling.AUTOCAST.get(self.compute, self.weight.dtype)
+
+    def _how(self, of: str) -> How:
+        """The sampling as a training_step does it."""
+        cast = self.precision.weight if of == "sampling" else self.precision.input
+        master = self.weight.dtype if of == "sampling" else torch.float32
+        return self._hows[of, self._kept_dtype() if cast is None else torch.float32, master]
 
     def _state(self, settings: Settings) -> State:
         if not self._delayed and self._place is None and not self._inside:
@@ -175,7 +341,8 @@ class Linear(nn.Linear):
         if self._holds:
             if not torch.compiler.is_compiling():
                 self._check_held()
-            held = self._held()
+            sampled = self.training and self.precision.sampling is not None
+            held = self._held() if settings.weight.cast and sampled == self._holds_sample else None
         if self._delayed and self.training and not self._inside:
             self._check_declared()
         return State(place, self._keys, held, *(self._amax(operand) for operand in OPERANDS))
@@ -205,26 +372,43 @@ class Linear(nn.Linear):
     # What a training step does to a layer ------------------------------------------------------------------------------
 
     def _hold(self) -> None:
-        """Cast the weight once for all calls of the step, in both layouts, into buffers that stay where they are."""
+        """Sample and cast the weight once for all calls of the step, in both layouts, into buffers that stay where they are."""
         settings = self._settings[1 if self.weight.is_cuda else 0]
-        # A weight that is sharded now is gathered in forward, and cast there.
-        if not settings.weight.cast or type(self.weight) not in (Tensor, nn.Parameter):
+        samples = self.training and self.precision.sampling is not None and not self.precision.sampling.recompute
+        # A weight that is sharded now is gathered in forward, and sampled and cast there.
+        if not (settings.weight.cast or samples) or type(self.weight) not in (Tensor, nn.Parameter):
+            return
+        self._holds, self._holds_sample, self._held_version = True, samples, self.weight._version
+        weight = self._hold_sample() if samples else self.weight
+        if not settings.weight.cast:
             return
         state = State(self._place, self._keys, weight_amax=self._amax("weight"))
         held = self._held()
         with torch.no_grad():
             # In place: a captured CUDA graph reads the same memory again.
             if settings.weight.whole and held.along is not None and _rows(held) == self.weight.shape:
-                functional.cast_weight_again(self.weight, settings.weight, state, held)
+                functional.cast_weight_again(weight, settings.weight, state, held)
             else:
-                layouts = functional.cast_weight(self.weight, settings.weight, state, along=True, across=True)
+                layouts = functional.cast_weight(weight, settings.weight, state, along=True, across=True)
                 for name, new in zip(HELD, (part for codes in layouts for part in codes), strict=True):  # type: ignore[union-attr]
                     old = getattr(self, name)
                     if old is not None and new is not None and old.shape == new.shape and old.dtype == new.dtype:
                         old.copy_(new)
                     else:
                         setattr(self, name, new)
-        self._holds, self._held_version = True, self.weight._version
+
+    def _hold_sample(self) -> Tensor:
+        """This step's w_hat; it is kept, unless it is cast and only its codes will be."""
+        has, weight = self._how("sampling"), self.weight.detach()
+        dtype = self._kept_dtype() if self.precision.weight is None else torch.float32
+        if self._w_hat is not None and self._w_hat.dtype == dtype and self._w_hat.shape == weight.shape:
+            ops.sample_into(weight, self._b_t, self._draw, has.kind, has.block, (self._w_hat, self._w_amax))
+            return self._w_hat
+        w_hat, amax = sampling.sample(weight, self._b_t, self._draw, has, dtype)
+        _keep([(self, "_w_amax", amax)])
+        if self.precision.weight is None:
+            self._w_hat = w_hat
+        return w_hat
 
     def _held(self) -> Layouts:
         if self._held_along_values is None:
@@ -234,17 +418,25 @@ class Linear(nn.Linear):
     def _check_held(self) -> None:
         if self._holds and self.weight._version != self._held_version:
             raise UserError(
-                f"The weight of the layer {self.name!r} changed inside a training_step, which holds its codes: "
+                f"The weight of the layer {self.name!r} changed inside a training_step, which holds "
+                f"{'a sample of it' if self._holds_sample else 'its codes'}: "
                 "let the training_step end before the optimizer's step."
             )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Linear":
-        """Magnitudes stay float32 whatever the parameters become; held codes are made again where the weight goes."""
+        """Magnitudes and bitwidths stay float32 whatever the parameters become; what is held is made again where they go."""
         kept = {name: buffer for name in STATE if (buffer := self._buffers[name]) is not None}
-        for name in HELD:
+        for name in (*HELD, *SAMPLED):
             self._buffers[name] = None
-        self._holds = False
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._holds = self._prepared = False
+        bitwidths = [bitwidth for name in BITWIDTHS if (bitwidth := self._parameters[name]) is not None]
+        bitwidths += [bitwidth.grad for bitwidth in bitwidths if bitwidth.grad is not None]  # type: ignore[misc]
+
+        def move(x: Tensor) -> Tensor:
+            moved = fn(x)
+            return x.to(moved.device) if moved.dtype != x.dtype and any(x is bitwidth for bitwidth in bitwidths) else moved
+
+        super()._apply(move, recurse)  # type: ignore[no-untyped-call]
         for name, buffer in kept.items():
             moved = self._buffers[name]
             assert moved is not None
@@ -277,6 +469,19 @@ def _rows(held: Layouts) -> tuple[int, int]:
     return tuple(codes.values.shape[0] for codes in held)  # type: ignore[union-attr, return-value]
 
 
+def _keep(found: list[tuple[Linear, str, Tensor]]) -> None:
+    """New values of buffers: where the old ones lie, if there are some of their shape, since CUDA graphs read there."""
+    stay = []
+    for layer, name, new in found:
+        old = layer._buffers[name]
+        if old is None or old.shape != new.shape:
+            setattr(layer, name, new)
+        else:
+            stay.append((old, new))
+    if stay:
+        torch._foreach_copy_([old for old, _ in stay], [new for _, new in stay])
+
+
 def _is_matrix(weight: object) -> bool:
     return isinstance(weight, nn.Parameter) and weight.dim() == 2
 
@@ -298,6 +503,87 @@ class TrainingStep:
                 layer._place = shared
         for place in self._places:
             place[0].fill_(step)
+        self._watched: list[tuple[How, list[tuple[Linear, str]]]] = []
+        self._ranges: list[Tensor] = []
+        self._seen: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._prepare_sampling(step)
+
+    def _prepare_sampling(self, step: int) -> None:
+        """The step's bitwidths, and where its noise is drawn: a few launches for all layers together."""
+        samplers: list[Linear] = []
+        groups: dict[Any, list[tuple[Linear, str]]] = {}
+        for layer in self._layers:
+            if not (layer.training and layer.precision.sampled):
+                continue
+            samplers.append(layer)
+            for name, of in BITWIDTHS.items():
+                if (bitwidth := getattr(layer, name)) is not None:
+                    groups.setdefault((layer._how(of), bitwidth.device), []).append((layer, name))
+        self._place_draws(samplers, step)
+        for (has, _), members in groups.items():
+            b_i = [_local(getattr(layer, name)).detach() for layer, name in members]
+            b_t = torch._foreach_mul(b_i, has.b_init - has.b_target)
+            torch._foreach_add_(b_t, has.b_target)
+            if (every := torch.cat([b.flatten() for b in b_t])).numel():
+                self._watched.append((has, members))
+                self._ranges.append(torch.stack(torch.aminmax(every)))
+            torch._foreach_clamp_max_(b_t, has.limit)
+            # What is spread over processes is gathered in forward, and computed there.
+            whole = [(*member, b) for member, b in zip(members, b_t, strict=True) if not isinstance(getattr(*member), DTensor)]
+            _keep([(layer, "_b_t" if name == "bitwidth" else "_input_b_t", b) for layer, name, b in whole])
+            for layer, _, _ in whole:
+                layer._prepared = True
+
+    def _place_draws(self, layers: list[Linear], step: int) -> None:
+        for layer in layers:
+            if layer._buffers["_draw"] is None:
+                assert layer._keys is not None
+                key = layer._keys[functional.PURPOSES.index("sample")]
+                layer._draw = torch.stack((torch.zeros_like(key), torch.zeros_like(key), key))
+        if layers:
+            steps = [layer._draw[0] for layer in layers]
+            torch._foreach_zero_(steps)
+            torch._foreach_add_(steps, step)
+
+    def _watch(self) -> None:
+        """Send what there is to know of the sampled weights to the host: at once on a CPU, without waiting for it on a GPU."""
+        for device in {layer.weight.device for layer in self._layers if layer._holds and layer._holds_sample}:
+            held = [layer for layer in self._layers if layer._holds and layer._holds_sample and layer.weight.device == device]
+            self._ranges.append(torch.cat([layer._w_amax.flatten() for layer in held]).amax()[None])
+        if not self._ranges:
+            return
+        numbers = torch.cat([found.to(self._ranges[0].device, non_blocking=True) for found in self._ranges])
+        if not numbers.is_cuda:
+            self._seen = (numbers, None)
+            self._look()
+        elif not torch.cuda.is_current_stream_capturing():
+            host = torch.empty(numbers.shape, pin_memory=True).copy_(numbers, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._seen = (host, event)
+
+    def _look(self) -> None:
+        """Raise where bitwidths or weights cannot be sampled from, and warn once a layer of bitwidths that are not safe."""
+        if self._seen is None:
+            return
+        numbers, event = self._seen
+        self._seen = None
+        if event is not None:
+            event.synchronize()  # recorded before the forward pass, so it is long past
+        found = numbers.tolist()
+        for index, (has, members) in enumerate(self._watched):
+            low, high = found[2 * index : 2 * index + 2]
+            if not (low >= 0 and high < math.inf):
+                raise UserError(_wrong_bitwidths(members))
+            if high > has.safe:
+                _warn_unsafe(has, members)
+        if not all(math.isfinite(amax) for amax in found[2 * len(self._watched) :]):
+            for layer in self._layers:
+                if layer._holds_sample and not bool(layer._w_amax.isfinite().all()):
+                    raise UserError(
+                        f"The weight of the layer {layer.name!r} holds NaN or Inf, which have no block to be sampled in: the step is "
+                        "stopped before it is made."
+                    )
 
     def row(self, row: int) -> None:
         """The next micro-batch begins at this token of the global batch: (micro-batch * ranks + rank) * tokens, say."""
@@ -334,13 +620,46 @@ class TrainingStep:
                 layer._measures = id(layer) in empty
 
 
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _wrong_bitwidths(members: list[tuple[Linear, str]]) -> str:
+    for layer, name in members:
+        b_t = sampling.bitwidths(_local(getattr(layer, name)), layer._how(BITWIDTHS[name])._replace(limit=math.inf))
+        if b_t.numel() and not bool((b_t >= 0).all() and b_t.isfinite().all()):
+            worst = "NaN" if bool(b_t.isnan().any()) else f"{b_t.min().item():g}" if bool((b_t < 0).any()) else "Inf"
+            return (
+                f"The {name} of the layer {layer.name!r} gives b_t = {worst}, and a bitwidth is a finite number from 0 on: the step is "
+                "stopped before it is made; a smaller learning rate for sampling_parameters(model) would keep it there."
+            )
+    return "A bitwidth is NaN, infinite or negative on another process."
+
+
+def _warn_unsafe(has: How, members: list[tuple[Linear, str]]) -> None:
+    members = [(layer, name) for layer, name in members if name not in layer._warned and getattr(layer, name).numel()]
+    if not members:
+        return
+    unlimited = has._replace(limit=math.inf)
+    most = torch.stack([sampling.bitwidths(_local(getattr(layer, name)), unlimited).amax() for layer, name in members]).tolist()
+    for (layer, name), b_t in zip(members, most, strict=True):
+        if b_t > has.safe:
+            layer._warned.add(name)
+            held = f"they are held at {has.limit:g}" if has.limit < math.inf else "they are left there, as beyond='warn' says"
+            warnings.warn(
+                f"The layer {layer.name!r} has a {name} with b_t up to {b_t:g}, above {has.safe:g}, where {has.kind} noise can vanish "
+                f"in {has.format}: {held}.",
+                stacklevel=5,
+            )
+
+
 @contextmanager
 def training_step(
     model: nn.Module, *, step: int, row: int = 0, group: torch.distributed.ProcessGroup | None = None
 ) -> Iterator[TrainingStep]:
     """Forward and backward of one optimizer step, all its micro-batches, happen inside; the optimizer's step comes after.
 
-    On entering, the weights of the model's `Linear` layers are cast once and held. Inside, stochastic casts draw the bits of
+    On entering, the weights of the model's `Linear` layers are sampled and cast once and held. Inside, random bits are those of
     optimizer step `step` and of the rows from `row` on; say `.row(...)` before each further micro-batch. On leaving, histories
     of delayed scaling take the largest magnitudes of the step, reduced over the ranks of `group` if one is given.
 
@@ -358,7 +677,7 @@ def training_step(
     """
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < FIRST_COUNTED:
         raise UserError(f"A training step is an integer from 0 to 2^31 - 1, not {step!r}.")
-    layers = [module for module in model.modules() if isinstance(module, Linear) and not module.precision.uncast]
+    layers = [module for module in model.modules() if isinstance(module, Linear) and not module.precision.plain]
     if any(layer._inside for layer in layers):
         raise UserError(f"The training_step {step} begins inside another one of the same model: end that one first.")
     now = TrainingStep(layers, step)
@@ -367,10 +686,12 @@ def training_step(
         for layer in layers:
             layer._inside = True
             layer._hold()
+        now._watch()
         yield now
+        now._look()
         for layer in layers:
             layer._check_held()
         now._push(group)
     finally:
         for layer in layers:
-            layer._inside = layer._holds = False
+            layer._inside = layer._holds = layer._holds_sample = layer._prepared = False

@@ -26,6 +26,9 @@ from dither.reference.sampling import LN2, pow2, to_dtype
 FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 """What sampled numbers are kept in, by name."""
 
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""What autocast computes in, by a plan's `compute`; without autocast a weight has its own type."""
+
 
 class How(NamedTuple):
     """A Sampling as a call needs it: plain values, so that compiled code takes them as constants."""
@@ -37,17 +40,18 @@ class How(NamedTuple):
     limit: float
     """Where b_t stops; infinite where it does not."""
     safe: float
-    """Above this noise may vanish."""
+    """Above this noise can vanish in rounding to `format`."""
+    format: str
     recompute: bool
 
 
 def how(sampling: Sampling, cast: Cast | None, dtype: torch.dtype, master: torch.dtype) -> How:
     """A Sampling of numbers kept in `master` that products read as `cast` says, or in `dtype` where there is no cast."""
-    format = FORMATS[dtype] if cast is None else cast.element
+    format = FORMATS[dtype] if cast is None else cast.format
     same = cast is None and master == dtype
     safe = safe_bitwidth(format, sampling.noise, master="same" if same else "fp32")
     limit = safe if sampling.beyond == "clamp" else math.inf
-    return How(sampling.noise, sampling.block, sampling.b_init, sampling.b_target, limit, safe, sampling.recompute)
+    return How(sampling.noise, sampling.block, sampling.b_init, sampling.b_target, limit, safe, format, sampling.recompute)
 
 
 def bitwidths(bitwidth: Tensor, has: How) -> Tensor:
@@ -89,12 +93,12 @@ def gradient_of(
 
     Numbers that somebody holds cannot be the result of an operation that autograd sees; this stands in for them.
     """
-    result: Tensor = _Sampled.apply(weight, bitwidth, b_t, amax, draw, None, (0, 0), has, dtype)  # type: ignore[no-untyped-call]
+    result: Tensor = _Sampled.apply(weight, bitwidth, b_t, amax, draw, (0, 0), has, dtype)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Sampled(torch.autograd.Function):
-    """w_hat, if given, as a function of weight and bitwidth; otherwise what stands in for it."""
+    """w_hat as a function of weight and bitwidth; where the blocks' magnitudes are known, only what stands in for it."""
 
     @staticmethod
     def forward(
@@ -102,16 +106,19 @@ class _Sampled(torch.autograd.Function):
         weight: Tensor,
         bitwidth: Tensor,
         b_t: Tensor,
-        amax: Tensor,
+        amax: Tensor | None,
         draw: Tensor,
-        w_hat: Tensor | None,
         at: tuple[int, int],
         has: How,
         dtype: torch.dtype,
     ) -> Tensor:
-        ctx.save_for_backward(b_t, amax, draw)
         ctx.at, ctx.has, ctx.dtype = at, has, weight.dtype
-        return weight.new_empty((), dtype=dtype).expand(weight.shape)
+        if amax is None:
+            w_hat, amax = sample(weight, b_t, draw, has, dtype, at)
+        else:
+            w_hat = weight.new_empty((), dtype=dtype).expand(weight.shape)
+        ctx.save_for_backward(b_t, amax, draw)
+        return w_hat
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -123,11 +130,20 @@ class _Sampled(torch.autograd.Function):
             dw, db_t = grad, torch.ops.dither.bitwidth_grad(grad, amax, b_t, *drawn, "auto")
         else:
             dw, db_t = torch.ops.dither.sample_backward(grad, amax, b_t, *drawn, ctx.dtype, "auto")
-        return dw, _bitwidth_grad(db_t, b_t, has), *[None] * 7
+        return dw, _bitwidth_grad(db_t, b_t, has), *[None] * 6
+
+
+class Redo(NamedTuple):
+    """What it takes to sample a weight again."""
+
+    weight: Tensor
+    b_t: Tensor
+    draw: Tensor
+    has: How
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, w_hat: Tensor, redo: "Redo | None", *, transposed: bool = False
+    x: Tensor, weight: Tensor, bias: Tensor | None, w_hat: Tensor, redo: Redo | None, *, transposed: bool = False
 ) -> Tensor:
     """x W_hat^T + bias, [..., N], where `weight` is what the gradient of `w_hat` goes to; all of one dtype.
 
@@ -186,7 +202,7 @@ class _Linear(torch.autograd.Function):
 
 def sample_spread(weight: DTensor, bitwidth: Tensor, draw: Tensor, has: How, dtype: torch.dtype, name: str) -> DTensor:
     """w_hat of a weight that is spread over processes, spread alike: every part by its coordinates in the whole."""
-    shape, (row, column) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    _, (row, column) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
     if row % has.block or column % has.block:
         raise UserError(
             f"The weight of the layer {name!r}, {tuple(weight.shape)}, is cut at row {row} and column {column}, inside a block of "
@@ -201,9 +217,7 @@ def sample_spread(weight: DTensor, bitwidth: Tensor, draw: Tensor, has: How, dty
     b_i = bitwidth.redistribute(weight.device_mesh, weight.placements).to_local()
     part = weight.to_local()
     b_t = bitwidths(b_i, has)
-    with torch.no_grad():
-        w_hat, amax = sample(part, b_t, draw, has, dtype, (row, column))
-    sampled = _Sampled.apply(part, b_i, b_t, amax, draw, w_hat, (row, column), has, dtype)  # type: ignore[no-untyped-call]
+    sampled = _Sampled.apply(part, b_i, b_t, None, draw, (row, column), has, dtype)  # type: ignore[no-untyped-call]
     return DTensor.from_local(
         sampled, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
     )

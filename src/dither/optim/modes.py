@@ -15,6 +15,7 @@ from torch import nn
 from dither.errors import UserError
 from dither.formats import TABLE
 from dither.layout import storage_dtype
+from dither.nn.guidance import sampling_parameters
 from dither.optim.adamw import AdamW
 from dither.precision import Plan
 from dither.recipes import recipe
@@ -105,8 +106,9 @@ def training(model: nn.Module, mode: str, lr: float, **options: Any) -> Training
     if mode not in MODES:
         raise UserError(f"There is no mode {mode!r}: choose from {', '.join(MODES)}.")
     chosen = MODES[mode]
+    bitwidths = {id(bitwidth) for bitwidth in sampling_parameters(model)}  # these stay float32
     for parameter in model.parameters():
-        if parameter.is_floating_point():
+        if parameter.is_floating_point() and id(parameter) not in bitwidths:
             parameter.data = parameter.data.to(chosen.parameters)
     first = next(iter(model.parameters()), None)
     if first is None:

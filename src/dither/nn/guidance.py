@@ -1,0 +1,99 @@
+"""What leads learned bitwidths to their target: a weight decay in a parameter group of their own, a term of the loss, or both."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dither.errors import UserError
+from dither.nn.linear import BITWIDTHS, Linear
+from dither.precision import Sampling
+
+
+def _bitwidths(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Sampling]]:
+    """Name, parameter and sampling of every learned bitwidth, each once."""
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        for parameter, of in BITWIDTHS.items() if isinstance(module, Linear) else ():
+            bitwidth, sampling = getattr(module, parameter), getattr(module.precision, of)
+            if bitwidth is not None and id(bitwidth) not in seen:
+                seen.add(id(bitwidth))
+                yield f"{name}.{parameter}" if name else parameter, bitwidth, sampling
+
+
+def sampling_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The learned bitwidths b_i of a model's sampled weights and inputs: float32, one for each block.
+
+    >>> from dither.precision import LayerPrecision
+    >>> model = nn.Sequential(Linear(64, 96, precision=LayerPrecision(sampling=Sampling())), nn.ReLU(), nn.Linear(96, 64))
+    >>> [tuple(bitwidth.shape) for bitwidth in sampling_parameters(model)]
+    [(3, 2)]
+    """
+    return [bitwidth for _, bitwidth, _ in _bitwidths(model)]
+
+
+def bitwidth_loss(model: nn.Module) -> Tensor:
+    """lambda / n * sum |b_t - b_target|, a float32 tensor of 0 dimensions to add to the loss of an optimizer step.
+
+    The sum goes over the n blocks of the layers whose guidance has a `BitwidthLoss`, which says lambda; 0 without any. With
+    gradient accumulation add it once a step, or divided like the rest of the loss.
+
+    >>> from dither.precision import BitwidthLoss, LayerPrecision
+    >>> guided = Sampling(b_init=6, b_target=4, guidance=BitwidthLoss(0.1))
+    >>> bitwidth_loss(nn.Sequential(Linear(64, 64, precision=LayerPrecision(sampling=guided)))).item()  # 0.1 * |6 - 4|
+    0.20000000298023224
+    """
+    guided = [(bitwidth, sampling) for _, bitwidth, sampling in _bitwidths(model) if sampling.loss]
+    if not guided:
+        return torch.zeros((), device=next((parameter.device for parameter in model.parameters()), None))
+    blocks = sum(bitwidth.numel() for bitwidth, _ in guided)
+    # |b_t - b_target| = |b_i| (b_init - b_target): one sum for all that have the same factor, and are kept alike.
+    alike: dict[Any, list[Tensor]] = {}
+    for bitwidth, sampling in guided:
+        kept = id(bitwidth) if isinstance(bitwidth, DTensor) else bitwidth.device
+        alike.setdefault((sampling.loss * (sampling.b_init - sampling.b_target) / blocks, kept), []).append(bitwidth)
+    terms = [factor * _sum_of_magnitudes(members) for (factor, _), members in alike.items()]
+    return torch.stack([term.to(terms[0].device) for term in terms]).sum()
+
+
+def _sum_of_magnitudes(bitwidths: list[Tensor]) -> Tensor:
+    first = bitwidths[0]
+    if isinstance(first, DTensor):
+        whole: Tensor = first.abs().sum().full_tensor()
+        return whole
+    return torch.cat([bitwidth.flatten() for bitwidth in bitwidths]).abs().sum()
+
+
+def param_groups(model: nn.Module, *, weight_decay: float = 0.1, bitwidth_lr: float | None = None) -> list[dict[str, Any]]:
+    """Parameter groups for `dither.optim.AdamW` or torch's optimizers: matrices, the rest (not decayed), and bitwidths.
+
+    Bitwidths are decayed as their samplings' guidance says, in one group for each rate, and take `bitwidth_lr` if that is given.
+    Parameters come with their names; those that need no gradient are left out.
+
+    >>> from dither.precision import LayerPrecision, WeightDecay
+    >>> sampled = LayerPrecision(sampling=Sampling(guidance=WeightDecay(0.5)))
+    >>> model = nn.Sequential(Linear(64, 96, precision=sampled), nn.LayerNorm(96))
+    >>> for group in param_groups(model, bitwidth_lr=1e-2):
+    ...     print([name for name, _ in group["params"]], group["weight_decay"])
+    ['0.weight'] 0.1
+    ['0.bias', '1.weight', '1.bias'] 0.0
+    ['0.bitwidth'] 0.5
+    >>> optimizer = torch.optim.AdamW(param_groups(model), lr=1e-3)
+    """
+    if not isinstance(model, nn.Module):
+        raise UserError(f"A model is a torch.nn.Module, not {type(model).__name__}.")
+    bitwidths = {id(bitwidth): sampling for _, bitwidth, sampling in _bitwidths(model)}
+    groups: dict[tuple[bool, float], list[tuple[str, nn.Parameter]]] = {(False, weight_decay): [], (False, 0.0): []}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            sampling = bitwidths.get(id(parameter))
+            rate = sampling.decay if sampling else weight_decay if parameter.dim() >= 2 else 0.0
+            groups.setdefault((sampling is not None, rate), []).append((name, parameter))
+    own = {} if bitwidth_lr is None else {"lr": bitwidth_lr}
+    return [
+        {"params": members, "weight_decay": rate, **(own if learned else {})}
+        for (learned, rate), members in groups.items()
+        if members
+    ]
