@@ -79,8 +79,10 @@ class EffectivePrecision:
         return _printed(self)
 
 
-def effective_precision(model: nn.Module, *, formats: Sequence[str] = DEPLOYABLE) -> EffectivePrecision:
+def effective_precision(model: nn.Module, *, formats: Sequence[str] = DEPLOYABLE, slack: float = 0.0) -> EffectivePrecision:
     """The bitwidths that the sampled layers of a model have learned: mean, extremes, histogram, and formats that carry them.
+
+    Guidance leads b_t down to b_target and never quite there: with `slack` a format counts as carrying so much more than it does.
 
     >>> import dither, torch
     >>> from dither.precision import Sampling
@@ -89,16 +91,16 @@ def effective_precision(model: nn.Module, *, formats: Sequence[str] = DEPLOYABLE
     >>> with torch.no_grad():  # as if they had learned
     ...     _ = model[0].bitwidth.copy_(torch.tensor([[0.0, 1.0]]))
     >>> print(effective_precision(model))
-    layer  weights  mean  min   max   <= 3  <= 5  e2m1  e4m3
-    ────────────────────────────────────────────────────────
-    0      2,048    4.00  3.00  5.00  50%   50%   50%   50%
-    2      2,048    5.00  5.00  5.00        100%        100%
-    total  4,096    4.50  3.00  5.00  25%   75%   25%   75%
+    layer   weights   mean   min    max    <= 3   <= 5   e2m1   e4m3
+    ──────────────────────────────────────────────────────────────────
+    0       2,048     4.00   3.00   5.00   50%    50%    50%    50%
+    2       2,048     5.00   5.00   5.00          100%          100%
+    total   4,096     4.50   3.00   5.00   25%    75%    25%    75%
     """
     found = [(name, *_learned(name, layer)) for name, layer in _sampled(model).items()]
-    layers = tuple(_summary(name, b_t, counts, formats) for name, b_t, counts in found)
+    layers = tuple(_summary(name, b_t, counts, formats, slack) for name, b_t, counts in found)
     every = torch.cat([b_t for _, b_t, _ in found]), torch.cat([counts for *_, counts in found])
-    return EffectivePrecision(layers, _summary("total", *every, formats))
+    return EffectivePrecision(layers, _summary("total", *every, formats, slack))
 
 
 def _sampled(model: nn.Module) -> dict[str, Linear]:
@@ -130,23 +132,30 @@ def _lengths(size: int, block: int) -> Tensor:
     return torch.full((-(-size // block),), block, dtype=torch.float64).cumsum(0).clamp(max=size).diff(prepend=torch.zeros(1))
 
 
-def _summary(name: str, b_t: Tensor, counts: Tensor, formats: Sequence[str]) -> LearnedBitwidths:
+def _summary(name: str, b_t: Tensor, counts: Tensor, formats: Sequence[str], slack: float) -> LearnedBitwidths:
     shares = counts / counts.sum()
     steps = {int(b): shares[b_t.ceil() == b].sum().item() for b in sorted(set(b_t.ceil().tolist()))}
-    chosen, candidates = _narrowest(b_t, formats)
+    chosen, candidates = _narrowest(b_t, formats, slack)
     by_format = {candidates[index]: shares[chosen == index].sum().item() for index in sorted(set(chosen.tolist()))}
     extremes = b_t.min().item(), b_t.max().item()
     return LearnedBitwidths(name, int(counts.sum()), (b_t * shares).sum().item(), *extremes, steps, by_format)
 
 
-def _narrowest(b_t: Tensor, formats: Sequence[str]) -> tuple[Tensor, list[str]]:
-    """For each b_t the index of the format that `deployable` chooses, and the formats."""
+def _narrowest(b_t: Tensor, formats: Sequence[str], slack: float) -> tuple[Tensor, list[str]]:
+    """For each b_t, less `slack`, the index of the format that `deployable` chooses, and the formats."""
+    b_t = _less(b_t, slack)
     deployable(b_t.max().item(), formats)  # an error if none carries it
     candidates: list[str] = []
     for element in sorted(map(Format.parse, formats), key=lambda element: element.bits):
         if not candidates or capacity(element) > capacity(candidates[-1]):
             candidates.append(element.name)
     return torch.bucketize(b_t, torch.tensor([capacity(name) for name in candidates], dtype=b_t.dtype)), candidates
+
+
+def _less(b_t: Tensor, slack: float) -> Tensor:
+    if not isinstance(slack, int | float) or not 0 <= slack < math.inf:
+        raise UserError(f"slack= is a number of bits that is not negative, such as 0.05, not {slack!r}.")
+    return (b_t - slack).clamp(min=0)
 
 
 # Plans ----------------------------------------------------------------------------------------------------------------
@@ -158,14 +167,15 @@ def plan_from_bitwidths(
     granularity: str = "block(32)",
     scale: str = "fp32",
     quantile: float = 1.0,
+    slack: float = 0.0,
     rule: Literal["table", "noise"] = "table",
     formats: Sequence[str] = DEPLOYABLE,
 ) -> Plan:
     """A plan that casts the weight of each sampled layer to the narrowest of `formats` that its bitwidths allow.
 
-    `rule="table"` is Table 2 of the paper, for the b_t that a share `quantile` of the layer's weights do not exceed.
-    `rule="noise"` looks at the weights: casting them may add no more, in the mean square, than the noise that they were trained
-    under. Layers without bitwidths are left alone. What a plan cannot say, a format for each block, `deploy_blocks` does.
+    `rule="table"` is Table 2 of the paper, for the b_t that a share `quantile` of the layer's weights do not exceed, less
+    `slack`. `rule="noise"` looks at the weights: casting them may add no more, in the mean square, than the noise that they
+    were trained under. Layers without bitwidths are left alone. What a plan cannot say, a format for each block, `deploy_blocks` does.
 
     >>> import dither, torch
     >>> from dither.precision import Sampling
@@ -183,11 +193,11 @@ def plan_from_bitwidths(
     for name, layer in _sampled(model).items():
         b_t, counts = _learned(name, layer)
         if rule == "table":
-            cast = weight_cast(deployable(_quantile(b_t, counts, quantile), formats).name, granularity, scale)
+            cast = weight_cast(deployable(_quantile(_less(b_t, slack), counts, quantile), formats).name, granularity, scale)
         else:
             cast = _within_noise(name, layer, b_t, [weight_cast(each, granularity, scale) for each in formats])
         rules.append((name, LayerPrecision(weight=cast)))
-    origin = {"origin": "bitwidths", "rule": rule} | ({"quantile": quantile} if rule == "table" else {})
+    origin = {"origin": "bitwidths", "rule": rule} | ({"quantile": quantile, "slack": slack} if rule == "table" else {})
     return Plan(layers=tuple(rules), provenance=origin)
 
 
@@ -325,11 +335,16 @@ def deploy(model: nn.Module, plan: Plan, *, evaluate: Evaluate | None = None) ->
 
 
 def deploy_blocks(
-    model: nn.Module, *, formats: Sequence[str] = DEPLOYABLE, scale: str = "fp32", evaluate: Evaluate | None = None
+    model: nn.Module,
+    *,
+    formats: Sequence[str] = DEPLOYABLE,
+    scale: str = "fp32",
+    slack: float = 0.0,
+    evaluate: Evaluate | None = None,
 ) -> Deployment:
     """As `deploy`, with each block of a sampled layer in the narrowest of `formats` that carries what the block has learned.
 
-    A block's weights share one scale, and a block says in whole bits which format it is in.
+    `slack` is that of `effective_precision`. A block has one scale, and whole bits that say which format it is in.
 
     >>> import dither, torch
     >>> from dither.precision import Sampling
@@ -344,7 +359,7 @@ def deploy_blocks(
     for name, layer in _sampled(model).items():
         b_t, counts = _learned(name, layer)
         block, weight = layer.precision.sampling.block, layer.weight.detach()  # type: ignore[union-attr]
-        chosen, candidates = _narrowest(b_t, formats)
+        chosen, candidates = _narrowest(b_t, formats, slack)
         grid = chosen.view(layer.bitwidths().shape).to(weight.device)
         which = grid.repeat_interleave(block, 0)[: weight.shape[0]].repeat_interleave(block, 1)[:, : weight.shape[1]]
         result, shares, bits = torch.empty_like(weight), {}, math.ceil(math.log2(len(candidates))) * len(counts)
