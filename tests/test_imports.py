@@ -46,6 +46,8 @@ ORDER = [
     "dither.nn.experts",
     "dither.nn.guidance",
     "dither.nn.convert",
+    "dither.nn.deploy",
+    "dither.nn.targets",
     "dither.nn",
     "dither.optim.shards",
     "dither.optim.roles",

@@ -11,7 +11,7 @@ weights once they have been trained with it: `required_format`, `capacity`, `dep
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +25,14 @@ SMALLEST = {"rounded_normal": 0, "rounded_normal_exact": 0, "uniform": 4, "none"
 Uniform noise has magnitudes next to zero, which vanish in any format, so no bound holds for every draw. Its 4 is the paper's,
 which counts in sixteenths: the bounds then hold for the draws with |R| >= 1/16, seven of eight. `none` has nothing to lose.
 """
+
+VARIANCE = {
+    "rounded_normal": 75 / 256,
+    "rounded_normal_exact": sum((2 * k - 1) * math.erfc((2 * k - 1) / math.sqrt(2)) for k in range(1, 5)),
+    "uniform": 1 / 12,
+    "none": 0.0,
+}
+"""The mean of R^2: for rounded normal noise 1 * 18/64 + 4 * 3/1024; for the exact one the sum of (2k - 1) P(|R| >= k)."""
 
 DEPLOYABLE = ("e2m1", "e3m2", "e4m3", "bf16", "fp16", "fp32")
 """Formats that trained weights are cast to, narrow to wide. e2m3 is none of them: by its range it carries no more than e2m1."""
@@ -135,6 +143,72 @@ def deployable(b_t: float, formats: Iterable[str] = DEPLOYABLE, noise: str = "ro
         f"No format among {', '.join(element.name for element in given)} carries a bitwidth of {b_t:g}: "
         f"{most} comes furthest, with {capacity(most, noise)}; add a wider one."
     )
+
+
+def allocate(
+    sensitivity: Mapping[str, float],
+    weights: Mapping[str, int],
+    tolerance: float | None = None,
+    *,
+    mean: float | None = None,
+    low: float,
+    high: float,
+) -> dict[str, float]:
+    """Bitwidths of layers, from `low` to `high`, that take the fewest bits in all while the loss rises by `tolerance` at most.
+
+    Noise of bitwidth b on layer l raises the loss by a_l * 4^-b, where a_l is its sensitivity, and b * n_l bits are what it
+    takes, where n_l is its number of weights. At the optimum a bit less costs the same wherever it is taken from, so
+    a_l * 4^-b_l = n_l / p with one price p for all layers, or b_l is at a limit: b_l = log2(a_l p / n_l) / 2.
+    With `mean` instead, the bits are given, `mean` a weight, and the rise is the least.
+
+    >>> allocate({"a": 1.0, "b": 16.0}, {"a": 128, "b": 128}, 2 * 4.0**-4, low=2, high=8)
+    {'a': 4.0, 'b': 6.0}
+    >>> allocate({"a": 1.0, "b": 16.0}, {"a": 128, "b": 128}, mean=5, low=2, high=8)
+    {'a': 4.0, 'b': 6.0}
+    """
+    if (tolerance is None) == (mean is None):
+        raise UserError(
+            f"Bitwidths follow from a tolerance or from a mean, one of them; given were {tolerance!r} and {mean!r}."
+        )
+    total = sum(weights[layer] for layer in sensitivity)
+
+    def chosen(price: float) -> dict[str, float]:
+        """The bitwidths at log2(p)."""
+        return {
+            layer: min(max((math.log2(a / weights[layer]) + price) / 2, low), high) if a > 0 else float(low)
+            for layer, a in sensitivity.items()
+        }
+
+    def missing(bitwidths: Mapping[str, float]) -> float:
+        """What bitwidths still lack of what was asked for; it falls with the price."""
+        if mean is not None:
+            return mean - math.fsum(weights[layer] * b for layer, b in bitwidths.items()) / total
+        assert tolerance is not None
+        rise = math.fsum(max(a, 0.0) * math.pow(4.0, -bitwidths[layer]) for layer, a in sensitivity.items())
+        return math.log2(rise / tolerance) if rise else -math.inf
+
+    if missing(lowest := dict.fromkeys(sensitivity, float(low))) <= 0:
+        return lowest
+    if missing(highest := dict.fromkeys(sensitivity, float(high))) > 0:
+        raise UserError(
+            f"{high:g} bits in every layer are not enough for "
+            + (f"a mean of {mean:g}" if mean is not None else f"a rise of the loss by at most {tolerance:.3g}")
+            + ": raise the limit, or ask for less."
+        )
+    # Prices at which a layer comes to one of its limits. Between two of them the same layers are free, and what is missing
+    # falls in a straight line for a mean, and for a tolerance is found from the rise of the free ones.
+    limits = sorted(2 * b - math.log2(a / weights[layer]) for layer, a in sensitivity.items() if a > 0 for b in (low, high))
+    below = max(price for price in limits if missing(chosen(price)) > 0)
+    above = min((price for price in limits if price > below), default=below + 1)
+    middle = chosen((below + above) / 2)
+    if not (free := [layer for layer, b in middle.items() if low < b < high]):
+        return highest  # what is missing at the last price is a rounding error
+    size = sum(weights[layer] for layer in free)
+    if mean is not None:
+        return chosen(below + 2 * total / size * missing(chosen(below)))
+    assert tolerance is not None
+    fixed = math.fsum(max(sensitivity[layer], 0.0) * math.pow(4.0, -b) for layer, b in middle.items() if layer not in free)
+    return chosen(math.log2(size / (tolerance - fixed)))
 
 
 FP32_MANTISSA = 23

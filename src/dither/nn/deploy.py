@@ -1,0 +1,436 @@
+"""From learned bitwidths to number formats: what a model has learned, which formats carry it, and what casting to them costs.
+
+`effective_precision` reads the bitwidths of a model's sampled layers; `plan_from_bitwidths` turns them into a Plan, one weight
+format a layer; `deploy` casts trained weights as a plan says, `deploy_blocks` each block to a format of its own, and both say
+what that does to the loss. Blocks at the ragged edges count by the weights they have.
+"""
+
+import io
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from dither.bitwidths import DEPLOYABLE, VARIANCE, capacity, deployable
+from dither.errors import UserError
+from dither.formats import Format
+from dither.nn.convert import _reasons, _Site, _sites
+from dither.nn.linear import Linear
+from dither.ops import quantize
+from dither.precision import Cast, Granularity, LayerPrecision, Plan, Sampling
+from dither.reference.sampling import block_amax
+
+Evaluate = Callable[[nn.Module], float]
+"""Loss of a model, which is in eval mode then."""
+
+
+# What was learned -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LearnedBitwidths:
+    """The bitwidths b_t of one layer, or of several together, weighed by the weights of each block."""
+
+    name: str
+    weights: int
+    mean: float
+    min: float
+    max: float
+    histogram: Mapping[int, float]
+    """The share of weights whose b_t, rounded up, is this."""
+    formats: Mapping[str, float]
+    """The share of weights that each format is the narrowest to carry."""
+
+    @property
+    def bits(self) -> float:
+        """Bits a weight when each block has its own format, without scales."""
+        return sum(Format.parse(name).bits * share for name, share in self.formats.items())
+
+
+@dataclass(frozen=True)
+class EffectivePrecision:
+    """The bitwidths that a model has learned, layer by layer and in all; prints as a table."""
+
+    layers: tuple[LearnedBitwidths, ...]
+    total: LearnedBitwidths
+    """All layers as one."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return {"layers": [dict(vars(layer)) for layer in self.layers], "total": dict(vars(self.total))}
+
+    def __rich__(self) -> Table:
+        formats, steps = list(self.total.formats), list(self.total.histogram)
+        table = Table("layer", "weights", "mean", "min", "max", *(f"<= {b}" for b in steps), *formats, box=box.SIMPLE_HEAD)
+        for row in (*self.layers, self.total):
+            numbers = (f"{number:.2f}" for number in (row.mean, row.min, row.max))
+            shares = [*(row.histogram.get(b, 0.0) for b in steps), *(row.formats.get(name, 0.0) for name in formats)]
+            table.add_row(row.name, f"{row.weights:,}", *numbers, *(f"{share:.0%}" if share else "" for share in shares))
+        return table
+
+    def __str__(self) -> str:
+        return _printed(self)
+
+
+def effective_precision(model: nn.Module, *, formats: Sequence[str] = DEPLOYABLE, slack: float = 0.0) -> EffectivePrecision:
+    """The bitwidths that the sampled layers of a model have learned: mean, extremes, histogram, and formats that carry them.
+
+    Guidance leads b_t down to b_target and never quite there: with `slack` a format counts as carrying so much more than it does.
+
+    >>> import dither, torch
+    >>> from dither.precision import Sampling
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 64))
+    >>> _ = dither.convert(model, dither.Plan().with_sampling(Sampling(b_init=5, b_target=3)))
+    >>> with torch.no_grad():  # as if they had learned
+    ...     _ = model[0].bitwidth.copy_(torch.tensor([[0.0, 1.0]]))
+    >>> print(effective_precision(model))
+    layer   weights   mean   min    max    <= 3   <= 5   e2m1   e4m3
+    ──────────────────────────────────────────────────────────────────
+    0       2,048     4.00   3.00   5.00   50%    50%    50%    50%
+    2       2,048     5.00   5.00   5.00          100%          100%
+    total   4,096     4.50   3.00   5.00   25%    75%    25%    75%
+    """
+    found = [(name, *_learned(name, layer)) for name, layer in _sampled(model).items()]
+    layers = tuple(_summary(name, b_t, counts, formats, slack) for name, b_t, counts in found)
+    every = torch.cat([b_t for _, b_t, _ in found]), torch.cat([counts for *_, counts in found])
+    return EffectivePrecision(layers, _summary("total", *every, formats, slack))
+
+
+def _sampled(model: nn.Module) -> dict[str, Linear]:
+    """The layers whose weights are sampled, by name."""
+    layers = {name: each for name, each in model.named_modules() if isinstance(each, Linear) and each.precision.sampling}
+    if not layers:
+        raise UserError(
+            f"{type(model).__name__} has no layer with learned bitwidths: "
+            "dither.convert(model, plan.with_sampling(Sampling())) gives it some."
+        )
+    return layers
+
+
+def _learned(name: str, layer: Linear) -> tuple[Tensor, Tensor]:
+    """b_t of each block, and how many weights it has: two flat float64 tensors on the CPU."""
+    sampling = layer.precision.sampling
+    assert sampling is not None
+    b_t = layer.bitwidths().double().cpu()
+    if not bool(((b_t >= 0) & b_t.isfinite()).all()):
+        raise UserError(
+            f"The layer {name!r} has learned a bitwidth that is negative or no finite number: {b_t.min().item():g}."
+        )
+    rows, columns = (_lengths(size, sampling.block) for size in layer.weight.shape)
+    return b_t.flatten(), torch.outer(rows, columns).flatten()
+
+
+def _lengths(size: int, block: int) -> Tensor:
+    """The lengths of the blocks that `size` is cut into."""
+    return torch.full((-(-size // block),), block, dtype=torch.float64).cumsum(0).clamp(max=size).diff(prepend=torch.zeros(1))
+
+
+def _summary(name: str, b_t: Tensor, counts: Tensor, formats: Sequence[str], slack: float) -> LearnedBitwidths:
+    shares = counts / counts.sum()
+    steps = {int(b): shares[b_t.ceil() == b].sum().item() for b in sorted(set(b_t.ceil().tolist()))}
+    chosen, candidates = _narrowest(b_t, formats, slack)
+    by_format = {candidates[index]: shares[chosen == index].sum().item() for index in sorted(set(chosen.tolist()))}
+    extremes = b_t.min().item(), b_t.max().item()
+    return LearnedBitwidths(name, int(counts.sum()), (b_t * shares).sum().item(), *extremes, steps, by_format)
+
+
+def _narrowest(b_t: Tensor, formats: Sequence[str], slack: float) -> tuple[Tensor, list[str]]:
+    """For each b_t, less `slack`, the index of the format that `deployable` chooses, and the formats."""
+    b_t = _less(b_t, slack)
+    deployable(b_t.max().item(), formats)  # an error if none carries it
+    candidates: list[str] = []
+    for element in sorted(map(Format.parse, formats), key=lambda element: element.bits):
+        if not candidates or capacity(element) > capacity(candidates[-1]):
+            candidates.append(element.name)
+    return torch.bucketize(b_t, torch.tensor([capacity(name) for name in candidates], dtype=b_t.dtype)), candidates
+
+
+def _less(b_t: Tensor, slack: float) -> Tensor:
+    if not isinstance(slack, int | float) or not 0 <= slack < math.inf:
+        raise UserError(f"slack= is a number of bits that is not negative, such as 0.05, not {slack!r}.")
+    return (b_t - slack).clamp(min=0)
+
+
+# Plans ----------------------------------------------------------------------------------------------------------------
+
+
+def plan_from_bitwidths(
+    model: nn.Module,
+    *,
+    granularity: str = "block(32)",
+    scale: str = "fp32",
+    quantile: float = 1.0,
+    slack: float = 0.0,
+    rule: Literal["table", "noise"] = "table",
+    formats: Sequence[str] = DEPLOYABLE,
+) -> Plan:
+    """A plan that casts the weight of each sampled layer to the narrowest of `formats` that its bitwidths allow.
+
+    `rule="table"` is Table 2 of the paper, for the b_t that a share `quantile` of the layer's weights do not exceed, less
+    `slack`. `rule="noise"` looks at the weights: casting them may add no more, in the mean square, than the noise that they
+    were trained under. Layers without bitwidths are left alone. What a plan cannot say, a format for each block, `deploy_blocks` does.
+
+    >>> import dither, torch
+    >>> from dither.precision import Sampling
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 64))
+    >>> _ = dither.convert(model, dither.Plan().with_sampling(Sampling(b_init=4, b_target=3)))
+    >>> print(plan_from_bitwidths(model).for_layer("0"))
+    weight e3m2 block(32) fp32 nearest
+    """
+    if rule not in ("table", "noise"):
+        raise UserError(f"rule= is 'table', the paper's Table 2, or 'noise', what training has seen; not {rule!r}.")
+    if not isinstance(quantile, int | float) or not 0 < quantile <= 1:
+        raise UserError(f"quantile= is a share of a layer's weights, above 0 and up to 1, not {quantile!r}.")
+    Granularity.parse(granularity)
+    rules = []
+    for name, layer in _sampled(model).items():
+        b_t, counts = _learned(name, layer)
+        if rule == "table":
+            cast = weight_cast(deployable(_quantile(_less(b_t, slack), counts, quantile), formats).name, granularity, scale)
+        else:
+            cast = _within_noise(name, layer, b_t, [weight_cast(each, granularity, scale) for each in formats])
+        rules.append((name, LayerPrecision(weight=cast)))
+    origin = {"origin": "bitwidths", "rule": rule} | ({"quantile": quantile, "slack": slack} if rule == "table" else {})
+    return Plan(layers=tuple(rules), provenance=origin)
+
+
+def weight_cast(format: str, granularity: str = "block(32)", scale: str = "fp32") -> Cast:
+    """A cast of weights to `format`: scaled, unless the format has float32's range and needs no scale.
+
+    >>> str(weight_cast("e2m1")), str(weight_cast("bf16"))
+    ('e2m1 block(32) fp32 nearest', 'bf16 nearest')
+    """
+    return Cast(format) if Format.parse(format).exponent_bits == 8 else Cast(format, granularity, scale)
+
+
+def _quantile(b_t: Tensor, counts: Tensor, quantile: float) -> float:
+    """The least b_t that a share `quantile` of the weights do not exceed."""
+    order = b_t.argsort()
+    reached = counts[order].cumsum(0) >= quantile * counts.sum() * (1 - 1e-12)  # sums of shares are not exact
+    return b_t[order][reached][0].item()
+
+
+def _within_noise(name: str, layer: Linear, b_t: Tensor, casts: list[Cast]) -> Cast:
+    """The narrowest cast whose squared error is at most the expected square of the noise."""
+    sampling: Sampling = layer.precision.sampling  # type: ignore[assignment]
+    weight = layer.weight.detach()
+    rows, columns = (_lengths(size, sampling.block) for size in weight.shape)
+    amax = block_amax(weight, sampling.block).double().cpu()
+    allowed = (torch.outer(rows, columns) * (amax * torch.exp2(1 - b_t.view(amax.shape))).square()).sum().item()
+    allowed *= VARIANCE[sampling.noise]
+    for cast in sorted(casts, key=lambda cast: cast.element.bits):
+        stored = quantize(weight, cast, axis=0 if layer.transposed else -1).dequantize(torch.float32)
+        if (stored - weight.float()).double().square().sum().item() <= allowed:
+            return cast
+    raise UserError(
+        f"No format among {', '.join(cast.format for cast in casts)} stays within the noise that the layer {name!r} "
+        "was trained under: add a wider one."
+    )
+
+
+# Deployment -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DeployedLayer:
+    """A layer whose weight was cast."""
+
+    name: str
+    weights: int
+    formats: Mapping[str, float]
+    """The share of weights in each format."""
+    bits: float
+    """Bits a weight as stored, scales included."""
+    error: float
+    """Norm of the change over the norm of the weight."""
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """Trained weights cast to few bits, and what it did; prints as a table."""
+
+    layers: tuple[DeployedLayer, ...]
+    weights: Mapping[str, Tensor]
+    """The cast weights by the names of their parameters, as numbers in the parameters' own dtype."""
+    loss_before: float | None
+    loss_after: float | None
+
+    @property
+    def bits(self) -> float:
+        """Bits a weight over all layers that were cast."""
+        return sum(layer.bits * layer.weights for layer in self.layers) / sum(layer.weights for layer in self.layers)
+
+    def write(self, model: nn.Module) -> None:
+        """Put the cast weights into a model: the same parameters, other numbers."""
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                model.get_parameter(name).copy_(weight)
+
+    def state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """The model's state dict with the cast weights in it."""
+        return {**model.state_dict(), **self.weights}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the weights as plain values, ready for JSON."""
+        losses = {"loss_before": self.loss_before, "loss_after": self.loss_after}
+        return {"layers": [dict(vars(layer)) for layer in self.layers], "bits": self.bits, **losses}
+
+    def __rich__(self) -> Table:
+        losses = () if self.loss_before is None else (f"loss {self.loss_before:.5f} -> {self.loss_after:.5f}",)
+        caption = ", ".join([f"{self.bits:.2f} bits a weight", *losses])
+        table = Table(
+            "layer", "weights", "formats", "bits", "error", box=box.SIMPLE_HEAD, caption=caption, caption_justify="left"
+        )
+        for layer in self.layers:
+            shares = ", ".join(f"{name} {share:.0%}" for name, share in layer.formats.items())
+            table.add_row(layer.name, f"{layer.weights:,}", shares, f"{layer.bits:.2f}", f"{layer.error:.4f}")
+        return table
+
+    def __str__(self) -> str:
+        return _printed(self)
+
+
+def deploy(model: nn.Module, plan: Plan, *, evaluate: Evaluate | None = None) -> Deployment:
+    """The weights of a model's linear layers cast as `plan` says, and the loss before and after, in one call.
+
+    Only the weights' casts of the plan count; layers that it gives none are left alone, as is the output layer unless a rule
+    names it. `evaluate(model)` gives a loss, and is called twice, in eval mode, where sampled layers add no noise. Casts of
+    the operators that the model has been converted to stay in force. Afterwards the model is as it was: `Deployment.write`
+    puts the cast weights into it.
+
+    >>> import dither, torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64))
+    >>> plan = dither.Plan(default=dither.LayerPrecision.of(weight="e2m1 block(32)"))
+    >>> x = torch.randn(100, 64)
+    >>> deployment = deploy(model, plan, evaluate=lambda model: (model(x) - x).square().mean().item())
+    >>> deployment.bits  # 4, and 32 for each 1024 weights
+    4.03125
+    """
+    if not isinstance(plan, Plan):
+        raise UserError(f"deploy takes a Plan that casts weights, not {plan!r}; plan_from_bitwidths(model) makes one.")
+    cast_weights: dict[str, tuple[DeployedLayer, Tensor]] = {}
+    sites = _sites(model)
+    left_alone = _reasons(model, plan, sites, (), ())
+    for site in sites:
+        precision = plan.for_layer(site.name)
+        if site.name not in left_alone and precision is not None and precision.weight is not None:
+            parameter, weight, axis = _weight(site)
+            codes = quantize(weight, precision.weight, axis=axis)
+            stored = [codes.values, codes.scale, codes.tensor_scale]
+            bits = 8 * sum(part.numel() * part.itemsize for part in stored if part is not None) / weight.numel()
+            formats = {precision.weight.format: 1.0}
+            cast_weights[parameter] = _deployed(site.name, weight, codes.dequantize(), formats, bits)
+    if not cast_weights:
+        raise UserError(
+            f"The plan casts no weight of {type(model).__name__}: give its layers a weight such as 'e2m1 block(32)'."
+        )
+    return _evaluated(model, cast_weights, evaluate)
+
+
+def deploy_blocks(
+    model: nn.Module,
+    *,
+    formats: Sequence[str] = DEPLOYABLE,
+    scale: str = "fp32",
+    slack: float = 0.0,
+    evaluate: Evaluate | None = None,
+) -> Deployment:
+    """As `deploy`, with each block of a sampled layer in the narrowest of `formats` that carries what the block has learned.
+
+    `slack` is that of `effective_precision`. A block has one scale, and whole bits that say which format it is in.
+
+    >>> import dither, torch
+    >>> from dither.precision import Sampling
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 64))
+    >>> _ = dither.convert(model, dither.Plan().with_sampling(Sampling(b_init=5, b_target=3)))
+    >>> with torch.no_grad():
+    ...     _ = model[0].bitwidth.copy_(torch.tensor([[0.0, 1.0]]))
+    >>> dict(deploy_blocks(model).layers[0].formats)
+    {'e2m1': 0.5, 'e4m3': 0.5}
+    """
+    cast_weights: dict[str, tuple[DeployedLayer, Tensor]] = {}
+    for name, layer in _sampled(model).items():
+        b_t, counts = _learned(name, layer)
+        block, weight = layer.precision.sampling.block, layer.weight.detach()  # type: ignore[union-attr]
+        chosen, candidates = _narrowest(b_t, formats, slack)
+        grid = chosen.view(layer.bitwidths().shape).to(weight.device)
+        which = grid.repeat_interleave(block, 0)[: weight.shape[0]].repeat_interleave(block, 1)[:, : weight.shape[1]]
+        result, shares, bits = torch.empty_like(weight), {}, math.ceil(math.log2(len(candidates))) * len(counts)
+        for index in sorted(set(chosen.tolist())):
+            cast = weight_cast(candidates[index], f"block({block})", scale)
+            result = torch.where(which == index, quantize(weight, cast).dequantize(), result)
+            here = counts[chosen == index]
+            shares[cast.format] = (here.sum() / counts.sum()).item()
+            scales = {"none": 0, "fp32": 32}.get(cast.scaling.kind, 8) * len(here)
+            bits += cast.element.bits * int(here.sum()) + scales
+        cast_weights[f"{name}.weight"] = _deployed(name, weight, result, shares, bits / weight.numel())
+    return _evaluated(model, cast_weights, evaluate)
+
+
+def _weight(site: _Site) -> tuple[str, Tensor, int]:
+    """A layer's weight: its parameter's name, the numbers, and the axis that products sum over."""
+    if site.parameter:  # experts, [experts, out, in] or [experts, in, out]
+        axis = 1 if getattr(site.module, "is_transposed", False) else -1
+        return site.name, getattr(site.module, site.parameter).detach(), axis
+    transposed = getattr(site.module, "transposed", not isinstance(site.module, nn.Linear))
+    weight: Tensor = site.module.weight.detach()  # type: ignore[operator]
+    return f"{site.name}.weight", weight, 0 if transposed else -1
+
+
+def _deployed(name: str, old: Tensor, new: Tensor, formats: Mapping[str, float], bits: float) -> tuple[DeployedLayer, Tensor]:
+    size = old.float().norm().item()
+    error = (new.float() - old.float()).norm().item() / size if size else 0.0
+    return DeployedLayer(name, old.numel(), formats, bits, error), new
+
+
+def _evaluated(
+    model: nn.Module, cast_weights: Mapping[str, tuple[DeployedLayer, Tensor]], evaluate: Evaluate | None
+) -> Deployment:
+    weights = {name: weight for name, (_, weight) in cast_weights.items()}
+    before = after = None
+    if evaluate is not None:
+        with evaluating(model):
+            before = float(evaluate(model))
+            with replaced(model, weights):
+                after = float(evaluate(model))
+    return Deployment(tuple(layer for layer, _ in cast_weights.values()), weights, before, after)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside, without gradients; every module in its own mode again afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def replaced(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Other numbers in a model's parameters inside, by name; the same ones as before afterwards."""
+    old = {name: model.get_parameter(name).data for name in weights}
+    try:
+        for name, weight in weights.items():
+            model.get_parameter(name).data = weight
+        yield
+    finally:
+        for name, data in old.items():
+            model.get_parameter(name).data = data
+
+
+def _printed(table: object) -> str:
+    console = Console(file=io.StringIO(), width=1000, color_system=None, highlight=False, markup=False)
+    console.print(table)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.strip() for line in text.splitlines()).strip("\n")

@@ -1,0 +1,392 @@
+"""What models have learned, the formats that carry it, what casting to them does, and targets from measured sensitivity."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import dither
+from dither import Cast, LayerPrecision, Plan, UserError
+from dither.bitwidths import VARIANCE, capacity, deployable
+from dither.nn.deploy import deploy, deploy_blocks, effective_precision, plan_from_bitwidths, replaced, weight_cast
+from dither.nn.targets import choose_targets, measure_rise
+from dither.precision import Sampling
+
+B_T = torch.tensor([[3.0, 4.0, 5.0], [2.5, 3.5, 6.5]])
+"""Of a 40 x 70 weight: blocks of 32 x 32, 32 x 6, 8 x 32 and 8 x 6."""
+COUNTS = torch.tensor([[32 * 32, 32 * 32, 32 * 6], [8 * 32, 8 * 32, 8 * 6]])
+
+
+def learned(b_t: torch.Tensor = B_T, **options) -> nn.Sequential:
+    """Two layers, the first of which is sampled and has learned `b_t`."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(70, 40), nn.ReLU(), nn.Linear(40, 10))
+    sampling = Sampling(b_init=7, b_target=2, **options)
+    dither.convert(model, Plan(layers=(("0", LayerPrecision(sampling=sampling)),)))
+    with torch.no_grad():
+        model[0].bitwidth.copy_((b_t - 2) / 5)
+    return model
+
+
+# What was learned
+
+
+def test_effective_precision_counts_weights_not_blocks():
+    found = effective_precision(learned())
+    (layer,) = found.layers
+    share = COUNTS / COUNTS.sum()
+    assert (layer.name, layer.weights) == ("0", 2800)
+    assert layer.mean == pytest.approx((share * B_T).sum().item(), rel=1e-6)
+    assert (layer.min, layer.max) == (2.5, 6.5)
+    assert layer.histogram == pytest.approx(
+        {b: share[B_T.ceil() == b].sum().item() for b in (3, 4, 5, 7)}, rel=1e-6
+    )  # nothing at 6
+    chosen = [deployable(b).name for b in B_T.flatten().tolist()]
+    by_hand = dict.fromkeys(chosen, 0.0)
+    for name, part in zip(chosen, share.flatten().tolist(), strict=True):
+        by_hand[name] += part
+    assert dict(layer.formats) == pytest.approx(by_hand, rel=1e-6)
+    assert layer.bits == pytest.approx(sum(dither.Format.parse(name).bits * part for name, part in by_hand.items()))
+    assert found.total.mean == layer.mean
+
+
+def test_all_layers_together_and_printed():
+    model = learned()
+    model.append(nn.Linear(10, 10))
+    bits = torch.nn.Sequential(nn.Linear(64, 64))
+    dither.convert(bits, Plan().with_sampling(Sampling(b_init=4, b_target=4)))
+    both = nn.ModuleDict({"a": model, "b": bits})
+    found = effective_precision(both)
+    assert [layer.name for layer in found.layers] == ["a.0", "b.0"]
+    first, second = found.layers
+    total = (first.mean * 2800 + second.mean * 4096) / 6896
+    assert found.total.mean == pytest.approx(total)
+    assert sum(found.total.histogram.values()) == pytest.approx(1)
+    assert sum(found.total.formats.values()) == pytest.approx(1)
+    header, _, *rows = str(found).splitlines()
+    assert " ".join(header.split()) == "layer weights mean min max <= 3 <= 4 <= 5 <= 7 e2m1 e3m2 e4m3 bf16"
+    assert [row.split()[0] for row in rows] == ["a.0", "b.0", "total"]
+    assert found.to_dict()["total"]["weights"] == 6896
+
+
+def test_formats_to_choose_from():
+    found = effective_precision(learned(), formats=("e4m3", "e3m4", "fp32"))
+    assert set(found.total.formats) == {"e4m3", "fp32"}  # e3m4 has as many bits as e4m3, which comes first; 6.5 needs fp32
+    found = effective_precision(learned(), formats=("e3m4", "e4m3", "fp32"))
+    assert set(found.total.formats) == {"e3m4", "fp32"}
+    with pytest.raises(UserError, match=r"No format among e2m1, e4m3 carries a bitwidth of 6\.5"):
+        effective_precision(learned(), formats=("e2m1", "e4m3"))
+
+
+def test_bitwidths_that_have_almost_arrived():
+    model = learned(torch.full((2, 3), 4.01))
+    assert set(effective_precision(model).total.formats) == {"e4m3"}
+    assert set(effective_precision(model, slack=0.05).total.formats) == {"e3m2"}
+    assert plan_from_bitwidths(model).for_layer("0").weight.format == "e4m3"
+    assert plan_from_bitwidths(model, slack=0.05).for_layer("0").weight.format == "e3m2"
+    assert set(deploy_blocks(model, slack=0.05).layers[0].formats) == {"e3m2"}
+    with pytest.raises(UserError, match=r"slack= is a number of bits that is not negative.*not -1"):
+        effective_precision(model, slack=-1)
+
+
+# Plans
+
+
+@pytest.mark.parametrize(("quantile", "format"), [(1.0, "bf16"), (0.95, "e4m3"), (0.9, "e3m2"), (0.4, "e2m1")])
+def test_a_plan_carries_the_quantile(quantile, format):
+    # Weights in order of their b_t: 256 at 2.5, 1024 at 3, 256 at 3.5, 1024 at 4, 192 at 5, 48 at 6.5.
+    plan = plan_from_bitwidths(learned(), quantile=quantile)
+    assert plan.for_layer("0") == LayerPrecision(weight=weight_cast(format))
+    assert plan.for_layer("2") is None
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_quantile_that_a_block_meets_exactly():
+    plan = plan_from_bitwidths(learned(), quantile=(256 + 1024) / 2800)
+    assert plan.for_layer("0").weight.format == "e2m1"
+    plan = plan_from_bitwidths(learned(), quantile=(256 + 1024 + 1) / 2800)
+    assert plan.for_layer("0").weight.format == "e3m2"
+
+
+@pytest.mark.parametrize("granularity", ["block(32)", "block(128)", "tensor", "row"])
+def test_granularities(granularity):
+    cast = plan_from_bitwidths(learned(), granularity=granularity, quantile=0.95).for_layer("0").weight
+    assert cast == Cast("e4m3", granularity, "fp32")
+    assert plan_from_bitwidths(learned(), granularity=granularity).for_layer("0").weight == Cast("bf16")
+
+
+@pytest.mark.parametrize("noise", ["rounded_normal", "uniform"])
+def test_the_rule_of_noise(noise):
+    for b in (3.0, 4.0, 5.0, 6.0, 7.0):
+        model = learned(torch.full((2, 3), b), noise=noise, beyond="warn")
+        weight = model[0].weight.detach()
+        amax = torch.stack([torch.stack([part.abs().max() for part in rows.split(32, 1)]) for rows in weight.split(32, 0)])
+        allowed = VARIANCE[noise] * (COUNTS * (amax * 2.0 ** (1 - b)).square()).sum().item()
+        errors = {
+            name: (dither.fake_quantize(weight, weight_cast(name)) - weight).square().sum().item()
+            for name in ("e2m1", "e3m2", "e4m3", "bf16")
+        }
+        chosen = plan_from_bitwidths(model, rule="noise").for_layer("0").weight.format
+        assert chosen == next(name for name, error in errors.items() if error <= allowed)
+
+
+def test_the_rule_of_noise_goes_further_than_the_table():
+    model = learned(torch.full((2, 3), 4.0))
+    assert plan_from_bitwidths(model).for_layer("0").weight.format == "e3m2"
+    assert plan_from_bitwidths(model, rule="noise").for_layer("0").weight.format == "e2m1"
+
+
+# Deployment
+
+
+def evaluation(model):
+    x = torch.linspace(-1, 1, 700).view(10, 70)
+    assert not model.training
+    return model(x).square().mean().item()
+
+
+def test_loss_before_and_after_in_one_call():
+    model = learned()
+    model[2].eval()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    result = deploy(model, plan_from_bitwidths(model, quantile=0.4), evaluate=evaluation)
+    cast = dither.fake_quantize(before["0.weight"], "e2m1 block(32)")
+    assert torch.equal(result.weights["0.weight"], cast)
+    # The model is as it was: numbers, memory, modes.
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == places
+    assert (model.training, model[0].training, model[2].training) == (True, True, False)
+    model.eval()
+    assert result.loss_before == evaluation(model)
+    result.write(model)
+    assert result.loss_after == evaluation(model) != result.loss_before
+    (layer,) = result.layers
+    assert layer.error == pytest.approx(((cast - before["0.weight"]).norm() / before["0.weight"].norm()).item())
+    # 40 rows of 70 codes, half a byte each, and 2 x 3 scales of four bytes.
+    assert layer.bits == result.bits == 8 * (40 * 35 + 6 * 4) / 2800
+    state = result.state_dict(model)
+    assert set(state) == set(model.state_dict())
+    assert torch.equal(state["0.weight"], cast)
+    assert "4.07 bits a weight, loss" in str(result)
+
+
+def test_the_model_comes_back_when_evaluation_fails():
+    model = learned()
+    calls = []
+
+    def fails(model):
+        calls.append(model[0].weight.detach().clone())
+        if len(calls) == 2:
+            raise RuntimeError("out of data")
+        return 1.0
+
+    with pytest.raises(RuntimeError, match="out of data"):
+        deploy(model, Plan(default=LayerPrecision.of(weight="e2m1 block(32)")), evaluate=fails)
+    assert not torch.equal(*calls)
+    assert torch.equal(model[0].weight, calls[0])
+    assert model.training
+
+
+def test_layers_that_were_never_converted_are_cast_too():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(12, 32), nn.Linear(32, 64), nn.Linear(64, 12))
+    result = deploy(model, Plan(default=LayerPrecision.of(weight="e2m3 tensor")))
+    assert [layer.name for layer in result.layers] == ["1"]  # 2 is the output layer
+    assert (result.loss_before, result.loss_after) == (None, None)
+    assert result.bits == 6 + 32 / (64 * 32)
+    both = deploy(model, Plan(layers=(("2", LayerPrecision.of(weight="e4m3 row")),), default=LayerPrecision.of(weight="mxfp4")))
+    assert {layer.name: layer.bits for layer in both.layers} == {"1": 4 + 8 / 32, "2": 8 + 32 / 64}
+
+
+def test_transposed_weights_are_scaled_along_the_products_axis():
+    class Conv1D(nn.Module):  # what transformers calls a linear layer with the weight [in, out]
+        def __init__(self):
+            super().__init__()
+            self.nf, self.nx = 8, 64
+            self.weight, self.bias = nn.Parameter(torch.randn(64, 8)), None
+
+    model = nn.Sequential(nn.Linear(64, 64))
+    model[0] = dither.Linear.adopt(Conv1D(), LayerPrecision())
+    weight = model[0].weight.detach()
+    result = deploy(model, Plan(default=LayerPrecision.of(weight="e2m1 tile(32)")))
+    assert torch.equal(result.weights["0.weight"], dither.fake_quantize(weight, "e2m1 tile(32)", axis=0))
+
+
+def test_a_format_for_each_block():
+    model = learned()
+    weight = model[0].weight.detach()
+    result = deploy_blocks(model, evaluate=evaluation)
+    (layer,) = result.layers
+    bits = 6 * 3  # six formats to tell apart
+    for i, rows in enumerate(weight.split(32, 0)):
+        for j, block in enumerate(rows.split(32, 1)):
+            format = deployable(B_T[i, j].item())
+            cast = weight_cast(format.name)
+            there = result.weights["0.weight"][32 * i : 32 * i + 32, 32 * j : 32 * j + 32]
+            assert torch.equal(there, dither.fake_quantize(block.contiguous(), cast))
+            bits += format.bits * block.numel() + 32 * (cast.scaling.kind != "none")
+    assert layer.bits == pytest.approx(bits / 2800)
+    assert layer.formats == effective_precision(model).layers[0].formats
+    assert result.loss_after != result.loss_before
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: effective_precision(nn.Sequential(nn.Linear(4, 4))), "Sequential has no layer with learned bitwidths"),
+        (
+            lambda: plan_from_bitwidths(learned(), quantile=0),
+            "quantile= is a share of a layer's weights, above 0 and up to 1, not 0",
+        ),
+        (lambda: plan_from_bitwidths(learned(), rule="error"), "rule= is 'table'.*not 'error'"),
+        (lambda: plan_from_bitwidths(learned(), granularity="blocks"), "There is no granularity 'blocks'"),
+        (
+            lambda: plan_from_bitwidths(learned(torch.full((2, 3), 7.0)), rule="noise", formats=("e2m1",)),
+            "No format among e2m1 stays within the noise",
+        ),
+        (
+            lambda: effective_precision(learned(torch.full((2, 3), math.nan))),
+            "layer '0' has learned a bitwidth that is neg.*nan",
+        ),
+        (
+            lambda: effective_precision(learned(torch.full((2, 3), -1.0))),
+            "layer '0' has learned a bitwidth that is negative.*-1",
+        ),
+        (lambda: deploy(learned(), "fp8"), "deploy takes a Plan that casts weights, not 'fp8'"),
+        (lambda: deploy(learned(), Plan(default=LayerPrecision())), "The plan casts no weight of Sequential"),
+        (lambda: deploy(learned(), Plan(layers=(("9", LayerPrecision.of(weight="mxfp4")),))), "matches no linear layer"),
+        (lambda: choose_targets(learned(), evaluate_batch, []), "batches= is a list of batches.*not empty"),
+        (lambda: choose_targets(learned(), evaluate_batch, [0], tolerance=-1), "tolerance= is the share.*not -1"),
+        (lambda: choose_targets(learned(), evaluate_batch, [0], probes=()), r"probes= are bitwidths.*not \(\)"),
+        (lambda: choose_targets(learned(), evaluate_batch, [0], draws=0), "draws= is how often.*not 0"),
+        (lambda: choose_targets(learned(), evaluate_batch, [0], low=9.0), r"from low=9\.0 to high=8\.0"),
+        (lambda: choose_targets(learned(), lambda model, batch: math.nan, [0]), "loss_fn gives nan as the mean loss"),
+        (lambda: choose_targets(learned(), evaluate_batch, [0], only="7"), "only= '7' matches no linear layer"),
+        (lambda: measure_rise(learned(), evaluate_batch, [0], {"5": 4.0}), "There is no linear layer '5' in Sequential"),
+        (lambda: measure_rise(learned(), evaluate_batch, [0], {"0": 4.0}, draws=1), "at least 2 draws, not 1"),
+    ],
+)
+def test_bad_input(call, message):
+    with pytest.raises(UserError, match=message):
+        call()
+
+
+def evaluate_batch(model, batch):
+    return 1.0
+
+
+# Targets
+
+
+class Sum(nn.Module):
+    """Two linear layers side by side, the second of which counts `factor` times: a loss that is quadratic in all weights."""
+
+    def __init__(self, factor: float):
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.a, self.b = nn.Linear(64, 64, bias=False), nn.Linear(64, 32, bias=False)
+        self.factor = factor
+        for layer in (self.a, self.b):
+            nn.init.uniform_(layer.weight, -1, 1, generator=generator)
+        self.x = torch.randn(256, 64, generator=generator)
+
+    def loss(self, _):
+        return self.a(self.x).square().mean() + self.factor * self.b(self.x).square().mean()
+
+
+@pytest.mark.parametrize("factor", [1.0, 64.0])
+def test_a_sensitive_layer_gets_the_bits(factor):
+    """In closed form: the rise of mean((x (w + d)^T)^2) is the sum of d^2 by the mean of x^2 over the outputs."""
+    model = Sum(factor)
+    targets = choose_targets(model, Sum.loss, [0], tolerance=1e-3, draws=8)
+    power = model.x.square().mean(0)
+    for layer, name, weight_of in zip(targets.layers, ("a", "b"), (1.0, factor), strict=True):
+        weight = getattr(model, name).weight.detach()
+        amax = torch.stack([torch.stack([part.abs().max() for part in rows.split(32, 1)]) for rows in weight.split(32, 0)])
+        spread = amax.repeat_interleave(32, 0).repeat_interleave(32, 1)
+        exact = weight_of * VARIANCE["rounded_normal"] * 4 * (spread.square() * power).sum().item() / weight.shape[0]
+        assert abs(layer.sensitivity - exact) <= 5 * layer.deviation
+        assert layer.deviation < 0.02 * exact
+    a, b = targets.layers
+    # a_l 4^-b_l is the same for each weight: half a bit for each doubling of the sensitivity a weight.
+    assert b.b_target - a.b_target == pytest.approx(math.log2(b.sensitivity / b.weights / (a.sensitivity / a.weights)) / 2)
+    assert targets.rise == pytest.approx(targets.tolerance) == pytest.approx(1e-3 * targets.loss)
+    assert a.rise / a.weights == pytest.approx(b.rise / b.weights)
+    if factor == 64:
+        assert 3 < b.b_target - a.b_target < 4  # 64 = 4^3, over half as many outputs
+
+
+def test_the_predicted_rise_is_the_measured_one():
+    model = Sum(64.0)
+    targets = choose_targets(model, Sum.loss, [0], tolerance=0.01, draws=8)
+    rise, deviation = measure_rise(model, Sum.loss, [0], {layer.name: layer.b_target for layer in targets.layers}, draws=16)
+    assert abs(rise - targets.rise) <= 5 * math.hypot(deviation, targets.deviation)
+    assert math.hypot(deviation, targets.deviation) < 0.03 * rise  # so that the line above says something
+
+
+def test_targets_of_a_deep_model():
+    """Three layers with bends between them: the rise is quadratic only to first order, and noise of layers still adds up."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 8))
+    teacher = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 8))
+    x = torch.randn(512, 64)
+    with torch.no_grad():
+        y = teacher(x) * 3
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(60):
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+    batches = [(x[:256], y[:256]), (x[256:], y[256:])]
+
+    def loss(model, batch):
+        return (model(batch[0]) - batch[1]).square().mean()
+
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    targets = choose_targets(model, loss, batches, tolerance=0.02, draws=16)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    rise, deviation = measure_rise(model, loss, batches, {layer.name: layer.b_target for layer in targets.layers}, draws=64)
+    assert abs(rise - targets.rise) <= 5 * math.hypot(deviation, targets.deviation)
+    assert math.hypot(deviation, targets.deviation) < 0.06 * rise
+    assert targets == choose_targets(model, loss, batches, tolerance=0.02, draws=16)
+    # As many bits, but the same for all layers, raise the loss by more.
+    alike, _ = measure_rise(model, loss, batches, {layer.name: targets.mean for layer in targets.layers}, draws=64)
+    assert alike > 1.1 * rise
+
+
+def test_targets_become_a_plan():
+    model = Sum(64.0)
+    targets = choose_targets(model, Sum.loss, [0], tolerance=0.01, formats=("e2m1", "e3m2", "e4m3", "bf16"))
+    a, b = targets.layers
+    assert {a.b_target, b.b_target} <= {capacity(name) for name in ("e2m1", "e3m2", "e4m3", "bf16")}
+    assert targets.rise <= targets.tolerance
+    plan = targets.plan(Sampling(block=32, guidance=()), Plan(default=LayerPrecision.of(weight="e4m3 tensor"), compute="bf16"))
+    own = plan.for_layer("b")
+    assert (own.sampling.b_init, own.sampling.b_target) == (b.b_init, b.b_target)
+    assert own.weight == Cast.parse("e4m3 tensor")
+    assert own.sampling.guidance == ()
+    dither.convert(model, targets.plan())
+    assert model.a.bitwidths().unique().tolist() == [a.b_init]
+    assert [line.split()[0] for line in str(targets).splitlines()[2:4]] == ["a", "b"]
+
+
+def test_limits_headroom_and_a_mean():
+    model = Sum(64.0)
+    targets = choose_targets(model, Sum.loss, [0], mean=5.0, high=6.0, headroom=1.5)
+    assert targets.mean == pytest.approx(5.0)
+    assert targets.tolerance is None
+    for layer in targets.layers:
+        assert layer.b_init == max(layer.b_target, min(layer.b_target + 1.5, 6.0))
+    assert choose_targets(model, Sum.loss, [0], tolerance=1.0, low=3.0).layers[0].b_target == 3.0
+    assert [layer.name for layer in choose_targets(model, Sum.loss, [0], only="b").layers] == ["b"]
+    assert [layer.name for layer in choose_targets(model, Sum.loss, [0], skip="b").layers] == ["a"]
+
+
+def test_replaced_gives_back_what_it_took():
+    model = learned()
+    old = model[0].weight.data_ptr()
+    with replaced(model, {"0.weight": torch.zeros(40, 70)}):
+        assert not model[0].weight.any()
+    assert model[0].weight.data_ptr() == old
