@@ -1,5 +1,6 @@
 """Sampled weights that are spread over processes (FSDP2, tensor parallelism): the same noise as in one process."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from test_optim_distributed import pytestmark as pytestmark
@@ -73,11 +74,8 @@ def check_fully_sharded() -> None:
             assert torch.equal(step(cut, number, inputs(), loss=True), expected), (options, number)
         assert_same(whole, cut, options)
         assert torch.equal(cut.up.bitwidths(), whole.up.bitwidths())
-        try:
+        with pytest.raises(UserError, match="'up' is spread over processes already"):
             apply(cut, Plan(default=LayerPrecision(sampling=Sampling(block=16))))
-            raise AssertionError("new bitwidths were made for a weight that is spread")
-        except UserError as error:
-            assert "'up' is spread over processes already" in str(error), error
 
 
 def check_tensor_parallel() -> None:
@@ -109,20 +107,16 @@ def check_refused() -> None:
     mesh = init_device_mesh("cpu", (2,))
     net = make(hidden=96)  # 48 rows each
     parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    try:
+    said = r"'up', \(96, 64\), is cut into parts of \(48, 64\), inside blocks of 32 x 32: .*, give its sampling a smaller block"
+    with pytest.raises(UserError, match=said):
         step(net, 0, inputs())
-        raise AssertionError("blocks were cut")
-    except UserError as error:
-        assert "layer 'up', (96, 64), is cut into parts of (48, 64), inside blocks of 32 x 32" in str(error), error
-        assert "give its sampling a smaller block" in str(error)
     layer = Linear(K, N, False, precision=LayerPrecision(sampling=Sampling()), name="up")
     layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, src_data_rank=None))
-    try:
-        with training_step(layer, step=0):
-            layer(DTensor.from_local(inputs(), mesh))
-        raise AssertionError("bitwidths were whole")
-    except UserError as error:
-        assert "its bitwidths are not: convert the model before it is parallelized" in str(error), error
+    with (
+        training_step(layer, step=0),
+        pytest.raises(UserError, match="its bitwidths are not: convert the model before it is parallelized"),
+    ):
+        layer(DTensor.from_local(inputs(), mesh))
 
 
 def test_two_processes() -> None:

@@ -1,10 +1,11 @@
-"""Sampled weights and inputs of linear layers: gradients against float64, steps, compiled code, guidance, plans, what is refused.
+"""Sampled weights and inputs of linear layers: gradients against float64, steps, compiled code, guidance, plans, errors.
 
 X is [M, K] and W [N, K]. The reference here draws R by the operator and computes the formula in float64.
 """
 
 import contextlib
 import copy
+import itertools
 import json
 import math
 import shutil
@@ -22,8 +23,8 @@ from dither.models import PRESETS, Llama, compile_blocks
 from dither.nn import Linear, bitwidth_loss, convert, functional, param_groups, sampling_parameters, training_step
 from dither.nn.convert import _switch, apply
 from dither.nn.experts import ExpertsLinear
-from dither.precision import BitwidthLoss, LayerPrecision, Plan, Sampling, WeightDecay
 from dither.precision import NOISES as PLAN_NOISES
+from dither.precision import BitwidthLoss, LayerPrecision, Plan, Sampling, WeightDecay
 from dither.reference.sampling import NOISES
 
 NAME, SEED, STEP, ROW = "layers.0.up", 3, 7, 1000
@@ -567,7 +568,7 @@ def mean_bitwidth(model: nn.Module) -> float:
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, dither.optim.AdamW])
 @pytest.mark.parametrize("guidance", [WeightDecay(20.0), BitwidthLoss(200.0)])
 def test_guidance_leads_bitwidths_from_the_beginning_to_the_target(guidance: object, optimizer: type) -> None:
-    """20 steps: a decay of lr * 20 = 0.2 a step leaves 1 %; a loss far above the model's moves b_i by lr a step, 20 times 0.05."""
+    """20 steps: a decay of lr * 20 = 0.2 a step leaves 1 %; a loss far above the model's moves b_i by lr = 0.05 a step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
     convert(model, Plan(default=LayerPrecision(sampling=Sampling(guidance=guidance))))
@@ -585,7 +586,7 @@ def test_guidance_leads_bitwidths_from_the_beginning_to_the_target(guidance: obj
         losses.append(loss.item())
         seen.append(mean_bitwidth(model))
     assert losses[-1] < losses[0]
-    assert all(later < earlier for earlier, later in zip(seen, seen[1:19], strict=False))
+    assert all(later < earlier for earlier, later in itertools.pairwise(seen[:19]))
     assert abs(seen[-1] - 4) < 0.25
 
 
@@ -651,7 +652,7 @@ def test_bitwidths_beyond_the_safe_range_are_held_there_and_reported_once() -> N
         made.set_precision(LayerPrecision(weight=Cast.parse(cast), sampling=made.precision.sampling))
         made.name = cast
         nn.init.ones_(made.bitwidth)
-    with pytest.warns(UserWarning) as caught, training_step(model, step=0):
+    with pytest.warns(UserWarning, match="can vanish") as caught, training_step(model, step=0):
         pass
     (said,) = [str(warning.message) for warning in caught]
     assert said == (
@@ -671,14 +672,12 @@ def test_the_type_of_a_step_is_that_of_the_plan() -> None:
     with (
         training_step(made, step=0),
         torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(
-            UserError, match=f"'{NAME}' computes in torch.bfloat16 and was told compute='fp32' when this training_step"
-        ),
+        pytest.raises(UserError, match=f"'{NAME}' computes in torch.bfloat16, and this training_step .* compute='fp32'"),
     ):
         made(data()[0])
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     convert(model, Plan(default=LayerPrecision(sampling=GAUSS), compute="bf16"))
-    with training_step(model, step=0), pytest.raises(UserError, match="computes in torch.float32 and was told compute='bf16'"):
+    with training_step(model, step=0), pytest.raises(UserError, match=r"computes in torch.float32, and .* compute='bf16'"):
         model(torch.randn(2, 64))
     with pytest.raises(UserError, match="compute of the layer '' is one of 'fp32', 'bf16', 'fp16', not 'tf32'"):
         Linear(2, 2, compute="tf32")
@@ -686,13 +685,13 @@ def test_the_type_of_a_step_is_that_of_the_plan() -> None:
 
 def test_a_weight_that_changes_inside_a_step_is_an_error() -> None:
     made = layer()
-    with (
-        pytest.raises(UserError, match="changed inside a training_step, which holds a sample of it"),
-        training_step(made, step=0),
-    ):
-        with torch.no_grad():
-            made.weight.add_(1)
+    step = training_step(made, step=0)
+    step.__enter__()
+    nn.init.ones_(made.weight)
+    with pytest.raises(UserError, match="changed inside a training_step, which holds a sample of it"):
         made(data()[0])
+    with pytest.raises(UserError, match="changed inside a training_step"):
+        step.__exit__(None, None, None)
 
 
 def test_experts_are_no_matrices() -> None:
@@ -700,7 +699,7 @@ def test_experts_are_no_matrices() -> None:
     home = nn.Module()
     home.is_transposed, home.down_proj = False, nn.Parameter(torch.randn(2, 64, 64))
     experts = ExpertsLinear(home, "down_proj", LayerPrecision(), name="mlp.experts.down_proj", seed=0, emulate=False)
-    with pytest.raises(UserError, match="'mlp.experts.down_proj' has its experts in one parameter of 3 dimensions"):
+    with pytest.raises(UserError, match=r"'mlp.experts.down_proj' has its experts in one parameter of 3 dimensions"):
         _switch({"x": experts}, {"x": LayerPrecision(sampling=GAUSS)}, "error", "fp32")
     notes = _switch({"x": experts}, {"x": LayerPrecision(sampling=GAUSS)}, "bf16", "fp32")
     assert "3 dimensions" in notes["x"]

@@ -950,7 +950,7 @@ def _(bitwidth: Tensor, b_init: float, b_target: float, limit: float) -> Tensor:
     return torch.empty_like(bitwidth)
 
 
-@torch.library.custom_op("dither::sample_backward", mutates_args=())
+@_operator
 def _sample_backward_op(
     grad: Tensor,
     amax: Tensor,
@@ -970,7 +970,7 @@ def _sample_backward_op(
     return grad_w.clone(memory_format=torch.contiguous_format) if grad_w is grad else grad_w, grad_b_t
 
 
-@_sample_backward_op.register_fake
+@_fake_of("sample_backward")
 def _(
     grad: Tensor,
     amax: Tensor,
@@ -987,7 +987,7 @@ def _(
     return grad.new_empty(grad.shape, dtype=dtype), torch.empty_like(b_t)
 
 
-@torch.library.custom_op("dither::bitwidth_grad", mutates_args=())
+@_operator
 def _bitwidth_grad_op(
     grad: Tensor,
     amax: Tensor,
@@ -1005,7 +1005,7 @@ def _bitwidth_grad_op(
     return code.bitwidth_grad(grad, amax, b_t, _corner(key, step, row, column, block), kind, block)  # type: ignore[no-any-return]
 
 
-@_bitwidth_grad_op.register_fake
+@_fake_of("bitwidth_grad")
 def _(
     grad: Tensor,
     amax: Tensor,

@@ -1,4 +1,4 @@
-"""What leads learned bitwidths to their target: a weight decay in a parameter group of their own, a term of the loss, or both."""
+"""What leads learned bitwidths to their target: a weight decay, in a parameter group of their own, or a term of the loss."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -73,7 +73,7 @@ def _sum_of_magnitudes(bitwidths: list[Tensor]) -> Tensor:
 def param_groups(model: nn.Module, *, weight_decay: float = 0.1, bitwidth_lr: float | None = None) -> list[dict[str, Any]]:
     """Parameter groups for `dither.optim.AdamW` or torch's optimizers: matrices, the rest (not decayed), and bitwidths.
 
-    Bitwidths are decayed as their samplings' guidance says, in one group for each rate, and take `bitwidth_lr` if that is given.
+    Bitwidths are decayed as their samplings' guidance says, in one group for each rate, and take `bitwidth_lr` if it is given.
     Parameters come with their names; those that need no gradient are left out.
 
     >>> from dither.precision import LayerPrecision, WeightDecay

@@ -40,9 +40,9 @@ FIRST_COUNTED = 1 << 31
 class Linear(nn.Linear):
     """`nn.Linear` whose three products run in the precision of a `LayerPrecision`; with no casts it is `nn.Linear`.
 
-    `name` and `seed` say which random bits casts and samplings draw: give each layer its name in the model. `emulate` multiplies
-    dequantized numbers in float32 on a GPU too. `compute` is what a sampled weight is kept in for a step: that of autocast, or
-    "fp32" for the weight's own type. Input [..., in_features], output [..., out_features].
+    `name` and `seed` say which random bits casts and samplings draw: give each layer its name in the model. `emulate`
+    multiplies dequantized numbers in float32 on a GPU too. `compute` is what a sampled weight is kept in for a step: that of
+    autocast, or "fp32" for the weight's own type. Input [..., in_features], output [..., out_features].
 
     >>> import torch, dither
     >>> from dither.precision import LayerPrecision
@@ -143,8 +143,8 @@ class Linear(nn.Linear):
     def set_precision(self, precision: LayerPrecision) -> None:
         """Change how operands are cast and sampled from the next call on. Histories of delayed scaling begin anew.
 
-        Parameters stay. Bitwidths appear with a sampling, go with it, and come back as they were if it comes back with blocks of
-        the same size.
+        Parameters stay. Bitwidths appear with a sampling, go with it, and come back as they were if it comes back with blocks
+        of the same size.
         """
         if not isinstance(precision, LayerPrecision):
             raise UserError(f"The layer {self.name!r} takes a LayerPrecision, not {precision!r}.")
@@ -274,8 +274,8 @@ class Linear(nn.Linear):
         has = self._hows["sampling", kept, weight.dtype]
         draw = self._draw if self._inside else functional.drawn(state, functional.PURPOSES.index("sample"), moved=False)
         if isinstance(weight, DTensor):
-            w_hat = sampling.sample_spread(weight, bitwidth, _local(draw), has, kept, self.name)
-            return functional.linear(x, w_hat, self.bias, settings, state=state)
+            part = sampling.sample_spread(weight, bitwidth, _local(draw), has, kept, self.name)
+            return functional.linear(x, part, self.bias, settings, state=state)
         held = self._holds and self._holds_sample
         b_t = self._b_t if self._prepared else sampling.bitwidths(bitwidth, has)
         w_hat, amax = self._w_hat, self._w_amax
@@ -315,8 +315,8 @@ class Linear(nn.Linear):
         self._check_float32("bitwidth", bitwidth)
         if self._inside and dtype != self._kept_dtype():
             raise UserError(
-                f"The layer {self.name!r} computes in {dtype} and was told compute={self.compute!r} when this training_step sampled "
-                f"its weight: give it the plan's compute that autocast has, one of {', '.join(map(repr, COMPUTE))}."
+                f"The layer {self.name!r} computes in {dtype}, and this training_step samples its weight for "
+                f"compute={self.compute!r}: convert by a plan whose compute is what autocast has, or 'fp32' without autocast."
             )
 
     def _check_float32(self, name: str, bitwidth: Tensor) -> None:
@@ -560,7 +560,7 @@ class TrainingStep:
             self._look()
         elif not torch.cuda.is_current_stream_capturing():
             host = torch.empty(numbers.shape, pin_memory=True).copy_(numbers, non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
             self._seen = (host, event)
 
@@ -583,8 +583,8 @@ class TrainingStep:
             for layer in self._layers:
                 if layer._holds_sample and not bool(layer._w_amax.isfinite().all()):
                     raise UserError(
-                        f"The weight of the layer {layer.name!r} holds NaN or Inf, which have no block to be sampled in: the step is "
-                        "stopped before it is made."
+                        f"The weight of the layer {layer.name!r} holds NaN or Inf, and the noise of a block is as large as its "
+                        "largest weight: the step is stopped before it is made."
                     )
 
     def row(self, row: int) -> None:
@@ -632,8 +632,8 @@ def _wrong_bitwidths(members: list[tuple[Linear, str]]) -> str:
         if b_t.numel() and not bool((b_t >= 0).all() and b_t.isfinite().all()):
             worst = "NaN" if bool(b_t.isnan().any()) else f"{b_t.min().item():g}" if bool((b_t < 0).any()) else "Inf"
             return (
-                f"The {name} of the layer {layer.name!r} gives b_t = {worst}, and a bitwidth is a finite number from 0 on: the step is "
-                "stopped before it is made; a smaller learning rate for sampling_parameters(model) would keep it there."
+                f"The {name} of the layer {layer.name!r} gives b_t = {worst}, and a bitwidth is a finite number from 0 on: the "
+                "step is stopped before it is made; a smaller learning rate of sampling_parameters(model) may keep it there."
             )
     return "A bitwidth is NaN, infinite or negative on another process."
 
@@ -649,8 +649,8 @@ def _warn_unsafe(has: How, members: list[tuple[Linear, str]]) -> None:
             layer._warned.add(name)
             held = f"they are held at {has.limit:g}" if has.limit < math.inf else "they are left there, as beyond='warn' says"
             warnings.warn(
-                f"The layer {layer.name!r} has a {name} with b_t up to {b_t:g}, above {has.safe:g}, where {has.kind} noise can vanish "
-                f"in {has.format}: {held}.",
+                f"The layer {layer.name!r} has a {name} with b_t up to {b_t:g}, above {has.safe:g}, where {has.kind} noise can "
+                f"vanish in {has.format}: {held}.",
                 stacklevel=5,
             )
 

@@ -156,15 +156,6 @@ def linear(
     return result
 
 
-class Redo(NamedTuple):
-    """What it takes to sample a weight again."""
-
-    weight: Tensor
-    b_t: Tensor
-    draw: Tensor
-    has: How
-
-
 class _Linear(torch.autograd.Function):
     """The three products of a layer without casts, by a weight that may be gone in backward."""
 
@@ -213,8 +204,8 @@ def sample_spread(weight: DTensor, bitwidth: Tensor, draw: Tensor, has: How, dty
     if any(part < size and part % has.block for part, size in zip(parts, weight.shape, strict=True)):
         raise UserError(
             f"The weight of the layer {name!r}, {tuple(weight.shape)}, is cut into parts of {tuple(parts)}, inside blocks of "
-            f"{has.block} x {has.block}: cut it at multiples of {has.block}, give its sampling a smaller block, or leave the layer "
-            "out of its parts."
+            f"{has.block} x {has.block}: cut it at multiples of {has.block}, give its sampling a smaller block, or leave the "
+            "layer out of its parts."
         )
     _, (row, column) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
     if not isinstance(bitwidth, DTensor):
@@ -271,7 +262,8 @@ def _(grad: Tensor, amax: Tensor, b_t: Tensor, draw: Tensor, kind: str, block: i
 
 def _groups(x: Tensor, block: int) -> Tensor:
     """[M, K] with zeros behind a ragged edge, as [M, ceil(K / block), block]."""
-    return torch.nn.functional.pad(x, (0, -x.shape[1] % block)).unflatten(1, (-1, block))
+    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % block))
+    return padded.view(x.shape[0], padded.shape[1] // block, block)
 
 
 class _Input(torch.autograd.Function):
@@ -282,7 +274,8 @@ class _Input(torch.autograd.Function):
         x_hat, amax = _sample_input(x.reshape(-1, x.shape[-1]), b_t, draw, has.kind, has.block, dtype)
         ctx.save_for_backward(bitwidth, b_t, amax, draw)
         ctx.has, ctx.dtype = has, x.dtype
-        return x_hat.view(x.shape)
+        result: Tensor = x_hat.view(x.shape)
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -126,7 +126,8 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """(w_hat [N, K] in `dtype`, the blocks' largest magnitudes in float32) for w [N, K] and b_t, one float32 a block.
 
-    `out` is memory for both, if there is some. Where R is 0, w_hat is w. Example: w = 3 in a block whose largest magnitude is 4, b_t = 5, R = -1: 3 - 4 * 2^-4 = 2.75.
+    `out` is memory for both, if there is some. Where R is 0, w_hat is w. Example: w = 3 in a block whose largest magnitude
+    is 4, b_t = 5, R = -1: 3 - 4 * 2^-4 = 2.75.
     """
     amax = block_amax(w, block)
     x = w.float().contiguous()
