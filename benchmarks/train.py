@@ -52,7 +52,8 @@ SIZES = {
 }
 """Model and sequences a step."""
 
-MODES = r"o1|bf16-nearest|bf16-sr|torchao-(tensorwise|rowwise)|recipe:[\w-]+?(\+sr)?|(gaussws|diffq):(all|od|qkv|out|up|down)(\+recompute)?"
+MODES = r"o1|bf16-nearest|bf16-sr|torchao-(tensorwise|rowwise)|recipe:[\w-]+?(\+sr)?"
+MODES += r"|(gaussws|diffq):(all|od|qkv|out|up|down)(\+recompute)?"
 LEARNING_RATE = 1e-4
 
 KERNELS = {
