@@ -34,7 +34,7 @@ def quantize(
     if found is not None:
         scale = scaling.stored_scale(found.restore, cast.scaling)
         if layout.lines_innermost(cast):
-            scale = scale.mT.contiguous().mT
+            scale = scale.new_empty(scale.mT.shape).mT.copy_(scale)
         tensor = tensor if found.tensor is None else found.tensor
     return place.expose(stored), layout.expose_scale(scale, cast, place), tensor
 
