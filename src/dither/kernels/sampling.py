@@ -102,7 +102,7 @@ def add_noise(x, words, scale, KIND: tl.constexpr):
 @triton.jit
 def where_drawn(step_ptr, key, row0, column0, MOVED: tl.constexpr):
     """(key, step, row, column) of the first element, as the generator takes them."""
-    step = tl.load(step_ptr).to(tl.uint32)
+    key, step = key.to(tl.int64), tl.load(step_ptr).to(tl.uint32)
     if MOVED:
         row0 += tl.load(step_ptr + 1)
         key += tl.load(step_ptr + 2)
