@@ -17,6 +17,8 @@ process of its own, so that neither memory nor a failure reaches the next one. M
     torchao-rowwise      the same with a scale for each row
     recipe:NAME          o1 with dither.convert(model, NAME): only the linear layers differ
     recipe:NAME+sr       bf16-sr with dither.convert(model, NAME)
+    gaussws:PARTS        o1 with sampled weights, parts all, od, qkv, out, up or down; +recompute keeps no copy of them
+    diffq:PARTS          the same with uniform noise
 """
 
 import argparse
@@ -37,6 +39,8 @@ import torch
 import dither
 from dither import training_step
 from dither.models import PRESETS, Llama, compile_blocks
+from dither.nn import sampling_parameters
+from dither.precision import Plan, Sampling
 
 SIZES = {
     "tiny": (PRESETS["tiny"], 2),
@@ -48,13 +52,14 @@ SIZES = {
 }
 """Model and sequences a step."""
 
-MODES = r"o1|bf16-nearest|bf16-sr|torchao-(tensorwise|rowwise)|recipe:[\w-]+?(\+sr)?"
+MODES = r"o1|bf16-nearest|bf16-sr|torchao-(tensorwise|rowwise)|recipe:[\w-]+?(\+sr)?|(gaussws|diffq):(all|od|qkv|out|up|down)(\+recompute)?"
 LEARNING_RATE = 1e-4
 
 KERNELS = {
     "attention": r"flash|fmha|sdpa|attention",
     "optimizer": r"adam|multi_tensor|FusedOptimizer",
     "products": r"gemm|nvjet|cutlass|cublas|xmma|matmul|splitK|aten::(add|b|_scaled_)?mm",
+    "sampling": r"_sample_|_noise_kernel|sample_backward|dither::(re)?sample",
     # Dither's own kernels; Inductor's with the operations of torchao's scaled casts; copies that change the dtype.
     "casts": r"quantize|_cast|_amax_kernel|_factors_kernel|_round_kernel|triton_.*(amax|clamp)|copy_kernel|CopyKernel|Memcpy",
     "rest": "",
@@ -74,6 +79,11 @@ def build(size: str, mode: str, device: str, peer: str | None, compiled: bool, l
         model = model.bfloat16()
     if recipe:
         dither.convert(model, recipe[1])
+    if sampled := re.fullmatch(r"(gaussws|diffq):(\w+?)(\+recompute)?", mode):
+        noise = "rounded_normal" if sampled[1] == "gaussws" else "uniform"
+        # Uniform noise at 6 bits is beyond what BF16 is sure to show; it is measured as the paper runs it.
+        how = Sampling(noise=noise, parts=sampled[2], recompute=sampled[3] is not None, beyond="warn")
+        dither.convert(model, Plan(compute="bf16").with_sampling(how))
     if mode.startswith("torchao-"):
         if peer is None:
             raise SystemExit("torchao is read from the folder of an unpacked wheel: --peer FOLDER")
@@ -89,7 +99,11 @@ def build(size: str, mode: str, device: str, peer: str | None, compiled: bool, l
 
         optimizer = AdamW(model.named_parameters(), lr=LEARNING_RATE, nonfinite="unchecked")  # nobody looks at gradients here
     else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
+        bitwidths = sampling_parameters(model)
+        known = {id(bitwidth) for bitwidth in bitwidths}
+        groups = [{"params": [parameter for parameter in model.parameters() if id(parameter) not in known]}]
+        groups += [{"params": bitwidths, "weight_decay": 0.1}] if bitwidths else []
+        optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
     context = contextlib.nullcontext() if narrow else torch.autocast(torch.device(device).type, dtype=torch.bfloat16)
     return model, optimizer, context
 

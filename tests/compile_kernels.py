@@ -16,10 +16,11 @@ from triton.runtime.jit import JITFunction
 import dither
 from dither import Cast, Stream
 from dither.formats import Format
-from dither.kernels import adamw, philox, quantize, rounding
+from dither.kernels import adamw, philox, quantize, rounding, sampling
 from dither.precision import Rounding
 from dither.random import Draw
 from dither.reference.adamw import zero_state
+from dither.reference.sampling import DTYPES, NOISES
 from dither.update import Piece, Update
 
 
@@ -103,7 +104,31 @@ def calls() -> Iterator[str]:
             mine = draw if how.startswith("stochastic") else None
             rounding.round_to(x, Format.parse(format), Rounding.parse(how), saturate, mine)
         yield f"round_to {format} {how}"
+    yield from sampling_calls()
     yield from optimizer_calls()
+
+
+def sampling_calls() -> Iterator[str]:
+    """Each kind of noise, block and result, whole and ragged, with rows and a key that only the device knows."""
+    w, step = torch.zeros(256, 384), torch.zeros((), dtype=torch.int64)
+    draws = Draw(1, step), Draw(1, step.expand(3), 128, 128)
+    for kind in NOISES:
+        for draw in draws:
+            b_t = torch.zeros(8, 12)
+            sampling.noise(draw, 256, 384, kind)
+            sampling.sample(w, b_t, draw, kind, 32, torch.bfloat16)
+            sampling.sample_backward(w.bfloat16(), b_t, b_t, draw, kind, 32, torch.float32)
+        yield f"sample {kind}"
+    for dtype in DTYPES:
+        sampling.sample(w.bfloat16()[:, :381], b_t, draws[0], "rounded_normal", 32, dtype)
+    for dtype in (torch.bfloat16, torch.float16):
+        sampling.sample_backward(w[:, :381], b_t, b_t, draws[0], "rounded_normal", 32, dtype)
+    for block in (16, 64, 128):
+        b_t = torch.zeros(256 // block, 384 // block)
+        sampling.sample(w, b_t, draws[0], "rounded_normal", block, torch.bfloat16)
+        sampling.bitwidth_grad(w.bfloat16(), b_t, b_t, draws[0], "rounded_normal", block)
+    sampling.packed_noise(draws[0], 256, 384, "rounded_normal")
+    yield "sample to every type, in every block"
 
 
 UPDATES = [

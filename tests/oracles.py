@@ -451,3 +451,49 @@ def stored_in_blocks(
                 codes[row, part] = encode(name, numbers)
             values[row, part] = numbers.astype(np.float32) * scales[row, number]
     return codes, scales, values
+
+
+# Sampled weights ------------------------------------------------------------------------------------------------------
+
+
+def noise_row(key: int, row: int, step: int, columns: int, kind: str) -> np.ndarray:
+    """float64[columns]: R of a row, by the words of randomgen's generator and comparisons of Python integers."""
+    if kind == "none":
+        return np.zeros(columns)
+    found = []
+    for bits in map(int, row_bits(key, row, step, columns, 32 if kind == "rounded_normal_exact" else 16)):
+        if kind == "uniform":
+            found.append(float(np.float32((2 * bits + 1) / 2**17 - 0.5).astype(ml_dtypes.bfloat16)))
+        elif kind == "rounded_normal":
+            u = bits % 2**15 // 2**5
+            found.append((-1.0 if bits >= 2**15 else 1.0) * ((u < 291) + (u < 3)))
+        else:
+            above = [bits % 2**31 < round(2**31 * math.erfc((2 * k - 1) / math.sqrt(2))) for k in (1, 2, 3, 4)]
+            found.append((-1.0 if bits >= 2**31 else 1.0) * sum(above))
+    return np.array(found)
+
+
+def sampled(w: np.ndarray, b_t: np.ndarray, r: np.ndarray, power: np.ndarray, block: int) -> np.ndarray:
+    """float32 w + R * (amax * 2^(1 - b_t)), element after element, `power` being 2^(1 - b_t) of each block."""
+    out = w.astype(np.float32)
+    for i, j in itertools.product(range(b_t.shape[0]), range(b_t.shape[1])):
+        rows, columns = slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block)
+        scale = np.abs(out[rows, columns]).max() * power[i, j]
+        moved = out[rows, columns] + r[rows, columns].astype(np.float32) * scale
+        out[rows, columns] = np.where(r[rows, columns] == 0, out[rows, columns], moved)
+    return out
+
+
+def block_total(x: np.ndarray) -> np.float32:
+    """The sum of a square block of float32 numbers: pairs of columns three times, halves of the rows, pairs of columns."""
+    rows = [[np.float32(v) for v in line] for line in x]
+    pairs = lambda line: [a + b for a, b in zip(line[::2], line[1::2], strict=True)]  # noqa: E731
+    for _ in range(3):
+        rows = [pairs(line) for line in rows]
+    while len(rows) > 1:
+        half = len(rows) // 2
+        rows = [[a + b for a, b in zip(rows[i], rows[i + half], strict=True)] for i in range(half)]
+    (line,) = rows
+    while len(line) > 1:
+        line = pairs(line)
+    return line[0]

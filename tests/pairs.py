@@ -12,9 +12,10 @@ from dither.kernels import adamw as kernel_adamw
 from dither.kernels import philox as kernel_philox
 from dither.kernels import quantize as kernel_quantize
 from dither.kernels import rounding as kernel_rounding
+from dither.kernels import sampling as kernel_sampling
 from dither.precision import Rounding
 from dither.random import Draw, matrix_size
-from dither.reference import adamw, philox, quantize, rounding
+from dither.reference import adamw, philox, quantize, rounding, sampling
 from dither.update import BLOCKS, WHOLE, Piece, Update
 
 STREAM = Stream(2024, "pairs", "x")
@@ -133,6 +134,81 @@ def check_both(x: Tensor, cast: Cast, offset: tuple[int, int] = (0, 0), containe
             kernel_quantize.quantize_both(x, cast, draw, amax, stored),
         )
     )
+
+
+# Sampled weights ------------------------------------------------------------------------------------------------------
+
+
+def check_noise(rows: int, columns: int, offset: tuple[int, int], kind: str, device: str) -> int:
+    """R, and its packed form where it has one."""
+    draw = STREAM.draw(3, (rows, columns), offset, device)
+    wrong = differing(sampling.noise(draw, rows, columns, kind), kernel_sampling.noise(draw, rows, columns, kind))
+    if kind != "uniform":
+        packed = (code.packed_noise(draw, rows, columns, kind) for code in (sampling, kernel_sampling))
+        wrong += differing(*packed)
+    return wrong
+
+
+def bitwidths(w: Tensor, block: int, special: Sequence[float] = ()) -> Tensor:
+    """From 0.5 to 11.5, every third one an integer, `special` ones first."""
+    generator = torch.Generator().manual_seed(w.numel())
+    b_t = 0.5 + 11 * torch.rand(sampling.block_count(*w.shape, block), generator=generator)
+    b_t.view(-1)[::3] = b_t.view(-1)[::3].round()
+    b_t.view(-1)[: len(special)] = torch.tensor(special)[: b_t.numel()]
+    return b_t.to(w.device)
+
+
+def check_sample(
+    w: Tensor,
+    kind: str,
+    block: int,
+    dtype: torch.dtype,
+    offset: tuple[int, int] = (0, 0),
+    *,
+    moved: bool = False,
+    special: Sequence[float] = (),
+    also_on_cpu: bool = False,
+) -> int:
+    """Sampled weights and the blocks' magnitudes, and block_amax by itself."""
+    b_t, draw = bitwidths(w, block, special), sampling_draw(w, offset, moved)
+    expected = sampling.sample(w, b_t, draw, kind, block, dtype)
+    found = kernel_sampling.sample(w, b_t, draw, kind, block, dtype)
+    wrong = sum(map(differing, expected, found)) + differing(expected[1], kernel_sampling.block_amax(w, block))
+    if also_on_cpu:
+        there = replace(draw, step=draw.step.cpu())
+        wrong += sum(map(differing, sampling.sample(w.cpu(), b_t.cpu(), there, kind, block, dtype), found))
+    return wrong
+
+
+def check_sample_backward(
+    grad: Tensor,
+    kind: str,
+    block: int,
+    dtype: torch.dtype,
+    offset: tuple[int, int] = (0, 0),
+    *,
+    moved: bool = False,
+    special: Sequence[float] = (),
+    also_on_cpu: bool = False,
+) -> int:
+    """Gradients of the weight, as `dtype`, and of the bitwidths."""
+    b_t, draw = bitwidths(grad, block, special), sampling_draw(grad, offset, moved)
+    amax = 3 * bitwidths(grad, block)
+    expected = sampling.sample_backward(grad, amax, b_t, draw, kind, block, dtype)
+    found = kernel_sampling.sample_backward(grad, amax, b_t, draw, kind, block, dtype)
+    wrong = sum(map(differing, expected, found))
+    wrong += differing(expected[1], kernel_sampling.bitwidth_grad(grad, amax, b_t, draw, kind, block))
+    if also_on_cpu:
+        there = replace(draw, step=draw.step.cpu())
+        on_cpu = sampling.sample_backward(grad.cpu(), amax.cpu(), b_t.cpu(), there, kind, block, dtype)
+        wrong += sum(map(differing, on_cpu, found))
+    return wrong
+
+
+def sampling_draw(w: Tensor, offset: tuple[int, int], moved: bool) -> Draw:
+    """The stream at step 5; `moved` has rows and a part of the key come with the step."""
+    draw = STREAM.draw(5, matrix_size(w), offset, w.device)
+    return replace(draw, step=torch.tensor([5, 96, 123456789012345], device=w.device)) if moved else draw
 
 
 # Optimizers -----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 import dither
 from dither import Cast
 from dither.formats import Format
-from dither.reference import adamw, dynamic
+from dither.reference import adamw, dynamic, sampling
 from dither.update import Update
 
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
@@ -21,6 +21,7 @@ tl = pytest.importorskip("triton.language", reason="the kernels need Triton")
 
 from dither.kernels import adamw as kernel_adamw  # noqa: E402
 from dither.kernels import dynamic as kernel_dynamic  # noqa: E402
+from dither.kernels import sampling as kernel_sampling  # noqa: E402
 
 
 @triton.jit
@@ -30,6 +31,13 @@ def _dynamic_kernel(points_ptr, codes_ptr, back_ptr, tables_ptr, SIGNED: tl.cons
     codes = kernel_dynamic.encode(tl.load(points_ptr + place), tables_ptr, SIGNED)
     tl.store(codes_ptr + place, codes)
     tl.store(back_ptr + place, kernel_dynamic.decode(codes, tables_ptr, SIGNED))
+
+
+@triton.jit
+def _pow2_kernel(x_ptr, out_ptr):
+    """2^x, which otherwise runs within the kernels of sampled weights."""
+    place = tl.program_id(0) * 1024 + tl.arange(0, 1024)
+    tl.store(out_ptr + place, kernel_sampling.pow2(tl.load(x_ptr + place)))
 
 
 @pytest.fixture(autouse=True)
@@ -394,3 +402,62 @@ def test_dynamic_map(signed: bool, device: str) -> None:
     expected = dynamic.encode(points, signed)
     assert (codes == expected.int()).all()
     assert pairs.differing(back, dynamic.decode(expected, signed)) == 0
+
+
+def test_pow2(device: str) -> None:
+    """Fractions of every size, all integers of the range, and what lies beyond it."""
+    generator = torch.Generator().manual_seed(1)
+    beyond = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e30, -1e30, 127.5, -126.5, 0.5, -0.5, 1.5, -0.0])
+    tiny = torch.ldexp(torch.rand(2048, generator=generator) - 0.5, torch.randint(-30, 8, (2048,), generator=generator))
+    x = torch.cat([beyond, torch.arange(-130.0, 131.0), tiny, 300 * torch.rand(4096, generator=generator) - 150])
+    x = torch.nn.functional.pad(x, (0, -len(x) % 1024)).to(device)
+    found = torch.empty_like(x)
+    _pow2_kernel[(len(x) // 1024,)](x, found, enable_fp_fusion=False)
+    assert pairs.differing(found, sampling.pow2(x)) == 0
+
+
+@pytest.mark.parametrize("kind", sampling.NOISES)
+@pytest.mark.parametrize("offset", [(0, 0), (3, 16), (5, 7)])
+def test_noise(kind: str, offset: tuple[int, int], device: str) -> None:
+    assert pairs.check_noise(11, 300, offset, kind, device) == 0
+
+
+@pytest.mark.parametrize("kind", sampling.NOISES)
+@pytest.mark.parametrize("dtype", list(sampling.DTYPES), ids=str)
+def test_sampled_weights(kind: str, dtype: torch.dtype, device: str) -> None:
+    for given in (torch.float32, torch.bfloat16, torch.float16):
+        w = pairs.hard_values(40, 70, given, 11, device)
+        assert pairs.check_sample(w, kind, 32, dtype, (32, 64)) == 0
+    w[3, 60], w[35, 2], w[39, 69] = torch.inf, torch.nan, -torch.inf
+    special = [torch.nan, torch.inf, -torch.inf, 200.0, -200.0, 1.0]
+    assert pairs.check_sample(w, kind, 32, dtype, moved=True, special=special) == 0
+
+
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+@pytest.mark.parametrize("shape", [(32, 128), (1, 1), (35, 140), (0, 8), (8, 0)])
+def test_sampled_weights_of_any_shape_and_block(shape: tuple[int, int], block: int, device: str) -> None:
+    w = torch.randn(*shape, generator=torch.Generator().manual_seed(2)).to(device)
+    assert pairs.check_sample(w, "rounded_normal", block, torch.bfloat16, (128, 256)) == 0
+    assert pairs.check_sample(w.T, "rounded_normal_exact", block, torch.bfloat16) == 0
+    assert pairs.check_sample_backward(w, "rounded_normal", block, torch.bfloat16, (128, 256)) == 0
+    assert pairs.check_sample_backward(w.T, "uniform", block, torch.float32) == 0
+
+
+@pytest.mark.parametrize("kind", sampling.NOISES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_sampled_gradients(kind: str, dtype: torch.dtype, device: str) -> None:
+    """Hard values make sums depend on their order; gradients of zeros keep the signs of zeros."""
+    for given in (torch.float32, torch.bfloat16, torch.float16):
+        grad = pairs.hard_values(40, 70, given, 12, device)
+        assert pairs.check_sample_backward(grad, kind, 32, dtype, (32, 64)) == 0
+    assert pairs.check_sample_backward(-torch.zeros_like(grad), kind, 32, dtype) == 0
+    grad[3, 60], grad[35, 2], grad[39, 69] = torch.inf, torch.nan, -torch.inf
+    assert pairs.check_sample_backward(grad, kind, 32, dtype, moved=True, special=[torch.nan, 200.0, -200.0, 3.0]) == 0
+
+
+def test_a_shard_of_a_wider_matrix_is_sampled_in_place(device: str) -> None:
+    """Rows that lie further apart than they are long are not copied first."""
+    w = torch.randn(96, 256, generator=torch.Generator().manual_seed(3)).to(device)[32:, 64:193]
+    assert w.stride() == (256, 1)
+    assert pairs.check_sample(w, "rounded_normal", 32, torch.bfloat16, (32, 64)) == 0
+    assert pairs.check_sample_backward(w, "rounded_normal", 32, torch.bfloat16, (32, 64)) == 0

@@ -3,7 +3,7 @@
 Every cast works on matrices: a tensor is viewed as x_BRC, a batch of B matrices in its own memory order, and its groups
 run along the columns (axis -1), along the rows (any other axis), or are square blocks. Codes and scales come out with
 the quantized axis innermost in memory, which is what the matrix product that consumes them wants, also where the groups
-are the same along any axis:
+are the same along any axis (the scales that FP8 units read are an exception, `lines_innermost`):
 
     x [3, 5, 8], axis=-1, tile(4)    x_BRC [1, 15, 8]    codes [15, 8]        scales [15, 2]
     x [3, 5, 8], axis=1,  tile(4)    x_BRC [3, 5, 8]     codes [3, 8, 5]      scales [3, 8, 2]
@@ -173,9 +173,17 @@ def empty_lines(x: Tensor, cast: Cast, place: Layout, container: Format) -> tupl
     """Uninitialised codes [B, other, quantized] and scales [B, P, Q] (none: [0]) for `x`, as they lie in memory."""
     lines, length = place.lines
     values = x.new_empty((place.batch, lines, packed_length(length, container)), dtype=storage_dtype(container))
-    whole = cast.group.kind == "tensor"
-    groups = (0,) if cast.group.kind == "none" else (1 if whole else place.batch, *place.groups)
-    return values, x.new_empty(groups, dtype=scale_dtype(cast))
+    if cast.group.kind == "none":
+        return values, x.new_empty(0, dtype=scale_dtype(cast))
+    batch, (p, q) = 1 if cast.group.kind == "tensor" else place.batch, place.groups
+    if lines_innermost(cast):
+        return values, x.new_empty((batch, q, p), dtype=scale_dtype(cast)).mT
+    return values, x.new_empty((batch, p, q), dtype=scale_dtype(cast))
+
+
+def lines_innermost(cast: Cast) -> bool:
+    """Whether scales of neighbouring lines lie side by side: those that FP8 units take, float32 scales of tiles of 128."""
+    return cast.group.kind == "tile" and cast.group.size == 128 and cast.scaling.kind == "fp32"
 
 
 def expose_scale(scale: Tensor, cast: Cast, place: Layout) -> Tensor:

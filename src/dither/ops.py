@@ -19,10 +19,13 @@ from dither.errors import UserError
 from dither.formats import Format
 from dither.precision import Cast, Rounding
 from dither.random import Draw, Stream, check_backend, matrix_size
-from dither.reference import scaling
+from dither.reference import sampling, scaling
 from dither.reference.matmul import Operand
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+BLOCKS = (16, 32, 64, 128)
+"""How wide the blocks of sampled weights may be."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Quantized:
 
     `values` has the tensor's shape, with 4-bit codes two to a byte and 6-bit codes four to three bytes along `axis`.
     `scale` has one entry a group, in the order of the tensor's dimensions: multiply codes by it (and by `tensor_scale`,
-    which nvfp4 has) to get numbers back. The memory of both runs along `axis`, as the product over that axis wants it.
+    which nvfp4 has) to get numbers back. The memory of codes runs along `axis`, as the product over that axis wants it.
     """
 
     values: Tensor
@@ -251,6 +254,87 @@ def amax(x: Tensor, *, backend: str = "auto") -> Tensor:
     return largest
 
 
+def sample(
+    w: Tensor,
+    b_t: Tensor,
+    noise: str = "rounded_normal",
+    *,
+    stream: Stream,
+    step: int | Tensor = 0,
+    offset: tuple[int, int] = (0, 0),
+    block: int = 32,
+    dtype: torch.dtype = torch.bfloat16,
+    backend: str = "auto",
+) -> Tensor:
+    """w + R * max_block|w| * 2^(1 - b_t), in `dtype`: the weight as noisy as in b_t bits (Gaussian weight sampling).
+
+    `w` [N, K] is float32, bfloat16 or float16, and `b_t` float32 [ceil(N / block), ceil(K / block)], one for each block.
+    `noise` is one of rounded_normal, rounded_normal_exact, uniform and none; R is what `stream` draws at `step`. A shard
+    passes the row and column of its first element in the whole parameter as `offset`; it begins where a block does.
+
+    The gradient of w is that of the result. That of b_t draws R again; the largest magnitude counts as constant.
+
+    >>> import dither, torch
+    >>> w, b_t = torch.full((2, 4), 3.0), torch.full((1, 1), 4.0)
+    >>> dither.ops.sample(w, b_t, stream=dither.Stream(0, "sample", "w"), dtype=torch.float32)  # R * 3 * 2^-3
+    tensor([[3.0000, 3.0000, 3.0000, 2.6250],
+            [3.0000, 3.0000, 3.0000, 3.0000]])
+    """
+    _check_tensor(w, "sample")
+    if w.dim() != 2:
+        raise UserError(f"sample takes a matrix, not a tensor of shape {tuple(w.shape)}.")
+    _check_noise(noise)
+    if block not in BLOCKS:
+        raise UserError(f"Blocks of sampled weights are 16, 32, 64 or 128 wide, not {block!r}.")
+    rows, columns = w.shape
+    size = sampling.block_count(rows, columns, block)
+    if not isinstance(b_t, Tensor) or b_t.dtype != torch.float32 or b_t.shape != size or b_t.device != w.device:
+        raise UserError(
+            f"The bitwidths of a {rows} x {columns} weight in blocks of {block} are a float32 tensor of shape {size} "
+            f"on {w.device}, not {_described(b_t)}."
+        )
+    if dtype not in sampling.DTYPES:
+        names = ", ".join(str(known).removeprefix("torch.") for known in sampling.DTYPES)
+        raise UserError(f"Sampled weights are stored as one of {names}, not as {dtype}.")
+    if dtype.itemsize == 1 and torch.is_grad_enabled() and (w.requires_grad or b_t.requires_grad):
+        raise UserError(f"A gradient of {dtype} would itself be {dtype}: sample under torch.no_grad(), or to bfloat16.")
+    draw = _stream(stream, "sample").draw(step, (rows, columns), offset, w.device)
+    w_hat: Tensor = _sample_op(w, b_t, *_draw_arguments(draw), noise, block, dtype, check_backend(backend))[0]
+    return w_hat
+
+
+def noise(
+    size: tuple[int, int],
+    kind: str = "rounded_normal",
+    *,
+    stream: Stream,
+    step: int | Tensor = 0,
+    offset: tuple[int, int] = (0, 0),
+    packed: bool = False,
+    device: torch.device | str = "cpu",
+    backend: str = "auto",
+) -> Tensor:
+    """The R that `sample` draws for a weight of `size`, to look at: float32, or `packed` eight to an int32.
+
+    Packed, R has 4 bits, |R| in the lower three and its sign on top, and the first of eight neighbours is lowest.
+
+    >>> import dither
+    >>> stream = dither.Stream(0, "sample", "w")
+    >>> dither.ops.noise((2, 8), stream=stream)
+    tensor([[ 0.,  0.,  0., -1.,  0.,  0.,  0.,  0.],
+            [ 0.,  0.,  0.,  0., -1.,  0.,  0., -1.]])
+    >>> [f"{word & 0xFFFFFFFF:08x}" for word in dither.ops.noise((2, 8), stream=stream, packed=True).flatten().tolist()]
+    ['00009000', '90090000']
+    """
+    _check_noise(kind)
+    if packed and kind == "uniform":
+        raise UserError("Noise of the kind 'uniform' has no form of 4 bits, as its values are no integers: pass packed=False.")
+    draw = _stream(stream, "noise").draw(step, size, offset, device)
+    op = _packed_noise_op if packed else _noise_op
+    drawn: Tensor = op(draw.key, draw.step, *size, draw.row, draw.column, kind, check_backend(backend))
+    return drawn
+
+
 # Checks at the boundary ------------------------------------------------------------------------------------------------
 
 
@@ -307,6 +391,19 @@ def _prepare(
         if not isinstance(amax, Tensor) or amax.dim() != 0 or amax.dtype != torch.float32 or amax.device != x.device:
             raise UserError(f"amax= is a 0-d float32 tensor on the device of the input, not {_described(amax)}.")
     return cast, axis, _draw(x, cast, stream, step, offset)
+
+
+def _check_noise(kind: str) -> None:
+    if kind not in sampling.NOISES:
+        raise UserError(f"There is no noise {kind!r}: choose one of {', '.join(sampling.NOISES)}.")
+
+
+def _stream(stream: Stream, what: str) -> Stream:
+    if not isinstance(stream, Stream):
+        raise UserError(
+            f"{what} draws from stream=dither.Stream(seed, purpose, name), so that its bits can be repeated, not {stream!r}."
+        )
+    return stream
 
 
 def _described(given: object) -> str:
@@ -424,14 +521,14 @@ def _container(name: str, cast: Cast) -> Format:
 _LIBRARY = torch.library.Library("dither", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-def _operator(function: Callable[..., Any]) -> Any:
-    """`torch.ops.dither.NAME` for a function `_NAME_op` that has no gradient.
+def _operator(function: Callable[..., Any], mutates: tuple[str, ...] = ()) -> Any:
+    """`torch.ops.dither.NAME` for a function `_NAME_op` that has no gradient and changes the arguments named `mutates`.
 
     torch.library.custom_op would add 80 us to each call, for gradients and for comparing results with arguments, which is more
     than the kernels of a layer take.
     """
     name = function.__name__.removeprefix("_").removesuffix("_op")
-    schema = torch.library.infer_schema(function, mutates_args=())
+    schema = torch.library.infer_schema(function, mutates_args=mutates)
     _LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)  # type: ignore[no-untyped-call]
     _LIBRARY.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     return getattr(torch.ops.dither, name)
@@ -678,17 +775,6 @@ def _quantize_both_op(
     return code.quantize_both(x, parsed, draw, amax, _container(container, parsed))  # type: ignore[no-any-return]
 
 
-def quantize_both_into(
-    x: Tensor, cast: str, amax: Tensor | None, container: str, step: Tensor | None, out: tuple[Tensor, Tensor, Tensor, Tensor]
-) -> Tensor:
-    """The operator's work on memory that is there: its first four results are written into `out`, the last is returned."""
-    parsed = Cast.parse(cast)
-    _check_untold(x, parsed, amax)
-    code = implementation("quantize", x.device, "auto")
-    measured: Tensor = code.quantize_both(x, parsed, _draw_of(0, step, 0, 0), amax, _container(container, parsed), out)[-1]
-    return measured
-
-
 @_fake_of("quantize_both")
 def _(
     x: Tensor,
@@ -705,6 +791,62 @@ def _(
     stored = _container(container, parsed)
     measured = x.new_empty(() if parsed.scaling.kind == "delayed" else (0,), dtype=torch.float32)
     return (*layout.empty_outputs(x, parsed, 1, stored), *layout.empty_outputs(x, parsed, 0, stored), measured)
+
+
+@functools.partial(_operator, mutates=("largest",))
+def _quantize_both_measured_op(
+    x: Tensor,
+    cast: str,
+    amax: Tensor | None,
+    container: str,
+    key: int,
+    step: Tensor | None,
+    row: int,
+    column: int,
+    backend: str,
+    largest: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """quantize_both for delayed scaling, which raises `largest` (0-d) to the largest magnitude of x on its way."""
+    parsed = Cast.parse(cast)
+    _check_untold(x, parsed, amax)
+    code = implementation("quantize", x.device, backend)
+    draw = _draw_of(key, step, row, column)
+    *outputs, _ = code.quantize_both(x, parsed, draw, amax, _container(container, parsed), largest=largest)
+    return tuple(outputs)
+
+
+@_fake_of("quantize_both_measured")
+def _(
+    x: Tensor,
+    cast: str,
+    amax: Tensor | None,
+    container: str,
+    key: int,
+    step: Tensor | None,
+    row: int,
+    column: int,
+    backend: str,
+    largest: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    parsed = Cast.parse(cast)
+    stored = _container(container, parsed)
+    return (*layout.empty_outputs(x, parsed, 1, stored), *layout.empty_outputs(x, parsed, 0, stored))
+
+
+def quantize_both_into(
+    x: Tensor,
+    cast: str,
+    amax: Tensor | None,
+    container: str,
+    step: Tensor | None,
+    largest: Tensor | None,
+    out: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> None:
+    """What these operators do, into memory that is there. It is not one of them: nobody traces it."""
+    parsed = Cast.parse(cast)
+    _check_untold(x, parsed, amax)
+    code = implementation("quantize", x.device, "auto")
+    code.quantize_both(x, parsed, _draw_of(0, step, 0, 0), amax, _container(container, parsed), out, largest)
 
 
 # Sampled weights -------------------------------------------------------------------------------------------------------
@@ -734,6 +876,13 @@ def _(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, ki
     return step.new_empty((rows, (columns + 7) // 8), dtype=torch.int32)
 
 
+def _corner(key: int, step: Tensor, row: int, column: int, block: int) -> Draw:
+    """The draw of a shard that begins where a block does. Rows that only the device knows are whole blocks too."""
+    if row % block or column % block:
+        raise UserError(f"A shard of a sampled weight begins where a block of {block} does, not at {(row, column)}.")
+    return Draw(key, step, row, column)
+
+
 @torch.library.custom_op("dither::sample", mutates_args=())
 def _sample_op(
     w: Tensor,
@@ -749,7 +898,7 @@ def _sample_op(
 ) -> tuple[Tensor, Tensor]:
     """(w_hat [N, K] in `dtype`, the largest magnitude of each block in float32)."""
     code = implementation("sampling", w.device, backend)
-    w_hat, amax = code.sample(w, b_t, Draw(key, step, row, column), kind, block, dtype)
+    w_hat, amax = code.sample(w, b_t, _corner(key, step, row, column, block), kind, block, dtype)
     # An operator's result may not be its argument.
     return w_hat.clone() if w_hat is w else w_hat, amax
 
@@ -801,7 +950,7 @@ def _(bitwidth: Tensor, b_init: float, b_target: float, limit: float) -> Tensor:
     return torch.empty_like(bitwidth)
 
 
-@torch.library.custom_op("dither::sample_backward", mutates_args=())
+@_operator
 def _sample_backward_op(
     grad: Tensor,
     amax: Tensor,
@@ -815,13 +964,13 @@ def _sample_backward_op(
     dtype: torch.dtype,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """(the gradient of w in `dtype`, that of b_t) from that of w_hat. Where no conversion is due, `bitwidth_grad` spares a copy."""
+    """(the gradient of w in `dtype`, that of b_t) from that of w_hat; `bitwidth_grad` spares a copy where dtypes agree."""
     code = implementation("sampling", grad.device, backend)
-    grad_w, grad_b_t = code.sample_backward(grad, amax, b_t, Draw(key, step, row, column), kind, block, dtype)
-    return grad_w.clone() if grad_w is grad else grad_w, grad_b_t
+    grad_w, grad_b_t = code.sample_backward(grad, amax, b_t, _corner(key, step, row, column, block), kind, block, dtype)
+    return grad_w.clone(memory_format=torch.contiguous_format) if grad_w is grad else grad_w, grad_b_t
 
 
-@_sample_backward_op.register_fake
+@_fake_of("sample_backward")
 def _(
     grad: Tensor,
     amax: Tensor,
@@ -838,7 +987,7 @@ def _(
     return grad.new_empty(grad.shape, dtype=dtype), torch.empty_like(b_t)
 
 
-@torch.library.custom_op("dither::bitwidth_grad", mutates_args=())
+@_operator
 def _bitwidth_grad_op(
     grad: Tensor,
     amax: Tensor,
@@ -853,10 +1002,10 @@ def _bitwidth_grad_op(
 ) -> Tensor:
     """The gradient of b_t alone, for when that of w_hat is that of w."""
     code = implementation("sampling", grad.device, backend)
-    return code.bitwidth_grad(grad, amax, b_t, Draw(key, step, row, column), kind, block)  # type: ignore[no-any-return]
+    return code.bitwidth_grad(grad, amax, b_t, _corner(key, step, row, column, block), kind, block)  # type: ignore[no-any-return]
 
 
-@_bitwidth_grad_op.register_fake
+@_fake_of("bitwidth_grad")
 def _(
     grad: Tensor,
     amax: Tensor,
@@ -870,3 +1019,23 @@ def _(
     backend: str,
 ) -> Tensor:
     return torch.empty_like(b_t)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    w, b_t, ctx.key, step, ctx.row, ctx.column, ctx.kind, ctx.block, _, ctx.backend = inputs
+    ctx.dtype = w.dtype
+    ctx.save_for_backward(output[1], b_t, step)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _sample_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    amax, b_t, step = ctx.saved_tensors
+    rest = (ctx.key, step, ctx.row, ctx.column, ctx.kind, ctx.block)
+    if grad.dtype == ctx.dtype:
+        grad_w, grad_b_t = grad, _bitwidth_grad_op(grad, amax, b_t, *rest, ctx.backend)
+    else:
+        grad_w, grad_b_t = _sample_backward_op(grad, amax, b_t, *rest, ctx.dtype, ctx.backend)
+    return (grad_w, grad_b_t, *[None] * 8)
+
+
+_sample_op.register_autograd(_sample_gradients, setup_context=_keep_for_backward)

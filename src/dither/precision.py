@@ -253,18 +253,21 @@ class Sampling:
             _check_number(f"The {name} of a Sampling", getattr(self, name), 0.0, MOST_BITS)
         if self.b_init < self.b_target:
             raise UserError(
-                f"Bitwidths go down from b_init to b_target, and b_init={self.b_init:g} is less than b_target={self.b_target:g}: "
-                "exchange them, or give both the same number."
+                f"Bitwidths go down from b_init to b_target, and b_init={self.b_init:g} is less than "
+                f"b_target={self.b_target:g}: exchange them, or give both the same number."
             )
         if not isinstance(self.parts, str) or not self.parts:
-            raise UserError(f"The parts of a Sampling are one of {', '.join(PARTS)}, or a pattern of names, not {self.parts!r}.")
+            raise UserError(
+                f"The parts of a Sampling are one of {', '.join(PARTS)}, or a pattern of names, not {self.parts!r}."
+            )
         matches(self.parts, "")  # so that a wrong regular expression is found here
         if not isinstance(self.recompute, bool):
             raise UserError(f"The recompute of a Sampling is true or false, not {self.recompute!r}.")
         kinds = [type(each) for each in self.guides]
         if not set(kinds) <= {WeightDecay, BitwidthLoss} or len(set(kinds)) < len(kinds):
             raise UserError(
-                f"The guidance of a Sampling is a WeightDecay, a BitwidthLoss, a tuple with one of each, or (), not {self.guidance!r}."
+                "The guidance of a Sampling is a WeightDecay, a BitwidthLoss, a tuple with one of each, or (), "
+                f"not {self.guidance!r}."
             )
 
     @property
@@ -322,7 +325,7 @@ SAMPLING_BLOCKS = (8, 16, 32, 64, 128)
 MOST_BITS = 32.0
 """The largest bitwidth that may be asked for: float32 has 24 significant bits, so noise at 32 is none."""
 
-GUIDES = {WeightDecay: "weight_decay", BitwidthLoss: "bitwidth_loss"}
+GUIDES: dict[type[WeightDecay] | type[BitwidthLoss], str] = {WeightDecay: "weight_decay", BitwidthLoss: "bitwidth_loss"}
 """The kinds of guidance as JSON names them."""
 
 _QKV = r"q|k|v|qkv|[qkv]_proj|qkv_proj|c_attn|q_attn|query_key_value|query|key|value|w[qkv]|Wqkv|in_proj"
@@ -406,8 +409,8 @@ class LayerPrecision:
 
     def on(self, name: str) -> "LayerPrecision":
         """What it says of the layer of that name: without the samplings that have it not among their `parts`."""
-        kept = {each: how if (how := getattr(self, each)) and how.takes(name) else None for each in SAMPLINGS}
-        return replace(self, **kept)
+        dropped = {each: None for each in SAMPLINGS if (how := getattr(self, each)) and not how.takes(name)}
+        return replace(self, **dropped) if dropped else self
 
     def cell(self, operand: str) -> str:
         """An operand's cast and sampling in a few words, for a table."""
@@ -424,9 +427,9 @@ class LayerPrecision:
     def from_dict(cls, data: dict[str, Any]) -> "LayerPrecision":
         """The inverse of `to_dict`; a key may be missing, an unknown one is an error."""
         data = _keys("layer's precision", data, (*OPERANDS, *SAMPLINGS))
-        casts = {name: None if data.get(name) is None else Cast.parse(data[name]) for name in OPERANDS}
-        samplings = {name: None if data.get(name) is None else Sampling.from_dict(data[name]) for name in SAMPLINGS}
-        return cls(**casts, **samplings)
+        fields: dict[str, Any] = {name: None if data.get(name) is None else Cast.parse(data[name]) for name in OPERANDS}
+        fields |= {name: None if data.get(name) is None else Sampling.from_dict(data[name]) for name in SAMPLINGS}
+        return cls(**fields)
 
     def __str__(self) -> str:
         parts = [f"{name} {part}" for name in (*OPERANDS, *SAMPLINGS) if (part := getattr(self, name)) is not None]

@@ -5,7 +5,7 @@ one instruction for several of ours, `NATIVE` (a compile-time constant) chooses 
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,63 +38,58 @@ def native(device: torch.device) -> bool:
     return not interpreted() and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def launch(
-    kernel: Any,
-    programs: int,
-    arguments: Sequence[Tensor | int | None],
-    constants: dict[str, Any],
-    *,
-    bits: Sequence[int] = (),
-    **options: int | None,
-) -> None:
-    """Start `programs` programs of a kernel; the first argument is a tensor, on whose device they run.
+class Launch:
+    """A kernel with everything but its tensors: Triton binds and specialises anew on each call, 30 to 50 us of the host's time
+    and more than most kernels take; here that is done once for each alignment of the tensors.
 
-    `constants` are the kernel's compile-time arguments, which stand last in its signature; arguments at the positions `bits`
-    are read as integers of their size. Triton binds and specialises anew on each call, 30 to 50 us of the host's time and more
-    than most kernels take; here that is done once for each dtype, alignment and number among the arguments.
+    `numbers` follow the tensors in the kernel's signature, and `constants`, its compile-time arguments, stand last. Tensors at
+    the places `bits` are read as integers of their size. Always give tensors of the same dtypes.
     """
-    first = arguments[0]
-    assert isinstance(first, Tensor)
-    if isinstance(kernel, InterpretedFunction):
-        _start(kernel, programs, arguments, constants, bits, options)
-        return
-    if first.device.index != torch.cuda.current_device():
-        with torch.cuda.device(first.device):
-            launch(kernel, programs, arguments, constants, bits=bits, **options)
-        return
-    # All that Triton specialises on, and more: numbers by their value.
-    key = (
-        id(kernel),
-        first.device.index,
-        *[(x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else x for x in arguments],
-        *constants.values(),
-        *options.values(),
-    )
-    if known := _STARTED.get(key):
-        known[(programs, 1, 1)](*arguments, *[constants[name] for name in kernel.arg_names[len(arguments) :]])
-        return
-    if len(_STARTED) >= 4096:  # shapes that never end: forget, and begin again
-        _STARTED.clear()
-    found = _start(kernel, programs, arguments, constants, bits, options)
-    _STARTED[key] = found.result() if hasattr(found, "result") else found
 
+    def __init__(
+        self,
+        kernel: Any,
+        programs: int,
+        numbers: Sequence[float],
+        constants: dict[str, Any],
+        *,
+        bits: Sequence[int] = (),
+        **options: int | None,
+    ) -> None:
+        self.kernel, self.programs, self.numbers, self.bits = kernel, programs, tuple(numbers), bits
+        self.constants, self.options = constants, options
+        self.compiled: dict[tuple[int | None, ...], Callable[..., None]] = {}
+        self.interpreted = isinstance(kernel, InterpretedFunction)
 
-_STARTED: dict[tuple[object, ...], Any] = {}
-"""Compiled kernels by what they were started with."""
+    def __call__(self, *leading: Tensor | int | None) -> None:
+        """Start the programs on the device of the first tensor. `leading` are tensors, None, or numbers that vary."""
+        first = leading[0]
+        assert isinstance(first, Tensor)
+        device = first.device.index
+        if not self.interpreted and device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self(*leading)
+        # All that Triton specialises on, and more: numbers by their value.
+        key = (device, *[x.data_ptr() % 16 if isinstance(x, Tensor) else x for x in leading])
+        known = self.compiled.get(key)
+        if known is None:
+            self._first(key, leading)
+        else:
+            known(*leading, *self.numbers, *self.ending)
+        return None
 
-
-def _start(
-    kernel: Any,
-    programs: int,
-    arguments: Sequence[Tensor | int | None],
-    constants: dict[str, Any],
-    bits: Sequence[int],
-    options: dict[str, int | None],
-) -> Any:
-    """The launch as Triton does it; returns the compiled kernel."""
-    arguments = list(arguments)
-    for place in bits:
-        given = arguments[place]
-        assert isinstance(given, Tensor)
-        arguments[place] = given.view(INTEGERS[given.itemsize])
-    return kernel[(programs,)](*arguments, **constants, **options)
+    def _first(self, key: tuple[int | None, ...], leading: Sequence[Tensor | int | None]) -> None:
+        """The launch as Triton does it."""
+        given = list(leading)
+        for place in self.bits:
+            coded = given[place]
+            assert isinstance(coded, Tensor)
+            given[place] = coded.view(INTEGERS[coded.itemsize])
+        found = self.kernel[(self.programs,)](*given, *self.numbers, **self.constants, **self.options)
+        if self.interpreted:
+            return
+        if len(self.compiled) >= 256:  # numbers that never repeat
+            self.compiled.clear()
+        self.compiled[key] = (found.result() if hasattr(found, "result") else found)[(self.programs, 1, 1)]
+        names = self.kernel.arg_names[len(leading) + len(self.numbers) :]
+        self.ending = tuple(self.constants[name] for name in names)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dither.kernels import dynamic, native
+from dither.kernels import Launch, dynamic, native
 from dither.kernels.philox import random_calls, random_elements
 from dither.kernels.rounding import (
     QUIET_NAN,
@@ -494,24 +494,15 @@ def prepare(
     constants = torch.empty((rows, COLUMNS.value), dtype=torch.float32, device=hyper.device)
     norm = torch.empty((), dtype=torch.float32, device=hyper.device)
     skip = torch.empty((), dtype=torch.int32, device=hyper.device)
-    _prepare_kernel[(1,)](
-        hyper,
-        steps,
-        skipped,
-        squares,
-        loss_scale,
-        found_inf,
-        constants,
-        norm,
-        skip,
-        max_norm,
-        rows,
-        CLIP=bool(max_norm),
-        ROWS=triton.next_power_of_2(rows),
-        num_warps=1,
-        enable_fp_fusion=False,
-    )
+    launch = _prepare_launch(rows, float(max_norm))
+    launch(hyper, steps, skipped, squares, loss_scale, found_inf, constants, norm, skip)
     return constants[:, : len(CONSTANTS)], norm, skip
+
+
+@functools.lru_cache(maxsize=64)
+def _prepare_launch(rows: int, max_norm: float) -> Launch:
+    constants = {"CLIP": bool(max_norm), "ROWS": triton.next_power_of_2(rows)}
+    return Launch(_prepare_kernel, 1, (max_norm, rows), constants, num_warps=1, enable_fp_fusion=False)
 
 
 @triton.jit
@@ -683,6 +674,8 @@ class _Launch:
         self.grads = torch.empty(-(-len(pieces) // ADDRESSES) * ADDRESSES, dtype=torch.int64, device=device)
         self.written: tuple[int, ...] = ()
         self.captured = False
+        self.update: Launch | None = None
+        self.squares: Launch | None = None
 
     def point(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Tell the device where the gradients lie; returns what must stay alive until the kernel is launched."""
@@ -743,18 +736,13 @@ class Batch:
         for launch in self.launches:
             kept = launch.point(grads)
             out = torch.empty(launch.programs, dtype=torch.float64, device=launch.table.device)
-            _squares_kernel[(launch.programs,)](
-                launch.table,
-                launch.grads,
-                launch.owner,
-                out,
-                G_TYPE=TYPES[kept[0].dtype],
-                NATIVE=native(out.device),
-                ALIGNED=launch.flat,
-                TILE=N * TILES,
-                num_warps=WARPS,
-                enable_fp_fusion=False,
-            )
+            if launch.squares is None:
+                constants = {"G_TYPE": TYPES[kept[0].dtype], "NATIVE": native(out.device)}
+                constants |= {"ALIGNED": launch.flat, "TILE": N * TILES}
+                launch.squares = Launch(
+                    _squares_kernel, launch.programs, (), constants, num_warps=WARPS, enable_fp_fusion=False
+                )
+            launch.squares(launch.table, launch.grads, launch.owner, out)
             parts.append(out.sum())
         return torch.stack(parts).sum()
 
@@ -763,25 +751,26 @@ class Batch:
         for launch in self.launches:
             kept = launch.point(grads)
             device = launch.table.device
-            _adamw_kernel[(launch.programs,)](
-                launch.table,
-                launch.grads,
-                launch.owner,
-                constants,
-                step,
-                skip,
-                dynamic.device_tables(device) if self.update.states == "dynamic8" else None,
-                S=_state_scaling(self.update),
-                KIND="dynamic8" if self.update.format is None else "codes" if self.update.in_blocks else "whole",
-                GROUP=self.group if self.update.in_blocks else 1,
-                FLAT=launch.flat,
-                TILE=N,
-                TILES=TILES,
-                num_warps=WARPS,
-                maxnreg=REGISTERS,
-                enable_fp_fusion=False,
-                **_kinds(self.pieces[0], kept[0], self.update, launch.flat, native(device)),
-            )
+            if launch.update is None:
+                launch.update = Launch(
+                    _adamw_kernel,
+                    launch.programs,
+                    (),
+                    {
+                        "S": _state_scaling(self.update),
+                        "KIND": "dynamic8" if self.update.format is None else "codes" if self.update.in_blocks else "whole",
+                        "GROUP": self.group if self.update.in_blocks else 1,
+                        "FLAT": launch.flat,
+                        "TILE": N,
+                        "TILES": TILES,
+                        **_kinds(self.pieces[0], kept[0], self.update, launch.flat, native(device)),
+                    },
+                    num_warps=WARPS,
+                    maxnreg=REGISTERS,
+                    enable_fp_fusion=False,
+                )
+            tables = dynamic.device_tables(device) if self.update.states == "dynamic8" else None
+            launch.update(launch.table, launch.grads, launch.owner, constants, step, skip, tables)
 
 
 def _kinds(piece: Piece, grad: Tensor, update: Update, aligned: bool, fast: bool) -> dict[str, object]:

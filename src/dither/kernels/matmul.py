@@ -85,7 +85,7 @@ def _group_scale(x: Operand) -> tuple[Tensor, ScalingType]:
     assert x.cast is not None
     scale = _float_scale(x)
     if x.cast.group.kind == "tile":
-        return scale.T.contiguous().T, ScalingType.BlockWise1x128
+        return scale.T.contiguous().T, ScalingType.BlockWise1x128  # which they are, as casts store them
     missing = -scale.shape[1] % 4
     return (functional.pad(scale, (0, missing)) if missing else scale).T, ScalingType.BlockWise128x128
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dither import layout
 from dither.formats import Format
-from dither.kernels import launch, native
+from dither.kernels import Launch, native
 from dither.kernels.packing import e2m1_words, store_packed, store_words
 from dither.kernels.philox import aligned, program_tile, random_calls, random_elements, tiles
 from dither.kernels.rounding import (
@@ -215,14 +215,27 @@ def tile_codes(
 
 @triton.jit
 def store_scales(
-    scale_ptr, stored, line0, first, lines, length, P: tl.constexpr, Q: tl.constexpr, GP: tl.constexpr, GQ: tl.constexpr
+    scale_ptr,
+    stored,
+    line0,
+    first,
+    lines,
+    length,
+    P: tl.constexpr,
+    Q: tl.constexpr,
+    GP: tl.constexpr,
+    GQ: tl.constexpr,
+    LINES_INNERMOST: tl.constexpr,
 ):
     """Write the scales [P / GP, Q / GQ] of the groups from element `first` of line `line0` on."""
     group_line = line0 // GP + tl.arange(0, P // GP)
     group = first // GQ + tl.arange(0, Q // GQ)
     groups = (length + GQ - 1) // GQ
     inside = (group_line < (lines + GP - 1) // GP)[:, None] & (group < groups)[None, :]
-    tl.store(scale_ptr + group_line[:, None] * groups + group[None, :], stored.to(scale_ptr.dtype.element_ty), mask=inside)
+    place = group_line[:, None] * groups + group[None, :]
+    if LINES_INNERMOST:
+        place = group[None, :] * lines + group_line[:, None]
+    tl.store(scale_ptr + place, stored.to(scale_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -271,7 +284,8 @@ def cast_tile(
                 amax = tl.reshape(tl.gather(tl.reshape(amax, [n]), tl.arange(0, n), 0), [P // GP, Q // GQ])
         multiply, restore, stored = group_factors(amax, tensor, S, E, W, MEASURE, H.NATIVE)
         if MEASURE and not FAKE:
-            store_scales(scale_ptr, stored, line0, first, lines, length, P, Q, GP, GQ)
+            innermost: tl.constexpr = S.KIND == "fp32" and GP == 1 and GQ == 128  # as layout.lines_innermost says
+            store_scales(scale_ptr, stored, line0, first, lines, length, P, Q, GP, GQ, innermost)
         multiply = spread(multiply, P, Q, GP, GQ)
         restore = spread(restore, P, Q, GP, GQ)
     if FAKE:
@@ -578,8 +592,8 @@ def _quantize_once_kernel(
     if G > 0:
         amax = largest(tl.reshape(tl.abs(x), [ROWS // G, G, COLUMNS // G, G]), H.NATIVE)
         multiply, _, stored = group_factors(amax, 1.0, S, SCALE, W, True, H.NATIVE)
-        store_scales(scale_ptr, stored, first_row, first_column, rows, columns, ROWS, COLUMNS, G, G)
-        store_scales(scale_t_ptr, tl.trans(stored), first_column, first_row, columns, rows, COLUMNS, ROWS, G, G)
+        store_scales(scale_ptr, stored, first_row, first_column, rows, columns, ROWS, COLUMNS, G, G, False)
+        store_scales(scale_t_ptr, tl.trans(stored), first_column, first_row, columns, rows, COLUMNS, ROWS, G, G, False)
         multiply = spread(multiply, ROWS, COLUMNS, G, G)
     elif S.KIND != "none":
         multiply, _, stored = group_factors(tl.load(amax_ptr), 1.0, S, SCALE, W, False, H.NATIVE)
@@ -611,6 +625,7 @@ def _dequantize_kernel(
     code_line,
     scale_batch,
     scale_line,
+    scale_group,
     out_batch,
     out_line,
     out_element,
@@ -647,7 +662,7 @@ def _dequantize_kernel(
     restore = value
     tensor = 1.0
     if S.KIND != "none":
-        group = scale_ptr + batch * scale_batch + (line // gp)[:, None] * scale_line + (at // gq)[None, :]
+        group = scale_ptr + batch * scale_batch + (line // gp)[:, None] * scale_line + (at // gq)[None, :] * scale_group
         stored = tl.load(group, mask=inside, other=0)
         if S.KIND == "pow2" or S.KIND == "pow2_ceil":
             exponent = stored.to(tl.int32)
@@ -691,116 +706,86 @@ def quantize_both(
     given_amax: Tensor | None,
     container: Format,
     out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    largest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Codes and scales of the matrix `x` along axis 1 and along axis 0, and, for delayed scaling, its largest magnitude.
 
-    They are written into `out`, if it is given: codes and scales of an earlier call with such an x.
+    They are written into `out`, if it is given: codes and scales of an earlier call with such an x. `largest` (0-d), if it is
+    given, is raised to the largest magnitude, and returned for it.
     """
     along = out[:2] if out else layout.known_empty_outputs(x, cast, 1, container)
     across = out[2:] if out else layout.known_empty_outputs(x, cast, 0, container)
-    delayed = cast.scaling.kind == "delayed"
-    measured = torch.zeros((), dtype=torch.float32, device=x.device) if delayed else x.new_empty(0, dtype=torch.float32)
+    measured = largest
+    if measured is None:
+        delayed = cast.scaling.kind == "delayed"
+        measured = torch.zeros((), device=x.device) if delayed else torch.empty(0, device=x.device)
+    outputs = (*along, *across, measured)
     if cast.group.kind == "row":
         for axis, (values, scale) in ((1, along), (0, across)):
             place = layout.known_layout(tuple(x.shape), cast, axis)
             _launch(x, cast, place, draw, None, container, values, scale, fake=False)
-    elif cast.group.kind == "tile":
-        _launch_tiles(x, cast, draw, container, *along, *across)
-    else:
-        _launch_once(x, cast, draw, given_amax, container, *along, *across, measured)
-    return (*along, *across, measured)
-
-
-CODES = (1, 3)
-"""Where the codes of either layout stand among the arguments of the kernels for both."""
-
-
-def _launch_tiles(
-    x: Tensor,
-    cast: Cast,
-    draw: Draw | None,
-    container: Format,
-    values: Tensor,
-    scale: Tensor,
-    values_t: Tensor,
-    scale_t: Tensor,
-) -> None:
-    """Fill codes and scales of tiles along both axes."""
-    if not x.numel():
-        return
-    rows, columns = x.shape
-    constants = _cast_constants(cast, container, draw, x)
-    LONG, SHORT, A, A_T, warps, registers, COMPACT = _both_shape(
-        cast.group.size, x.itemsize, constants["RUN"], draw is not None
-    )
-    count = max(tiles(1, rows, columns, SHORT, LONG), tiles(1, rows, columns, LONG, SHORT))[0]
-    line, line_t = values.stride(0), values_t.stride(1)
-    launch(
-        _quantize_both_kernel,
-        2 * count,
-        (x, values, scale, values_t, scale_t, *draw_arguments(draw), rows, columns, *x.stride(), line, line_t),
-        {
-            **constants,
-            "GQ": cast.group.size,
-            "LONG": LONG,
-            "SHORT": SHORT,
-            "A": A,
-            "A_T": A_T,
-            "EVEN": rows % LONG == columns % LONG == 0,
-            "RAGGED": bool(columns % 8),
-            "RAGGED_T": bool(rows % 8),
-            "WORDS": line % 4 == 0,
-            "WORDS_T": line_t % 4 == 0,
-            "COMPACT": COMPACT,
-        },
-        bits=CODES + _coded((2, 4), scale),
-        num_warps=warps,
-        maxnreg=registers,
-    )
-
-
-def _launch_once(
-    x: Tensor,
-    cast: Cast,
-    draw: Draw | None,
-    given_amax: Tensor | None,
-    container: Format,
-    values: Tensor,
-    scale: Tensor,
-    values_t: Tensor,
-    scale_t: Tensor,
-    measured: Tensor,
-) -> None:
-    """Fill codes and scales of groups that are the same along both axes, and the largest magnitude where it is wanted."""
+        return outputs
+    launch = _both_launch(tuple(x.shape), x.stride(), x.dtype, x.device, cast, container, _drawn(cast, draw), along[1].dtype)
+    if cast.group.kind == "tile":
+        if launch is not None:
+            launch(x, *along, *across, *draw_arguments(draw))
+        return outputs
     amax = measured
     if cast.group.kind == "tensor":
         amax = amax_bits(x) if given_amax is None else given_amax
-    if not x.numel():
-        if cast.group.kind == "tensor":
-            for out in (scale, scale_t):
-                store_factors(amax.view(torch.int32), _codes(out, scale=True), cast)
-        return
-    rows, columns = x.shape
+    if launch is not None:
+        launch(x, *along, *across, amax, measured, *draw_arguments(draw))
+    elif cast.group.kind == "tensor":
+        for scale in (along[1], across[1]):
+            store_factors(amax.view(torch.int32), _codes(scale, scale=True), cast)
+    return outputs
+
+
+@functools.lru_cache(maxsize=4096)
+def _both_launch(
+    shape: tuple[int, int],
+    stride: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    cast: Cast,
+    container: Format,
+    drawn: tuple[bool, bool, bool],
+    scales: torch.dtype,
+) -> Launch | None:
+    """The kernel for both layouts of such a matrix: of tiles, or of groups that are the same along both axes."""
+    if 0 in shape:
+        return None
+    rows, columns = shape
+    line, line_t = (layout.packed_length(length, container) for length in (columns, rows))
+    constants = dict(_known_constants(cast, container, *drawn, dtype.itemsize, device))
+    numbers = (rows, columns, *stride, line, line_t)
+    words = {"WORDS": line % 4 == 0, "WORDS_T": line_t % 4 == 0}
+    scale_codes = () if scales == torch.float32 else (2, 4)
+    if cast.group.kind == "tile":
+        LONG, SHORT, A, A_T, warps, registers, COMPACT = _both_shape(
+            cast.group.size, dtype.itemsize, constants["RUN"], drawn[0]
+        )
+        count = max(tiles(1, rows, columns, SHORT, LONG), tiles(1, rows, columns, LONG, SHORT))[0]
+        constants |= {"GQ": cast.group.size, "LONG": LONG, "SHORT": SHORT, "A": A, "A_T": A_T, "COMPACT": COMPACT}
+        constants |= {"EVEN": rows % LONG == columns % LONG == 0, "RAGGED": bool(columns % 8), "RAGGED_T": bool(rows % 8)}
+        return Launch(
+            _quantize_both_kernel,
+            2 * count,
+            numbers,
+            constants | words,
+            bits=(1, 3, *scale_codes),
+            num_warps=warps,
+            maxnreg=registers,
+        )
     ROWS, COLUMNS, A, warps, registers = _once_shape(cast.group.size)
-    line, line_t = values.stride(0), values_t.stride(1)
-    launch(
+    constants |= {"G": cast.group.size, "ROWS": ROWS, "COLUMNS": COLUMNS, "A": A}
+    constants |= {"EVEN": rows % ROWS == columns % COLUMNS == 0}
+    return Launch(
         _quantize_once_kernel,
         tiles(1, rows, columns, ROWS, COLUMNS)[0],
-        (
-            *(x, values, scale, values_t, scale_t, amax, measured),
-            *(*draw_arguments(draw), rows, columns, *x.stride(), line, line_t),
-        ),
-        {
-            **_cast_constants(cast, container, draw, x),
-            "G": cast.group.size,
-            "ROWS": ROWS,
-            "COLUMNS": COLUMNS,
-            "A": A,
-            "EVEN": rows % ROWS == columns % COLUMNS == 0,
-            "WORDS": line % 4 == 0,
-            "WORDS_T": line_t % 4 == 0,
-        },
-        bits=(*CODES, 5, 6, *_coded((2, 4), scale)),
+        numbers,
+        constants | words,
+        bits=(1, 3, 5, 6, *scale_codes),
         num_warps=warps,
         maxnreg=registers,
     )
@@ -827,31 +812,25 @@ def dequantize(
     P, Q = 16, 128
     if out.numel():
         stride = out.stride()
-        launch(
-            _dequantize_kernel,
-            tiles(place.batch, lines, length, P, Q)[0],
-            (
-                codes,
-                groups if groups.dtype == torch.float32 else groups.view(torch.uint8),
-                tensor_scale,
-                out,
-                lines,
-                length,
-                *codes.stride()[:2],
-                *(groups.stride()[:2] if groups.dim() == 3 else (0, 0)),
-                stride[0],
-                *((stride[2], stride[1]) if place.along_rows else (stride[1], stride[2])),
-                place.group[0] or lines,
-                place.group[1] or length,
-            ),
-            {
-                "F": fields(cast.element),
-                "S": scaling_fields(cast),
-                "E": E4M3,
-                "NATIVE": native(out.device),
-                "P": P,
-                "Q": Q,
-            },
+        _dequantize_kernel[tiles(place.batch, lines, length, P, Q)](
+            codes,
+            groups if groups.dtype == torch.float32 else groups.view(torch.uint8),
+            tensor_scale,
+            out,
+            lines,
+            length,
+            *codes.stride()[:2],
+            *(groups.stride() if groups.dim() == 3 else (0, 0, 0)),
+            stride[0],
+            *((stride[2], stride[1]) if place.along_rows else (stride[1], stride[2])),
+            place.group[0] or lines,
+            place.group[1] or length,
+            F=fields(cast.element),
+            S=scaling_fields(cast),
+            E=E4M3,
+            NATIVE=native(out.device),
+            P=P,
+            Q=Q,
         )
     return place.restore(out)
 
@@ -887,26 +866,48 @@ def _launch(
     if not x.numel():
         return tensor
 
-    constants = _cast_constants(cast, container, draw, x)
-    ROWS, COLUMNS, A, warps = _tile_shape(place, kind, measure, x.itemsize, constants["RUN"], draw is not None)
+    launch = _one_launch(
+        place, x_BRC.stride(), x.dtype, x.device, cast, container, _drawn(cast, draw), scale.dtype, measure, fake,
+        out.stride() if fake else None,
+    )  # fmt: skip
+    launch(x_BRC, out, scale, line_amax, tensor_amax, *draw_arguments(draw))
+    return tensor
+
+
+@functools.lru_cache(maxsize=4096)
+def _one_launch(
+    place: Layout,
+    stride: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    cast: Cast,
+    container: Format,
+    drawn: tuple[bool, bool, bool],
+    scales: torch.dtype,
+    measure: bool,
+    fake: bool,
+    out_stride: tuple[int, int, int] | None,
+) -> Launch:
+    """The kernel for one layout of such matrices."""
+    kind = cast.group.kind
+    constants = _known_constants(cast, container, *drawn, dtype.itemsize, device)
+    ROWS, COLUMNS, A, warps = _tile_shape(place, kind, measure, dtype.itemsize, constants["RUN"], drawn[0])
     P, Q = (COLUMNS, ROWS) if place.along_rows else (ROWS, COLUMNS)
     # One group a line, or one a tile: its factor is the same wherever in the group the tile lies.
     GP, GQ = place.group if kind in ("tile", "block") else (1 if kind == "row" else P, Q)
-    if fake:
-        batch, line, element = out.stride()
-        if place.along_rows:
-            line, element = element, line
-    else:
+    if out_stride is None:
         lines, length = place.lines
         line, element = layout.packed_length(length, container), 1
         batch = lines * line
-    launch(
+    else:
+        batch, line, element = out_stride
+        if place.along_rows:
+            line, element = element, line
+    scale_codes = () if scales == torch.float32 else (2,)
+    return Launch(
         _quantize_kernel,
         tiles(place.batch, place.rows, place.columns, ROWS, COLUMNS)[0],
-        (
-            *(x_BRC, out, scale, line_amax, tensor_amax, *draw_arguments(draw)),
-            *(place.rows, place.columns, place.inner, *x_BRC.stride(), batch, line, element),
-        ),
+        (place.rows, place.columns, place.inner, *stride, batch, line, element),
         {
             **constants,
             "GP": GP,
@@ -922,22 +923,15 @@ def _launch(
             "RAGGED": bool(place.lines[1] % 8),
             "WORDS": line % 4 == 0,
         },
-        bits=_coded((2,), scale) if fake else (1, *_coded((2,), scale)),
+        bits=scale_codes if fake else (1, *scale_codes),
         num_warps=warps,
-        maxnreg=REGISTERS if draw is None and warps == 4 else None,
+        maxnreg=REGISTERS if not drawn[0] and warps == 4 else None,
     )
-    return tensor
 
 
-def _coded(places: tuple[int, ...], scale: Tensor) -> tuple[int, ...]:
-    """The places of scales among arguments if scales are codes; float32 is written as it is."""
-    return () if scale.dtype == torch.float32 else places
-
-
-def _cast_constants(cast: Cast, container: Format, draw: Draw | None, x: Tensor) -> dict[str, Any]:
-    """What the kernels are told of a cast, as compile-time constants."""
-    moved = draw is not None and draw.step.dim() == 1
-    return _known_constants(cast, container, draw is not None, moved, aligned(draw, cast.round.width), x.itemsize, x.device)
+def _drawn(cast: Cast, draw: Draw | None) -> tuple[bool, bool, bool]:
+    """(whether random bits are drawn, whether the device moves their place, whether they begin with a Philox block)."""
+    return draw is not None, draw is not None and draw.step.dim() == 1, aligned(draw, cast.round.width)
 
 
 @functools.lru_cache(maxsize=4096)

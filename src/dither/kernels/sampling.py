@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dither.kernels.philox import aligned, philox4x32, program_tile, random_tile, tiles
 from dither.kernels.quantize import largest, native_codes
-from dither.kernels.rounding import as_bits, as_float, draw_arguments, encode, fields, how, round_bits, widen
+from dither.kernels.rounding import as_bits, as_float, draw_arguments, encode, fields, how, round_bits, widen, widen_here
 from dither.precision import Rounding
 from dither.random import Draw
 from dither.reference.sampling import DTYPES, LN2, POW2, ROUNDED_NORMAL, ROUNDED_NORMAL_EXACT, block_count, width
@@ -81,6 +81,22 @@ def noise_of(words, KIND: tl.constexpr):
         else:
             size = tl.where(u < E2, tl.where(u < E3, 3.0, 2.0), 1.0)
             return tl.where(u < E1, as_float(as_bits(size) | (words & -0x80000000)), 0.0)
+
+
+@triton.jit
+def add_noise(x, words, scale, KIND: tl.constexpr):
+    """x + R * scale, and x itself where R is 0. Products with 1 and 2 are exact: a choice between two numbers makes them."""
+    if KIND == "uniform":
+        return x + noise_of(words, KIND) * scale
+    else:
+        u = words & 0x7FFFFFFF
+        if KIND == "rounded_normal":
+            move = tl.where(u < T2, scale * 2.0, scale)
+            drawn = u < T1
+        else:
+            move = tl.where(u < E2, tl.where(u < E3, scale * 3.0, scale * 2.0), scale)
+            drawn = u < E1
+        return tl.where(drawn, x + as_float(as_bits(move) ^ (words & -0x80000000)), x)
 
 
 @triton.jit
@@ -181,8 +197,8 @@ def _sample_kernel(
             tl.broadcast_to(scale[:, None, :, None], [1, BLOCK, COLUMNS // BLOCK, BLOCK]), [BLOCK * COLUMNS // RUN, RUN]
         )
         key, step, top, left = where_drawn(step_ptr, key, row0, column0, H.MOVED)
-        r = noise_of(run_words(key, step, top + row.to(tl.uint32), left + column.to(tl.uint32), KIND), KIND)
-        x = tl.where(r == 0.0, x, x + r * scale)
+        words = run_words(key, step, top + row.to(tl.uint32), left + column.to(tl.uint32), KIND)
+        x = add_noise(x, words, scale, KIND)
     store_runs(out_ptr, narrow(x, out_ptr.dtype.element_ty, F, H), row, column, rows, columns, EVEN)
 
 
@@ -237,7 +253,7 @@ def _sample_backward_kernel(
 ):
     """COPY says that the gradient of w is written too, in another type."""
     row, column, first_row, first_column = tile_runs(rows, columns, BLOCK, COLUMNS)
-    grad = widen(load_runs(grad_ptr, row, column, rows, columns, stride, EVEN), H.NATIVE)
+    grad = widen_here(load_runs(grad_ptr, row, column, rows, columns, stride, EVEN), H.NATIVE)
     if COPY:
         store_runs(out_ptr, narrow(grad, out_ptr.dtype.element_ty, F, H), row, column, rows, columns, EVEN)
     place, there = tile_blocks(first_row, first_column, columns, BLOCK, COLUMNS)
@@ -336,7 +352,7 @@ def sample(
     )
     if w.numel():
         w = w if w.stride(1) == 1 else w.contiguous()
-        COLUMNS, warps = _tile_shape(block)
+        COLUMNS, warps, registers = _tile_shape(block)
         _sample_kernel[tiles(1, rows, columns, block, COLUMNS)](
             w,
             b_t.contiguous(),
@@ -350,6 +366,7 @@ def sample(
             COLUMNS=COLUMNS,
             EVEN=rows % block == columns % COLUMNS == 0,
             num_warps=warps,
+            maxnreg=registers,
             enable_fp_fusion=False,
         )
     return w_hat, amax
@@ -383,7 +400,7 @@ def _backward(grad: Tensor, amax: Tensor, b_t: Tensor, draw: Draw, kind: str, bl
     grad_b_t = torch.empty_like(b_t, memory_format=torch.contiguous_format)
     if grad.numel():
         grad = grad if grad.stride(1) == 1 else grad.contiguous()
-        COLUMNS, warps = _backward_shape(block)
+        COLUMNS, warps, registers = _backward_shape(block)
         _sample_backward_kernel[tiles(1, rows, columns, block, COLUMNS)](
             grad,
             amax.contiguous(),
@@ -399,6 +416,7 @@ def _backward(grad: Tensor, amax: Tensor, b_t: Tensor, draw: Draw, kind: str, bl
             EVEN=rows % block == columns % COLUMNS == 0,
             COPY=out is not None,
             num_warps=warps,
+            maxnreg=registers,
             enable_fp_fusion=False,
         )
     return grad_b_t
@@ -414,11 +432,11 @@ def _codes(out: Tensor) -> Tensor:
     return out.view(torch.uint8) if out.itemsize == 1 else out
 
 
-def _tile_shape(block: int) -> tuple[int, int]:
-    """(columns, warps) of a program's tile, which is a block high. Chosen by `benchmarks/sampling.py --sweep`."""
-    return max(block, 128), 4 if block <= 32 else 8
+def _tile_shape(block: int) -> tuple[int, int, int | None]:
+    """(columns, warps, registers a thread) of a program's tile, which is a block high: `benchmarks/sampling.py --sweep`."""
+    return max(block, 128), 4 if block <= 32 else 8, None
 
 
-def _backward_shape(block: int) -> tuple[int, int]:
+def _backward_shape(block: int) -> tuple[int, int, int | None]:
     """The same for the gradients."""
-    return max(block, 128), 4 if block <= 32 else 8
+    return max(block, 128), 4 if block <= 32 else 8, None

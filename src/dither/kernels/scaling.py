@@ -1,6 +1,7 @@
 """Largest magnitudes and scales, as in `dither.reference.scaling`: the same exactly rounded operations in the same order."""
 
 import functools
+import math
 import struct
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dither.formats import TABLE
-from dither.kernels import launch, multiprocessors, native
+from dither.kernels import Launch, multiprocessors, native
 from dither.kernels.philox import program_tile, tiles
 from dither.kernels.rounding import How, as_bits, as_float, encode, fields, float_bits, round_bits, widen
 from dither.precision import Cast
@@ -237,22 +238,25 @@ def amax_bits(x: Tensor) -> Tensor:
     if x.numel():
         # Where elements lie back to back, in whatever order, they are one long row.
         dense = x.is_contiguous() or (x.dim() >= 2 and x.mT.is_contiguous())
-        ROWS, COLUMNS, WIDE, programs, warps = _amax_shape(dense, x.device)
-        if dense:
-            rows, columns, strides = 1, x.numel(), (x.numel(), 1)
-        else:
-            rows, columns = matrix_size(x)
-            x = x.reshape(rows, columns)
-            strides = (x.stride(0), x.stride(1))
-        count = tiles(1, rows, columns, ROWS, COLUMNS)[0]
-        launch(
-            _amax_kernel,
-            min(count, programs),
-            (x, out, count, rows, columns, 0, *strides),
-            {"ROWS": ROWS, "COLUMNS": COLUMNS, "WIDE": WIDE, "EVEN": rows % ROWS == columns % COLUMNS == 0},
-            num_warps=warps,
-        )
+        if not dense:
+            x = x.reshape(matrix_size(x))
+        _amax_launch(tuple(x.shape), None if dense else x.stride(), x.dtype, x.device)(x, out)
     return out
+
+
+@functools.lru_cache(maxsize=4096)
+def _amax_launch(shape: tuple[int, ...], stride: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device) -> Launch:
+    """The kernel for matrices of these strides, or (None) for elements back to back; another dtype is another launch."""
+    ROWS, COLUMNS, WIDE, programs, warps = _amax_shape(stride is None, device)
+    rows, columns = (1, math.prod(shape)) if stride is None else shape
+    count = tiles(1, rows, columns, ROWS, COLUMNS)[0]
+    return Launch(
+        _amax_kernel,
+        min(count, programs),
+        (count, rows, columns, 0, *(stride or (columns, 1))),
+        {"ROWS": ROWS, "COLUMNS": COLUMNS, "WIDE": WIDE, "EVEN": rows % ROWS == columns % COLUMNS == 0},
+        num_warps=warps,
+    )
 
 
 def _amax_shape(dense: bool, device: torch.device) -> tuple[int, int, int, int, int]:
@@ -266,12 +270,16 @@ def line_amax_bits(x_BRC: Tensor, along_rows: bool) -> Tensor:
     out = torch.zeros((batch, columns if along_rows else rows), dtype=torch.int32, device=x_BRC.device)
     if x_BRC.numel():
         ROWS, COLUMNS = (128, 64) if along_rows else (8, 1024)
-        even = rows % ROWS == columns % COLUMNS == 0
-        launch(
-            _line_amax_kernel,
-            tiles(batch, rows, columns, ROWS, COLUMNS)[0],
-            (x_BRC, out, rows, columns, *x_BRC.stride()),
-            {"ALONG_ROWS": along_rows, "ROWS": ROWS, "COLUMNS": COLUMNS, "EVEN": even},
+        _line_amax_kernel[tiles(batch, rows, columns, ROWS, COLUMNS)](
+            x_BRC,
+            out,
+            rows,
+            columns,
+            *x_BRC.stride(),
+            ALONG_ROWS=along_rows,
+            ROWS=ROWS,
+            COLUMNS=COLUMNS,
+            EVEN=rows % ROWS == columns % COLUMNS == 0,
         )
     return out
 
@@ -305,16 +313,14 @@ def store_factors(amax: Tensor, out: Tensor, cast: Cast, *, multiply: bool = Fal
     With `multiply`, write the factors that elements are multiplied by instead (for tests).
     """
     if amax.numel():
-        launch(
-            _factors_kernel,
-            triton.cdiv(amax.numel(), 256),
-            (amax, out, amax.numel()),
-            {
-                "S": scaling_fields(cast),
-                "E": E4M3,
-                "W": block_rounding(cast),
-                "MULTIPLY": multiply,
-                "NATIVE": native(amax.device),
-                "BLOCK": 256,
-            },
+        _factors_kernel[(triton.cdiv(amax.numel(), 256),)](
+            amax,
+            out,
+            amax.numel(),
+            S=scaling_fields(cast),
+            E=E4M3,
+            W=block_rounding(cast),
+            MULTIPLY=multiply,
+            NATIVE=native(amax.device),
+            BLOCK=256,
         )

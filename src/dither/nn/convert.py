@@ -404,7 +404,9 @@ def _obstructed(layer: Layer, precision: LayerPrecision, fallback: str) -> str:
     one = _one(layer)
     try:
         if isinstance(layer, ExpertsLinear) and precision.sampled:
-            raise UserError(f"The layer {layer.name!r} has its experts in one parameter of 3 dimensions, and matrices are sampled.")
+            raise UserError(
+                f"The layer {layer.name!r} has its experts in one parameter of 3 dimensions, and matrices are sampled."
+            )
         _try_engines(one, precision, layer.name)
     except UserError as error:
         reason = str(error).rstrip(".")

@@ -274,20 +274,24 @@ def cast_weight(
     return _both(weight, how, state.weight_amax, _drawn(how, state, 1, moved=False), along, across, dtype)
 
 
-def cast_weight_again(weight: Tensor, how: Casting, state: State, held: Layouts) -> None:
-    """Both layouts of a weight into those of an earlier cast, which stay where they are."""
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Codes and scales of both layouts as `quantize_both` gives them: in the order of the matrix's dimensions."""
+
+
+def outputs(held: Layouts) -> Outputs:
+    """The memory of a cast for both layouts, to be written again."""
     along, across = held
     assert along is not None
     assert across is not None
     assert along.scale is not None
     assert across.scale is not None
-    out = (along.values, along.scale, across.values.T, _turned(across.scale))
-    amax = state.weight_amax
-    measured = ops.quantize_both_into(
-        weight.detach(), how.cast, amax.given, how.container, _drawn(how, state, 1, moved=False), out
-    )
-    if amax.largest is not None:
-        amax.largest.copy_(torch.maximum(amax.largest, measured))
+    return along.values, along.scale, across.values.T, _turned(across.scale)
+
+
+def cast_weight_again(weight: Tensor, how: Casting, state: State, out: Outputs) -> None:
+    """Both layouts of a weight into those of an earlier cast, which stay where they are."""
+    (given, largest), drawn = state.weight_amax, _drawn(how, state, 1, moved=False)
+    ops.quantize_both_into(weight.detach(), how.cast, given, how.container, drawn, largest, out)
 
 
 def _drawn(how: Casting, state: State, operand: int, *, moved: bool = True) -> Tensor | None:
@@ -314,16 +318,26 @@ def _both(
         # As an operation of the graph it can join the kernel that computes x, and saves a reading of it.
         amax = Amax(x.detach().abs().amax().float())
     drawn = (0, place, 0, 0)
-    if (along and across and how.whole) or (how.delayed and amax.largest is not None):
-        values, scale, values_t, scale_t, measured = torch.ops.dither.quantize_both(
+    if how.delayed and amax.largest is not None:
+        values, scale, values_t, scale_t = torch.ops.dither.quantize_both_measured(
+            x, how.cast, amax.given, how.container, *drawn, "auto", amax.largest
+        )
+    elif along and across and how.whole:
+        values, scale, values_t, scale_t, _ = torch.ops.dither.quantize_both(
             x, how.cast, amax.given, how.container, *drawn, "auto"
         )
-        if amax.largest is not None:
-            amax.largest.copy_(torch.maximum(amax.largest, measured))
-        return Layouts(
-            Codes(values, scale) if along else None,
-            Codes(values_t.T, _turned(scale_t)) if across else None,
-        )
+    else:
+        return _each(x, how, amax, drawn, along, across)
+    return Layouts(
+        Codes(values, scale) if along else None,
+        Codes(values_t.T, _turned(scale_t)) if across else None,
+    )
+
+
+def _each(
+    x: Tensor, how: Casting, amax: Amax, drawn: tuple[int, Tensor | None, int, int], along: bool, across: bool
+) -> Layouts:
+    """One layout, or both by a call each."""
     one, other = None, None
     if along:
         one = Codes(*torch.ops.dither.quantize(x, how.cast, 1, amax.given, how.container, *drawn, "auto"))
@@ -351,12 +365,36 @@ def _product(
 ) -> Tensor:
     # Fast accumulation in forward only, and only of what is FP8 by itself: gradients and FP4 sums keep all their bits.
     fast = which == "forward" and not a_how.container and not b_how.container
+    if torch.compiler.is_compiling() and a.values.is_cuda and not has.emulate and a.scale is not None and b.scale is not None:
+        scaling = _compiled_scaling(a_how.stored, b_how.stored, a.values.device.index)
+        if scaling and not (b.values.shape[0] % engines.ALIGNMENT or length % engines.ALIGNMENT) and a.values.numel():
+            # What the operator below would call: as torch's own operation it costs the host a fraction of the time.
+            inside = None if bias is None or dtype == torch.float32 else bias.to(dtype)
+            y = torch._scaled_mm(
+                a.values, b.values.T, a.scale, _turned(b.scale), bias=inside, out_dtype=dtype, use_fast_accum=fast
+            )
+            return y if bias is None or inside is not None else y + bias
     where = f"{_where(has)}, {which.replace('_', ' ')} product"
     result: Tensor = torch.ops.dither.product(
         a.values, a.scale, a.tensor_scale, a_how.stored, b.values, b.scale, b.tensor_scale, b_how.stored,
         length, bias, dtype, fast, has.emulate, where,
     )  # fmt: skip
     return result
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _compiled_scaling(a: str, b: str, device: int) -> str:
+    """How FP8 units scale these operands, if by tensor or by row both of them; else "", and the operator decides."""
+    if not a or not b:
+        return ""
+    left, right = Cast.parse(a), Cast.parse(b)
+    kinds = {left.group.kind, right.group.kind}
+    if kinds not in ({"tensor"}, {"row"}):
+        return ""
+    try:
+        return engines.engine_for(left, right, (16, 16, 16), torch.cuda.get_device_capability(device)).scaling
+    except UserError:
+        return ""
 
 
 def _where(has: Settings) -> str:

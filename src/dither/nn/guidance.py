@@ -1,4 +1,4 @@
-"""What leads learned bitwidths to their target: a weight decay in a parameter group of their own, a term of the loss, or both."""
+"""What leads learned bitwidths to their target: a weight decay, in a parameter group of their own, or a term of the loss."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -61,15 +61,19 @@ def bitwidth_loss(model: nn.Module) -> Tensor:
 def _sum_of_magnitudes(bitwidths: list[Tensor]) -> Tensor:
     first = bitwidths[0]
     if isinstance(first, DTensor):
-        whole: Tensor = first.abs().sum().full_tensor()
-        return whole
+        part = first.to_local().abs().sum()
+        total = part.detach().clone()
+        for dimension, placement in enumerate(first.placements):
+            if not placement.is_replicate():
+                torch.distributed.all_reduce(total, group=first.device_mesh.get_group(dimension))
+        return total + (part - part.detach())  # every process sees all, and gives gradients to its own
     return torch.cat([bitwidth.flatten() for bitwidth in bitwidths]).abs().sum()
 
 
 def param_groups(model: nn.Module, *, weight_decay: float = 0.1, bitwidth_lr: float | None = None) -> list[dict[str, Any]]:
     """Parameter groups for `dither.optim.AdamW` or torch's optimizers: matrices, the rest (not decayed), and bitwidths.
 
-    Bitwidths are decayed as their samplings' guidance says, in one group for each rate, and take `bitwidth_lr` if that is given.
+    Bitwidths are decayed as their samplings' guidance says, in one group for each rate, and take `bitwidth_lr` if it is given.
     Parameters come with their names; those that need no gradient are left out.
 
     >>> from dither.precision import LayerPrecision, WeightDecay

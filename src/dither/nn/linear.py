@@ -40,9 +40,9 @@ FIRST_COUNTED = 1 << 31
 class Linear(nn.Linear):
     """`nn.Linear` whose three products run in the precision of a `LayerPrecision`; with no casts it is `nn.Linear`.
 
-    `name` and `seed` say which random bits casts and samplings draw: give each layer its name in the model. `emulate` multiplies
-    dequantized numbers in float32 on a GPU too. `compute` is what a sampled weight is kept in for a step: that of autocast, or
-    "fp32" for the weight's own type. Input [..., in_features], output [..., out_features].
+    `name` and `seed` say which random bits casts and samplings draw: give each layer its name in the model. `emulate`
+    multiplies dequantized numbers in float32 on a GPU too. `compute` is what a sampled weight is kept in for a step: that of
+    autocast, or "fp32" for the weight's own type. Input [..., in_features], output [..., out_features].
 
     >>> import torch, dither
     >>> from dither.precision import LayerPrecision
@@ -143,8 +143,8 @@ class Linear(nn.Linear):
     def set_precision(self, precision: LayerPrecision) -> None:
         """Change how operands are cast and sampled from the next call on. Histories of delayed scaling begin anew.
 
-        Parameters stay. Bitwidths appear with a sampling, go with it, and come back as they were if it comes back with blocks of
-        the same size.
+        Parameters stay. Bitwidths appear with a sampling, go with it, and come back as they were if it comes back with blocks
+        of the same size.
         """
         if not isinstance(precision, LayerPrecision):
             raise UserError(f"The layer {self.name!r} takes a LayerPrecision, not {precision!r}.")
@@ -205,7 +205,9 @@ class Linear(nn.Linear):
         """
         bitwidth = self.input_bitwidth if input else self.bitwidth
         if bitwidth is None:
-            raise UserError(f"The {'input' if input else 'weight'} of the layer {self.name!r} is not sampled: it has no bitwidths.")
+            raise UserError(
+                f"The {'input' if input else 'weight'} of the layer {self.name!r} is not sampled: it has no bitwidths."
+            )
         whole = bitwidth.full_tensor() if isinstance(bitwidth, DTensor) else bitwidth
         return sampling.bitwidths(whole, self._how("input_sampling" if input else "sampling"))
 
@@ -213,6 +215,7 @@ class Linear(nn.Linear):
         """Everything the layer remembers, as it is before the first step."""
         for name in (*HELD, *SAMPLED):
             self.register_buffer(name, None, persistent=False)
+        self._outputs: functional.Outputs | None = None  # the held buffers, as a cast writes them
         casts = {operand: getattr(self.precision, operand) for operand in OPERANDS}
         self._measures = True  # whether magnitudes are those of the tensors themselves, because a history is empty
         for operand, cast in casts.items():
@@ -271,8 +274,8 @@ class Linear(nn.Linear):
         has = self._hows["sampling", kept, weight.dtype]
         draw = self._draw if self._inside else functional.drawn(state, functional.PURPOSES.index("sample"), moved=False)
         if isinstance(weight, DTensor):
-            w_hat = sampling.sample_spread(weight, bitwidth, draw, has, kept, self.name)
-            return functional.linear(x, w_hat, self.bias, settings, state=state)
+            part = sampling.sample_spread(weight, bitwidth, _local(draw), has, kept, self.name)
+            return functional.linear(x, part, self.bias, settings, state=state)
         held = self._holds and self._holds_sample
         b_t = self._b_t if self._prepared else sampling.bitwidths(bitwidth, has)
         w_hat, amax = self._w_hat, self._w_amax
@@ -300,7 +303,9 @@ class Linear(nn.Linear):
         assert self.input_bitwidth is not None
         self._check_float32("input_bitwidth", self.input_bitwidth)
         if isinstance(x, DTensor) or isinstance(self.input_bitwidth, DTensor):
-            raise UserError(f"The input of the layer {self.name!r} is spread over processes, and only weights are sampled there.")
+            raise UserError(
+                f"The input of the layer {self.name!r} is spread over processes, and only weights are sampled there."
+            )
         has = self._how("input_sampling") if self._prepared else self._hows["input_sampling", dtype, torch.float32]
         b_t = self._input_b_t if self._prepared else sampling.bitwidths(self.input_bitwidth, has)
         draw = functional.drawn(state, functional.PURPOSES.index("sample_input"))
@@ -310,8 +315,8 @@ class Linear(nn.Linear):
         self._check_float32("bitwidth", bitwidth)
         if self._inside and dtype != self._kept_dtype():
             raise UserError(
-                f"The layer {self.name!r} computes in {dtype} and was told compute={self.compute!r} when this training_step sampled "
-                f"its weight: give it the plan's compute that autocast has, one of {', '.join(map(repr, COMPUTE))}."
+                f"The layer {self.name!r} computes in {dtype}, and this training_step samples its weight for "
+                f"compute={self.compute!r}: convert by a plan whose compute is what autocast has, or 'fp32' without autocast."
             )
 
     def _check_float32(self, name: str, bitwidth: Tensor) -> None:
@@ -383,11 +388,10 @@ class Linear(nn.Linear):
         if not settings.weight.cast:
             return
         state = State(self._place, self._keys, weight_amax=self._amax("weight"))
-        held = self._held()
         with torch.no_grad():
             # In place: a captured CUDA graph reads the same memory again.
-            if settings.weight.whole and held.along is not None and _rows(held) == self.weight.shape:
-                functional.cast_weight_again(weight, settings.weight, state, held)
+            if self._outputs is not None and (len(self._outputs[0]), self._outputs[2].shape[1]) == self.weight.shape:
+                functional.cast_weight_again(weight, settings.weight, state, self._outputs)
             else:
                 layouts = functional.cast_weight(weight, settings.weight, state, along=True, across=True)
                 for name, new in zip(HELD, (part for codes in layouts for part in codes), strict=True):  # type: ignore[union-attr]
@@ -396,6 +400,7 @@ class Linear(nn.Linear):
                         old.copy_(new)
                     else:
                         setattr(self, name, new)
+                self._outputs = functional.outputs(self._held()) if settings.weight.whole else None
 
     def _hold_sample(self) -> Tensor:
         """This step's w_hat; it is kept, unless it is cast and only its codes will be."""
@@ -429,6 +434,7 @@ class Linear(nn.Linear):
         for name in (*HELD, *SAMPLED):
             self._buffers[name] = None
         self._holds = self._prepared = False
+        self._outputs = None
         bitwidths = [bitwidth for name in BITWIDTHS if (bitwidth := self._parameters[name]) is not None]
         bitwidths += [bitwidth.grad for bitwidth in bitwidths if bitwidth.grad is not None]  # type: ignore[misc]
 
@@ -462,11 +468,6 @@ class Linear(nn.Linear):
     def extra_repr(self) -> str:
         """The layer as nn.Linear shows it, and its precision."""
         return f"{super().extra_repr()}, {self.precision}"
-
-
-def _rows(held: Layouts) -> tuple[int, int]:
-    """The shape of the weight that was cast: neither layout packs its rows."""
-    return tuple(codes.values.shape[0] for codes in held)  # type: ignore[union-attr, return-value]
 
 
 def _keep(found: list[tuple[Linear, str, Tensor]]) -> None:
@@ -538,7 +539,8 @@ class TrainingStep:
         for layer in layers:
             if layer._buffers["_draw"] is None:
                 assert layer._keys is not None
-                key = layer._keys[functional.PURPOSES.index("sample")]
+                # Parallelizing a module spreads its buffers too: all of them everywhere.
+                key = _local(layer._keys)[functional.PURPOSES.index("sample")]
                 layer._draw = torch.stack((torch.zeros_like(key), torch.zeros_like(key), key))
         if layers:
             steps = [layer._draw[0] for layer in layers]
@@ -558,7 +560,7 @@ class TrainingStep:
             self._look()
         elif not torch.cuda.is_current_stream_capturing():
             host = torch.empty(numbers.shape, pin_memory=True).copy_(numbers, non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
             self._seen = (host, event)
 
@@ -581,8 +583,8 @@ class TrainingStep:
             for layer in self._layers:
                 if layer._holds_sample and not bool(layer._w_amax.isfinite().all()):
                     raise UserError(
-                        f"The weight of the layer {layer.name!r} holds NaN or Inf, which have no block to be sampled in: the step is "
-                        "stopped before it is made."
+                        f"The weight of the layer {layer.name!r} holds NaN or Inf, and the noise of a block is as large as its "
+                        "largest weight: the step is stopped before it is made."
                     )
 
     def row(self, row: int) -> None:
@@ -630,8 +632,8 @@ def _wrong_bitwidths(members: list[tuple[Linear, str]]) -> str:
         if b_t.numel() and not bool((b_t >= 0).all() and b_t.isfinite().all()):
             worst = "NaN" if bool(b_t.isnan().any()) else f"{b_t.min().item():g}" if bool((b_t < 0).any()) else "Inf"
             return (
-                f"The {name} of the layer {layer.name!r} gives b_t = {worst}, and a bitwidth is a finite number from 0 on: the step is "
-                "stopped before it is made; a smaller learning rate for sampling_parameters(model) would keep it there."
+                f"The {name} of the layer {layer.name!r} gives b_t = {worst}, and a bitwidth is a finite number from 0 on: the "
+                "step is stopped before it is made; a smaller learning rate of sampling_parameters(model) may keep it there."
             )
     return "A bitwidth is NaN, infinite or negative on another process."
 
@@ -647,8 +649,8 @@ def _warn_unsafe(has: How, members: list[tuple[Linear, str]]) -> None:
             layer._warned.add(name)
             held = f"they are held at {has.limit:g}" if has.limit < math.inf else "they are left there, as beyond='warn' says"
             warnings.warn(
-                f"The layer {layer.name!r} has a {name} with b_t up to {b_t:g}, above {has.safe:g}, where {has.kind} noise can vanish "
-                f"in {has.format}: {held}.",
+                f"The layer {layer.name!r} has a {name} with b_t up to {b_t:g}, above {has.safe:g}, where {has.kind} noise can "
+                f"vanish in {has.format}: {held}.",
                 stacklevel=5,
             )
 

@@ -64,10 +64,13 @@ def bitwidths(bitwidth: Tensor, has: How) -> Tensor:
     return b_t
 
 
-def _bitwidth_grad(grad: Tensor, b_t: Tensor, has: How) -> Tensor:
+def _bitwidth_grad(grad: Tensor, bitwidth: Tensor, has: How) -> Tensor:
     """The gradient of b_i from that of b_t; none where b_t is held at its limit, and so does not follow."""
-    grad = grad * (has.b_init - has.b_target)
-    return grad if math.isinf(has.limit) else torch.where(b_t < has.limit, grad, 0.0)
+    slope = has.b_init - has.b_target
+    grad = grad * slope
+    if not slope or math.isinf(has.limit):
+        return grad
+    return torch.where(bitwidth <= (has.limit - has.b_target) / slope, grad, 0.0)
 
 
 def _no_second_derivative() -> None:
@@ -117,20 +120,20 @@ class _Sampled(torch.autograd.Function):
             w_hat, amax = sample(weight, b_t, draw, has, dtype, at)
         else:
             w_hat = weight.new_empty((), dtype=dtype).expand(weight.shape)
-        ctx.save_for_backward(b_t, amax, draw)
+        ctx.save_for_backward(bitwidth, b_t, amax, draw)
         return w_hat
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _no_second_derivative()
-        b_t, amax, draw = ctx.saved_tensors
+        bitwidth, b_t, amax, draw = ctx.saved_tensors
         has: How = ctx.has
         drawn = (0, draw, *ctx.at, has.kind, has.block)
         if grad.dtype == ctx.dtype:  # the gradient of w_hat is that of w
             dw, db_t = grad, torch.ops.dither.bitwidth_grad(grad, amax, b_t, *drawn, "auto")
         else:
             dw, db_t = torch.ops.dither.sample_backward(grad, amax, b_t, *drawn, ctx.dtype, "auto")
-        return dw, _bitwidth_grad(db_t, b_t, has), *[None] * 6
+        return dw, _bitwidth_grad(db_t, bitwidth, has), *[None] * 6
 
 
 class Redo(NamedTuple):
@@ -151,15 +154,6 @@ def linear(
     """
     result: Tensor = _Linear.apply(x, weight, bias, w_hat, *(redo or (None,) * 4), transposed)  # type: ignore[no-untyped-call]
     return result
-
-
-class Redo(NamedTuple):
-    """What it takes to sample a weight again."""
-
-    weight: Tensor
-    b_t: Tensor
-    draw: Tensor
-    has: How
 
 
 class _Linear(torch.autograd.Function):
@@ -202,13 +196,18 @@ class _Linear(torch.autograd.Function):
 
 def sample_spread(weight: DTensor, bitwidth: Tensor, draw: Tensor, has: How, dtype: torch.dtype, name: str) -> DTensor:
     """w_hat of a weight that is spread over processes, spread alike: every part by its coordinates in the whole."""
-    _, (row, column) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-    if row % has.block or column % has.block:
+    # Not whether this part begins inside a block but whether any does: all processes must agree to refuse.
+    parts = list(weight.shape)
+    for dimension, placement in enumerate(weight.placements):
+        if not placement.is_replicate():
+            parts[placement.dim] = -(-parts[placement.dim] // weight.device_mesh.size(dimension))  # type: ignore[attr-defined]
+    if any(part < size and part % has.block for part, size in zip(parts, weight.shape, strict=True)):
         raise UserError(
-            f"The weight of the layer {name!r}, {tuple(weight.shape)}, is cut at row {row} and column {column}, inside a block of "
-            f"{has.block} x {has.block}: cut it at multiples of {has.block}, give its sampling a smaller block, or leave the layer "
-            "out of parts."
+            f"The weight of the layer {name!r}, {tuple(weight.shape)}, is cut into parts of {tuple(parts)}, inside blocks of "
+            f"{has.block} x {has.block}: cut it at multiples of {has.block}, give its sampling a smaller block, or leave the "
+            "layer out of its parts."
         )
+    _, (row, column) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
     if not isinstance(bitwidth, DTensor):
         raise UserError(
             f"The weight of the layer {name!r} is spread over processes and its bitwidths are not: "
@@ -234,9 +233,7 @@ def sample_input(x: Tensor, bitwidth: Tensor, b_t: Tensor, draw: Tensor, has: Ho
 
 # As operators, so that compiled code rounds after each operation as well.
 @torch.library.custom_op("dither::sample_input", mutates_args=())
-def _sample_input(
-    x: Tensor, b_t: Tensor, draw: Tensor, kind: str, block: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _sample_input(x: Tensor, b_t: Tensor, draw: Tensor, kind: str, block: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x_hat [M, K], and the largest magnitude of each block, float32[M, ceil(K / block)]."""
     rows, columns = x.shape
     amax = _groups(x.float().abs(), block).amax(dim=2)
@@ -265,28 +262,28 @@ def _(grad: Tensor, amax: Tensor, b_t: Tensor, draw: Tensor, kind: str, block: i
 
 def _groups(x: Tensor, block: int) -> Tensor:
     """[M, K] with zeros behind a ragged edge, as [M, ceil(K / block), block]."""
-    return torch.nn.functional.pad(x, (0, -x.shape[1] % block)).unflatten(1, (-1, block))
+    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % block))
+    return padded.view(x.shape[0], padded.shape[1] // block, block)
 
 
 class _Input(torch.autograd.Function):
     """Noise on the input; its gradient passes straight through to x."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, bitwidth: Tensor, b_t: Tensor, draw: Tensor, has: How, dtype: torch.dtype
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bitwidth: Tensor, b_t: Tensor, draw: Tensor, has: How, dtype: torch.dtype) -> Tensor:
         x_hat, amax = _sample_input(x.reshape(-1, x.shape[-1]), b_t, draw, has.kind, has.block, dtype)
-        ctx.save_for_backward(amax, b_t, draw)
+        ctx.save_for_backward(bitwidth, b_t, amax, draw)
         ctx.has, ctx.dtype = has, x.dtype
-        return x_hat.view(x.shape)
+        result: Tensor = x_hat.view(x.shape)
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _no_second_derivative()
-        amax, b_t, draw = ctx.saved_tensors
+        bitwidth, b_t, amax, draw = ctx.saved_tensors
         has: How = ctx.has
         db_i = None
         if ctx.needs_input_grad[1]:
             db_t = _sample_input_backward(grad.reshape(-1, grad.shape[-1]), amax, b_t, draw, has.kind, has.block)
-            db_i = _bitwidth_grad(db_t, b_t, has)
+            db_i = _bitwidth_grad(db_t, bitwidth, has)
         return grad.to(ctx.dtype), db_i, None, None, None, None

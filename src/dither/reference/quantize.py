@@ -33,6 +33,8 @@ def quantize(
     scale, tensor = x.new_empty(0, dtype=torch.float32), x.new_empty(0, dtype=torch.float32)
     if found is not None:
         scale = scaling.stored_scale(found.restore, cast.scaling)
+        if layout.lines_innermost(cast):
+            scale = scale.mT.contiguous().mT
         tensor = tensor if found.tensor is None else found.tensor
     return place.expose(stored), layout.expose_scale(scale, cast, place), tensor
 
@@ -44,12 +46,16 @@ def quantize_both(
     given_amax: Tensor | None,
     container: Format,
     out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    largest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Codes and scales of the matrix `x` along axis 1 and along axis 0, and, for delayed scaling, its largest magnitude.
 
-    They are written into `out`, if it is given: codes and scales of an earlier call with such an x.
+    They are written into `out`, if it is given: codes and scales of an earlier call with such an x. `largest` (0-d), if it is
+    given, is raised to the largest magnitude, and returned for it.
     """
     measured = amax(x) if cast.scaling.kind == "delayed" else x.new_empty(0, dtype=torch.float32)
+    if largest is not None:
+        measured = largest.copy_(torch.maximum(largest, measured))
     found = [part for axis in (1, 0) for part in quantize(x, cast, axis, draw, given_amax, container)[:2]]
     values, scale, values_t, scale_t = found if out is None else (old.copy_(new) for old, new in zip(out, found, strict=True))
     return values, scale, values_t, scale_t, measured

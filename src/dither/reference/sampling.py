@@ -60,11 +60,17 @@ def noise_of(bits: Tensor, kind: str) -> Tensor:
         centred = (2 * bits + 1 - (1 << 16)).float() * 2.0**-17
         return rounding.round_values(centred, TABLE["bf16"], Rounding("nearest"), True, None)
     if kind == "rounded_normal":
-        u, negative, thresholds = bits >> 5 & 0x3FF, bits & 0x8000 != 0, ROUNDED_NORMAL
+        u, negative = bits >> 5 & 0x3FF, bits & 0x8000 != 0
+        magnitude = _count_above(u, ROUNDED_NORMAL)
     else:
-        u, negative, thresholds = bits & 0x7FFFFFFF, bits < 0, ROUNDED_NORMAL_EXACT
-    magnitude = sum((u < t).float() for t in thresholds)
+        u, negative = bits & 0x7FFFFFFF, bits < 0
+        magnitude = _count_above(u, ROUNDED_NORMAL_EXACT)
     return torch.where(negative & (magnitude > 0), -magnitude, magnitude)
+
+
+def _count_above(u: Tensor, thresholds: tuple[int, ...]) -> Tensor:
+    """How many of the thresholds lie above u, as float32."""
+    return sum(((u < t).float() for t in thresholds), torch.zeros_like(u, dtype=torch.float32))
 
 
 def noise(draw: Draw, rows: int, columns: int, kind: str) -> Tensor:
@@ -120,10 +126,11 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """(w_hat [N, K] in `dtype`, the blocks' largest magnitudes in float32) for w [N, K] and b_t, one float32 a block.
 
-    `out` is memory for both, if there is some. Where R is 0, w_hat is w. Example: w = 3 in a block whose largest magnitude is 4, b_t = 5, R = -1: 3 - 4 * 2^-4 = 2.75.
+    `out` is memory for both, if there is some. Where R is 0, w_hat is w. Example: w = 3 in a block whose largest magnitude
+    is 4, b_t = 5, R = -1: 3 - 4 * 2^-4 = 2.75.
     """
     amax = block_amax(w, block)
-    x = w.float()
+    x = w.float().contiguous()
     if kind != "none":
         rows, columns = w.shape
         r = noise(draw, rows, columns, kind)
@@ -145,7 +152,8 @@ def sample_backward(
 
     dL/dw = dL/dw_hat; dL/db_t = -ln 2 * scale * sum_block(dL/dw_hat * R), where the largest magnitude counts as constant.
     """
-    return to_dtype(grad, dtype), bitwidth_grad(grad, amax, b_t, draw, kind, block)
+    grad_w = grad if grad.dtype == dtype else to_dtype(grad.contiguous(), dtype)
+    return grad_w, bitwidth_grad(grad, amax, b_t, draw, kind, block)
 
 
 def bitwidth_grad(grad: Tensor, amax: Tensor, b_t: Tensor, draw: Draw, kind: str, block: int) -> Tensor:
@@ -190,9 +198,9 @@ def to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _blocks(x: Tensor, block: int) -> Tensor:
     """x [N, K] with zeros at the ragged edges, as [P, block, Q, block]."""
-    P, Q = block_count(*x.shape, block)
+    P, Q = block_count(x.shape[0], x.shape[1], block)
     padded = torch.nn.functional.pad(x, (0, Q * block - x.shape[1], 0, P * block - x.shape[0]))
-    return padded.reshape(P, block, Q, block)
+    return padded.contiguous().reshape(P, block, Q, block)
 
 
 def _spread(groups: Tensor, block: int, rows: int, columns: int) -> Tensor:
