@@ -7,6 +7,7 @@ import torch
 
 from dither import Cast, UserError, fake_quantize
 from dither.nn import apply, convert, training_step
+from dither.nn.deploy import deploy
 from dither.precision import LayerPrecision, Plan
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[test]'")
@@ -202,3 +203,23 @@ def test_delayed_scales_of_experts_are_part_of_the_state():
     convert(fresh, "fp8-delayed")
     fresh.load_state_dict(state)
     assert torch.equal(fresh.state_dict()[key], state[key])
+
+
+@pytest.mark.parametrize("converted", [False, True])
+@pytest.mark.parametrize("kind", MODELS)
+def test_weights_of_any_model_are_deployed(kind, converted):
+    """Casting weights is what converted layers do with theirs, along the axis that the forward product sums over."""
+    plan = Plan(default=LayerPrecision.of(weight="e2m1 tile(32)"))
+    model = build(kind).eval()
+    cast = copy.deepcopy(model)
+    convert(cast, plan)
+    if converted:
+        convert(model, UNCAST)
+    with torch.no_grad():
+        before, expected = (each(input_ids=IDS).logits for each in (model, cast))
+        result = deploy(model, plan, evaluate=lambda model: model(input_ids=IDS).logits.square().sum().item())
+        assert result.loss_before == before.square().sum().item()
+        result.write(model)
+        after = model(input_ids=IDS).logits
+    assert result.loss_after == after.square().sum().item()
+    assert (after - expected).norm() < 1e-5 * expected.norm() < 1e-3 * (before - expected).norm()

@@ -82,7 +82,7 @@ class EffectivePrecision:
 def effective_precision(model: nn.Module, *, formats: Sequence[str] = DEPLOYABLE, slack: float = 0.0) -> EffectivePrecision:
     """The bitwidths that the sampled layers of a model have learned: mean, extremes, histogram, and formats that carry them.
 
-    Guidance leads b_t down to b_target and never quite there: with `slack` a format counts as carrying so much more than it does.
+    Guidance leads b_t down to b_target and never quite there: with `slack` formats count as carrying that much more.
 
     >>> import dither, torch
     >>> from dither.precision import Sampling
@@ -175,7 +175,8 @@ def plan_from_bitwidths(
 
     `rule="table"` is Table 2 of the paper, for the b_t that a share `quantile` of the layer's weights do not exceed, less
     `slack`. `rule="noise"` looks at the weights: casting them may add no more, in the mean square, than the noise that they
-    were trained under. Layers without bitwidths are left alone. What a plan cannot say, a format for each block, `deploy_blocks` does.
+    were trained under. Layers without bitwidths are left alone. A format for each block, which no plan can say, is what
+    `deploy_blocks` does.
 
     >>> import dither, torch
     >>> from dither.precision import Sampling
