@@ -23,6 +23,7 @@ from dither.models import PRESETS, Llama, compile_blocks
 from dither.nn import Linear, bitwidth_loss, convert, functional, param_groups, sampling_parameters, training_step
 from dither.nn.convert import _switch, apply
 from dither.nn.experts import ExpertsLinear
+from dither.optim import Role
 from dither.precision import NOISES as PLAN_NOISES
 from dither.precision import BitwidthLoss, LayerPrecision, Plan, Sampling, WeightDecay
 from dither.reference.sampling import NOISES
@@ -191,6 +192,14 @@ def test_only_what_learns_has_a_gradient() -> None:
         torch.autograd.grad(made(data()[0]).square().sum(), made.bitwidth, create_graph=True)
 
 
+def test_operators_keep_the_rules_of_torch() -> None:
+    w, b_t, draw = torch.randn(40, 70), torch.full((2, 3), 5.0), torch.tensor([STEP, 0, 5])
+    torch.library.opcheck(torch.ops.dither.bitwidths, (torch.rand(3, 4), 6.0, 4.0, 8.0))
+    torch.library.opcheck(torch.ops.dither.resample, (w, b_t, draw, "uniform", 32, torch.bfloat16, w))
+    torch.library.opcheck(torch.ops.dither.sample_input, (w, b_t[0], draw, "rounded_normal", 32, torch.bfloat16))
+    torch.library.opcheck(torch.ops.dither.sample_input_backward, (w, torch.rand(40, 3), b_t[0], draw, "rounded_normal", 32))
+
+
 # Steps ------------------------------------------------------------------------------------------------------------------
 
 
@@ -204,9 +213,14 @@ def test_noise_is_that_of_the_step_and_none_in_evaluation() -> None:
     made = layer(bias=False)
     r = noise("sample", 100, 70)
     assert ((w_hat(made) != made.weight) == (r != 0)).all()
-    assert torch.equal(w_hat(made), w_hat(copy.deepcopy(made)))
+    expected = w_hat(made)
+    assert torch.equal(expected, w_hat(copy.deepcopy(made)))
     assert not torch.equal(w_hat(made), w_hat(made, STEP + 1))
     made.eval()
+    with training_step(made, step=STEP):  # the mode may change inside
+        made.train()
+        assert torch.equal(made(torch.eye(70)).T, expected)
+        made.eval()
     assert torch.equal(w_hat(made), made.weight)
     assert torch.equal(made(data()[0]), nn.functional.linear(data()[0], made.weight))
 
@@ -281,8 +295,9 @@ def test_compiled_and_checkpointed_training_is_eager_training(name: str) -> None
     expected = run(nets[0])
     whole = torch.compile(nets[1], fullgraph=True, backend="aot_eager")
     assert same(run(nets[1], whole), expected)
-    nets[2].up.compile(fullgraph=True, backend="aot_eager")
-    assert same(run(nets[2]), expected)
+    if name == "both":
+        nets[2].up.compile(fullgraph=True, backend="aot_eager")
+        assert same(run(nets[2]), expected)
     for net, reentrant in ((nets[3], True), (nets[4], False)):
         assert same(run(net, lambda x, net=net, how=reentrant: checkpoint(net, x, use_reentrant=how)), expected)
 
@@ -509,7 +524,8 @@ def test_bitwidths_stay_float32_whatever_the_model_becomes() -> None:
             assert bitwidth.dtype == bitwidth.grad.dtype == torch.float32
             assert isinstance(bitwidth, nn.Parameter)
     model = nn.Sequential(layer())
-    dither.optim.training(model, "bf16-sr", 1e-3)
+    run = dither.optim.training(model, "bf16-sr", 1e-3, weight_decay=0.0)
+    assert [group["weight_decay"] for group in run.optimizer.param_groups] == [0.0, 0.1]  # as the guidance says
     assert (model[0].weight.dtype, model[0].bitwidth.dtype) == (torch.bfloat16, torch.float32)
     made.bitwidth.data = made.bitwidth.data.bfloat16()
     with pytest.raises(
@@ -619,6 +635,9 @@ def test_groups_of_parameters() -> None:
     assert {id(p) for _, p in groups[2]["params"]} == {id(p) for p in sampling_parameters(model)}
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
     assert all(p.dim() == 2 for _, p in groups[0]["params"])
+    found = dither.optim.roles(model)  # Adam-mini: one second moment for the bitwidths of a layer
+    assert found["model.layers.0.mlp.up_proj.bitwidth"] == Role.whole()
+    dither.optim.AdamMini(groups, found)
 
 
 # Watching ---------------------------------------------------------------------------------------------------------------
@@ -667,6 +686,7 @@ def test_bitwidths_beyond_the_safe_range_are_held_there_and_reported_once() -> N
     assert model[0].bitwidths().eq(4).all()
 
 
+@SLOW_BF16
 def test_the_type_of_a_step_is_that_of_the_plan() -> None:
     made = layer()
     with (
@@ -675,6 +695,10 @@ def test_the_type_of_a_step_is_that_of_the_plan() -> None:
         pytest.raises(UserError, match=f"'{NAME}' computes in torch.bfloat16, and this training_step .* compute='fp32'"),
     ):
         made(data()[0])
+    cast = layer(Sampling(b_init=4))
+    cast.set_precision(LayerPrecision(weight=Cast.parse("e4m3 block(32)"), sampling=Sampling(b_init=4)))
+    with training_step(cast, step=0), torch.autocast("cpu", torch.bfloat16):  # codes are codes in any
+        cast(data()[0])
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     convert(model, Plan(default=LayerPrecision(sampling=GAUSS), compute="bf16"))
     with training_step(model, step=0), pytest.raises(UserError, match=r"computes in torch.float32, and .* compute='bf16'"):

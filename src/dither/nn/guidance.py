@@ -18,7 +18,7 @@ def _bitwidths(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Sampling]]
     for name, module in model.named_modules():
         for parameter, of in BITWIDTHS.items() if isinstance(module, Linear) else ():
             bitwidth, sampling = getattr(module, parameter), getattr(module.precision, of)
-            if bitwidth is not None and id(bitwidth) not in seen:
+            if sampling is not None and id(bitwidth) not in seen:
                 seen.add(id(bitwidth))
                 yield f"{name}.{parameter}" if name else parameter, bitwidth, sampling
 
@@ -88,16 +88,19 @@ def param_groups(model: nn.Module, *, weight_decay: float = 0.1, bitwidth_lr: fl
     """
     if not isinstance(model, nn.Module):
         raise UserError(f"A model is a torch.nn.Module, not {type(model).__name__}.")
-    bitwidths = {id(bitwidth): sampling for _, bitwidth, sampling in _bitwidths(model)}
-    groups: dict[tuple[bool, float], list[tuple[str, nn.Parameter]]] = {(False, weight_decay): [], (False, 0.0): []}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            sampling = bitwidths.get(id(parameter))
-            rate = sampling.decay if sampling else weight_decay if parameter.dim() >= 2 else 0.0
-            groups.setdefault((sampling is not None, rate), []).append((name, parameter))
+    bitwidths = {id(bitwidth) for bitwidth in sampling_parameters(model)}
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in bitwidths]
+    matrices = [(name, parameter) for name, parameter in named if parameter.dim() >= 2]
+    rest = [(name, parameter) for name, parameter in named if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
     own = {} if bitwidth_lr is None else {"lr": bitwidth_lr}
-    return [
-        {"params": members, "weight_decay": rate, **(own if learned else {})}
-        for (learned, rate), members in groups.items()
-        if members
-    ]
+    return [group for group in groups if group["params"]] + [group | own for group in bitwidth_groups(model)]
+
+
+def bitwidth_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Only the groups of bitwidths, one for each rate of decay; empty where nothing is sampled."""
+    groups: dict[float, list[tuple[str, nn.Parameter]]] = {}
+    for name, bitwidth, sampling in _bitwidths(model):
+        if bitwidth.requires_grad:
+            groups.setdefault(sampling.decay, []).append((name, bitwidth))
+    return [{"params": members, "weight_decay": rate} for rate, members in groups.items()]

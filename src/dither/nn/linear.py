@@ -263,17 +263,20 @@ class Linear(nn.Linear):
         """The layer by its sampled weight, its sampled input, or both."""
         autocast = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if autocast else None
-        if self.input_bitwidth is not None:
+        if self.precision.input_sampling is not None:
             x = self._sampled_input(x, state, dtype or x.dtype)
         weight, bitwidth = self.weight, self.bitwidth
-        if bitwidth is None:
+        if self.precision.sampling is None:
             return functional.linear(x, weight, self.bias, settings, state=state)
+        assert bitwidth is not None
         self._check_sampled(bitwidth, dtype or weight.dtype)
         # A cast takes w_hat before it has been rounded to any other type.
         kept = torch.float32 if settings.weight.cast else dtype or weight.dtype
         has = self._hows["sampling", kept, weight.dtype]
         draw = self._draw if self._inside else functional.drawn(state, functional.PURPOSES.index("sample"), moved=False)
         if isinstance(weight, DTensor):
+            if not self.precision.uncast:
+                raise UserError(f"The layer {self.name!r} is spread over processes, and operands are cast only in one piece.")
             part = sampling.sample_spread(weight, bitwidth, _local(draw), has, kept, self.name)
             return functional.linear(x, part, self.bias, settings, state=state)
         held = self._holds and self._holds_sample
@@ -313,7 +316,7 @@ class Linear(nn.Linear):
 
     def _check_sampled(self, bitwidth: Tensor, dtype: torch.dtype) -> None:
         self._check_float32("bitwidth", bitwidth)
-        if self._inside and dtype != self._kept_dtype():
+        if self._inside and self.precision.weight is None and dtype != self._kept_dtype():
             raise UserError(
                 f"The layer {self.name!r} computes in {dtype}, and this training_step samples its weight for "
                 f"compute={self.compute!r}: convert by a plan whose compute is what autocast has, or 'fp32' without autocast."
@@ -514,12 +517,12 @@ class TrainingStep:
         samplers: list[Linear] = []
         groups: dict[Any, list[tuple[Linear, str]]] = {}
         for layer in self._layers:
-            if not (layer.training and layer.precision.sampled):
+            if not layer.precision.sampled:
                 continue
             samplers.append(layer)
             for name, of in BITWIDTHS.items():
-                if (bitwidth := getattr(layer, name)) is not None:
-                    groups.setdefault((layer._how(of), bitwidth.device), []).append((layer, name))
+                if getattr(layer.precision, of) is not None:
+                    groups.setdefault((layer._how(of), getattr(layer, name).device), []).append((layer, name))
         self._place_draws(samplers, step)
         for (has, _), members in groups.items():
             b_i = [_local(getattr(layer, name)).detach() for layer, name in members]

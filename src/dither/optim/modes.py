@@ -15,7 +15,7 @@ from torch import nn
 from dither.errors import UserError
 from dither.formats import TABLE
 from dither.layout import storage_dtype
-from dither.nn.guidance import sampling_parameters
+from dither.nn.guidance import bitwidth_groups, sampling_parameters
 from dither.optim.adamw import AdamW
 from dither.precision import Plan
 from dither.recipes import recipe
@@ -115,4 +115,6 @@ def training(model: nn.Module, mode: str, lr: float, **options: Any) -> Training
         raise UserError(f"{type(model).__name__} has no parameters to train.")
     master = "fp32" if chosen.plan.master else None
     settings: dict[str, Any] = {"weights": chosen.weights, "states": chosen.states, "master": master}
-    return Training(model, chosen, AdamW(model.named_parameters(), lr, **{**settings, **options}), first.device)
+    others = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in bitwidths]
+    groups = [{"params": others}, *bitwidth_groups(model)]
+    return Training(model, chosen, AdamW(groups, lr, **{**settings, **options}), first.device)

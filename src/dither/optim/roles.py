@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dither.errors import UserError
+from dither.nn.guidance import sampling_parameters
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,14 @@ def roles(model: nn.Module) -> dict[str, Role]:
             f"{', '.join((*LLAMA_LIKE, 'gpt2'))}): give AdamMini a dictionary of roles, such as {{name: Role.rows_each(1)}}."
         )
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    bitwidths = {id(bitwidth) for bitwidth in sampling_parameters(model)}
     found: dict[str, Role] = {}
     for name, parameter in model.named_parameters():
         role = (
             Role.rows_each(1)
             if id(parameter) in embeddings
+            else Role.whole()
+            if id(parameter) in bitwidths
             else (_gpt2_role(name, parameter, config) if kind == "gpt2" else _llama_role(name, parameter, config))
         )
         if role is None:
