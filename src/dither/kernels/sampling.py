@@ -6,13 +6,14 @@ is never stored, and only the blocks' magnitudes and sums pass between threads.
 Bytes that must move: w_hat, float32 to bfloat16, 4 + 2 an element; the gradients, bfloat16 to float32, 2 + 4.
 """
 
-from typing import Any
+import functools
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dither.kernels import Launch
 from dither.kernels.philox import aligned, philox4x32, program_tile, random_tile, tiles
 from dither.kernels.quantize import largest, native_codes
 from dither.kernels.rounding import as_bits, as_float, draw_arguments, encode, fields, how, round_bits, widen, widen_here
@@ -352,23 +353,8 @@ def sample(
     )
     if w.numel():
         w = w if w.stride(1) == 1 else w.contiguous()
-        COLUMNS, warps, registers = _tile_shape(block)
-        _sample_kernel[tiles(1, rows, columns, block, COLUMNS)](
-            w,
-            b_t.contiguous(),
-            _codes(w_hat),
-            amax,
-            *draw_arguments(draw),
-            rows,
-            columns,
-            w.stride(0),
-            **_constants(draw, kind, block, dtype, w.device),
-            COLUMNS=COLUMNS,
-            EVEN=rows % block == columns % COLUMNS == 0,
-            num_warps=warps,
-            maxnreg=registers,
-            enable_fp_fusion=False,
-        )
+        launch = _launch(False, (rows, columns, w.stride(0)), w.dtype, dtype, w.device, kind, block, draw.step.dim() == 1)
+        launch(w, b_t.contiguous(), w_hat, amax, *draw_arguments(draw))
     return w_hat, amax
 
 
@@ -400,36 +386,46 @@ def _backward(grad: Tensor, amax: Tensor, b_t: Tensor, draw: Draw, kind: str, bl
     grad_b_t = torch.empty_like(b_t, memory_format=torch.contiguous_format)
     if grad.numel():
         grad = grad if grad.stride(1) == 1 else grad.contiguous()
-        COLUMNS, warps, registers = _backward_shape(block)
-        _sample_backward_kernel[tiles(1, rows, columns, block, COLUMNS)](
-            grad,
-            amax.contiguous(),
-            b_t.contiguous(),
-            grad if out is None else _codes(out),
-            grad_b_t,
-            *draw_arguments(draw),
-            rows,
-            columns,
-            grad.stride(0),
-            **_constants(draw, kind, block, grad.dtype if out is None else out.dtype, grad.device),
-            COLUMNS=COLUMNS,
-            EVEN=rows % block == columns % COLUMNS == 0,
-            COPY=out is not None,
-            num_warps=warps,
-            maxnreg=registers,
-            enable_fp_fusion=False,
-        )
+        size, dtype = (rows, columns, grad.stride(0)), None if out is None else out.dtype
+        launch = _launch(True, size, grad.dtype, dtype, grad.device, kind, block, draw.step.dim() == 1)
+        out = grad if out is None else out
+        launch(grad, amax.contiguous(), b_t.contiguous(), out, grad_b_t, *draw_arguments(draw))
     return grad_b_t
 
 
-def _constants(draw: Draw, kind: str, block: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    moved = draw.step.dim() == 1
-    return {"KIND": kind, "F": fields(DTYPES[dtype]), "H": how(NEAREST, True, device, moved), "BLOCK": block}
-
-
-def _codes(out: Tensor) -> Tensor:
-    """FP8 as bytes: kernels write bits."""
-    return out.view(torch.uint8) if out.itemsize == 1 else out
+@functools.lru_cache(maxsize=4096)
+def _launch(
+    backward: bool,
+    size: tuple[int, int, int],
+    given: torch.dtype,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    kind: str,
+    block: int,
+    moved: bool,
+) -> Launch:
+    """The kernel for matrices of a size (rows, columns, stride) and type; with dtype None it writes no gradient of w."""
+    rows, columns, _ = size
+    COLUMNS, warps, registers = _backward_shape(block) if backward else _tile_shape(block)
+    constants = {
+        "KIND": kind,
+        "F": fields(DTYPES[dtype or given]),
+        "H": how(NEAREST, True, device, moved),
+        "BLOCK": block,
+        "COLUMNS": COLUMNS,
+        "EVEN": rows % block == columns % COLUMNS == 0,
+        **({"COPY": dtype is not None} if backward else {}),
+    }
+    return Launch(
+        _sample_backward_kernel if backward else _sample_kernel,
+        tiles(1, rows, columns, block, COLUMNS)[0],
+        size,
+        constants,
+        bits=(2,) if dtype is not None and dtype.itemsize == 1 and not backward else (),  # FP8 as bytes: kernels write bits
+        num_warps=warps,
+        maxnreg=registers,
+        enable_fp_fusion=False,
+    )
 
 
 def _tile_shape(block: int) -> tuple[int, int, int | None]:
