@@ -129,7 +129,8 @@ def choose_targets(
     layer. a * 4^-b is fitted to it by least squares. Bitwidths stay between `low` and `high` (None: what is safe for noise in
     weights that products read in the format `operator`); with `formats` they are raised to what one of these carries. b_init is
     `headroom` above b_target, where that is safe. Kind and blocks of the noise are those of `sampling`; `seed` draws it.
-    `only` and `skip` are patterns of names; the output layer is left alone unless `only` matches it. The model is not changed.
+    `only` and `skip` are patterns of names; the output layer is left alone unless `only` matches it, and experts that share
+    one parameter always are. The model is not changed.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
@@ -148,32 +149,23 @@ def choose_targets(
     if not weights:
         raise UserError(f"{type(model).__name__} has no linear layer to choose bitwidths for: only= and skip= leave none.")
 
-    def loss() -> float:
-        losses = [float(loss_fn(model, batch)) for batch in batches]
-        if not math.isfinite(mean := statistics.fmean(losses)):
-            raise UserError(f"loss_fn gives {mean} as the mean loss over the batches: bitwidths are chosen for a finite one.")
-        return mean
-
+    measured: dict[str, list[float]] = {layer: [] for layer in weights}
     with evaluating(model):
-        plainly = loss()
-        measured: dict[str, list[float]] = {}
+        plainly = _mean_loss(model, loss_fn, batches)
         for layer, (parameter, weight) in weights.items():
-            noises = [_noise(weight, layer, sampling, seed, draw) for draw in range(draws)]
-            for noise in noises:
-                rises = []
-                for b in probes:
-                    both = []
-                    for sign in (1, -1):
-                        with replaced(model, {parameter: (weight + sign * 2.0 ** (1 - b) * noise).to(weight.dtype)}):
-                            both.append(loss())
-                    rises.append(statistics.fmean(both) - plainly)
+            for draw in range(draws):
+                noise = _noise(weight, layer, sampling, seed, draw)
+                rises = [
+                    _mean_loss_around(model, loss_fn, batches, {parameter: (weight, 2.0 ** (1 - b) * noise)}) - plainly
+                    for b in probes
+                ]
                 fitted = sum(rise * 4.0**-b for rise, b in zip(rises, probes, strict=True)) / sum(16.0**-b for b in probes)
-                measured.setdefault(layer, []).append(fitted)
+                measured[layer].append(fitted)
     sensitivity = {layer: statistics.fmean(found) for layer, found in measured.items()}
     sizes = {layer: weight.numel() for layer, (_, weight) in weights.items()}
     allowed = None if tolerance is None else tolerance * abs(plainly)
     chosen = allocate(sensitivity, sizes, allowed, mean=mean, low=low, high=high)
-    carried = sorted({float(capacity(name, sampling.noise)) for name in formats})
+    carried = sorted({float(capacity(name)) for name in formats})
     layers = []
     for layer, found in measured.items():
         b_target = next((b for b in carried if b >= chosen[layer]), chosen[layer])
@@ -200,26 +192,39 @@ def measure_rise(
     >>> rise, deviation = measure_rise(model, lambda m, x: m(x).square().mean(), [torch.randn(200, 64)], {"0": 5.0, "2": 4.0})
     """
     sampling = sampling or Sampling()
-    sites = {site.name: site for site in _sites(model)}
+    sites = {site.name: site for site in _sites(model) if not site.parameter}
     if unknown := [layer for layer in bitwidths if layer not in sites]:
         raise UserError(f"There is no linear layer {unknown[0]!r} in {type(model).__name__}: there are {', '.join(sites)}.")
     if draws < 2:
         raise UserError(f"A standard error takes at least 2 draws, not {draws!r}.")
     rises = []
     with evaluating(model):
-        plainly = statistics.fmean(float(loss_fn(model, batch)) for batch in batches)
+        plainly = _mean_loss(model, loss_fn, batches)
         for draw in range(draws):
-            both = []
-            for sign in (1, -1):
-                noisy = {}
-                for layer, b in bitwidths.items():
-                    parameter, weight, _ = _weight(sites[layer])
-                    scale = sign * 2.0 ** (1 - b)
-                    noisy[parameter] = (weight + scale * _noise(weight, layer, sampling, seed, draw)).to(weight.dtype)
-                with replaced(model, noisy):
-                    both.append(statistics.fmean(float(loss_fn(model, batch)) for batch in batches))
-            rises.append(statistics.fmean(both) - plainly)
+            noises = {}
+            for layer, b in bitwidths.items():
+                parameter, weight, _ = _weight(sites[layer])
+                noises[parameter] = weight, 2.0 ** (1 - b) * _noise(weight, layer, sampling, seed, draw)
+            rises.append(_mean_loss_around(model, loss_fn, batches, noises) - plainly)
     return statistics.fmean(rises), statistics.stdev(rises) / math.sqrt(draws)
+
+
+def _mean_loss(model: nn.Module, loss_fn: LossFunction, batches: Sequence[Any]) -> float:
+    found = statistics.fmean(float(loss_fn(model, batch)) for batch in batches)
+    if not math.isfinite(found):
+        raise UserError(f"loss_fn gives {found} as the mean loss over the batches: bitwidths are chosen for a finite one.")
+    return found
+
+
+def _mean_loss_around(
+    model: nn.Module, loss_fn: LossFunction, batches: Sequence[Any], noises: Mapping[str, tuple[Tensor, Tensor]]
+) -> float:
+    """The mean of the losses with noise added and with noise taken away: {parameter: (weight, noise)}."""
+    both = []
+    for sign in (1, -1):
+        with replaced(model, {name: (weight + sign * noise).to(weight.dtype) for name, (weight, noise) in noises.items()}):
+            both.append(_mean_loss(model, loss_fn, batches))
+    return statistics.fmean(both)
 
 
 def _noise(weight: Tensor, layer: str, sampling: Sampling, seed: int, step: int) -> Tensor:
