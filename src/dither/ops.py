@@ -1,15 +1,10 @@
 """The operations, by device: Triton kernels on CUDA, the reference elsewhere, or what `backend=` says.
 
-Each is registered with torch (`torch.ops.dither.*`), so that `torch.compile` keeps one graph and the bits stay the same.
-The functions here check their arguments and say what is wrong with them; the operators below them do not look again.
+The functions here check their arguments and say what is wrong with them; the operators that they call
+(`torch.ops.dither.*`, in `dither.operators`) do not look again.
 """
 
-import functools
-import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +12,10 @@ from torch import Tensor
 from dither import layout
 from dither.errors import UserError
 from dither.formats import Format
-from dither.precision import Cast, Rounding
+from dither.operators import check_finite
+from dither.precision import Cast
 from dither.random import Draw, Stream, check_backend, matrix_size
 from dither.reference import sampling, scaling
-from dither.reference.matmul import Operand
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -58,7 +53,7 @@ class Quantized:
         if dtype not in INPUT_DTYPES:
             raise UserError(f"Numbers come back as float32, bfloat16 or float16, not as {dtype}.")
         empty = self.values.new_empty(0, dtype=torch.float32)
-        numbers: Tensor = _dequantize_op(
+        numbers: Tensor = torch.ops.dither.dequantize(
             _bytes(self.values),
             empty if self.scale is None else _bytes(self.scale),
             empty if self.tensor_scale is None else self.tensor_scale,
@@ -99,7 +94,9 @@ def round_to(
     cast = _unscaled(format, rounding)
     _check_tensor(x, "round_to")
     draw = _draw(x, cast, stream, step, offset)
-    result: Tensor = _round_to_op(x, cast.format, rounding, saturate, *_draw_arguments(draw), check_backend(backend))
+    result: Tensor = torch.ops.dither.round_to(
+        x, cast.format, rounding, saturate, *_draw_arguments(draw), check_backend(backend)
+    )
     _check_result(x, cast, result, inf_passes=cast.element.inf and not saturate)
     return result
 
@@ -131,7 +128,9 @@ def quantize(
     """
     cast, axis, draw = _prepare("quantize", x, cast, axis, stream, step, offset, amax)
     arguments = _draw_arguments(draw)
-    values, scale, tensor_scale = _quantize_op(x.detach(), str(cast), axis, amax, "", *arguments, check_backend(backend))
+    values, scale, tensor_scale = torch.ops.dither.quantize(
+        x.detach(), str(cast), axis, amax, "", *arguments, check_backend(backend)
+    )
     _check_scales(x, cast, scale, measured=amax is None)
     return Quantized(
         values,
@@ -164,7 +163,7 @@ def fake_quantize(
     tensor([0.0000, 0.5000, 1.5000, 6.0000])
     """
     cast, axis, draw = _prepare("fake_quantize", x, cast, axis, stream, step, offset, amax)
-    result: Tensor = _fake_quantize_op(x, str(cast), axis, amax, *_draw_arguments(draw), check_backend(backend))
+    result: Tensor = torch.ops.dither.fake_quantize(x, str(cast), axis, amax, *_draw_arguments(draw), check_backend(backend))
     _check_result(x, cast, result, inf_passes=False)
     return result
 
@@ -202,7 +201,7 @@ def quantize_both(
     if cast.scaling.kind == "nvfp4":
         raise UserError(f"quantize_both does not take {str(cast)!r}: nvfp4 scales each axis by itself, so quantize twice.")
     arguments = _draw_arguments(draw)
-    *outputs, largest = _quantize_both_op(x.detach(), str(cast), amax, "", *arguments, check_backend(backend))
+    *outputs, largest = torch.ops.dither.quantize_both(x.detach(), str(cast), amax, "", *arguments, check_backend(backend))
     values, scale, values_t, scale_t = outputs
     _check_scales(x, cast, scale, measured=amax is None)
     scaled, delayed = cast.group.kind != "none", cast.scaling.kind == "delayed"
@@ -250,7 +249,7 @@ class AmaxHistory:
 def amax(x: Tensor, *, backend: str = "auto") -> Tensor:
     """The largest magnitude in `x`, a 0-d float32 tensor; NaN or Inf where `x` holds one."""
     _check_tensor(x, "amax")
-    largest: Tensor = _amax_op(x, check_backend(backend))
+    largest: Tensor = torch.ops.dither.amax(x, check_backend(backend))
     return largest
 
 
@@ -299,7 +298,7 @@ def sample(
     if dtype.itemsize == 1 and torch.is_grad_enabled() and (w.requires_grad or b_t.requires_grad):
         raise UserError(f"A gradient of {dtype} would itself be {dtype}: sample under torch.no_grad(), or to bfloat16.")
     draw = _stream(stream, "sample").draw(step, (rows, columns), offset, w.device)
-    w_hat: Tensor = _sample_op(w, b_t, *_draw_arguments(draw), noise, block, dtype, check_backend(backend))[0]
+    w_hat: Tensor = torch.ops.dither.sample(w, b_t, *_draw_arguments(draw), noise, block, dtype, check_backend(backend))[0]
     return w_hat
 
 
@@ -330,7 +329,7 @@ def noise(
     if packed and kind == "uniform":
         raise UserError("Noise of the kind 'uniform' has no form of 4 bits, as its values are no integers: pass packed=False.")
     draw = _stream(stream, "noise").draw(step, size, offset, device)
-    op = _packed_noise_op if packed else _noise_op
+    op = torch.ops.dither.packed_noise if packed else torch.ops.dither.noise
     drawn: Tensor = op(draw.key, draw.step, *size, draw.row, draw.column, kind, check_backend(backend))
     return drawn
 
@@ -424,41 +423,18 @@ def _draw(x: Tensor, cast: Cast, stream: Stream | None, step: int | Tensor, offs
     return stream.draw(step, matrix_size(x), offset, x.device)
 
 
-def _check_finite(x: Tensor, cast: Cast, nan_passes: bool, inf_passes: bool) -> None:
-    """Raise if `x` holds a NaN or Inf that may not pass; the message says where the first one is."""
-    wrong = torch.zeros_like(x, dtype=torch.bool)
-    if not nan_passes:
-        wrong |= x.isnan()
-    if not inf_passes:
-        wrong |= x.isinf()
-    if bool(wrong.any()):
-        first = tuple(wrong.nonzero()[0].tolist())
-        value = x[first].item()
-        reason = f"{cast.element} has no NaN" if value != value else "an infinity has no place in a scaled or saturating cast"
-        raise UserError(
-            f"The tensor of shape {tuple(x.shape)} holds {int(wrong.sum())} value(s) that {str(cast)!r} cannot represent, "
-            f"the first {value} at {list(first)}: {reason}."
-        )
-
-
 def _check_scales(x: Tensor, cast: Cast, scale: Tensor, measured: bool) -> None:
     """After a cast: look at x again only if a scale is lost (or there is none to tell). Traced code cannot look."""
     if torch.compiler.is_compiling():
         return
     if cast.group.kind == "none" or not measured or _any_nan(scale):
-        _check_finite(x, cast, nan_passes=cast.element.nan, inf_passes=False)
-
-
-def _check_untold(x: Tensor, cast: Cast, amax: Tensor | None) -> None:
-    """Codes without NaN and without a scale that was measured have nowhere to keep one, so compiled code looks too."""
-    if not cast.element.nan and (cast.group.kind == "none" or (cast.group.kind == "tensor" and amax is not None)):
-        _check_finite(x, cast, nan_passes=False, inf_passes=False)
+        check_finite(x, cast, nan_passes=cast.element.nan, inf_passes=False)
 
 
 def _check_result(x: Tensor, cast: Cast, result: Tensor, inf_passes: bool) -> None:
     """The same for results in floating point, which show by themselves whether a look at x is due."""
     if not torch.compiler.is_compiling() and not bool(result.isfinite().all()):
-        _check_finite(x, cast, nan_passes=cast.element.nan, inf_passes=inf_passes)
+        check_finite(x, cast, nan_passes=cast.element.nan, inf_passes=inf_passes)
 
 
 def _any_nan(scale: Tensor) -> bool:
@@ -469,573 +445,6 @@ def _any_nan(scale: Tensor) -> bool:
     return bool(scale.isnan().any())
 
 
-# Operators -------------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _kernels_exist() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def _use_kernel(device: torch.device, backend: str) -> bool:
-    if backend == "reference" or (backend == "auto" and device.type != "cuda"):
-        return False
-    if not _kernels_exist():
-        raise UserError(
-            "The kernels need Triton, which is not installed: install the triton package, or pass backend='reference'."
-        )
-    if device.type != "cuda":
-        from dither.kernels import interpreted
-
-        if not interpreted():
-            raise UserError(
-                f"Kernels run on CUDA tensors, not on {device.type}; pass backend='reference', or set TRITON_INTERPRET=1 "
-                "before importing triton to run them slowly on the CPU."
-            )
-    return True
-
-
-def implementation(name: str, device: torch.device, backend: str) -> ModuleType:
-    """`dither.kernels.NAME` or `dither.reference.NAME`, which have the same functions."""
-    return _module("kernels" if _use_kernel(device, backend) else "reference", name)
-
-
-@functools.cache
-def _module(package: str, name: str) -> ModuleType:
-    return importlib.import_module(f"dither.{package}.{name}")
-
-
 def _draw_arguments(draw: Draw | None) -> tuple[int, Tensor | None, int, int]:
     """A draw as operator arguments (key, step, row, column)."""
     return (0, None, 0, 0) if draw is None else (draw.key, draw.step, draw.row, draw.column)
-
-
-def _draw_of(key: int, step: Tensor | None, row: int, column: int) -> Draw | None:
-    return None if step is None else Draw(key, step, row, column)
-
-
-def _container(name: str, cast: Cast) -> Format:
-    return Format.parse(name) if name else cast.element
-
-
-_LIBRARY = torch.library.Library("dither", "FRAGMENT")  # type: ignore[no-untyped-call]
-
-
-def _operator(function: Callable[..., Any], mutates: tuple[str, ...] = ()) -> Any:
-    """`torch.ops.dither.NAME` for a function `_NAME_op` that has no gradient and changes the arguments named `mutates`.
-
-    torch.library.custom_op would add 80 us to each call, for gradients and for comparing results with arguments, which is more
-    than the kernels of a layer take.
-    """
-    name = function.__name__.removeprefix("_").removesuffix("_op")
-    schema = torch.library.infer_schema(function, mutates_args=mutates)
-    _LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)  # type: ignore[no-untyped-call]
-    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    return getattr(torch.ops.dither, name)
-
-
-def _fake_of(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers what an operator returns where there is no data."""
-    register: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.library.register_fake(f"dither::{name}", lib=_LIBRARY)
-    return register
-
-
-@torch.library.custom_op("dither::random_bits", mutates_args=())
-def _random_bits_op(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, width: int, backend: str) -> Tensor:
-    code = implementation("philox", step.device, backend)
-    return code.random_bits(Draw(key, step, row, column), rows, columns, width)  # type: ignore[no-any-return]
-
-
-@_random_bits_op.register_fake
-def _(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, width: int, backend: str) -> Tensor:
-    return step.new_empty((rows, columns), dtype=torch.int32)
-
-
-@torch.library.custom_op("dither::round_to", mutates_args=())
-def _round_to_op(
-    x: Tensor,
-    format: str,
-    rounding: str,
-    saturate: bool,
-    key: int,
-    step: Tensor | None,
-    row: int,
-    column: int,
-    backend: str,
-) -> Tensor:
-    code = implementation("rounding", x.device, backend)
-    draw = _draw_of(key, step, row, column)
-    return code.round_to(x, Format.parse(format), Rounding.parse(rounding), saturate, draw)  # type: ignore[no-any-return]
-
-
-@_round_to_op.register_fake
-def _(
-    x: Tensor,
-    format: str,
-    rounding: str,
-    saturate: bool,
-    key: int,
-    step: Tensor | None,
-    row: int,
-    column: int,
-    backend: str,
-) -> Tensor:
-    return x.new_empty(x.shape, dtype=torch.float32)
-
-
-@torch.library.custom_op("dither::amax", mutates_args=())
-def _amax_op(x: Tensor, backend: str) -> Tensor:
-    return implementation("quantize", x.device, backend).amax(x)  # type: ignore[no-any-return]
-
-
-@_amax_op.register_fake
-def _(x: Tensor, backend: str) -> Tensor:
-    return x.new_empty((), dtype=torch.float32)
-
-
-@_operator
-def _product_op(
-    a: Tensor,
-    a_scale: Tensor | None,
-    a_tensor: Tensor | None,
-    a_cast: str,
-    b: Tensor,
-    b_scale: Tensor | None,
-    b_tensor: Tensor | None,
-    b_cast: str,
-    length: int,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    fast: bool,
-    emulate: bool,
-    where: str,
-) -> Tensor:
-    """A B^T + bias in `dtype`, for A [P, L] and B [Q, L] as `Operand` describes them; an uncast one has the cast ""."""
-    code = implementation("matmul", a.device, "auto")
-    left = _operand(a, a_scale, a_tensor, a_cast, length)
-    right = _operand(b, b_scale, b_tensor, b_cast, length)
-    return code.product(left, right, bias, dtype, fast=fast, emulate=emulate, where=where)  # type: ignore[no-any-return]
-
-
-@_fake_of("product")
-def _(
-    a: Tensor,
-    a_scale: Tensor | None,
-    a_tensor: Tensor | None,
-    a_cast: str,
-    b: Tensor,
-    b_scale: Tensor | None,
-    b_tensor: Tensor | None,
-    b_cast: str,
-    length: int,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    fast: bool,
-    emulate: bool,
-    where: str,
-) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
-
-
-def _operand(values: Tensor, scale: Tensor | None, tensor: Tensor | None, text: str, length: int) -> Operand:
-    if not text:
-        return Operand(values, length=length)
-    cast = Cast.parse(text)
-    if cast.group.kind == "none":
-        scale = None
-    elif scale is not None and scale.dtype != layout.scale_dtype(cast):
-        scale = scale.view(layout.scale_dtype(cast))
-    return Operand(values, scale, tensor if cast.scaling.kind == "nvfp4" else None, cast, length)
-
-
-@_operator
-def _quantize_op(
-    x: Tensor,
-    cast: str,
-    axis: int,
-    amax: Tensor | None,
-    container: str,
-    key: int,
-    step: Tensor | None,
-    row: int,
-    column: int,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    parsed = Cast.parse(cast)
-    _check_untold(x, parsed, amax)
-    code = implementation("quantize", x.device, backend)
-    draw = _draw_of(key, step, row, column)
-    return code.quantize(x, parsed, axis, draw, amax, _container(container, parsed))  # type: ignore[no-any-return]
-
-
-@_fake_of("quantize")
-def _(
-    x: Tensor,
-    cast: str,
-    axis: int,
-    amax: Tensor | None,
-    container: str,
-    key: int,
-    step: Tensor | None,
-    row: int,
-    column: int,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    parsed = Cast.parse(cast)
-    values, scale = layout.empty_outputs(x, parsed, axis, _container(container, parsed))
-    return values, scale, x.new_empty(() if parsed.scaling.kind == "nvfp4" else (0,), dtype=torch.float32)
-
-
-@torch.library.custom_op("dither::dequantize", mutates_args=())
-def _dequantize_op(
-    values: Tensor,
-    scale: Tensor,
-    tensor_scale: Tensor,
-    cast: str,
-    shape: list[int],
-    axis: int,
-    dtype: torch.dtype,
-    backend: str,
-) -> Tensor:
-    parsed = Cast.parse(cast)
-    code = implementation("quantize", values.device, backend)
-    scale = scale.view(layout.scale_dtype(parsed))
-    return code.dequantize(values, scale, tensor_scale, parsed, tuple(shape), axis, dtype)  # type: ignore[no-any-return]
-
-
-@_dequantize_op.register_fake
-def _(
-    values: Tensor,
-    scale: Tensor,
-    tensor_scale: Tensor,
-    cast: str,
-    shape: list[int],
-    axis: int,
-    dtype: torch.dtype,
-    backend: str,
-) -> Tensor:
-    return values.new_empty(shape, dtype=dtype)
-
-
-@torch.library.custom_op("dither::fake_quantize", mutates_args=())
-def _fake_quantize_op(
-    x: Tensor,
-    cast: str,
-    axis: int,
-    amax: Tensor | None,
-    key: int,
-    step: Tensor | None,
-    row: int,
-    column: int,
-    backend: str,
-) -> Tensor:
-    code = implementation("quantize", x.device, backend)
-    return code.fake_quantize(x, Cast.parse(cast), axis, _draw_of(key, step, row, column), amax)  # type: ignore[no-any-return]
-
-
-@_fake_quantize_op.register_fake
-def _(
-    x: Tensor,
-    cast: str,
-    axis: int,
-    amax: Tensor | None,
-    key: int,
-    step: Tensor | None,
-    row: int,
-    column: int,
-    backend: str,
-) -> Tensor:
-    place = layout.values_layout(tuple(x.shape), Cast.parse(cast), axis)
-    return place.restore(torch.empty_like(place.matrices(x)))
-
-
-def _straight_through(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return (grad, *[None] * 8)
-
-
-_fake_quantize_op.register_autograd(_straight_through)
-
-
-@_operator
-def _quantize_both_op(
-    x: Tensor,
-    cast: str,
-    amax: Tensor | None,
-    container: str,
-    key: int,
-    step: Tensor | None,
-    row: int,
-    column: int,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    parsed = Cast.parse(cast)
-    _check_untold(x, parsed, amax)
-    code = implementation("quantize", x.device, backend)
-    draw = _draw_of(key, step, row, column)
-    return code.quantize_both(x, parsed, draw, amax, _container(container, parsed))  # type: ignore[no-any-return]
-
-
-@_fake_of("quantize_both")
-def _(
-    x: Tensor,
-    cast: str,
-    amax: Tensor | None,
-    container: str,
-    key: int,
-    step: Tensor | None,
-    row: int,
-    column: int,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    parsed = Cast.parse(cast)
-    stored = _container(container, parsed)
-    measured = x.new_empty(() if parsed.scaling.kind == "delayed" else (0,), dtype=torch.float32)
-    return (*layout.empty_outputs(x, parsed, 1, stored), *layout.empty_outputs(x, parsed, 0, stored), measured)
-
-
-@functools.partial(_operator, mutates=("largest",))
-def _quantize_both_measured_op(
-    x: Tensor,
-    cast: str,
-    amax: Tensor | None,
-    container: str,
-    key: int,
-    step: Tensor | None,
-    row: int,
-    column: int,
-    backend: str,
-    largest: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """quantize_both for delayed scaling, which raises `largest` (0-d) to the largest magnitude of x on its way."""
-    parsed = Cast.parse(cast)
-    _check_untold(x, parsed, amax)
-    code = implementation("quantize", x.device, backend)
-    draw = _draw_of(key, step, row, column)
-    *outputs, _ = code.quantize_both(x, parsed, draw, amax, _container(container, parsed), largest=largest)
-    return tuple(outputs)
-
-
-@_fake_of("quantize_both_measured")
-def _(
-    x: Tensor,
-    cast: str,
-    amax: Tensor | None,
-    container: str,
-    key: int,
-    step: Tensor | None,
-    row: int,
-    column: int,
-    backend: str,
-    largest: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    parsed = Cast.parse(cast)
-    stored = _container(container, parsed)
-    return (*layout.empty_outputs(x, parsed, 1, stored), *layout.empty_outputs(x, parsed, 0, stored))
-
-
-def quantize_both_into(
-    x: Tensor,
-    cast: str,
-    amax: Tensor | None,
-    container: str,
-    step: Tensor | None,
-    largest: Tensor | None,
-    out: tuple[Tensor, Tensor, Tensor, Tensor],
-) -> None:
-    """What these operators do, into memory that is there. It is not one of them: nobody traces it."""
-    parsed = Cast.parse(cast)
-    _check_untold(x, parsed, amax)
-    code = implementation("quantize", x.device, "auto")
-    code.quantize_both(x, parsed, _draw_of(0, step, 0, 0), amax, _container(container, parsed), out, largest)
-
-
-# Sampled weights -------------------------------------------------------------------------------------------------------
-
-
-@torch.library.custom_op("dither::noise", mutates_args=())
-def _noise_op(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, kind: str, backend: str) -> Tensor:
-    """float32[rows, columns]: R, what a weight of that size draws; see `dither.reference.sampling`."""
-    code = implementation("sampling", step.device, backend)
-    return code.noise(Draw(key, step, row, column), rows, columns, kind)  # type: ignore[no-any-return]
-
-
-@_noise_op.register_fake
-def _(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, kind: str, backend: str) -> Tensor:
-    return step.new_empty((rows, columns), dtype=torch.float32)
-
-
-@torch.library.custom_op("dither::packed_noise", mutates_args=())
-def _packed_noise_op(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, kind: str, backend: str) -> Tensor:
-    """int32[rows, ceil(columns / 8)]: the same R in 4 bits, sign and magnitude."""
-    code = implementation("sampling", step.device, backend)
-    return code.packed_noise(Draw(key, step, row, column), rows, columns, kind)  # type: ignore[no-any-return]
-
-
-@_packed_noise_op.register_fake
-def _(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, kind: str, backend: str) -> Tensor:
-    return step.new_empty((rows, (columns + 7) // 8), dtype=torch.int32)
-
-
-def _corner(key: int, step: Tensor, row: int, column: int, block: int) -> Draw:
-    """The draw of a shard that begins where a block does. Rows that only the device knows are whole blocks too."""
-    if row % block or column % block:
-        raise UserError(f"A shard of a sampled weight begins where a block of {block} does, not at {(row, column)}.")
-    return Draw(key, step, row, column)
-
-
-@torch.library.custom_op("dither::sample", mutates_args=())
-def _sample_op(
-    w: Tensor,
-    b_t: Tensor,
-    key: int,
-    step: Tensor,
-    row: int,
-    column: int,
-    kind: str,
-    block: int,
-    dtype: torch.dtype,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    """(w_hat [N, K] in `dtype`, the largest magnitude of each block in float32)."""
-    code = implementation("sampling", w.device, backend)
-    w_hat, amax = code.sample(w, b_t, _corner(key, step, row, column, block), kind, block, dtype)
-    # An operator's result may not be its argument.
-    return w_hat.clone() if w_hat is w else w_hat, amax
-
-
-@_sample_op.register_fake
-def _(
-    w: Tensor,
-    b_t: Tensor,
-    key: int,
-    step: Tensor,
-    row: int,
-    column: int,
-    kind: str,
-    block: int,
-    dtype: torch.dtype,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    return w.new_empty(w.shape, dtype=dtype), torch.empty_like(b_t)
-
-
-def sample_into(w: Tensor, b_t: Tensor, step: Tensor, kind: str, block: int, out: tuple[Tensor, Tensor]) -> None:
-    """The operator's work on memory that is there, of which the first has the dtype of w_hat."""
-    implementation("sampling", w.device, "auto").sample(w, b_t, Draw(0, step), kind, block, out[0].dtype, out)
-
-
-@_operator
-def _resample_op(w: Tensor, b_t: Tensor, step: Tensor, kind: str, block: int, dtype: torch.dtype, after: Tensor) -> Tensor:
-    """The same w_hat in the backward pass. `after`, a gradient, is not read: it says that this cannot be done before.
-
-    With `sample` itself a compiler would see two equal calls, make one of them, and keep its result.
-    """
-    w_hat: Tensor = _sample_op(w, b_t, 0, step, 0, 0, kind, block, dtype, "auto")[0]
-    return w_hat
-
-
-@_fake_of("resample")
-def _(w: Tensor, b_t: Tensor, step: Tensor, kind: str, block: int, dtype: torch.dtype, after: Tensor) -> Tensor:
-    return w.new_empty(w.shape, dtype=dtype)
-
-
-@_operator
-def _bitwidths_op(bitwidth: Tensor, b_init: float, b_target: float, limit: float) -> Tensor:
-    """b_t. As an operator, so that compiled code rounds the product before the sum too: its own code would fuse the two."""
-    return bitwidth.mul(b_init - b_target).add_(b_target).clamp_(max=limit)
-
-
-@_fake_of("bitwidths")
-def _(bitwidth: Tensor, b_init: float, b_target: float, limit: float) -> Tensor:
-    return torch.empty_like(bitwidth)
-
-
-@_operator
-def _sample_backward_op(
-    grad: Tensor,
-    amax: Tensor,
-    b_t: Tensor,
-    key: int,
-    step: Tensor,
-    row: int,
-    column: int,
-    kind: str,
-    block: int,
-    dtype: torch.dtype,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    """(the gradient of w in `dtype`, that of b_t) from that of w_hat; `bitwidth_grad` spares a copy where dtypes agree."""
-    code = implementation("sampling", grad.device, backend)
-    grad_w, grad_b_t = code.sample_backward(grad, amax, b_t, _corner(key, step, row, column, block), kind, block, dtype)
-    return grad_w.clone(memory_format=torch.contiguous_format) if grad_w is grad else grad_w, grad_b_t
-
-
-@_fake_of("sample_backward")
-def _(
-    grad: Tensor,
-    amax: Tensor,
-    b_t: Tensor,
-    key: int,
-    step: Tensor,
-    row: int,
-    column: int,
-    kind: str,
-    block: int,
-    dtype: torch.dtype,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    return grad.new_empty(grad.shape, dtype=dtype), torch.empty_like(b_t)
-
-
-@_operator
-def _bitwidth_grad_op(
-    grad: Tensor,
-    amax: Tensor,
-    b_t: Tensor,
-    key: int,
-    step: Tensor,
-    row: int,
-    column: int,
-    kind: str,
-    block: int,
-    backend: str,
-) -> Tensor:
-    """The gradient of b_t alone, for when that of w_hat is that of w."""
-    code = implementation("sampling", grad.device, backend)
-    return code.bitwidth_grad(grad, amax, b_t, _corner(key, step, row, column, block), kind, block)  # type: ignore[no-any-return]
-
-
-@_fake_of("bitwidth_grad")
-def _(
-    grad: Tensor,
-    amax: Tensor,
-    b_t: Tensor,
-    key: int,
-    step: Tensor,
-    row: int,
-    column: int,
-    kind: str,
-    block: int,
-    backend: str,
-) -> Tensor:
-    return torch.empty_like(b_t)
-
-
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    w, b_t, ctx.key, step, ctx.row, ctx.column, ctx.kind, ctx.block, _, ctx.backend = inputs
-    ctx.dtype = w.dtype
-    ctx.save_for_backward(output[1], b_t, step)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _sample_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    amax, b_t, step = ctx.saved_tensors
-    rest = (ctx.key, step, ctx.row, ctx.column, ctx.kind, ctx.block)
-    if grad.dtype == ctx.dtype:
-        grad_w, grad_b_t = grad, _bitwidth_grad_op(grad, amax, b_t, *rest, ctx.backend)
-    else:
-        grad_w, grad_b_t = _sample_backward_op(grad, amax, b_t, *rest, ctx.dtype, ctx.backend)
-    return (grad_w, grad_b_t, *[None] * 8)
-
-
-_sample_op.register_autograd(_sample_gradients, setup_context=_keep_for_backward)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from dither import engines, ops
+from dither import engines, operators
 from dither.errors import UserError
 from dither.ops import INPUT_DTYPES
 from dither.precision import Cast, LayerPrecision
@@ -291,7 +291,7 @@ def outputs(held: Layouts) -> Outputs:
 def cast_weight_again(weight: Tensor, how: Casting, state: State, out: Outputs) -> None:
     """Both layouts of a weight into those of an earlier cast, which stay where they are."""
     (given, largest), drawn = state.weight_amax, _drawn(how, state, 1, moved=False)
-    ops.quantize_both_into(weight.detach(), how.cast, given, how.container, drawn, largest, out)
+    operators.quantize_both_into(weight.detach(), how.cast, given, how.container, drawn, largest, out)
 
 
 def _drawn(how: Casting, state: State, operand: int, *, moved: bool = True) -> Tensor | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dither import ops
+from dither import operators
 from dither.engines import ALIGNMENT, PRODUCTS, engine_for
 from dither.errors import UserError
 from dither.nn import functional, sampling
@@ -410,7 +410,7 @@ class Linear(nn.Linear):
         has, weight = self._how("sampling"), self.weight.detach()
         dtype = self._kept_dtype() if self.precision.weight is None else torch.float32
         if self._w_hat is not None and self._w_hat.dtype == dtype and self._w_hat.shape == weight.shape:
-            ops.sample_into(weight, self._b_t, self._draw, has.kind, has.block, (self._w_hat, self._w_amax))
+            operators.sample_into(weight, self._b_t, self._draw, has.kind, has.block, (self._w_hat, self._w_amax))
             return self._w_hat
         w_hat, amax = sampling.sample(weight, self._b_t, self._draw, has, dtype)
         _keep([(self, "_w_amax", amax)])

@@ -1,0 +1,608 @@
+"""The operators `torch.ops.dither.*`: Triton kernels on CUDA, the reference elsewhere, or what `backend` says.
+
+As operators they are one node of a graph that `torch.compile` makes, and the bits stay the same. They look at their arguments
+only where a result could not tell of a NaN; `dither.ops` has the functions that say what is wrong with arguments.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dither import layout
+from dither.errors import UserError
+from dither.formats import Format
+from dither.precision import Cast, Rounding
+from dither.random import Draw
+from dither.reference.matmul import Operand
+
+
+@functools.cache
+def _kernels_exist() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _use_kernel(device: torch.device, backend: str) -> bool:
+    if backend == "reference" or (backend == "auto" and device.type != "cuda"):
+        return False
+    if not _kernels_exist():
+        raise UserError(
+            "The kernels need Triton, which is not installed: install the triton package, or pass backend='reference'."
+        )
+    if device.type != "cuda":
+        from dither.kernels import interpreted
+
+        if not interpreted():
+            raise UserError(
+                f"Kernels run on CUDA tensors, not on {device.type}; pass backend='reference', or set TRITON_INTERPRET=1 "
+                "before importing triton to run them slowly on the CPU."
+            )
+    return True
+
+
+def implementation(name: str, device: torch.device, backend: str) -> ModuleType:
+    """`dither.kernels.NAME` or `dither.reference.NAME`, which have the same functions."""
+    return _module("kernels" if _use_kernel(device, backend) else "reference", name)
+
+
+@functools.cache
+def _module(package: str, name: str) -> ModuleType:
+    return importlib.import_module(f"dither.{package}.{name}")
+
+
+def _draw_of(key: int, step: Tensor | None, row: int, column: int) -> Draw | None:
+    return None if step is None else Draw(key, step, row, column)
+
+
+def _container(name: str, cast: Cast) -> Format:
+    return Format.parse(name) if name else cast.element
+
+
+_LIBRARY = torch.library.Library("dither", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def _operator(function: Callable[..., Any], mutates: tuple[str, ...] = ()) -> Any:
+    """`torch.ops.dither.NAME` for a function `_NAME_op` that has no gradient and changes the arguments named `mutates`.
+
+    torch.library.custom_op would add 80 us to each call, for gradients and for comparing results with arguments, which is more
+    than the kernels of a layer take.
+    """
+    name = function.__name__.removeprefix("_").removesuffix("_op")
+    schema = torch.library.infer_schema(function, mutates_args=mutates)
+    _LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    return getattr(torch.ops.dither, name)
+
+
+def _fake_of(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers what an operator returns where there is no data."""
+    register: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.library.register_fake(f"dither::{name}", lib=_LIBRARY)
+    return register
+
+
+def check_finite(x: Tensor, cast: Cast, nan_passes: bool, inf_passes: bool) -> None:
+    """Raise if `x` holds a NaN or Inf that may not pass; the message says where the first one is."""
+    wrong = torch.zeros_like(x, dtype=torch.bool)
+    if not nan_passes:
+        wrong |= x.isnan()
+    if not inf_passes:
+        wrong |= x.isinf()
+    if bool(wrong.any()):
+        first = tuple(wrong.nonzero()[0].tolist())
+        value = x[first].item()
+        reason = f"{cast.element} has no NaN" if value != value else "an infinity has no place in a scaled or saturating cast"
+        raise UserError(
+            f"The tensor of shape {tuple(x.shape)} holds {int(wrong.sum())} value(s) that {str(cast)!r} cannot represent, "
+            f"the first {value} at {list(first)}: {reason}."
+        )
+
+
+def _check_untold(x: Tensor, cast: Cast, amax: Tensor | None) -> None:
+    """Codes without NaN and without a scale that was measured have nowhere to keep one, so compiled code looks too."""
+    if not cast.element.nan and (cast.group.kind == "none" or (cast.group.kind == "tensor" and amax is not None)):
+        check_finite(x, cast, nan_passes=False, inf_passes=False)
+
+
+@torch.library.custom_op("dither::random_bits", mutates_args=())
+def _random_bits_op(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, width: int, backend: str) -> Tensor:
+    code = implementation("philox", step.device, backend)
+    return code.random_bits(Draw(key, step, row, column), rows, columns, width)  # type: ignore[no-any-return]
+
+
+@_random_bits_op.register_fake
+def _(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, width: int, backend: str) -> Tensor:
+    return step.new_empty((rows, columns), dtype=torch.int32)
+
+
+@torch.library.custom_op("dither::round_to", mutates_args=())
+def _round_to_op(
+    x: Tensor,
+    format: str,
+    rounding: str,
+    saturate: bool,
+    key: int,
+    step: Tensor | None,
+    row: int,
+    column: int,
+    backend: str,
+) -> Tensor:
+    code = implementation("rounding", x.device, backend)
+    draw = _draw_of(key, step, row, column)
+    return code.round_to(x, Format.parse(format), Rounding.parse(rounding), saturate, draw)  # type: ignore[no-any-return]
+
+
+@_round_to_op.register_fake
+def _(
+    x: Tensor,
+    format: str,
+    rounding: str,
+    saturate: bool,
+    key: int,
+    step: Tensor | None,
+    row: int,
+    column: int,
+    backend: str,
+) -> Tensor:
+    return x.new_empty(x.shape, dtype=torch.float32)
+
+
+@torch.library.custom_op("dither::amax", mutates_args=())
+def _amax_op(x: Tensor, backend: str) -> Tensor:
+    return implementation("quantize", x.device, backend).amax(x)  # type: ignore[no-any-return]
+
+
+@_amax_op.register_fake
+def _(x: Tensor, backend: str) -> Tensor:
+    return x.new_empty((), dtype=torch.float32)
+
+
+@_operator
+def _product_op(
+    a: Tensor,
+    a_scale: Tensor | None,
+    a_tensor: Tensor | None,
+    a_cast: str,
+    b: Tensor,
+    b_scale: Tensor | None,
+    b_tensor: Tensor | None,
+    b_cast: str,
+    length: int,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    fast: bool,
+    emulate: bool,
+    where: str,
+) -> Tensor:
+    """A B^T + bias in `dtype`, for A [P, L] and B [Q, L] as `Operand` describes them; an uncast one has the cast ""."""
+    code = implementation("matmul", a.device, "auto")
+    left = _operand(a, a_scale, a_tensor, a_cast, length)
+    right = _operand(b, b_scale, b_tensor, b_cast, length)
+    return code.product(left, right, bias, dtype, fast=fast, emulate=emulate, where=where)  # type: ignore[no-any-return]
+
+
+@_fake_of("product")
+def _(
+    a: Tensor,
+    a_scale: Tensor | None,
+    a_tensor: Tensor | None,
+    a_cast: str,
+    b: Tensor,
+    b_scale: Tensor | None,
+    b_tensor: Tensor | None,
+    b_cast: str,
+    length: int,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    fast: bool,
+    emulate: bool,
+    where: str,
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+
+
+def _operand(values: Tensor, scale: Tensor | None, tensor: Tensor | None, text: str, length: int) -> Operand:
+    if not text:
+        return Operand(values, length=length)
+    cast = Cast.parse(text)
+    if cast.group.kind == "none":
+        scale = None
+    elif scale is not None and scale.dtype != layout.scale_dtype(cast):
+        scale = scale.view(layout.scale_dtype(cast))
+    return Operand(values, scale, tensor if cast.scaling.kind == "nvfp4" else None, cast, length)
+
+
+@_operator
+def _quantize_op(
+    x: Tensor,
+    cast: str,
+    axis: int,
+    amax: Tensor | None,
+    container: str,
+    key: int,
+    step: Tensor | None,
+    row: int,
+    column: int,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    parsed = Cast.parse(cast)
+    _check_untold(x, parsed, amax)
+    code = implementation("quantize", x.device, backend)
+    draw = _draw_of(key, step, row, column)
+    return code.quantize(x, parsed, axis, draw, amax, _container(container, parsed))  # type: ignore[no-any-return]
+
+
+@_fake_of("quantize")
+def _(
+    x: Tensor,
+    cast: str,
+    axis: int,
+    amax: Tensor | None,
+    container: str,
+    key: int,
+    step: Tensor | None,
+    row: int,
+    column: int,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    parsed = Cast.parse(cast)
+    values, scale = layout.empty_outputs(x, parsed, axis, _container(container, parsed))
+    return values, scale, x.new_empty(() if parsed.scaling.kind == "nvfp4" else (0,), dtype=torch.float32)
+
+
+@torch.library.custom_op("dither::dequantize", mutates_args=())
+def _dequantize_op(
+    values: Tensor,
+    scale: Tensor,
+    tensor_scale: Tensor,
+    cast: str,
+    shape: list[int],
+    axis: int,
+    dtype: torch.dtype,
+    backend: str,
+) -> Tensor:
+    parsed = Cast.parse(cast)
+    code = implementation("quantize", values.device, backend)
+    scale = scale.view(layout.scale_dtype(parsed))
+    return code.dequantize(values, scale, tensor_scale, parsed, tuple(shape), axis, dtype)  # type: ignore[no-any-return]
+
+
+@_dequantize_op.register_fake
+def _(
+    values: Tensor,
+    scale: Tensor,
+    tensor_scale: Tensor,
+    cast: str,
+    shape: list[int],
+    axis: int,
+    dtype: torch.dtype,
+    backend: str,
+) -> Tensor:
+    return values.new_empty(shape, dtype=dtype)
+
+
+@torch.library.custom_op("dither::fake_quantize", mutates_args=())
+def _fake_quantize_op(
+    x: Tensor,
+    cast: str,
+    axis: int,
+    amax: Tensor | None,
+    key: int,
+    step: Tensor | None,
+    row: int,
+    column: int,
+    backend: str,
+) -> Tensor:
+    code = implementation("quantize", x.device, backend)
+    return code.fake_quantize(x, Cast.parse(cast), axis, _draw_of(key, step, row, column), amax)  # type: ignore[no-any-return]
+
+
+@_fake_quantize_op.register_fake
+def _(
+    x: Tensor,
+    cast: str,
+    axis: int,
+    amax: Tensor | None,
+    key: int,
+    step: Tensor | None,
+    row: int,
+    column: int,
+    backend: str,
+) -> Tensor:
+    place = layout.values_layout(tuple(x.shape), Cast.parse(cast), axis)
+    return place.restore(torch.empty_like(place.matrices(x)))
+
+
+def _straight_through(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return (grad, *[None] * 8)
+
+
+_fake_quantize_op.register_autograd(_straight_through)
+
+
+@_operator
+def _quantize_both_op(
+    x: Tensor,
+    cast: str,
+    amax: Tensor | None,
+    container: str,
+    key: int,
+    step: Tensor | None,
+    row: int,
+    column: int,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    parsed = Cast.parse(cast)
+    _check_untold(x, parsed, amax)
+    code = implementation("quantize", x.device, backend)
+    draw = _draw_of(key, step, row, column)
+    return code.quantize_both(x, parsed, draw, amax, _container(container, parsed))  # type: ignore[no-any-return]
+
+
+@_fake_of("quantize_both")
+def _(
+    x: Tensor,
+    cast: str,
+    amax: Tensor | None,
+    container: str,
+    key: int,
+    step: Tensor | None,
+    row: int,
+    column: int,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    parsed = Cast.parse(cast)
+    stored = _container(container, parsed)
+    measured = x.new_empty(() if parsed.scaling.kind == "delayed" else (0,), dtype=torch.float32)
+    return (*layout.empty_outputs(x, parsed, 1, stored), *layout.empty_outputs(x, parsed, 0, stored), measured)
+
+
+@functools.partial(_operator, mutates=("largest",))
+def _quantize_both_measured_op(
+    x: Tensor,
+    cast: str,
+    amax: Tensor | None,
+    container: str,
+    key: int,
+    step: Tensor | None,
+    row: int,
+    column: int,
+    backend: str,
+    largest: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """quantize_both for delayed scaling, which raises `largest` (0-d) to the largest magnitude of x on its way."""
+    parsed = Cast.parse(cast)
+    _check_untold(x, parsed, amax)
+    code = implementation("quantize", x.device, backend)
+    draw = _draw_of(key, step, row, column)
+    *outputs, _ = code.quantize_both(x, parsed, draw, amax, _container(container, parsed), largest=largest)
+    return tuple(outputs)
+
+
+@_fake_of("quantize_both_measured")
+def _(
+    x: Tensor,
+    cast: str,
+    amax: Tensor | None,
+    container: str,
+    key: int,
+    step: Tensor | None,
+    row: int,
+    column: int,
+    backend: str,
+    largest: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    parsed = Cast.parse(cast)
+    stored = _container(container, parsed)
+    return (*layout.empty_outputs(x, parsed, 1, stored), *layout.empty_outputs(x, parsed, 0, stored))
+
+
+def quantize_both_into(
+    x: Tensor,
+    cast: str,
+    amax: Tensor | None,
+    container: str,
+    step: Tensor | None,
+    largest: Tensor | None,
+    out: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> None:
+    """What these operators do, into memory that is there. It is not one of them: nobody traces it."""
+    parsed = Cast.parse(cast)
+    _check_untold(x, parsed, amax)
+    code = implementation("quantize", x.device, "auto")
+    code.quantize_both(x, parsed, _draw_of(0, step, 0, 0), amax, _container(container, parsed), out, largest)
+
+
+# Sampled weights -------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("dither::noise", mutates_args=())
+def _noise_op(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, kind: str, backend: str) -> Tensor:
+    """float32[rows, columns]: R, what a weight of that size draws; see `dither.reference.sampling`."""
+    code = implementation("sampling", step.device, backend)
+    return code.noise(Draw(key, step, row, column), rows, columns, kind)  # type: ignore[no-any-return]
+
+
+@_noise_op.register_fake
+def _(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, kind: str, backend: str) -> Tensor:
+    return step.new_empty((rows, columns), dtype=torch.float32)
+
+
+@torch.library.custom_op("dither::packed_noise", mutates_args=())
+def _packed_noise_op(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, kind: str, backend: str) -> Tensor:
+    """int32[rows, ceil(columns / 8)]: the same R in 4 bits, sign and magnitude."""
+    code = implementation("sampling", step.device, backend)
+    return code.packed_noise(Draw(key, step, row, column), rows, columns, kind)  # type: ignore[no-any-return]
+
+
+@_packed_noise_op.register_fake
+def _(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, kind: str, backend: str) -> Tensor:
+    return step.new_empty((rows, (columns + 7) // 8), dtype=torch.int32)
+
+
+def _corner(key: int, step: Tensor, row: int, column: int, block: int) -> Draw:
+    """The draw of a shard that begins where a block does. Rows that only the device knows are whole blocks too."""
+    if row % block or column % block:
+        raise UserError(f"A shard of a sampled weight begins where a block of {block} does, not at {(row, column)}.")
+    return Draw(key, step, row, column)
+
+
+@torch.library.custom_op("dither::sample", mutates_args=())
+def _sample_op(
+    w: Tensor,
+    b_t: Tensor,
+    key: int,
+    step: Tensor,
+    row: int,
+    column: int,
+    kind: str,
+    block: int,
+    dtype: torch.dtype,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """(w_hat [N, K] in `dtype`, the largest magnitude of each block in float32)."""
+    code = implementation("sampling", w.device, backend)
+    w_hat, amax = code.sample(w, b_t, _corner(key, step, row, column, block), kind, block, dtype)
+    # An operator's result may not be its argument.
+    return w_hat.clone() if w_hat is w else w_hat, amax
+
+
+@_sample_op.register_fake
+def _(
+    w: Tensor,
+    b_t: Tensor,
+    key: int,
+    step: Tensor,
+    row: int,
+    column: int,
+    kind: str,
+    block: int,
+    dtype: torch.dtype,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    return w.new_empty(w.shape, dtype=dtype), torch.empty_like(b_t)
+
+
+def sample_into(w: Tensor, b_t: Tensor, step: Tensor, kind: str, block: int, out: tuple[Tensor, Tensor]) -> None:
+    """The operator's work on memory that is there, of which the first has the dtype of w_hat."""
+    implementation("sampling", w.device, "auto").sample(w, b_t, Draw(0, step), kind, block, out[0].dtype, out)
+
+
+@_operator
+def _resample_op(w: Tensor, b_t: Tensor, step: Tensor, kind: str, block: int, dtype: torch.dtype, after: Tensor) -> Tensor:
+    """The same w_hat in the backward pass. `after`, a gradient, is not read: it says that this cannot be done before.
+
+    With `sample` itself a compiler would see two equal calls, make one of them, and keep its result.
+    """
+    w_hat: Tensor = _sample_op(w, b_t, 0, step, 0, 0, kind, block, dtype, "auto")[0]
+    return w_hat
+
+
+@_fake_of("resample")
+def _(w: Tensor, b_t: Tensor, step: Tensor, kind: str, block: int, dtype: torch.dtype, after: Tensor) -> Tensor:
+    return w.new_empty(w.shape, dtype=dtype)
+
+
+@_operator
+def _bitwidths_op(bitwidth: Tensor, b_init: float, b_target: float, limit: float) -> Tensor:
+    """b_t. As an operator, so that compiled code rounds the product before the sum too: its own code would fuse the two."""
+    return bitwidth.mul(b_init - b_target).add_(b_target).clamp_(max=limit)
+
+
+@_fake_of("bitwidths")
+def _(bitwidth: Tensor, b_init: float, b_target: float, limit: float) -> Tensor:
+    return torch.empty_like(bitwidth)
+
+
+@_operator
+def _sample_backward_op(
+    grad: Tensor,
+    amax: Tensor,
+    b_t: Tensor,
+    key: int,
+    step: Tensor,
+    row: int,
+    column: int,
+    kind: str,
+    block: int,
+    dtype: torch.dtype,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """(the gradient of w in `dtype`, that of b_t) from that of w_hat; `bitwidth_grad` spares a copy where dtypes agree."""
+    code = implementation("sampling", grad.device, backend)
+    grad_w, grad_b_t = code.sample_backward(grad, amax, b_t, _corner(key, step, row, column, block), kind, block, dtype)
+    return grad_w.clone(memory_format=torch.contiguous_format) if grad_w is grad else grad_w, grad_b_t
+
+
+@_fake_of("sample_backward")
+def _(
+    grad: Tensor,
+    amax: Tensor,
+    b_t: Tensor,
+    key: int,
+    step: Tensor,
+    row: int,
+    column: int,
+    kind: str,
+    block: int,
+    dtype: torch.dtype,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    return grad.new_empty(grad.shape, dtype=dtype), torch.empty_like(b_t)
+
+
+@_operator
+def _bitwidth_grad_op(
+    grad: Tensor,
+    amax: Tensor,
+    b_t: Tensor,
+    key: int,
+    step: Tensor,
+    row: int,
+    column: int,
+    kind: str,
+    block: int,
+    backend: str,
+) -> Tensor:
+    """The gradient of b_t alone, for when that of w_hat is that of w."""
+    code = implementation("sampling", grad.device, backend)
+    return code.bitwidth_grad(grad, amax, b_t, _corner(key, step, row, column, block), kind, block)  # type: ignore[no-any-return]
+
+
+@_fake_of("bitwidth_grad")
+def _(
+    grad: Tensor,
+    amax: Tensor,
+    b_t: Tensor,
+    key: int,
+    step: Tensor,
+    row: int,
+    column: int,
+    kind: str,
+    block: int,
+    backend: str,
+) -> Tensor:
+    return torch.empty_like(b_t)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    w, b_t, ctx.key, step, ctx.row, ctx.column, ctx.kind, ctx.block, _, ctx.backend = inputs
+    ctx.dtype = w.dtype
+    ctx.save_for_backward(output[1], b_t, step)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _sample_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    amax, b_t, step = ctx.saved_tensors
+    rest = (ctx.key, step, ctx.row, ctx.column, ctx.kind, ctx.block)
+    if grad.dtype == ctx.dtype:
+        grad_w, grad_b_t = grad, _bitwidth_grad_op(grad, amax, b_t, *rest, ctx.backend)
+    else:
+        grad_w, grad_b_t = _sample_backward_op(grad, amax, b_t, *rest, ctx.dtype, ctx.backend)
+    return (grad_w, grad_b_t, *[None] * 8)
+
+
+_sample_op.register_autograd(_sample_gradients, setup_context=_keep_for_backward)
