@@ -136,17 +136,7 @@ def _round_to_op(
 
 
 @_round_to_op.register_fake
-def _(
-    x: Tensor,
-    format: str,
-    rounding: str,
-    saturate: bool,
-    key: int,
-    step: Tensor | None,
-    row: int,
-    column: int,
-    backend: str,
-) -> Tensor:
+def _(x: Tensor, *_: object, **__: object) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.float32)
 
 
@@ -237,16 +227,7 @@ def _quantize_op(
 
 @_fake_of("quantize")
 def _(
-    x: Tensor,
-    cast: str,
-    axis: int,
-    amax: Tensor | None,
-    container: str,
-    key: int,
-    step: Tensor | None,
-    row: int,
-    column: int,
-    backend: str,
+    x: Tensor, cast: str, axis: int, amax: Tensor | None, container: str, *_: object, **__: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     parsed = Cast.parse(cast)
     values, scale = layout.empty_outputs(x, parsed, axis, _container(container, parsed))
@@ -301,17 +282,7 @@ def _fake_quantize_op(
 
 
 @_fake_quantize_op.register_fake
-def _(
-    x: Tensor,
-    cast: str,
-    axis: int,
-    amax: Tensor | None,
-    key: int,
-    step: Tensor | None,
-    row: int,
-    column: int,
-    backend: str,
-) -> Tensor:
+def _(x: Tensor, cast: str, axis: int, *_: object, **__: object) -> Tensor:
     place = layout.values_layout(tuple(x.shape), Cast.parse(cast), axis)
     return place.restore(torch.empty_like(place.matrices(x)))
 
@@ -344,15 +315,7 @@ def _quantize_both_op(
 
 @_fake_of("quantize_both")
 def _(
-    x: Tensor,
-    cast: str,
-    amax: Tensor | None,
-    container: str,
-    key: int,
-    step: Tensor | None,
-    row: int,
-    column: int,
-    backend: str,
+    x: Tensor, cast: str, amax: Tensor | None, container: str, *_: object, **__: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     parsed = Cast.parse(cast)
     stored = _container(container, parsed)
@@ -384,16 +347,7 @@ def _quantize_both_measured_op(
 
 @_fake_of("quantize_both_measured")
 def _(
-    x: Tensor,
-    cast: str,
-    amax: Tensor | None,
-    container: str,
-    key: int,
-    step: Tensor | None,
-    row: int,
-    column: int,
-    backend: str,
-    largest: Tensor,
+    x: Tensor, cast: str, amax: Tensor | None, container: str, *_: object, **__: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     parsed = Cast.parse(cast)
     stored = _container(container, parsed)
@@ -573,18 +527,7 @@ def _bitwidth_grad_op(
 
 
 @_fake_of("bitwidth_grad")
-def _(
-    grad: Tensor,
-    amax: Tensor,
-    b_t: Tensor,
-    key: int,
-    step: Tensor,
-    row: int,
-    column: int,
-    kind: str,
-    block: int,
-    backend: str,
-) -> Tensor:
+def _(grad: Tensor, amax: Tensor, b_t: Tensor, *_: object, **__: object) -> Tensor:
     return torch.empty_like(b_t)
 
 
