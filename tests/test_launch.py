@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from dither.kernels import Launch  # noqa: E402
+from dither.kernels import Launch
 
 
 class Kernel:

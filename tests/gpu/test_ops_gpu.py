@@ -55,3 +55,28 @@ def test_a_captured_graph_follows_the_step() -> None:
         step.fill_(number)
         graph.replay()
         assert pairs.differing(captured, dither.quantize(x, cast, stream=STREAM, step=number).values) == 0
+
+
+@pytest.mark.parametrize(
+    "text", ["e4m3 tile(128)", "e4m3 tensor", "e2m1 block(128) fp32 nearest", "e2m1 tile(128) fp32 stochastic(16)"]
+)
+def test_kept_launches_serve_any_alignment(text: str) -> None:
+    """Tensors that begin elsewhere, and come back: each start, first or kept, gives the reference's bits."""
+    cast, flat = Cast.parse(text), torch.randn(256 * 384 + 8, device="cuda", dtype=torch.bfloat16)
+    matrices = [flat[start : start + 256 * 384].view(256, 384) for start in (0, 1, 4, 8)]
+    for x in [*matrices, *reversed(matrices), matrices[0][:, :256], matrices[1].T]:
+        assert pairs.check_both(x, cast) == 0
+        assert pairs.check_quantize(x, cast, 0) == 0
+
+
+def test_codes_written_again_are_those_of_a_new_cast() -> None:
+    """Into the memory of an earlier one, and magnitudes into a sum that is there."""
+    cast, amax = Cast.parse("e4m3 tensor delayed(4)"), torch.tensor(3.0, device="cuda")
+    x, y = (torch.randn(256, 384, device="cuda") for _ in range(2))
+    largest = torch.zeros((), device="cuda")
+    *held, _ = torch.ops.dither.quantize_both(x, str(cast), amax, "", 0, None, 0, 0, "kernel")
+    dither.operators.quantize_both_into(y, str(cast), amax, "", None, largest, tuple(held))
+    *expected, measured = torch.ops.dither.quantize_both(y, str(cast), amax, "", 0, None, 0, 0, "reference")
+    assert sum(map(pairs.differing, expected, held)) == 0
+    torch.ops.dither.quantize_both_measured(x, str(cast), amax, "", 0, None, 0, 0, "kernel", largest)
+    assert largest == torch.maximum(measured, x.abs().amax())
