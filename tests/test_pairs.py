@@ -14,6 +14,7 @@ import dither
 from dither import Cast
 from dither.formats import Format
 from dither.reference import adamw, dynamic, sampling
+from dither.reference import quantize as reference_quantize
 from dither.update import Update
 
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
@@ -21,6 +22,7 @@ tl = pytest.importorskip("triton.language", reason="the kernels need Triton")
 
 from dither.kernels import adamw as kernel_adamw  # noqa: E402
 from dither.kernels import dynamic as kernel_dynamic  # noqa: E402
+from dither.kernels import quantize as kernel_quantize  # noqa: E402
 from dither.kernels import sampling as kernel_sampling  # noqa: E402
 
 
@@ -202,6 +204,30 @@ def test_amax(dtype: torch.dtype, device: str) -> None:
     for value in (torch.inf, torch.nan):
         x[2, 3] = value
         assert pairs.check_amax(x[:40]) == 0
+
+
+@pytest.mark.parametrize("text", ["e4m3 tile(128)", "e4m3 row", "e2m1 block(32)", "e5m2 tensor delayed(4)"])
+def test_both_layouts_into_memory_that_is_there(text: str, device: str) -> None:
+    """The codes of another matrix give way, and a largest magnitude only rises."""
+    cast = Cast.parse(text)
+    old, new = (pairs.hard_values(40, 160, torch.float32, seed, device).nan_to_num(0, 9, -9) for seed in (21, 22))
+    amax = torch.tensor(7.0, device=device) if cast.scaling.kind == "delayed" else None
+    results = []
+    for code in (reference_quantize, kernel_quantize):
+        *held, _ = code.quantize_both(old, cast, None, amax, cast.element)
+        places = [part.data_ptr() for part in held]
+        largest = torch.tensor(1.5, device=device) if amax is not None else None
+        *found, measured = code.quantize_both(new, cast, None, amax, cast.element, tuple(held), largest)
+        assert [part.data_ptr() for part in found] == places
+        if largest is not None:
+            assert largest == measured == max(1.5, new.abs().max())
+            smaller = code.quantize_both(new * 0.5, cast, None, amax, cast.element, tuple(held), largest)[-1]
+            assert smaller == max(1.5, new.abs().max())
+            code.quantize_both(new, cast, None, amax, cast.element, tuple(held), largest)
+        results.append(found)
+    fresh = kernel_quantize.quantize_both(new, cast, None, amax, cast.element)[:4]
+    assert sum(map(pairs.differing, results[0], results[1])) == 0
+    assert sum(map(pairs.differing, results[0], fresh)) == 0
 
 
 def test_ties(device: str) -> None:
