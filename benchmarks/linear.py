@@ -21,7 +21,8 @@ from triton.testing import do_bench_cudagraph
 
 from dither.nn import functional
 from dither.nn.functional import Amax
-from dither.nn.linear import Linear, training_step
+from dither.nn.linear import Linear
+from dither.nn.step import training_step
 from dither.precision import LayerPrecision
 from dither.recipes import recipe
 

@@ -44,6 +44,7 @@ ORDER = [
     "dither.nn.functional",
     "dither.nn.sampling",
     "dither.nn.linear",
+    "dither.nn.step",
     "dither.nn.experts",
     "dither.nn.guidance",
     "dither.nn.convert",

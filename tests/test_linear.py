@@ -21,7 +21,8 @@ import dither
 from dither import Cast, Stream, UserError
 from dither.nn import functional
 from dither.nn.functional import State
-from dither.nn.linear import Linear, training_step
+from dither.nn.linear import Linear
+from dither.nn.step import training_step
 from dither.precision import LayerPrecision
 from dither.reference import quantize
 

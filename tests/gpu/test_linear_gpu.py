@@ -15,7 +15,8 @@ from torch.nn import functional as F  # noqa: N812
 
 import dither
 from dither import Cast, Stream, UserError
-from dither.nn.linear import Linear, training_step
+from dither.nn.linear import Linear
+from dither.nn.step import training_step
 from dither.precision import LayerPrecision
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

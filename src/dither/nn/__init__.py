@@ -13,7 +13,7 @@ from dither.nn.guidance import bitwidth_loss as bitwidth_loss
 from dither.nn.guidance import param_groups as param_groups
 from dither.nn.guidance import sampling_parameters as sampling_parameters
 from dither.nn.linear import Linear as Linear
-from dither.nn.linear import training_step as training_step
+from dither.nn.step import training_step as training_step
 from dither.nn.targets import Targets as Targets
 from dither.nn.targets import choose_targets as choose_targets
 from dither.nn.targets import measure_rise as measure_rise
