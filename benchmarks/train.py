@@ -120,7 +120,9 @@ def measure(size: str, mode: str, arguments: argparse.Namespace) -> dict:
     # Layers that differ in constants are traced one by one; past the limit dynamo would run them uncompiled, in silence.
     torch._dynamo.config.recompile_limit = 4 * config.num_hidden_layers + 8
     torch._dynamo.config.fail_on_recompile_limit_hit = True
+    began = time.perf_counter()
     model, optimizer, context = build(size, mode, arguments.device, arguments.peer, arguments.compile, arguments.layers)
+    built = time.perf_counter()
     random = torch.Generator(arguments.device).manual_seed(1)
     steps = itertools.count()
 
@@ -139,6 +141,8 @@ def measure(size: str, mode: str, arguments: argparse.Namespace) -> dict:
         step()
     if cuda:
         torch.cuda.synchronize()
+    warm = time.perf_counter()
+    if cuda:
         torch.cuda.reset_peak_memory_stats()
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(arguments.steps + 1)]
         marks[0].record()
@@ -166,6 +170,8 @@ def measure(size: str, mode: str, arguments: argparse.Namespace) -> dict:
         "slowest_ms": max(times),
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
         "loss": loss.item(),
+        "build_s": built - began,
+        "warmup_s": warm - built,
         "profile": profile(step, cuda) if arguments.profile else None,
         "host_profile": host_profile(step) if arguments.profile else None,
         "device": torch.cuda.get_device_name() if cuda else "cpu",
@@ -231,10 +237,12 @@ def command(words: list[str]) -> list[str]:
 def separately(size: str, mode: str, arguments: argparse.Namespace) -> dict:
     """`measure` in a process of its own; a failure becomes its last line."""
     words = [*command([*sys.argv[1:], "--sizes", size, "--modes", mode]), *["--profile"] * arguments.profile]
+    began = time.perf_counter()
     run = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     lines = run.stdout.strip().splitlines()
     if run.returncode == 0:
-        return json.loads(next(line for line in reversed(lines) if line.startswith('{"size"')))
+        result = json.loads(next(line for line in reversed(lines) if line.startswith('{"size"')))
+        return {**result, "process_s": time.perf_counter() - began}
     if arguments.verbose:
         print(run.stdout, file=sys.stderr)
     # An exception's own line, where one can be told from the remarks that torch prints below it.
