@@ -57,6 +57,8 @@ ORDER = [
     "dither.optim.adam_mini",
     "dither.optim.modes",
     "dither.optim",
+    "dither.snip.solve",
+    "dither.snip",
     "dither.models.llama",
     "dither.models",
     "dither.doctor",

@@ -1,0 +1,6 @@
+"""Choosing each layer's precision by what it does to training."""
+
+from dither.snip.solve import Solution as Solution
+from dither.snip.solve import frontier as frontier
+from dither.snip.solve import largest_target as largest_target
+from dither.snip.solve import solve as solve
