@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from dither import UserError
 from dither.models import PRESETS, Llama, LlamaConfig, compile_blocks
-from dither.models.llama import IGNORE, cross_entropy
+from dither.models.causal import IGNORE, cross_entropy
 
 TINY = PRESETS["tiny"]
 VARIANTS = {
