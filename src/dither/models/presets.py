@@ -34,7 +34,7 @@ def preset(name: str, **changes: Any) -> Config:
     >>> preset("gpt2-124m", vocab_size=8192, n_positions=2048).vocab_size
     8192
     """
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         hint = did_you_mean(name, PRESETS) if isinstance(name, str) else ""
         raise UserError(f"There is no model {name!r}{hint}: there are {', '.join(PRESETS)}.")
     known = [field.name for field in dataclasses.fields(PRESETS[name])]
