@@ -515,7 +515,7 @@ def test_a_wrapped_model_is_converted_compiled_trained_and_saved(tmp_path):
     assert {module.name: module.reason for module in record.left_alone}["hf.lm_head"] == "the output layer"
     assert set(dither.optim.roles(model)) == {name for name, _ in model.named_parameters()}
     graphs = []
-    compile_blocks(model, backend=lambda graph, _: graphs.append(graph) or graph.forward, fullgraph=False)
+    compile_blocks(model, backend=lambda graph, _: graphs.append(graph) or graph.forward)
     with dither.training_step(model, step=0):
         model(TOKENS, TOKENS).backward()
     assert graphs
