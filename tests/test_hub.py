@@ -304,12 +304,12 @@ HOSTILE = {
     "huge matrices": (config_with(n_embd=1 << 28, n_inner=1 << 28), r"has shape \[\d+.*\], and its config asks for"),
     "more layers": (
         config_with(n_layer=3),
-        "lacks tensors that its config does ask for: 'transformer.h.2.ln_1.weight'.* 9 more",
+        "lacks tensors that its config asks for: 'transformer.h.2.ln_1.weight'.* 9 more",
     ),
     "fewer layers": (config_with(n_layer=1), "also has tensors that its config does not ask for: 'transformer.h.1"),
     "more words": (config_with(vocab_size=65), r"'transformer.wte.weight' .* has shape \[64, 32\], and .* asks for \[65, 32\]"),
-    "untied": (config_with(tie_word_embeddings=False), "lacks tensors that its config does ask for: 'lm_head.weight'"),
-    "a tensor missing": (tensors_with(**{NORM: None}), f"lacks tensors that its config does ask for: '{NORM}'"),
+    "untied": (config_with(tie_word_embeddings=False), "lacks tensors that its config asks for: 'lm_head.weight'"),
+    "a tensor missing": (tensors_with(**{NORM: None}), f"lacks tensors that its config asks for: '{NORM}'"),
     "a tensor too many": (tensors_with(extra=torch.ones(2)), "also has tensors that its config does not ask for: 'extra'"),
     "a tensor with a path": (tensors_with(**{"../../x": torch.ones(2)}), "does not ask for: '../../x'"),
     "a wrong shape": (tensors_with(**{NORM: torch.ones(33)}), rf"'{NORM}' .* has shape \[33\], and its config asks for \[32\]"),
@@ -387,6 +387,32 @@ def test_llamas_that_are_not_ours(changes, words, tmp_path):
         load_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"device": "gpu"}, "no device 'gpu'"),
+        ({"device": 1.5}, "no device 1.5"),
+        ({"dtype": torch.int8}, "not in torch.int8"),
+        ({"dtype": "bf16"}, "not in 'bf16'"),
+        pytest.param(
+            {"device": "cuda"},
+            "'cuda' takes a GPU, and torch finds none here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+    ],
+)
+def test_places_that_there_are_not(options, words, saved, tmp_path):
+    for name, data in saved.items():
+        (tmp_path / name).write_bytes(data)
+    for make in (
+        lambda: load_pretrained(tmp_path, **options),
+        lambda: hf(tmp_path, **options),
+        lambda: build("tiny", **options),
+    ):
+        with pytest.raises(UserError, match=words):
+            make()
+
+
 def test_flipped_bits_of_headers_never_give_another_error(saved, tmp_path):
     """Each of 300 bits of the header, spread over it: an error of ours, or weights of the right shapes."""
     for name, data in saved.items():
@@ -448,6 +474,8 @@ def test_a_model_of_two_dtypes_is_not_saved(tmp_path):
 
 def test_without_transformers(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UserError, match="seed is an integer from 0 to"):
+        hf("some/folder", seed=-1)
     with pytest.raises(UserError, match="'some/folder' takes transformers, which is not installed: pip install transformers"):
         hf("some/folder")
 

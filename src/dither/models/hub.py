@@ -27,7 +27,7 @@ from dither.errors import UserError
 from dither.models.causal import CausalLM
 from dither.models.gpt2 import GPT2, GPT2Config
 from dither.models.llama import Llama, LlamaConfig
-from dither.models.presets import Config, empty, skeleton
+from dither.models.presets import Config, check_place, check_seed, empty, skeleton
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
@@ -205,6 +205,7 @@ def load_pretrained(
     Traceback (most recent call last):
     dither.errors.UserError: A model is a folder with config.json and model.safetensors, and there is no folder 'nowhere'.
     """
+    check_place(device, dtype or torch.float32)
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"A model is a folder with {CONFIG} and {WEIGHTS}, and there is no folder {str(folder)!r}.")
@@ -266,15 +267,13 @@ def _compare(
     """Raise unless the tensors are exactly those that the config asks for."""
     free = {"lm_head.weight"} if config.tie_word_embeddings else set()
     for what, names in (
-        ("lacks", [name for name in expected if name not in places and name not in free]),
-        ("also has", [name for name in places if name not in expected]),
+        ("lacks tensors that its config asks for", [name for name in expected if name not in places and name not in free]),
+        ("also has tensors that its config does not ask for", [name for name in places if name not in expected]),
     ):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             listed = ", ".join(repr(name[:200]) for name in names[:3])
-            raise UserError(
-                f"{folder} {what} tensors that its config does{' not' * (what != 'lacks')} ask for: {listed}{more}."
-            )
+            raise UserError(f"{folder} {what}: {listed}{more}.")
     for name, (file, stored) in places.items():
         if (shape := list(files[file].get_slice(stored).get_shape())) != expected[name]:
             raise UserError(
@@ -483,6 +482,8 @@ def hf(source: Any, *, seed: int = 0, device: torch.device | str = "cpu", dtype:
     transformers; the model then has first weights of `seed`, float32 unless `dtype` says otherwise. No code that comes with a
     model is run.
     """
+    check_seed(seed)
+    check_place(device, dtype or torch.float32)
     try:
         import transformers
     except ImportError:

@@ -65,11 +65,9 @@ def build(
     torch.Size([300, 128])
     """
     config = preset(name_or_config) if isinstance(name_or_config, str) else name_or_config
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
-        raise UserError(f"A model is built in float32, bfloat16, float16 or float64, not {dtype!r}.")
     if vocab_size is not None:
         config = dataclasses.replace(_known(config), vocab_size=vocab_size)
-    Stream(seed, "init", "")  # so that a wrong seed is found before anything is built
+    check_seed(seed)
     model = empty(config, device, dtype)
     model.initialize(lambda name, parameter, deviation: _draw(Stream(seed, "init", name), parameter, deviation))
     return model
@@ -83,9 +81,27 @@ def skeleton(config: Config) -> Llama | GPT2:
 
 def empty(config: Config, device: torch.device | str, dtype: torch.dtype) -> Llama | GPT2:
     """The model of a config in memory that holds anything yet."""
+    check_place(device, dtype)
     model = skeleton(config).to(dtype).to_empty(device=device)
     model.tie()
     return model
+
+
+def check_seed(seed: int) -> None:
+    """Raise unless a stream takes the seed, before anything is built."""
+    Stream(seed, "init", "")
+
+
+def check_place(device: torch.device | str, dtype: torch.dtype) -> None:
+    """Raise unless a model can be on that device and in that dtype."""
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+        raise UserError(f"A model is in float32, bfloat16, float16 or float64, not in {dtype!r}.")
+    try:
+        kind = torch.device(device).type
+    except (RuntimeError, TypeError):
+        raise UserError(f"There is no device {device!r}: 'cpu' and 'cuda' are devices.") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"The device {str(device)!r} takes a GPU, and torch finds none here: 'cpu' would work.")
 
 
 def _known(config: Config) -> Config:
