@@ -1,6 +1,19 @@
-"""Small, plain language models with Hugging Face's parameter names."""
+"""Small, plain language models with Hugging Face's parameter names, and any of Hugging Face's own."""
 
-from dither.models.llama import PRESETS as PRESETS
+from dither.models.causal import CausalLM as CausalLM
+from dither.models.causal import compile_blocks as compile_blocks
+from dither.models.generation import generate as generate
+from dither.models.gpt2 import GPT2 as GPT2
+from dither.models.gpt2 import GPT2Config as GPT2Config
+from dither.models.hub import HuggingFace as HuggingFace
+from dither.models.hub import hf as hf
+from dither.models.hub import load_pretrained as load_pretrained
+from dither.models.hub import save_pretrained as save_pretrained
 from dither.models.llama import Llama as Llama
 from dither.models.llama import LlamaConfig as LlamaConfig
-from dither.models.llama import compile_blocks as compile_blocks
+from dither.models.presets import PRESETS as PRESETS
+from dither.models.presets import Config as Config
+from dither.models.presets import build as build
+from dither.models.presets import flops_per_token as flops_per_token
+from dither.models.presets import parameter_count as parameter_count
+from dither.models.presets import preset as preset

@@ -14,12 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dither.errors import UserError
-
-IGNORE = -100
-"""A target that does not count, as in `torch.nn.functional.cross_entropy`."""
-
-LOSS_CHUNK = 4096
-"""Tokens whose float32 logits are in memory at once: 0.5 GiB of them with 32,000 words."""
+from dither.models.causal import PlainLM, check_fields, normal_from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,17 +52,7 @@ class LlamaConfig:
     """Standard deviation of every matrix at the start; norms start at one."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "key_value_heads",
-            "vocab_size",
-            "max_position_embeddings",
-        ):
-            if not isinstance(value := getattr(self, name), int) or isinstance(value, bool) or value < 1:
-                raise UserError(f"LlamaConfig.{name.replace('key_v', 'num_key_v')} is a positive integer, not {value!r}.")
+        check_fields(self)
         if self.hidden_size % (2 * self.num_attention_heads):
             raise UserError(
                 f"A hidden size of {self.hidden_size} does not split into {self.num_attention_heads} heads of an even size; "
@@ -214,7 +199,7 @@ class Backbone(nn.Module):
         return out_BSD
 
 
-class Llama(nn.Module):
+class Llama(PlainLM):
     """A Llama: matrices start as normal numbers of deviation `config.initializer_range` (from `generator`), norms as ones.
 
     `model(tokens)` with int64 tokens [B, S] gives logits [B, S, V]. `model(tokens, targets)` gives the mean cross entropy,
@@ -230,84 +215,27 @@ class Llama(nn.Module):
     >>> loss.backward()
     """
 
+    config: LlamaConfig
+
     def __init__(self, config: LlamaConfig, *, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.config = config
         self.model = Backbone(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
-        for parameter in self.parameters():
-            if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=config.initializer_range, generator=generator)
+        self.tie()
+        self.initialize(normal_from(generator))
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        if tokens.dim() != 2 or tokens.shape[1] > self.config.max_position_embeddings:
-            raise UserError(
-                f"Llama takes tokens of shape [batch, length] with a length of up to {self.config.max_position_embeddings} "
-                f"(max_position_embeddings), not {list(tokens.shape)}."
-            )
-        if targets is not None and targets.shape != tokens.shape:
-            raise UserError(f"Targets have the shape of the tokens, {list(tokens.shape)}, not {list(targets.shape)}.")
-        logits: Tensor = self.lm_head(self.model(tokens))
-        return logits if targets is None else cross_entropy(logits.flatten(0, 1), targets.flatten())
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The blocks, first to last."""
+        return self.model.layers
 
+    @property
+    def embedding(self) -> nn.Embedding:
+        """Tokens to vectors."""
+        return self.model.embed_tokens
 
-def cross_entropy(logits_NV: Tensor, targets_N: Tensor, chunk: int = LOSS_CHUNK) -> Tensor:
-    """Mean cross entropy in float32 (0-d) of the targets that are not -100; NaN if none is.
-
-    Its values and gradients are those of `functional.cross_entropy(logits.float(), targets)`, but softmax is taken of `chunk`
-    tokens at a time, in the forward and again in the backward pass: what is kept in between, and what comes back, is in
-    the dtype of the logits. Recomputing a softmax costs one reading of the logits; recomputing the logits themselves
-    would save them too, but costs a matrix product, 6 % of a step at 134 M parameters.
-
-    >>> import torch
-    >>> from dither.models.llama import cross_entropy
-    >>> cross_entropy(torch.zeros(3, 8), torch.tensor([1, 5, -100]))  # ln 8
-    tensor(2.0794)
-    """
-    loss: Tensor = _CrossEntropy.apply(logits_NV, targets_N, chunk)  # type: ignore[no-untyped-call]
-    return loss
-
-
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, chunk: int) -> Tensor:
-        ctx.save_for_backward(logits_NV, targets_N)
-        ctx.chunk = chunk
-        total = logits_NV.new_zeros((), dtype=torch.float32)
-        for start in range(0, len(targets_N), chunk):
-            part = slice(start, start + chunk)
-            logarithms = torch.log_softmax(logits_NV[part], dim=-1, dtype=torch.float32)
-            total += functional.nll_loss(logarithms, targets_N[part], ignore_index=IGNORE, reduction="sum")
-        return total / (targets_N != IGNORE).sum()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """d loss / d logits = (softmax - one at the target) / number of targets that count."""
-        logits_NV, targets_N = ctx.saved_tensors
-        counts_N1 = (targets_N != IGNORE)[:, None]
-        places_N1 = targets_N[:, None].clamp(min=0)
-        weights_N1 = counts_N1 * (grad / counts_N1.sum())
-        result_NV = torch.empty_like(logits_NV)
-        for start in range(0, len(targets_N), ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            slopes = torch.softmax(logits_NV[part], dim=-1, dtype=torch.float32)
-            slopes.scatter_add_(-1, places_N1[part], slopes.new_full((), -1.0).expand_as(places_N1[part]))
-            result_NV[part] = slopes.mul_(weights_N1[part])
-        return result_NV, None, None
-
-
-def compile_blocks(model: Llama, **options: Any) -> None:
-    """Compile each block by itself, in place: `torch.compile`'s options, with `fullgraph=True` unless said otherwise.
-
-    Blocks are alike, so one is traced and the rest find its code; what is traced and compiled, on the first call, is a
-    small fraction of the model. Names and parameters stay as they are. Convert layers first.
-
-    >>> from dither.models import PRESETS, Llama, compile_blocks
-    >>> model = Llama(PRESETS["tiny"])
-    >>> compile_blocks(model)
-    """
-    for block in model.model.layers:
-        block.compile(**{"fullgraph": True, **options})
+    def logits(self, tokens_BS: Tensor) -> Tensor:
+        """[B, S] to [B, S, V]."""
+        logits_BSV: Tensor = self.lm_head(self.model(tokens_BS))
+        return logits_BSV

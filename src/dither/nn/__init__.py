@@ -1,5 +1,6 @@
 """Layers in few bits, and the conversion of models to them."""
 
+from dither.nn.conv1d import Conv1D as Conv1D
 from dither.nn.convert import Conversion as Conversion
 from dither.nn.convert import apply as apply
 from dither.nn.convert import convert as convert

@@ -19,6 +19,7 @@ from torch import nn
 from dither.engines import PRODUCTS
 from dither.errors import UserError
 from dither.nn import experts
+from dither.nn.conv1d import Conv1D
 from dither.nn.experts import ExpertLinear, ExpertsLinear
 from dither.nn.guidance import sampling_parameters
 from dither.nn.linear import Linear
@@ -231,7 +232,7 @@ def _one(layer: Layer) -> Linear:
 def _sites(model: nn.Module) -> list[_Site]:
     """Every linear layer, converted or not, in the model's order."""
     found = []
-    conv1d = _loaded("transformers.pytorch_utils", "Conv1D")
+    across = [Conv1D, *filter(None, [_loaded("transformers.pytorch_utils", "Conv1D")])]
     for name, module in model.named_modules():
         if isinstance(module, ExpertLinear):
             continue
@@ -239,9 +240,9 @@ def _sites(model: nn.Module) -> list[_Site]:
         if isinstance(module, nn.Linear):
             size, obstacle = (module.out_features, module.in_features), _obstacle(module, parent, nn.Linear)
             found.append(_Site(name, module, *size, obstacle=obstacle))
-        elif conv1d is not None and isinstance(module, conv1d):
-            # Hugging Face's GPT-2: a linear layer whose weight is [in, out].
-            found.append(_Site(name, module, module.nf, module.nx, obstacle=_obstacle(module, parent, conv1d)))
+        elif base := next((kind for kind in across if isinstance(module, kind)), None):
+            # GPT-2: a linear layer whose weight is [in, out].
+            found.append(_Site(name, module, module.nf, module.nx, obstacle=_obstacle(module, parent, base)))
         else:
             found += [
                 _Site(

@@ -1,0 +1,537 @@
+"""Models in folders as Hugging Face has them: `config.json` and safetensors, read and written; and any model of transformers.
+
+Reading executes nothing: weights that are pickles are refused, and so is a folder whose tensors are not exactly those that its
+config asks for. What is wrong is said before memory is taken for the model.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dither.errors import UserError
+from dither.models.causal import CausalLM
+from dither.models.gpt2 import GPT2, GPT2Config
+from dither.models.llama import Llama, LlamaConfig
+from dither.models.presets import Config, check_place, check_seed, empty, skeleton
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+
+LARGEST_JSON = 64 << 20
+"""Bytes of the largest JSON file that is read."""
+
+DTYPES = MappingProxyType({"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64})
+"""What weights may be stored in, by safetensors' names."""
+
+
+@dataclass(frozen=True)
+class _Family:
+    """How transformers describes one of our models."""
+
+    config: type[Config]
+    architecture: str
+    prefix: str
+    """What names of weights begin with; checkpoints of a model without its output layer leave it out."""
+    fixed: Mapping[str, Any]
+    """Fields of transformers' config that have one possible value here, which is also what they are when missing."""
+    defaults: Mapping[str, Any]
+    """What our fields are when missing, where that is not our own default."""
+    stale: str
+    """Names of tensors that old checkpoints have and that are no weights."""
+
+
+_FAMILIES: Mapping[str, _Family] = {
+    "llama": _Family(
+        LlamaConfig,
+        "LlamaForCausalLM",
+        "model.",
+        {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+        {"rms_norm_eps": 1e-6},
+        r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+    ),
+    "gpt2": _Family(
+        GPT2Config,
+        "GPT2LMHeadModel",
+        "transformer.",
+        {
+            "activation_function": "gelu_new",
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+        },
+        {},
+        r"transformer\.h\.\d+\.attn\.(masked_)?bias",
+    ),
+}
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
+def save_pretrained(
+    model: CausalLM, folder: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None, shard_bytes: int = 5 * 10**9
+) -> None:
+    """Write a model as Hugging Face's `AutoModelForCausalLM.from_pretrained(folder)` reads it, with the same logits.
+
+    `folder` is new or empty; it appears whole or not at all. `extra` are further fields of config.json, such as
+    `{"eos_token_id": 0}`. Weights go into files of up to `shard_bytes`. A converted model is written in its parameters'
+    own dtype, without what training added (bitwidths, histories of delayed scaling): checkpoints have that.
+
+    >>> import tempfile
+    >>> from dither.models import build, load_pretrained, save_pretrained
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_pretrained(build("tiny"), folder)
+    ...     load_pretrained(folder).config == build("tiny").config
+    True
+    """
+    if not isinstance(model, CausalLM):
+        raise UserError(f"save_pretrained takes a model of dither.models, not {type(model).__name__}.")
+    if not isinstance(shard_bytes, int) or isinstance(shard_bytes, bool) or shard_bytes < 1:
+        raise UserError(f"shard_bytes is a positive number of bytes, not {shard_bytes!r}.")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise UserError(f"The parameter {name!r} is spread over processes: gather the model on one before saving it.")
+    with _appearing(Path(folder)) as place:
+        if isinstance(model, HuggingFace):
+            model.save(place, dict(extra or {}), shard_bytes)
+        else:
+            _write(model, place, dict(extra or {}), shard_bytes)
+
+
+def _write(model: CausalLM, place: Path, extra: dict[str, Any], shard_bytes: int) -> None:
+    weights = {name: parameter for name, parameter in model.named_parameters() if name in _names(model.config)}
+    shards: list[dict[str, Tensor]] = [{}]
+    room = shard_bytes
+    for name, weight in weights.items():
+        if shards[-1] and weight.nbytes > room:
+            shards.append({})
+            room = shard_bytes
+        shards[-1][name] = weight.detach().contiguous()
+        room -= weight.nbytes
+    files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    for file, shard in zip(files if len(shards) > 1 else [WEIGHTS], shards, strict=True):
+        save_file(shard, place / file, metadata={"format": "pt"})
+    if len(shards) > 1:
+        where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        total = sum(weight.nbytes for weight in weights.values())
+        _write_json(place / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+    dtypes = {str(weight.dtype).removeprefix("torch.") for weight in weights.values()}
+    if len(dtypes) > 1:
+        raise UserError(f"A model is saved in one dtype, and its parameters have {', '.join(sorted(dtypes))}.")
+    _write_json(place / CONFIG, _described(model.config) | {"dtype": dtypes.pop()} | extra)
+
+
+def _names(config: Config) -> set[str]:
+    return {name for name, _ in skeleton(config).named_parameters()}
+
+
+def _described(config: Config) -> dict[str, Any]:
+    """A config as transformers has it."""
+    family = _FAMILIES[config.model_type]
+    described = dataclasses.asdict(config) | dict(family.fixed)
+    if isinstance(config, LlamaConfig):
+        described |= {"num_key_value_heads": config.key_value_heads, "head_dim": config.head_dim}
+        # Versions from 5 on read the first, earlier ones the second.
+        described["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    else:
+        described |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
+    return {"architectures": [family.architecture], "model_type": config.model_type, **described}
+
+
+def _write_json(path: Path, value: object) -> None:
+    try:
+        text = json.dumps(value, indent=2, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{path.name} cannot be written as JSON: {error}.") from None
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _appearing(folder: Path) -> Iterator[Path]:
+    """A new folder to write into, which takes its name when everything in it is on the disk."""
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()) or (folder.is_dir() and any(folder.iterdir())):
+        raise UserError(f"A model is saved into a new or an empty folder, and {str(folder)!r} is none.")
+    folder = folder.absolute()
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        for path in sorted(partial.iterdir()):
+            _sync(path)
+        _sync(partial)
+        os.replace(partial, folder)
+        _sync(folder.parent)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"The model could not be saved into {str(folder)!r}: {error}.") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+def load_pretrained(
+    folder: str | os.PathLike[str], *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> Llama | GPT2:
+    """The Llama or GPT-2 in a folder of Hugging Face's, one file of weights or several, in `dtype` or in that of the weights.
+
+    What our models do not have, such as biases in a Llama's attention or scaled rotary embeddings, is refused; `hf(folder)`
+    runs such a model as transformers has it. Dropout in a GPT-2's config is not refused: models here train without any.
+
+    >>> from dither.models import load_pretrained
+    >>> load_pretrained("nowhere")
+    Traceback (most recent call last):
+    dither.errors.UserError: A model is a folder with config.json and model.safetensors, and there is no folder 'nowhere'.
+    """
+    check_place(device, dtype or torch.float32)
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"A model is a folder with {CONFIG} and {WEIGHTS}, and there is no folder {str(folder)!r}.")
+    family, config = _read_config(folder)
+    with _opened(folder) as files:
+        places = _renamed({name: (file, name) for file, opened in files.items() for name in opened.keys()}, family)  # noqa: SIM118
+        if config.num_hidden_layers > len(places):
+            raise UserError(
+                f"{folder / CONFIG} asks for {config.num_hidden_layers} layers, and there are {len(places)} tensors."
+            )
+        expected = {name: list(weight.shape) for name, weight in skeleton(config).state_dict().items()}
+        _compare(folder, places, files, expected, config)
+        found = {files[file].get_slice(name).get_dtype() for file, name in places.values()}
+        if not found <= DTYPES.keys():
+            raise UserError(
+                f"{folder} has weights of type {', '.join(sorted(found - DTYPES.keys()))}; {', '.join(DTYPES)} are read."
+            )
+        if dtype is None and len(found) > 1:
+            raise UserError(f"{folder} has weights of types {', '.join(sorted(found))}: say which with dtype=.")
+        model = empty(config, device, DTYPES[found.pop()] if dtype is None else dtype)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(_tensor(folder, files, places[name]))
+            output = places.get("lm_head.weight")
+            if config.tie_word_embeddings and output and not _same(_tensor(folder, files, output), model.embedding.weight):
+                raise UserError(
+                    f"{folder} has an output layer of its own, lm_head.weight, and its config says tie_word_embeddings=true."
+                )
+    return model
+
+
+def _same(stored: Tensor, weight: Tensor) -> bool:
+    return torch.equal(stored.to(weight.device, weight.dtype), weight)
+
+
+def _tensor(folder: Path, files: Mapping[str, Any], place: tuple[str, str]) -> Tensor:
+    file, name = place
+    try:
+        tensor: Tensor = files[file].get_tensor(name)
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise UserError(f"The tensor {name!r} of {folder / file} cannot be read: {error}.") from None
+    return tensor
+
+
+def _renamed(places: dict[str, tuple[str, str]], family: _Family) -> dict[str, tuple[str, str]]:
+    """Tensors under their whole names, without those that are no weights."""
+    if not any(name.startswith(family.prefix) for name in places):
+        places = {name if name.startswith("lm_head.") else family.prefix + name: place for name, place in places.items()}
+    return {name: place for name, place in places.items() if not re.fullmatch(family.stale, name)}
+
+
+def _compare(
+    folder: Path,
+    places: Mapping[str, tuple[str, str]],
+    files: Mapping[str, Any],
+    expected: Mapping[str, list[int]],
+    config: Config,
+) -> None:
+    """Raise unless the tensors are exactly those that the config asks for."""
+    free = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    for what, names in (
+        ("lacks tensors that its config asks for", [name for name in expected if name not in places and name not in free]),
+        ("also has tensors that its config does not ask for", [name for name in places if name not in expected]),
+    ):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            listed = ", ".join(repr(name[:200]) for name in names[:3])
+            raise UserError(f"{folder} {what}: {listed}{more}.")
+    for name, (file, stored) in places.items():
+        if (shape := list(files[file].get_slice(stored).get_shape())) != expected[name]:
+            raise UserError(
+                f"The tensor {name!r} of {folder / file} has shape {shape}, and its config asks for {expected[name]}."
+            )
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[dict[str, Any]]:
+    """The safetensors files of a folder, by name, open; each is checked by the library, sizes included."""
+    names = [WEIGHTS]
+    where: dict[str, str] | None = None
+    if not (folder / WEIGHTS).exists():
+        if not (folder / INDEX).exists():
+            if pickles := sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth")):
+                raise UserError(
+                    f"{folder} has its weights in {pickles[0][:200]!r}, a pickle, which can execute anything when it is read; "
+                    "save the model with safetensors."
+                )
+            raise UserError(f"{folder} has neither {WEIGHTS} nor {INDEX}.")
+        where = _weight_map(folder)
+        names = sorted(set(where.values()))
+    files: dict[str, Any] = {}
+    with ExitStack() as stack:
+        for name in names:
+            if not (folder / name).is_file():  # nor a device, which might never end
+                raise UserError(f"{folder / name} is no file.")
+            try:
+                files[name] = stack.enter_context(safe_open(folder / name, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise UserError(f"{folder / name} is no whole safetensors file: {error}.") from None
+        if where is not None:
+            _check_index(folder, where, files)
+        yield files
+
+
+def _check_index(folder: Path, where: Mapping[str, str], files: Mapping[str, Any]) -> None:
+    """Raise unless every tensor is in the file that the index says, and in no other."""
+    there = {(tensor, name) for name, file in files.items() for tensor in file.keys()}  # noqa: SIM118
+    for tensor, name in sorted(set(where.items()) - there):
+        raise UserError(f"{folder / INDEX} says that {name} has the tensor {tensor[:200]!r}, and it has not.")
+    for tensor, name in sorted(there - set(where.items())):
+        raise UserError(f"{folder / name} has the tensor {tensor[:200]!r}, of which {INDEX} says nothing.")
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    where = _read_json(folder / INDEX).get("weight_map")
+    if not isinstance(where, dict) or not where:
+        raise UserError(f"{folder / INDEX} has no 'weight_map', an object of tensors and their files.")
+    for file in where.values():
+        if not isinstance(file, str) or not re.fullmatch(r"[\w-][\w.-]{0,200}\.safetensors", file):
+            raise UserError(
+                f"{folder / INDEX} names a file {str(file)[:200]!r}, and files of weights are NAME.safetensors beside it."
+            )
+    return where
+
+
+def _read_config(folder: Path) -> tuple[_Family, Config]:
+    path = folder / CONFIG
+    data = _read_json(path)
+    kind = data.get("model_type")
+    family = _FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        raise UserError(
+            f"{path} has model_type={_short(kind)}, and load_pretrained reads {' and '.join(_FAMILIES)}; hf(folder) runs any "
+            "causal language model of transformers."
+        )
+    if data.get("quantization_config") is not None:
+        raise UserError(f"{path} has a quantization_config, and load_pretrained reads weights that are not quantized.")
+    for key, value in family.fixed.items():
+        if (given := data.get(key, value)) != value:
+            raise UserError(
+                f"{path} has {key}={_short(given)}, and models here have {key}={_short(value)}; hf(folder) runs it."
+            )
+    known = {field.name for field in dataclasses.fields(family.config)}
+    chosen = {**family.defaults, **{key: data[key] for key in known & data.keys()}}
+    if kind == "llama":
+        chosen |= _rotary(path, data)
+    required = [f.name for f in dataclasses.fields(family.config) if f.default is dataclasses.MISSING]
+    if missing := [name for name in required if name not in chosen]:
+        raise UserError(f"{path} does not say {missing[0]!r}.")
+    try:
+        config = family.config(**chosen)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    if kind == "llama" and data.get("head_dim") not in (None, config.head_dim):
+        raise UserError(
+            f"{path} has head_dim={_short(data['head_dim'])}, and heads here are hidden_size / num_attention_heads = "
+            f"{config.head_dim} wide; hf(folder) runs it."
+        )
+    return family, config
+
+
+def _rotary(path: Path, data: dict[str, Any]) -> dict[str, Any]:
+    """rope_theta, where transformers has put it over the years; anything but plain rotary embeddings is refused."""
+    found: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        given = data.get(key)
+        if given is None:
+            continue
+        kind = given.get("rope_type", given.get("type", "default")) if isinstance(given, dict) else given
+        if kind != "default":
+            raise UserError(f"{path} has {key}={_short(given)}, and rotary embeddings here are not scaled; hf(folder) runs it.")
+        found |= {"rope_theta": given["rope_theta"]} if "rope_theta" in given else {}
+    return found
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, and nothing but JSON: no NaN, no key twice."""
+    if not path.is_file():
+        raise UserError(f"{path} is no file.")
+    try:
+        if path.stat().st_size > LARGEST_JSON:
+            raise ValueError(f"it has {path.stat().st_size} bytes, and {LARGEST_JSON} are read")
+        value = json.loads(path.read_bytes().decode(), object_pairs_hook=_once, parse_constant=_refused, parse_float=_finite)
+    except RecursionError:
+        raise UserError(f"{path} is not JSON that can be read: it is nested too deeply.") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is not JSON that can be read: {error}.") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds {_short(value)}, and not a JSON object.")
+    return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("it has a key twice")
+    return found
+
+
+def _refused(word: str) -> None:
+    raise ValueError(f"it has {word} as a number")
+
+
+def _finite(digits: str) -> float:
+    if not math.isfinite(value := float(digits)):
+        raise ValueError(f"it has {digits[:40]} as a number")
+    return value
+
+
+def _short(value: object) -> str:
+    """A value from a file, as JSON, in a sentence."""
+    text = json.dumps(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+# Models of transformers -----------------------------------------------------------------------------------------------
+
+
+class HuggingFace(CausalLM):
+    """A causal language model of transformers (`self.hf`) that is called as ours are: `model(tokens, targets)` gives our loss.
+
+    Names of parameters begin with `hf.`; `model.config` is that of transformers. Losses that a model of its own adds, such as
+    those of routers, are not added.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.hf = model
+
+    @property
+    def config(self) -> Any:
+        """The config of transformers."""
+        return self.hf.config
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The blocks, first to last: the list that has as many modules as the config has layers."""
+        layers = getattr(self.config, "num_hidden_layers", None)
+        for module in self.hf.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == layers:
+                return module
+        raise UserError(f"{type(self.hf).__name__} has no list of {layers} blocks, as many as its config has layers.")
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        """Tokens to vectors."""
+        embedding: nn.Embedding = self.hf.get_input_embeddings()  # type: ignore[operator]
+        return embedding
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The output layer, which `dither.convert` leaves alone."""
+        layer: nn.Module | None = self.hf.get_output_embeddings()  # type: ignore[operator]
+        return layer
+
+    def logits(self, tokens_BS: Tensor) -> Tensor:
+        """[B, S] to [B, S, V]."""
+        logits_BSV: Tensor = self.hf(input_ids=tokens_BS, use_cache=False).logits
+        return logits_BSV
+
+    def save(self, place: Path, extra: dict[str, Any], shard_bytes: int) -> None:
+        """Write the model as transformers does, without what training added."""
+        with torch.device("meta"):
+            names = type(self.hf)(self.config).state_dict().keys()
+        state = {name: tensor for name, tensor in self.hf.state_dict().items() if name in names}
+        self.hf.save_pretrained(place, state_dict=state, max_shard_size=shard_bytes)  # type: ignore[operator]
+        _write_json(place / CONFIG, _read_json(place / CONFIG) | extra)
+
+
+def hf(source: Any, *, seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> HuggingFace:
+    """Any causal language model of transformers, to be trained as ours are.
+
+    `source` is a folder of a model, or the name of one as transformers takes it: its weights, which must be safetensors, are
+    loaded, in `dtype` or their own. Or it is a config: a file that ends in `.json`, a mapping with "model_type", or a config of
+    transformers; the model then has first weights of `seed`, float32 unless `dtype` says otherwise. No code that comes with a
+    model is run.
+    """
+    check_seed(seed)
+    check_place(device, dtype or torch.float32)
+    try:
+        import transformers
+    except ImportError:
+        raise UserError(
+            f"The model {_named(source)} takes transformers, which is not installed: pip install transformers."
+        ) from None
+    if isinstance(source, str | os.PathLike) and Path(source).suffix != ".json":
+        return _pretrained(transformers, str(source), device, dtype)
+    config = _read_json(Path(source)) if isinstance(source, str | os.PathLike) else source
+    if isinstance(config, Mapping):
+        fields = dict(config)
+        kind = fields.pop("model_type", None)
+        config = _told(source, lambda: transformers.AutoConfig.for_model(kind, **fields))
+    if not isinstance(config, transformers.PretrainedConfig):
+        raise UserError(f"hf takes a folder, the name of a model, or a config of transformers, not {_named(source)}.")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made = _told(source, lambda: transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+    return HuggingFace(made.to(device=device, dtype=dtype or torch.float32)).train()
+
+
+def _pretrained(transformers: Any, source: str, device: torch.device | str, dtype: torch.dtype | None) -> HuggingFace:
+    model, said = _told(
+        source,
+        lambda: transformers.AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True
+        ),
+    )
+    for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        if names := sorted(map(str, said.get(what) or ())):
+            raise UserError(
+                f"The weights of {source!r} do not fit its config: {what.replace('_', ' ')} {', '.join(names[:3])}."
+            )
+    return HuggingFace(model.to(device)).train()
+
+
+def _told(source: object, make: Callable[[], Any]) -> Any:
+    """What `make` makes; where transformers cannot, its first sentence."""
+    try:
+        return make()
+    except Exception as error:  # it raises errors of many libraries for what is wrong in a file
+        words = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:")
+        raise UserError(f"transformers cannot make the model {_named(source)}: {words}.") from None
+
+
+def _named(source: object) -> str:
+    return (
+        repr(source if isinstance(source, str) else str(source))[:200]
+        if isinstance(source, str | os.PathLike)
+        else (f"of a {type(source).__name__}")
+    )
