@@ -826,7 +826,7 @@ def without(given: dict, key: str) -> dict:
         (lambda t, p: (t | {"optimizer:x:exp_avg": torch.ones(1)}, p), "parameter 'x'"),
         (lambda t, p: (t | {"optimizer:0:exp_avg": torch.ones(1)}, p), "this optimizer keeps"),
         (lambda t, p: (t | {"optimizer:0:evil": torch.ones(1)}, p), "this optimizer keeps"),
-        (lambda t, p: (t | {"rng:cpu": torch.ones(3)}, p), "generator does not fit"),
+        (lambda t, p: (t | {"rng:cpu": torch.ones(3)}, p), "state of the generator 'cpu'"),
     ],
 )
 def test_what_does_not_fit_is_said_by_name(change, message, state):

@@ -71,6 +71,7 @@ def _write(folder: Path, step: int, tensors: Mapping[str, Tensor], plain: bytes)
     needed = sum(map(tensorfile.size, tensors.values())) + len(plain) + headers
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        files.sync(folder.parent)
         _clear(folder)
         if (free := shutil.disk_usage(folder).free) < needed:
             raise UserError(_disk_full(folder, step, needed, free))
@@ -139,8 +140,8 @@ def _disk_full(folder: Path, step: int, needed: int, free: int) -> str:
 
 
 def _last_good(folder: Path) -> str:
-    steps = _steps(folder)
-    return f"the last good checkpoint was kept: {steps[0].name}" if steps else "there is no earlier checkpoint"
+    path = newest(folder)[0] if folder.is_dir() else None
+    return f"the last good checkpoint was kept: {path.name}" if path else "there is no earlier checkpoint"
 
 
 def _in_words(count: int) -> str:

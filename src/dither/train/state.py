@@ -81,8 +81,8 @@ def unpack(
 ) -> Resumed:
     """Put what `pack` gave back into a model, optimizer and scaler that were made as the saved ones were.
 
-    Weights and layers are compared first: what does not fit is a UserError by name, and then nothing has changed. A model whose
-    plan changed while it trained is brought to the saved one, `plan_of(plain)`, by `dither.apply` before.
+    All is compared first: what does not fit is a UserError by name, and then no weight has changed. A model whose plan changed
+    while it trained is brought to the saved one, `plan_of(plain)`, by `dither.apply` before.
     """
     step = _check_keys(plain)
     _check_layers(model, plain["layers"])
@@ -92,6 +92,7 @@ def unpack(
         resting.setdefault(name, _resting_place(model, name))
     state = _optimizer_state(optimizer, tensors, plain["optimizer"])
     loss_scale = _check_scaler(scaler, plain["scaler"])
+    generators = _check_generators(model, tensors)
     plan = plan_of(plain)
     _fits("optimizer state", type(optimizer).__name__, optimizer.load_state_dict, state)
     if scaler is not None and loss_scale:
@@ -102,10 +103,9 @@ def unpack(
             layer._resting[key] = nn.Parameter(tensors[name].to(layer.weight.device, copy=True))
         else:
             del layer._resting[key]
-    for kind, _ in _generators(model):
-        if (saved := tensors.get(f"rng:{kind}")) is not None:
-            put = torch.set_rng_state if kind == "cpu" else torch.cuda.set_rng_state
-            _fits("state of the generator", kind, put, saved)
+    for kind, saved in generators.items():
+        put = torch.set_rng_state if kind == "cpu" else torch.cuda.set_rng_state
+        _fits("generator", kind, put, saved)
     return Resumed(step, plan, plain["others"])
 
 
@@ -164,6 +164,20 @@ def _generators(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield "cpu", torch.get_rng_state()
     if any(parameter.is_cuda for parameter in model.parameters()):
         yield "cuda", torch.cuda.get_rng_state()
+
+
+def _check_generators(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The saved states of the generators that there are; one of another device is not needed."""
+    found = {}
+    for kind, now in _generators(model):
+        saved = tensors.get(f"rng:{kind}", now)
+        if (saved.dtype, saved.shape) != (now.dtype, now.shape):
+            raise UserError(
+                f"The saved state of the generator {kind!r} is {saved.dtype} {tuple(saved.shape)}, and torch's is "
+                f"{now.dtype} {tuple(now.shape)}."
+            )
+        found[kind] = saved
+    return found
 
 
 def _check_layers(model: nn.Module, saved: Any) -> None:
