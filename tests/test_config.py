@@ -1,0 +1,377 @@
+"""Configurations: TOML both ways, exactly; mistakes are one sentence with the key; schedules are what they say."""
+
+import dataclasses
+import itertools
+import math
+import typing
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dither import BitwidthLoss, Plan, Sampling, UserError, WeightDecay, recipe
+from dither.models import PRESETS
+from dither.optim import MODES
+from dither.train import config as configs
+from dither.train.config import Config, Data, Model, Optim, Precision, Run, describe, dumps, load, loads, override, schedule
+from dither.train.guard import Policy
+from dither.update import BLOCKS
+
+# Round trips ----------------------------------------------------------------------------------------------------------
+
+positive = st.floats(1e-12, 1e12)
+seeds = st.integers(0, 2**64 - 1)
+letters = st.characters(exclude_categories=["Cs"])
+texts = st.text(letters, min_size=1)
+
+
+@st.composite
+def anything(draw) -> Config:
+    lr = draw(positive)
+    micro = draw(st.none() | st.integers(1, 64))
+    warmup = draw(st.floats(0, 1))
+    b_init = draw(st.floats(0, 32))
+    guides = [st.just(()), st.builds(WeightDecay, positive), st.builds(BitwidthLoss, positive)]
+    both = st.tuples(st.builds(WeightDecay, positive), st.builds(BitwidthLoss, positive))
+    sampling = st.builds(
+        Sampling,
+        noise=st.sampled_from(["rounded_normal", "uniform", "none"]),
+        block=st.sampled_from([8, 16, 32]),
+        b_init=st.just(b_init),
+        b_target=st.floats(0, b_init),
+        parts=st.sampled_from(["all", "od", "re:.*up"]),
+        recompute=st.booleans(),
+        guidance=st.one_of(*guides, both),
+    )
+    model = draw(st.sampled_from([{}, {"preset": "tiny"}, {"hf": draw(texts)}]))
+    return Config(
+        model=Model(**model, vocab=draw(st.none() | st.integers(2, 10**6))),
+        data=Data(
+            sources=tuple(draw(st.lists(texts, max_size=3))),
+            tokenizer=draw(texts),
+            sequence=draw(st.integers(1, 10**6)),
+            batch=(micro or 1) * draw(st.integers(1, 100)),
+            micro_batch=micro,
+            held_out=draw(st.floats(0, 1, exclude_min=True, exclude_max=True)),
+            seed=draw(seeds),
+        ),
+        optim=Optim(
+            optimizer=draw(st.sampled_from(["adamw", "adam-mini"])),
+            lr=lr,
+            min_lr=draw(st.floats(0, lr)),
+            betas=(draw(st.floats(0, 1, exclude_max=True)), draw(st.floats(0, 1, exclude_max=True))),
+            weight_decay=draw(st.floats(0, 1e300)),
+            schedule=draw(st.sampled_from(["cosine", "wsd", "constant"])),
+            warmup=warmup,
+            decay=draw(st.floats(0, 1 - warmup)),
+        ),
+        precision=Precision(
+            **draw(st.sampled_from([{}, {"recipe": "fp8-block"}, {"plan": "plan.json"}])), sampling=draw(st.none() | sampling)
+        ),
+        guard=Policy(spike=draw(st.sampled_from(["warn", "rollback"])), spike_factor=draw(st.floats(1.01, 100))),
+        run=Run(steps=draw(st.integers(1, 2**31 - 1)), seed=draw(seeds), compile=draw(st.booleans()), device="cuda:1"),
+    )
+
+
+@settings(deadline=None, max_examples=150, derandomize=True)
+@given(anything(), st.booleans())
+def test_what_is_written_is_read_again(config, comments):
+    text = dumps(config, comments=comments)
+    assert loads(text) == config
+    assert dumps(loads(text), comments=comments) == text
+    assert override(config, []) == config
+
+
+def test_files(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(dumps(Config(run=Run(out="übung/1 \x7f\t"))), encoding="utf-8")
+    assert load(path).run.out == "übung/1 \x7f\t"
+    assert loads("") == Config()
+
+
+def test_integers_are_numbers_too():
+    assert loads("[optim]\nlr = 1\nbetas = [0, 0.5]").optim == Optim(lr=1.0, betas=(0.0, 0.5))
+    assert type(loads("[optim]\nlr = 1").optim.lr) is float
+
+
+# Documentation --------------------------------------------------------------------------------------------------------
+
+
+def test_every_field_has_a_sentence_a_type_and_its_default():
+    found = {each.path: each for each in describe()}
+    classes = {f"{each.name}.": typing.get_type_hints(Config)[each.name] for each in dataclasses.fields(Config)}
+    classes["precision.sampling."] = Sampling
+    expected = {prefix + each.name for prefix, cls in classes.items() for each in dataclasses.fields(cls)}
+    assert set(found) == expected - {"precision.sampling"}
+    assert all(each.sentence.endswith(".") and each.type for each in found.values())
+    assert found["optim.lr"] == ("optim.lr", "float", 1e-3, "The learning rate at its highest.")
+    assert found["optim.schedule"].type == "cosine | wsd | constant"
+    assert "# The learning rate at its highest.\nlr = 0.001\n" in dumps(Config(), comments=True)
+
+
+def test_what_may_be_absent_is_absent_by_default():
+    # TOML has no null: a field that is None is left out, so it must be None where it is left out.
+    for each in describe():
+        section, _, name = each.path.rpartition(".")
+        cls = Sampling if section == "precision.sampling" else configs._hints(Config)[section]
+        if type(None) in typing.get_args(configs._hints(cls)[name]):
+            assert each.default is None, each.path
+
+
+def test_sentences_name_what_can_be_chosen():
+    mode = next(each.sentence for each in describe() if each.path == "precision.mode")
+    assert all(name in mode for name in MODES)
+
+
+# Overrides ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "path", "value"),
+    [
+        ("optim.lr=3e-4", "optim.lr", 3e-4),
+        ("optim.lr = 1", "optim.lr", 1.0),
+        ("optim.betas=[0.5, 0.6]", "optim.betas", (0.5, 0.6)),
+        ("optim.optimizer=adam-mini", "optim.optimizer", "adam-mini"),
+        ('optim.optimizer="adam-mini"', "optim.optimizer", "adam-mini"),
+        ("precision.recipe=fp8-block", "precision.recipe", "fp8-block"),
+        ("precision.sampling.parts=od", "precision.sampling.parts", "od"),
+        ("run.compile=true", "run.compile", True),
+        ("run.out=runs/a=b", None, None),
+        ("data.sources=['a.txt', 'b.txt']", "data.sources", ("a.txt", "b.txt")),
+        ("model.preset=llama-134m", "model.preset", "llama-134m"),
+        ("guard.spike=rollback", "guard.spike", "rollback"),
+    ],
+)
+def test_override(setting, path, value):
+    if path is None:
+        with pytest.raises(UserError, match="not one of TOML"):
+            override(Config(), [setting])
+        return
+    found = override(Config(), [setting])
+    for name in path.split("."):
+        found = getattr(found, name)
+    assert found == value
+
+
+def test_overrides_are_checked_together_and_leave_the_rest():
+    before = Config(data=Data(batch=8, micro_batch=4), precision=Precision(sampling=Sampling(b_init=8)))
+    after = override(before, ["data.batch=9", "data.micro_batch=3", "precision.sampling.b_target=2"])
+    assert after.data == Data(batch=9, micro_batch=3)
+    assert after.precision.sampling == Sampling(b_init=8, b_target=2)
+    assert before.data.batch == 8
+
+
+# Mistakes -------------------------------------------------------------------------------------------------------------
+
+MISTAKES = [
+    ("optim = 3", r"\[optim\] is a section"),
+    ("[[optim]]\nlr = 1", r"\[optim\] is a section"),
+    ("[optimizer]\nlr = 1", r"no section 'optimizer' \(did you mean 'optim'\?\)"),
+    ("lr = 1", "no section 'lr'"),
+    ("[optim]\nweigth_decay = 1", r"no key 'weigth_decay' \(did you mean 'weight_decay'\?\)"),
+    ('[optim]\n"l\\nr" = 1', r"no key 'l\\nr'"),
+    ('[optim]\nlr = "fast"', "optim.lr is a finite number, not 'fast'"),
+    ("[optim]\nlr = true", "optim.lr is a finite number"),
+    ("[optim]\nlr = nan", "optim.lr is a finite number, not nan"),
+    ("[optim]\nlr = inf", "optim.lr is a finite number"),
+    ("[optim]\nlr = 0", "optim.lr is a number above 0, not 0"),
+    ("[optim]\nlr = -1.0", "optim.lr is a number above 0"),
+    ("[optim]\nlr = " + "9" * 400, "optim.lr is a finite number"),
+    ("[optim]\nlr = " + "9" * 5000, "not TOML"),
+    ("[optim]\nlr = 1979-05-27", "optim.lr is a finite number"),
+    ("[optim]\nlr = 1999-99-99", "not TOML"),
+    ("[optim]\nlr = [1]", "optim.lr is a finite number"),
+    ("[optim]\nlr = {a = 1}", "optim.lr is a finite number"),
+    ("[optim]\nlr = 1\nlr = 2", "not TOML"),
+    ("[optim]\nmin_lr = 1", "optim.min_lr is a number of at least 0 and at most 0.001"),
+    ("[optim]\nbetas = [0.9]", "optim.betas is a list of two numbers"),
+    ("[optim]\nbetas = 0.9", "optim.betas is a list of two numbers"),
+    ("[optim]\nbetas = [0.9, 1.0]", "each of optim.betas is a number of at least 0 and below 1"),
+    ("[optim]\nbetas = [0.9, '1']", "optim.betas is a list of two numbers"),
+    ("[optim]\neps = 0", "optim.eps"),
+    ("[optim]\nschedule = 'cosin'", r"optim.schedule is one of .*did you mean 'cosine'"),
+    ("[optim]\nschedule = ['cosine']", "optim.schedule is one of"),
+    ("[optim]\nschedule = 'wsd'\nwarmup = 0.5\ndecay = 0.6", "add up to"),
+    ("[optim]\nwarmup = 100", "optim.warmup is a number of at least 0 and at most 1"),
+    ("[optim]\noptimizer = 'sgd'", "optim.optimizer is one of adamw, adam-mini"),
+    ("[model]\npreset = 'lama-1b'", r"no model.preset='lama-1b' \(did you mean 'llama-1b'\?\)"),
+    ("[model]\npreset = 'tiny'\nhf = 'x'", "two models"),
+    ("[model]\nvocab = 1", "model.vocab is an integer of at least 2"),
+    ("[model]\nhf = ''", "model.hf"),
+    ("[data]\nsources = 'a.txt'", "data.sources is a list of texts"),
+    ("[data]\nsources = [1]", "data.sources is a list of texts"),
+    ("[data]\nsources = ['']", "empty text"),
+    ("[data]\nbatch = 8.0", "data.batch is an integer"),
+    ("[data]\nbatch = 8\nmicro_batch = 3", "data.micro_batch=3 does not divide"),
+    ("[data]\nheld_out = 1", "data.held_out is a number above 0 and below 1"),
+    ("[data]\nseed = -1", "data.seed is an integer from 0"),
+    ("[data]\nseed = 18446744073709551616", "data.seed is an integer from 0"),
+    ("[data]\nsequence = 0", "data.sequence is an integer of at least 1"),
+    ("[precision]\nrecipe = 'fp8-blok'", "did you mean 'fp8-block'"),
+    ("[precision]\nmode = 'o3'", "no precision.mode='o3'"),
+    ("[precision]\nrecipe = 'bf16'", "use the mode 'o1'"),
+    ("[precision]\nrecipe = 'fp16'", "use the mode 'fp16'"),
+    ("[precision]\nmode = 'o2'\nrecipe = 'bf16-pure'", "use the mode 'bf16' or 'bf16-sr'"),
+    ("[precision]\nrecipe = 'fp8-block'\nplan = 'x'", "both say how to cast"),
+    ("[precision]\nstates = 'e9m9'", "no precision.states='e9m9'"),
+    ("[precision]\nstates = 'dynamic8'\n[optim]\noptimizer = 'adam-mini'", "adam-mini"),
+    ("[precision]\nsampling = 1", r"\[precision.sampling\] is a section"),
+    ("[precision.sampling]\nnois = 'uniform'", "did you mean 'noise'"),
+    ("[precision.sampling]\nnoise = 'pink'", r"In \[precision.sampling\]: A Sampling's noise"),
+    ("[precision.sampling]\nnoise = ['uniform']", r"In \[precision.sampling\]"),
+    ("[precision.sampling]\nb_init = 1", "exchange them"),
+    ("[precision.sampling]\nb_init = nan", r"In \[precision.sampling\]"),
+    ("[precision.sampling]\nparts = 're:('", r"In \[precision.sampling\]"),
+    ("[precision.sampling]\nguidance = [{kind = 'eval'}]", r"In \[precision.sampling\]"),
+    ("[precision.sampling]\nguidance = [{kind = 'weight_decay', rat = 1}]", r"In \[precision.sampling\]"),
+    ("[precision.sampling]\nguidance = 1", r"In \[precision.sampling\]"),
+    ("[guard]\nspike = 'explode'", "guard.spike is one of"),
+    ("[guard]\nspike_factor = 1", "guard.spike_factor is a number above 1"),
+    ("[guard]\nspike_window = 3", "never fit"),
+    ("[guard]\nmost_skips = true", "guard.most_skips is an integer"),
+    ("[run]\nsteps = 0", "run.steps is an integer of at least 1"),
+    ("[run]\nsteps = 2147483648", "run.steps is below"),
+    ("[run]\nsteps = " + "9" * 4000, "run.steps is below"),
+    ("[run]\nseed = 1.5", "run.seed is an integer"),
+    ("[run]\ncompile = 1", "run.compile is true or false"),
+    ("[run]\ncompile = 'yes'", "run.compile is true or false"),
+    ("[run]\ndevice = 'tpu'", "run.device is auto, cpu, cuda"),
+    ("[run]\ndevice = 'cuda:x'", "run.device is auto, cpu, cuda"),
+    ("[run]\nout = ''", "run.out is the path"),
+    ('[run]\nout = "a\\u0000b"', "run.out is the path"),
+    ("[run]\nkeep_last = 0", "run.keep_last is an integer of at least 1"),
+    ("[run]\n__class__ = 'x'", "no key '__class__'"),
+    ("[run]\nout = " + "[" * 5000 + "]" * 5000, "TOML"),
+    ("a" * 100000, "not TOML"),
+    ("\0", "not TOML"),
+    ("[run", "not TOML"),
+    ("[run]\nout = '''\n", "not TOML"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), MISTAKES, ids=range(len(MISTAKES)))
+def test_mistakes_are_one_sentence(text, message, tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message) as caught:
+        load(path)
+    said = str(caught.value)
+    assert said.startswith(f"In the config {str(path)!r}: ")
+    assert said.endswith(".")
+    assert "\n" not in said
+    assert len(said) < 900
+
+
+@pytest.mark.parametrize("data", [b"\xff\xfe", b"[run]\nout = '\xc3'"])
+def test_files_that_are_not_text(data, tmp_path):
+    (tmp_path / "run.toml").write_bytes(data)
+    with pytest.raises(UserError, match="cannot be read"):
+        load(tmp_path / "run.toml")
+    with pytest.raises(UserError, match="cannot be read"):
+        load(tmp_path)
+    with pytest.raises(UserError, match="cannot be read"):
+        load(tmp_path / "none.toml")
+    with pytest.raises(UserError, match="cannot be read"):
+        load("a\0b")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "",
+        "lr=1",
+        "optim.lr",
+        "optim.=1",
+        ".lr=1",
+        "optim..lr=1",
+        "optim.lr=",
+        "optim.lr=1\nrun.steps=2",
+        "optim.lr=1\n[run]",
+        "optim.lr=1 2",
+        "optim.lr=__import__('os')",
+        "optim.lr.x=1",
+        "optim.nothing=1",
+        "nothing.lr=1",
+        "optim.lr=fast",
+        "run.out=5",
+        "optim=5.x",
+        "precision.sampling.parts.x=1",
+    ],
+)
+def test_wrong_settings(setting):
+    with pytest.raises(UserError) as caught:
+        override(Config(), [setting])
+    assert "\n" not in str(caught.value)
+
+
+@settings(deadline=None, max_examples=300, derandomize=True)
+@given(st.text(st.sampled_from("[]{}=.\"'#\n\\ optimlrun_e-09:,\0"), max_size=60))
+def test_noise_is_a_config_or_a_sentence(text):
+    for read in (loads, lambda text: override(Config(), [text])):
+        try:
+            assert isinstance(read(text), Config)
+        except UserError as error:
+            assert "\n" not in str(error)  # noqa: PT017
+
+
+def test_sections_are_checked_where_they_are_made():
+    with pytest.raises(UserError, match=r"optim.lr is a number above 0, not -1\."):
+        Optim(lr=-1)
+    with pytest.raises(UserError, match=r"config\.optim is Optim, not 3"):
+        Config(optim=3)
+    with pytest.raises(UserError, match=r"run\.out is a text in quotes"):
+        Run(out="\ud800")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().optim.lr = 1
+
+
+# Meaning --------------------------------------------------------------------------------------------------------------
+
+
+def test_presets_and_states_are_those_that_there_are():
+    assert Model().size == "tiny"
+    assert Model(hf="x").size is None
+    for name in PRESETS:
+        assert Model(preset=name).size == name
+    for name in BLOCKS:
+        Precision(states=name)
+
+
+def test_plans(tmp_path):
+    assert Precision(recipe="fp8-block").load_plan() == recipe("fp8-block")
+    assert Precision(mode="bf16-sr").load_plan() == recipe("bf16-pure")
+    sampled = Precision(mode="o1", sampling=Sampling(parts="od")).load_plan()
+    assert sampled == recipe("bf16").with_sampling(Sampling(parts="od"))
+    recipe("mxfp4").save(tmp_path / "plan.json")
+    assert Precision(plan=str(tmp_path / "plan.json")).load_plan() == recipe("mxfp4")
+    Plan(parameters="bf16").save(tmp_path / "plan.json")
+    with pytest.raises(UserError, match=r"trained otherwise than precision\.mode='fp32' says"):
+        Precision(plan=str(tmp_path / "plan.json")).load_plan()
+    with pytest.raises(UserError, match="cannot be read"):
+        Precision(plan=str(tmp_path / "none.json")).load_plan()
+    for name, mode in MODES.items():
+        assert Precision(mode=name, recipe=mode.recipe).load_plan() == mode.plan
+
+
+def test_schedules():
+    def rates(**optim):
+        config = Config(optim=Optim(lr=2.0, **optim), run=Run(steps=200))
+        return [schedule(config, step) for step in range(200)]
+
+    warm = [2.0 * (step + 1) / 20 for step in range(20)]
+    constant = rates(schedule="constant", warmup=0.1)
+    assert constant == warm + [2.0] * 180
+    cosine = rates(schedule="cosine", warmup=0.1, min_lr=0.5)
+    assert cosine[:21] == [*warm, 2.0]
+    assert cosine[110] == pytest.approx(1.25)  # half way between the ends
+    assert cosine[199] == pytest.approx(0.5 + 1.5 * (1 - math.cos(math.pi / 180)) / 2)
+    assert all(a > b for a, b in itertools.pairwise(cosine[20:]))
+    wsd = rates(schedule="wsd", warmup=0.1, decay=0.25, min_lr=0.2)
+    assert wsd[:151] == warm + [2.0] * 131
+    assert wsd[151:] == pytest.approx([0.2 + 1.8 * (200 - step) / 50 for step in range(151, 200)])
+    assert rates(schedule="wsd", warmup=0.0, decay=0.0) == [2.0] * 200
+    assert rates(schedule="cosine", warmup=1.0)[-1] == 2.0
+    for step in (-1, 200, 1.0, True):
+        with pytest.raises(UserError, match="steps 0 to 199"):
+            schedule(Config(run=Run(steps=200)), step)

@@ -1,0 +1,256 @@
+"""What watches over a run: the same numbers give the same decisions; signals are flags; a file says how it ended."""
+
+import json
+import math
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import dither
+from dither import UserError
+from dither.train.guard import Decision, Guard, Policy, Signals, Status, first_nonfinite
+
+NAN, INF = math.nan, math.inf
+
+# Numbers that are not finite ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(NAN, 1.0), (INF, None), (-INF, 1.0), (1.0, NAN), (1.0, INF)])
+def test_a_number_that_is_not_finite_stops_the_run(loss, norm):
+    decision = Guard().judge(7, loss=loss, grad_norm=norm, where="'up_proj.weight' on rank 3")
+    assert decision.action == "stop"
+    which = f"the gradient norm is {norm}" if math.isfinite(loss) else f"the loss is {loss}"
+    assert decision.why == f"Step 7: {which}, first in 'up_proj.weight' on rank 3, so the run stops before any weight changes."
+
+
+def test_skipped_steps_are_counted_and_not_endless():
+    guard = Guard(Policy(nonfinite="skip", most_skips=2))
+    actions = [guard.judge(step, loss=loss).action for step, loss in enumerate([1, NAN, 1, NAN, NAN, 1, INF, INF, INF])]
+    assert actions == ["go", "skip", "go", "skip", "skip", "go", "skip", "skip", "stop"]
+    assert guard.skips == 5
+    why = Guard(Policy(nonfinite="skip", most_skips=0)).judge(1, loss=NAN).why
+    assert why == "Step 1: the loss is nan, after 0 skipped steps in a row, so the run stops."
+
+
+def test_the_first_tensor_is_named():
+    good, bad = torch.ones(3), torch.tensor([1.0, -INF])
+    assert first_nonfinite([("a", good), ("none", None), ("b", bad), ("c", bad)]) == "b"
+    assert first_nonfinite([("a", good)]) == ""
+
+
+# Spikes ---------------------------------------------------------------------------------------------------------------
+
+
+def run(guard, losses, first=0):
+    return [guard.judge(step, loss=loss).action for step, loss in enumerate(losses, first)]
+
+
+def test_five_outliers_in_a_hundred_steps_are_a_spike():
+    quiet = [3.0] * 60
+    assert run(Guard(), [*quiet, 7, 7, 7, 7]) == ["go"] * 64
+    assert run(Guard(), [*quiet, 7, 7, 7, 7, 7]) == ["go"] * 64 + ["warn"]
+    assert run(Guard(), [*quiet, 6, 6, 6, 6, 6, 6]) == ["go"] * 66  # above twice, not at it
+    far = [7.0, *[3.0] * 99] * 6  # never five in a hundred
+    assert run(Guard(), [*quiet, *far]) == ["go"] * 660
+    near = [7.0, *[3.0] * 24] * 5  # five in 101 steps: the first has left the window
+    assert "warn" not in run(Guard(), [*quiet, *near])
+    near = [7.0, *[3.0] * 23] * 5  # five in 97
+    assert run(Guard(), [*quiet, *near]).count("warn") == 1
+
+
+def test_a_spike_is_told_with_its_numbers_and_once():
+    guard = Guard()
+    run(guard, [3.0] * 60 + [9.0] * 4)
+    assert guard.judge(64, loss=9.0) == Decision(
+        "warn", "Step 64: the loss 9 is above 2 times the median 3, for the 5th time in 65 steps: this is a loss spike."
+    )
+    assert run(guard, [9.0] * 200) == ["go"] * 200  # a new level is not a spike
+
+
+def test_outliers_do_not_hide_each_other():
+    # Twice the mean would not see the later ones: five losses of 100 lift the mean of a hundred from 3 to 7.85.
+    losses = [3.0] * 95 + [100.0] * 4
+    guard = Guard()
+    run(guard, losses)
+    assert statistics.mean(losses[-100:]) * 2 > 13
+    assert guard.judge(99, loss=13.0).action == "warn"
+
+
+def test_falling_losses_are_no_spikes():
+    draw = random.Random(0)
+    assert set(run(Guard(), [10 / (1 + step / 20) * draw.uniform(0.7, 1.3) for step in range(2000)])) == {"go"}
+    assert set(run(Guard(), [-1.0] * 100 + [5.0] * 50)) == {"go"}  # twice a negative number says nothing
+    assert set(run(Guard(Policy(spike="ignore")), [1.0] * 100 + [50.0] * 50)) == {"go"}
+
+
+def test_rollbacks_are_counted_and_not_endless():
+    guard = Guard(Policy(spike="rollback", most_rollbacks=2))
+    saved = guard.state()
+    for count in (1, 2):
+        assert run(guard, [3.0] * 60 + [9.0] * 5)[-1] == "rollback"
+        guard.restore(saved)  # of the checkpoint that the run returns to
+        assert guard.rollbacks == count
+    assert run(guard, [3.0] * 60 + [9.0] * 5)[-1] == "stop"
+
+
+def test_a_resumed_guard_decides_as_the_straight_one():
+    draw = random.Random(1)
+    losses = [draw.choice([3.0, 3.1, 2.9, 3.0, 8.0, NAN]) if step > 80 else 3.0 for step in range(400)]
+    policy = Policy(nonfinite="skip", spike="rollback", most_rollbacks=1000)
+    straight = Guard(policy)
+    expected = run(straight, losses)
+    assert {"go", "skip", "rollback"} == set(expected)
+    resumed = Guard(policy)
+    found = []
+    for at in range(0, 400, 7):
+        state = json.loads(json.dumps(resumed.state(), allow_nan=False))
+        resumed = Guard(policy)
+        resumed.restore(state)
+        found += run(resumed, losses[at : at + 7], at)
+    assert found == expected
+    assert resumed.state() == straight.state()
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        None,
+        [],
+        {},
+        {"skips": 1},
+        {**Guard().state(), "skips": -1},
+        {**Guard().state(), "skips": True},
+        {**Guard().state(), "losses": "x"},
+        {**Guard().state(), "losses": [[]]},
+        {**Guard().state(), "outliers": [1]},
+        {**Guard().state(), "outliers": None},
+    ],
+)
+def test_a_wrong_state_is_refused(state):
+    with pytest.raises(UserError, match="saved state of the guard"):
+        Guard().restore(state)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"nonfinite": "pray"}, "guard.nonfinite is one of 'stop', 'skip', not 'pray'"),
+        ({"spike": 1}, "guard.spike is one of"),
+        ({"most_skips": -1}, "guard.most_skips is an integer of at least 0"),
+        ({"most_skips": 1.0}, "guard.most_skips is an integer"),
+        ({"spike_factor": NAN}, "guard.spike_factor is a number above 1"),
+        ({"spike_factor": "2"}, "guard.spike_factor is a number above 1"),
+        ({"spike_window": 1}, "guard.spike_window is an integer of at least 2"),
+        ({"spike_count": 101}, "never fit"),
+    ],
+)
+def test_wrong_policies(fields, message):
+    with pytest.raises(UserError, match=message):
+        Policy(**fields)
+
+
+# Signals --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_a_flag_and_handlers_come_back(number):
+    before = {each: signal.getsignal(each) for each in Signals.CAUGHT}
+    with Signals() as signals:
+        assert (signals.received, signals.exit_code) == ("", 0)
+        os.kill(os.getpid(), number)
+        assert (signals.received, signals.exit_code) == (number.name, 128 + number)
+    assert {each: signal.getsignal(each) for each in Signals.CAUGHT} == before
+    with pytest.raises(KeyError), Signals():
+        raise KeyError
+    assert {each: signal.getsignal(each) for each in Signals.CAUGHT} == before
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_the_process_at_once(second):
+    code = """
+import os, signal, sys
+from dither.train.guard import Signals
+try:
+    with Signals() as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("one", flush=True)
+        os.kill(os.getpid(), int(sys.argv[1]))
+        print("two", flush=True)
+finally:
+    print("cleared up", flush=True)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(dither.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code, str(int(second))], env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("one\n", -second)
+
+
+def test_signals_are_for_the_main_thread():
+    said = []
+
+    def work():
+        try:
+            with Signals():
+                pass
+        except UserError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert said == ["Signals are caught in the main thread only: train there, or without catching them."]
+
+
+# The status -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_status_is_replaced_in_one_piece(tmp_path):
+    for status in (Status(state="running", step=0), Status(state="stopped", step=5, why="Step 5: the loss is nan.")):
+        status.save(tmp_path)
+        assert Status.load(tmp_path) == status
+        assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
+    (tmp_path / ".status.json.new").write_text("left by a kill")
+    Status(state="done", step=9).save(tmp_path)
+    assert json.loads((tmp_path / "status.json").read_text()) == {"state": "done", "step": 9, "why": ""}
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"state": "done"}',
+        '{"state": "done", "step": 1, "why": "", "more": 1}',
+        '{"state": "fine", "step": 1, "why": ""}',
+        '{"state": ["done"], "step": 1, "why": ""}',
+        '{"state": "done", "step": -1, "why": ""}',
+        '{"state": "done", "step": NaN, "why": ""}',
+        '{"state": "done", "step": 1, "why": 1}',
+        '{"state": "done", "step": 1, "step": 2, "why": ""}',
+        "[" * 100000,
+    ],
+)
+def test_wrong_statuses(data, tmp_path):
+    (tmp_path / "status.json").write_text(data)
+    with pytest.raises(UserError) as caught:
+        Status.load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_status_that_cannot_be_read_or_written(tmp_path):
+    with pytest.raises(UserError, match="is refused"):
+        Status.load(tmp_path / "none")
+    with pytest.raises(UserError, match="cannot be written"):
+        Status(state="done", step=1).save(tmp_path / "none")
+    (tmp_path / "status.json").symlink_to("/dev/zero")
+    with pytest.raises(UserError, match="is a link"):
+        Status.load(tmp_path)
