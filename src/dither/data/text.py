@@ -218,19 +218,16 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _zstd(path: Path) -> Any:
-    """A module that opens Zstandard files: Python's own from 3.14 on, or one of two packages."""
+    """Python's own module for Zstandard, which is in 3.14, or the package that has it for older ones."""
     try:
-        from compression import zstd
+        import compression.zstd as zstd
     except ImportError:
         try:
-            from backports import zstd
+            import backports.zstd as zstd
         except ImportError:
-            try:
-                import zstandard as zstd
-            except ImportError:
-                raise UserError(
-                    f"{str(path)!r} needs Python 3.14 or the package zstandard: install that, or compress with xz or gzip."
-                ) from None
+            raise UserError(
+                f"{str(path)!r} needs Python 3.14 or the package backports.zstd: install it, or compress with xz or gzip."
+            ) from None
     return zstd
 
 

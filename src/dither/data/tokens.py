@@ -412,9 +412,15 @@ def prepare(
             "skipped": skipped,
         }
         with (folder / MANIFEST).open("x", encoding="utf-8") as file:
-            file.write(json.dumps(manifest, indent=1, ensure_ascii=True) + "\n")
+            file.write(_manifest(manifest))
             _finish(file)
     return open_tokens(out)
+
+
+def _manifest(fields: Mapping[str, Any]) -> str:
+    """The text of a manifest, which ends with the SHA-256 of all before: of one content there is one text, and none near it."""
+    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**fields, "sha256": digest}, indent=1) + "\n"
 
 
 def _batches(pairs: Iterable[tuple[bool, str]]) -> Iterator[list[tuple[bool, str]]]:
@@ -465,16 +471,18 @@ def _new_folder(out: Path) -> Iterator[Path]:
         yield folder
         os.fsync(lock)
         os.rename(folder, out)
+        folder = out
         _sync(out.parent)
-    except OSError as error:
+    except BaseException as error:
+        shutil.rmtree(folder)
+        if not isinstance(error, OSError):
+            raise
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         free = shutil.disk_usage(out.parent).free
         why = f"the disk is full ({free:,} bytes are free there)" if full else error.strerror or str(error)
         raise UserError(f"The tokens cannot be written to {str(out)!r}: {why}; nothing was left behind.") from None
     finally:
         os.close(lock)
-        if folder.exists():
-            shutil.rmtree(folder)
 
 
 def _sweep(out: Path) -> None:
@@ -536,6 +544,9 @@ def _opened(folder: Path, verify: bool) -> Corpus:
     manifest = _Fields(value, repr(str(folder / MANIFEST)))
     if (format := manifest.take("format", str)) != FORMAT:
         raise UserError(f"{str(folder / MANIFEST)!r} has the format {format!r}, and {FORMAT!r} is what can be read.")
+    manifest.take("sha256", str)
+    if text != _manifest({"format": format, **manifest.left}):
+        raise UserError(f"{str(folder / MANIFEST)!r} is not as it was written: prepare the tokens again.")
     tokenizer = _tokenizer(folder, manifest.part("tokenizer"))
     manifest.expect("dtype", tokenizer.dtype.name)
     splits = manifest.part("splits")
