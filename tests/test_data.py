@@ -25,6 +25,7 @@ from dither.data import loader as loading
 from dither.data import text as texts
 from dither.data import tokens as tokens_module
 
+MANIFEST = "dither-tokens.json"
 DOCUMENTS = [f"Document {i}: naïve café, {i * i} wörds.\nSecond line {'x' * (i % 7)}\n" for i in range(120)]
 
 
@@ -132,10 +133,13 @@ def test_folders_are_read_by_path_without_what_is_hidden_or_no_text(folder):
     (folder / "latin.txt").write_bytes("é".encode("latin-1"))
     (folder / "gone.txt").symlink_to(folder / "nowhere")
     os.mkfifo(folder / "pipe")
+    (folder / "tokens" / "below").mkdir(parents=True)
+    (folder / "tokens" / MANIFEST).write_text("{}")
+    (folder / "tokens" / "below" / "a.txt").write_text("not read")
     skipped = []
     found = data.documents(str(folder), skip=lambda where, why: skipped.append(Path(where).name))
     assert [document.text for document in found] == [*DOCUMENTS, "in a folder"]
-    assert sorted(skipped) == ["000.bin", "gone.txt", "latin.txt", "pipe"]
+    assert sorted(skipped) == ["000.bin", "gone.txt", "latin.txt", "pipe", "tokens"]
 
 
 def test_separators(tmp_path):
@@ -268,6 +272,8 @@ def test_bad_files(tmp_path, monkeypatch, name, raw, words):
         ("", "one or more strings"),
         ([], "one or more strings"),
         ([1], "one or more strings"),
+        (7, "one or more strings"),
+        (None, "one or more strings"),
     ],
 )
 def test_sources_that_are_not_there(tmp_path, source, words):
@@ -388,7 +394,10 @@ def test_a_tokenizer_neither_truncates_nor_pads_nor_adds(bpe, tmp_path):
     engine.post_processor = tokenizers.processors.TemplateProcessing("<|endoftext|> $A", None, [("<|endoftext|>", bpe.end)])
     (tmp_path / "tokenizer.json").write_text(engine.to_str())
     assert data.load_tokenizer(tmp_path).encode(DOCUMENTS[3]) == bpe.encode(DOCUMENTS[3])
-    assert data.load_tokenizer("bytes") is data.BYTES
+    assert data.load_tokenizer("bytes") == data.BYTES
+    with pytest.raises(UserError, match="Bytes have no token '</s>'") as error:
+        data.load_tokenizer("bytes", "</s>")
+    one_sentence(error)
 
 
 def changed(bpe: data.Tokenizer, **fields: object) -> str:
@@ -599,7 +608,7 @@ def edit(**changes: object):
     """A change of a manifest by someone who knows its digest too: paths such as splits__train__shards__0__file."""
 
     def apply(out: Path) -> None:
-        manifest = json.loads((out / "manifest.json").read_text())
+        manifest = json.loads((out / MANIFEST).read_text())
         for path, value in changes.items():
             *parents, last = [int(key) if key.isdigit() else key for key in path.split("__")]
             place = manifest
@@ -610,12 +619,12 @@ def edit(**changes: object):
             else:
                 place[last] = value
         del manifest["sha256"]
-        (out / "manifest.json").write_text(tokens_module._manifest(manifest))
+        (out / MANIFEST).write_text(tokens_module._manifest(manifest))
 
     return apply
 
 
-def raw(content: bytes, name: str = "manifest.json"):
+def raw(content: bytes, name: str = MANIFEST):
     return lambda out: (out / name).write_bytes(content)
 
 
@@ -645,7 +654,7 @@ def directory(name: str):
 
 SHARD = "splits__train__shards__0__"
 HOSTILE = {
-    "missing manifest": lambda out: (out / "manifest.json").unlink(),
+    "missing manifest": lambda out: (out / MANIFEST).unlink(),
     "missing shard": lambda out: (out / "train-00000.bin").unlink(),
     "missing tokenizer": lambda out: (out / "tokenizer.json").unlink(),
     "empty manifest": raw(b""),
@@ -663,8 +672,8 @@ HOSTILE = {
     "later format": edit(format="dither tokens 2"),
     "no format": edit(format=None),
     "unknown field": edit(extra=1),
-    "edited by hand": lambda out: raw((out / "manifest.json").read_bytes().replace(b"texts", b"other"))(out),
-    "more white space": lambda out: raw((out / "manifest.json").read_bytes() + b" ")(out),
+    "edited by hand": lambda out: raw((out / MANIFEST).read_bytes().replace(b"texts", b"other"))(out),
+    "more white space": lambda out: raw((out / MANIFEST).read_bytes() + b" ")(out),
     "no splits": edit(splits=None),
     "splits a list": edit(splits=[]),
     "a third split": edit(splits__test={}),
@@ -673,7 +682,7 @@ HOSTILE = {
     "object dtype": edit(dtype="O"),
     "upwards": edit(**{SHARD + "file": "../train-00000.bin"}),
     "absolute": edit(**{SHARD + "file": "/etc/passwd"}),
-    "another file of the folder": edit(**{SHARD + "file": "manifest.json"}),
+    "another file of the folder": edit(**{SHARD + "file": MANIFEST}),
     "markup": edit(**{SHARD + "file": "<script>alert(1)</script>"}),
     "NUL in a name": edit(**{SHARD + "file": "train-00000.bin\0"}),
     "the other split's shard": edit(**{SHARD + "file": "held_out-00000.bin"}),
@@ -698,12 +707,12 @@ HOSTILE = {
     "sources": edit(sources="stdlib"),
     "skipped": edit(skipped={"binary": "many"}),
     "shard is a link": link("train-00000.bin"),
-    "manifest is a link": link("manifest.json"),
+    "manifest is a link": link(MANIFEST),
     "tokenizer is a link": link("tokenizer.json"),
     "shard is a pipe": pipe("train-00000.bin"),
-    "manifest is a pipe": pipe("manifest.json"),
+    "manifest is a pipe": pipe(MANIFEST),
     "shard is a folder": directory("train-00000.bin"),
-    "manifest is a folder": directory("manifest.json"),
+    "manifest is a folder": directory(MANIFEST),
     "truncated shard": lambda out: os.truncate(out / "train-00000.bin", 1999),
     "longer shard": lambda out: os.truncate(out / "train-00000.bin", 2001),
     "one shard too many": raw(b"\0\0", "held_out-00001.bin"),

@@ -31,11 +31,14 @@ STDLIB = "stdlib"
 SEPARATOR = "<|endoftext|>"
 """A line of just this parts two documents of a text file."""
 
-MANIFEST = "manifest.json"
+MANIFEST = "dither-tokens.json"
 """What makes a folder one of prepared tokens (see `dither.data.tokens`)."""
 
 LARGEST = 1 << 30
 """The most bytes a document may have: what is compressed can be far larger than the disk."""
+
+Sources = str | Path | Sequence[str | Path]
+"""One source or more."""
 
 Skip = Callable[[str, str], None]
 """Told of everything that is left out: where it was, and why."""
@@ -55,7 +58,7 @@ class _NotTextError(Exception):
 
 
 def documents(
-    sources: str | Sequence[str] = STDLIB, *, field: str = "text", separator: str | None = SEPARATOR, skip: Skip | None = None
+    sources: Sources = STDLIB, *, field: str = "text", separator: str | None = SEPARATOR, skip: Skip | None = None
 ) -> Iterator[Document]:
     """The documents of `sources`, one after another; what is not there is said at once, before the first is read.
 
@@ -69,14 +72,19 @@ def documents(
     >>> [document.text for document in dither.data.documents(str(folder))]
     ['one\\n', 'two\\n']
     """
-    given = [sources] if isinstance(sources, str) else list(sources)
-    if not given or not all(isinstance(source, str) and source for source in given):
-        raise UserError(f"Sources are one or more strings such as 'stdlib' or 'texts/*.jsonl.xz', not {sources!r}.")
     if separator is not None and (not isinstance(separator, str) or "\n" in separator or "\r" in separator):
         raise UserError(f"A separator is a single line of text or None, not {separator!r}.")
     tell: Skip = skip or (lambda where, why: None)
-    parts = [_source(source, field, separator, tell) for source in given]
+    parts = [_source(source, field, separator, tell) for source in listed(sources)]
     return (document for part in parts for document in part())
+
+
+def listed(sources: Sources) -> tuple[str, ...]:
+    """Sources as strings, one or more."""
+    given = tuple(sources) if isinstance(sources, list | tuple) else (sources,)
+    if not given or not all(isinstance(source, str | Path) and str(source) for source in given):
+        raise UserError(f"Sources are one or more strings or paths, such as 'stdlib' or 'texts/*.jsonl.xz', not {sources!r}.")
+    return tuple(map(str, given))
 
 
 def is_held_out(text: str, fraction: float) -> bool:
@@ -116,8 +124,6 @@ def _source(source: str, field: str, separator: str | None, skip: Skip) -> Calla
                 if files == named:
                     raise UserError(f"{str(path)!r} is {error}, not UTF-8 text, JSON lines or Parquet.") from None
                 skip(str(path), str(error))
-            except OSError as error:
-                raise UserError(f"{str(path)!r} cannot be read: {error.strerror or error}.") from None
 
     return read
 
@@ -129,7 +135,9 @@ def _files(source: str, skip: Skip) -> list[Path]:
         if path.is_dir():
             if (path / MANIFEST).exists():
                 raise UserError(f"{source!r} holds prepared tokens, not text: open it with dither.data.open_tokens.")
-            found = [Path(top) / name for top, folders, names in os.walk(path) if _visible(folders) for name in names]
+            found = [
+                Path(top) / name for top, folders, names in os.walk(path) if _enter(top, folders, names, skip) for name in names
+            ]
         elif path.exists():
             if not path.is_file():
                 raise UserError(f"{source!r} is neither a file nor a folder, and is not read.")
@@ -155,10 +163,13 @@ def _files(source: str, skip: Skip) -> list[Path]:
     return files
 
 
-def _visible(folders: list[str]) -> bool:
-    """True, having taken hidden folders from those that os.walk will enter."""
-    folders[:] = [name for name in folders if not name.startswith(".")]
-    return True
+def _enter(top: str, folders: list[str], names: list[str], skip: Skip) -> bool:
+    """Whether os.walk should list a folder; takes what is hidden from those that it enters."""
+    prepared = MANIFEST in names
+    if prepared:
+        skip(top, "prepared tokens")
+    folders[:] = [] if prepared else [name for name in folders if not name.startswith(".")]
+    return not prepared
 
 
 def stdlib(skip: Skip = lambda where, why: None, root: str | Path | None = None) -> Iterator[Document]:
@@ -186,14 +197,14 @@ def stdlib(skip: Skip = lambda where, why: None, root: str | Path | None = None)
 def _file(path: Path, field: str, separator: str | None, skip: Skip) -> Iterator[Document]:
     """The documents of one file, by what its name ends in."""
     name = path.name.lower()
-    if name.endswith(".parquet"):
-        yield from _parquet(path, field, skip)
-        return
     inner = name.rsplit(".", 1)[0] if name.endswith((".xz", ".gz", ".zst")) else name
     broken: tuple[type[Exception], ...] = (lzma.LZMAError, EOFError, zlib.error, gzip.BadGzipFile)
     if name.endswith(".zst"):
         broken += (_zstd(path).ZstdError,)
     try:
+        if name.endswith(".parquet"):
+            yield from _parquet(path, field, skip)
+            return
         with _open(path) as stream:
             if inner.endswith((".jsonl", ".ndjson")):
                 yield from _json_lines(path, stream, field, skip)
@@ -201,6 +212,8 @@ def _file(path: Path, field: str, separator: str | None, skip: Skip) -> Iterator
                 yield from _texts(path, stream, separator, skip)
     except broken as error:
         raise UserError(f"{str(path)!r} is truncated or is not what its name says: {first_line(error)}.") from None
+    except OSError as error:
+        raise UserError(f"{str(path)!r} cannot be read: {error.strerror or first_line(error)}.") from None
 
 
 def _open(path: Path) -> BinaryIO:

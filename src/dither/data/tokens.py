@@ -5,7 +5,7 @@ A prepared folder holds, and nothing in it is ever executed:
     train-00000.bin ...     uint16 or uint32, little endian: the tokens of all documents in order, an end token after each
     held_out-00000.bin ...  the same for documents held out
     tokenizer.json          in the format of the package tokenizers, unless tokens are bytes
-    manifest.json           sizes, counts and the SHA-256 of every other file, written last
+    dither-tokens.json      sizes, counts and the SHA-256 of every other file, written last
 
 It is written beside its place under another name and renamed when it is whole, so half of one is never found.
 """
@@ -22,7 +22,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field
 from io import BufferedReader
 from pathlib import Path
 from types import MappingProxyType
@@ -33,7 +33,7 @@ import tokenizers
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dither.data.text import MANIFEST, SEPARATOR, Document, check_fraction, documents, first_line, is_held_out
+from dither.data.text import MANIFEST, SEPARATOR, Document, Sources, check_fraction, documents, first_line, is_held_out, listed
 from dither.errors import UserError
 
 FORMAT = "dither tokens 1"
@@ -77,6 +77,8 @@ class Tokenizer:
     _engine: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if self.json is None and self.end_token is not None:
+            raise UserError(f"Bytes have no token {self.end_token!r}: their end token is 256, and has no name.")
         engine, vocab_size, end = (None, 257, 256) if self.json is None else _engine(self.json, self.end_token)
         for name, value in (("_engine", engine), ("vocab_size", vocab_size), ("end", end)):
             object.__setattr__(self, name, value)
@@ -167,7 +169,7 @@ BYTES = Tokenizer()
 def load_tokenizer(source: str | Path = "bytes", end_token: str | None = None) -> Tokenizer:
     """The tokenizer "bytes", or that of a tokenizer.json."""
     if source == "bytes":
-        return BYTES
+        return Tokenizer(None, end_token)
     path = Path(source)
     if path.is_dir():
         path = path / TOKENIZER
@@ -342,11 +344,11 @@ class _Writer:
 
 
 def prepare(
-    sources: str | Sequence[str],
+    sources: Sources,
     out: str | Path,
     tokenizer: Tokenizer = BYTES,
     *,
-    held_out: float | str | Sequence[str] = 0.01,
+    held_out: float | Sources = 0.01,
     field: str = "text",
     separator: str | None = SEPARATOR,
     shard: int = SHARD,
@@ -372,15 +374,15 @@ def prepare(
     def skip(where: str, why: str) -> None:
         skipped[why] = skipped.get(why, 0) + 1
 
-    def read(some: str | Sequence[str]) -> Iterator[Document]:
+    def read(some: Sources) -> Iterator[Document]:
         return documents(some, field=field, separator=separator, skip=skip)
 
-    given = (sources,) if isinstance(sources, str) else tuple(sources)
+    given = listed(sources)
     if isinstance(held_out, int | float):
         fraction = check_fraction(held_out)
         pairs = ((is_held_out(document.text, fraction), document.text) for document in read(sources))
     else:
-        given += ("held out:", *((held_out,) if isinstance(held_out, str) else held_out))
+        given += ("held out:", *listed(held_out))
         both = ((False, read(sources)), (True, read(held_out)))
         pairs = ((side, document.text) for side, part in both for document in part)
     with _new_folder(Path(out)) as folder, ExitStack() as files:
@@ -565,7 +567,7 @@ def _opened(folder: Path, verify: bool) -> Corpus:
 def _tokenizer(folder: Path, fields: "_Fields") -> Tokenizer:
     kind, end_token = fields.take("kind", str), fields.take("end_token", str, type(None))
     if kind == "bytes":
-        tokenizer = replace(BYTES, end_token=end_token)
+        tokenizer = Tokenizer(None, end_token)
     elif kind == "json":
         with _plain(folder, TOKENIZER) as file:
             tokenizer = Tokenizer(_text(file, folder / TOKENIZER), end_token)
