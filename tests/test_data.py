@@ -498,6 +498,17 @@ def test_large_vocabularies_take_uint32(folder, tmp_path):
     assert corpus.train.bytes_of(whole) == pytest.approx(corpus.train.counts.bytes, rel=1e-12)
 
 
+def test_no_document_can_end_another(folder, tmp_path):
+    model = {"type": "WordLevel", "vocab": {"</s>": 0, "?": 1}, "unk_token": "?"}
+    tokenizer = data.Tokenizer(json.dumps({"version": "1.0", "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model}))
+    assert tokenizer.encode("a </s> b") == [1, 0, 1]
+    (folder / "end.txt").write_text("a </s> b")
+    corpus = data.prepare(folder, tmp_path / "tokens", tokenizer, held_out=0.2)
+    assert corpus.skipped == {"spelling the end token": 1}
+    for part in (corpus.train, corpus.held_out):
+        assert (part.read(0, len(part)) == tokenizer.end).sum() == part.counts.documents
+
+
 def test_held_out_sources_of_their_own(folder, tmp_path):
     (tmp_path / "held.txt").write_text("kept apart")
     corpus = data.prepare(str(folder), tmp_path / "tokens", held_out=str(tmp_path / "held.txt"))

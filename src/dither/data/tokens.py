@@ -33,7 +33,18 @@ import tokenizers
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dither.data.text import MANIFEST, SEPARATOR, Document, Sources, check_fraction, documents, first_line, is_held_out, listed
+from dither.data.text import (
+    MANIFEST,
+    SEPARATOR,
+    Document,
+    Skip,
+    Sources,
+    check_fraction,
+    documents,
+    first_line,
+    is_held_out,
+    listed,
+)
 from dither.errors import UserError
 
 FORMAT = "dither tokens 1"
@@ -311,8 +322,9 @@ class Corpus:
 class _Writer:
     """Writes the shards of one split, hashing on the way."""
 
-    def __init__(self, folder: Path, split: str, tokenizer: Tokenizer, limit: int, files: ExitStack) -> None:
-        self.folder, self.split, self.tokenizer, self.limit, self.files = folder, split, tokenizer, limit, files
+    def __init__(self, folder: Path, split: str, tokenizer: Tokenizer, limit: int, files: ExitStack, skip: Skip) -> None:
+        self.folder, self.split, self.tokenizer = folder, split, tokenizer
+        self.limit, self.files, self.skip = limit, files, skip
         self.counts, self.shards = Counts(), list[dict[str, Any]]()
         self.file: BinaryIO | None = None
         self.room = 0
@@ -320,6 +332,10 @@ class _Writer:
     def write(self, texts: Sequence[str]) -> None:
         end = np.array([self.tokenizer.end], self.tokenizer.dtype)
         for text, tokens in zip(texts, self.tokenizer.encode_all(texts), strict=True):
+            if (tokens == end).any():
+                # Some tokenizers have the end token among their ordinary words: a document must not end another.
+                self.skip(self.split, "spelling the end token")
+                continue
             whole = np.concatenate((tokens, end))
             self.counts += Counts(1, len(text.encode()), len(whole), int(self.tokenizer.byte_lengths[whole].sum()))
             while len(whole):
@@ -386,7 +402,7 @@ def prepare(
         both = ((False, read(sources)), (True, read(held_out)))
         pairs = ((side, document.text) for side, part in both for document in part)
     with _new_folder(Path(out)) as folder, ExitStack() as files:
-        writers = tuple(_Writer(folder, split, tokenizer, shard, files) for split in SPLITS)
+        writers = tuple(_Writer(folder, split, tokenizer, shard, files, skip) for split in SPLITS)
         for batch in _batches(pairs):
             for side, writer in enumerate(writers):
                 writer.write([text for held, text in batch if held == side])
