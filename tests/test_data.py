@@ -120,7 +120,9 @@ JOINED = "<|endoftext|>\n".join(DOCUMENTS).encode()
 def test_every_kind_of_file_gives_the_same_documents(tmp_path, name, raw):
     (tmp_path / name).write_bytes(raw)
     for source in (str(tmp_path / name), str(tmp_path), str(tmp_path / "*"), str(tmp_path / "**" / "a.*")):
-        assert [document.text for document in data.documents(source)] == DOCUMENTS
+        skipped = []
+        assert [document.text for document in data.documents(source, skip=lambda *why: skipped.append(why))] == DOCUMENTS
+        assert skipped == []
 
 
 def test_folders_are_read_by_path_without_what_is_hidden_or_no_text(folder):
@@ -281,6 +283,13 @@ def test_sources_that_are_not_there(tmp_path, source, words):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match=words) as error:
         data.documents(source.replace("{}", str(tmp_path)) if isinstance(source, str) else source)
+    one_sentence(error)
+
+
+def test_json_that_is_too_deep(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": ' + "[" * 100_000)
+    with pytest.raises(UserError, match="JSON in line 1") as error:
+        list(data.documents(tmp_path / "a.jsonl"))
     one_sentence(error)
 
 
@@ -946,6 +955,14 @@ def test_prefetched_batches_are_the_loaders(corpus, depth):
         expected = loader.batch(batch.step, 1, 2)
         assert batch.first == expected.first == 4
         assert torch.equal(batch.tokens, expected.tokens)
+    assert data_threads() == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there():
+    with pytest.raises(UserError, match="no CUDA device") as error:
+        data.Prefetch(data.Loader(in_memory(1000), 16, 8), device="cuda:0")
+    one_sentence(error)
     assert data_threads() == []
 
 

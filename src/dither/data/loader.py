@@ -201,6 +201,11 @@ class Prefetch:
             raise UserError(f"Reading ahead takes a depth of 1 or more batches, not {depth!r}.")
         self.loader, self.rank, self.world, self.stop = loader, rank, world, stop
         self.device, self.step, self.closed = torch.device(device), start, False
+        if self.device.type == "cuda":
+            if not torch.cuda.is_available():
+                raise UserError(f"Batches cannot go to {str(device)!r}: torch finds no CUDA device here.")
+            # The caller's choice, which the thread would not know.
+            self.device = torch.device("cuda", torch.cuda.current_device()) if self.device.index is None else self.device
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="dither-data")
         self._ahead = deque[Future[Batch]]()
         for _ in range(depth):
@@ -213,7 +218,10 @@ class Prefetch:
 
     def _read(self, step: int) -> Batch:
         batch = self.loader.batch(step, self.rank, self.world)
-        return batch.pin() if self.device.type == "cuda" else batch
+        if self.device.type != "cuda":
+            return batch
+        with torch.cuda.device(self.device):  # else every process would also open the first GPU
+            return batch.pin()
 
     def __iter__(self) -> "Prefetch":
         return self
