@@ -119,10 +119,10 @@ JOINED = "<|endoftext|>\n".join(DOCUMENTS).encode()
 )
 def test_every_kind_of_file_gives_the_same_documents(tmp_path, name, raw):
     (tmp_path / name).write_bytes(raw)
+    skipped = []
     for source in (str(tmp_path / name), str(tmp_path), str(tmp_path / "*"), str(tmp_path / "**" / "a.*")):
-        skipped = []
         assert [document.text for document in data.documents(source, skip=lambda *why: skipped.append(why))] == DOCUMENTS
-        assert skipped == []
+    assert skipped == []
 
 
 def test_folders_are_read_by_path_without_what_is_hidden_or_no_text(folder):
