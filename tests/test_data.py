@@ -672,6 +672,12 @@ def directory(name: str):
     return apply
 
 
+def outside(out: Path) -> None:
+    """The right bytes in a place that a manifest must not reach."""
+    shutil.copy(out / "train-00000.bin", out.parent / "moved")
+    edit(splits__train__shards__0__file="../moved")(out)
+
+
 SHARD = "splits__train__shards__0__"
 HOSTILE = {
     "missing manifest": lambda out: (out / MANIFEST).unlink(),
@@ -700,6 +706,7 @@ HOSTILE = {
     "no held-out split": edit(splits__held_out=None),
     "dtype": edit(dtype="float64"),
     "object dtype": edit(dtype="O"),
+    "upwards, to the right bytes": outside,
     "upwards": edit(**{SHARD + "file": "../train-00000.bin"}),
     "absolute": edit(**{SHARD + "file": "/etc/passwd"}),
     "another file of the folder": edit(**{SHARD + "file": MANIFEST}),
