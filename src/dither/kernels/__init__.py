@@ -60,6 +60,7 @@ class Launch:
         self.constants, self.options = constants, options
         self.compiled: dict[tuple[int | None, ...], Callable[..., None]] = {}
         self.interpreted = isinstance(kernel, InterpretedFunction)
+        self.ending: tuple[Any, ...] = ()  # the constants as a compiled kernel takes them
 
     def __call__(self, *leading: Tensor | int | None) -> None:
         """Start the programs on the device of the first tensor. `leading` are tensors, None, or numbers that vary."""
