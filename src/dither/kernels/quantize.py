@@ -737,7 +737,7 @@ def quantize_both(
         launch(x, *along, *across, amax, measured, *draw_arguments(draw))
     elif cast.group.kind == "tensor":
         for scale in (along[1], across[1]):
-            store_factors(amax.view(torch.int32), _codes(scale, scale=True), cast)
+            store_factors(amax.view(torch.int32), _bits(scale), cast)
     return outputs
 
 
@@ -862,7 +862,7 @@ def _launch(
         else:
             line_amax = amax_bits(x) if kind == "tensor" else line_amax_bits(x_BRC, place.along_rows)
         if not fake:
-            store_factors(line_amax, _codes(scale, scale=True), cast)
+            store_factors(line_amax, _bits(scale), cast)
     if not x.numel():
         return tensor
 
@@ -949,11 +949,9 @@ def _known_constants(
     }
 
 
-def _codes(out: Tensor, *, scale: bool = False) -> Tensor:
-    """Codes, and scales that are codes, as integers of their size: kernels write bits."""
-    if scale and out.dtype == torch.float32:
-        return out
-    return out.view(layout.INTEGERS[out.itemsize])
+def _bits(scale: Tensor) -> Tensor:
+    """Scales that are codes as integers of their size: kernels write bits."""
+    return scale if scale.dtype == torch.float32 else scale.view(layout.INTEGERS[scale.itemsize])
 
 
 def _tile_shape(place: Layout, kind: str, measure: bool, itemsize: int, run: int, drawn: bool) -> tuple[int, int, int, int]:

@@ -92,9 +92,9 @@ def solve(
     >>> solve([[0, 1], [0, 5], [0, 2]], [[0, 0.2], [0, 0.4], [0, 0.4]], target=0.5)
     Solution(choice=(1, 0, 1), quality=3.0, efficiency=0.6000000000000001, gap=0.0, target=0.5)
     """
-    most = largest_target(quality, efficiency, stages=stages, times=times, pinned=pinned)
     problem = _problem(quality, efficiency, target, stages, times, pinned or {})
-    if target > most and not _reached(problem, problem.best):
+    if not _reached(problem, problem.best):
+        most = largest_target(quality, efficiency, stages=stages, times=times, pinned=pinned)
         raise UserError(f"No choice reaches a target of {target:g}: the largest feasible one is {most:.6g}.")
     choice, gap = _least(problem, seconds)
     at = numpy.arange(len(choice))
@@ -357,9 +357,8 @@ def _problem(
     if stages is None:
         return _Problem(costs, shares, ((shares, float(target)),))
     parts = _stages(stages, len(quality))
-    unpinned = numpy.where(numpy.isfinite(_table("quality", quality, math.inf)), shares, 0.0)
     if times is None:
-        could = [float(unpinned[part].max(axis=1).sum()) for part in parts]
+        could = [float(shares[part].max(axis=1).sum()) for part in parts]
         whole = math.fsum(could) or 1.0
         return _Problem(
             costs, shares, tuple((_only(shares, part), target * most / whole) for part, most in zip(parts, could, strict=True))
