@@ -25,8 +25,9 @@ check: $(INSTALLED)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
+# One thread each: the references on the CPU would otherwise fight over the cores.
 gpu-test:
-	seq $(JOBS) | PYTHONPATH=src xargs -P $(JOBS) -I{} env DITHER_SHARE={}/$(JOBS) $(PYTHON) -m pytest -q -m gpu tests/gpu
+	seq $(JOBS) | PYTHONPATH=src xargs -P $(JOBS) -I{} env OMP_NUM_THREADS=1 DITHER_SHARE={}/$(JOBS) $(PYTHON) -m pytest -q -m gpu tests/gpu
 
 # torch comes first and by its exact version, the one that is tested; the second line then keeps it. The stamp is written
 # last, so that an interrupted installation starts again.

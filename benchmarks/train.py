@@ -29,12 +29,13 @@ import dataclasses
 import io
 import itertools
 import json
+import multiprocessing
 import pstats
 import re
 import statistics
-import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -90,7 +91,7 @@ def build(size: str, mode: str, device: str, peer: str | None, compiled: bool, l
         dither.convert(model, Plan(compute="bf16").with_sampling(how))
     if mode.startswith("torchao-"):
         if peer is None:
-            raise SystemExit("torchao is read from the folder of an unpacked wheel: --peer FOLDER")
+            raise RuntimeError("torchao is read from the folder of an unpacked wheel: --peer FOLDER")
         sys.path.insert(0, peer)
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -158,7 +159,7 @@ def measure(size: str, mode: str, arguments: argparse.Namespace) -> dict:
             loss = step()
             times.append((time.perf_counter() - start) * 1e3)
     if not loss.isfinite():
-        raise SystemExit(f"the loss became {loss.item()}")
+        raise RuntimeError(f"the loss became {loss.item()}")
     ms = statistics.median(times)
     return {
         "size": size,
@@ -221,34 +222,32 @@ def print_profile(result: dict, shown: int = 25) -> None:
     print(result["host_profile"])
 
 
+def processes(count: int) -> concurrent.futures.ProcessPoolExecutor:
+    """Processes for one task each, born with everything imported; whoever gives birth to them never touches the GPU."""
+    births = multiprocessing.get_context("forkserver")
+    births.set_forkserver_preload(["dither", "dither.optim", "torch._inductor.compile_fx"])
+    return concurrent.futures.ProcessPoolExecutor(count, mp_context=births, max_tasks_per_child=1)
+
+
 def compile_all(arguments: argparse.Namespace) -> None:
-    """One step of two layers of each size and mode, all at once: what is timed afterwards finds its blocks compiled."""
-    some = ["--layers", "2", "--warmup", "0", "--steps", "1"]
-    runs = [[*sys.argv[1:], "--sizes", size, "--modes", mode] for size in arguments.sizes for mode in arguments.modes]
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda run: subprocess.run(command(run + some), capture_output=True, check=False), runs))
-
-
-def command(words: list[str]) -> list[str]:
-    """This script for one size and mode."""
-    return [sys.executable, __file__, *(word for word in words if word not in ("--profile", "--prepare")), "--worker"]
+    """One step of two layers of each size and mode, many at once: what is timed afterwards finds its blocks compiled."""
+    shortened = argparse.Namespace(**{**vars(arguments), "layers": 2, "warmup": 0, "steps": 1, "profile": False})
+    with processes(10) as pool:
+        for size in arguments.sizes:
+            for mode in arguments.modes:
+                pool.submit(measure, size, mode, shortened)  # a failure shows again when it is timed
 
 
 def separately(size: str, mode: str, arguments: argparse.Namespace) -> dict:
-    """`measure` in a process of its own; a failure becomes its last line."""
-    words = [*command([*sys.argv[1:], "--sizes", size, "--modes", mode]), *["--profile"] * arguments.profile]
+    """`measure` in a process of its own; a failure becomes its first line."""
     began = time.perf_counter()
-    run = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    lines = run.stdout.strip().splitlines()
-    if run.returncode == 0:
-        result = json.loads(next(line for line in reversed(lines) if line.startswith('{"size"')))
-        return {**result, "process_s": time.perf_counter() - began}
+    with processes(1) as pool:
+        error = (task := pool.submit(measure, size, mode, arguments)).exception()
+    if error is None:
+        return {**task.result(), "process_s": time.perf_counter() - began}
     if arguments.verbose:
-        print(run.stdout, file=sys.stderr)
-    # An exception's own line, where one can be told from the remarks that torch prints below it.
-    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exit|Exception|OutOfMemory)\w*:", line)]
-    failure = [*lines, *errors][-1] if lines else f"ended with code {run.returncode}"
-    return {"size": size, "mode": mode, "failure": failure}
+        traceback.print_exception(error)
+    return {"size": size, "mode": mode, "failure": f"{type(error).__name__}: {error}".strip().splitlines()[0]}
 
 
 def ratio(value: float | None, base: float | None) -> str:
@@ -298,16 +297,12 @@ def main() -> None:
     parser.add_argument("--prepare", action="store_true", help="compile all sizes and modes first, side by side")
     parser.add_argument("--json", type=Path, help="write the results there, after each one")
     parser.add_argument("--profile", action="store_true", help="print the kernels of one step, and what the host does, by time")
-    parser.add_argument("--verbose", action="store_true", help="print the whole output of a process that failed")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--verbose", action="store_true", help="print the whole trace of a failure")
     arguments = parser.parse_args()
     if arguments.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("torch sees no GPU here; --device cpu --sizes tiny --sequence 64 shows that the script runs")
     if arguments.compile is None:
         arguments.compile = arguments.device != "cpu"  # there it takes longer than it saves
-    if arguments.worker:
-        print(json.dumps(measure(arguments.sizes[0], arguments.modes[0], arguments)))
-        return
     if arguments.prepare:
         compile_all(arguments)
     results = []
