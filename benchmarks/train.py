@@ -223,9 +223,9 @@ def print_profile(result: dict, shown: int = 25) -> None:
 
 
 def processes(count: int) -> concurrent.futures.ProcessPoolExecutor:
-    """Processes for one task each, born with everything imported; whoever gives birth to them never touches the GPU."""
+    """Processes for one task each, born with torch imported; whoever gives birth to them must not touch the GPU."""
     births = multiprocessing.get_context("forkserver")
-    births.set_forkserver_preload(["dither", "dither.optim", "torch._inductor.compile_fx"])
+    births.set_forkserver_preload(["torch", "sympy", "numpy"])
     return concurrent.futures.ProcessPoolExecutor(count, mp_context=births, max_tasks_per_child=1)
 
 

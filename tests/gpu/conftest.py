@@ -7,6 +7,7 @@ import pytest
 TORCHS_OWN = [
     "ignore:Synchronization debug mode is a prototype feature:UserWarning",  # on asking for it
     "ignore:Attempting to run cuBLAS, but there was no current CUDA context:UserWarning",  # in the first backward pass
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",  # when a second block is compiled
 ]
 
 

@@ -180,11 +180,9 @@ def test_recomputation_keeps_no_copy() -> None:
 
 
 def test_sampled_weights_are_cast() -> None:
-    made = layer(
-        Sampling(b_init=4, b_target=3), 256, 512, weight=Cast.parse("e4m3 block(128)"), input=Cast.parse("e4m3 tile(128)")
-    )
-    made = made.cuda()
-    x = torch.randn(64, 256, device="cuda")
+    tiles, blocks = Cast.parse("e4m3 tile(128)"), Cast.parse("e4m3 block(128)")
+    made = layer(Sampling(b_init=4, b_target=3), 256, 512, input=tiles, weight=blocks, grad=tiles).cuda()
+    x = torch.randn(128, 256, device="cuda")
     held = []
     for step in (0, 1):
         with training_step(made, step=step), autocast():
