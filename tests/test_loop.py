@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,17 @@ from dither.train import Config, Outcome, Status, checkpoint, train
 from dither.train import config as configs
 
 STEPS = 6
+
+SLOW_BF16 = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small gain nothing by more, and lose much where other tests run beside them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
@@ -69,6 +81,7 @@ KINDS = {
 }
 
 
+@SLOW_BF16
 @pytest.mark.parametrize("kind", KINDS)
 def test_resumed_is_straight(kind: str, text: Path, tmp_path: Path) -> None:
     """From a checkpoint half way, in a run that also evaluates and samples, which the straight one does not."""
