@@ -16,6 +16,7 @@ from dither.errors import UserError
 from dither.models import CausalLM, build, compile_blocks, generate, hf, preset
 from dither.nn import Linear, apply, bitwidth_loss, convert, effective_precision, param_groups, training_step
 from dither.optim import roles, training
+from dither.random import Stream
 from dither.train import checkpoint
 from dither.train.config import Config, fixed_changes, loads, schedule
 from dither.train.distributed import Ranks
@@ -118,6 +119,8 @@ class Job:
         self.loss_ema: float | None = None
         self.time = 0.0
         """Seconds that the lives before this one trained."""
+        # Torch's generators, which only dropout draws from, start each step anew: no rank need keep what it had drawn.
+        self._dropout = Stream(config.run.seed, "torch", f"rank {ranks.rank}").key
         self._sound = torch.ones((), dtype=torch.bool, device=ranks.device)
 
     def _held_out_count(self) -> int | None:
@@ -148,6 +151,7 @@ class Job:
         optimizer = self.training.optimizer
         for group in optimizer.param_groups:
             group["lr"] = self.lr
+        torch.manual_seed((self._dropout + self.done) % (1 << 63))
         total = self._gradients(batch)
         self.ranks.add_gradients(self.model.parameters())
         self.training.step()

@@ -34,6 +34,10 @@ SIGNALS = {"SIGINT": 1.0, "SIGTERM": 1024.0}
 """What a rank adds to all ranks' sum when a signal came: the sum tells whether any of them was a SIGTERM."""
 
 
+BEHIND = {"cuda": 1}
+"""Steps that a device is given before the host looks at their numbers: a GPU never waits for the host then."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a run ended."""
@@ -72,7 +76,7 @@ def train(config: Config, *, resume: bool = False, command: Sequence[str] = (), 
     """
     folder = Path(config.run.out)
     check_trackers(config.run.track)
-    with joined(config.run.device) as ranks, Signals() as signals:
+    with joined(config.run.device) as ranks, Signals() as signals, _own_generators(ranks.device):
         _claim(folder, config, resume, ranks)
         run = _Run(config, folder, ranks, signals, progress)
         try:
@@ -95,8 +99,7 @@ class _Run:
         self.logged_step = 0
         self.evaluation: tuple[int, Evaluation] | None = None
         self.pending: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
-        # A GPU has the next step to do while the host looks at the last one; a CPU would only wait for itself.
-        self.behind = 1 if ranks.device.type == "cuda" else 0
+        self.behind = BEHIND.get(ranks.device.type, 0)
         self.metrics: Metrics | None = None
         self.saver: Saver | None = None
         self.job: Job | None = None
@@ -428,6 +431,11 @@ class _Run:
     def status(self, state: Literal["running", "done", "stopped", "interrupted", "failed"], why: str = "") -> None:
         if self.ranks.main:
             Status(state=state, step=self.the_job.done, why=why).save(self.folder)
+
+
+def _own_generators(device: torch.device) -> Any:
+    """Leaves torch's generators, which steps seed, as the caller had them."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 # The folder -----------------------------------------------------------------------------------------------------------

@@ -85,9 +85,7 @@ class Metrics:
             raise UserError(f"The metrics {str(self.path)!r} cannot be written: {error}.") from None
         for listener in self.listeners:
             listener(line)
-        numbers = {
-            f"{kind}/{key}": value for key, value in values.items() if type(value) in (int, float) and math.isfinite(value)
-        }
+        numbers = {f"{kind}/{key}": line[key] for key in values if type(line[key]) in (int, float)}
         for log, _ in self._trackers if numbers else ():
             log(numbers, step)
 
