@@ -1,5 +1,6 @@
 """Whole runs: a resumed one is the straight one bit for bit, whatever ended it; what is written, refused, and told."""
 
+import collections
 import io
 import json
 import math
@@ -9,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dither import UserError
-from dither.data import Batch
+from dither import Plan, UserError
+from dither.data import Batch, prepare
 from dither.train import Config, Progress, Status, checkpoint, loop, train
 from dither.train import config as configs
 from dither.train.job import Job
+from dither.train.metrics import Metrics
 
 STEPS = 6
 
@@ -338,3 +341,207 @@ def test_a_spike_is_told(text: Path, tmp_path: Path, jobs: list[Job], monkeypatc
     poison(monkeypatch, jobs, {3}, 9.0)
     train(settings(text, tmp_path / "run", "guard.spike=warn", "guard.spike_window=4", "guard.spike_count=1"))
     assert [(line["event"], line["step"]) for line in lines(tmp_path / "run", "guard")] == [("spike", 4)]
+
+
+# What is written ------------------------------------------------------------------------------------------------------
+
+
+SAMPLED = ("precision.recipe=fp8-block", "precision.sampling.b_init=3.5", "precision.sampling.b_target=3.0")
+
+
+def test_the_run_folder(text: Path, tmp_path: Path) -> None:
+    """The contract of everything that reads a run."""
+    out = tmp_path / "run"
+    looks = ["run.eval_every=3", "run.sample_every=3", "run.sample_tokens=5", 'run.sample_prompt="the "']
+    config = settings(text, out, *looks, *SAMPLED, "run.profile=[2, 3]")
+    outcome = train(config, command=["dither", "train"])
+    assert {path.name for path in out.iterdir()} == {
+        *("config.toml", "plan.json", "conversion.json", "environment.json", "metrics.jsonl", "status.json"),
+        *("checkpoints", "tokens", "profile-2-3.json"),
+    }
+    assert configs.load(out / "config.toml") == config
+    assert Plan.load(out / "plan.json") == config.precision.load_plan()
+    assert Status.load(out) == Status(state="done", step=STEPS, why=f"All {STEPS} steps are done.")
+    assert "traceEvents" in json.loads((out / "profile-2-3.json").read_text())
+    conversion = json.loads((out / "conversion.json").read_text())
+    assert all(set(layer) == {"name", "precision", "engine", "share"} for layer in conversion["layers"])
+    assert [module for module in conversion["left"] if module["name"] == "lm_head" and "output layer" in module["why"]]
+    environment = json.loads((out / "environment.json").read_text())
+    assert environment["command"] == ["dither", "train"]
+    assert environment["world_size"] == 1
+    assert environment["parameters"] > 400_000
+    assert len(environment["corpus_sha256"]) == 64
+
+    found = lines(out)
+    assert all({"kind", "step", "time"} <= set(line) for line in found)
+    assert [line["time"] for line in found] == sorted(line["time"] for line in found)
+    keys = {
+        "start": {"resumed_from"},
+        "plan": {"plan", "reason"},
+        "train": {
+            *("loss", "loss_ema", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "memory", "skipped"),
+        },
+        "eval": {"loss", "bits_per_byte", "tokens"},
+        "bitwidths": {"layers"},
+        "sample": {"prompt", "text"},
+        "save": {"path", "seconds"},
+        "end": {"how", "loss", "bits_per_byte", "text"},
+    }
+    assert {line["kind"] for line in found} == set(keys)
+    for line in found:
+        assert set(line) - {"kind", "step", "time"} == keys[line["kind"]], line
+    assert Plan.from_dict(lines(out, "plan")[0]["plan"]) == config.precision.load_plan()
+    training = lines(out, "train")
+    assert [line["step"] for line in training] == list(range(1, STEPS + 1))
+    assert [line["tokens"] for line in training] == [64 * step for step in range(1, STEPS + 1)]
+    assert [line["lr"] for line in training] == [configs.schedule(config, step) for step in range(STEPS)]
+    assert training[0]["loss_ema"] == training[0]["loss"]
+    assert [line["step"] for line in lines(out, "eval")] == [3, 6]
+    assert lines(out, "eval")[-1]["loss"] == outcome.loss == found[-1]["loss"]
+    assert outcome.loss < training[0]["loss"]
+    for layer in lines(out, "bitwidths")[-1]["layers"].values():
+        assert set(layer) == {"mean", "min", "max", "histogram"}
+        assert sum(share for _, share in layer["histogram"]) == pytest.approx(1.0)
+    for line in lines(out, "save"):
+        assert (out / line["path"] / "manifest.json").is_file()
+
+
+def test_evaluation_is_the_mean_over_held_out_text(text: Path, tmp_path: Path, jobs: list[Job]) -> None:
+    outcome = train(settings(text, tmp_path / "run", "run.eval_sequences=0"))
+    (job,) = jobs
+    model, windows = job.model.eval(), job.held_out
+    with torch.no_grad():
+        logits = model(windows.inputs)
+    nats = torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), windows.targets.flatten(), reduction="sum")
+    assert outcome.loss == pytest.approx(nats.item() / windows.targets.numel(), rel=1e-6)
+    bytes_of_text = (windows.targets < 256).sum().item()
+    assert outcome.bits_per_byte == pytest.approx(nats.item() / math.log(2) / bytes_of_text, rel=1e-6)
+    held = b"".join(shard.tobytes() for shard in job.corpus.held_out.shards)
+    counts = collections.Counter(held[at : at + 2] for at in range(0, len(held), 2))
+    shares = [count / counts.total() for count in counts.values()]
+    assert outcome.unigram == pytest.approx(-sum(share * math.log(share) for share in shares))
+
+
+def test_half_a_line_is_ended(text: Path, tmp_path: Path) -> None:
+    with Metrics(tmp_path) as metrics:
+        metrics.write("train", 1, 0.0, loss=1.0)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"kind": "tra')
+    with Metrics(tmp_path) as metrics:
+        metrics.write("train", 2, 0.0, loss=float("inf"))
+    _, half, last = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert half == '{"kind": "tra'
+    assert json.loads(last) == {"kind": "train", "step": 2, "time": 0.0, "loss": None, "text": "loss was inf"}
+
+
+def test_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: Path) -> None:
+    """A tracker gets the numbers of every line; one that is not installed is named before anything is made."""
+    told: list[object] = []
+    fake = types.ModuleType("trackio")
+    fake.init = lambda **options: told.append(options["project"])  # type: ignore[attr-defined]
+    fake.log = lambda numbers, step: told.append((step, numbers))  # type: ignore[attr-defined]
+    fake.finish = lambda: told.append("end")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    with Metrics(tmp_path, track=["trackio"]) as metrics:
+        metrics.write("train", 3, 0.5, loss=2.0, text="words", mfu=None)
+    assert told == ["dither", (3, {"train/loss": 2.0}), "end"]
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="'wandb', whose package is not installed: pip install wandb, or leave it out"):
+        train(settings(text, tmp_path / "run", 'run.track=["wandb"]'))
+    assert not (tmp_path / "run").exists()
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+def test_a_used_folder(text: Path, tmp_path: Path) -> None:
+    config = settings(text, tmp_path / "run", "run.steps=1")
+    with pytest.raises(UserError, match=r"There is no run in .* to resume: start it without --resume"):
+        train(config, resume=True)
+    train(config)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match=r"has a run already, and nothing is overwritten: go on with --resume, or name another"):
+        train(config)
+    assert before == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "letter.txt").write_text("dear")
+    with pytest.raises(UserError, match="has other files already: name another"):
+        train(settings(text, tmp_path / "other"))
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["letter.txt"]
+    assert train(config, resume=True).code == 0  # it is done already: nothing is trained, and it says the same
+
+
+@pytest.fixture(scope="session")
+def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps with a constant rate."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    train(settings(text, out, *CONSTANT, "run.steps=3"))
+    return out
+
+
+CONSTANT = ("optim.schedule=constant", "optim.warmup=0.0")
+
+CHANGES = {
+    "model.preset=llama-134m": r"model.preset from None to llama-134m",
+    "data.batch=2": "data.batch from 4 to 2",
+    "data.seed=1": "data.seed from 0 to 1",
+    "run.seed=1": "run.seed from 0 to 1",
+    "optim.lr=1e-4": r"optim.lr from 0\.\d+ to 0.0001",
+    "optim.schedule=cosine": "optim.schedule from constant to cosine",
+    "precision.recipe=fp8-block": "precision.recipe from None to fp8-block",
+    "run.steps=2": "run.steps=2 is less than the 3 steps that the run has done",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_resumed_run_cannot_change(change: str, text: Path, finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    before = (tmp_path / "run" / "config.toml").read_bytes()
+    with pytest.raises(UserError, match=CHANGES[change]):
+        train(settings(text, tmp_path / "run", *CONSTANT, "run.steps=3", change), resume=True)
+    assert (tmp_path / "run" / "config.toml").read_bytes() == before
+
+
+def test_what_a_resumed_run_may_change(text: Path, finished: Path, tmp_path: Path) -> None:
+    """More steps at the same rate, how often something is told, how a batch is cut, where it lies: it is the longer run."""
+    shutil.copytree(finished, tmp_path / "run")
+    more = ["run.log_every=2", "run.save_every=2", "guard.nonfinite=skip"]
+    assert train(settings(text, tmp_path / "run", *CONSTANT, *more), resume=True).step == STEPS
+    train(settings(text, tmp_path / "straight", *CONSTANT))
+    assert_same(tmp_path / "run", tmp_path / "straight")
+    assert configs.load(tmp_path / "run" / "config.toml").run.log_every == 2
+
+
+def test_changed_tokens(text: Path, finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "more").mkdir()
+    for number in range(60):
+        (tmp_path / "more" / f"{number}.txt").write_text(f"another text, number {number} of sixty" * 9)
+    with pytest.raises(UserError, match=r"were made from .*, and data.sources now says .*more"):
+        train(settings(tmp_path / "more", tmp_path / "run", *CONSTANT, "run.steps=3"), resume=True)
+    other = prepare(str(tmp_path / "more"), tmp_path / "tokens", held_out=0.05)
+    with pytest.raises(UserError, match="was trained on other tokens than those in"):
+        train(settings(other.folder, tmp_path / "run", *CONSTANT, "run.steps=3"), resume=True)
+    # The same tokens in another place are the same.
+    shutil.copytree(tmp_path / "run" / "tokens", tmp_path / "moved")
+    assert train(settings(tmp_path / "moved", tmp_path / "run", *CONSTANT, "run.steps=4"), resume=True).step == 4
+
+
+REFUSED = {
+    "data.batch=4000": "sequences of 16 need",
+    "data.sequence=100000": "need",
+    "model.vocab=100": "model.vocab=100 is less than the tokenizer's 257 tokens",
+    "data.sources=['nowhere.txt']": "nowhere.txt",
+    "model.preset=gpt2-124m data.sequence=1025 data.batch=1": "data.sequence=1025 is longer than the 1024 positions",
+    "run.device=cuda:7": "GPU",
+    "data.tokenizer=nowhere.json": "There is no tokenizer 'nowhere.json'",
+    "precision.plan=nowhere.json": "The plan 'nowhere.json' cannot be read",
+}
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_mistakes_are_one_sentence(change: str, text: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=REFUSED[change]) as caught:
+        train(settings(text, tmp_path / "run", *change.split(" ")))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()  # the next try needs no other name

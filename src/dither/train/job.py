@@ -360,17 +360,22 @@ def _model(config: Config, corpus: Corpus, device: torch.device) -> CausalLM:
             raise UserError(
                 f"model.vocab={config.model.vocab} is less than the tokenizer's {tokens} tokens: raise it, or leave it out."
             )
-        model: CausalLM = build(preset(config.model.size, vocab_size=config.model.vocab or tokens), seed=seed, device=device)
-    else:
-        if config.model.vocab is not None:
-            raise UserError("model.vocab changes presets only: a Hugging Face model has the size that its config says.")
-        model = hf(config.model.hf, seed=seed, device=device, dtype=torch.float32)
-        if model.embedding.num_embeddings < tokens:
-            raise UserError(
-                f"The model {config.model.hf!r} knows {model.embedding.num_embeddings} tokens, and the tokenizer has {tokens}: "
-                "give the model's own tokenizer.json as data.tokenizer."
-            )
-    longest = getattr(model.config, "max_position_embeddings", None)
+        sizes = preset(config.model.size, vocab_size=config.model.vocab or tokens)
+        _check_positions(sizes, sequence)
+        return build(sizes, seed=seed, device=device)
+    if config.model.vocab is not None:
+        raise UserError("model.vocab changes presets only: a Hugging Face model has the size that its config says.")
+    model = hf(config.model.hf, seed=seed, device=device, dtype=torch.float32)
+    if model.embedding.num_embeddings < tokens:
+        raise UserError(
+            f"The model {config.model.hf!r} knows {model.embedding.num_embeddings} tokens, and the tokenizer has {tokens}: "
+            "give the model's own tokenizer.json as data.tokenizer."
+        )
+    _check_positions(model.config, sequence)
+    return model
+
+
+def _check_positions(sizes: Any, sequence: int) -> None:
+    longest = getattr(sizes, "max_position_embeddings", None)
     if longest is not None and sequence > longest:
         raise UserError(f"data.sequence={sequence} is longer than the {longest} positions that the model has.")
-    return model

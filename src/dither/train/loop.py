@@ -2,6 +2,7 @@
 
 import math
 import platform
+import shutil
 import subprocess
 import time
 from collections import deque
@@ -23,7 +24,7 @@ from dither.train.checkpoint import Saver
 from dither.train.config import Config, dumps
 from dither.train.distributed import Ranks, joined
 from dither.train.guard import Signals, Status
-from dither.train.job import Evaluation, Job, Numbers, check_changes, open_corpus, unigram_entropy
+from dither.train.job import TOKENS, Evaluation, Job, Numbers, check_changes, open_corpus, unigram_entropy
 from dither.train.metrics import Metrics, check_trackers, peak_flops
 from dither.train.progress import Progress
 
@@ -79,13 +80,13 @@ def train(config: Config, *, resume: bool = False, command: Sequence[str] = (), 
     with joined(config.run.device) as ranks, Signals() as signals, _own_generators(ranks.device):
         _claim(folder, config, resume, ranks)
         run = _Run(config, folder, ranks, signals, progress)
-        try:
-            with ExitStack() as stack:
+        with ExitStack() as stack:
+            try:
                 run.build(stack, command, resume)
                 return run.to_the_end()
-        except BaseException as error:
-            run.failed(error)
-            raise
+            except BaseException as error:
+                run.failed(error, resume)
+                raise
 
 
 class _Run:
@@ -399,13 +400,21 @@ class _Run:
         """Whether a checkpoint of this step is there already, as when a run that was done is resumed."""
         return (self.folder / CHECKPOINTS / f"step-{step:08d}").exists()
 
-    def failed(self, error: BaseException) -> None:
-        """An error ends the run: the folder says which."""
-        if self.job is None:
+    def failed(self, error: BaseException, resume: bool) -> None:
+        """An error ends the run: the folder says which. A run that never began leaves nothing, and its folder is free again."""
+        if not self.ranks.main:
+            return
+        if self.metrics is None:
+            if not resume:
+                shutil.rmtree(self.folder / TOKENS, ignore_errors=True)
+                with suppress(OSError):
+                    (self.folder / CONFIG).unlink()
+                    self.folder.rmdir()
             return
         why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        with suppress(UserError, ValueError, OSError):  # the disk may be what failed
-            self.status("failed", why.strip() or type(error).__name__)
+        with suppress(UserError):  # the disk may be what failed
+            self.write("end", how="error", loss=None, bits_per_byte=None, text=why)
+            self.status("failed", why)
 
     # Small things ------------------------------------------------------------------------------------------------------
 
