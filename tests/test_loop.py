@@ -353,16 +353,15 @@ def test_the_run_folder(text: Path, tmp_path: Path) -> None:
     """The contract of everything that reads a run."""
     out = tmp_path / "run"
     looks = ["run.eval_every=3", "run.sample_every=3", "run.sample_tokens=5", 'run.sample_prompt="the "']
-    config = settings(text, out, *looks, *SAMPLED, "run.profile=[2, 3]")
+    config = settings(text, out, *looks, *SAMPLED)
     outcome = train(config, command=["dither", "train"])
     assert {path.name for path in out.iterdir()} == {
         *("config.toml", "plan.json", "conversion.json", "environment.json", "metrics.jsonl", "status.json"),
-        *("checkpoints", "tokens", "profile-2-3.json"),
+        *("checkpoints", "tokens"),
     }
     assert configs.load(out / "config.toml") == config
     assert Plan.load(out / "plan.json") == config.precision.load_plan()
     assert Status.load(out) == Status(state="done", step=STEPS, why=f"All {STEPS} steps are done.")
-    assert "traceEvents" in json.loads((out / "profile-2-3.json").read_text())
     conversion = json.loads((out / "conversion.json").read_text())
     assert all(set(layer) == {"name", "precision", "engine", "share"} for layer in conversion["layers"])
     assert [module for module in conversion["left"] if module["name"] == "lm_head" and "output layer" in module["why"]]
@@ -420,6 +419,15 @@ def test_evaluation_is_the_mean_over_held_out_text(text: Path, tmp_path: Path, j
     counts = collections.Counter(held[at : at + 2] for at in range(0, len(held), 2))
     shares = [count / counts.total() for count in counts.values()]
     assert outcome.unigram == pytest.approx(-sum(share * math.log(share) for share in shares))
+
+
+def test_a_window_is_profiled(text: Path, tmp_path: Path) -> None:
+    train(settings(text, tmp_path / "run", "run.profile=[2, 3]", "run.steps=4"))
+    events = json.loads((tmp_path / "run" / "profile-2-3.json").read_text())["traceEvents"]
+    assert {event["name"] for event in events if str(event["name"]).startswith("ProfilerStep")} == {
+        "ProfilerStep#1",
+        "ProfilerStep#2",
+    }
 
 
 def test_half_a_line_is_ended(text: Path, tmp_path: Path) -> None:
