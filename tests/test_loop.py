@@ -341,7 +341,7 @@ def test_a_step_is_skipped(text: Path, tmp_path: Path, jobs: list[Job], monkeypa
     assert (line["event"], line["step"]) == ("skip", 3)
     assert line["text"] == "Step 3: the loss is nan, so the step was skipped, the 1st of this run."
     (before, _), (after, _), (later, _) = (state(tmp_path / "run", step) for step in (2, 3, 4))
-    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert all(torch.equal(after[name], before[name]) for name in before if not name.startswith("rng"))
     assert not all(torch.equal(later[name], after[name]) for name in before if name.startswith("model"))
     (third,) = [line for line in lines(tmp_path / "run", "train") if line["step"] == 3]
     assert third["loss"] is None
