@@ -58,6 +58,7 @@ ORDER = [
     "dither.optim.adam_mini",
     "dither.optim.modes",
     "dither.optim",
+    "dither.snip.options",
     "dither.snip.solve",
     "dither.snip",
     "dither.models.causal",

@@ -1,5 +1,7 @@
 """Choosing each layer's precision by what it does to training."""
 
+from dither.snip.options import Option as Option
+from dither.snip.options import options as options
 from dither.snip.solve import Solution as Solution
 from dither.snip.solve import frontier as frontier
 from dither.snip.solve import largest_target as largest_target
