@@ -42,7 +42,7 @@ class Option:
     @property
     def precision(self) -> LayerPrecision:
         """The option as a plan has it."""
-        return LayerPrecision(**self.casts)
+        return LayerPrecision(self.input, self.weight, self.grad)
 
 
 def options(given: "str | Iterable[str | LayerPrecision | Option]") -> tuple[Option, ...]:
