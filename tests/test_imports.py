@@ -59,6 +59,8 @@ ORDER = [
     "dither.optim.modes",
     "dither.optim",
     "dither.snip.options",
+    "dither.snip.moments",
+    "dither.snip.statistics",
     "dither.snip.solve",
     "dither.snip",
     "dither.models.causal",
