@@ -33,9 +33,7 @@ class Net(nn.Module):
 
 def batches(count: int = 1, tokens: int = 32, seed: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
-    return [
-        (torch.randn(tokens, 24, generator=generator), torch.randn(tokens, 6, generator=generator)) for _ in range(count)
-    ]
+    return [(torch.randn(tokens, 24, generator=generator), torch.randn(tokens, 6, generator=generator)) for _ in range(count)]
 
 
 def trained(plan: Plan | str = Plan(default=LayerPrecision()), steps: int = 3, **how):  # noqa: B008 (frozen)
@@ -145,9 +143,9 @@ def test_measured_scores_are_what_happens():
             option = chosen[column]
             loss, moved = next_weights(Plan(layers=((name, option.precision),), default=LayerPrecision()))
             assert found.loss[place][column] == pytest.approx(abs(loss - base) / base, rel=1e-3, abs=1e-7)
-            change = sum(
-                ((moved[key] - exact[key]).norm() / model.get_parameter(key).norm()).item() for key in exact
-            ) / len(exact)
+            change = sum(((moved[key] - exact[key]).norm() / model.get_parameter(key).norm()).item() for key in exact) / len(
+                exact
+            )
             assert found.weights[place][column] == pytest.approx(change, rel=2e-3, abs=1e-7)
 
 
@@ -209,7 +207,7 @@ def test_normal_numbers():
 
 def test_bad_input_is_named():
     model, optimizer = trained()
-    with pytest.raises(UserError, match="no probe 'mesure' .did you mean 'measure'"):
+    with pytest.raises(UserError, match=r"no probe 'mesure' .did you mean 'measure'"):
         score(model, batches(), optimizer, "fp8,fp4", probe="mesure", stream=STREAM)
     with pytest.raises(UserError, match="There is no level 'fp5'"):
         score(model, batches(), optimizer, "fp8,fp5", stream=STREAM)
@@ -217,7 +215,7 @@ def test_bad_input_is_named():
         score(model, [], optimizer, "fp8,fp4", stream=STREAM)
     with pytest.raises(UserError, match="no state of the layer 'up' yet"):
         score(model, batches(), AdamW(model.named_parameters()), "fp8,fp4", stream=STREAM)
-    with pytest.raises(UserError, match="stream=dither.Stream"):
+    with pytest.raises(UserError, match=r"stream=dither\.Stream"):
         score(model, batches(), optimizer, "fp8,fp4", stream=0)
     with pytest.raises(UserError, match="no loss: pass forward="):
         score(nn.Sequential(model.up), [batches()[0][0]], optimizer, "fp8,fp4", stream=STREAM)

@@ -1,4 +1,4 @@
-"""Statistics of a step: norms against float64 autograd, errors of casts, what an optimizer will do, and that nothing changes."""
+"""Statistics of a step: norms against float64 autograd, errors of casts, what an optimizer will do; nothing changes."""
 
 import json
 import math
@@ -99,7 +99,7 @@ def test_norms_are_those_of_float64_autograd(kind):
         expected = {"x": x_, "w": w, "y": y, "dy": y.grad, "dx": x_.grad, "dw": w.grad}
         for key, tensor in expected.items():
             assert layer.norms[key] == pytest.approx(tensor.norm().item(), rel=1e-5), (name, key)
-        assert (layer.M, layer.N, layer.K) == (100, w.shape[0], w.shape[1])
+        assert [layer.M, layer.N, layer.K] == [100, *w.shape]
 
 
 def test_errors_and_rows_are_those_of_the_casts():

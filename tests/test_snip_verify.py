@@ -1,15 +1,16 @@
 """Verification: a perfect estimate has a correlation of 1, and ranks are those of scipy."""
 
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
 from scipy.stats import spearmanr
+from test_snip_probes import batches, everything, same, trained
 
 from dither import Stream, UserError
 from dither.snip import Verification, score, verify
 from dither.snip.verify import spearman
-from test_snip_probes import batches, everything, same, trained
 
 STREAM = Stream(0, "snip", "truth")
 
@@ -27,8 +28,8 @@ def test_estimates_beside_the_truth():
     assert cost["fp4/fp8/fp8"] == cost["fp4/fp8/fp4"] != cost["fp8/fp8/fp8"]
     (estimate,) = found.estimates
     magnitudes = [[abs(number) for number in row] for row in found.loss]
-    assert estimate.loss == pytest.approx(spearmanr(sum(magnitudes, []), sum(map(list, given.loss), []))[0])
-    assert estimate.weights == pytest.approx(spearmanr(sum(map(list, found.weights), []), sum(map(list, given.weights), []))[0])
+    assert estimate.loss == pytest.approx(spearmanr([*chain(*magnitudes)], [*chain(*given.loss)])[0])
+    assert estimate.weights == pytest.approx(spearmanr([*chain(*found.weights)], [*chain(*given.weights)])[0])
     # The truth itself as an estimate, in any units.
     perfect = replace(given, probe="truth", loss=tuple(map(tuple, magnitudes)), weights=tuple(
         tuple(3 * number for number in row) for row in found.weights
@@ -54,7 +55,7 @@ def test_ranks_are_scipys():
 def test_scores_of_something_else_are_refused():
     model, optimizer = trained()
     given = score(model, batches(), optimizer, "fp8,fp4", probe="direct", stream=STREAM)
-    with pytest.raises(UserError, match="3 layers and 8 options .*score this model anew"):
+    with pytest.raises(UserError, match=r"3 layers and 8 options .*score it anew"):
         verify(model, batches(), optimizer, given, "bf16,fp4", stream=STREAM)
     with pytest.raises(UserError, match="no scores"):
         verify(model, batches(), optimizer, [], "fp8,fp4", stream=STREAM)

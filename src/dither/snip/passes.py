@@ -32,8 +32,8 @@ def plain_forward(model: nn.Module, batch: Any) -> Tensor:
     loss = getattr(given, "loss", given)
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         raise UserError(
-            f"{type(model).__name__} gave {type(given).__name__} for a batch and no loss: pass forward=, a function of the model "
-            "and a batch that gives the loss as a 0-d tensor."
+            f"{type(model).__name__} gave {type(given).__name__} for a batch and no loss: pass forward=, a function of the "
+            "model and a batch that gives the loss as a 0-d tensor."
         )
     return loss
 
@@ -129,7 +129,7 @@ class Passes:
                 found = torch.autograd.grad(loss, parameters, allow_unused=True)
             self.count += 1
             wide = [torch.zeros_like(p) if g is None else g.float() for g, p in zip(found, parameters, strict=True)]
-            gradients = wide if gradients is None else torch._foreach_add(gradients, wide)
+            gradients = wide if gradients is None else list(torch._foreach_add(gradients, wide))
             total = loss.detach().double() if total is None else total + loss.detach()
         assert total is not None
         assert gradients is not None

@@ -135,7 +135,7 @@ def verify(
             if each.layers != layers or each.options != names:
                 raise UserError(
                     f"The scores of the probe {each.probe!r} are of {len(each.layers)} layers and {len(each.options)} options "
-                    f"({', '.join(each.options[:2])}, ...), and these are {len(layers)} and {len(names)}: score this model anew."
+                    f"({', '.join(each.options[:2])}, ...), and these are {len(layers)} and {len(names)}: score it anew."
                 )
         with passes.borrowed():
             base = passes.run()
