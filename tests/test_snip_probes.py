@@ -1,16 +1,23 @@
 """Probes: everything is left as it was, what they find is what really happens, and bad input is named."""
 
 import copy
+import datetime
 import math
+import os
+import socket
+from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import nn
 
 import dither
 from dither import LayerPrecision, Plan, Stream, UserError
 from dither.optim import AdamW
-from dither.snip import PROBES, options, score
+from dither.snip import PROBES, Scores, options, score
 from dither.snip.passes import Passes
 from dither.snip.probes import normal
 
@@ -189,7 +196,7 @@ def test_gradients_are_clipped_as_the_optimizer_clips_them():
         updates = passes.updates(found)
     assert float(found.scale) < 0.1
     before = model.up.weight.detach().clone()
-    torch.manual_seed(STREAM.key % (1 << 63))
+    torch.manual_seed(STREAM.key % (1 << 62))
     model(*batches()[0]).backward()
     optimizer.step()
     assert torch.allclose((1 - 1e-3) * before - model.up.weight.detach(), updates["up"], rtol=1e-3, atol=1e-7)
@@ -203,6 +210,41 @@ def test_normal_numbers():
         assert abs((z**power).mean().item() - moment) < 6 * math.sqrt(variance / n)
     assert torch.equal(normal(STREAM, 0, (2, 3, 256), 7, "cpu").view(6, 256), normal(STREAM, 0, (256, 256), 0, "cpu")[7:13])
     assert not torch.equal(normal(STREAM, 1, (256, 256), 0, "cpu").double(), z)
+
+
+def _rank(rank: int, port: int, probes: list[str], folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
+    model, optimizer = trained()
+    whole = nn.parallel.DistributedDataParallel(model)
+    group = dist.group.WORLD
+    for probe in probes:
+        found = score(whole, [batches(2)[rank]], optimizer, "fp8,fp4", probe=probe, stream=STREAM, group=group)
+        Path(folder, f"{probe} {rank}.json").write_text(found.to_json())
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
+def test_ranks_get_the_scores_of_one_process_that_sees_all_batches(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    probes = ["layer", "measure"]
+    mp.spawn(_rank, (port, probes, str(tmp_path)), nprocs=2)
+    for probe in probes:
+        found = [Scores.from_json((tmp_path / f"{probe} {rank}.json").read_text()) for rank in (0, 1)]
+        assert (found[0].loss, found[0].weights, found[0].statistics) == (found[1].loss, found[1].weights, found[1].statistics)
+        model, optimizer = trained()
+        alone = score(model, batches(2), optimizer, "fp8,fp4", probe=probe, stream=STREAM)
+        for layer, other in zip(found[0].statistics.layers, alone.statistics.layers, strict=True):
+            assert layer.M == other.M == 64
+            assert layer.norms == pytest.approx(other.norms, rel=1e-4)
+            assert layer.errors["input"] == pytest.approx(other.errors["input"], rel=1e-4)
+            assert layer.update == pytest.approx(other.update, rel=1e-4)
+        for name in ("loss", "weights"):
+            pairs = zip(chain(*getattr(found[0], name)), chain(*getattr(alone, name)), strict=True)
+            assert all(a == pytest.approx(b, rel=1e-3, abs=1e-6) for a, b in pairs)
 
 
 def test_bad_input_is_named():

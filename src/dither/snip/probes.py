@@ -207,6 +207,8 @@ def _rms(layer: LayerStatistics, tensor: str) -> float:
 def _noise(passes: Passes, name: str, where: str, deviation: float, draw: int) -> Iterator[None]:
     """Inside, Gaussian noise is added to a layer's output ("y") or to the gradient of its input ("dx")."""
     stream = Stream(passes.stream.seed, f"{passes.stream.purpose} {where}", f"{passes.stream.name}.{name}")
+    if where == "dx":
+        deviation *= passes.ranks  # each rank differentiates its own loss, and theirs are averaged later
 
     def noisy(x: Tensor, row: int) -> Tensor:
         return x + (deviation * normal(stream, draw, x.shape, row, x.device)).to(x.dtype)
