@@ -116,7 +116,6 @@ def main() -> None:
         vars(arguments).update(TINY)
     elif not arguments.train or not arguments.held_out:
         raise SystemExit("give --train and --held-out, or --tiny")
-    torch.set_float32_matmul_precision("high")
     text, chosen = Text(arguments), options(arguments.options)
     began = time.perf_counter()
     model, optimizer, loss = trained(text, arguments)

@@ -85,7 +85,7 @@ def score(
         loss, weights = probes[probe](passes, statistics, chosen, base, rows)
     return Scores(
         step,
-        probe,
+        f"{probe} by rows" if rows else probe,
         tuple(passes.layers),
         tuple(option.name for option in chosen),
         tuple(tuple(row) for row in loss),
