@@ -152,8 +152,10 @@ def main() -> None:
     first = verify(model, unseen[:1], optimizer, scores, chosen, stream=stream, **given)
     print(first, flush=True)
     fits = min(len(unseen), int(60 * arguments.minutes / (time.perf_counter() - began)))
-    truth = verify(model, unseen[:fits], optimizer, scores, chosen, stream=stream, **given) if fits > 1 else first
-    print(truth, flush=True)
+    truth = first
+    if fits > 1:
+        truth = verify(model, unseen[:fits], optimizer, scores, chosen, stream=stream, **given)
+        print(truth, flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps({**truth.to_dict(), "trained_loss": loss, "steps": arguments.steps}))
 

@@ -52,10 +52,10 @@ class Verification:
     """Actual changes of the loss, with their signs, in units of it: one row a layer, one column an option."""
     weights: Table
     """Actual changes of what the next step does to the weights, in units of them, the mean over all layers."""
-    agreement: tuple[float, float]
+    agreement: tuple[float, float] | None
     """The same correlations, of loss and weights, between two halves of the batches: what no estimate can be much better than.
 
-    1 for a single batch, which has no halves."""
+    None for a single batch, which has no halves."""
     estimates: tuple[Estimate, ...]
     scores: tuple[Scores, ...]
     passes: int
@@ -73,7 +73,7 @@ class Verification:
         fields = {key: value for key, value in data.items() if key != "version"}
         try:
             for key in ("layers", "options", "agreement"):
-                fields[key] = tuple(fields[key])
+                fields[key] = fields[key] and tuple(fields[key])
             for key in ("loss", "weights"):
                 fields[key] = tuple(tuple(row) for row in fields[key])
             fields["estimates"] = tuple(Estimate(**each) for each in fields["estimates"])
@@ -92,10 +92,12 @@ class Verification:
         return cls.from_dict(load_json("results of a verification", text))
 
     def __rich__(self) -> RichTable:
+        halves = (
+            "halves of them agree at {:.3f} (loss) and {:.3f} (weights); ".format(*self.agreement) if self.agreement else ""
+        )
         caption = (
             f"{len(self.layers)} layers x {len(self.options)} options on {self.batches} batches, loss {self.base:.4f}; "
-            f"halves of them agree at {self.agreement[0]:.3f} (loss) and {self.agreement[1]:.3f} (weights); "
-            f"the truth took {self.passes} passes, {self.seconds:.1f} s"
+            f"{halves}the truth took {self.passes} passes, {self.seconds:.1f} s"
         )
         columns = ("probe", "loss (Spearman)", "weights (Spearman)", "passes", "seconds")
         table = RichTable(*columns, box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
@@ -170,7 +172,7 @@ def verify(
         changes.append(torch.stack(moves).view(shape).cpu().numpy())
         count += passes.count
     loss, weights = (numpy.mean(found, axis=0) for found in (losses, changes))
-    agreement = (1.0, 1.0)
+    agreement = None
     if len(batches) > 1:
         halves = [[numpy.abs(numpy.mean(found[first::2], axis=0)) for first in (0, 1)] for found in (losses, changes)]
         agreement = (spearman(*halves[0]), spearman(*halves[1]))
