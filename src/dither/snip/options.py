@@ -1,0 +1,115 @@
+"""What a layer may be: a cast for each of its operands, in all combinations of a few levels.
+
+>>> [option.name for option in options("fp8,fp4")][:3]
+['fp8/fp8/fp8', 'fp8/fp8/fp4', 'fp8/fp4/fp8']
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from dither.errors import UserError
+from dither.precision import OPERANDS, Cast, LayerPrecision, did_you_mean
+from dither.recipes import RECIPES
+
+LEVELS: Mapping[str, LayerPrecision] = MappingProxyType(
+    {
+        "bf16": LayerPrecision(),
+        "fp8": RECIPES["fp8-block"].plan.default or LayerPrecision(),
+        "fp6": LayerPrecision.of("e2m3 tile(128)", "e2m3 block(128)", "e2m3 tile(128)"),
+        "fp4": RECIPES["fp4-block"].plan.default or LayerPrecision(),
+    }
+)
+"""Levels by their short names; those of recipes will do as well."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A cast for each operand of a layer; None leaves one uncast."""
+
+    name: str
+    """The levels of input, weight and gradient, such as "fp4/fp8/fp4"."""
+    input: Cast | None
+    weight: Cast | None
+    grad: Cast | None
+
+    @property
+    def casts(self) -> dict[str, Cast | None]:
+        """The casts by operand."""
+        return {operand: getattr(self, operand) for operand in OPERANDS}
+
+    @property
+    def precision(self) -> LayerPrecision:
+        """The option as a plan has it."""
+        return LayerPrecision(self.input, self.weight, self.grad)
+
+
+def options(given: "str | Iterable[str | LayerPrecision | Option]") -> tuple[Option, ...]:
+    """All combinations of levels for input, weight and gradient, the first level's first: 2 levels give 8 options.
+
+    `given` is names with commas between, or a list of names (`bf16`, `fp8`, `fp6`, `fp4`, or a recipe's), of LayerPrecision,
+    or of both; a list of Option is taken as it is. What two levels have in common counts once: "fp4-forward" casts gradients
+    as "fp8" does, so the two have 2 x 2 x 1 options.
+
+    >>> len(options("fp8,fp6,fp4")), len(options(["fp8", "fp4-forward"]))
+    (27, 4)
+    >>> print(options("bf16,fp4")[1].grad)
+    e2m1 tile(128) fp32 stochastic(16)
+    """
+    listed = [part.strip() for part in given.split(",")] if isinstance(given, str) else list(given)
+    if listed and all(isinstance(each, Option) for each in listed):
+        made: tuple[Option, ...] = tuple(listed)  # type: ignore[arg-type]
+    else:
+        levels = [_level(each) for each in listed]
+        choices: list[list[tuple[str, Cast | None]]] = []
+        for operand in OPERANDS:
+            found: dict[Cast | None, str] = {}
+            for label, precision in levels:
+                cast = getattr(precision, operand)
+                found.setdefault(cast, label or ("bf16" if cast is None else cast.format))
+            names = list(found.values())
+            # Two levels of one format, such as e2m1 in tiles of 32 and of 128, are told apart by all of the cast.
+            clear = {cast: str(cast) if names.count(name) > 1 else name for cast, name in found.items()}
+            choices.append([(name, cast) for cast, name in clear.items()])
+        made = tuple(
+            Option("/".join(name for name, _ in chosen), *(cast for _, cast in chosen))
+            for chosen in itertools.product(*choices)
+        )
+    if len(made) < 2:
+        raise UserError(f"There is nothing to choose between in {given!r}: give two levels or more, such as 'fp8,fp4'.")
+    if len({option.name for option in made}) < len(made):
+        raise UserError(f"Two options have one name among {', '.join(option.name for option in made)}: give each its own.")
+    return made
+
+
+def _level(given: "str | LayerPrecision | Option") -> tuple[str, LayerPrecision]:
+    """A level's name ("": say what its casts are) and its casts."""
+    if isinstance(given, LayerPrecision):
+        precision: LayerPrecision | None = given
+        label = ""
+    elif isinstance(given, str):
+        label = given
+        precision = LEVELS.get(given) or (RECIPES[given].plan.default if given in RECIPES else None)
+        if precision is None:
+            known = (*LEVELS, *(name for name, each in RECIPES.items() if each.plan.default and not each.plan.default.uncast))
+            raise UserError(f"There is no level {given!r}{did_you_mean(given, known)}: choose from {', '.join(known)}.")
+    else:
+        raise UserError(f"A level is a name such as 'fp8' or a LayerPrecision, not {given!r}.")
+    assert precision is not None
+    if precision.sampled:
+        raise UserError(f"The level {label or str(precision)!r} samples, and an option only casts: give one without sampling.")
+    return label, precision
+
+
+def casts_of(given: Iterable[Option]) -> dict[str, tuple[Cast, ...]]:
+    """The different casts of each operand, in the options' order.
+
+    >>> {operand: len(casts) for operand, casts in casts_of(options("bf16,fp8,fp4")).items()}
+    {'input': 2, 'weight': 2, 'grad': 2}
+    """
+    given = tuple(given)
+    return {
+        operand: tuple(dict.fromkeys(cast for option in given if (cast := getattr(option, operand)) is not None))
+        for operand in OPERANDS
+    }
