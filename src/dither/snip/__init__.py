@@ -1,9 +1,16 @@
 """Choosing each layer's precision by what it does to training."""
 
+from dither.snip.baselines import BASELINES as BASELINES
+from dither.snip.efficiency import Times as Times
+from dither.snip.efficiency import efficiency as efficiency
+from dither.snip.efficiency import measure_times as measure_times
 from dither.snip.moments import Moments as Moments
 from dither.snip.moments import moments_of as moments_of
 from dither.snip.options import Option as Option
 from dither.snip.options import options as options
+from dither.snip.planning import Goal as Goal
+from dither.snip.planning import choose as choose
+from dither.snip.planning import plan as plan
 from dither.snip.solve import Solution as Solution
 from dither.snip.solve import frontier as frontier
 from dither.snip.solve import largest_target as largest_target
