@@ -51,6 +51,13 @@ class Goal:
             raise UserError(f"Stages are balanced by 'slowest' or 'share', not by {self.balance!r}.")
         object.__setattr__(self, "pinned", MappingProxyType(dict(self.pinned)))
 
+    @property
+    def provenance(self) -> dict[str, Value]:
+        """What of it a plan's provenance has, besides the target; what was not asked for is left out."""
+        stages = {"stages": ",".join(map(str, self.stages)), "balance": self.balance} if self.stages else {}
+        pinned = {"pinned": ", ".join(f"{pattern}={option}" for pattern, option in self.pinned.items())} if self.pinned else {}
+        return {"cost": self.cost if isinstance(self.cost, str) else f"time on {self.cost.device}", **stages, **pinned}
+
 
 def choose(quality: Rows, layers: Sequence[LayerStatistics], options: Sequence[Option], goal: Goal) -> Solution:
     """The options with the least sum of `quality`, a row for each layer, that reach the goal.

@@ -47,7 +47,7 @@ class LayerStatistics:
     rows: Mapping[str, Mapping[str, float]]
     """sqrt(sum over rows of |gradient's row|^2 |error's row|^2 / K) of input and weight: the row-wise loss change."""
     update: float
-    """|h'|: see `Moments.slope`."""
+    """|h'|: see `Moments.slope`. With clipping it is that of the unclipped gradient."""
 
     def error(self, operand: str, cast: Cast | None) -> float:
         """The norm of what a cast of an operand changes; 0 for none."""
@@ -127,9 +127,9 @@ class Collector:
         self._layers, self._casts, self._stream = dict(layers), casts_of(options), stream
         self._sums = {name: _Sums() for name in layers}
 
-    def _forward(self, name: str, layer: Linear, args: tuple[Tensor, ...], y: Tensor) -> None:
+    def _forward(self, name: str, layer: Linear, x: Tensor, y: Tensor) -> None:
         with torch.no_grad():
-            sums, x_MK = self._sums[name], args[0].detach().reshape(-1, layer.in_features)
+            sums, x_MK = self._sums[name], x.detach().reshape(-1, layer.in_features)
             first = torch._C._current_graph_task_id() == -1  # else a checkpointed block is computed again, in backward
             rows = {str(cast): self._error(name, x_MK, cast) for cast in self._casts["input"]}
             if first:
@@ -171,12 +171,13 @@ class Collector:
         step: int,
         loss: Tensor | float,
         gradients: Mapping[str, Tensor] | None = None,
+        scale: Tensor | float = 1.0,
         group: torch.distributed.ProcessGroup | None = None,
     ) -> Statistics:
         """The step's numbers; call it after backward and before the optimizer's step.
 
-        `moments` are `moments_of(optimizer, ...)`; `gradients` those of the weights by layer, or None for their `.grad`.
-        `loss` is the step's, whose gradients these are. With `group`, tensors of its ranks count as stacked and the loss is
+        `moments` are `moments_of(optimizer, ...)`; `gradients` those of the weights by layer, or None for their `.grad`;
+        `scale` is what clipping will multiply them by. `loss` is the step's, whose gradients these are. With `group`, tensors of its ranks count as stacked and the loss is
         the mean of theirs, as in data parallelism: every rank gets the same numbers.
         """
         ranks = 1 if group is None else torch.distributed.get_world_size(group)
@@ -205,13 +206,15 @@ class Collector:
             g = layer.weight.grad if gradients is None else gradients[name]
             if g is None:
                 raise UserError(f"The weight of the layer {name!r} has no gradient: run backward before statistics are asked for.")
-            layers.append(self._layer(name, layer, found[name], g, moments[name]))
+            layers.append(self._layer(name, layer, found[name], g, moments[name], scale))
         return Statistics(step, total, tuple(layers))
 
-    def _layer(self, name: str, layer: Linear, found: dict[str, float], g: Tensor, moments: Moments) -> LayerStatistics:
+    def _layer(
+        self, name: str, layer: Linear, found: dict[str, float], g: Tensor, moments: Moments, scale: Tensor | float
+    ) -> LayerStatistics:
         w_NK, dw_NK = _weight(layer), g.detach().T if layer.transposed else g.detach()
         gradient_rows = _row_squares(dw_NK)
-        late = {"w": _square(w_NK), "dw": _square(g), "update": _square(moments.slope(g))}
+        late = {"w": _square(w_NK), "dw": _square(g), "update": _square(scale * moments.slope(scale * g))}
         for cast in self._casts["weight"]:
             rows = self._error(name, w_NK, cast)
             late[f"weight {cast}"] = rows.sum(dtype=torch.float64)
@@ -261,7 +264,7 @@ def collecting(model: nn.Module, options: Iterable[Option], *, stream: Stream) -
     """
     layers = layers_of(model)
     seen = Collector(layers, options, stream)
-    hooks = [layer.register_forward_hook(partial(_hooked, seen, name)) for name, layer in layers.items()]
+    hooks = [layer.register_forward_hook(partial(_hooked, seen, name), with_kwargs=True) for name, layer in layers.items()]
     try:
         with torch.compiler.set_stance("force_eager"):
             yield seen
@@ -270,9 +273,11 @@ def collecting(model: nn.Module, options: Iterable[Option], *, stream: Stream) -
             hook.remove()
 
 
-def _hooked(seen: Collector, name: str, layer: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
+def _hooked(
+    seen: Collector, name: str, layer: nn.Module, args: tuple[Tensor, ...], named: Mapping[str, Tensor], y: Tensor
+) -> None:
     assert isinstance(layer, Linear)
-    seen._forward(name, layer, args, y)
+    seen._forward(name, layer, args[0] if args else named["input"], y)
 
 
 def _weight(layer: Linear) -> Tensor:

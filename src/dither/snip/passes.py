@@ -1,0 +1,170 @@
+"""Passes over a few batches that leave no trace: losses and gradients of a model with some layers in other precisions.
+
+Between them the model is as it was, to the bit: weights, gradients, buffers, precisions, histories of delayed scaling, modes
+and random generators. Gradients come from `torch.autograd.grad`, so no `.grad` is touched and no hook of a parameter is called.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dither.errors import UserError
+from dither.nn.linear import Linear
+from dither.nn.step import training_step
+from dither.precision import LayerPrecision
+from dither.random import Stream
+from dither.snip.moments import Moments, moments_of
+from dither.snip.statistics import layers_of
+
+Forward = Callable[[nn.Module, Any], Tensor]
+"""(model, batch) -> the loss, 0-d; whatever autocast there is belongs in here."""
+
+ROWS = 1 << 20
+"""How far apart the random bits of two micro-batches lie: more tokens than one has."""
+
+
+def plain_forward(model: nn.Module, batch: Any) -> Tensor:
+    """`model(**batch)`, `model(*batch)` or `model(batch)`, and what it gives, or the `loss` of that."""
+    given = model(**batch) if isinstance(batch, Mapping) else model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    loss = getattr(given, "loss", given)
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        raise UserError(
+            f"{type(model).__name__} gave {type(given).__name__} for a batch and no loss: pass forward=, a function of the model "
+            "and a batch that gives the loss as a 0-d tensor."
+        )
+    return loss
+
+
+class Pass(NamedTuple):
+    """What one step's worth of micro-batches gave, the mean over them and over the ranks."""
+
+    loss: Tensor
+    """0-d float64."""
+    gradients: dict[str, Tensor]
+    """Of the layers' weights, float32 by layer."""
+    scale: Tensor
+    """What clipping would multiply the gradients by, 0-d."""
+
+
+class Passes:
+    """A model, a few batches that count as one step's micro-batches, and what an optimizer would do with their gradients."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Sequence[Any],
+        optimizer: torch.optim.Optimizer,
+        *,
+        stream: Stream,
+        forward: Forward = plain_forward,
+        max_norm: float | None = None,
+        group: torch.distributed.ProcessGroup | None = None,
+    ) -> None:
+        if not isinstance(stream, Stream):
+            raise UserError(f"Passes draw from stream=dither.Stream(seed, purpose, name), not from {stream!r}.")
+        self.model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        self.layers, self.batches = layers_of(self.model), list(batches)
+        if not self.batches:
+            raise UserError("There are no batches to learn from: give at least one.")
+        self.weights: dict[str, Tensor] = {name: layer.weight for name, layer in self.layers.items()}
+        self.moments: dict[str, Moments] = moments_of(optimizer, self.weights)
+        self.forward, self.stream, self.group = forward, stream, group
+        self.max_norm = getattr(optimizer, "max_norm", None) if max_norm is None else max_norm
+        self.ranks = 1 if group is None else torch.distributed.get_world_size(group)
+        self.rank = 0 if group is None else torch.distributed.get_rank(group)
+        self.row = 0
+        """Where the random bits of the micro-batch at hand begin."""
+        self.count = 0
+        """Passes over a micro-batch so far, forward and backward."""
+        others = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        known = {id(weight) for weight in self.weights.values()}
+        # Clipping takes the norm of all gradients together.
+        self._others = [p for p in others if id(p) not in known] if self.max_norm else []
+        self.sizes = self._gathered([torch.linalg.vector_norm(w.detach(), dtype=torch.float32) for w in self.weights.values()])
+
+    @contextmanager
+    def borrowed(self) -> Iterator[None]:
+        """Inside, every layer is uncast and draws from the stream; afterwards all is as it was."""
+        kept = [(layer, _state(layer)) for layer in self.layers.values()]
+        inside = {id(buffer) for layer in self.layers.values() for buffer in layer.buffers()}
+        buffers = [(b, b._version, b.detach().clone()) for b in self.model.buffers() if id(b) not in inside]
+        devices = sorted({w.device.index for w in self.weights.values() if w.is_cuda})
+        try:
+            for layer in self.layers.values():
+                layer.set_precision(LayerPrecision())
+                layer.seed = self.stream.key % (1 << 64)
+                # One cast operand of two is what matrix units do not multiply exactly.
+                layer.emulate = True
+            with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
+                yield
+        finally:
+            for layer, state in kept:
+                vars(layer).clear()
+                vars(layer).update(state)
+            for buffer, version, saved in buffers:
+                if buffer._version != version:
+                    with torch.no_grad():
+                        buffer.copy_(saved)
+
+    @contextmanager
+    def cast(self, name: str, precision: LayerPrecision, *, emulate: bool = True) -> Iterator[Linear]:
+        """Inside, one of the borrowed layers has that precision."""
+        layer = self.layers[name]
+        layer.emulate = emulate
+        layer.set_precision(precision)
+        try:
+            yield layer
+        finally:
+            layer.emulate = True
+            layer.set_precision(LayerPrecision())
+
+    def run(self, draw: int = 0) -> Pass:
+        """Forward and backward over the batches. `draw` tells apart the random bits of stochastic casts."""
+        total, gradients = None, None
+        parameters = [*self.weights.values(), *self._others]
+        for index, batch in enumerate(self.batches):
+            torch.manual_seed(self.stream.key % (1 << 63) + index)  # a model's own dropout, the same in every pass
+            self.row = (index * self.ranks + self.rank) % (1 << 12) * ROWS
+            with torch.enable_grad(), training_step(self.model, step=draw, row=self.row):
+                loss = self.forward(self.model, batch) / len(self.batches)
+                found = torch.autograd.grad(loss, parameters, allow_unused=True)
+            self.count += 1
+            wide = [torch.zeros_like(p) if g is None else g.float() for g, p in zip(found, parameters, strict=True)]
+            gradients = wide if gradients is None else torch._foreach_add(gradients, wide)
+            total = loss.detach().double() if total is None else total + loss.detach()
+        assert total is not None
+        assert gradients is not None
+        if self.group is not None:
+            for each in (total, *gradients):
+                torch.distributed.all_reduce(each, group=self.group)
+                each /= self.ranks
+        scale = torch.ones((), device=total.device)
+        if self.max_norm:
+            norm = torch.stack(torch._foreach_norm(gradients)).norm()
+            scale = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
+        return Pass(total, dict(zip(self.weights, gradients, strict=False)), scale)
+
+    def updates(self, found: Pass) -> dict[str, Tensor]:
+        """What the optimizer's step would subtract from the layers' weights, besides their decay."""
+        return {name: self.moments[name].update(found.scale * g) for name, g in found.gradients.items()}
+
+    def change(self, found: Pass, baseline: Mapping[str, Tensor]) -> Tensor:
+        """|u_i - u_i of the baseline| / |W_i| of each layer i, float64[layers]: how far its next weights are moved."""
+        moved = [
+            torch.linalg.vector_norm(self.moments[name].update(found.scale * g) - baseline[name], dtype=torch.float32)
+            for name, g in found.gradients.items()
+        ]
+        return self._gathered(moved) / self.sizes
+
+    def _gathered(self, numbers: list[Tensor]) -> Tensor:
+        device = next(iter(self.weights.values())).device
+        return torch.stack([number.to(device).double() for number in numbers])
+
+
+def _state(layer: Linear) -> dict[str, Any]:
+    """All that a layer consists of: containers are copied, tensors are not, since a new precision brings its own."""
+    copied = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_resting", "_warned")
+    return {key: type(value)(value) if key in copied else value for key, value in vars(layer).items()}

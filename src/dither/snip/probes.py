@@ -1,0 +1,248 @@
+"""Ways to find out what an option does to a training: `score`, by closed forms, by noise, or by trying.
+
+    direct    closed forms of one step's statistics: the paper's loss divergence and each layer's own weight gradient
+    last      the paper's: two passes with Gaussian noise at the last layer
+    layer     Gaussian noise at each layer in turn: three passes a layer, whatever the options
+    measure   each cast of each operand of each layer, one at a time, for real
+
+docs/snip.md has what they are worth and what they cost.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from dither.errors import UserError
+from dither.precision import OPERANDS, Cast, LayerPrecision, did_you_mean
+from dither.random import Stream
+from dither.snip import divergence
+from dither.snip.divergence import Scores
+from dither.snip.options import Option, casts_of
+from dither.snip.options import options as all_options
+from dither.snip.passes import Forward, Pass, Passes, plain_forward
+from dither.snip.statistics import LayerStatistics, Statistics, collecting
+
+PROBES = ("measure", "layer", "last", "direct")
+
+Found = tuple[list[list[float]], list[list[float]]]
+"""dL and dW, a row for each layer, a column for each option."""
+
+
+def score(
+    model: nn.Module,
+    batches: Sequence[Any],
+    optimizer: torch.optim.Optimizer,
+    options: "str | Sequence[str | LayerPrecision | Option]",
+    *,
+    stream: Stream,
+    forward: Forward = plain_forward,
+    probe: Literal["measure", "layer", "last", "direct"] = "measure",
+    rows: bool = False,
+    max_norm: float | None = None,
+    step: int | None = None,
+    group: torch.distributed.ProcessGroup | None = None,
+) -> Scores:
+    """What each option of each layer of a converted model would do to its training, on `batches` of it.
+
+    The model runs uncast but for what is tried, and is left as it was, to the bit, with its gradients, generators and optimizer.
+    Batches count as micro-batches of one step; `forward(model, batch)` gives the loss of one, under the autocast of training.
+    `max_norm` is what gradients are clipped to (dither's AdamW says so itself), `step` the optimizer's number of steps unless
+    given. `rows` takes the row-wise form of the paper's loss divergence. With `group`, its ranks bring batches of their own and
+    get the same scores. What sampling a layer does, if it does, is left out.
+
+    >>> import dither
+    >>> from dither.models import PRESETS, Llama
+    >>> model = Llama(PRESETS["tiny"], generator=torch.Generator().manual_seed(0))
+    >>> _ = dither.convert(model, "fp8-block")
+    >>> optimizer = dither.optim.AdamW(model.named_parameters())
+    >>> tokens = torch.arange(66).view(2, 33)
+    >>> model(tokens[:, :-1], tokens[:, 1:]).backward()
+    >>> optimizer.step()
+    >>> stream = dither.Stream(0, "snip", "")
+    >>> scores = score(model, [(tokens[:, :-1], tokens[:, 1:])], optimizer, "fp8,fp4", probe="direct", stream=stream)
+    >>> scores.layers[0], len(scores.layers), scores.options[-1]
+    ('model.layers.0.self_attn.q_proj', 14, 'fp4/fp4/fp4')
+    """
+    if probe not in PROBES:
+        hint = did_you_mean(probe, PROBES) if isinstance(probe, str) else ""
+        raise UserError(f"There is no probe {probe!r}{hint}: choose one of {', '.join(PROBES)}.")
+    began, chosen = time.perf_counter(), all_options(options)
+    passes = Passes(model, batches, optimizer, stream=stream, forward=forward, max_norm=max_norm, group=group)
+    step = next(iter(passes.moments.values())).t - 1 if step is None else step
+    with passes.borrowed():
+        with collecting(passes.model, chosen, stream=stream) as seen:
+            base = passes.run()
+        statistics = seen.statistics(
+            passes.moments, step=step, loss=base.loss, gradients=base.gradients, scale=base.scale, group=group
+        )
+        probes = {"direct": _direct, "last": _last, "layer": _layer, "measure": _measure}
+        loss, weights = probes[probe](passes, statistics, chosen, base, rows)
+    return Scores(
+        step,
+        probe,
+        tuple(passes.layers),
+        tuple(option.name for option in chosen),
+        tuple(tuple(row) for row in loss),
+        tuple(tuple(row) for row in weights),
+        statistics,
+        passes.count,
+        time.perf_counter() - began,
+    )
+
+
+def _closed_loss(statistics: Statistics, options: Sequence[Option], rows: bool) -> list[list[float]]:
+    return [
+        [divergence.loss_divergence(layer, option, statistics.loss, rows=rows) for option in options]
+        for layer in statistics.layers
+    ]
+
+
+def _direct(passes: Passes, statistics: Statistics, options: Sequence[Option], base: Pass, rows: bool) -> Found:
+    weights = [
+        [
+            divergence.weight_divergence(statistics, {layer.name: divergence.gradient_error(layer, option)})
+            for option in options
+        ]
+        for layer in statistics.layers
+    ]
+    return _closed_loss(statistics, options, rows), weights
+
+
+def _last(passes: Passes, statistics: Statistics, options: Sequence[Option], base: Pass, rows: bool) -> Found:
+    """The paper's two passes: noise on the last layer's output, and noise on its input's gradient.
+
+    The paper takes |change of g_i| from them for every layer i, and does not say what it is for an error at another layer l.
+    We read them as relative: an error of Y_l, in units of Y_l, changes g_i as one of the last layer's Y in its units does,
+    and an error of dX_l changes the g_i of earlier layers as one of the last layer's dX does.
+    """
+    last = statistics.layers[-1]
+    size = {"y": _rms(last, "y"), "dx": _rms(last, "dx")}
+    bends: dict[str, dict[str, float]] = {}
+    for where in size:
+        # A hundredth: small enough to be linear, and far above the rounding of bfloat16 in the mean over a tensor.
+        with _noise(passes, last.name, where, 0.01 * size[where], 0):
+            found = passes.run()
+        moved = torch._foreach_norm(
+            torch._foreach_sub(list(found.gradients.values()), list(base.gradients.values()))
+        )
+        bends[where] = dict(zip(base.gradients, torch.stack(list(moved)).mul(100).tolist(), strict=True))
+    weights = []
+    for place, layer in enumerate(statistics.layers):
+        row = []
+        for option in options:
+            ahead = divergence.output_deviation(layer, option) / _rms(layer, "y")
+            back = divergence.input_gradient_deviation(layer, option) / _rms(layer, "dx")
+            errors = {}
+            for index, other in enumerate(statistics.layers):
+                direct = divergence.gradient_error(layer, option) if index == place else 0.0
+                behind = back * bends["dx"][other.name] if index < place else 0.0
+                errors[other.name] = math.hypot(ahead * bends["y"][other.name], behind, direct)
+            row.append(divergence.weight_divergence(statistics, errors))
+        weights.append(row)
+    return _closed_loss(statistics, options, rows), weights
+
+
+def _layer(passes: Passes, statistics: Statistics, options: Sequence[Option], base: Pass, rows: bool) -> Found:
+    """Noise of both signs on a layer's output and noise on its input's gradient, each as large as that of the worst option.
+
+    Changes of updates grow with the noise's deviation and the rise of the loss by curvature, in which the slope cancels,
+    (L(+) + L(-)) / 2 - L, with its square: that is how the other options follow.
+    """
+    updates, base_loss = passes.updates(base), float(base.loss)
+    closed = _closed_loss(statistics, options, rows)
+    loss, weights = [], []
+    for place, layer in enumerate(statistics.layers):
+        ahead = [divergence.output_deviation(layer, option) for option in options]
+        back = [divergence.input_gradient_deviation(layer, option) for option in options]
+        moved, rise = torch.zeros(2, len(statistics.layers), dtype=torch.float64), 0.0
+        if max(ahead) > 0:
+            for sign in (1.0, -1.0):
+                with _noise(passes, layer.name, "y", sign * max(ahead), place):
+                    found = passes.run()
+                rise += (float(found.loss) - base_loss) / 2
+                moved[0] += passes.change(found, updates).square().cpu() / 2
+        if max(back) > 0:
+            with _noise(passes, layer.name, "dx", max(back), place):
+                moved[1] = passes.change(passes.run(), updates).square().cpu()
+        row_loss, row_weights = [], []
+        for number, option in enumerate(options):
+            near, far = (a / max(all_) if max(all_) else 0.0 for a, all_ in ((ahead[number], ahead), (back[number], back)))
+            squares = near**2 * moved[0] + far**2 * moved[1]
+            own = layer.update * divergence.gradient_error(layer, option) / math.sqrt(layer.N * layer.K) / layer.norms["w"]
+            squares[place] += own**2
+            row_weights.append(float(squares.sqrt().mean()))
+            row_loss.append(math.hypot(closed[place][number], near**2 * rise / abs(base_loss)))
+        loss.append(row_loss)
+        weights.append(row_weights)
+    return loss, weights
+
+
+def _measure(passes: Passes, statistics: Statistics, options: Sequence[Option], base: Pass, rows: bool) -> Found:
+    updates, base_loss = passes.updates(base), float(base.loss)
+    casts = casts_of(options)
+    loss, weights = [], []
+    for layer in statistics.layers:
+        rise: dict[tuple[str, Cast | None], float] = {(operand, None): 0.0 for operand in OPERANDS}
+        moved: dict[tuple[str, Cast | None], Tensor] = {
+            (operand, None): torch.zeros(len(statistics.layers), dtype=torch.float64) for operand in OPERANDS
+        }
+        for operand in OPERANDS:
+            for cast in casts[operand]:
+                with passes.cast(layer.name, LayerPrecision(**{operand: cast})):  # type: ignore[arg-type]
+                    found = passes.run()
+                rise[operand, cast] = float(found.loss) - base_loss
+                moved[operand, cast] = passes.change(found, updates).square().cpu()
+        loss.append([abs(sum(rise[each] for each in option.casts.items())) / abs(base_loss) for option in options])
+        weights.append(
+            [float(torch.stack([moved[each] for each in option.casts.items()]).sum(0).sqrt().mean()) for option in options]
+        )
+    return loss, weights
+
+
+def _rms(layer: LayerStatistics, tensor: str) -> float:
+    return layer.norms[tensor] / math.sqrt(layer.M * (layer.N if tensor == "y" else layer.K))
+
+
+@contextmanager
+def _noise(passes: Passes, name: str, where: str, deviation: float, draw: int) -> Iterator[None]:
+    """Inside, Gaussian noise is added to a layer's output ("y") or to the gradient of its input ("dx")."""
+    stream = Stream(passes.stream.seed, f"{passes.stream.purpose} {where}", f"{passes.stream.name}.{name}")
+
+    def noisy(x: Tensor, row: int) -> Tensor:
+        return x + (deviation * normal(stream, draw, x.shape, row, x.device)).to(x.dtype)
+
+    def output(_: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> Tensor:
+        return noisy(y, passes.row)
+
+    def input_gradient(_: nn.Module, args: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> None:
+        x, row = args[0] if args else named["input"], passes.row
+        if x.requires_grad:
+            x.register_hook(lambda dx: noisy(dx, row))
+
+    layer = passes.layers[name]
+    if where == "y":
+        hook = layer.register_forward_hook(output)
+    else:
+        hook = layer.register_forward_pre_hook(input_gradient, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def normal(stream: Stream, step: int, shape: Sequence[int], row: int, device: torch.device | str) -> Tensor:
+    """Normal numbers of a stream by Box and Muller, float32: cos(2 pi u) sqrt(-2 ln v) of two draws of 32 bits.
+
+    >>> normal(Stream(0, "noise", ""), 0, (2, 3), 0, "cpu").shape
+    torch.Size([2, 3])
+    """
+    size = math.prod(shape[:-1]), 2 * shape[-1]
+    # From the middle of 2^24 parts of (0, 1), so that neither is 0.
+    uniform = ((stream.bits(step, size, (row, 0), device=device) >> 8 & 0xFFFFFF).float() + 0.5) * 2.0**-24
+    u, v = uniform.view(*shape, 2).unbind(-1)
+    return torch.cos(2 * math.pi * u) * torch.sqrt(-2 * torch.log(v))
