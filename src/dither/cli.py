@@ -11,6 +11,7 @@ import tyro
 from dither import doctor
 from dither.errors import UserError
 from dither.formats import TABLE, Format
+from dither.train import command
 
 SHORT = 8
 """Formats of up to this many bits are listed whole."""
@@ -45,7 +46,7 @@ def check_machine(elements: int = doctor.ELEMENTS) -> int:
     return doctor.run(elements)
 
 
-COMMANDS: dict[str, Callable[..., int]] = {"formats": formats, "doctor": check_machine}
+COMMANDS: dict[str, Callable[..., int]] = {"train": command.train, "formats": formats, "doctor": check_machine}
 """What can stand after `dither`: functions whose arguments are the options and whose docstrings are the help."""
 
 

@@ -4,7 +4,7 @@ The paper on stochastic rounding compares four of them: O1 (float32 parameters, 
 float32 masters), plain bfloat16, and bfloat16 with stochastic rounding.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,9 @@ from dither.errors import UserError
 from dither.formats import TABLE
 from dither.layout import storage_dtype
 from dither.nn.guidance import bitwidth_groups, sampling_parameters
+from dither.optim.adam_mini import AdamMini
 from dither.optim.adamw import AdamW
+from dither.optim.roles import Role
 from dither.precision import Plan
 from dither.recipes import recipe
 
@@ -91,8 +93,19 @@ class Training:
         self.scaler.load_state_dict(state_dict["scaler"])
 
 
-def training(model: nn.Module, mode: str, lr: float, **options: Any) -> Training:
+def training(
+    model: nn.Module,
+    mode: str,
+    lr: float,
+    *,
+    groups: Sequence[Mapping[str, Any]] | None = None,
+    roles: Mapping[str, Role] | None = None,
+    **options: Any,
+) -> Training:
     """Bring the parameters of `model` to the dtype of the mode, in place, and make its optimizer (`options` are AdamW's).
+
+    `groups` are parameter groups, such as `dither.nn.param_groups(model)`; by default one of all, and those of bitwidths.
+    With `roles`, such as `dither.optim.roles(model)`, the optimizer is AdamMini.
 
     >>> import dither, torch
     >>> run = dither.optim.training(torch.nn.Linear(4, 4), "bf16-sr", lr=1e-2)
@@ -116,5 +129,7 @@ def training(model: nn.Module, mode: str, lr: float, **options: Any) -> Training
     master = "fp32" if chosen.plan.master else None
     settings: dict[str, Any] = {"weights": chosen.weights, "states": chosen.states, "master": master}
     others = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in bitwidths]
-    groups = [{"params": others}, *bitwidth_groups(model)]
-    return Training(model, chosen, AdamW(groups, lr, **{**settings, **options}), first.device)
+    given = [{"params": others}, *bitwidth_groups(model)] if groups is None else [dict(group) for group in groups]
+    settings |= options
+    optimizer = AdamW(given, lr, **settings) if roles is None else AdamMini(given, roles, lr, **settings)
+    return Training(model, chosen, optimizer, first.device)
