@@ -23,3 +23,5 @@ from dither.snip.solve import solve as solve
 from dither.snip.statistics import LayerStatistics as LayerStatistics
 from dither.snip.statistics import Statistics as Statistics
 from dither.snip.statistics import collecting as collecting
+from dither.snip.verify import Verification as Verification
+from dither.snip.verify import verify as verify

@@ -1,16 +1,16 @@
 """How far an option leads a training astray: the change of its loss and the change of its weights' next step.
 
-Layer l computes Y = X W^T with X: M x K and W: N x K. A cast adds to an operand T an error of norm |err T|, taken as white: every
-element deviates by s_T = |err T| / sqrt(number of elements). Norms are Frobenius norms, gradients those of the loss L.
+Layer l computes Y = X W^T with X: M x K and W: N x K. A cast adds to an operand T an error of norm |err T|, taken as white:
+every element deviates by s_T = |err T| / sqrt(number of elements). Norms are Frobenius norms, gradients those of the loss L.
 
 What follows without another pass is here; `dither.snip.probes` measures the rest.
 """
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from dither.errors import UserError
 from dither.snip.options import Option
@@ -108,8 +108,10 @@ class Scores:
         for name in ("loss", "weights"):
             table = getattr(self, name)
             if len(table) != len(self.layers) or any(len(row) != len(self.options) for row in table):
-                raise UserError(f"The {name} of scores has a row for each of {len(self.layers)} layers and a column for each of "
-                                f"{len(self.options)} options.")  # fmt: skip
+                raise UserError(
+                    f"The {name} of scores has a row for each of {len(self.layers)} layers and a column for each of "
+                    f"{len(self.options)} options."
+                )
             for layer, row in zip(self.layers, table, strict=True):
                 if not all(isinstance(number, int | float) and math.isfinite(number) for number in row):
                     raise UserError(f"The scores of the layer {layer!r} hold a number that is not finite in {name}.")

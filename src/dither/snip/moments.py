@@ -78,7 +78,8 @@ class Moments:
         # Where v' is 0 so are g and m', and an element that never had a gradient has no second term.
         second = torch.where(v > 0, (1 - b2) * m * g / (shared * root * (root + self.eps).square()), 0.0)
         size = self.lr * (1 - b2**self.t) ** 0.5 / (1 - b1**self.t)
-        return (size * ((1 - b1) / (root + self.eps) - second)).abs()
+        slope: Tensor = size * ((1 - b1) / (root + self.eps) - second)
+        return slope.abs()
 
 
 def moments_of(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> dict[str, Moments]:
@@ -112,8 +113,8 @@ def _moments(
 ) -> Moments:
     if not {"exp_avg", "exp_avg_sq"} <= set(state) or not {"lr", "betas", "eps"} <= set(group):
         raise UserError(
-            f"{type(optimizer).__name__} keeps {', '.join(sorted(map(str, state)))} of the layer {name!r}, and what a step does "
-            "follows from exp_avg, exp_avg_sq, lr, betas and eps: use AdamW or AdamMini."
+            f"{type(optimizer).__name__} keeps {', '.join(sorted(map(str, state)))} of the layer {name!r}, and what a step "
+            "does follows from exp_avg, exp_avg_sq, lr, betas and eps: use AdamW or AdamMini."
         )
     t, lr = int(state["step"]) + 1, float(group["lr"])
     numbers: Any = (t, lr, tuple(group["betas"]), group["eps"])
@@ -131,4 +132,5 @@ def _moments(
         first += (end - begin) // run
     of_row = torch.cat(runs)
     v = state["exp_avg_sq"][of_row][:, None].expand_as(m)
-    return Moments(m.T if transposed else m, v.T if transposed else v, *numbers, of_row, transposed)
+    m, v = (m.T, v.T) if transposed else (m, v)
+    return Moments(m, v, *numbers, runs=of_row, transposed=transposed)

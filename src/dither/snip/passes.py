@@ -32,8 +32,8 @@ def plain_forward(model: nn.Module, batch: Any) -> Tensor:
     loss = getattr(given, "loss", given)
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         raise UserError(
-            f"{type(model).__name__} gave {type(given).__name__} for a batch and no loss: pass forward=, a function of the model "
-            "and a batch that gives the loss as a 0-d tensor."
+            f"{type(model).__name__} gave {type(given).__name__} for a batch and no loss: pass forward=, a function of the "
+            "model and a batch that gives the loss as a 0-d tensor."
         )
     return loss
 
@@ -94,10 +94,9 @@ class Passes:
         devices = sorted({w.device.index for w in self.weights.values() if w.is_cuda})
         try:
             for layer in self.layers.values():
-                layer.set_precision(LayerPrecision())
                 layer.seed = self.stream.key % (1 << 64)
-                # One cast operand of two is what matrix units do not multiply exactly.
-                layer.emulate = True
+                layer.emulate = True  # matrix units do not multiply a cast operand by an uncast one exactly
+                layer.set_precision(LayerPrecision())
             with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
                 yield
         finally:
@@ -110,16 +109,13 @@ class Passes:
                         buffer.copy_(saved)
 
     @contextmanager
-    def cast(self, name: str, precision: LayerPrecision, *, emulate: bool = True) -> Iterator[Linear]:
+    def cast(self, name: str, precision: LayerPrecision) -> Iterator[None]:
         """Inside, one of the borrowed layers has that precision."""
-        layer = self.layers[name]
-        layer.emulate = emulate
-        layer.set_precision(precision)
+        self.layers[name].set_precision(precision)
         try:
-            yield layer
+            yield
         finally:
-            layer.emulate = True
-            layer.set_precision(LayerPrecision())
+            self.layers[name].set_precision(LayerPrecision())
 
     def run(self, draw: int = 0) -> Pass:
         """Forward and backward over the batches. `draw` tells apart the random bits of stochastic casts."""
@@ -133,7 +129,7 @@ class Passes:
                 found = torch.autograd.grad(loss, parameters, allow_unused=True)
             self.count += 1
             wide = [torch.zeros_like(p) if g is None else g.float() for g, p in zip(found, parameters, strict=True)]
-            gradients = wide if gradients is None else torch._foreach_add(gradients, wide)
+            gradients = wide if gradients is None else list(torch._foreach_add(gradients, wide))
             total = loss.detach().double() if total is None else total + loss.detach()
         assert total is not None
         assert gradients is not None

@@ -49,7 +49,7 @@ def score(
 ) -> Scores:
     """What each option of each layer of a converted model would do to its training, on `batches` of it.
 
-    The model runs uncast but for what is tried, and is left as it was, to the bit, with its gradients, generators and optimizer.
+    The model runs uncast but for what is tried, and is left as it was, to the bit, with gradients, generators and optimizer.
     Batches count as micro-batches of one step; `forward(model, batch)` gives the loss of one, under the autocast of training.
     `max_norm` is what gradients are clipped to (dither's AdamW says so itself), `step` the optimizer's number of steps unless
     given. `rows` takes the row-wise form of the paper's loss divergence. With `group`, its ranks bring batches of their own and
@@ -104,10 +104,7 @@ def _closed_loss(statistics: Statistics, options: Sequence[Option], rows: bool) 
 
 def _direct(passes: Passes, statistics: Statistics, options: Sequence[Option], base: Pass, rows: bool) -> Found:
     weights = [
-        [
-            divergence.weight_divergence(statistics, {layer.name: divergence.gradient_error(layer, option)})
-            for option in options
-        ]
+        [divergence.weight_divergence(statistics, {layer.name: divergence.gradient_error(layer, option)}) for option in options]
         for layer in statistics.layers
     ]
     return _closed_loss(statistics, options, rows), weights
@@ -127,9 +124,7 @@ def _last(passes: Passes, statistics: Statistics, options: Sequence[Option], bas
         # A hundredth: small enough to be linear, and far above the rounding of bfloat16 in the mean over a tensor.
         with _noise(passes, last.name, where, 0.01 * size[where], 0):
             found = passes.run()
-        moved = torch._foreach_norm(
-            torch._foreach_sub(list(found.gradients.values()), list(base.gradients.values()))
-        )
+        moved = torch._foreach_norm(torch._foreach_sub(list(found.gradients.values()), list(base.gradients.values())))
         bends[where] = dict(zip(base.gradients, torch.stack(list(moved)).mul(100).tolist(), strict=True))
     weights = []
     for place, layer in enumerate(statistics.layers):
@@ -222,7 +217,7 @@ def _noise(passes: Passes, name: str, where: str, deviation: float, draw: int) -
     def input_gradient(_: nn.Module, args: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> None:
         x, row = args[0] if args else named["input"], passes.row
         if x.requires_grad:
-            x.register_hook(lambda dx: noisy(dx, row))
+            x.register_hook(lambda dx: noisy(dx, row))  # type: ignore[no-untyped-call]
 
     layer = passes.layers[name]
     if where == "y":

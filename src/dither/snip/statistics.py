@@ -104,7 +104,9 @@ def layers_of(model: nn.Module) -> dict[str, Linear]:
     if not found:
         raise UserError(f"{type(model).__name__} has no dither.Linear to take statistics of: convert it first.")
     if frozen := [name for name, layer in found.items() if not layer.weight.requires_grad]:
-        raise UserError(f"The weight of the layer {frozen[0]!r} does not learn, and scores are about learning: convert without it.")
+        raise UserError(
+            f"The weight of the layer {frozen[0]!r} does not learn, and scores are about learning: convert without it."
+        )
     return found
 
 
@@ -136,10 +138,10 @@ class Collector:
                 sums.tokens += x_MK.shape[0]
                 sums.add("x", _square(x_MK))
                 sums.add("y", _square(y))
-                for cast, found in rows.items():
-                    sums.add(f"input {cast}", found.sum(dtype=torch.float64))
+                for text, found in rows.items():
+                    sums.add(f"input {text}", found.sum(dtype=torch.float64))
         if y.requires_grad:
-            y.register_hook(partial(self._backward, name, layer, rows))
+            y.register_hook(partial(self._backward, name, layer, rows))  # type: ignore[no-untyped-call]
 
     def _backward(self, name: str, layer: Linear, rows: dict[str, Tensor], dy: Tensor) -> None:
         with torch.no_grad():
@@ -148,8 +150,8 @@ class Collector:
             squares = _row_squares(dy_MN @ _weight(layer).to(dy_MN.dtype))
             sums.add("dy", _square(dy_MN))
             sums.add("dx", squares.sum(dtype=torch.float64))
-            for cast, found in rows.items():
-                sums.add(f"rows input {cast}", (squares.double() * found).sum() / layer.in_features)
+            for text, found in rows.items():
+                sums.add(f"rows input {text}", (squares.double() * found).sum() / layer.in_features)
             for cast in self._casts["grad"]:
                 sums.add(f"grad {cast}", self._error(name, dy_MN, cast).sum(dtype=torch.float64))
 
@@ -177,13 +179,13 @@ class Collector:
         """The step's numbers; call it after backward and before the optimizer's step.
 
         `moments` are `moments_of(optimizer, ...)`; `gradients` those of the weights by layer, or None for their `.grad`;
-        `scale` is what clipping will multiply them by. `loss` is the step's, whose gradients these are. With `group`, tensors of its ranks count as stacked and the loss is
-        the mean of theirs, as in data parallelism: every rank gets the same numbers.
+        `scale` is what clipping will multiply them by. `loss` is the step's, whose gradients these are. With `group`, tensors
+        of its ranks count as stacked and the loss is the mean of theirs, as in data parallelism: every rank gets the same.
         """
         ranks = 1 if group is None else torch.distributed.get_world_size(group)
         device = next(iter(self._layers.values())).weight.device
         values: list[Tensor] = [torch.as_tensor(loss).detach().double().to(device) / ranks]
-        for name, layer in self._layers.items():
+        for name in self._layers:
             if not self._sums[name].tokens or "dy" not in self._sums[name].squares:
                 raise UserError(f"The layer {name!r} took no part in this step: run forward and backward inside `collecting`.")
             values.append(torch.full((), float(self._sums[name].tokens), dtype=torch.float64, device=device))
@@ -205,7 +207,9 @@ class Collector:
         for name, layer in self._layers.items():
             g = layer.weight.grad if gradients is None else gradients[name]
             if g is None:
-                raise UserError(f"The weight of the layer {name!r} has no gradient: run backward before statistics are asked for.")
+                raise UserError(
+                    f"The weight of the layer {name!r} has no gradient: run backward before statistics are asked for."
+                )
             layers.append(self._layer(name, layer, found[name], g, moments[name], scale))
         return Statistics(step, total, tuple(layers))
 
@@ -222,8 +226,8 @@ class Collector:
         found = found | dict(zip(late, torch.stack([value.double() for value in late.values()]).tolist(), strict=True))
         if wrong := [key for key, value in found.items() if not math.isfinite(value)]:
             raise UserError(
-                f"The statistics of the layer {name!r} hold {found[wrong[0]]} ({wrong[0]}): a tensor of this step is not finite, "
-                "so no plan can be made from it; later steps may do."
+                f"The statistics of the layer {name!r} hold {found[wrong[0]]} ({wrong[0]}): a tensor of this step is not "
+                "finite, so no plan can be made from it; later steps may do."
             )
         norm = {key: math.sqrt(value) for key, value in found.items()}
         return LayerStatistics(
@@ -287,11 +291,13 @@ def _weight(layer: Linear) -> Tensor:
 
 
 def _square(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x.detach(), dtype=torch.float32).double().square()
+    norm: Tensor = torch.linalg.vector_norm(x.detach(), dtype=torch.float32)
+    return norm.double().square()
 
 
 def _row_squares(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x.detach(), dim=1, dtype=torch.float32).square()
+    norms: Tensor = torch.linalg.vector_norm(x.detach(), dim=1, dtype=torch.float32)
+    return norms.square()
 
 
 def _plain(value: Any) -> Any:

@@ -1,0 +1,147 @@
+"""SNIP's estimates beside the truth: how well each probe ranks the options of all layers of a trained Llama, and what it costs.
+
+    PYTHONPATH=src python3 benchmarks/snip_truth.py --train train.npy --held-out held_out.npy --json truth.json
+    PYTHONPATH=src python3 benchmarks/snip_truth.py --device cpu --tiny  # random text, in a minute: the script runs
+
+train.npy and held_out.npy hold token ids, uint16, as benchmarks/sampling_quality.py --prepare writes them. A Llama is trained
+in BF16 autocast with float32 parameters (O1), uncast. Every probe then scores every option of every layer on batches of training
+text, and `dither.snip.verify` tries all options for real, one layer at a time, on batches of held-out text, each of which is a
+whole batch. --minutes bounds the truth: as many held-out batches are taken as fit, at least one.
+"""
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import dither
+from dither.models import Llama, LlamaConfig, compile_blocks
+from dither.snip import PROBES, options, score, verify
+
+TINY = {"hidden": 64, "layers": 2, "heads": 4, "ffn": 128, "words": 64, "sequence": 32, "batch": 4, "steps": 30, "warmup": 5}
+
+
+class Text:
+    """Token ids on the device, and the windows that steps and probes see."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.length, self.batch, self.device = arguments.sequence, arguments.batch, arguments.device
+        if arguments.tiny:
+            # A language with something to learn: the next word is a function of the last one, or any word.
+            noise = np.random.default_rng(0).integers(0, arguments.words, 50_000)
+            ids = noise.copy()
+            for i in range(1, len(ids)):
+                ids[i] = noise[i] if noise[i] % 4 == 0 else (5 * ids[i - 1] + 7) % arguments.words
+            train, held_out = ids[:-10_000], ids[-10_000:]
+        else:
+            train, held_out = (np.load(path, mmap_mode="r") for path in (arguments.train, arguments.held_out))
+        for name, found in (("--train", train), ("--held-out", held_out)):
+            if len(found) <= self.length or int(found.max()) >= arguments.words:
+                raise SystemExit(f"{name} needs more than {self.length} tokens, all below {arguments.words} (--words)")
+        self.train, self.held_out = (
+            torch.from_numpy(np.array(found, dtype=np.int32)).to(self.device) for found in (train, held_out)
+        )
+
+    def windows(self, ids: torch.Tensor, generator: torch.Generator, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and the tokens that follow them, int64[count, length] each, from random places."""
+        starts = torch.randint(len(ids) - self.length, (count,), generator=generator).to(self.device)
+        found = ids[starts[:, None] + torch.arange(self.length + 1, device=self.device)].long()
+        return found[:, :-1], found[:, 1:]
+
+
+def forward(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The loss of a batch under BF16 autocast; without it on a CPU, where BF16 products are slow."""
+    kind = batch[0].device.type
+    with torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda"):
+        return model(*batch)
+
+
+def trained(text: Text, arguments: argparse.Namespace) -> tuple[Llama, torch.optim.Optimizer, float]:
+    """A Llama after --steps steps, its optimizer, and the mean loss of the last tenth of them."""
+    config = LlamaConfig(
+        hidden_size=arguments.hidden,
+        intermediate_size=arguments.ffn,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=arguments.heads,
+        vocab_size=arguments.words,
+        max_position_embeddings=arguments.sequence,
+    )
+    with torch.device(arguments.device):
+        model = Llama(config, generator=torch.Generator(arguments.device).manual_seed(arguments.seed))
+    dither.convert(model, dither.Plan(default=dither.LayerPrecision()))
+    if arguments.device == "cuda":
+        compile_blocks(model)
+    fused = arguments.device == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=fused)
+    generator, losses = torch.Generator().manual_seed(arguments.seed), []
+    for step in range(arguments.steps):
+        # Warmup, then a cosine down to a tenth.
+        done = max(0.0, (step - arguments.warmup) / max(1, arguments.steps - arguments.warmup))
+        for group in optimizer.param_groups:
+            group["lr"] = arguments.lr * min(1.0, (step + 1) / arguments.warmup) * (0.55 + 0.45 * math.cos(math.pi * done))
+        loss = forward(model, text.windows(text.train, generator, arguments.batch))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return model, optimizer, torch.stack(losses[-max(1, arguments.steps // 10) :]).mean().item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--train", type=Path)
+    parser.add_argument("--held-out", type=Path)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--minutes", type=float, default=8.0, help="for the truth, after training and scoring")
+    parser.add_argument("--probes", default=",".join(PROBES))
+    parser.add_argument("--options", default="fp8,fp4")
+    parser.add_argument("--micro", type=int, default=1, help="batches of training text that probes see")
+    parser.add_argument("--held-out-batches", type=int, default=4, help="batches of held-out text, at most")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tiny", action="store_true", help="a model and a text of nothing, to see the script run")
+    for name, value in (("hidden", 512), ("layers", 8), ("heads", 8), ("ffn", 1408), ("words", 8192), ("sequence", 512)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--warmup", type=int, default=100)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    if arguments.tiny:
+        vars(arguments).update(TINY)
+    elif not arguments.train or not arguments.held_out:
+        raise SystemExit("give --train and --held-out, or --tiny")
+    torch.set_float32_matmul_precision("high")
+    text, chosen = Text(arguments), options(arguments.options)
+    began = time.perf_counter()
+    model, optimizer, loss = trained(text, arguments)
+    print(f"trained {arguments.steps} steps in {time.perf_counter() - began:.0f} s, loss {loss:.4f}", flush=True)
+    generator = torch.Generator().manual_seed(arguments.seed + 1)
+    seen = [text.windows(text.train, generator, arguments.batch) for _ in range(arguments.micro)]
+    unseen = [text.windows(text.held_out, generator, arguments.batch) for _ in range(arguments.held_out_batches)]
+    given = {"forward": forward, "max_norm": 1.0}
+    scores = []
+    for probe in arguments.probes.split(","):
+        for rows in (False, True) if probe == "direct" else (False,):
+            stream = dither.Stream(arguments.seed, "snip", probe)
+            found = score(model, seen, optimizer, chosen, probe=probe, rows=rows, stream=stream, **given)
+            scores.append(found)
+            print(f"{probe}{' by rows' if rows else ''}: {found.passes} passes, {found.seconds:.1f} s", flush=True)
+    stream = dither.Stream(arguments.seed, "snip", "truth")
+    began = time.perf_counter()
+    first = verify(model, unseen[:1], optimizer, scores, chosen, stream=stream, **given)
+    print(first, flush=True)
+    fits = min(len(unseen), int(60 * arguments.minutes / (time.perf_counter() - began)))
+    truth = verify(model, unseen[:fits], optimizer, scores, chosen, stream=stream, **given) if fits > 1 else first
+    print(truth, flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({**truth.to_dict(), "trained_loss": loss, "steps": arguments.steps}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Estimates held against the truth: every option of every layer tried for real, on batches that no estimate has seen."""
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from rich import box
+from rich.table import Table as RichTable
+from scipy.stats import rankdata  # type: ignore[import-untyped]
+from torch import nn
+
+from dither.errors import UserError
+from dither.nn.deploy import _printed
+from dither.precision import LayerPrecision
+from dither.random import Stream
+from dither.snip.divergence import Scores, Table
+from dither.snip.options import Option
+from dither.snip.options import options as all_options
+from dither.snip.passes import Forward, Passes, plain_forward
+from dither.snip.statistics import VERSION, check_version, load_json
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """How well one probe ranks the options of all layers."""
+
+    probe: str
+    loss: float
+    """Spearman's correlation between estimated and actual changes of the loss, over all layers and options."""
+    weights: float
+    """The same for changes of the next weights."""
+    passes: int
+    """What the estimate cost, in passes over a micro-batch."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Actual changes beside estimated ones; prints as a table with a line for each probe."""
+
+    layers: tuple[str, ...]
+    options: tuple[str, ...]
+    batches: int
+    base: float
+    """The loss without casts, the mean over the batches."""
+    loss: Table
+    """Actual changes of the loss, with their signs, in units of it: one row a layer, one column an option."""
+    weights: Table
+    """Actual changes of what the next step does to the weights, in units of them, the mean over all layers."""
+    estimates: tuple[Estimate, ...]
+    scores: tuple[Scores, ...]
+    passes: int
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        plain = {"estimates": [dict(vars(each)) for each in self.estimates], "scores": [each.to_dict() for each in self.scores]}
+        return {"version": VERSION, **vars(self), **plain}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Verification":
+        """The inverse of `to_dict`."""
+        check_version("results of a verification", data)
+        fields = {key: value for key, value in data.items() if key != "version"}
+        try:
+            for key in ("layers", "options"):
+                fields[key] = tuple(fields[key])
+            for key in ("loss", "weights"):
+                fields[key] = tuple(tuple(row) for row in fields[key])
+            fields["estimates"] = tuple(Estimate(**each) for each in fields["estimates"])
+            fields["scores"] = tuple(Scores.from_dict(each) for each in fields["scores"])
+            return cls(**fields)
+        except (KeyError, TypeError) as error:
+            raise UserError(f"These are not the results of a verification as this version writes them: {error}.") from None
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_json(cls, text: str) -> "Verification":
+        """The inverse of `to_json`."""
+        return cls.from_dict(load_json("results of a verification", text))
+
+    def __rich__(self) -> RichTable:
+        caption = (
+            f"{len(self.layers)} layers x {len(self.options)} options on {self.batches} batches, loss {self.base:.4f}; "
+            f"the truth took {self.passes} passes, {self.seconds:.1f} s"
+        )
+        columns = ("probe", "loss (Spearman)", "weights (Spearman)", "passes", "seconds")
+        table = RichTable(*columns, box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
+        for each in self.estimates:
+            table.add_row(each.probe, f"{each.loss:.3f}", f"{each.weights:.3f}", str(each.passes), f"{each.seconds:.1f}")
+        return table
+
+    def __str__(self) -> str:
+        return _printed(self)
+
+
+def verify(
+    model: nn.Module,
+    batches: Sequence[Any],
+    optimizer: torch.optim.Optimizer,
+    scores: Scores | Sequence[Scores],
+    options: "str | Sequence[str | LayerPrecision | Option]",
+    *,
+    stream: Stream,
+    forward: Forward = plain_forward,
+    max_norm: float | None = None,
+    group: torch.distributed.ProcessGroup | None = None,
+) -> Verification:
+    """Try every option on one layer at a time, and say how well `scores` of the same model and options ranked them.
+
+    Give batches that the scores have not seen: each is a step of its own, and changes are means over them. The actual change of
+    the loss is compared by its magnitude, as SNIP defines it. Arguments are those of `score`; the model is left as it was.
+    """
+    chosen, given = all_options(options), (scores,) if isinstance(scores, Scores) else tuple(scores)
+    names = tuple(option.name for option in chosen)
+    if not given:
+        raise UserError("There are no scores to verify: give those of one probe or more.")
+    began, count, base_loss = time.perf_counter(), 0, 0.0
+    if not len(batches):
+        raise UserError("There are no batches to verify on: give at least one that the scores have not seen.")
+    loss: Any = 0.0
+    weights: Any = 0.0
+    for batch in batches:
+        passes = Passes(model, [batch], optimizer, stream=stream, forward=forward, max_norm=max_norm, group=group)
+        layers = tuple(passes.layers)
+        for each in given:
+            if each.layers != layers or each.options != names:
+                raise UserError(
+                    f"The scores of the probe {each.probe!r} are of {len(each.layers)} layers and {len(each.options)} options "
+                    f"({', '.join(each.options[:2])}, ...), and these are {len(layers)} and {len(names)}: score it anew."
+                )
+        with passes.borrowed():
+            base = passes.run()
+            updates = passes.updates(base)
+            rises, moves = [], []
+            for layer in layers:
+                for option in chosen:
+                    with passes.cast(layer, option.precision):
+                        found = passes.run()
+                    rises.append(found.loss - base.loss)
+                    moves.append(passes.change(found, updates).mean())
+        shape = len(layers), len(chosen)
+        base_loss += float(base.loss) / len(batches)
+        loss = loss + torch.stack(rises).view(shape).cpu().numpy() / len(batches)
+        weights = weights + torch.stack(moves).view(shape).cpu().numpy() / len(batches)
+        count += passes.count
+    estimates = tuple(
+        Estimate(
+            each.probe,
+            spearman(numpy.abs(loss), each.loss),
+            spearman(weights, each.weights),
+            each.passes,
+            each.seconds,
+        )
+        for each in given
+    )
+    return Verification(
+        layers,
+        names,
+        len(batches),
+        base_loss,
+        _table(loss / abs(base_loss)),
+        _table(weights),
+        estimates,
+        given,
+        count,
+        time.perf_counter() - began,
+    )
+
+
+def _table(numbers: Any) -> Table:
+    return tuple(tuple(row) for row in numbers.tolist())
+
+
+def spearman(a: Any, b: Any) -> float:
+    """Spearman's rank correlation of two tables of numbers, ties at their mean rank; 0 where one of them is constant.
+
+    >>> round(spearman([[1.0, 5.0], [2.0, 3.0]], [[10.0, 40.0], [30.0, 20.0]]), 6)
+    0.8
+    """
+    ranks = [rankdata(numpy.asarray(each, dtype=numpy.float64).ravel()) for each in (a, b)]
+    if any(len(set(each.tolist())) < 2 for each in ranks):
+        return 0.0
+    found = float(numpy.corrcoef(ranks)[0, 1])
+    return found if math.isfinite(found) else 0.0

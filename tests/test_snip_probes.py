@@ -1,0 +1,225 @@
+"""Probes: everything is left as it was, what they find is what really happens, and bad input is named."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import dither
+from dither import LayerPrecision, Plan, Stream, UserError
+from dither.optim import AdamW
+from dither.snip import PROBES, options, score
+from dither.snip.passes import Passes
+from dither.snip.probes import normal
+
+STREAM = Stream(0, "snip", "")
+
+
+class Net(nn.Module):
+    """A residual block with dropout and a buffer that every pass changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.out = nn.Linear(24, 48), nn.Linear(48, 24), nn.Linear(24, 6)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = x + self.down(nn.functional.dropout(torch.relu(self.up(x)), 0.1, self.training))
+        return (self.out(x) - target).square().mean()
+
+
+def batches(count: int = 1, tokens: int = 32, seed: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(tokens, 24, generator=generator), torch.randn(tokens, 6, generator=generator)) for _ in range(count)]
+
+
+def trained(plan: Plan | str = Plan(default=LayerPrecision()), steps: int = 3, **how):  # noqa: B008 (frozen)
+    torch.manual_seed(0)
+    model = Net()
+    dither.convert(model, plan)
+    optimizer = AdamW(model.named_parameters(), lr=1e-2, **how)
+    for step, batch in enumerate(batches(steps, seed=9)):
+        with dither.training_step(model, step=step):
+            model(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """All that a training goes on from."""
+    found: dict[str, object] = {f"buffer {name}": b.clone() for name, b in model.named_buffers()}
+    for name, p in model.named_parameters():
+        found[f"parameter {name}"], found[f"gradient {name}"] = p.detach().clone(), None if p.grad is None else p.grad.clone()
+        found |= {f"state {name} {key}": value.clone() for key, value in optimizer.state[p].items()}
+    for name, module in model.named_modules():
+        if isinstance(module, dither.Linear):
+            found[f"layer {name}"] = (module.precision, module.seed, module.emulate, module._measures, module._seen_version)
+            found[f"settings {name}"] = module._settings
+    return found | {"generator": torch.get_rng_state(), "training": model.training, "version": model.up.weight._version}
+
+
+def same(a: object, b: object) -> bool:
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
+
+
+@pytest.mark.parametrize("probe", PROBES)
+@pytest.mark.parametrize("plan", ["fp8-delayed", "fp4-block", Plan(default=LayerPrecision())])
+def test_a_probe_leaves_everything_as_it_was(probe, plan):
+    model, optimizer = trained(plan)
+    with dither.training_step(model, step=3):
+        model(*batches()[0]).backward()  # gradients that wait for their step
+    before = everything(model, optimizer)
+    score(model, batches(), optimizer, "fp8,fp4", probe=probe, stream=STREAM)
+    after = everything(model, optimizer)
+    assert before.keys() == after.keys()
+    assert [key for key in before if not same(before[key], after[key])] == []
+
+
+def test_what_fails_halfway_leaves_everything_as_it_was():
+    model, optimizer = trained("fp8-delayed")
+    before, count = everything(model, optimizer), 0
+
+    def forward(model, batch):
+        nonlocal count
+        count += 1
+        if count == 5:
+            raise RuntimeError("out of memory")
+        return model(*batch)
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        score(model, batches(), optimizer, "fp8,fp4", stream=STREAM, forward=forward)
+    after = everything(model, optimizer)
+    assert [key for key in before if not same(before[key], after[key])] == []
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in (model.up, model.down, model.out))
+
+
+def test_training_with_scores_on_the_way_is_the_same_training():
+    def run(scores: bool) -> dict[str, torch.Tensor]:
+        model, optimizer = trained("fp8-delayed")
+        for step, batch in enumerate(batches(3, seed=5), start=3):
+            if scores:
+                score(model, batches(), optimizer, "fp8,fp4", probe="measure", stream=STREAM)
+            with dither.training_step(model, step=step):
+                model(*batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict()
+
+    with_scores, without = run(True), run(False)
+    assert all(torch.equal(with_scores[key], without[key]) for key in without)
+
+
+def test_measured_scores_are_what_happens():
+    """The change of the loss and of the next weights, by a copy of the model and torch's own AdamW."""
+    model, optimizer = trained(states="fp32")
+    model.eval()
+    (batch,) = batches()
+    chosen = options("bf16,fp4")
+    found = score(model, [batch], optimizer, chosen, probe="measure", stream=STREAM)
+
+    def next_weights(plan: Plan) -> tuple[float, dict[str, torch.Tensor]]:
+        other = copy.deepcopy(model)
+        dither.apply(other, plan)
+        plain = torch.optim.AdamW(other.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            state = optimizer.state[p]
+            plain.state[q] = {
+                "step": state["step"].float().clone(),
+                "exp_avg": state["exp_avg"].clone(),
+                "exp_avg_sq": state["exp_avg_sq"].clone(),
+            }
+        loss = other(*batch)
+        loss.backward()
+        plain.step()
+        return loss.item(), {name: p.detach() for name, p in other.named_parameters() if name.endswith("weight")}
+
+    base, exact = next_weights(Plan(default=LayerPrecision()))
+    for place, name in enumerate(found.layers):
+        for column in (2, 4):  # a weight or an input in FP4: nothing random
+            option = chosen[column]
+            loss, moved = next_weights(Plan(layers=((name, option.precision),), default=LayerPrecision()))
+            assert found.loss[place][column] == pytest.approx(abs(loss - base) / base, rel=1e-3, abs=1e-7)
+            change = sum(((moved[key] - exact[key]).norm() / model.get_parameter(key).norm()).item() for key in exact) / len(
+                exact
+            )
+            assert found.weights[place][column] == pytest.approx(change, rel=2e-3, abs=1e-7)
+
+
+@pytest.mark.parametrize("probe", PROBES)
+def test_scores_of_every_probe(probe):
+    model, optimizer = trained()
+    found = score(model, batches(2), optimizer, "bf16,fp8,fp4", probe=probe, stream=STREAM)
+    layers = 3
+    assert (found.layers, len(found.options)) == (("up", "down", "out"), 27)
+    assert (found.step, found.probe, found.statistics.layers[0].M) == (3, probe, 64)
+    for table in (found.loss, found.weights):
+        for row in table:
+            cost = dict(zip(found.options, row, strict=True))
+            assert cost["bf16/bf16/bf16"] == 0.0
+            assert 0 <= cost["fp8/fp8/fp8"] < cost["fp4/fp4/fp4"] < math.inf
+    assert found.passes == 2 * {"direct": 1, "last": 3, "layer": 1 + 3 * layers, "measure": 1 + 6 * layers}[probe]
+    again = score(model, batches(2), optimizer, "bf16,fp8,fp4", probe=probe, stream=STREAM)
+    assert (again.loss, again.weights) == (found.loss, found.weights)
+
+
+def test_noise_at_an_output_raises_a_quadratic_loss_by_its_variance():
+    """L = mean of (Y - T)^2, so noise of deviation s at Y raises it by the mean of s^2 z^2 exactly, slopes cancelled."""
+    model, optimizer = trained()
+    model.eval()
+    chosen = options("bf16,fp4")
+    found = score(model, batches(tokens=512), optimizer, chosen, probe="layer", stream=STREAM)
+    closed = score(model, batches(tokens=512), optimizer, chosen, probe="direct", stream=STREAM)
+    from dither.snip.divergence import output_deviation
+
+    layer, worst = found.statistics.layers[2], len(chosen) - 1
+    expected = output_deviation(layer, chosen[worst]) ** 2 / found.statistics.loss
+    rise = math.sqrt(found.loss[2][worst] ** 2 - closed.loss[2][worst] ** 2)
+    assert abs(rise / expected - 1) < 6 * math.sqrt(2 / (512 * 6))  # the variance of a mean of squares of normal numbers
+
+
+def test_gradients_are_clipped_as_the_optimizer_clips_them():
+    model, optimizer = trained(max_norm=1e-3)
+    passes = Passes(model, batches(), optimizer, stream=STREAM)
+    with passes.borrowed():
+        found = passes.run()
+        updates = passes.updates(found)
+    assert float(found.scale) < 0.1
+    before = model.up.weight.detach().clone()
+    torch.manual_seed(STREAM.key % (1 << 63))
+    model(*batches()[0]).backward()
+    optimizer.step()
+    assert torch.allclose((1 - 1e-3) * before - model.up.weight.detach(), updates["up"], rtol=1e-3, atol=1e-7)
+
+
+def test_normal_numbers():
+    """Moments of 2^16 draws within six standard errors, and rows that begin where they are said to."""
+    z = normal(STREAM, 0, (256, 256), 0, "cpu").double()
+    n = z.numel()
+    for power, moment, variance in ((1, 0.0, 1.0), (2, 1.0, 2.0), (3, 0.0, 15.0), (4, 3.0, 96.0)):
+        assert abs((z**power).mean().item() - moment) < 6 * math.sqrt(variance / n)
+    assert torch.equal(normal(STREAM, 0, (2, 3, 256), 7, "cpu").view(6, 256), normal(STREAM, 0, (256, 256), 0, "cpu")[7:13])
+    assert not torch.equal(normal(STREAM, 1, (256, 256), 0, "cpu").double(), z)
+
+
+def test_bad_input_is_named():
+    model, optimizer = trained()
+    with pytest.raises(UserError, match=r"no probe 'mesure' .did you mean 'measure'"):
+        score(model, batches(), optimizer, "fp8,fp4", probe="mesure", stream=STREAM)
+    with pytest.raises(UserError, match="There is no level 'fp5'"):
+        score(model, batches(), optimizer, "fp8,fp5", stream=STREAM)
+    with pytest.raises(UserError, match="no batches"):
+        score(model, [], optimizer, "fp8,fp4", stream=STREAM)
+    with pytest.raises(UserError, match="no state of the layer 'up' yet"):
+        score(model, batches(), AdamW(model.named_parameters()), "fp8,fp4", stream=STREAM)
+    with pytest.raises(UserError, match=r"stream=dither\.Stream"):
+        score(model, batches(), optimizer, "fp8,fp4", stream=0)
+    with pytest.raises(UserError, match="no loss: pass forward="):
+        score(nn.Sequential(model.up), [batches()[0][0]], optimizer, "fp8,fp4", stream=STREAM)
+    with torch.no_grad():
+        model.down.weight[0, 0] = math.nan
+    with pytest.raises(UserError, match="loss of step 3 is nan"):
+        score(model, batches(), optimizer, "fp8,fp4", probe="direct", stream=STREAM)

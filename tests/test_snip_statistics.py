@@ -1,0 +1,286 @@
+"""Statistics of a step: norms against float64 autograd, errors of casts, what an optimizer will do; nothing changes."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import dither
+from dither import LayerPrecision, Plan, Stream, UserError
+from dither.optim import AdamMini, AdamW, Role
+from dither.snip import Statistics, collecting, moments_of, options
+
+CHOSEN = options("fp8,fp4")
+STREAM = Stream(0, "snip", "")
+
+
+class Net(nn.Module):
+    """Two layers that read one input, and one that reads what they make of it: as in attention, gradients of inputs add up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.out = nn.Linear(40, 24), nn.Linear(40, 24), nn.Linear(24, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(x)
+        return self.out(self.left(h) * torch.sigmoid(self.right(h))).square().mean()
+
+
+class Checkpointed(Net):
+    reentrant = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+def net(kind: type[Net] = Net, plan: Plan | str = Plan(default=LayerPrecision())) -> Net:  # noqa: B008 (frozen)
+    torch.manual_seed(0)
+    model = kind()
+    dither.convert(model, plan)
+    return model
+
+
+def inputs(count: int = 2, tokens: int = 50) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(tokens, 40, generator=generator, requires_grad=True) for _ in range(count)]
+
+
+def stepped(model: nn.Module, make=lambda p: torch.optim.AdamW(p, lr=1e-2), steps: int = 3):
+    """An optimizer that has a state."""
+    optimizer = make(list(model.named_parameters()))
+    for x in inputs(steps):
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def collected(model: nn.Module, optimizer, batches) -> Statistics:
+    with collecting(model, CHOSEN, stream=STREAM) as seen:
+        total = 0.0
+        for x in batches:
+            loss = model(x) / len(batches)
+            loss.backward()
+            total += loss.detach()
+    weights = {name: getattr(model, name).weight for name in ("left", "right", "out")}
+    return seen.statistics(moments_of(optimizer, weights), step=7, loss=total)
+
+
+@pytest.mark.parametrize("kind", [Net, Checkpointed, Reentrant])
+def test_norms_are_those_of_float64_autograd(kind):
+    model, batches = net(kind), inputs()
+    optimizer = stepped(model)
+    found = {layer.name: layer for layer in collected(model, optimizer, batches).layers}
+
+    wide = Net().double()
+    wide.load_state_dict(model.state_dict())
+    x = torch.cat([b.detach().double() for b in batches])
+    h = torch.tanh(x)
+    h_left, h_right = h.clone().requires_grad_(), h.clone().requires_grad_()  # one copy for each reader
+    left, right = wide.left(h_left), wide.right(h_right)
+    mixed = left * torch.sigmoid(right)
+    mixed.retain_grad(), left.retain_grad(), right.retain_grad()
+    out = wide.out(mixed)
+    out.retain_grad()
+    out.square().mean().backward()
+    for name, tensors in {
+        "left": (h_left, wide.left.weight, left),
+        "right": (h_right, wide.right.weight, right),
+        "out": (mixed, wide.out.weight, out),
+    }.items():
+        layer, (x_, w, y) = found[name], tensors
+        expected = {"x": x_, "w": w, "y": y, "dy": y.grad, "dx": x_.grad, "dw": w.grad}
+        for key, tensor in expected.items():
+            assert layer.norms[key] == pytest.approx(tensor.norm().item(), rel=1e-5), (name, key)
+        assert [layer.M, layer.N, layer.K] == [100, *w.shape]
+
+
+def test_errors_and_rows_are_those_of_the_casts():
+    model, (x,) = net(), inputs(1)
+    optimizer = stepped(model)
+    layer = collected(model, optimizer, [x]).layers[0]
+    h, w = torch.tanh(x.detach()), model.left.weight.detach()
+    gradient = model.left.weight.grad
+    for option in (CHOSEN[0], CHOSEN[-1]):
+        error = dither.fake_quantize(h, option.input) - h
+        assert layer.error("input", option.input) == pytest.approx(error.norm().item(), rel=1e-5)
+        wrong = dither.fake_quantize(w, option.weight) - w
+        assert layer.error("weight", option.weight) == pytest.approx(wrong.norm().item(), rel=1e-5)
+        by_rows = sum(g.square().sum() * e.square().sum() for g, e in zip(gradient, wrong, strict=True)) / 40
+        assert layer.rows["weight"][str(option.weight)] == pytest.approx(math.sqrt(by_rows), rel=1e-4)
+        assert layer.deviation("input", option.input) == pytest.approx(error.square().mean().sqrt().item(), rel=1e-5)
+    assert 0 < layer.error("grad", CHOSEN[0].grad) < layer.error("grad", CHOSEN[-1].grad) < layer.norms["dy"]
+    assert layer.error("input", None) == 0.0
+    # Row by row and all at once agree where rows are alike, and never differ by more than their inequality allows.
+    at_once = layer.norms["dx"] * layer.deviation("input", CHOSEN[0].input)
+    assert at_once / 3 < layer.rows["input"][str(CHOSEN[0].input)] < at_once * 3
+
+
+@pytest.mark.parametrize("plan", [Plan(default=LayerPrecision()), "fp4-block", "fp8-delayed"])
+def test_collecting_changes_nothing(plan):
+    def train(collects: bool) -> list[torch.Tensor]:
+        model = net(plan=plan)
+        optimizer = AdamW(model.named_parameters(), lr=1e-2)
+        for step, x in enumerate(inputs(4)):
+            with dither.training_step(model, step=step):
+                if collects:
+                    with collecting(model, CHOSEN, stream=STREAM) as seen:
+                        loss = model(x)
+                        loss.backward()
+                else:
+                    loss = model(x)
+                    loss.backward()
+            if collects and step:
+                weights = {name: getattr(model, name).weight for name in ("left", "right", "out")}
+                seen.statistics(moments_of(optimizer, weights), step=step, loss=loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach() for p in model.state_dict().values()]
+
+    assert all(torch.equal(a, b) for a, b in zip(train(True), train(False), strict=True))
+
+
+def test_compiled_models_are_seen():
+    model = net()
+    optimizer = stepped(model)
+    plainly = collected(model, optimizer, inputs())
+    model.zero_grad()
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager")
+    compiled(inputs()[0])  # compiled before there are hooks
+    with collecting(model, CHOSEN, stream=STREAM) as seen:
+        total = 0.0
+        for x in inputs():
+            loss = compiled(x) / 2
+            loss.backward()
+            total += loss.detach()
+    weights = {name: getattr(model, name).weight for name in ("left", "right", "out")}
+    assert seen.statistics(moments_of(optimizer, weights), step=7, loss=total) == plainly
+
+
+def test_statistics_survive_json():
+    model = net()
+    statistics = collected(model, stepped(model), inputs())
+    assert Statistics.from_json(statistics.to_json()) == statistics
+    assert (statistics.step, len(statistics.layers)) == (7, 3)
+    with pytest.raises(UserError, match="version 1"):
+        Statistics.from_dict({**statistics.to_dict(), "version": 2})
+    with pytest.raises(UserError, match="not JSON"):
+        Statistics.from_json("{")
+    with pytest.raises(UserError, match="as this version writes"):
+        Statistics.from_json(json.dumps({"version": 1, "step": 1}))
+
+
+def test_a_nan_is_named_by_its_layer():
+    model = net()
+    optimizer = stepped(model)
+    with torch.no_grad():
+        model.right.weight[3, 5] = math.nan
+    with pytest.raises(UserError, match="loss of step 7 is nan"):
+        collected(model, optimizer, inputs())
+    model = net()
+    optimizer = stepped(model)
+    model.right.weight.register_hook(lambda g: g.index_fill(0, torch.tensor([2]), math.nan))
+    with pytest.raises(UserError, match=r"'right' hold nan \(dw\)"):
+        collected(model, optimizer, inputs())
+
+
+def test_layers_that_are_missing_are_named():
+    model = net()
+    optimizer = stepped(model)
+    weights = {name: getattr(model, name).weight for name in ("left", "right", "out")}
+    with collecting(model, CHOSEN, stream=STREAM) as seen:
+        pass
+    with pytest.raises(UserError, match="'left' took no part"):
+        seen.statistics(moments_of(optimizer, weights), step=0, loss=1.0)
+    with pytest.raises(UserError, match="convert it first"), collecting(Net(), CHOSEN, stream=STREAM):
+        pass
+    model.out.weight.requires_grad_(False)
+    with pytest.raises(UserError, match="'out' does not learn"), collecting(model, CHOSEN, stream=STREAM):
+        pass
+
+
+ROLES = {f"{name}.weight": Role.rows_each(rows) for name, rows in (("left", 8), ("right", 1), ("out", 8))}
+ROLES |= {f"{name}.bias": Role.whole() for name in ("left", "right", "out")}
+OPTIMIZERS = {
+    "torch": lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(0.9, 0.95)),
+    "fp32": lambda p: AdamW(p, lr=1e-2, states="fp32"),
+    "bf16": lambda p: AdamW(p, lr=1e-2, states="bf16"),
+    "dynamic8": lambda p: AdamW(p, lr=1e-2, states="dynamic8", block=16),
+    "int8": lambda p: AdamW(p, lr=1e-2, states="int8", block=16),
+    "e4m3": lambda p: AdamW(p, lr=1e-2, states="e4m3", block=16),
+    "mini": lambda p: AdamMini(p, ROLES, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_updates_are_those_of_the_optimizers_step(kind):
+    model = net()
+    optimizer = stepped(model, OPTIMIZERS[kind])
+    before = {name: getattr(model, name).weight.detach().clone() for name in ("left", "right", "out")}
+    moments = moments_of(optimizer, {name: getattr(model, name).weight for name in before})
+    model(inputs()[0]).backward()
+    expected = {name: moments[name].update(getattr(model, name).weight.grad) for name in before}
+    decay = 1 - 1e-2 * optimizer.param_groups[0]["weight_decay"]
+    optimizer.step()
+    for name, old in before.items():
+        moved = decay * old - getattr(model, name).weight.detach()
+        assert torch.allclose(moved, expected[name], rtol=1e-4, atol=2e-7), name
+
+
+@pytest.mark.parametrize("kind", ["torch", "dynamic8", "mini"])
+def test_slopes_are_derivatives_of_updates(kind):
+    """h' is AdamW's derivative where eps does not matter; with Adam-mini, the diagonal of it."""
+    model = net()
+    optimizer = stepped(model, OPTIMIZERS[kind])
+    moments = moments_of(optimizer, {"left": model.left.weight})["left"]
+    model(inputs()[0]).backward()
+    g = model.left.weight.grad.double()
+    wide = type(moments)(moments.m.double(), moments.v.double(), moments.t, moments.lr, moments.betas, moments.eps,
+                         moments.runs, moments.transposed)  # fmt: skip
+
+    def moved(row: int, column: int, by: float) -> float:
+        changed = g.clone()
+        changed[row, column] += by
+        m, v = wide.after(changed)
+        b1, b2 = wide.betas
+        return (wide.lr / (1 - b1**wide.t) * m / ((v / (1 - b2**wide.t)).sqrt() + wide.eps))[row, column].item()
+
+    slope = moments.slope(model.left.weight.grad)
+    for row, column in ((0, 0), (5, 7), (23, 39)):
+        tiny = 1e-4 * float(moments.v[row, column].sqrt())
+        derivative = (moved(row, column, tiny) - moved(row, column, -tiny)) / (2 * tiny)
+        assert slope[row, column].item() == pytest.approx(abs(derivative), rel=2e-3)
+
+
+def test_transposed_roles_share_columns():
+    model = net()
+    roles = ROLES | {"left.weight": Role.rows_each(4, transposed=True)}
+    optimizer = stepped(model, lambda p: AdamMini(p, roles, lr=1e-2))
+    moments = moments_of(optimizer, {"left": model.left.weight})["left"]
+    old = model.left.weight.detach().clone()
+    model(inputs()[0]).backward()
+    expected = moments.update(model.left.weight.grad)
+    optimizer.step()
+    assert torch.allclose((1 - 1e-3) * old - model.left.weight.detach(), expected, rtol=1e-4, atol=2e-7)
+
+
+def test_optimizers_without_moments_are_refused():
+    model = net()
+    weights = {"left": model.left.weight}
+    with pytest.raises(UserError, match="no state of the layer 'left' yet"):
+        moments_of(AdamW(model.named_parameters()), weights)
+    with pytest.raises(UserError, match="does not have the weight of the layer 'left'"):
+        moments_of(torch.optim.AdamW(model.out.parameters()), weights)
+    optimizer = torch.optim.Adagrad(model.parameters())
+    model(inputs()[0]).backward()
+    optimizer.step()
+    with pytest.raises(UserError, match="Adagrad keeps"):
+        moments_of(optimizer, weights)

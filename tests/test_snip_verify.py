@@ -1,0 +1,65 @@
+"""Verification: a perfect estimate has a correlation of 1, and ranks are those of scipy."""
+
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+import torch
+from scipy.stats import spearmanr
+from test_snip_probes import batches, everything, same, trained
+
+from dither import Stream, UserError
+from dither.snip import Verification, score, verify
+from dither.snip.verify import spearman
+
+STREAM = Stream(0, "snip", "truth")
+
+
+def test_estimates_beside_the_truth():
+    model, optimizer = trained("fp8-delayed")
+    given = score(model, batches(), optimizer, "fp8,fp4", probe="direct", stream=STREAM)
+    before = everything(model, optimizer)
+    found = verify(model, batches(2, seed=3), optimizer, given, "fp8,fp4", stream=STREAM)
+    after = everything(model, optimizer)
+    assert [key for key in before if not same(before[key], after[key])] == []
+    assert found.passes == 2 * (1 + 3 * 8)
+    # A gradient's cast changes no loss, whatever else is cast.
+    cost = dict(zip(found.options, found.loss[0], strict=True))
+    assert cost["fp4/fp8/fp8"] == cost["fp4/fp8/fp4"] != cost["fp8/fp8/fp8"]
+    (estimate,) = found.estimates
+    magnitudes = [[abs(number) for number in row] for row in found.loss]
+    assert estimate.loss == pytest.approx(spearmanr([*chain(*magnitudes)], [*chain(*given.loss)])[0])
+    assert estimate.weights == pytest.approx(spearmanr([*chain(*found.weights)], [*chain(*given.weights)])[0])
+    # The truth itself as an estimate, in any units.
+    perfect = replace(given, probe="truth", loss=tuple(map(tuple, magnitudes)), weights=tuple(
+        tuple(3 * number for number in row) for row in found.weights
+    ))  # fmt: skip
+    again = verify(model, batches(2, seed=3), optimizer, [given, perfect], "fp8,fp4", stream=STREAM)
+    assert (again.loss, again.weights) == (found.loss, found.weights)
+    assert again.estimates[1].loss == pytest.approx(1.0)
+    assert again.estimates[1].weights == pytest.approx(1.0)
+    assert Verification.from_json(again.to_json()) == again
+    lines = str(again).splitlines()
+    assert lines[0].split()[:2] == ["probe", "loss"]
+    assert lines[3].split() == ["truth", "1.000", "1.000", "1", f"{given.seconds:.1f}"]
+
+
+def test_ranks_are_scipys():
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randint(5, (40,), generator=generator).double().tolist()  # with ties
+    b = torch.randn(40, generator=generator).tolist()
+    assert spearman(a, b) == pytest.approx(spearmanr(a, b)[0])
+    assert spearman([1.0, 1.0], [1.0, 2.0]) == 0.0
+
+
+def test_scores_of_something_else_are_refused():
+    model, optimizer = trained()
+    given = score(model, batches(), optimizer, "fp8,fp4", probe="direct", stream=STREAM)
+    with pytest.raises(UserError, match=r"3 layers and 8 options .*score it anew"):
+        verify(model, batches(), optimizer, given, "bf16,fp4", stream=STREAM)
+    with pytest.raises(UserError, match="no scores"):
+        verify(model, batches(), optimizer, [], "fp8,fp4", stream=STREAM)
+    with pytest.raises(UserError, match="no batches"):
+        verify(model, [], optimizer, given, "fp8,fp4", stream=STREAM)
+    with pytest.raises(UserError, match="version"):
+        Verification.from_json("{}")
