@@ -80,6 +80,10 @@ class _Pending:
     """On rank 0, what the thread comes to."""
 
 
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=5)  # the loop that called
+
+
 class Snip:
     """Keeps the precision of a converted model's layers the best for a target, in any training loop.
 
@@ -118,6 +122,7 @@ class Snip:
         seed: int = 0,
         times: str | None = None,
         estimate: Callable[..., Scores] = score,
+        tell: Callable[[str], None] = _warn,
         group: "dist.ProcessGroup | None" = None,
     ) -> None:
         """`every`, `start` and `delay` count optimizer steps, `delay` from the statistics to the change.
@@ -125,7 +130,8 @@ class Snip:
         `hysteresis` is the part of the quality's cost that a change must save to be made: 0 changes for any gain. `loss` and
         `weights` weigh the two divergences. `forward(model, batch)` gives a batch's loss, `probe` is how it is estimated, and
         `max_norm` what gradients are clipped to, all as `dither.snip.score` takes them; `estimate` may take its place.
-        `cost="time"` measures this GPU, and `times` is a file to keep that in.
+        `cost="time"` measures this GPU, and `times` is a file to keep that in. `tell` is called on rank 0
+        with a sentence when something goes wrong, and otherwise nothing is said.
         """
         for name, number, least in (("every", every, 1), ("start", start, 1), ("delay", delay, 0)):
             if not isinstance(number, int) or isinstance(number, bool) or number < least:
@@ -149,7 +155,7 @@ class Snip:
         self.every, self.start, self.delay = every, start, delay
         self.hysteresis, self.loss, self.weights, self.seed = hysteresis, loss, weights, seed
         self.plan = self.base
-        self._timed, self._times, self._estimate, self._group = cost == "time", times, estimate, group
+        self._timed, self._times, self._estimate, self._tell, self._group = cost == "time", times, estimate, tell, group
         how = {"forward": forward, "probe": probe, "max_norm": max_norm}
         self._how: dict[str, Any] = {key: given for key, given in how.items() if given is not None}
         self._chosen = False  # whether `plan` was chosen here, for this goal
@@ -246,7 +252,7 @@ class Snip:
     def _stay(self, step: int, measured: int, reason: str, scores: Scores | None) -> Decision:
         """Keep the plan because something went wrong, and say so."""
         if self._rank == 0:
-            warnings.warn(f"snip keeps its plan at step {step}: {reason}", stacklevel=4)
+            self._tell(f"snip keeps its plan at step {step}: {reason}")
         return Decision(step, measured, self.plan, False, reason, scores)
 
     def _apply(self, scores: Scores, solution: Solution) -> Plan:
@@ -308,7 +314,7 @@ class Snip:
         if not scores:
             return
         if tuple(scores.options) != tuple(option.name for option in self.options):
-            warnings.warn(f"snip drops the statistics of step {scores.step}: they are those of other options.", stacklevel=2)
+            self._tell(f"snip drops the statistics of step {scores.step}: they are those of other options.")
         elif self._rank == 0 and answer is not None:
             known: Future[_Answer] = Future()
             known.set_result(answer)

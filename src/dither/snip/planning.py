@@ -59,6 +59,21 @@ class Goal:
         return {"cost": self.cost if isinstance(self.cost, str) else f"time on {self.cost.device}", **stages, **pinned}
 
 
+def pins(texts: Sequence[str]) -> dict[str, str]:
+    """Options by patterns, from texts such as those of a command line.
+
+    >>> pins(["*.down_proj=fp8", "lm_head=fp8/fp8/fp4"])
+    {'*.down_proj': 'fp8', 'lm_head': 'fp8/fp8/fp4'}
+    """
+    found = {}
+    for text in texts:
+        pattern, equals, option = text.rpartition("=")
+        if not equals or not pattern or not option:
+            raise UserError(f"A pinned layer is written pattern=option, such as *.down_proj=fp8, not {text!r}.")
+        found[pattern] = option
+    return found
+
+
 def choose(quality: Rows, layers: Sequence[LayerStatistics], options: Sequence[Option], goal: Goal) -> Solution:
     """The options with the least sum of `quality`, a row for each layer, that reach the goal.
 
