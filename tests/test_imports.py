@@ -96,6 +96,7 @@ ORDER = [
     "dither.train.loop",
     "dither.train",
     "dither.train.command",
+    "dither.snip.command",
     "dither.cli",
     "dither",
 ]
