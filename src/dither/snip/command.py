@@ -20,7 +20,7 @@ from dither.snip.efficiency import efficiency, measure_times
 from dither.snip.options import Option
 from dither.snip.options import options as combinations
 from dither.snip.passes import Passes
-from dither.snip.planning import Goal, choice_of, choose, picture, pins, stage_sizes
+from dither.snip.planning import Goal, bits_of, choice_of, choose, picture, pins, stage_sizes
 from dither.snip.planning import plan as plan_of
 from dither.snip.probes import PROBES, score
 from dither.snip.solve import Solution, frontier
@@ -110,8 +110,14 @@ def diff(first: Annotated[str, tyro.conf.arg(metavar="PLAN")], second: Annotated
         first: A plan's file.
         second: Another one's.
     """
-    found = Plan.load(first).diff(Plan.load(second))
-    rows = [(place, *pair) for place, pair in found.items() if place != "layers"]  # the order of rules says nothing by itself
+    one, other = Plan.load(first), Plan.load(second)
+    rows = []
+    for place, texts in one.diff(other).items():
+        name = place.removeprefix("layers ")
+        rules = [dict(each.layers).get(name) for each in (one, other)] if name != place else []
+        short = [bits_of(rule) for rule in rules if rule is not None]
+        if place != "layers":  # the order of rules says nothing by itself
+            rows.append((name, *(short if len(set(short)) == 2 else texts)))
     if rows:
         doctor.print_table(f"{len(rows)} differences", ("where", first, second), rows)
     else:

@@ -228,7 +228,7 @@ def picture(given: Plan) -> str:
         if precision is None or not place or any(getattr(precision, each) for each in SAMPLINGS) or _is_pattern(pattern):
             kept.append((pattern, precision))
         else:
-            cells[place, f"{head}|{tail}"] = "/".join(_bits(precision, operand) for operand in OPERANDS)
+            cells[place, f"{head}|{tail}"] = bits_of(precision)
     if not cells:
         return str(given)
     rows, columns = (list(dict.fromkeys(key[axis] for key in cells)) for axis in (0, 1))
@@ -241,6 +241,15 @@ def picture(given: Plan) -> str:
     return "\n".join([*lines, "", "others:", str(replace(given, layers=tuple(kept)))])
 
 
+def bits_of(precision: LayerPrecision) -> str:
+    """The bits of input, weight and gradient; 16 where one is uncast.
+
+    >>> bits_of(LayerPrecision.of("e4m3 tile(128)", None, "e2m1 tile(128)"))
+    '8/16/4'
+    """
+    return "/".join("16" if (cast := getattr(precision, each)) is None else str(cast.element.bits) for each in OPERANDS)
+
+
 def _parts(name: str) -> tuple[str, str, str]:
     """What stands before, in and after the number of a block."""
     words = name.split(".")
@@ -250,8 +259,3 @@ def _parts(name: str) -> tuple[str, str, str]:
 
 def _is_pattern(pattern: str) -> bool:
     return pattern.startswith("re:") or glob.has_magic(pattern)
-
-
-def _bits(precision: LayerPrecision, operand: str) -> str:
-    cast = getattr(precision, operand)
-    return "16" if cast is None else str(cast.element.bits)
