@@ -4,9 +4,9 @@
     PYTHONPATH=src python3 benchmarks/snip_truth.py --device cpu --tiny  # random text, in a minute: the script runs
 
 train.npy and held_out.npy hold token ids, uint16, as benchmarks/sampling_quality.py --prepare writes them. A Llama is trained
-in BF16 autocast with float32 parameters (O1), uncast. Every probe then scores every option of every layer on batches of training
-text, and `dither.snip.verify` tries all options for real, one layer at a time, on batches of held-out text, each of which is a
-whole batch. --minutes bounds the truth: as many held-out batches are taken as fit, at least one.
+in BF16 autocast with float32 parameters (O1), uncast. Every probe then scores every option of every layer on batches of
+training text, and `dither.snip.verify` tries all options for real, one layer at a time, on whole batches of held-out text.
+--minutes bounds the truth: as many held-out batches are taken as fit, at least one.
 """
 
 import argparse
@@ -116,7 +116,6 @@ def main() -> None:
         vars(arguments).update(TINY)
     elif not arguments.train or not arguments.held_out:
         raise SystemExit("give --train and --held-out, or --tiny")
-    torch.set_float32_matmul_precision("high")
     text, chosen = Text(arguments), options(arguments.options)
     began = time.perf_counter()
     model, optimizer, loss = trained(text, arguments)

@@ -133,4 +133,4 @@ def _moments(
     of_row = torch.cat(runs)
     v = state["exp_avg_sq"][of_row][:, None].expand_as(m)
     m, v = (m.T, v.T) if transposed else (m, v)
-    return Moments(m, v, *numbers, runs=of_row, transposed=transposed)
+    return Moments(m, v, t, lr, tuple(group["betas"]), group["eps"], of_row, transposed)

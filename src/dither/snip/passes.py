@@ -122,8 +122,9 @@ class Passes:
         total, gradients = None, None
         parameters = [*self.weights.values(), *self._others]
         for index, batch in enumerate(self.batches):
-            torch.manual_seed(self.stream.key % (1 << 63) + index)  # a model's own dropout, the same in every pass
-            self.row = (index * self.ranks + self.rank) % (1 << 12) * ROWS
+            place = index * self.ranks + self.rank
+            torch.manual_seed(self.stream.key % (1 << 62) + place)  # a model's own dropout, the same in every pass
+            self.row = place % (1 << 12) * ROWS
             with torch.enable_grad(), training_step(self.model, step=draw, row=self.row):
                 loss = self.forward(self.model, batch) / len(self.batches)
                 found = torch.autograd.grad(loss, parameters, allow_unused=True)

@@ -3,7 +3,7 @@
     direct    closed forms of one step's statistics: the paper's loss divergence and each layer's own weight gradient
     last      the paper's: two passes with Gaussian noise at the last layer
     layer     Gaussian noise at each layer in turn: three passes a layer, whatever the options
-    measure   each cast of each operand of each layer, one at a time, for real
+    measure   each operand of each layer in its coarsest cast, one at a time, for real
 
 docs/snip.md has what they are worth and what they cost.
 """
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from dither.errors import UserError
-from dither.precision import OPERANDS, Cast, LayerPrecision, did_you_mean
+from dither.nn import functional
+from dither.precision import OPERANDS, LayerPrecision, did_you_mean
 from dither.random import Stream
 from dither.snip import divergence
 from dither.snip.divergence import Scores
@@ -84,7 +85,7 @@ def score(
         loss, weights = probes[probe](passes, statistics, chosen, base, rows)
     return Scores(
         step,
-        probe,
+        f"{probe} by rows" if rows else probe,
         tuple(passes.layers),
         tuple(option.name for option in chosen),
         tuple(tuple(row) for row in loss),
@@ -178,25 +179,68 @@ def _layer(passes: Passes, statistics: Statistics, options: Sequence[Option], ba
 
 
 def _measure(passes: Passes, statistics: Statistics, options: Sequence[Option], base: Pass, rows: bool) -> Found:
+    """Each operand of each layer in its coarsest cast, one at a time: the change of every layer's step, and that of the loss.
+
+    An error e moves the loss by g e + e H e / 2, slope and curvature. The slope's part belongs to this batch: on others it has
+    another size and sign, of which the closed form knows the deviation. The curvature's part is the same everywhere. One pass
+    tells them apart, since it has the gradient at the far end too: with rise = g e + e H e / 2 and far = (g + H e) e, the
+    curvature's part is far - rise. With finer casts, that shrinks with the square of their errors' norm, and changes of steps
+    with the norm itself. Errors of two operands are independent: parts of curvature add up, and squares of changes.
+    """
     updates, base_loss = passes.updates(base), float(base.loss)
-    casts = casts_of(options)
+    closed, casts = _closed_loss(statistics, options, rows), casts_of(options)
     loss, weights = [], []
-    for layer in statistics.layers:
-        rise: dict[tuple[str, Cast | None], float] = {(operand, None): 0.0 for operand in OPERANDS}
-        moved: dict[tuple[str, Cast | None], Tensor] = {
-            (operand, None): torch.zeros(len(statistics.layers), dtype=torch.float64) for operand in OPERANDS
-        }
+    for place, layer in enumerate(statistics.layers):
+        bend, moved = dict.fromkeys(OPERANDS, 0.0), {}
+        coarsest: dict[str, float] = {}
         for operand in OPERANDS:
-            for cast in casts[operand]:
-                with passes.cast(layer.name, LayerPrecision(**{operand: cast})):  # type: ignore[arg-type]
+            cast = max(casts[operand], key=lambda cast, operand=operand: layer.error(operand, cast), default=None)  # type: ignore[misc]
+            coarsest[operand] = layer.error(operand, cast)
+            moved[operand] = torch.zeros(len(statistics.layers), dtype=torch.float64)
+            if coarsest[operand] > 0:
+                with passes.cast(layer.name, LayerPrecision(**{operand: cast})), _far_slope(passes, layer.name) as far:  # type: ignore[arg-type]
                     found = passes.run()
-                rise[operand, cast] = float(found.loss) - base_loss
-                moved[operand, cast] = passes.change(found, updates).square().cpu()
-        loss.append([abs(sum(rise[each] for each in option.casts.items())) / abs(base_loss) for option in options])
-        weights.append(
-            [float(torch.stack([moved[each] for each in option.casts.items()]).sum(0).sqrt().mean()) for option in options]
-        )
+                bend[operand] = 0.0 if operand == "grad" else _total(passes, far) - (float(found.loss) - base_loss)
+                moved[operand] = passes.change(found, updates).square().cpu()
+        row_loss, row_weights = [], []
+        for number, option in enumerate(options):
+            shares = {
+                operand: (layer.error(operand, cast) / coarsest[operand]) ** 2 if coarsest[operand] else 0.0
+                for operand, cast in option.casts.items()
+            }
+            rise = sum(shares[operand] * bend[operand] for operand in OPERANDS)
+            row_loss.append(math.hypot(rise / base_loss, closed[place][number]))
+            row_weights.append(float(sum(share * moved[operand] for operand, share in shares.items()).sqrt().mean()))  # type: ignore[union-attr]
+        loss.append(row_loss)
+        weights.append(row_weights)
     return loss, weights
+
+
+@contextmanager
+def _far_slope(passes: Passes, name: str) -> Iterator[list[Tensor]]:
+    """Inside, dY (Y - X W^T) of a layer that casts is added up: the loss's slope, at the far end, along the layer's error."""
+    layer, found = passes.layers[name], list[Tensor]()
+
+    def watch(_: nn.Module, args: tuple[Tensor, ...], named: Mapping[str, Tensor], y: Tensor) -> None:
+        with torch.no_grad():
+            x = args[0] if args else named["input"]
+            error = y.detach().float() - functional._plain(x, layer.weight, layer.bias, layer.transposed).float()
+        if y.requires_grad:
+            y.register_hook(lambda dy: found.append((dy.float() * error).sum().double()))  # type: ignore[no-untyped-call]
+
+    hook = layer.register_forward_hook(watch, with_kwargs=True)
+    try:
+        yield found
+    finally:
+        hook.remove()
+
+
+def _total(passes: Passes, found: list[Tensor]) -> float:
+    """The sum over micro-batches, and the mean over ranks."""
+    total = torch.stack(found).sum()
+    if passes.group is not None:
+        torch.distributed.all_reduce(total, group=passes.group)
+    return float(total) / passes.ranks
 
 
 def _rms(layer: LayerStatistics, tensor: str) -> float:
@@ -207,6 +251,8 @@ def _rms(layer: LayerStatistics, tensor: str) -> float:
 def _noise(passes: Passes, name: str, where: str, deviation: float, draw: int) -> Iterator[None]:
     """Inside, Gaussian noise is added to a layer's output ("y") or to the gradient of its input ("dx")."""
     stream = Stream(passes.stream.seed, f"{passes.stream.purpose} {where}", f"{passes.stream.name}.{name}")
+    if where == "dx":
+        deviation *= passes.ranks  # each rank differentiates its own loss, and theirs are averaged later
 
     def noisy(x: Tensor, row: int) -> Tensor:
         return x + (deviation * normal(stream, draw, x.shape, row, x.device)).to(x.dtype)

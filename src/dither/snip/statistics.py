@@ -157,11 +157,11 @@ class Collector:
 
     def _error(self, name: str, x: Tensor, cast: Cast) -> Tensor:
         """The squares of what the cast changes, added up in each row: float32[rows]."""
-        draw = Stream(self._stream.seed, self._stream.purpose, f"{self._stream.name}.{name}").draw(
-            0, (x.shape[0], x.shape[1]), (0, 0), x.device
-        )
         amax = x.abs().amax().float() if cast.scaling.kind == "delayed" else None
-        drawn = (draw.key, draw.step, 0, 0) if cast.round.kind == "stochastic" else (0, None, 0, 0)
+        drawn: tuple[int, Tensor | None, int, int] = (0, None, 0, 0)
+        if cast.round.kind == "stochastic":
+            stream = Stream(self._stream.seed, self._stream.purpose, f"{self._stream.name}.{name}")
+            drawn = (stream.key, stream.draw(0, (x.shape[0], x.shape[1]), (0, 0), x.device).step, 0, 0)
         # The operator itself: the function around it would look, on the host, for numbers that are not finite.
         return _row_squares(torch.ops.dither.fake_quantize(x, str(cast), 1, amax, *drawn, "auto").float() - x.float())
 

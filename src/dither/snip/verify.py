@@ -118,6 +118,19 @@ def verify(
 
     Give batches that the scores have not seen: each is a step of its own, and changes are means over them. The actual change of
     the loss is compared by its magnitude, as SNIP defines it. Arguments are those of `score`; the model is left as it was.
+
+    >>> import dither
+    >>> from dither.snip import score
+    >>> model = nn.Sequential(nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 8))
+    >>> _ = dither.convert(model, "bf16")
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> model(torch.randn(64, 32)).square().mean().backward()
+    >>> optimizer.step()
+    >>> how = {"stream": dither.Stream(0, "snip", ""), "forward": lambda model, x: model(x).square().mean()}
+    >>> scores = score(model, [torch.randn(64, 32)], optimizer, "fp8,fp4", **how)
+    >>> found = verify(model, [torch.randn(64, 32)], optimizer, scores, "fp8,fp4", **how)
+    >>> found.layers, len(found.loss[0]), found.estimates[0].probe
+    (('0', '2'), 8, 'measure')
     """
     chosen, given = all_options(options), (scores,) if isinstance(scores, Scores) else tuple(scores)
     names = tuple(option.name for option in chosen)
