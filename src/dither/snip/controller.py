@@ -91,11 +91,21 @@ class Snip:
     Call `before_step` at the beginning of every step, on every rank, and save `state_dict` with each checkpoint.
     Statistics are taken at the steps start, start + every, start + 2 every, ...; the optimizer needs its moments by then.
 
-        snip = Snip(model, optimizer, "fp8-block", target=0.75, forward=lambda model, batch: model(*batch).loss)
-        for step, batches in enumerate(data):
-            if decision := snip.before_step(step, batches):
-                log(step, decision.reason)
-            train(model, batches)
+    >>> import torch, dither
+    >>> model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    >>> _ = dither.convert(model, "fp8-block")
+    >>> optimizer = dither.optim.AdamW(model.named_parameters())
+    >>> loss = lambda model, x: (model(x) - x).square().mean()
+    >>> snip = Snip(model, optimizer, "fp8-block", target=0.5, start=1, delay=1, probe="direct", forward=loss)
+    >>> for step in range(3):
+    ...     x = torch.randn(8, 16)
+    ...     if decision := snip.before_step(step, [x]):
+    ...         print(decision.step, decision.measured, decision.plan.provenance["efficiency"])
+    ...     with dither.training_step(model, step=step):
+    ...         loss(model, x).backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    2 1 0.5
     """
 
     def __init__(
