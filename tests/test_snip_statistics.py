@@ -13,6 +13,7 @@ from dither import LayerPrecision, Plan, Stream, UserError
 from dither.optim import AdamMini, AdamW, Role
 from dither.snip import Statistics, collecting, moments_of, options
 
+LEVELS = ("fp8", "fp4")
 CHOSEN = options("fp8,fp4")
 STREAM = Stream(0, "snip", "")
 
@@ -71,6 +72,33 @@ def collected(model: nn.Module, optimizer, batches) -> Statistics:
             total += loss.detach()
     weights = {name: getattr(model, name).weight for name in ("left", "right", "out")}
     return seen.statistics(moments_of(optimizer, weights), step=7, loss=total)
+
+
+def test_options_are_all_combinations():
+    assert [option.name for option in CHOSEN] == [f"{a}/{b}/{c}" for a in LEVELS for b in LEVELS for c in LEVELS]
+    assert CHOSEN[0].precision == dither.recipe("fp8-block").default
+    assert CHOSEN[-1].precision == dither.recipe("fp4-block").default
+    assert options("bf16,fp8")[0].precision == LayerPrecision()
+    assert options(CHOSEN) == CHOSEN
+    # Levels without names are called by their formats, or by all of the cast where those meet.
+    mx, fp4 = LayerPrecision.of(*["mxfp4"] * 3), LayerPrecision.of(*["e2m1 tile(128)"] * 3)
+    assert options([mx, "fp8"])[0].name == "e2m1/e2m1/e2m1"
+    assert options([mx, fp4])[0].name == "/".join(["e2m1 tile(32) pow2 nearest"] * 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("fp8", "nothing to choose between"),
+        ("fp8,fp9", "There is no level 'fp9'"),
+        (["fp8", 4], "a LayerPrecision, not 4"),
+        (["fp8", LayerPrecision(sampling=dither.Sampling())], "an option only casts"),
+        ([CHOSEN[0], CHOSEN[0]], "Two options have one name"),
+    ],
+)
+def test_options_that_are_none_are_named(given, said):
+    with pytest.raises(UserError, match=said):
+        options(given)
 
 
 @pytest.mark.parametrize("kind", [Net, Checkpointed, Reentrant])
