@@ -295,13 +295,25 @@ def test_an_estimate_that_is_not_finite_names_its_layer_and_harms_nothing():
     assert train(snip, range(13, 18))[17].changed  # the next time all is well
 
 
-def test_an_estimate_that_fails_harms_nothing():
-    def no_state(*given, **how):
-        raise UserError("The optimizer has no state yet.")
+@pytest.mark.parametrize("error", [UserError("The optimizer has no state yet."), torch.OutOfMemoryError("out of memory")])
+def test_an_estimate_that_fails_harms_nothing(error):
+    def failing(*given, **how):
+        raise error
 
-    snip = make(estimate=no_state)
-    with pytest.warns(UserWarning, match="snip keeps its plan at step 3: The optimizer has no state yet"):
-        snip.before_step(3, [])
+    snip = make(estimate=failing)
+    before = casts(snip.model)
+    with pytest.warns(UserWarning, match=f"snip keeps its plan at step 3: {error}"):
+        assert snip.before_step(3, []).scores is None
+    assert casts(snip.model) == before
+    assert train(snip, range(4, 13)) == {}
+
+
+def test_a_bug_in_an_estimate_is_not_swallowed():
+    def broken(*given, **how):
+        raise ZeroDivisionError("a bug")
+
+    with pytest.raises(ZeroDivisionError):
+        make(estimate=broken).before_step(3, [])
 
 
 @pytest.mark.parametrize(
