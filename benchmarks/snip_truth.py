@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 
 import dither
 from dither.models import Llama, LlamaConfig, compile_blocks
-from dither.snip import PROBES, options, score, verify
+from dither.snip import PROBES, Scores, options, score, verify
 
 TINY = {"hidden": 64, "layers": 2, "heads": 4, "ffn": 128, "words": 64, "sequence": 32, "batch": 4, "steps": 30, "warmup": 5}
 
@@ -92,6 +93,18 @@ def trained(text: Text, arguments: argparse.Namespace) -> tuple[Llama, torch.opt
     return model, optimizer, torch.stack(losses[-max(1, arguments.steps // 10) :]).mean().item()
 
 
+def with_slope(scores: Scores, closed: Scores, share: float) -> Scores:
+    """Scores of `measure` or `layer` in which the slope's part of dL, that of the paper's formula, counts `share` as much.
+
+    On a batch of M tokens that part has the size of its noise, 1 / sqrt(M), so larger or more batches show less of it.
+    """
+    loss = tuple(
+        tuple(math.sqrt(max(both**2 - slope**2, 0.0) + (share * slope) ** 2) for both, slope in zip(*rows, strict=True))
+        for rows in zip(scores.loss, closed.loss, strict=True)
+    )
+    return replace(scores, probe=f"{scores.probe}, slope x {share:g}", loss=loss)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train", type=Path)
@@ -131,6 +144,9 @@ def main() -> None:
             found = score(model, seen, optimizer, chosen, probe=probe, rows=rows, stream=stream, **given)
             scores.append(found)
             print(f"{probe}{' by rows' if rows else ''}: {found.passes} passes, {found.seconds:.1f} s", flush=True)
+    closed = [found for found in scores if found.probe == "direct"]
+    tried = [found for found in scores if found.probe in ("measure", "layer")] if closed else []
+    scores += [with_slope(found, closed[0], share) for found in tried for share in (0.5, 0.25, 0.0)]
     stream = dither.Stream(arguments.seed, "snip", "truth")
     began = time.perf_counter()
     first = verify(model, unseen[:1], optimizer, scores, chosen, stream=stream, **given)

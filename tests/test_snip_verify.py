@@ -27,6 +27,9 @@ def test_estimates_beside_the_truth():
     cost = dict(zip(found.options, found.loss[0], strict=True))
     assert cost["fp4/fp8/fp8"] == cost["fp4/fp8/fp4"] != cost["fp8/fp8/fp8"]
     (estimate,) = found.estimates
+    each = [verify(model, [batch], optimizer, given, "fp8,fp4", stream=STREAM) for batch in batches(2, seed=3)]
+    assert found.agreement[1] == pytest.approx(spearman(each[0].weights, each[1].weights))
+    assert each[0].agreement == (1.0, 1.0)
     magnitudes = [[abs(number) for number in row] for row in found.loss]
     assert estimate.loss == pytest.approx(spearmanr([*chain(*magnitudes)], [*chain(*given.loss)])[0])
     assert estimate.weights == pytest.approx(spearmanr([*chain(*found.weights)], [*chain(*given.weights)])[0])

@@ -52,6 +52,10 @@ class Verification:
     """Actual changes of the loss, with their signs, in units of it: one row a layer, one column an option."""
     weights: Table
     """Actual changes of what the next step does to the weights, in units of them, the mean over all layers."""
+    agreement: tuple[float, float]
+    """The same correlations, of loss and weights, between two halves of the batches: what no estimate can be much better than.
+
+    1 for a single batch, which has no halves."""
     estimates: tuple[Estimate, ...]
     scores: tuple[Scores, ...]
     passes: int
@@ -68,7 +72,7 @@ class Verification:
         check_version("results of a verification", data)
         fields = {key: value for key, value in data.items() if key != "version"}
         try:
-            for key in ("layers", "options"):
+            for key in ("layers", "options", "agreement"):
                 fields[key] = tuple(fields[key])
             for key in ("loss", "weights"):
                 fields[key] = tuple(tuple(row) for row in fields[key])
@@ -90,6 +94,7 @@ class Verification:
     def __rich__(self) -> RichTable:
         caption = (
             f"{len(self.layers)} layers x {len(self.options)} options on {self.batches} batches, loss {self.base:.4f}; "
+            f"halves of them agree at {self.agreement[0]:.3f} (loss) and {self.agreement[1]:.3f} (weights); "
             f"the truth took {self.passes} passes, {self.seconds:.1f} s"
         )
         columns = ("probe", "loss (Spearman)", "weights (Spearman)", "passes", "seconds")
@@ -139,8 +144,7 @@ def verify(
     began, count, base_loss = time.perf_counter(), 0, 0.0
     if not len(batches):
         raise UserError("There are no batches to verify on: give at least one that the scores have not seen.")
-    loss: Any = 0.0
-    weights: Any = 0.0
+    losses, changes = [], []
     for batch in batches:
         passes = Passes(model, [batch], optimizer, stream=stream, forward=forward, max_norm=max_norm, group=group)
         layers = tuple(passes.layers)
@@ -162,9 +166,14 @@ def verify(
                     moves.append(passes.change(found, updates).mean())
         shape = len(layers), len(chosen)
         base_loss += float(base.loss) / len(batches)
-        loss = loss + torch.stack(rises).view(shape).cpu().numpy() / len(batches)
-        weights = weights + torch.stack(moves).view(shape).cpu().numpy() / len(batches)
+        losses.append(torch.stack(rises).view(shape).cpu().numpy())
+        changes.append(torch.stack(moves).view(shape).cpu().numpy())
         count += passes.count
+    loss, weights = (numpy.mean(found, axis=0) for found in (losses, changes))
+    agreement = (1.0, 1.0)
+    if len(batches) > 1:
+        halves = [[numpy.abs(numpy.mean(found[first::2], axis=0)) for first in (0, 1)] for found in (losses, changes)]
+        agreement = (spearman(*halves[0]), spearman(*halves[1]))
     estimates = tuple(
         Estimate(
             each.probe,
@@ -182,6 +191,7 @@ def verify(
         base_loss,
         _table(loss / abs(base_loss)),
         _table(weights),
+        agreement,
         estimates,
         given,
         count,
