@@ -129,6 +129,10 @@ def test_dropout_and_models_of_hugging_face(text: Path, tmp_path: Path) -> None:
     train(settings(text, tmp_path / "resumed", *hf), resume=True)
     assert_same(tmp_path / "resumed", tmp_path / "straight")
     assert torch.equal(torch.get_rng_state(), before)
+    with torch.random.fork_rng([]):
+        torch.manual_seed(123)  # what the caller drew before does not matter
+        train(settings(text, tmp_path / "again", *hf))
+    assert_same(tmp_path / "again", tmp_path / "straight")
     dry = {**sizes, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
     (tmp_path / "gpt2.json").write_text(json.dumps(dry))
     train(settings(text, tmp_path / "dry", *hf))
@@ -226,16 +230,25 @@ class Watch(Progress):
         super().show(line)
 
 
-def test_sigint_saves_and_resumes(text: Path, tmp_path: Path) -> None:
-    def interrupt(line: dict) -> None:
-        if (line["kind"], line["step"]) == ("train", 2):
-            os.kill(os.getpid(), signal.SIGINT)
+@pytest.mark.parametrize("behind", [0, 1])
+def test_sigint_saves_and_resumes(behind: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is saved has looked at every step that was done."""
+    monkeypatch.setitem(loop.BEHIND, "cpu", behind)
+    original = Job.step
 
-    config = settings(text, tmp_path / "run", "run.save_every=0")
-    outcome = train(config, progress=Watch(interrupt))
+    def interrupted(self: Job, batch: Batch, *rest: Any) -> Tensor:
+        if batch.step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(self, batch, *rest)
+
+    seldom = ("run.save_every=0", "run.log_every=6")
+    config = settings(text, tmp_path / "run", *seldom)
+    with monkeypatch.context() as patch:
+        patch.setattr(Job, "step", interrupted)
+        outcome = train(config)
     assert (outcome.code, outcome.how, outcome.step) == (130, "signal", 2)
     assert train(config, resume=True).code == 0
-    train(settings(text, tmp_path / "straight", "run.save_every=0"))
+    train(settings(text, tmp_path / "straight", *seldom))
     assert_same(tmp_path / "run", tmp_path / "straight")
 
 
@@ -378,7 +391,14 @@ def test_a_checkpoint_within_a_spike_is_not_gone_back_to(
 ) -> None:
     seen = poison(monkeypatch, jobs, {4, 5}, 9.0)
     spike = ["guard.spike=rollback", "guard.spike_window=6", "guard.spike_count=2", "run.save_every=1", "run.steps=8"]
-    assert train(settings(text, tmp_path / "run", *spike)).code == 0
+    there: list[list[int]] = []
+
+    def look(line: dict) -> None:
+        if (line["kind"], line["step"]) == ("train", 5):
+            there.append(sorted(map(checkpoint.step_of, (tmp_path / "run" / "checkpoints").glob("step-*"))))
+
+    assert train(settings(text, tmp_path / "run", *spike), progress=Watch(look)).code == 0
+    assert there[1] == [0, 1, 2, 3, 4]  # a kill at this moment must not be resumed from within the spike
     assert seen == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]  # back from step 6 to step 4, not to step 5, whose loss was an outlier
     assert jobs[0].offset == 2
 

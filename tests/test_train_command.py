@@ -49,7 +49,7 @@ def test_a_run_from_the_command_line(text: Path, tmp_path: Path, capsys: pytest.
     assert "Going on from step 2." in capsys.readouterr().out
 
 
-def test_which_config_is_meant(tmp_path: Path) -> None:
+def test_which_config_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Defaults, then the file or the run's own config, then --data and --out, then --set."""
     given = {"data": (), "settings": (), "resume": False, "out": None}
     assert resolve(None, **given) == Config()
@@ -68,6 +68,10 @@ def test_which_config_is_meant(tmp_path: Path) -> None:
     assert resolve(None, **given | {"resume": True, "out": str(tmp_path / "moved")}).run.out == str(tmp_path / "moved")
     with pytest.raises(UserError, match="There is no run in"):
         resolve(None, **given | {"resume": True, "out": str(tmp_path)})
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "moved").rename(tmp_path / "runs" / "latest")
+    assert resolve(None, **given | {"resume": True}).run.out == "runs/latest"
 
 
 @pytest.mark.parametrize(

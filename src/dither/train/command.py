@@ -85,9 +85,7 @@ def summary(outcome: Outcome) -> str:
         bits = "" if outcome.bits_per_byte is None else f", {outcome.bits_per_byte:.3f} bits a byte"
         lines.append(f"held-out loss    {outcome.loss:.4f} nats a token{bits}")
     if outcome.unigram is not None:
-        lines.append(
-            f"unigram entropy  {outcome.unigram:.4f} nats, {outcome.unigram / math.log(2):.3f} bits: no context at all"
-        )
+        lines.append(f"unigram entropy  {outcome.unigram:.4f} nats, {outcome.unigram / math.log(2):.3f} bits, without context")
     lines.append(f"folder           {outcome.folder} after {outcome.step} steps in {duration(outcome.seconds)}")
     if outcome.how == "done":
         lines.append(f"report           dither report {outcome.folder}")
