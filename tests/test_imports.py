@@ -66,6 +66,10 @@ ORDER = [
     "dither.snip.probes",
     "dither.snip.verify",
     "dither.snip.solve",
+    "dither.snip.efficiency",
+    "dither.snip.planning",
+    "dither.snip.baselines",
+    "dither.snip.controller",
     "dither.snip",
     "dither.models.causal",
     "dither.models.llama",
@@ -92,6 +96,7 @@ ORDER = [
     "dither.train.loop",
     "dither.train",
     "dither.train.command",
+    "dither.snip.command",
     "dither.cli",
     "dither",
 ]

@@ -11,6 +11,7 @@ import tyro
 from dither import doctor
 from dither.errors import UserError
 from dither.formats import TABLE, Format
+from dither.snip import command as plans
 from dither.train import command
 
 SHORT = 8
@@ -46,8 +47,20 @@ def check_machine(elements: int = doctor.ELEMENTS) -> int:
     return doctor.run(elements)
 
 
-COMMANDS: dict[str, Callable[..., int]] = {"train": command.train, "formats": formats, "doctor": check_machine}
-"""What can stand after `dither`: functions whose arguments are the options and whose docstrings are the help."""
+COMMANDS: dict[str, Callable[..., int]] = {
+    "train": command.train,
+    "plan": plans.plan,
+    "plan-show": plans.show,
+    "plan-diff": plans.diff,
+    "plan-verify": plans.verify,
+    "plan-frontier": plans.trade_off,
+    "formats": formats,
+    "doctor": check_machine,
+}
+"""What can stand after `dither`: functions whose arguments are the options and whose docstrings are the help.
+
+`dither plan show` is `plan-show`: a space may stand for the dash.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given == ["--version"]:
         print(f"dither {doctor.version()}")
         return 0
+    if "-".join(given[:2]) in COMMANDS:
+        given[:2] = ["-".join(given[:2])]
     description = f"{__doc__}\n\n`dither --version` prints the version; `dither COMMAND --help` explains a command."
     try:
         code: int = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="dither", description=description, args=given)

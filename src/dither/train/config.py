@@ -23,6 +23,8 @@ from dither.models import PRESETS
 from dither.optim import MODES
 from dither.precision import Plan, Sampling, did_you_mean
 from dither.recipes import RECIPES, recipe
+from dither.snip import options
+from dither.snip.planning import Goal, pins
 from dither.train.guard import Policy
 from dither.update import BLOCKS
 
@@ -174,6 +176,55 @@ class Precision:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Snip:
+    """Which layers take fewer bits, chosen while training runs; without a target they stay as they are."""
+
+    target: float | None = None
+    """The share of what could be saved, from 0 to 1: with fp8,fp4 the part of the FLOPs that run in FP4; by default none."""
+    options: str = "fp8,fp4"
+    """The levels that each operand of a layer may take."""
+    start: int = 100
+    """The step of the first statistics."""
+    every: int = 100_000
+    """Steps from statistics to statistics."""
+    delay: int = 10
+    """Steps from statistics to the plan that follows from them."""
+    probe: Literal["measure", "layer", "last", "direct"] = "measure"
+    """How estimates are made: by trying, by noise at each layer or at the last, or by closed forms."""
+    batches: int = 1
+    """Micro-batches that estimates are made on, of each process; a step has no more than its own."""
+    cost: Literal["flops", "time"] = "flops"
+    """What is saved: FLOPs, or time, measured on the GPU."""
+    stages: tuple[int, ...] = ()
+    """Blocks on each pipeline stage, such as [6, 6, 6, 4]; none means no pipeline."""
+    balance: Literal["slowest", "share"] = "slowest"
+    """With stages: bound the slowest, or let each save its share."""
+    pinned: tuple[str, ...] = ()
+    """Layers whose option is given, as pattern=option, such as *.down_proj=fp8."""
+    hysteresis: float = 0.0
+    """The part of a plan's cost that another must save to take its place."""
+
+    def __post_init__(self) -> None:
+        _check_types("snip", self)
+        for name in ("start", "every", "batches"):
+            _at_least(f"snip.{name}", getattr(self, name), 1)
+        _at_least("snip.delay", self.delay, 0)
+        _within("snip.hysteresis", self.hysteresis, 0, math.inf)
+        if self.delay >= self.every:
+            raise UserError(f"snip.delay={self.delay} is not below snip.every={self.every}: one plan would overtake another.")
+        try:
+            self.goal, options(self.options)  # both check what they are given
+        except UserError as error:
+            raise UserError(f"In [snip]: {error}") from None
+
+    @property
+    def goal(self) -> Goal:
+        """What plans are to reach."""
+        target = 0.0 if self.target is None else self.target
+        return Goal(target=target, stages=self.stages or None, balance=self.balance, pinned=pins(self.pinned))
+
+
 TRACKERS = ("tensorboard", "wandb", "trackio")
 """Where metrics can go beside the file."""
 
@@ -255,6 +306,8 @@ class Config:
     """How weights learn."""
     precision: Precision = field(default_factory=Precision)
     """In how many bits."""
+    snip: Snip = field(default_factory=Snip)
+    """Which layers take fewer bits, chosen while training runs."""
     guard: Policy = field(default_factory=Policy)
     """What happens when a step goes wrong."""
     run: Run = field(default_factory=Run)
@@ -262,6 +315,11 @@ class Config:
 
     def __post_init__(self) -> None:
         _check_types("config", self)
+        if self.snip.target is not None and self.snip.start + self.snip.delay >= self.run.steps:
+            raise UserError(
+                f"snip.start={self.snip.start} and snip.delay={self.snip.delay} bring the first plan after all of "
+                f"run.steps={self.run.steps}: make one of them smaller."
+            )
         if self.optim.optimizer == "adam-mini" and self.precision.states not in (None, "fp32", "bf16"):
             raise UserError(
                 "optim.optimizer='adam-mini' keeps its moments in fp32 or bf16, not in "

@@ -17,6 +17,7 @@ from dither.models import CausalLM, build, compile_blocks, generate, hf, preset
 from dither.nn import Linear, apply, bitwidth_loss, convert, effective_precision, param_groups, training_step
 from dither.optim import roles, training
 from dither.random import Stream
+from dither.snip import Decision, Snip
 from dither.train import checkpoint
 from dither.train.config import Config, fixed_changes, loads, schedule
 from dither.train.distributed import Ranks
@@ -112,6 +113,7 @@ class Job:
         if config.run.compile:
             compile_blocks(self.model)
         self.guard = Guard(config.guard)
+        self.snip = self._snip()
         self.done = 0
         """Steps done, skipped ones too."""
         self.offset = 0
@@ -126,6 +128,39 @@ class Job:
     def _held_out_count(self) -> int | None:
         wanted, there = self.config.run.eval_sequences, (len(self.corpus.held_out) - 1) // self.config.data.sequence
         return None if wanted == 0 or wanted >= there else wanted
+
+    def _snip(self) -> Snip | None:
+        """What chooses precisions on the way, if something does."""
+        snip = self.config.snip
+        if snip.target is None:
+            return None
+        return Snip(
+            self.model,
+            self.training.optimizer,
+            self.plan,
+            target=snip.target,
+            options=snip.options,
+            start=snip.start,
+            every=snip.every,
+            delay=snip.delay,
+            probe=snip.probe,
+            cost=snip.cost,
+            stages=snip.goal.stages,
+            balance=snip.balance,
+            pinned=snip.goal.pinned,
+            hysteresis=snip.hysteresis,
+            forward=self.loss,
+            seed=self.config.run.seed,
+            tell=lambda _: None,  # the loop tells what became of statistics
+        )
+
+    def choose(self, batch: Batch) -> Decision | None:
+        """Before a step: statistics on its batch, or the plan that follows from earlier ones, if it is time for that."""
+        if self.snip is None:
+            return None
+        decision = self.snip.before_step(self.done, lambda: batch.split(self.parts)[: self.config.snip.batches])
+        self.plan = self.snip.plan
+        return decision
 
     def _layers(self) -> Iterator[Linear]:
         return (module for module in self.model.modules() if isinstance(module, Linear))
@@ -175,14 +210,19 @@ class Job:
         with training_step(self.model, step=self.done, group=self.ranks.group) as at:
             for part in batch.split(self.parts):
                 at.row(part.first * self.config.data.sequence)
-                with self.training.forward():
-                    loss = self.model(part.inputs, part.targets)
+                loss = self.loss(self.model, part)
                 gate = torch.where(loss.detach().isfinite() & self._sound, share, torch.nan)
                 self.training.backward(loss * gate)
                 total += loss.detach() * share
             if self.guided:
                 self.training.backward(bitwidth_loss(self.model) / world)
         return total
+
+    def loss(self, model: nn.Module, part: Batch) -> Tensor:
+        """The mean loss of a micro-batch, 0-d, in what the run computes in."""
+        with self.training.forward():
+            loss: Tensor = model(part.inputs, part.targets)
+        return loss
 
     def culprit(self, number: int) -> str:
         """The first tensor that is not finite in step `number`, and its rank where there are several; empty if none is found.
@@ -295,6 +335,7 @@ class Job:
             "guard": self.guard.state(),
             "loss_ema": self.loss_ema,
             "offset": self.offset,
+            "snip": None if self.snip is None else self.snip.state_dict(),
             "time": seconds,
         }
         optimizer, scaler = self.training.optimizer, self.training.scaler
@@ -307,6 +348,8 @@ class Job:
         if (plan := plan_of(plain)) is not None and plan != self.plan:
             self.conversion, self.plan = apply(self.model, plan), plan
         resumed = unpack(self.model, self.training.optimizer, tensors, plain, scaler=self.training.scaler)
+        if self.snip is not None and others.get("snip") is not None:
+            self.snip.load_state_dict(others["snip"])
         self.guard.restore(others["guard"])
         self.done, self.offset, self.time = resumed.step, others["offset"], others["time"]
         self.loss_ema = others["loss_ema"]
@@ -316,7 +359,7 @@ class Job:
     def _check_others(self, path: Path, plain: Mapping[str, Any]) -> dict[str, Any]:
         others = plain.get("others")
         kinds = {"config": (str,), "corpus": (str,), "guard": (dict,), "offset": (int,), "time": (float, int)}
-        kinds["loss_ema"] = (float, int, type(None))
+        kinds |= {"loss_ema": (float, int, type(None)), "snip": (dict, type(None))}
         if not isinstance(others, dict) or any(type(others.get(key)) not in kind for key, kind in kinds.items()):
             raise UserError(f"The checkpoint {str(path)!r} was not made by `dither train`: it lacks what a run keeps.")
         if others["corpus"] != self.corpus.sha256:

@@ -206,6 +206,7 @@ class _Run:
         """A step, and what is due after it."""
         job, run = self.the_job, self.config.run
         several = self.ranks.world > 1
+        self.choose(batch)
         numbers = job.step(batch, SIGNALS.get(self.signals.received, 0.0) if several else 0.0)
         self.pending.append((job.done, *_to_host(numbers)))
         due = {name: every and job.done % every == 0 for name, every in self.intervals().items()}
@@ -228,6 +229,14 @@ class _Run:
         if due["save"] and not last:
             self.save()
         return None
+
+    def choose(self, batch: Batch) -> None:
+        """The precision of the layers, where it is chosen on the way."""
+        if self.the_job.snip is not None:
+            with self.pause():
+                if (found := self.the_job.choose(batch)) is not None:
+                    self.write("plan", plan=found.plan.to_dict(), reason=found.reason, scores=found.to_dict()["scores"])
+                    self.say(f"Step {self.the_job.done}: {'a new plan' if found.changed else 'the same plan'}: {found.reason}")
 
     def intervals(self) -> dict[str, int]:
         """How often each thing is done; 0 is never."""

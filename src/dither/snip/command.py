@@ -1,0 +1,323 @@
+"""The commands `dither plan`: choose a plan for a run, look at plans, compare them, and hold estimates against the truth."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from torch import Tensor, nn
+
+from dither import doctor
+from dither.data import Batch
+from dither.errors import UserError
+from dither.precision import Plan, did_you_mean, matches
+from dither.random import Stream
+from dither.snip.baselines import BASELINES, random
+from dither.snip.divergence import Scores
+from dither.snip.efficiency import efficiency, measure_times
+from dither.snip.options import Option
+from dither.snip.options import options as combinations
+from dither.snip.passes import Passes
+from dither.snip.planning import Goal, bits_of, choice_of, choose, picture, pins, stage_sizes
+from dither.snip.planning import plan as plan_of
+from dither.snip.probes import PROBES, score
+from dither.snip.solve import Solution, frontier
+from dither.snip.verify import verify as verify_scores
+from dither.train import checkpoint, config
+from dither.train.distributed import joined
+from dither.train.job import Job, open_corpus
+from dither.train.loop import CHECKPOINTS, CONFIG
+
+Probe = Literal["measure", "layer", "last", "direct"]
+RunPath = Annotated[str, tyro.conf.arg(metavar="RUN_OR_CHECKPOINT")]
+Output = Annotated[str | None, tyro.conf.arg(aliases=["-o"], metavar="FILE")]
+
+
+def plan(
+    run: RunPath,
+    /,
+    target: float = 0.75,
+    options: str = "fp8,fp4",
+    cost: Literal["flops", "time"] = "flops",
+    stages: str | None = None,
+    balance: Literal["slowest", "share"] = "slowest",
+    pin: tuple[str, ...] = (),
+    probe: Probe = "measure",
+    method: str = "snip",
+    seed: int = 0,
+    batches: int = 1,
+    device: str | None = None,
+    times: str = "times.json",
+    scores: str | None = None,
+    output: Output = None,
+) -> int:
+    """Choose each layer's precision for a run, by what it does to the run's training, and show it.
+
+    The newest whole checkpoint of the run is loaded, or the one that is named, and tried on the batches that come next.
+    `dither plan show`, `diff`, `verify` and `frontier` do more with plans. `dither train --set precision.plan=FILE` trains by
+    one, and `dither train --set snip.target=0.75` chooses plans while it trains.
+
+    Args:
+        run: A run's folder, or one of its checkpoints.
+        target: The share of what could be saved, from 0 to 1: with fp8,fp4 the part of the FLOPs that run in FP4.
+        options: The levels that each operand may take, such as fp8,fp4 or bf16,fp8.
+        cost: What is saved: FLOPs, or time, measured on this GPU.
+        stages: Blocks on each pipeline stage, such as 6,6,6,4.
+        balance: With stages: bound the slowest, or let each save its share.
+        pin: Layers whose option is given, as pattern=option, such as *.down_proj=fp8.
+        probe: How estimates are made: by trying, by noise at each layer or at the last, or by closed forms.
+        method: snip, or what it is compared with: uniform, random, min-abs-err, min-rel-err, E-layer-id or E-layer-type.
+        seed: Of the noise, of stochastic casts, and of the method random.
+        batches: How many micro-batches are tried.
+        device: Where, in place of the run's own device.
+        times: With --cost time, the file that keeps what was measured.
+        scores: A file to write the estimates to, as JSON.
+        output: A file to write the plan to.
+    """
+    _choose("--method", method, ("snip", *BASELINES))
+    given = combinations(options)
+    goal = Goal(target=target, stages=_stages(stages), balance=balance, pinned=pins(pin))
+    with _opened(run, device) as opened:
+        found = opened.score(given, "direct" if method != "snip" else probe, batches, seed)
+    if cost == "time":
+        shapes = [(layer.M, layer.N, layer.K) for layer in found.statistics.layers]
+        goal = Goal(**{**vars(goal), "cost": measure_times(shapes, given, path=times, device=opened.job.ranks.device)})
+    solution = _solution(method, found, given, goal, seed)
+    said = {"probe": found.probe} if method == "snip" else {"seed": seed} if method == "random" else {}
+    chosen = plan_of(found.layers, given, solution, opened.job.plan, method=method, step=found.step, **said, **goal.provenance)
+    _write(output, chosen.to_json())
+    _write(scores, found.to_json() + "\n")
+    print(picture(chosen))
+    return 0
+
+
+def show(path: Annotated[str, tyro.conf.arg(metavar="PLAN")], /) -> int:
+    """Show a plan as a table of blocks and parts, each with the bits of its input, weight and gradient.
+
+    Args:
+        path: A plan's file.
+    """
+    print(picture(Plan.load(path)))
+    return 0
+
+
+def diff(first: Annotated[str, tyro.conf.arg(metavar="PLAN")], second: Annotated[str, tyro.conf.arg(metavar="PLAN")], /) -> int:
+    """Show what differs between two plans. The exit code is 0 if nothing does, and 1 if something does.
+
+    Args:
+        first: A plan's file.
+        second: Another one's.
+    """
+    one, other = Plan.load(first), Plan.load(second)
+    rows = []
+    for place, texts in one.diff(other).items():
+        name = place.removeprefix("layers ")
+        rules = [dict(each.layers).get(name) for each in (one, other)] if name != place else []
+        short = [bits_of(rule) for rule in rules if rule is not None]
+        if place != "layers":  # the order of rules says nothing by itself
+            rows.append((name, *(short if len(set(short)) == 2 else texts)))
+    if rows:
+        doctor.print_table(f"{len(rows)} differences", ("where", first, second), rows)
+    else:
+        print("The plans are the same.")
+    return 1 if rows else 0
+
+
+def verify(
+    run: RunPath,
+    /,
+    options: str = "fp8,fp4",
+    plan: str | None = None,
+    probe: tuple[Probe, ...] = PROBES,  # type: ignore[assignment]
+    seed: int = 0,
+    batches: int = 4,
+    device: str | None = None,
+    output: Output = None,
+) -> int:
+    """Try every option of every layer for real and say how well each probe ranks them, or try a whole plan.
+
+    Estimates come from the run's next micro-batch, the truth from those of the steps after it. Correlations are Spearman's,
+    over all layers and options.
+
+    Args:
+        run: A run's folder, or one of its checkpoints.
+        options: The levels that each operand may take.
+        plan: A plan to try as a whole instead: what it does to the loss and to the next weights, beside what was estimated.
+        probe: The probes to judge.
+        seed: Of the noise and of stochastic casts.
+        batches: How many micro-batches the truth is measured on.
+        device: Where, in place of the run's own device.
+        output: A file to write all numbers to, as JSON.
+    """
+    given = combinations(options)
+    with _opened(run, device) as opened:
+        if plan is not None:
+            print(_tried(opened, Plan.load(plan), given, probe[0], batches, seed))
+            return 0
+        found = [opened.score(given, each, 1, seed) for each in probe]
+        judged = verify_scores(
+            opened.job.model,
+            opened.parts(batches, after=1),
+            opened.job.training.optimizer,
+            found,
+            given,
+            stream=Stream(seed, "snip", "verify"),
+            forward=opened.loss,
+        )
+    _write(output, judged.to_json() + "\n")
+    print(judged)
+    return 0
+
+
+def trade_off(
+    run: RunPath,
+    /,
+    options: str = "fp8,fp4",
+    targets: int = 11,
+    stages: str | None = None,
+    probe: Probe = "measure",
+    seed: int = 0,
+    batches: int = 1,
+    device: str | None = None,
+) -> int:
+    """Show what every target costs: plans from nothing to all that can be saved, from one estimate.
+
+    Args:
+        run: A run's folder, or one of its checkpoints.
+        options: The levels that each operand may take.
+        targets: How many, equally spaced.
+        stages: Blocks on each pipeline stage, each of which then saves its share.
+        probe: How estimates are made.
+        seed: Of the noise and of stochastic casts.
+        batches: How many micro-batches are tried.
+        device: Where, in place of the run's own device.
+    """
+    given, sizes = combinations(options), _stages(stages)
+    with _opened(run, device) as opened:
+        found = opened.score(given, probe, batches, seed)
+    layers = found.statistics.layers
+    shares = efficiency(layers, given)
+    split = None if sizes is None else stage_sizes(found.layers, sizes)
+    rows = [
+        (f"{each.target:.3f}", f"{each.efficiency:.3f}", f"{each.quality:.4g}", f"{each.gap:g}")
+        for each in frontier(found.quality(), shares, targets=targets, stages=split)
+    ]
+    doctor.print_table(f"Step {found.step}, {len(layers)} layers", ("target", "saved", "cost", "gap"), rows, right=[0, 1, 2, 3])
+    return 0
+
+
+# A run to look at ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A run at one of its checkpoints."""
+
+    job: Job
+
+    def parts(self, count: int, after: int = 0) -> list[Batch]:
+        """That many micro-batches, from those of the step that comes next or `after` it."""
+        if count < 1:
+            raise UserError(f"--batches is a number of micro-batches of at least 1, not {count}.")
+        job, step = self.job, self.job.done + self.job.offset + after
+        found: list[Batch] = []
+        while len(found) < count:
+            found += job.loader.batch(step).to(job.ranks.device).split(job.parts)
+            step += 1
+        return found[:count]
+
+    def loss(self, model: nn.Module, part: Batch) -> Tensor:
+        """The loss of a micro-batch as training computes it."""
+        return self.job.loss(model, part)
+
+    def score(self, options: Sequence[Option], probe: Probe, batches: int, seed: int) -> Scores:
+        """Estimates at the run's step."""
+        stream, optimizer = Stream(seed, "snip", str(self.job.done)), self.job.training.optimizer
+        how: dict[str, Any] = {"stream": stream, "forward": self.loss, "probe": probe, "step": self.job.done}
+        return score(self.job.model, self.parts(batches), optimizer, options, **how)
+
+
+@contextmanager
+def _opened(path: str, device: str | None) -> Iterator[_Opened]:
+    """A run's newest whole checkpoint, or the checkpoint that is named, loaded as training loads it."""
+    given = Path(path)
+    folder = next((each for each in (given, given.parent.parent) if (each / CONFIG).is_file()), None)
+    if folder is None:
+        raise UserError(f"{path!r} is neither a run's folder, with its {CONFIG}, nor a checkpoint of one.")
+    changes = [f"run.out={config.toml(str(folder))}", "run.compile=false"]
+    changes += [] if device is None else [f"run.device={config.toml(device)}"]
+    run = config.override(config.load(folder / CONFIG), changes)
+    with joined(run.run.device) as ranks:
+        if ranks.world > 1:
+            raise UserError("dither plan runs in one process: start it without torchrun.")
+        point = given if folder != given else checkpoint.newest(folder / CHECKPOINTS)[0]
+        if point is None:
+            raise UserError(f"The run {path!r} has no whole checkpoint yet: train it for a while first.")
+        job = Job(run, open_corpus(run, folder, ranks), ranks)
+        job.restore(point)
+        yield _Opened(job)
+
+
+def _solution(method: str, scores: Scores, options: Sequence[Option], goal: Goal, seed: int) -> Solution:
+    if method == "snip":
+        return choose(scores.quality(), scores.statistics.layers, options, goal)
+    if method == "random":
+        return random(scores.statistics, options, goal, seed=seed)
+    return BASELINES[method](scores.statistics, options, goal)
+
+
+def _tried(opened: _Opened, plan: Plan, options: Sequence[Option], probe: Probe, batches: int, seed: int) -> str:
+    """What a plan does to the loss and to the next weights, as estimated and as it is."""
+    scores = opened.score(options, probe, 1, seed)
+    choice = choice_of(scores.layers, options, plan)
+    if choice is None:
+        names = ", ".join(option.name for option in options[:3])
+        raise UserError(f"The plan has casts that are none of the options {names}, ...: give its levels by --options.")
+    for pattern, precision in plan.layers:
+        if precision is not None and not any(matches(pattern, name) for name in scores.layers):
+            raise UserError(f"The plan is for another model: {pattern!r} is none of its layers {scores.layers[0]!r}, ...")
+    stream, loss, moved, base = Stream(seed, "snip", "plan"), 0.0, 0.0, 0.0
+    parts = opened.parts(batches, after=1)
+    for part in parts:
+        passes = Passes(opened.job.model, [part], opened.job.training.optimizer, stream=stream, forward=opened.loss)
+        with passes.borrowed():
+            plain = passes.run()
+            updates = passes.updates(plain)
+            with ExitStack() as casts:
+                for name, option in zip(scores.layers, choice, strict=True):
+                    casts.enter_context(passes.cast(name, options[option].precision))
+                found = passes.run()
+            base += float(plain.loss) / len(parts)
+            loss += float(found.loss - plain.loss) / len(parts)
+            moved += float(passes.change(found, updates).mean()) / len(parts)
+    sums = [sum(row[at] for row, at in zip(table, choice, strict=True)) for table in (scores.loss, scores.weights)]
+    return (
+        f"loss     {base:.4f} uncast, {loss:+.4g} with the plan: {loss / abs(base):+.3e} of it; "
+        f"estimated {sums[0]:.3e} in all layers together ({probe})\n"
+        f"weights  their next step changes by {moved:.3e} of them; estimated {sums[1]:.3e}"
+    )
+
+
+def _stages(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise UserError(f"--stages is the number of blocks on each pipeline stage, such as 6,6,6,4, not {text!r}.")
+    return tuple(map(int, parts))
+
+
+def _choose(what: str, given: str, known: Iterable[str]) -> None:
+    if given not in known:
+        raise UserError(f"There is no {what} {given!r}{did_you_mean(given, known)}: choose from {', '.join(known)}.")
+
+
+def _write(path: str | None, text: str) -> None:
+    if path is None:
+        return
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path!r} cannot be written: {error}.") from None

@@ -1,0 +1,211 @@
+"""What an option saves: by the FLOPs of its products, or by times measured on a GPU.
+
+A layer Y = X W^T, X: M x K, W: N x K, has three products of M * N * K multiplications each: forward (X, W), input gradient
+(dY, W) and weight gradient (dY, X). A product is as fast as its wider operand allows. The efficiency of a choice is the share
+that it reaches of what could be saved: 0 with every layer in its slowest option, 1 with every product in the narrowest format
+there is. Between FP8 and FP4 that is SNIP's share of the FLOPs that run in FP4, which needs both operands in FP4.
+"""
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+
+from dither.errors import UserError
+from dither.nn import Linear
+from dither.precision import Cast
+from dither.snip.options import Option
+from dither.snip.statistics import LayerStatistics
+
+Shape = tuple[int, int, int]
+"""M, N, K: tokens, outputs and inputs of a layer."""
+
+SPEEDS: Mapping[int, float] = MappingProxyType({32: 0.5, 16: 1.0, 8: 2.0, 6: 2.0, 4: 4.0})
+"""How fast matrix units multiply operands of so many bits, BF16 = 1. FP6 runs as fast as FP8 on the GPUs that have it."""
+
+PRODUCTS = (("input", "weight"), ("grad", "weight"), ("grad", "input"))
+"""The operands of the forward product, the input gradient and the weight gradient."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds that a layer takes, forward and backward, by its shape and its casts, on one kind of GPU."""
+
+    device: str
+    torch: str
+    seconds: Mapping[Shape, Mapping[str, float]] = field(hash=False)
+    """By (M, N, K), then by `str(option.precision)`."""
+
+    def of(self, layer: LayerStatistics, option: Option) -> float:
+        """The time of a layer in an option; what was not measured is an error."""
+        shape = layer.M, layer.N, layer.K
+        found = self.seconds.get(shape, {}).get(str(option.precision))
+        if found is None:
+            raise UserError(
+                f"The times of {self.device!r} have none of layer {layer.name!r} with option {option.name!r} and "
+                f"(M, N, K) = {shape}: dither.snip.measure_times measures them."
+            )
+        return found
+
+
+Cost = Literal["flops"] | Times
+
+
+def costs(
+    layers: Sequence[LayerStatistics], options: Sequence[Option], cost: Cost = "flops", *, speeds: Mapping[int, float] = SPEEDS
+) -> list[list[float]]:
+    """What each layer takes in each option: seconds of `Times`, or FLOPs as a share of the model's, each at its speed.
+
+    >>> from types import SimpleNamespace as Layer
+    >>> from dither.snip.options import options
+    >>> costs([Layer(name="up", M=8, N=4, K=4)], options("bf16,fp4"))[0]
+    [1.0, 1.0, 1.0, 0.75, 1.0, 0.75, 0.75, 0.25]
+    """
+    if isinstance(cost, Times):
+        return [[cost.of(layer, option) for option in options] for layer in layers]
+    if cost != "flops":
+        raise UserError(f"A cost is 'flops' or the Times of dither.snip.measure_times, not {cost!r}.")
+    per_product = [[1 / min(_speed(getattr(option, each), speeds) for each in pair) for pair in PRODUCTS] for option in options]
+    return [[share * math.fsum(products) / 3 for products in per_product] for share in shares(layers)]
+
+
+def efficiency(
+    layers: Sequence[LayerStatistics], options: Sequence[Option], cost: Cost = "flops", *, speeds: Mapping[int, float] = SPEEDS
+) -> list[list[float]]:
+    """The share of what could be saved that each layer contributes in each option; the rows that `solve` takes.
+
+    >>> from types import SimpleNamespace as Layer
+    >>> from dither.snip.options import options
+    >>> layers = [Layer(name="up", M=8, N=4, K=4), Layer(name="down", M=8, N=8, K=4)]
+    >>> [[round(share, 3) for share in row] for row in efficiency(layers, options("fp8,fp4"))]
+    [[0.0, 0.0, 0.0, 0.111, 0.0, 0.111, 0.111, 0.333], [0.0, 0.0, 0.0, 0.222, 0.0, 0.222, 0.222, 0.667]]
+    """
+    taken = costs(layers, options, cost, speeds=speeds)
+    most = [max(row) for row in taken]
+    if isinstance(cost, Times):
+        possible = math.fsum(slow - min(row) for slow, row in zip(most, taken, strict=True))
+    else:  # that of the narrowest format for all operands, whether or not there is an option of it
+        found = {_speed(cast, speeds) for option in options for cast in option.casts.values()}
+        possible = 1 / min(found) - 1 / max(found)
+        most = [share / min(found) for share in shares(layers)]
+    if possible <= 0:
+        what = f"on {cost.device!r}" if isinstance(cost, Times) else "in FLOPs"
+        names = ", ".join(option.name for option in options[:3])
+        raise UserError(f"The options {names}, ... all cost the same {what}, so no target can choose among them.")
+    # An option of the slowest kind saves nothing, also where a sum of thirds comes out a little larger than the whole.
+    return [[max(0.0, slow - each) / possible for each in row] for slow, row in zip(most, taken, strict=True)]
+
+
+def shares(layers: Sequence[LayerStatistics]) -> list[float]:
+    """Each layer's part of the multiplications of all."""
+    if not layers:
+        raise UserError("There is no layer to choose a precision for.")
+    work = [layer.M * layer.N * layer.K for layer in layers]
+    return [each / sum(work) for each in work]
+
+
+def _speed(cast: Cast | None, speeds: Mapping[int, float]) -> float:
+    bits = 16 if cast is None else cast.element.bits  # what is uncast computes in bf16
+    wide = [known for known in speeds if known >= bits]
+    if not wide:
+        raise UserError(f"The speeds have no entry for {bits} bits, those of {cast}: they end at {max(speeds)}.")
+    return speeds[min(wide)]
+
+
+# Times -----------------------------------------------------------------------------------------------------------------
+
+TIMES_VERSION = 1
+
+TOKENS = 8192
+"""The most tokens that a measurement takes; a step of more takes as many times longer."""
+
+WARMUPS, REPEATS, REPLAYS = 3, 7, 10
+"""Runs before a graph is captured; medians of so many measurements, of so many replays each."""
+
+
+def measure_times(
+    shapes: Iterable[Shape],
+    options: Sequence[Option],
+    *,
+    path: str | Path | None = None,
+    device: torch.device | str = "cuda",
+) -> Times:
+    """The time of a BF16 layer, forward and backward with all its casts, for each shape (M, N, K) and option on this GPU.
+
+    `path` is a JSON file of times, which is read first and completed: it keeps those of several GPUs and versions of torch
+    apart. An option that the GPU cannot run is an error.
+
+        times = measure_times([(8192, 5632, 2048)], options("fp8,fp4"), path="times.json")
+    """
+    where = torch.device(device)
+    if where.type != "cuda" or not torch.cuda.is_available():
+        raise UserError(f"Times are those of a CUDA GPU, and {str(where)!r} is none here: use cost='flops'.")
+    name = torch.cuda.get_device_name(where)
+    known = {} if path is None else _read(Path(path))
+    mine = known.setdefault(f"{name}, torch {torch.__version__}", {})
+    asked = list(dict.fromkeys(shapes))
+    for shape in asked:
+        row = mine.setdefault(" x ".join(map(str, shape)), {})
+        for option in options:
+            if str(option.precision) not in row:
+                row[str(option.precision)] = _measure(shape, option, where)
+        if path is not None:
+            new = Path(f"{path}.new")  # a reader, or a run after a crash, sees the old file or the new one
+            new.write_text(json.dumps({"version": TIMES_VERSION, "times": known}, indent=1), encoding="utf-8")
+            os.replace(new, path)
+    return Times(name, torch.__version__, {shape: dict(mine[" x ".join(map(str, shape))]) for shape in asked})
+
+
+def _measure(shape: Shape, option: Option, device: torch.device) -> float:
+    tokens, n, k = shape
+    m = min(tokens, TOKENS)
+    layer = Linear(k, n, False, device, torch.bfloat16, precision=option.precision, name="timed")
+    x = torch.randn(m, k, device=device, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(m, n, device=device, dtype=torch.bfloat16)
+
+    def step() -> None:
+        torch.autograd.grad(layer(x), (x, layer.weight), dy)
+
+    # A captured graph, so that a small layer is not timed by how fast Python launches its kernels.
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        for _ in range(WARMUPS):
+            step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            step()
+        found: list[float] = []
+        for _ in range(REPEATS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record(stream)
+            for _ in range(REPLAYS):
+                graph.replay()
+            end.record(stream)
+            end.synchronize()
+            found.append(start.elapsed_time(end) / 1e3 / REPLAYS)
+    return statistics.median(found) * (tokens / m)
+
+
+def _read(path: Path) -> dict[str, dict[str, dict[str, float]]]:
+    """The times of a file, by GPU and torch, shape and casts; none if there is no such file."""
+    if not path.exists():
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["version"] != TIMES_VERSION:
+            raise UserError(f"The times {str(path)!r} have version {data['version']!r}, not {TIMES_VERSION}: use another file.")
+        times: dict[str, dict[str, dict[str, float]]] = data["times"]
+        numbers = [number for rows in times.values() for row in rows.values() for number in row.values()]
+        if not all(isinstance(number, float) and math.isfinite(number) and number > 0 for number in numbers):
+            raise ValueError("a time is no positive number")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"The times {str(path)!r} cannot be read: {error!r:.200}.") from None
+    return times

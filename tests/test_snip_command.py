@@ -1,0 +1,284 @@
+"""`dither plan` and its kin, and the trainer that chooses precisions on the way."""
+
+import json
+import random
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dither import LayerPrecision, Plan, UserError, cli, recipe
+from dither.snip import Scores, efficiency, options
+from dither.snip.planning import choice_of
+from dither.train import Config, checkpoint, train
+from dither.train import config as configs
+
+LEVELS = "bf16,fp4"  # what is cast takes long on a CPU: most layers stay as they are
+BOTH = options(LEVELS)
+STEPS = 10
+SNIP = ["snip.target=0.2", "snip.start=3", "snip.every=4", "snip.delay=2", "snip.probe=direct", f"snip.options='{LEVELS}'"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Tensors here are so small that threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder, order = tmp_path_factory.mktemp("text"), random.Random(0)
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "runs", "away", "from", "it"]
+    for number in range(60):
+        (folder / f"{number}.txt").write_text(" ".join(order.choice(words) for _ in range(60)))
+    return folder
+
+
+def settings(text, out, *more):
+    small = ["data.sequence=16", "data.batch=4", f"run.steps={STEPS}", "run.eval_every=0", "run.sample_every=0"]
+    small += ["optim.schedule=constant", "optim.warmup=0.0"]  # so that a shorter run is the beginning of a longer one
+    small += ["run.save_every=1", "run.keep_last=99", "run.eval_sequences=4", "run.device=cpu"]
+    return configs.override(Config(), [f'data.sources=["{text}"]', f'run.out="{out}"', *small, *more])
+
+
+@pytest.fixture(scope="module")
+def run(text, tmp_path_factory):
+    """A run that chose its precisions, straight through."""
+    out = tmp_path_factory.mktemp("runs") / "straight"
+    assert train(settings(text, out, *SNIP)).code == 0
+    return out
+
+
+def lines(out, kind):
+    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if line["kind"] == kind]
+
+
+def plan(*arguments):
+    given = [*map(str, arguments)]
+    takes_options = given[0] not in ("show", "diff") and "--options" not in given
+    return cli.main(["plan", *given, *(["--options", LEVELS] if takes_options else [])])
+
+
+# The trainer -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_chooses_and_says_so(run):
+    begins, first, second = lines(run, "plan")
+    assert (begins["step"], first["step"], second["step"]) == (0, 5, 9)
+    assert first["reason"].startswith("the first choice")
+    assert Plan.load(run / "plan.json") == Plan.from_dict(begins["plan"])
+    for line, measured in ((first, 3), (second, 7)):
+        scores, chosen = Scores.from_dict(line["scores"]), Plan.from_dict(line["plan"])
+        assert scores.step == measured
+        choice = choice_of(scores.layers, BOTH, chosen)
+        shares = efficiency(scores.statistics.layers, BOTH)
+        assert sum(row[option] for row, option in zip(shares, choice, strict=True)) >= 0.2
+        assert chosen.provenance["target"] == 0.2
+    kept = {step: checkpoint.load(run / "checkpoints" / f"step-{step:08d}")[1] for step in (4, 5, 6, STEPS)}
+    assert kept[5]["plan"] == begins["plan"]  # after five steps: the plan comes before the sixth
+    assert kept[6]["plan"] == first["plan"]
+    assert kept[4]["others"]["snip"]["pending"]["scores"]["step"] == 3
+    assert kept[6]["others"]["snip"]["pending"] is None
+    assert kept[STEPS]["plan"] == second["plan"]
+
+
+@pytest.mark.parametrize("at", [4, 8])
+def test_a_resumed_run_is_the_straight_one(run, text, tmp_path, at):
+    """From between statistics and their plan: before the first plan, and with one in force."""
+    out = tmp_path / "resumed"
+    shutil.copytree(run, out)
+    for step in range(at + 1, STEPS + 1):
+        shutil.rmtree(out / "checkpoints" / f"step-{step:08d}")
+    assert train(settings(text, out, *SNIP), resume=True).code == 0
+    (ours, plain), (theirs, expected) = (checkpoint.load(each / "checkpoints" / f"step-{STEPS:08d}") for each in (out, run))
+    assert plain["plan"] == expected["plan"]
+    for state in (plain, expected):
+        del state["others"]["time"], state["others"]["config"]
+    assert {**plain, "others": without_seconds(plain)} == {**expected, "others": without_seconds(expected)}
+    for name, tensor in ours.items():
+        assert torch.equal(tensor.view(-1).view(torch.uint8), theirs[name].view(-1).view(torch.uint8)), name
+
+
+def without_seconds(plain):
+    """What a run keeps beside its state; how long an estimate took differs from time to time."""
+    others = json.loads(json.dumps(plain["others"]))
+    if others["snip"]["pending"]:
+        del others["snip"]["pending"]["scores"]["seconds"]
+    return others
+
+
+def test_statistics_alone_leave_the_run_as_it_was(run, text, tmp_path):
+    train(settings(text, tmp_path / "without", "run.steps=5"))
+    ours, theirs = (checkpoint.load(each / "checkpoints" / "step-00000005")[0] for each in (run, tmp_path / "without"))
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+def test_an_estimate_that_fails_does_not_stop_a_run(text, tmp_path):
+    """Stages that do not cover the model are only known once there is one: the run says so and goes on."""
+    out = tmp_path / "run"
+    assert train(settings(text, out, *SNIP, "snip.stages=[6, 6]", "run.steps=6", "run.save_every=0")).code == 0
+    (_, line) = lines(out, "plan")
+    assert "The stages 6,6 hold 12 blocks, and the model has 2" in line["reason"]
+    assert Plan.from_dict(line["plan"]) == Plan.load(out / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("snip.target=1.5", r"In \[snip\]: A target is a share from 0 to 1"),
+        ("snip.target=half", "snip.target is"),
+        ("snip.options='fp8,fp5'", r"In \[snip\]: There is no level 'fp5'"),
+        ("snip.probe=guess", "snip.probe is one of measure, layer, last, direct"),
+        ("snip.delay=7", "snip.delay=7 is not below snip.every=4"),
+        ("snip.start=0", "snip.start is an integer of at least 1"),
+        ("snip.batches=0", "snip.batches is"),
+        ("snip.hysteresis=-1.0", "snip.hysteresis is"),
+        ('snip.pinned=["down"]', "A pinned layer is written pattern=option"),
+        ("snip.stages=[0]", r"In \[snip\]: Stages are numbers of blocks"),
+        ("snip.start=10", "bring the first plan after all of run.steps=10"),
+        ("snip.targets=0.5", r"\[snip\] has no key 'targets'.*did you mean 'target'"),
+    ],
+)
+def test_bad_settings_are_refused_before_anything_is_built(given, message, text, tmp_path):
+    with pytest.raises(UserError, match=message):
+        settings(text, tmp_path / "run", *SNIP, given)
+
+
+def test_a_config_with_snip_is_read_as_it_was_written(text, tmp_path):
+    config = settings(text, tmp_path / "run", *SNIP, "snip.stages=[1, 1]", 'snip.pinned=["*.down_proj=fp8"]')
+    assert configs.loads(configs.dumps(config)) == config
+    assert config.snip.goal.pinned == {"*.down_proj": "fp8"}
+    assert Config().snip.target is None
+
+
+# The commands ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_for_a_run(run, tmp_path, capsys):
+    out, scores = tmp_path / "plan.json", tmp_path / "scores.json"
+    assert plan(run, "--target", "0.3", "--probe", "direct", "--pin", "*.down_proj=bf16", "-o", out, "--scores", scores) == 0
+    chosen, found = Plan.load(out), Scores.from_json(scores.read_text())
+    assert (chosen.provenance["step"], chosen.provenance["probe"], chosen.provenance["target"]) == (STEPS, "direct", 0.3)
+    assert chosen.provenance["efficiency"] >= 0.3
+    assert all(chosen.for_layer(name) == BOTH[0].precision for name in found.layers if name.endswith("down_proj"))
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[0].split()[:2] == ["block", "self_attn.q_proj"]
+    assert plan("show", out) == 0
+    assert capsys.readouterr().out == shown
+
+
+def test_the_same_checkpoint_gives_the_same_plan_and_stays_as_it_is(run, tmp_path):
+    before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
+    for name in "ab":
+        point = run / "checkpoints" / "step-00000004"
+        assert plan(point, "--target", "0.5", "--probe", "last", "--stages", "1,1", "-o", tmp_path / name) == 0
+    assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text()
+    assert Plan.load(tmp_path / "a").provenance["stages"] == "1,1"
+    assert Plan.load(tmp_path / "a").provenance["step"] == 4
+    assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
+
+
+@pytest.mark.parametrize("method", ["random", "min-rel-err", "E-layer-type"])
+def test_baselines_by_name(run, method, tmp_path):
+    assert plan(run, "--method", method, "--target", "0.5", "-o", tmp_path / "plan.json") == 0
+    chosen = Plan.load(tmp_path / "plan.json")
+    assert (chosen.provenance["method"], "probe" in chosen.provenance) == (method, False)
+    assert chosen.provenance["efficiency"] >= 0.5
+
+
+def test_a_plan_trains(run, text, tmp_path):
+    assert plan(run, "--probe", "direct", "-o", tmp_path / "plan.json") == 0
+    config = settings(
+        text, tmp_path / "run", "run.steps=1", "precision.mode=fp32", f'precision.plan="{tmp_path / "plan.json"}"'
+    )
+    assert train(config).code == 0
+    layers = json.loads((tmp_path / "run" / "conversion.json").read_text())["layers"]
+    assert sum("weight e2m1" in layer["precision"] for layer in layers) > 0
+
+
+def test_diff(run, tmp_path, capsys):
+    fp8 = recipe("fp8-block")
+    fp8.save(tmp_path / "a")
+    for name, option in (("b", 0), ("c", 7)):
+        replace(fp8, layers=(("x", BOTH[option].precision), ("y", BOTH[3].precision))).save(tmp_path / name)
+    assert plan("diff", tmp_path / "a", tmp_path / "a") == 0
+    assert capsys.readouterr().out == "The plans are the same.\n"
+    assert plan("diff", tmp_path / "b", tmp_path / "c") == 1
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["x", "16/16/16", "4/4/4"]
+    assert plan("diff", tmp_path / "a", tmp_path / "c") == 1
+    assert "absent" in capsys.readouterr().out
+
+
+def test_verify(run, tmp_path, capsys):
+    assert (
+        plan("verify", run, "--options", "fp8,fp4", "--probe", "direct", "--batches", "1", "-o", tmp_path / "found.json") == 0
+    )
+    shown = capsys.readouterr().out
+    assert "direct" in shown
+    assert "Spearman" in shown
+    assert len(json.loads((tmp_path / "found.json").read_text())["loss"]) == 14
+
+
+def test_verify_a_whole_plan(run, tmp_path, capsys):
+    chosen = lines(run, "plan")[-1]["plan"]
+    (tmp_path / "plan.json").write_text(Plan.from_dict(chosen).to_json())
+    assert plan("verify", run, "--plan", tmp_path / "plan.json", "--probe", "direct", "--batches", "1") == 0
+    loss, weights = capsys.readouterr().out.splitlines()
+    assert "with the plan" in loss
+    assert "estimated" in weights
+    recipe("mxfp4").save(tmp_path / "mx.json")
+    other = Plan(layers=(("other.layer", LayerPrecision()),), default=BOTH[0].precision)
+    other.save(tmp_path / "other.json")
+    for name, message in (("mx", "give its levels by --options"), ("other", "The plan is for another model")):
+        assert plan("verify", run, "--plan", tmp_path / f"{name}.json", "--probe", "direct", "--batches", "1") == 2
+        assert message in capsys.readouterr().err
+
+
+def test_frontier(run, capsys):
+    assert plan("frontier", run, "--probe", "direct", "--targets", "3", "--stages", "1,1") == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
+    assert [row[0] for row in rows] == ["0.000", "0.500", "1.000"]
+    assert float(rows[0][2]) < float(rows[1][2]) < float(rows[2][2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "'nowhere' is neither a run's folder"),
+        (["RUN", "--target", "1.5"], "A target is a share from 0 to 1, such as 0.75, not 1.5"),
+        (["RUN", "--options", "fp8,fp5"], "There is no level 'fp5'"),
+        (["RUN", "--stages", "6,6,6,4", "--probe", "direct"], "The stages 6,6,6,4 hold 22 blocks, and the model has 2"),
+        (["RUN", "--stages", "six"], "--stages is the number of blocks on each pipeline stage"),
+        (["RUN", "--pin", "down"], "A pinned layer is written pattern=option"),
+        (["RUN", "--method", "rondom"], "There is no --method 'rondom' (did you mean 'random'?)"),
+        (["RUN", "--batches", "0"], "--batches is a number of micro-batches"),
+        (["RUN", "--device", "tpu"], "run.device is"),
+        (["RUN", "--probe", "direct", "-o", "/nowhere/plan.json"], "'/nowhere/plan.json' cannot be written"),
+        (["RUN", "--probe", "direct", "--cost", "time"], "Times are those of a CUDA GPU"),
+        (["show", "nowhere.json"], "The plan 'nowhere.json' cannot be read"),
+        (["diff", "nowhere.json", "nowhere.json"], "The plan 'nowhere.json' cannot be read"),
+        (["verify", "nowhere"], "'nowhere' is neither a run's folder"),
+        (["frontier", "RUN", "--probe", "direct", "--targets", "1"], "A frontier has two targets or more"),
+    ],
+    ids=lambda given: " ".join(given) if isinstance(given, list) else "",
+)
+def test_mistakes_are_one_line_and_exit_code_2(arguments, message, run, capsys):
+    assert plan(*(str(run) if each == "RUN" else each for each in arguments)) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_run_without_optimizer_state_or_checkpoint(text, tmp_path, capsys):
+    train(settings(text, tmp_path / "run", "run.steps=1", "guard.spike=rollback", "run.save_every=0"))
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000001")
+    assert plan(tmp_path / "run", "--probe", "direct") == 2  # step 0: nothing has been learned yet
+    assert capsys.readouterr().err.count("\n") == 1
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000000")
+    assert plan(tmp_path / "run", "--probe", "direct") == 2
+    assert "has no whole checkpoint yet" in capsys.readouterr().err

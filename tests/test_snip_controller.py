@@ -1,0 +1,471 @@
+"""The controller: when it measures and acts, on how many ranks, over saves and resumes, and when things go wrong."""
+
+import json
+import math
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_optim_distributed import spread
+from torch import nn
+
+import dither
+from dither import LayerPrecision, Plan, UserError, convert, recipe
+from dither.nn.convert import _converted
+from dither.snip import LayerStatistics, Scores, Snip, Statistics, options, score
+from dither.snip.planning import choice_of
+from dither.train.files import check_plain
+
+BOTH = options("fp8,fp4")
+NAMES = tuple(f"{block}.{part}" for block in range(4) for part in (0, 2))
+SIZES = dict.fromkeys(NAMES, (16, 16))
+
+
+def net():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)) for _ in range(4)))
+    convert(model, "fp8-block")
+    return model
+
+
+class Fake:
+    """Estimates that are given: the layer `cheap(step)` costs least in FP4, those after it more and more."""
+
+    def __init__(self, cheap=lambda step: step % len(NAMES)):
+        self.cheap, self.calls = cheap, []
+
+    def __call__(self, model, batches, optimizer, options, *, stream, step, **how):
+        self.calls.append((step, batches, tuple(sorted(how))))
+        layers = tuple(LayerStatistics(name, 32, *SIZES[name], {}, {}, {}, 1.0) for name in NAMES)
+        first = self.cheap(step)
+        cost = [1.0 + (place - first) % len(NAMES) for place in range(len(NAMES))]
+        rows = tuple(tuple(each * option.name.count("fp4") for option in options) for each in cost)
+        zeros = tuple((0.0,) * len(options) for _ in NAMES)
+        return Scores(step, "fake", NAMES, tuple(o.name for o in options), rows, zeros, Statistics(step, 1.0, layers))
+
+
+def make(model=None, estimate=None, **given):
+    settings = {"target": 0.5, "every": 10, "start": 3, "delay": 4, **given}
+    return Snip(model or net(), None, "fp8-block", estimate=estimate or Fake(), **settings)
+
+
+def narrow(model):
+    """The layers that run in FP4 throughout."""
+    return {name for name, layer in _converted(model).items() if layer.precision == BOTH[7].precision}
+
+
+def casts(model):
+    return {name: layer.precision for name, layer in _converted(model).items()}
+
+
+def train(snip, steps):
+    """{step: decision} of a loop that does nothing else."""
+    return {step: decision for step in steps if (decision := snip.before_step(step, ["batch"])) is not None}
+
+
+# When ------------------------------------------------------------------------------------------------------------------
+
+
+def test_statistics_at_s_and_a_plan_at_exactly_s_plus_delay():
+    estimate = Fake()
+    snip = make(estimate=estimate)
+    for step in range(40):
+        before = casts(snip.model)
+        decision = snip.before_step(step, lambda: ["batch"])
+        assert (decision is not None) == (step in (7, 17, 27, 37)), step
+        assert (casts(snip.model) != before) == (decision is not None), step
+    assert estimate.calls == [(step, ["batch"], ()) for step in (3, 13, 23, 33)]
+
+
+def test_the_plan_is_the_best_for_the_target():
+    snip = make()
+    decision = train(snip, range(8))[7]
+    assert narrow(snip.model) == set(NAMES[3:7])  # half of them, the cheapest: from layer 3 on
+    assert (decision.step, decision.measured, decision.changed) == (7, 3, True)
+    assert decision.plan == snip.plan
+    assert dict(decision.plan.provenance) == {
+        "method": "snip",
+        "probe": "fake",
+        "step": 3,
+        "cost": "flops",
+        "target": 0.5,
+        "efficiency": 0.5,
+        "quality": 30.0,  # 3 operands of costs 1 to 4
+        "gap": 0.0,
+    }
+    assert json.loads(json.dumps(decision.to_dict()))["scores"]["layers"] == list(NAMES)
+
+
+def test_a_delay_of_none_acts_at_once():
+    assert list(train(make(delay=0), range(5))) == [3]
+
+
+def test_batches_are_only_made_for_statistics():
+    made = []
+    snip = make()
+    for step in range(10):
+        snip.before_step(step, lambda at=step: made.append(at) or ["batch"])
+    assert made == [3]
+
+
+def test_training_goes_on_while_the_solver_thinks(monkeypatch):
+    from dither.snip import controller
+
+    go, asked, choose = threading.Event(), threading.Event(), controller.choose
+
+    def slow(*arguments):
+        asked.set()
+        assert threading.current_thread() is not threading.main_thread()
+        assert go.wait(30)
+        return choose(*arguments)
+
+    monkeypatch.setattr(controller, "choose", slow)
+    snip = make()
+    assert train(snip, range(7)) == {}  # to the last step before it is due, with a solver that has not answered
+    assert asked.wait(30)
+    assert snip.state_dict()["pending"]["answer"] is None  # nor does saving wait
+    go.set()
+    assert train(snip, range(7, 8))[7].changed
+
+
+def test_an_error_in_the_solver_is_not_lost(monkeypatch):
+    from dither.snip import controller
+
+    def broken(*arguments):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(controller, "choose", broken)
+    snip = make()
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        train(snip, range(8))
+
+
+# Hysteresis ------------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_gain_the_plan_and_the_layers_stay():
+    snip = make(estimate=Fake(lambda step: 0))
+    train(snip, range(8))
+    plan, precisions = snip.plan, casts(snip.model)
+    decision = train(snip, range(8, 18))[17]
+    assert not decision.changed
+    assert decision.plan is snip.plan is plan
+    assert casts(snip.model) == precisions
+    assert decision.reason == "the plan is still the best, with a cost of 30"
+
+
+# At step 3 layers 0 to 3 take FP4, for 3 * (1 + 2 + 3 + 4) = 30. At step 13 layer 7 has become the cheapest, and they cost
+# 3 * (2 + 3 + 4 + 5) = 42, where 7, 0, 1, 2 cost 30: a gain of 12 of 42.
+@pytest.mark.parametrize(("hysteresis", "changed"), [(0.0, True), (0.28, True), (0.29, False), (2.0, False)])
+def test_hysteresis_asks_for_a_real_gain(hysteresis, changed):
+    snip = make(estimate=Fake(lambda step: 0 if step == 3 else 7), hysteresis=hysteresis)
+    assert train(snip, range(8))[7].changed
+    decision = train(snip, range(8, 18))[17]
+    assert decision.changed == changed
+    assert narrow(snip.model) == {NAMES[place] for place in ((7, 0, 1, 2) if changed else range(4))}
+    assert "from 42 to 30" in decision.reason
+
+
+def test_hysteresis_does_not_keep_a_plan_for_another_target():
+    old = make(estimate=Fake(lambda step: 0))
+    train(old, range(8))
+    new = make(estimate=Fake(lambda step: 0), hysteresis=5.0, target=0.25)
+    new.load_state_dict(old.state_dict())
+    assert narrow(new.model) == set(NAMES[:4])
+    assert train(new, range(8, 18))[17].changed
+    assert narrow(new.model) == set(NAMES[:2])
+
+
+# Saving ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", range(1, 20))
+def test_a_resume_at_any_step_gives_the_same_decisions(at):
+    straight = make(hysteresis=0.1)
+    expected = train(straight, range(30))
+    first = make(hysteresis=0.1)
+    found = train(first, range(at))
+    saved = json.loads(json.dumps(first.state_dict(), allow_nan=False))
+    check_plain(first.state_dict(), "snip")
+    second = make(hysteresis=0.1)
+    second.load_state_dict(saved)
+    assert casts(second.model) == casts(first.model)
+    found |= train(second, range(at, 30))
+    assert found == expected
+    assert casts(second.model) == casts(straight.model)
+
+
+def test_a_solver_that_had_not_answered_is_asked_again(monkeypatch):
+    first = make()
+    train(first, range(5))
+    saved = first.state_dict()
+    saved["pending"]["answer"] = None
+    second = make()
+    second.load_state_dict(saved)
+    assert train(second, range(5, 8))[7] == train(first, range(5, 8))[7]
+
+
+def test_statistics_of_other_options_are_dropped():
+    first = make()
+    train(first, range(5))
+    second = make(options="bf16,fp4")
+    with pytest.warns(UserWarning, match="snip drops the statistics of step 3"):
+        second.load_state_dict(first.state_dict())
+    assert train(second, range(5, 13)) == {}
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda state: {},
+        lambda state: None,
+        lambda state: state | {"version": 2},
+        lambda state: {key: value for key, value in state.items() if key != "pending"},
+        lambda state: state | {"plan": {"version": 99}},
+        lambda state: state | {"pending": {"scores": {}, "answer": None}},
+        lambda state: state | {"pending": {"scores": 1}},
+        lambda state: state | {"pending": state["pending"] | {"answer": {"solution": {}}}},
+        lambda state: state | {"plan": Plan(layers=(("other.layer", LayerPrecision()),)).to_dict()},  # of another model
+    ],
+)
+def test_a_state_that_is_none_is_refused_and_changes_nothing(spoil):
+    first = make()
+    train(first, range(5))
+    second = make()
+    train(second, range(8))
+    before, plan = casts(second.model), second.plan
+    with pytest.raises(UserError) as raised:
+        second.load_state_dict(spoil(first.state_dict()))
+    assert "\n" not in str(raised.value)
+    assert casts(second.model) == before
+    assert second.plan is plan
+
+
+# What goes wrong -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"target": 1.5}, "A target is a share from 0 to 1, such as 0.75, not 1.5"),
+        ({"target": math.nan}, "A target is a share"),
+        ({"options": "fp8,fp5"}, "There is no level 'fp5'"),
+        ({"options": "fp8"}, "nothing to choose between"),
+        ({"every": 0}, "snip's every is a number of steps, at least 1, not 0"),
+        ({"start": 0}, "snip's start is"),
+        ({"delay": -1}, "snip's delay is"),
+        ({"delay": 1.5}, "snip's delay is"),
+        ({"delay": 10}, "delay of 10 steps is not below every=10"),
+        ({"hysteresis": -0.1}, "snip's hysteresis is"),
+        ({"weights": math.inf}, "snip's weights is"),
+        ({"stages": (0,)}, "Stages are numbers of blocks"),
+        ({"cost": "money"}, "A cost is"),
+    ],
+)
+def test_bad_settings_are_refused_before_training(given, message):
+    with pytest.raises(UserError, match=message) as raised:
+        make(**given)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_times_without_a_gpu_are_refused_before_training():
+    with pytest.raises(UserError, match="is measured on a CUDA GPU"):
+        make(cost="time")
+
+
+def test_an_estimate_that_is_not_finite_names_its_layer_and_harms_nothing():
+    fake = Fake()
+
+    def spoiled(*given, **how):
+        scores = fake(*given, **how)
+        object.__setattr__(scores, "weights", (*scores.weights[:5], (math.nan,) * 8, *scores.weights[6:]))
+        return scores
+
+    snip = make(estimate=spoiled)
+    before = casts(snip.model)
+    with pytest.warns(UserWarning, match=r"snip keeps its plan at step 3: The estimate for layer '2\.2' with option .* is nan"):
+        decision = snip.before_step(3, [])
+    assert (decision.changed, decision.scores, decision.plan) == (False, None, recipe("fp8-block"))
+    assert train(snip, range(4, 13)) == {}
+    assert casts(snip.model) == before
+    snip._estimate = fake
+    assert train(snip, range(13, 18))[17].changed  # the next time all is well
+
+
+@pytest.mark.parametrize("error", [UserError("The optimizer has no state yet."), torch.OutOfMemoryError("out of memory")])
+def test_an_estimate_that_fails_harms_nothing(error):
+    def failing(*given, **how):
+        raise error
+
+    snip = make(estimate=failing)
+    before = casts(snip.model)
+    with pytest.warns(UserWarning, match=f"snip keeps its plan at step 3: {error}"):
+        assert snip.before_step(3, []).scores is None
+    assert casts(snip.model) == before
+    assert train(snip, range(4, 13)) == {}
+
+
+def test_a_bug_in_an_estimate_is_not_swallowed():
+    def broken(*given, **how):
+        raise ZeroDivisionError("a bug")
+
+    with pytest.raises(ZeroDivisionError):
+        make(estimate=broken).before_step(3, [])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"target": 1.0, "pinned": {"0.*": "fp8"}}, r"No choice reaches a target of 1: the largest feasible one is 0\.75"),
+        ({"stages": (6, 6, 6, 4)}, "The stages 6,6,6,4 hold 22 blocks, and the model has 4"),
+        ({"pinned": {"9.*": "fp8"}}, "matches no layer"),
+    ],
+)
+def test_a_goal_that_cannot_be_reached_harms_nothing(given, message):
+    snip = make(**given)
+    before = casts(snip.model)
+    assert train(snip, range(7)) == {}
+    with pytest.warns(UserWarning, match=f"snip keeps its plan at step 7: .*{message}"):
+        decision = snip.before_step(7, [])
+    assert not decision.changed
+    assert casts(snip.model) == before
+
+
+def test_a_plan_for_another_model_harms_nothing():
+    other = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    convert(other, "fp8-block")
+    snip = make(model=other)
+    before = casts(other)
+    train(snip, range(7))
+    with pytest.warns(UserWarning, match="The plan's rule '0.0' matches no converted layer"):
+        snip.before_step(7, [])
+    assert casts(other) == before
+
+
+# Ranks -----------------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width, bias=False), nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+def loss_of(model, batch):
+    return model(batch).square().mean()
+
+
+def trained(steps, delay=3):
+    """A model after some steps with a controller on this many ranks, each with its part of every batch; its decisions too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(32) for _ in range(3)))
+    convert(model, "fp8-block")
+    optimizer = dither.optim.AdamW(model.named_parameters(), lr=1e-2)
+    snip = Snip(model, optimizer, "fp8-block", target=0.6, every=5, start=2, delay=delay, forward=loss_of, probe="direct")
+    size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    generator, decisions = torch.Generator().manual_seed(1), []
+    for step in range(steps):
+        batch = torch.randn(64, 32, generator=generator).chunk(size)[rank]
+        if decision := snip.before_step(step, [batch]):
+            decisions.append(decision)
+        with dither.training_step(model, step=step):
+            loss_of(model, batch).backward()
+        if size > 1:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= size
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, snip, decisions
+
+
+def check_ranks():
+    _, snip, decisions = trained(11)
+    mine = [(each.step, each.measured, choice_of(each.scores.layers, BOTH, each.plan)) for each in decisions]
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (mine, snip.state_dict()["plan"]))
+    assert all(each == every[0] for each in every)
+    assert mine == EXPECTED, (dist.get_world_size(), mine)
+
+
+def check_failing_rank():
+    """One rank cannot estimate: all keep their plan, only rank 0 warns."""
+    fake = Fake()
+
+    def failing(*given, **how):
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise UserError("this rank has seen NaN.")
+        return fake(*given, **how)
+
+    snip = make(estimate=failing)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        decision = snip.before_step(3, [])
+    assert [str(each.message) for each in caught] == ["snip keeps its plan at step 3: this rank has seen NaN."] * (
+        dist.get_rank() == 0
+    )
+    assert not decision.changed
+    assert train(snip, range(4, 13)) == {}
+
+
+def check_rank_0_decides():
+    """Ranks with estimates of their own all follow rank 0's, and load what it saved."""
+    snip = make(estimate=Fake(lambda step: dist.get_rank()))
+    train(snip, range(5))
+    state = [snip.state_dict()]
+    dist.broadcast_object_list(state, src=0)
+    again = make(estimate=Fake(lambda step: dist.get_rank()))
+    again.load_state_dict(state[0])
+    for each in (snip, again):
+        assert train(each, range(5, 8))[7].changed
+        assert narrow(each.model) == set(NAMES[:4])
+
+
+EXPECTED = [(5, 2, (7, 0, 7, 0, 7, 7)), (10, 7, (7, 0, 7, 5, 7, 5))]
+"""Steps and choices of one process."""
+
+
+def test_one_process_gives_the_plans_that_ranks_are_held_against():
+    _, _, decisions = trained(11)
+    assert [(each.step, each.measured, choice_of(each.scores.layers, BOTH, each.plan)) for each in decisions] == EXPECTED
+
+
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_same_plans_on_any_number_of_ranks(size):
+    spread(size, check_ranks, check_failing_rank, check_rank_0_decides)
+
+
+def test_statistics_alone_change_nothing():
+    """A run that ends before its plan comes is the run without statistics, to the bit."""
+    watched, snip, decisions = trained(5, delay=4)
+    assert decisions == []
+    assert snip.state_dict()["pending"] is not None
+    torch.manual_seed(0)
+    reference = nn.Sequential(*(Block(32) for _ in range(3)))
+    convert(reference, "fp8-block")
+    optimizer = dither.optim.AdamW(reference.named_parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(5):
+        batch = torch.randn(64, 32, generator=generator)
+        with dither.training_step(reference, step=step):
+            loss_of(reference, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found, expected in zip(watched.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_it_takes_what_score_takes():
+    """The keywords that the controller gives are those of `score`."""
+    fake = Fake()
+    snip = make(estimate=fake, forward=loss_of, probe="last", max_norm=1.0)
+    train(snip, range(4))
+    assert fake.calls == [(3, ["batch"], ("forward", "max_norm", "probe"))]
+    assert {"forward", "max_norm", "probe", "stream", "step", "group"} <= set(score.__kwdefaults__ or {}) | {"stream"}
