@@ -9,6 +9,8 @@ from typing import Annotated
 import tyro
 
 from dither import doctor
+from dither.commands.data import data
+from dither.commands.report import report
 from dither.errors import UserError
 from dither.formats import TABLE, Format
 
@@ -45,7 +47,12 @@ def check_machine(elements: int = doctor.ELEMENTS) -> int:
     return doctor.run(elements)
 
 
-COMMANDS: dict[str, Callable[..., int]] = {"formats": formats, "doctor": check_machine}
+COMMANDS: dict[str, Callable[..., int]] = {
+    "data": data,
+    "report": report,
+    "formats": formats,
+    "doctor": check_machine,
+}
 """What can stand after `dither`: functions whose arguments are the options and whose docstrings are the help."""
 
 
