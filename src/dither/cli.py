@@ -9,10 +9,13 @@ from typing import Annotated
 import tyro
 
 from dither import doctor
-from dither.commands.data import data
-from dither.commands.report import report
+from dither.compare import compare
+from dither.data.command import data
 from dither.errors import UserError
+from dither.evaluate.command import evaluate
 from dither.formats import TABLE, Format
+from dither.report.command import report
+from dither.train.command import train
 
 SHORT = 8
 """Formats of up to this many bits are listed whole."""
@@ -48,6 +51,9 @@ def check_machine(elements: int = doctor.ELEMENTS) -> int:
 
 
 COMMANDS: dict[str, Callable[..., int]] = {
+    "train": train,
+    "compare": compare,
+    "eval": evaluate,
     "data": data,
     "report": report,
     "formats": formats,

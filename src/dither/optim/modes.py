@@ -4,8 +4,8 @@ The paper on stochastic rounding compares four of them: O1 (float32 parameters, 
 float32 masters), plain bfloat16, and bfloat16 with stochastic rounding.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,10 @@ from dither.errors import UserError
 from dither.formats import TABLE
 from dither.layout import storage_dtype
 from dither.nn.guidance import bitwidth_groups, sampling_parameters
+from dither.optim.adam_mini import AdamMini
 from dither.optim.adamw import AdamW
+from dither.optim.products import SHORT, Float32Products
+from dither.optim.roles import Role
 from dither.precision import Plan
 from dither.recipes import recipe
 
@@ -68,12 +71,18 @@ class Training:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Around the forward pass and the loss."""
-        with torch.autocast(self.device.type, self.mode.autocast, enabled=self.mode.autocast is not None):
+        with self._products(), torch.autocast(self.device.type, self.mode.autocast, enabled=self.mode.autocast is not None):
             yield
 
     def backward(self, loss: torch.Tensor) -> None:
         """Gradients of the loss, scaled where the mode says so."""
-        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        with self._products():
+            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+
+    def _products(self) -> AbstractContextManager[object]:
+        """How products of 16-bit numbers are computed: by the device, but on a CPU in float32."""
+        short = self.mode.parameters in SHORT or self.mode.autocast in SHORT
+        return Float32Products() if self.device.type == "cpu" and short else nullcontext()
 
     def step(self) -> None:
         """Update the weights, drop the gradients, adjust the loss scale."""
@@ -91,8 +100,19 @@ class Training:
         self.scaler.load_state_dict(state_dict["scaler"])
 
 
-def training(model: nn.Module, mode: str, lr: float, **options: Any) -> Training:
+def training(
+    model: nn.Module,
+    mode: str,
+    lr: float,
+    *,
+    groups: Sequence[Mapping[str, Any]] | None = None,
+    roles: Mapping[str, Role] | None = None,
+    **options: Any,
+) -> Training:
     """Bring the parameters of `model` to the dtype of the mode, in place, and make its optimizer (`options` are AdamW's).
+
+    `groups` are parameter groups, such as `dither.nn.param_groups(model)`; by default one of all, and those of bitwidths.
+    With `roles`, such as `dither.optim.roles(model)`, the optimizer is AdamMini.
 
     >>> import dither, torch
     >>> run = dither.optim.training(torch.nn.Linear(4, 4), "bf16-sr", lr=1e-2)
@@ -116,5 +136,7 @@ def training(model: nn.Module, mode: str, lr: float, **options: Any) -> Training
     master = "fp32" if chosen.plan.master else None
     settings: dict[str, Any] = {"weights": chosen.weights, "states": chosen.states, "master": master}
     others = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in bitwidths]
-    groups = [{"params": others}, *bitwidth_groups(model)]
-    return Training(model, chosen, AdamW(groups, lr, **{**settings, **options}), first.device)
+    given = [{"params": others}, *bitwidth_groups(model)] if groups is None else [dict(group) for group in groups]
+    settings |= options
+    optimizer = AdamW(given, lr, **settings) if roles is None else AdamMini(given, roles, lr, **settings)
+    return Training(model, chosen, optimizer, first.device)

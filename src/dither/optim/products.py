@@ -26,7 +26,7 @@ PRODUCTS = {
 SHORT = (torch.bfloat16, torch.float16)
 
 
-class Float32Products(TorchDispatchMode):
+class Float32Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, products and attention of bfloat16 or float16 tensors on the CPU are computed in float32 and rounded once.
 
     Everything else is computed as without it. Backward passes belong inside as well as forward passes.
@@ -39,12 +39,20 @@ class Float32Products(TorchDispatchMode):
     True
     """
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Called for every operation."""
         kwargs = dict(kwargs or {})
-        if func not in PRODUCTS or not isinstance(args[0], Tensor) or args[0].device.type != "cpu" or args[0].dtype not in SHORT:
+        if (
+            func not in PRODUCTS
+            or not isinstance(args[0], Tensor)
+            or args[0].device.type != "cpu"
+            or args[0].dtype not in SHORT
+        ):
             return func(*args, **kwargs)
         dtype = args[0].dtype
         found = func(*map(_long, args), **{key: _long(value) for key, value in kwargs.items()})

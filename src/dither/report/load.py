@@ -5,7 +5,6 @@ curve can show (NaN, Infinity, beyond 1e30) counts as absent. Imports nothing of
 """
 
 import json
-import math
 import os
 import stat
 import tomllib

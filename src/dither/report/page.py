@@ -164,14 +164,14 @@ def _embedded(runs: Sequence[Run], sections: Sequence[_Section]) -> str:
 
 # Numbers --------------------------------------------------------------------------------------------------------------
 
-ABSENT = "–"
+ABSENT = "-"
 
 
 def fixed(value: float | None, digits: int = 4, sign: bool = False) -> str:
     """A number with so many digits behind the point.
 
     >>> fixed(1.23456), fixed(0.5, 2, sign=True), fixed(None)
-    ('1.2346', '+0.50', '–')
+    ('1.2346', '+0.50', '-')
     """
     if value is None:
         return ABSENT

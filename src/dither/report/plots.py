@@ -6,6 +6,7 @@ colours, each of which then becomes a variable of the page's style sheet.
 
 import bisect
 import io
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -169,7 +170,7 @@ def _chart(title: str, x: str, lines: Sequence[_Line], about: str = "", from_zer
 def _bars(title: str, x: str, y: str, bars: Points, index: int) -> Chart | None:
     if not bars:
         return None
-    gaps = [b[0] - a[0] for a, b in zip(bars, bars[1:], strict=False)]
+    gaps = [b[0] - a[0] for a, b in itertools.pairwise(bars)]
 
     def draw(axes: "Axes") -> None:
         xs, heights = zip(*bars, strict=True)
@@ -190,7 +191,7 @@ def _svg(title: str, run: int, draw: "Callable[[Axes], None]") -> str:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    style = {
+    style: dict[str, Any] = {
         "svg.hashsalt": f"{title} {run}",
         "svg.fonttype": "none",  # text stays text
         "text.parse_math": False,
@@ -202,8 +203,8 @@ def _svg(title: str, run: int, draw: "Callable[[Axes], None]") -> str:
         "path.simplify": True,
     }
     # The defaults, whatever a user's own style file says, but for the backend, which is not used here and not to be touched.
-    plain = {key: value for key, value in matplotlib.rcParamsDefault.items() if not key.startswith("backend")}
-    with matplotlib.rc_context({**plain, **style}):
+    plain: dict[str, Any] = {key: value for key, value in matplotlib.rcParamsDefault.items() if not key.startswith("backend")}
+    with matplotlib.rc_context(plain | style):  # type: ignore[arg-type]
         figure = Figure(figsize=(5.4, 3.1), layout="constrained")
         canvas = FigureCanvasSVG(figure)
         axes = figure.add_subplot()
@@ -217,7 +218,8 @@ def _svg(title: str, run: int, draw: "Callable[[Axes], None]") -> str:
         for text in (axes.xaxis.label, axes.yaxis.label, axes.xaxis.get_offset_text(), axes.yaxis.get_offset_text()):
             text.set_color(INK)
         file = io.StringIO()
-        canvas.print_svg(file, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        canvas.print_svg(file, metadata=nothing)  # type: ignore[no-untyped-call]
     return _for_page(file.getvalue(), title)
 
 

@@ -10,6 +10,9 @@ from dither.train.guard import Guard as Guard
 from dither.train.guard import Policy as Policy
 from dither.train.guard import Signals as Signals
 from dither.train.guard import Status as Status
+from dither.train.loop import Outcome as Outcome
+from dither.train.loop import train as train
+from dither.train.progress import Progress as Progress
 from dither.train.state import Resumed as Resumed
 from dither.train.state import pack as pack
 from dither.train.state import unpack as unpack

@@ -292,8 +292,10 @@ def _steps(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def newest(folder: str | Path) -> tuple[Path | None, list[tuple[Path, str]]]:
+def newest(folder: str | Path, *, before: int | None = None) -> tuple[Path | None, list[tuple[Path, str]]]:
     """The newest whole checkpoint, or None, and what was skipped on the way to it, each with a sentence why.
+
+    With `before`, only checkpoints of earlier steps count, unless there is none: then it is the oldest.
 
     >>> import tempfile, torch
     >>> folder = Path(tempfile.mkdtemp())
@@ -311,7 +313,11 @@ def newest(folder: str | Path) -> tuple[Path | None, list[tuple[Path, str]]]:
         for path in leftovers(folder)
         if not _was_replaced(path)
     ]
-    for path in _steps(folder):
+    paths = _steps(folder)
+    if before is not None:
+        earlier = [path for path in paths if step_of(path) < before]
+        paths = earlier or paths[::-1]
+    for path in paths:
         try:
             verify(path)
         except UserError as error:
@@ -319,6 +325,28 @@ def newest(folder: str | Path) -> tuple[Path | None, list[tuple[Path, str]]]:
         else:
             return path, skipped
     return None, skipped
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint's folder is named after.
+
+    >>> step_of(Path("step-00000200"))
+    200
+    """
+    return int(path.name.rpartition("-")[2])
+
+
+def drop(folder: str | Path, *, after: int) -> list[Path]:
+    """Remove the checkpoints of later steps than `after`, as a return to that step does, so that none of them is resumed.
+
+    >>> import tempfile, torch
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> for step in (100, 200, 300):
+    ...     _ = save(folder, step, tensors={"weight": torch.ones(2)}, plain={})
+    >>> [path.name for path in drop(folder, after=100)]
+    ['step-00000300', 'step-00000200']
+    """
+    return [_remove(path) for path in _steps(Path(folder)) if step_of(path) > after]
 
 
 def keep(folder: str | Path, *, last: int, every: int | None = None) -> list[Path]:
@@ -350,15 +378,19 @@ def _keep(folder: Path, last: int, every: int | None, whole: Path | None) -> lis
         match = STEP.fullmatch(path.name)
         if match is None or path == whole or (every and int(match[1]) % every == 0) or whole is None:
             continue
-        # A removal that is killed half way leaves nothing that is called a checkpoint.
-        removing = path.with_name(f".removing-{path.name}")
-        try:
-            path.rename(removing)
-            _discard(removing)
-        except OSError as error:
-            raise UserError(f"The old checkpoint {str(path)!r} cannot be removed: {error}.") from None
-        removed.append(path)
+        removed.append(_remove(path))
     return removed
+
+
+def _remove(path: Path) -> Path:
+    # A removal that is killed half way leaves nothing that is called a checkpoint.
+    removing = path.with_name(f".removing-step-{step_of(path):08d}")
+    try:
+        path.rename(removing)
+        _discard(removing)
+    except OSError as error:
+        raise UserError(f"The old checkpoint {str(path)!r} cannot be removed: {error}.") from None
+    return path
 
 
 # Saving while training goes on ----------------------------------------------------------------------------------------

@@ -174,6 +174,10 @@ class Precision:
             )
 
 
+TRACKERS = ("tensorboard", "wandb", "trackio")
+"""Where metrics can go beside the file."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """How long, where, and what is told on the way. An interval of 0 means never."""
@@ -189,11 +193,21 @@ class Run:
     log_every: int = 10
     """Steps between lines of metrics."""
     save_every: int = 100
-    """Steps between checkpoints."""
+    """Steps between checkpoints; the last step is saved in any case."""
     keep_last: int = 3
     """How many checkpoints stay."""
     keep_every: int = 0
     """Checkpoints of multiples of this step stay for good."""
+    eval_sequences: int = 64
+    """Held-out sequences in an evaluation, evenly spread over the text; 0 takes all there are."""
+    sample_prompt: str = "def "
+    """What a sample of text begins with; empty begins as a document does."""
+    sample_tokens: int = 120
+    """Tokens in a sample."""
+    track: tuple[str, ...] = ()
+    """Where else metrics go, beside metrics.jsonl: tensorboard, wandb, trackio, each if it is installed."""
+    profile: tuple[int, ...] = ()
+    """The first and the last step of a window whose trace torch.profiler writes into the folder, as in [20, 22]."""
     compile: bool = False
     """Whether blocks are compiled, which pays on a GPU."""
     device: str = "auto"
@@ -205,8 +219,15 @@ class Run:
         _check_types("run", self)
         for name, least in (("steps", 1), ("log_every", 1), ("keep_last", 1)):
             _at_least(f"run.{name}", getattr(self, name), least)
-        for name in ("eval_every", "sample_every", "save_every", "keep_every"):
+        for name in ("eval_every", "sample_every", "save_every", "keep_every", "eval_sequences", "sample_tokens"):
             _at_least(f"run.{name}", getattr(self, name), 0)
+        for tracker in self.track:
+            _choose("run.track", tracker, TRACKERS)
+        if self.profile and not (len(self.profile) == 2 and 1 <= self.profile[0] <= self.profile[1] <= self.steps):
+            raise UserError(
+                f"run.profile is a first and a last step from 1 to run.steps={self.steps}, as in [20, 22], not "
+                f"{list(self.profile)!r:.80}."
+            )
         if self.steps >= 1 << 31:
             raise UserError(
                 f"run.steps is below 2^31, which the streams of random bits can tell apart, not {self.steps!r:.40}."
@@ -268,6 +289,32 @@ def schedule(config: Config, step: int) -> float:
     else:
         return optim.lr
     return optim.min_lr + (optim.lr - optim.min_lr) * share
+
+
+FREE = ("data.sources", "data.micro_batch", "guard", "run")
+"""Sections and fields that a resumed run may change: they decide nothing about the steps done, and a corpus has a SHA-256."""
+
+RATES = ("optim.lr", "optim.min_lr", "optim.schedule", "optim.warmup", "optim.decay", "run.steps")
+"""What the schedule is made of: it may change where the steps done would have had the same rates."""
+
+
+def fixed_changes(saved: Config, now: Config, done: int) -> list[str]:
+    """The fields, with both values, that a run of `done` steps cannot change if it is to be the run of the new config.
+
+    >>> fixed_changes(Config(), Config(optim=Optim(lr=2e-3, eps=1e-6), run=Run(log_every=5)), done=10)
+    ['optim.lr from 0.001 to 0.002', 'optim.eps from 1e-08 to 1e-06']
+    """
+    steps = range(min(done, saved.run.steps, now.run.steps))
+    same_rates = all(schedule(saved, step) == schedule(now, step) for step in steps)
+    free = {"run.seed": False} | dict.fromkeys(FREE, True) | dict.fromkeys(RATES, same_rates)
+    found = []
+    for section in _hints(Config):
+        old, new = getattr(saved, section), getattr(now, section)
+        for each in fields(old):
+            path, pair = f"{section}.{each.name}", (getattr(old, each.name), getattr(new, each.name))
+            if pair[0] != pair[1] and not free.get(path, free.get(section, False)):
+                found.append(f"{path} from {pair[0]!s} to {pair[1]!s}")
+    return found
 
 
 # Reading and writing --------------------------------------------------------------------------------------------------
@@ -378,19 +425,24 @@ def _lines(cls: type, values: Any, comments: bool) -> Iterator[str]:
             continue
         if comments:
             yield "".join(f"# {line}\n" for line in textwrap.wrap(sentence, 118))
-        yield f"{name} = {_toml(value)}\n"
+        yield f"{name} = {toml(value)}\n"
 
 
-def _toml(value: object) -> str:
+def toml(value: object) -> str:
+    """A value as TOML has it.
+
+    >>> toml((True, 1.0, 'a "b"'))
+    '[true, 1.0, "a \\"b\\""]'
+    """
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
         # JSON's strings are TOML's, but for DEL and for pairs of \u escapes.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
     if isinstance(value, tuple | list):
-        return f"[{', '.join(map(_toml, value))}]"
+        return f"[{', '.join(map(toml, value))}]"
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_toml(each)}" for key, each in value.items()) + " }"
+        return "{ " + ", ".join(f"{key} = {toml(each)}" for key, each in value.items()) + " }"
     return repr(value)
 
 
@@ -519,6 +571,7 @@ def _check_types(section: str, given: Any) -> None:
 def _in_words(kind: str) -> str:
     words = {"int": "an integer", "float": "a finite number", "text": "a text in quotes", "true | false": "true or false"}
     words |= {"float, float": "a list of two numbers", "list of text": "a list of texts in quotes"}
+    words |= {"list of int": "a list of integers"}
     return words.get(kind, f"one of {kind.replace(' | ', ', ')}" if " | " in kind else kind)
 
 

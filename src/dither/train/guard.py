@@ -7,7 +7,7 @@ import statistics
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal
@@ -64,6 +64,8 @@ class Decision:
     action: Literal["go", "warn", "skip", "rollback", "stop"]
     why: str = ""
     """A sentence, empty where all is well."""
+    since: int = field(default=0, repr=False)
+    """Of a rollback: the step of the spike's first outlier, before which a checkpoint is good."""
 
 
 class Guard:
@@ -116,13 +118,14 @@ class Guard:
         median = statistics.median(self._losses) if enough else math.inf
         self._losses.append(loss)
         self._outliers.append(loss > policy.spike_factor * median > 0)
-        count = sum(self._outliers)
+        count, since = sum(self._outliers), step - len(self._outliers) + 1
         if not self._outliers[-1] or count < policy.spike_count:
             return Decision("go")
         why = (
             f"Step {step}: the loss {loss:.4g} is above {policy.spike_factor:g} times the median {median:.4g}, for the "
             f"{_ordinal(count)} time in {len(self._outliers)} steps"
         )
+        since += list(self._outliers).index(True)
         self._losses.clear()  # so that a spike is told once, and what comes after is judged by itself
         self._outliers.clear()
         if policy.spike == "warn":
@@ -130,7 +133,7 @@ class Guard:
         if self.rollbacks >= policy.most_rollbacks:
             return Decision("stop", f"{why}, after {self.rollbacks} returns to a checkpoint, so the run stops.")
         self.rollbacks += 1
-        return Decision("rollback", f"{why}, so the run returns to the last good checkpoint.")
+        return Decision("rollback", f"{why}, so the run returns to the last good checkpoint.", since)
 
     def state(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""

@@ -74,7 +74,7 @@ Action = (
 )
 
 
-def data(action: Annotated[Action, tyro.conf.OmitSubcommandPrefixes, tyro.conf.OmitArgPrefixes]) -> int:  # type: ignore[valid-type]
+def data(action: Annotated[Action, tyro.conf.OmitSubcommandPrefixes, tyro.conf.OmitArgPrefixes]) -> int:
     """Turn text into tokens (prepare), or show what a folder of tokens holds (show)."""
     code: int = action
     return code

@@ -1,0 +1,129 @@
+"""What differs when several processes train one model: each has its share of every batch, and gradients are added up.
+
+`torchrun --nproc-per-node=2 -m dither.cli train` starts them. Every process holds the whole model; sharded models come later.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dither.errors import UserError
+
+TIMEOUT = timedelta(seconds=120)
+"""How long a process waits for the others before it says so; torch's own 30 minutes are a hang to whoever looks."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those of a run; alone it is rank 0 of 1.
+
+    >>> ranks = Ranks(torch.device("cpu"))
+    >>> ranks.main, ranks.share(16, micro=4)
+    (True, 4)
+    """
+
+    device: torch.device
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the process that writes."""
+        return self.rank == 0
+
+    @property
+    def group(self) -> Any:
+        """All processes, for collectives; None where there is one."""
+        return None if self.world == 1 else dist.group.WORLD
+
+    def share(self, batch: int, micro: int | None) -> int:
+        """Into how many micro-batches of at most `micro` sequences this process cuts its share of a batch."""
+        if batch % self.world:
+            raise UserError(f"data.batch={batch} cannot be shared evenly by {self.world} processes: choose a multiple.")
+        share = batch // self.world
+        size = min(micro or share, share)
+        if share % size:
+            raise UserError(
+                f"data.micro_batch={micro} does not divide the {share} sequences that each of {self.world} processes has of "
+                f"data.batch={batch}."
+            )
+        return share // size
+
+    def add(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes, in place."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def add_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Add up the gradients of all processes, one collective a dtype; each has divided its loss by their number."""
+        if self.world == 1:
+            return
+        kinds: dict[torch.dtype, list[Tensor]] = {}
+        for parameter in parameters:
+            if parameter.grad is not None:
+                kinds.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+        for gradients in kinds.values():
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            dist.all_reduce(flat)
+            parts = torch.split(flat, [gradient.numel() for gradient in gradients])
+            torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
+
+    def agree(self, number: int) -> int:
+        """Rank 0's number, on every rank: a decision that only one process can make. Waits for the device."""
+        if self.world == 1:
+            return number
+        told = torch.tensor(number, dtype=torch.int64, device=self.device)
+        dist.broadcast(told, src=0)
+        return int(told)
+
+    def gather(self, text: str) -> list[str]:
+        """Every rank's text, in order."""
+        if self.world == 1:
+            return [text]
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, text)
+        return found
+
+
+@contextmanager
+def joined(device: str) -> Iterator[Ranks]:
+    """This process among those that torchrun started, or alone; `device` is auto, cpu, cuda or cuda:N.
+
+    >>> with joined("cpu") as ranks:
+    ...     ranks.world
+    1
+    """
+    world = _number("WORLD_SIZE", 1)
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if kind.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"run.device={device!r} takes a GPU, and torch finds none here: 'cpu' would work.")
+    if world > 1 and kind == "cuda":
+        kind = f"cuda:{_number('LOCAL_RANK', 0)}"
+    if kind.startswith("cuda:") and int(kind[5:]) >= torch.cuda.device_count():
+        raise UserError(f"There is no GPU {kind!r} here: torch finds {torch.cuda.device_count()}, counted from 0.")
+    place = torch.device(kind)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    if world == 1:
+        yield Ranks(place)
+        return
+    dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=TIMEOUT)
+    try:
+        yield Ranks(place, dist.get_rank(), world)
+    finally:
+        dist.destroy_process_group()
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise UserError(f"The environment's {name} is a number, which torchrun sets, not {text!r:.40}.")
+    return int(text)

@@ -1,0 +1,490 @@
+"""A whole run: data, model, steps, and a folder that tells what happened and can be gone on from."""
+
+import math
+import platform
+import subprocess
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dither import doctor
+from dither.data import Batch, Prefetch
+from dither.errors import UserError
+from dither.models import flops_per_token
+from dither.train import checkpoint, config, files
+from dither.train.checkpoint import Saver
+from dither.train.config import Config, dumps
+from dither.train.distributed import Ranks, joined
+from dither.train.guard import Signals, Status
+from dither.train.job import Evaluation, Job, Numbers, check_changes, open_corpus, unigram_entropy
+from dither.train.metrics import Metrics, check_trackers, peak_flops
+from dither.train.progress import Progress
+
+CONFIG, PLAN, CONVERSION, ENVIRONMENT = "config.toml", "plan.json", "conversion.json", "environment.json"
+CHECKPOINTS = "checkpoints"
+
+SIGNALS = {"SIGINT": 1.0, "SIGTERM": 1024.0}
+"""What a rank adds to all ranks' sum when a signal came: the sum tells whether any of them was a SIGTERM."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    code: Literal[0, 3, 130, 143]
+    """0 done, 3 stopped by the guard, 130 and 143 after SIGINT and SIGTERM."""
+    how: Literal["done", "guard", "signal"]
+    why: str
+    step: int
+    """Steps done."""
+    loss: float | None
+    """Of the last evaluation, in nats a token; None if there was none."""
+    bits_per_byte: float | None
+    unigram: float | None
+    """The entropy of the held-out text's bytes, for comparison; None where tokens are not bytes."""
+    seconds: float
+    """Since the run began, all its lives together."""
+    folder: Path
+
+
+def train(config: Config, *, resume: bool = False, command: Sequence[str] = (), progress: Progress | None = None) -> Outcome:
+    """Train what a config says into the folder `run.out`, or go on with the run that lies there.
+
+    `command` is what is kept as the way to reproduce the run; `progress` shows it. Everything a user can do wrong is a
+    UserError, before anything is built where that is possible.
+
+    >>> import tempfile
+    >>> from dither.train.config import Config, Data, Run
+    >>> text, out = Path(tempfile.mkdtemp()), tempfile.mkdtemp()
+    >>> for i in range(100):
+    ...     _ = (text / f"{i}.txt").write_text(f"{i} bottles of beer on the wall, {i} bottles of beer. " * 2)
+    >>> data = Data(sources=(str(text),), sequence=16, batch=4)
+    >>> outcome = train(Config(data=data, run=Run(steps=2, out=out, device="cpu")))
+    >>> outcome.code, outcome.step, sorted(path.name for path in outcome.folder.iterdir())[:3]
+    (0, 2, ['checkpoints', 'config.toml', 'conversion.json'])
+    """
+    folder = Path(config.run.out)
+    check_trackers(config.run.track)
+    with joined(config.run.device) as ranks, Signals() as signals:
+        _claim(folder, config, resume, ranks)
+        run = _Run(config, folder, ranks, signals, progress)
+        try:
+            with ExitStack() as stack:
+                run.build(stack, command, resume)
+                return run.to_the_end()
+        except BaseException as error:
+            run.failed(error)
+            raise
+
+
+class _Run:
+    """A job in its folder, with all that watches and writes."""
+
+    def __init__(self, config: Config, folder: Path, ranks: Ranks, signals: Signals, progress: Progress | None) -> None:
+        self.config, self.folder, self.ranks, self.signals = config, folder, ranks, signals
+        self.progress = progress if ranks.main else None
+        self.began = self.logged = time.monotonic()
+        self.paused = 0.0  # seconds since the last line of metrics that were no training
+        self.logged_step = 0
+        self.evaluation: tuple[int, Evaluation] | None = None
+        self.pending: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
+        # A GPU has the next step to do while the host looks at the last one; a CPU would only wait for itself.
+        self.behind = 1 if ranks.device.type == "cuda" else 0
+        self.metrics: Metrics | None = None
+        self.saver: Saver | None = None
+        self.job: Job | None = None
+
+    # The beginning -----------------------------------------------------------------------------------------------------
+
+    def build(self, stack: ExitStack, command: Sequence[str], resume: bool) -> None:
+        """Data, model and optimizer, the checkpoint that is gone on from, and the files that say what they are."""
+        self.say("Reading the text ...")
+        corpus = open_corpus(self.config, self.folder, self.ranks)
+        self.job = job = Job(self.config, corpus, self.ranks)
+        resumed = self.restore() if resume else None
+        self.unigram = unigram_entropy(corpus)
+        self.flops, self.peak = flops_per_token(job.model, self.config.data.sequence), peak_flops(self.ranks.device)
+        parameters = sum(parameter.numel() for parameter in job.model.parameters())
+        self.say(
+            f"{parameters:,} parameters, {len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out, on "
+            f"{self.ranks.device}" + (f" with {self.ranks.world} processes." if self.ranks.world > 1 else ".")
+        )
+        if self.ranks.main:
+            if resumed is None:
+                _write(self.folder / PLAN, job.plan.to_json().encode())
+            _write(self.folder / CONFIG, dumps(self.config).encode())
+            _write(self.folder / CONVERSION, files.to_json(_conversion(job), CONVERSION))
+            _write(self.folder / ENVIRONMENT, files.to_json(self.environment(command, parameters), ENVIRONMENT))
+            run = self.config.run
+            self.metrics = stack.enter_context(Metrics(self.folder, track=run.track, config=asdict(self.config)))
+            if self.progress is not None:
+                self.metrics.listeners.append(self.progress.show)
+            self.saver = stack.enter_context(Saver(self.folder / CHECKPOINTS, last=run.keep_last, every=run.keep_every or None))
+            self.write("start", resumed_from=resumed)
+            if resumed is None:
+                self.write("plan", plan=job.plan.to_dict(), reason="the run begins")
+        self.status("running")
+        if resumed is None and self.config.guard.spike == "rollback":
+            self.save()  # so that there is always one to return to
+
+    def restore(self, before: int | None = None) -> int | None:
+        """Go back to the newest whole checkpoint and say what was passed over; None where there is none yet."""
+        job, folder, found = self.the_job, self.folder / CHECKPOINTS, -1
+        if self.ranks.main:
+            path, skipped = checkpoint.newest(folder, before=before)
+            for _, why in skipped:
+                self.say(why)
+            found = -1 if path is None else checkpoint.step_of(path)
+        if (found := self.ranks.agree(found)) < 0:
+            self.say("There is no checkpoint yet: the run begins anew.")
+            return None
+        job.restore(folder / f"step-{found:08d}")
+        self.say(f"Going on from step {found}.")
+        return found
+
+    def environment(self, command: Sequence[str], parameters: int) -> dict[str, Any]:
+        """What a run depends on beside its config."""
+        device = self.ranks.device
+        found: dict[str, Any] = {
+            "dither": doctor.version(),
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine() or "cpu",
+            "command": list(command),
+            "parameters": parameters,
+            "flops_per_token": self.flops,
+            "corpus_sha256": self.the_job.corpus.sha256,
+            "world_size": self.ranks.world,
+        }
+        with suppress(OSError, subprocess.SubprocessError):
+            said = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True)
+            found["git"] = said.stdout.strip()
+        return found
+
+    # The steps ---------------------------------------------------------------------------------------------------------
+
+    def to_the_end(self) -> Outcome:
+        """Steps until all are done, the guard stops them, or a signal comes."""
+        job, steps = self.the_job, self.config.run.steps
+        self.logged, self.logged_step = time.monotonic(), job.done
+        outcome: Outcome | None = None
+        while outcome is None and job.done < steps:  # once, and again after each rollback
+            with (
+                Prefetch(
+                    job.loader,
+                    job.done + job.offset,
+                    steps + job.offset,
+                    rank=self.ranks.rank,
+                    world=self.ranks.world,
+                    device=self.ranks.device,
+                ) as batches,
+                self.profiler() as tick,
+            ):
+                for batch in batches:
+                    offset = job.offset
+                    outcome = self.one(batch)
+                    tick()
+                    if outcome is not None or job.offset != offset:
+                        break
+        if outcome is None:
+            outcome = self.end(0, "done", f"All {steps} steps are done.", "done")
+        return outcome
+
+    def one(self, batch: Batch) -> Outcome | None:
+        """A step, and what is due after it."""
+        job, run = self.the_job, self.config.run
+        several = self.ranks.world > 1
+        numbers = job.step(batch, SIGNALS.get(self.signals.received, 0.0) if several else 0.0)
+        self.pending.append((job.done, *_to_host(numbers)))
+        due = {name: every and job.done % every == 0 for name, every in self.intervals().items()}
+        last = job.done == run.steps
+        # The host looks at all steps before it tells or saves anything of them.
+        outcome, heard = self.settle(0 if any(due.values()) or last else self.behind)
+        if outcome is not None:
+            return outcome
+        if job.done < batch.step + 1 - job.offset:  # it went back
+            return None
+        if due["log"] or last:
+            self.log()
+        received = heard if several else self.signals.received
+        if received:
+            return self.interrupted(received)
+        if due["eval"] and not last:
+            self.evaluate()
+        if due["sample"]:
+            self.sample()
+        if due["save"] and not last:
+            self.save()
+        return None
+
+    def intervals(self) -> dict[str, int]:
+        """How often each thing is done; 0 is never."""
+        run = self.config.run
+        return {"log": run.log_every, "eval": run.eval_every, "sample": run.sample_every, "save": run.save_every}
+
+    def settle(self, behind: int) -> tuple[Outcome | None, str]:
+        """Judge the steps that are done, all but the last `behind`: how the run ends by it, and which signal ranks got."""
+        heard = ""
+        while len(self.pending) > behind:
+            number, host, event = self.pending.popleft()
+            if event is not None:
+                event.synchronize()
+            numbers = Numbers(number, *host.tolist())
+            if numbers.signals:
+                heard = "SIGTERM" if numbers.signals >= SIGNALS["SIGTERM"] else "SIGINT"
+            if (outcome := self.judge(numbers)) is not None:
+                return outcome, heard
+        return None, heard
+
+    def judge(self, numbers: Numbers) -> Outcome | None:
+        """What the guard says about a step: nothing, a word, a return to a checkpoint, or the end."""
+        job = self.the_job
+        sound = math.isfinite(numbers.loss) and math.isfinite(numbers.grad_norm)
+        unchanged = self.behind == 0 or self.config.guard.nonfinite == "stop"  # weights are still those of that step
+        where = job.culprit(numbers.number) if not sound and unchanged else ""
+        norm = None if job.scaled else numbers.grad_norm
+        decision = job.guard.judge(numbers.number, loss=numbers.loss, grad_norm=norm, where=where)
+        self.last = numbers
+        if sound:
+            job.learn(numbers.loss)
+        if decision.action == "go":
+            return None
+        event = "spike" if decision.action == "warn" else decision.action
+        self.write("guard", step=numbers.number, event=event, text=decision.why)
+        if decision.action == "stop":
+            return self.end(3, "guard", decision.why, "stopped")
+        if decision.action == "rollback":
+            self.roll_back(numbers.number, decision.since)
+        return None
+
+    def roll_back(self, number: int, since: int) -> None:
+        """Return to the last checkpoint before a spike, and pass over the batches that led to it."""
+        job = self.the_job
+        if self.saver is not None:
+            self.saver.wait()
+        self.pending.clear()
+        offset = job.offset
+        found = self.restore(since)
+        assert found is not None  # step 0 was saved
+        job.offset = offset + number - found
+        if self.ranks.main:
+            checkpoint.drop(self.folder / CHECKPOINTS, after=found)
+        self.logged, self.logged_step, self.paused = time.monotonic(), found, 0.0
+
+    # What is told ------------------------------------------------------------------------------------------------------
+
+    def log(self) -> None:
+        """A line of metrics."""
+        job, now = self.the_job, time.monotonic()
+        seconds = now - self.logged - self.paused
+        tokens = (job.done - self.logged_step) * self.config.data.batch * self.config.data.sequence
+        rate = tokens / seconds if seconds > 0 else 0.0
+        cuda = self.ranks.device.type == "cuda"
+        self.write(
+            "train",
+            loss=self.last.loss,
+            loss_ema=job.loss_ema,
+            lr=config.schedule(self.config, job.done - 1),
+            grad_norm=None if job.scaled else self.last.grad_norm,
+            tokens=job.tokens,
+            tokens_per_s=round(rate, 1),
+            mfu=rate * self.flops / (self.peak * self.ranks.world) if self.peak else None,
+            memory=torch.cuda.max_memory_allocated(self.ranks.device) if cuda else None,
+            skipped=job.guard.skips,
+        )
+        self.logged, self.logged_step, self.paused = time.monotonic(), job.done, 0.0
+
+    def evaluate(self) -> Evaluation:
+        """Of the held-out text, once a step at the most; bitwidths where there are any."""
+        job = self.the_job
+        if self.evaluation is not None and self.evaluation[0] == job.done:
+            return self.evaluation[1]
+        with self.pause():
+            found = job.evaluate()
+            self.evaluation = job.done, found
+            self.write("eval", **found._asdict())
+            if self.ranks.main and (bitwidths := job.bitwidths()) is not None:
+                self.write("bitwidths", layers=bitwidths)
+            self.status("running")
+        return found
+
+    def sample(self) -> None:
+        """A piece of text, by the first rank: the others need not wait for it before the next step."""
+        if self.ranks.main and self.config.run.sample_tokens:
+            with self.pause():
+                try:
+                    text = self.the_job.sample()
+                except UserError as error:  # such as logits that are not finite, which the guard will see
+                    self.say(str(error))
+                else:
+                    self.write("sample", prompt=self.config.run.sample_prompt, text=text)
+
+    def save(self) -> None:
+        """A checkpoint, written while training goes on; `seconds` is how long training stood still for it."""
+        job, began = self.the_job, time.monotonic()
+        if self.saver is None:
+            return
+        tensors, plain = job.pack(dumps(self.config), self.seconds)
+        self.saver.save(job.done, tensors=tensors, plain=plain)
+        self.write("save", path=f"{CHECKPOINTS}/step-{job.done:08d}", seconds=round(time.monotonic() - began, 3))
+        self.status("running")
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Time that is not counted as training."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.paused += time.monotonic() - began
+
+    @contextmanager
+    def profiler(self) -> Iterator[Any]:
+        """A function to call after each step, while torch.profiler watches those of `run.profile`."""
+        job, window = self.the_job, self.config.run.profile
+        if not window or not self.ranks.main or job.done >= window[0]:
+            yield lambda: None
+            return
+        quiet = window[0] - 1 - job.done
+        rounds = torch.profiler.schedule(
+            wait=max(quiet - 1, 0), warmup=min(quiet, 1), active=window[1] - window[0] + 1, repeat=1
+        )
+        path = self.folder / f"profile-{window[0]}-{window[1]}.json"
+        with torch.profiler.profile(
+            schedule=rounds, on_trace_ready=lambda found: found.export_chrome_trace(str(path))
+        ) as found:
+            yield found.step
+
+    # The end -----------------------------------------------------------------------------------------------------------
+
+    def interrupted(self, received: str) -> Outcome:
+        """After a signal: save, and say so."""
+        self.save()
+        if self.saver is not None:
+            self.saver.wait()
+        code: Literal[130, 143] = 143 if received == "SIGTERM" else 130
+        return self.end(code, "signal", f"{received} came; step {self.the_job.done} was saved.", "interrupted")
+
+    def end(
+        self,
+        code: Literal[0, 3, 130, 143],
+        how: Literal["done", "guard", "signal"],
+        why: str,
+        state: Literal["done", "stopped", "interrupted"],
+    ) -> Outcome:
+        """The last lines, and the last checkpoint of a run that is done."""
+        job = self.the_job
+        if how == "done":
+            self.evaluate()
+            if not self.saved(job.done):
+                self.save()
+            if self.saver is not None:
+                self.saver.wait()
+        loss, bits = (None, None) if self.evaluation is None else self.evaluation[1][:2]
+        self.write("end", how=how, loss=loss, bits_per_byte=bits, text=why)
+        self.status(state, why)
+        return Outcome(code, how, why, job.done, loss, bits, self.unigram, self.seconds, self.folder)
+
+    def saved(self, step: int) -> bool:
+        """Whether a checkpoint of this step is there already, as when a run that was done is resumed."""
+        return (self.folder / CHECKPOINTS / f"step-{step:08d}").exists()
+
+    def failed(self, error: BaseException) -> None:
+        """An error ends the run: the folder says which."""
+        if self.job is None:
+            return
+        why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        with suppress(UserError, ValueError, OSError):  # the disk may be what failed
+            self.status("failed", why.strip() or type(error).__name__)
+
+    # Small things ------------------------------------------------------------------------------------------------------
+
+    @property
+    def the_job(self) -> Job:
+        """The job, once it is built."""
+        assert self.job is not None
+        return self.job
+
+    @property
+    def seconds(self) -> float:
+        """Since the run began, all lives together."""
+        return self.the_job.time + time.monotonic() - self.began
+
+    def write(self, kind: str, *, step: int | None = None, **values: Any) -> None:
+        if self.metrics is not None:
+            self.metrics.write(kind, self.the_job.done if step is None else step, self.seconds, **values)
+
+    def say(self, text: str) -> None:
+        if self.progress is not None:
+            self.progress.say(text)
+
+    def status(self, state: Literal["running", "done", "stopped", "interrupted", "failed"], why: str = "") -> None:
+        if self.ranks.main:
+            Status(state=state, step=self.the_job.done, why=why).save(self.folder)
+
+
+# The folder -----------------------------------------------------------------------------------------------------------
+
+
+def _claim(folder: Path, now: Config, resume: bool, ranks: Ranks) -> None:
+    """Take a new folder for a run, or one whose run is resumed, and write the config; nothing is ever overwritten."""
+    there = bool(ranks.agree(int((folder / CONFIG).is_file())))
+    if resume and not there:
+        raise UserError(
+            f"There is no run in {str(folder)!r} to resume: start it without --resume, or name its folder by run.out."
+        )
+    if resume:
+        check_changes(config.load(folder / CONFIG), now, 0)  # what no step allows; the checkpoint says the rest
+        return
+    if there:
+        raise UserError(
+            f"The folder {str(folder)!r} has a run already, and nothing is overwritten: go on with --resume, or name another "
+            "folder, as in --set run.out=runs/second."
+        )
+    if ranks.main:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if any(folder.iterdir()):
+                raise UserError(
+                    f"The folder {str(folder)!r} has other files already: name another, as in --set run.out=runs/second."
+                )
+        except OSError as error:
+            raise UserError(f"The run's folder {str(folder)!r} cannot be made: {error}.") from None
+        _write(folder / CONFIG, dumps(now).encode())
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        files.replace(path, data)
+    except OSError as error:
+        raise UserError(f"{str(path)!r} cannot be written: {error}.") from None
+
+
+def _conversion(job: Job) -> dict[str, Any]:
+    return {
+        "layers": [
+            {
+                "name": layer.name,
+                "precision": str(layer.precision),
+                "engine": ", ".join(dict.fromkeys(layer.engines)),
+                "share": layer.share,
+            }
+            for layer in job.conversion.layers
+        ],
+        "left": [{"name": module.name, "why": module.reason} for module in job.conversion.left_alone],
+    }
+
+
+def _to_host(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """A copy on the host, and when it will be there: nobody waits."""
+    if not numbers.is_cuda:
+        return numbers, None
+    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers, non_blocking=True)
+    return host, torch.cuda.current_stream(numbers.device).record_event()
