@@ -1,6 +1,7 @@
 """`dither eval`: the held-out loss of a checkpoint or a Hugging Face model, also after its weights were cast."""
 
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from dither.errors import UserError
 from dither.evaluate.perplexity import Perplexity, perplexity
 from dither.nn.deploy import Deployment, deploy, weight_cast
 from dither.precision import Cast, LayerPrecision, Plan
-from dither.train import checkpoint
+from dither.train import checkpoint, files
 from dither.train.config import Config, Data, Model, Run, loads
 from dither.train.distributed import Ranks, joined
 from dither.train.job import Job, open_corpus
@@ -103,6 +104,7 @@ def run(
     with ExitStack() as stack:
         ranks = stack.enter_context(joined(device))
         job, step, name, corpus = stack.enter_context(_opened(Path(model), data, sequence, ranks))
+        text = ", ".join(data or corpus.sources)
 
         def measure(of: nn.Module) -> Perplexity:
             batch = max(1, job.config.data.batch // job.parts)
@@ -111,7 +113,7 @@ def run(
                 return perplexity(of, corpus.held_out, length, count=sequences or None, batch=batch)
 
         if cast is None:
-            return Evaluated(name, step, ", ".join(corpus.sources), measure(job.model), None, None)
+            return Evaluated(name, step, text, measure(job.model), None, None)
         measured: list[Perplexity] = []
 
         def loss(of: nn.Module) -> float:
@@ -119,7 +121,7 @@ def run(
             return measured[-1].loss
 
         done = deploy(job.model, Plan(default=LayerPrecision(weight=cast)), evaluate=loss)
-        return Evaluated(name, step, ", ".join(corpus.sources), measured[0], done, measured[1])
+        return Evaluated(name, step, text, measured[0], done, measured[1])
 
 
 @contextmanager
@@ -167,8 +169,12 @@ def _checkpoint(path: Path) -> Path:
 
 
 def _config_of(path: Path) -> Config:
-    _, plain = checkpoint.load(path)
-    others = plain.get("others")
+    """The config that a checkpoint was trained with; `Job.restore` will check every hash, this one's too."""
+    try:
+        plain, _ = files.read_json(path / checkpoint.PLAIN)
+    except files.Refused as error:
+        raise UserError(f"The checkpoint {str(path)!r} is refused: {error}.") from None
+    others = plain.get("others") if isinstance(plain, dict) else None
     text = others.get("config") if isinstance(others, dict) else None
     if not isinstance(text, str):
         raise UserError(f"The checkpoint {str(path)!r} was not made by `dither train`: it has no config.")
@@ -192,11 +198,11 @@ def _other(data: tuple[str, ...], folder: Path, tokenizer: Tokenizer, whole: boo
 
 
 def _plain(found: Perplexity) -> dict[str, Any]:
-    return {**asdict(found), "perplexity": found.perplexity}
+    return {**asdict(found), "perplexity": found.perplexity if math.isfinite(found.perplexity) else None}
 
 
 def _json(found: Evaluated) -> str:
-    return json.dumps(found.to_dict(), indent=1)
+    return json.dumps(found.to_dict(), indent=1, allow_nan=False)
 
 
 def _print(found: Evaluated, cast: str | None) -> None:

@@ -14,8 +14,8 @@ from dither.nn.deploy import evaluating
 class Perplexity:
     """What a model makes of a text.
 
-    >>> Perplexity(loss=math.log(8), bits_per_byte=3.0, tokens=1000).perplexity
-    8.0
+    >>> Perplexity(loss=0.0, bits_per_byte=0.0, tokens=1000).perplexity  # a model that knows the text by heart
+    1.0
     """
 
     loss: float
@@ -28,7 +28,7 @@ class Perplexity:
     @property
     def perplexity(self) -> float:
         """e to the loss: infinite where that is too large for a number."""
-        return math.inf if self.loss > 700 else round(math.exp(self.loss), 12)
+        return math.inf if self.loss > 700 else math.exp(self.loss)
 
 
 def perplexity(model: nn.Module, tokens: Tokens, sequence: int, *, count: int | None = None, batch: int = 16) -> Perplexity:
