@@ -31,7 +31,7 @@ NOISES = {"gaussws": "rounded_normal", "diffq": "uniform"}
 """Samplings by the names of their papers."""
 
 BASE = Config(
-    data=Data(sequence=128, batch=8),
+    data=Data(sequence=128, batch=4),
     optim=Optim(lr=3e-3),
     run=Run(steps=100, eval_every=50, sample_every=0, save_every=50, log_every=5, out="runs/compare"),
 )

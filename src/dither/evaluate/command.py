@@ -101,6 +101,7 @@ def run(
         raise UserError(
             f"An evaluation takes sequences of at least 1 token, and 0 or more of them, not {sequence}, {sequences}."
         )
+    Run(device=device)  # which checks it
     with ExitStack() as stack:
         ranks = stack.enter_context(joined(device))
         job, step, name, corpus = stack.enter_context(_opened(Path(model), data, sequence, ranks))
