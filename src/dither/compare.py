@@ -31,9 +31,9 @@ NOISES = {"gaussws": "rounded_normal", "diffq": "uniform"}
 """Samplings by the names of their papers."""
 
 BASE = Config(
-    data=Data(sequence=128, batch=4),
-    optim=Optim(lr=3e-3),
-    run=Run(steps=100, eval_every=50, sample_every=0, save_every=50, log_every=5, out="runs/compare"),
+    data=Data(sequence=128, batch=8),
+    optim=Optim(lr=2e-3),
+    run=Run(steps=80, eval_every=40, sample_every=0, save_every=40, log_every=5, out="runs/compare"),
 )
 """What is run where no config is given: `NAMES` on the tiny Llama take under ten minutes on two CPU cores."""
 
