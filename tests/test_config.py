@@ -104,9 +104,9 @@ def test_every_field_has_a_sentence_a_type_and_its_default():
     expected = {prefix + each.name for prefix, cls in classes.items() for each in dataclasses.fields(cls)}
     assert set(found) == expected - {"precision.sampling"}
     assert all(each.sentence.endswith(".") and each.type for each in found.values())
-    assert found["optim.lr"] == ("optim.lr", "float", 1e-3, "The learning rate at its highest.")
+    assert found["optim.min_lr"] == ("optim.min_lr", "float", 0.0, "Where cosine and wsd end.")
     assert found["optim.schedule"].type == "cosine | wsd | constant"
-    assert "# The learning rate at its highest.\nlr = 0.001\n" in dumps(Config(), comments=True)
+    assert "# Where cosine and wsd end.\nmin_lr = 0.0\n" in dumps(Config(), comments=True)
 
 
 def test_what_may_be_absent_is_absent_by_default():
@@ -184,7 +184,7 @@ MISTAKES = [
     ("[optim]\nlr = [1]", "optim.lr is a finite number"),
     ("[optim]\nlr = {a = 1}", "optim.lr is a finite number"),
     ("[optim]\nlr = 1\nlr = 2", "not TOML"),
-    ("[optim]\nmin_lr = 1", "optim.min_lr is a number of at least 0 and at most 0.001"),
+    ("[optim]\nmin_lr = 1", "optim.min_lr is a number of at least 0 and at most 0.003"),
     ("[optim]\nbetas = [0.9]", "optim.betas is a list of two numbers"),
     ("[optim]\nbetas = 0.9", "optim.betas is a list of two numbers"),
     ("[optim]\nbetas = [0.9, 1.0]", "each of optim.betas is a number of at least 0 and below 1"),

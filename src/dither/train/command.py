@@ -16,15 +16,20 @@ from dither.train.loop import CONFIG, Outcome
 from dither.train.loop import train as run
 from dither.train.progress import Progress, duration
 
+Words = tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]]
+"""Words after an option, which may come several times."""
+
+Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
+
 
 def train(
     file: Annotated[str | None, tyro.conf.arg(metavar="[RUN.toml]", help_behavior_hint="(default: the tiny Llama)")] = None,
     /,
-    data: tuple[str, ...] = (),
-    set: tuple[str, ...] = (),
-    resume: bool = False,
-    out: str | None = None,
-    fields: bool = False,
+    data: Annotated[Words, tyro.conf.arg(metavar="SOURCE ...", help_behavior_hint="")] = (),
+    set: Annotated[Words, tyro.conf.arg(metavar="SECTION.FIELD=VALUE ...", help_behavior_hint="")] = (),
+    resume: Switch = False,
+    out: Annotated[str | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None,
+    fields: Switch = False,
 ) -> int:
     """Train a language model: data, model, precision and the rest come from a TOML file, from --set, or from defaults.
 
@@ -43,7 +48,7 @@ def train(
     if fields:
         print_fields()
         return 0
-    config = resolve(file, data=data, settings=set, resume=resume, out=out)
+    config = resolve(file, data=sum(data, ()), settings=sum(set, ()), resume=resume, out=out)
     with Progress(sys.stdout, steps=config.run.steps) as progress:
         outcome = run(config, resume=resume, command=sys.argv, progress=progress)
         progress.say(summary(outcome))

@@ -115,11 +115,14 @@ def joined(device: str) -> Iterator[Ranks]:
     if world == 1:
         yield Ranks(place)
         return
-    dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=TIMEOUT)
+    ours = not dist.is_initialized()  # else the caller's group serves, and is the caller's to end
+    if ours:
+        dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=TIMEOUT)
     try:
         yield Ranks(place, dist.get_rank(), world)
     finally:
-        dist.destroy_process_group()
+        if ours:
+            dist.destroy_process_group()
 
 
 def _number(name: str, default: int) -> int:

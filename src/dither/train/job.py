@@ -17,6 +17,7 @@ from dither.evaluate.perplexity import summed_loss
 from dither.models import CausalLM, build, compile_blocks, generate, hf, preset
 from dither.nn import Linear, apply, bitwidth_loss, convert, effective_precision, param_groups, training_step
 from dither.optim import roles, training
+from dither.random import Stream
 from dither.train import checkpoint
 from dither.train.config import Config, fixed_changes, loads, schedule
 from dither.train.distributed import Ranks
@@ -119,6 +120,8 @@ class Job:
         self.loss_ema: float | None = None
         self.time = 0.0
         """Seconds that the lives before this one trained."""
+        # Torch's generators, which only dropout draws from, start each step anew: no rank need keep what it had drawn.
+        self._dropout = Stream(config.run.seed, "torch", f"rank {ranks.rank}").key
         self._sound = torch.ones((), dtype=torch.bool, device=ranks.device)
 
     def _held_out_count(self) -> int | None:
@@ -149,6 +152,7 @@ class Job:
         optimizer = self.training.optimizer
         for group in optimizer.param_groups:
             group["lr"] = self.lr
+        torch.manual_seed((self._dropout + self.done) % (1 << 63))
         total = self._gradients(batch)
         self.ranks.add_gradients(self.model.parameters())
         self.training.step()
@@ -354,17 +358,22 @@ def _model(config: Config, corpus: Corpus, device: torch.device) -> CausalLM:
             raise UserError(
                 f"model.vocab={config.model.vocab} is less than the tokenizer's {tokens} tokens: raise it, or leave it out."
             )
-        model: CausalLM = build(preset(config.model.size, vocab_size=config.model.vocab or tokens), seed=seed, device=device)
-    else:
-        if config.model.vocab is not None:
-            raise UserError("model.vocab changes presets only: a Hugging Face model has the size that its config says.")
-        model = hf(config.model.hf, seed=seed, device=device, dtype=torch.float32)
-        if model.embedding.num_embeddings < tokens:
-            raise UserError(
-                f"The model {config.model.hf!r} knows {model.embedding.num_embeddings} tokens, and the tokenizer has {tokens}: "
-                "give the model's own tokenizer.json as data.tokenizer."
-            )
-    longest = getattr(model.config, "max_position_embeddings", None)
+        sizes = preset(config.model.size, vocab_size=config.model.vocab or tokens)
+        _check_positions(sizes, sequence)
+        return build(sizes, seed=seed, device=device)
+    if config.model.vocab is not None:
+        raise UserError("model.vocab changes presets only: a Hugging Face model has the size that its config says.")
+    model = hf(config.model.hf, seed=seed, device=device, dtype=torch.float32)
+    if model.embedding.num_embeddings < tokens:
+        raise UserError(
+            f"The model {config.model.hf!r} knows {model.embedding.num_embeddings} tokens, and the tokenizer has {tokens}: "
+            "give the model's own tokenizer.json as data.tokenizer."
+        )
+    _check_positions(model.config, sequence)
+    return model
+
+
+def _check_positions(sizes: Any, sequence: int) -> None:
+    longest = getattr(sizes, "max_position_embeddings", None)
     if longest is not None and sequence > longest:
         raise UserError(f"data.sequence={sequence} is longer than the {longest} positions that the model has.")
-    return model

@@ -2,6 +2,7 @@
 
 import math
 import platform
+import shutil
 import subprocess
 import time
 from collections import deque
@@ -23,7 +24,7 @@ from dither.train.checkpoint import Saver
 from dither.train.config import Config, dumps
 from dither.train.distributed import Ranks, joined
 from dither.train.guard import Signals, Status
-from dither.train.job import Evaluation, Job, Numbers, check_changes, open_corpus, unigram_entropy
+from dither.train.job import TOKENS, Evaluation, Job, Numbers, check_changes, open_corpus, unigram_entropy
 from dither.train.metrics import Metrics, check_trackers, peak_flops
 from dither.train.progress import Progress
 
@@ -32,6 +33,10 @@ CHECKPOINTS = "checkpoints"
 
 SIGNALS = {"SIGINT": 1.0, "SIGTERM": 1024.0}
 """What a rank adds to all ranks' sum when a signal came: the sum tells whether any of them was a SIGTERM."""
+
+
+BEHIND = {"cuda": 1}
+"""Steps that a device is given before the host looks at their numbers: a GPU never waits for the host then."""
 
 
 @dataclass(frozen=True)
@@ -72,16 +77,16 @@ def train(config: Config, *, resume: bool = False, command: Sequence[str] = (), 
     """
     folder = Path(config.run.out)
     check_trackers(config.run.track)
-    with joined(config.run.device) as ranks, Signals() as signals:
+    with joined(config.run.device) as ranks, Signals() as signals, _own_generators(ranks.device):
         _claim(folder, config, resume, ranks)
         run = _Run(config, folder, ranks, signals, progress)
-        try:
-            with ExitStack() as stack:
+        with ExitStack() as stack:
+            try:
                 run.build(stack, command, resume)
                 return run.to_the_end()
-        except BaseException as error:
-            run.failed(error)
-            raise
+            except BaseException as error:
+                run.failed(error, resume)
+                raise
 
 
 class _Run:
@@ -95,8 +100,7 @@ class _Run:
         self.logged_step = 0
         self.evaluation: tuple[int, Evaluation] | None = None
         self.pending: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
-        # A GPU has the next step to do while the host looks at the last one; a CPU would only wait for itself.
-        self.behind = 1 if ranks.device.type == "cuda" else 0
+        self.behind = BEHIND.get(ranks.device.type, 0)
         self.metrics: Metrics | None = None
         self.saver: Saver | None = None
         self.job: Job | None = None
@@ -396,13 +400,21 @@ class _Run:
         """Whether a checkpoint of this step is there already, as when a run that was done is resumed."""
         return (self.folder / CHECKPOINTS / f"step-{step:08d}").exists()
 
-    def failed(self, error: BaseException) -> None:
-        """An error ends the run: the folder says which."""
-        if self.job is None:
+    def failed(self, error: BaseException, resume: bool) -> None:
+        """An error ends the run: the folder says which. A run that never began leaves nothing, and its folder is free again."""
+        if not self.ranks.main:
+            return
+        if self.metrics is None:
+            if not resume:
+                shutil.rmtree(self.folder / TOKENS, ignore_errors=True)
+                with suppress(OSError):
+                    (self.folder / CONFIG).unlink()
+                    self.folder.rmdir()
             return
         why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        with suppress(UserError, ValueError, OSError):  # the disk may be what failed
-            self.status("failed", why.strip() or type(error).__name__)
+        with suppress(UserError):  # the disk may be what failed
+            self.write("end", how="error", loss=None, bits_per_byte=None, text=why)
+            self.status("failed", why)
 
     # Small things ------------------------------------------------------------------------------------------------------
 
@@ -428,6 +440,11 @@ class _Run:
     def status(self, state: Literal["running", "done", "stopped", "interrupted", "failed"], why: str = "") -> None:
         if self.ranks.main:
             Status(state=state, step=self.the_job.done, why=why).save(self.folder)
+
+
+def _own_generators(device: torch.device) -> Any:
+    """Leaves torch's generators, which steps seed, as the caller had them."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 # The folder -----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Metrics of a run: one JSON object a line in a file, always, and whichever trackers were asked for."""
 
-import importlib
 import json
 import math
 import os
@@ -13,9 +12,6 @@ import torch
 from dither.errors import UserError
 
 FILE = "metrics.jsonl"
-
-PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
-"""What has to be installed for each tracker."""
 
 PEAKS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
 """BF16 FLOP/s of dense products by a part of the GPU's name, as its maker states them."""
@@ -85,9 +81,7 @@ class Metrics:
             raise UserError(f"The metrics {str(self.path)!r} cannot be written: {error}.") from None
         for listener in self.listeners:
             listener(line)
-        numbers = {
-            f"{kind}/{key}": value for key, value in values.items() if type(value) in (int, float) and math.isfinite(value)
-        }
+        numbers = {f"{kind}/{key}": line[key] for key in values if type(line[key]) in (int, float)}
         for log, _ in self._trackers if numbers else ():
             log(numbers, step)
 
@@ -116,10 +110,20 @@ def check_trackers(track: Sequence[str]) -> None:
 
 def _package(tracker: str) -> Any:
     try:
-        return importlib.import_module("torch.utils.tensorboard" if tracker == "tensorboard" else tracker)
+        if tracker == "tensorboard":
+            from torch.utils import tensorboard
+
+            return tensorboard
+        if tracker == "wandb":
+            import wandb
+
+            return wandb
+        import trackio
+
+        return trackio
     except ImportError:
         raise UserError(
-            f"run.track has {tracker!r}, whose package is not installed: pip install {PACKAGES[tracker]}, or leave it out."
+            f"run.track has {tracker!r}, whose package is not installed: pip install {tracker}, or leave it out."
         ) from None
 
 

@@ -1,0 +1,149 @@
+"""`dither train`: which config its arguments mean, what it prints, its exit codes, and mistakes of one line."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from dither import UserError, cli
+from dither.train import config as configs
+from dither.train.command import resolve
+from dither.train.config import Config, describe
+from dither.train.progress import Progress
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(60):
+        (folder / f"{number}.txt").write_text(f"{number} bottles of beer on the wall, take {number % 7} down. " * 5)
+    return folder
+
+
+SMALL = ("data.sequence=16", "data.batch=4", "run.steps=2", "run.log_every=1", "run.eval_sequences=2", "run.device=cpu")
+
+
+def test_a_run_from_the_command_line(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Settings may stand together or apart; the end says what was reached, beside what no context reaches, and where."""
+    out = tmp_path / "run"
+    code = cli.main(["train", "--data", str(text), "--out", str(out), "--set", *SMALL[:3], "--set", *SMALL[3:]])
+    said = capsys.readouterr()
+    assert (code, said.err) == (0, "")
+    lines = said.out.splitlines()
+    assert re.fullmatch(r"[\d,]+ parameters, [\d,]+ tokens to train on, [\d,]+ held out, on cpu\.", lines[1])
+    assert re.fullmatch(r"step 1/2  loss \d\.\d{4}  ema \d\.\d{4}  lr \d\.\d\de-\d\d  [\d,]+ tok/s  \d+s left", lines[2])
+    assert lines[-5] == "All 2 steps are done."
+    assert re.fullmatch(r"held-out loss    \d\.\d{4} nats a token, \d\.\d{3} bits a byte", lines[-4])
+    assert re.match(r"unigram entropy  \d\.\d{4} nats, \d\.\d{3} bits", lines[-3])
+    assert lines[-2].startswith(f"folder           {out} after 2 steps in ")
+    assert lines[-1] == f"report           dither report {out}"
+
+    assert cli.main(["train", "--data", str(text), "--out", str(out), "--set", *SMALL]) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert cli.main(["train", "--resume", "--out", str(out), "--set", "optim.schedule=constant", "run.steps=3"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("dither: error: A run cannot be resumed with another optim.schedule from cosine to constant")
+    assert cli.main(["train", "--resume", "--out", str(out)]) == 0
+    assert "Going on from step 2." in capsys.readouterr().out
+
+
+def test_which_config_is_meant(tmp_path: Path) -> None:
+    """Defaults, then the file or the run's own config, then --data and --out, then --set."""
+    given = {"data": (), "settings": (), "resume": False, "out": None}
+    assert resolve(None, **given) == Config()
+    file = tmp_path / "run.toml"
+    file.write_text("[optim]\nlr = 1e-4\n[run]\nsteps = 7\nout = 'elsewhere'\n")
+    found = resolve(str(file), **given | {"settings": ("run.steps=9",), "data": ("a b.txt", 'c".txt'), "out": str(tmp_path)})
+    assert (found.optim.lr, found.run.steps, found.run.out) == (1e-4, 9, str(tmp_path))
+    assert found.data.sources == ("a b.txt", 'c".txt')
+    (tmp_path / "config.toml").write_text(configs.dumps(found))
+    for where in ({"out": str(tmp_path)}, {"settings": (f"run.out={tmp_path}",)}):
+        again = resolve(None, **given | {"resume": True} | where)
+        assert again == found
+    # A folder that was moved is where it is now, not where it says it was.
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "config.toml").rename(tmp_path / "moved" / "config.toml")
+    assert resolve(None, **given | {"resume": True, "out": str(tmp_path / "moved")}).run.out == str(tmp_path / "moved")
+    with pytest.raises(UserError, match="There is no run in"):
+        resolve(None, **given | {"resume": True, "out": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "optim.lrr=1"], "did you mean 'lr'"),
+        (["--set", "optim.lr"], "A setting is written section.field=value"),
+        (["missing.toml"], "The config 'missing.toml' cannot be read"),
+        (["--data", "nowhere.txt"], "nowhere.txt"),
+        (["--resume"], "There is no run in"),
+        (["--set", "run.device=gpu"], "run.device is auto, cpu, cuda"),
+        (["--set", "run.track=['mlflow']"], "There is no run.track='mlflow'"),
+        (["--set", "run.profile=[3]"], "run.profile is a first and a last step"),
+        (["--set", "run.profile=[3, 9999]"], "run.profile is a first and a last step"),
+        (["--set", "precision.mode=fp16", "precision.recipe=bf16-o2"], "is trained otherwise than precision.mode"),
+    ],
+)
+def test_mistakes_are_one_line_and_code_2(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("dither: error: ")
+    assert message in line
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_fields_lists_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--fields"]) == 0
+    said = capsys.readouterr().out
+    for field in describe():
+        (line,) = [line for line in said.splitlines() if line.split()[:1] == [field.path]]
+        assert line.endswith(field.sentence)
+
+
+def test_a_terminal_has_one_live_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """The line of a step replaces the one before; other lines stay."""
+
+    class Terminal:
+        encoding = "utf-8"
+
+        def __init__(self) -> None:
+            self.text = ""
+
+        def write(self, text: str) -> int:
+            self.text += text
+            return len(text)
+
+        def flush(self) -> None: ...
+
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    numbers = {"loss": 2.0, "loss_ema": 2.5, "lr": 1e-3, "tokens": 1000, "tokens_per_s": 100.0, "mfu": 0.401, "skipped": 0}
+    with Progress(screen, steps=30) as progress:  # type: ignore[arg-type]
+        for step in (10, 20):
+            progress.show({"kind": "train", "step": step, **numbers, "tokens": 100 * step})
+        progress.say("A sentence.")
+    assert "step 20/30  loss 2.0000  ema 2.5000  lr 1.00e-03  100 tok/s  MFU 40.1%  10s left" in screen.text
+    assert "\x1b[2K" in screen.text  # the line before was wiped
+    assert "A sentence.\n" in screen.text
+
+
+def test_help_names_the_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["train", "--help"])
+    words = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for phrase in ("`dither train --fields` lists every field", "--resume", "Exit codes: 0 done, 2 a mistake", "RUN.toml"):
+        assert phrase in words
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

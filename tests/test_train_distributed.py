@@ -1,0 +1,138 @@
+"""Training by two processes (gloo): the same data and the same numbers as one, within the order of additions."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from dither import UserError
+from dither.train import Config, Status, checkpoint, train
+from dither.train import config as configs
+from dither.train.distributed import TIMEOUT, Ranks
+from dither.train.job import Job
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo"),
+]
+
+STEPS = 6
+
+DELAYED = ("precision.recipe=fp8-delayed", "run.steps=2", "run.eval_every=0", "run.eval_sequences=1")
+
+
+def settings(text: Path, out: Path, *more: str) -> Config:
+    small = ["data.sequence=16", "data.batch=4", f"run.steps={STEPS}", "run.eval_every=3", "run.sample_every=0"]
+    small += ["run.log_every=1", "run.save_every=3", "run.keep_last=9", "run.eval_sequences=3", "run.device=cpu"]
+    # With a large eps the update is nearly proportional to the gradient, so that a rounding stays as small as it was.
+    small += ["optim.eps=1.0", "optim.lr=0.1", "data.micro_batch=2"]
+    return configs.override(Config(), [f'data.sources=["{text}"]', f'run.out="{out}"', *small, *more])
+
+
+def _rank(rank: int, port: int, folder: Path) -> None:
+    """All that two processes do here, one after the other: starting them takes longest."""
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    text = folder / "text"
+    assert train(settings(text, folder / "two")).step == STEPS
+    assert train(settings(text, folder / "resumed"), resume=True).step == STEPS
+    delayed = train(settings(text, folder / "two delayed", *DELAYED))
+    original = Job.step
+
+    def signalled(self: Job, *arguments: Any) -> torch.Tensor:
+        if rank == 1 and self.done == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, *arguments)
+
+    Job.step = signalled  # type: ignore[method-assign]
+    outcome = train(settings(text, folder / "signalled"))
+    (folder / f"outcome-{rank}.json").write_text(json.dumps([outcome.code, outcome.step, delayed.loss]))
+    try:
+        train(settings(text, folder / "odd", "data.batch=3", "data.micro_batch=1"))
+    except UserError as error:
+        (folder / f"refused-{rank}.txt").write_text(str(error))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "text").mkdir()
+    for number in range(60):
+        (folder / "text" / f"{number}.txt").write_text(f"{number} bottles of beer on the wall, take {number % 7} down. " * 5)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    train(settings(folder / "text", folder / "one"))
+    train(settings(folder / "text", folder / "one delayed", *DELAYED))
+    torch.set_num_threads(threads)
+    shutil.copytree(folder / "one", folder / "resumed")
+    checkpoint.drop(folder / "resumed" / "checkpoints", after=3)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(_rank, (port, folder), nprocs=2)
+    return folder
+
+
+def curve(out: Path, kind: str = "train") -> list[float]:
+    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in {line["step"]: line for line in found if line["kind"] == kind}.values()]
+
+
+@pytest.mark.parametrize("kind", ["train", "eval"])
+def test_two_ranks_are_one(runs: Path, kind: str) -> None:
+    """From the first step on, and resumed by two where one had trained."""
+    one = curve(runs / "one", kind)
+    assert len(one) == (STEPS if kind == "train" else 2)
+    assert one[-1] < one[0] - 0.1
+    # Means of 64 float32 losses near 5, added in another order: a few units of 2^-24 each; six smooth steps keep that small.
+    assert curve(runs / "two", kind) == pytest.approx(one, rel=1e-6)
+    assert curve(runs / "resumed", kind) == pytest.approx(one, rel=1e-6)
+
+
+def test_weights_of_two_ranks(runs: Path) -> None:
+    ours, theirs = (checkpoint.load(runs / name / "checkpoints" / f"step-{STEPS:08d}")[0] for name in ("two", "one"))
+    for name, tensor in theirs.items():
+        if name.startswith("model:"):
+            torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-6, msg=name)
+
+
+def test_histories_of_delayed_scaling_are_shared(runs: Path) -> None:
+    """Each rank saw half of the numbers, and the saved histories are those of all: the largest of both."""
+    ours, theirs = (
+        checkpoint.load(runs / name / "checkpoints" / "step-00000002")[0] for name in ("two delayed", "one delayed")
+    )
+    histories = [name for name in theirs if name.endswith("input_history")]
+    assert histories
+    for name in histories:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=0, msg=name)
+
+
+def test_a_signal_to_one_rank_reaches_all(runs: Path) -> None:
+    first, second = (json.loads((runs / f"outcome-{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second
+    assert first[:2] == [143, 4]  # it came within step 3, and the sum of step 4 told everybody
+    assert Status.load(runs / "signalled") == Status(state="interrupted", step=4, why="SIGTERM came; step 4 was saved.")
+    assert checkpoint.newest(runs / "signalled" / "checkpoints")[0] == runs / "signalled" / "checkpoints" / "step-00000004"
+
+
+def test_a_batch_that_cannot_be_shared(runs: Path) -> None:
+    assert (runs / "refused-0.txt").read_text() == "data.batch=3 cannot be shared evenly by 2 processes: choose a multiple."
+    with pytest.raises(UserError, match="micro_batch=4 does not divide the 6 sequences that each of 2 processes has"):
+        Ranks(torch.device("cpu"), 0, 2).share(12, 4)
+    assert Ranks(torch.device("cpu"), 1, 2).share(12, 6) == 1
+
+
+def test_only_one_rank_writes(runs: Path) -> None:
+    found = [json.loads(line) for line in (runs / "two" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in found if line["kind"] == "train"] == list(range(1, STEPS + 1))
+    assert json.loads((runs / "two" / "environment.json").read_text())["world_size"] == 2
