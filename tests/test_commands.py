@@ -126,6 +126,8 @@ def test_text_for_a_terminal_cannot_steer_it(tmp_path, capsys):
     assert r"\x1b[2J\x07" in shown
 
 
+FEW = ("--sequences", "3", "--device", "cpu")
+
 # eval ------------------------------------------------------------------------------------------------------------------
 
 
@@ -142,12 +144,12 @@ def test_a_checkpoint_has_the_loss_that_its_run_told(run, capsys):
 
 def test_weights_are_cast_for_an_evaluation_only(run, capsys):
     before = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
-    found = json.loads(said(capsys, "eval", run.folder, "--cast", "e2m1:block(32)", "--json", "--device", "cpu"))
+    found = json.loads(said(capsys, "eval", run.folder, "--cast", "e2m1:block(32)", *FEW, "--json"))
     assert found["cast"]["bits"] == 4.03125
     assert found["cast"]["loss"] != found["loss"]
-    table = said(capsys, "eval", run.folder, "--cast", "e2m1:block(32)", "--device", "cpu")
+    table = said(capsys, "eval", run.folder, "--cast", "e2m1:block(32)", *FEW)
     assert f"{found['cast']['loss'] - found['loss']:+.4f}" in table
-    exact = json.loads(said(capsys, "eval", run.folder, "--cast", "bf16", "--json", "--device", "cpu"))
+    exact = json.loads(said(capsys, "eval", run.folder, "--cast", "bf16", *FEW, "--json"))
     assert exact["cast"]["loss"] == exact["loss"]  # the weights are bf16 already
     assert {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()} == before
 
@@ -169,9 +171,9 @@ def test_a_folder_of_hugging_face(text, tmp_path, capsys):
     save_pretrained(model, tmp_path / "model")
     assert "has no tokenizer.json" in said(capsys, "eval", tmp_path / "model", "--sequence", "16", code=2)
     shutil.copy(tmp_path / "tokens" / "tokenizer.json", tmp_path / "model")
-    arguments = ("--data", tmp_path / "tokens", "--sequence", "16", "--json", "--device", "cpu")
+    arguments = ("--data", tmp_path / "tokens", "--sequence", "16", *FEW, "--json")
     found = json.loads(said(capsys, "eval", tmp_path / "model", *arguments))
-    expected = perplexity(model, open_tokens(tmp_path / "tokens").held_out, 16, batch=1)
+    expected = perplexity(model, open_tokens(tmp_path / "tokens").held_out, 16, count=3, batch=1)
     assert found["step"] is None
     assert found["loss"] == pytest.approx(expected.loss, rel=1e-5)
 
@@ -283,6 +285,14 @@ def test_a_comparison(text, tmp_path, capsys, monkeypatch):
     assert len(trained) == 4
     assert json.loads((out / "fp32" / "metrics.jsonl").read_text().splitlines()[-1])["loss"] == ends[0]["loss"]
 
+    # One that was killed while it was built has a config and nothing else.
+    for path in (out / "fp32").iterdir():
+        if path.name != "config.toml":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert "go on with --resume" in said(capsys, "compare", "fp32", *arguments, code=2)
+    said(capsys, "compare", "fp32", "--resume", *arguments)
+    assert json.loads((out / "fp32" / "metrics.jsonl").read_text().splitlines()[-1])["loss"] == ends[0]["loss"]
+
 
 def test_mistakes_in_compare_come_before_anything_is_run(text, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(compare, "run", None)
@@ -290,6 +300,7 @@ def test_mistakes_in_compare_come_before_anything_is_run(text, tmp_path, capsys,
     assert "did you mean 'fp8-block'" in said(capsys, "compare", "fp32", "fp8-blok", *out, code=2)
     assert "named twice" in said(capsys, "compare", "fp32", "fp32", *out, code=2)
     assert "optim" in said(capsys, "compare", "fp32", *out, "--set", "optim.learning=1", code=2)
+    assert "would be replaced" in said(capsys, "compare", "fp32", *out, "--set", "precision.mode=o2", code=2)
     assert "nowhere.toml" in said(capsys, "compare", "fp32", *out, "--base", "nowhere.toml", code=2)
     assert not (tmp_path / "out").exists()
 

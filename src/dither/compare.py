@@ -59,6 +59,11 @@ def compare(
         out: The folder of the runs and the report; by default the config's run.out.
         resume: Go on with a comparison that was interrupted.
     """
+    for setting in set:
+        if setting.strip().startswith("precision.") and not setting.strip().startswith("precision.states"):
+            raise UserError(
+                f"The setting {setting!r:.80} would be replaced: in a comparison the names say what the precision is."
+            )
     common = configs.override(BASE if base is None else configs.load(base), set)
     folder = Path(common.run.out) if out is None else out
     jobs = plan(common, names or NAMES, folder)
@@ -158,7 +163,8 @@ def is_done(job: Job, resume: bool) -> bool:
         raise UserError(
             f"The folder {str(job.folder)!r} has a run of another config: name another by --out, or take the change back."
         )
-    if Status.load(job.folder).state in ("done", "stopped"):
+    # A run that was killed while it was built has a config and no status yet.
+    if (job.folder / Status.FILE).exists() and Status.load(job.folder).state in ("done", "stopped"):
         return True
     if not resume:
         raise UserError(
