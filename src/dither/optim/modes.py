@@ -80,9 +80,15 @@ class Training:
             self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def _products(self) -> AbstractContextManager[object]:
-        """How products of 16-bit numbers are computed: by the device, but on a CPU in float32."""
+        """How products of 16-bit numbers are computed: by the device, but on a CPU in float32, which is much faster.
+
+        What is compiled has no place for that: there they are the CPU's own.
+        """
         short = self.mode.parameters in SHORT or self.mode.autocast in SHORT
-        return Float32Products() if self.device.type == "cpu" and short else nullcontext()
+        if self.device.type != "cpu" or not short:
+            return nullcontext()
+        compiled = any(module._compiled_call_impl is not None for module in self.model.modules())
+        return nullcontext() if compiled else Float32Products()
 
     def step(self) -> None:
         """Update the weights, drop the gradients, adjust the loss scale."""
