@@ -9,10 +9,14 @@ from typing import Annotated
 import tyro
 
 from dither import doctor
+from dither.compare import compare
+from dither.data.command import data
 from dither.errors import UserError
+from dither.evaluate.command import evaluate
 from dither.formats import TABLE, Format
+from dither.report.command import report
 from dither.snip import command as plans
-from dither.train import command
+from dither.train.command import train
 
 SHORT = 8
 """Formats of up to this many bits are listed whole."""
@@ -48,7 +52,11 @@ def check_machine(elements: int = doctor.ELEMENTS) -> int:
 
 
 COMMANDS: dict[str, Callable[..., int]] = {
-    "train": command.train,
+    "train": train,
+    "compare": compare,
+    "eval": evaluate,
+    "data": data,
+    "report": report,
     "plan": plans.plan,
     "plan-show": plans.show,
     "plan-diff": plans.diff,

@@ -5,7 +5,7 @@ float32 masters), plain bfloat16, and bfloat16 with stochastic rounding.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from dither.layout import storage_dtype
 from dither.nn.guidance import bitwidth_groups, sampling_parameters
 from dither.optim.adam_mini import AdamMini
 from dither.optim.adamw import AdamW
+from dither.optim.products import SHORT, Float32Products
 from dither.optim.roles import Role
 from dither.precision import Plan
 from dither.recipes import recipe
@@ -70,12 +71,24 @@ class Training:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Around the forward pass and the loss."""
-        with torch.autocast(self.device.type, self.mode.autocast, enabled=self.mode.autocast is not None):
+        with self._products(), torch.autocast(self.device.type, self.mode.autocast, enabled=self.mode.autocast is not None):
             yield
 
     def backward(self, loss: torch.Tensor) -> None:
         """Gradients of the loss, scaled where the mode says so."""
-        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        with self._products():
+            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+
+    def _products(self) -> AbstractContextManager[object]:
+        """How products of 16-bit numbers are computed: by the device, but on a CPU in float32, which is much faster.
+
+        What is compiled has no place for that: there they are the CPU's own.
+        """
+        short = self.mode.parameters in SHORT or self.mode.autocast in SHORT
+        if self.device.type != "cpu" or not short:
+            return nullcontext()
+        compiled = any(module._compiled_call_impl is not None for module in self.model.modules())
+        return nullcontext() if compiled else Float32Products()
 
     def step(self) -> None:
         """Update the weights, drop the gradients, adjust the loss scale."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dither.data import Batch, Corpus, Loader, held_out, is_prepared, load_tokenizer, open_tokens, prepare
 from dither.data.text import STDLIB
 from dither.errors import UserError
+from dither.evaluate.perplexity import summed_loss
 from dither.models import CausalLM, build, compile_blocks, generate, hf, preset
 from dither.nn import Linear, apply, bitwidth_loss, convert, effective_precision, param_groups, training_step
 from dither.optim import roles, training
@@ -285,11 +286,8 @@ class Job:
         """Mean loss and bits per byte of the held-out windows, of which each rank reads its share."""
         size = max(1, self.config.data.batch // self.ranks.world // self.parts)
         windows = self.held_out.tokens.tensor_split(self.ranks.world)[self.ranks.rank]
-        total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         with self._resting():
-            for part in torch.split(windows, size) if len(windows) else ():
-                batch = Batch(part, 0, 0).to(self.ranks.device)
-                total += self.model(batch.inputs, batch.targets).double() * batch.targets.numel()
+            total = summed_loss(self.model, windows.to(self.ranks.device), size)
         targets = self.held_out.targets
         nats, known = float(self.ranks.add(total)), self.corpus.held_out.exact or self.corpus.held_out.counts is not None
         size_in_bytes = self.corpus.held_out.bytes_of(targets) if known else 0.0

@@ -1,0 +1,303 @@
+"""A run folder, read: what it was asked to do, what it did, and what in the folder is missing or cannot be read.
+
+Nothing that is read is trusted or executed. Files are regular files of bounded size, JSON is strict, and a number that no
+curve can show (NaN, Infinity, beyond 1e30) counts as absent. Imports nothing of `dither.train`: the folder is the contract.
+"""
+
+import json
+import os
+import stat
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from dither.errors import UserError
+from dither.precision import Plan
+
+LARGEST = 64 << 20
+"""The most bytes that are read of a file other than the metrics."""
+
+LARGEST_METRICS = 256 << 20
+"""The most bytes that are read of the metrics: a million lines of training have about as many."""
+
+LONGEST_LINE = 16 << 20
+"""The most bytes of a line of metrics."""
+
+HUGE = 1e30
+"""No figure of a run is as large, and no plot has room for larger ones."""
+
+EVENTS = ("start", "end", "guard", "plan", "save")
+"""Kinds of lines of which each tells something of its own; of the others, the last of a step counts."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer that was converted."""
+
+    name: str
+    precision: str
+    engine: str
+    share: float | None
+    """Its part of the multiplications of all linear layers."""
+
+
+@dataclass(frozen=True)
+class Left:
+    """A module that was left as it was, and why."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder; see `read`."""
+
+    folder: Path
+    name: str
+    config: Mapping[str, Any]
+    """The sections of config.toml; empty where there is none."""
+    config_text: str
+    plan: Plan | None
+    layers: tuple[Layer, ...]
+    left: tuple[Left, ...]
+    environment: Mapping[str, Any]
+    lines: Mapping[str, tuple[Mapping[str, Any], ...]]
+    """Lines of metrics by their kind, in the order of steps; of lines that were written again after a resume, the last."""
+    status: Mapping[str, Any]
+    missing: tuple[str, ...]
+    """Sentences: what is not there, or could not be read."""
+
+    def of(self, kind: str) -> tuple[Mapping[str, Any], ...]:
+        """The lines of a kind; none where none were written."""
+        return self.lines.get(kind, ())
+
+    def curve(self, kind: str, y: str, x: str = "step") -> tuple[tuple[float, float], ...]:
+        """Points of a curve: those lines of a kind in which both are numbers."""
+        pairs = ((number(line.get(x)), number(line.get(y))) for line in self.of(kind))
+        return tuple((at, value) for at, value in pairs if at is not None and value is not None)
+
+    def last(self, kind: str, key: str) -> float | None:
+        """The last number of a curve, or None."""
+        points = self.curve(kind, key)
+        return points[-1][1] if points else None
+
+    @property
+    def state(self) -> str:
+        """How it ended, in a few words, by status.json or else by the last line that says so."""
+        states = {
+            "running": "running, or killed",
+            "done": "done",
+            "stopped": "stopped by the guard",
+            "interrupted": "interrupted by a signal",
+            "failed": "failed",
+        }
+        ends = {"done": "done", "guard": "stopped by the guard", "signal": "interrupted by a signal", "error": "failed"}
+        how = self.of("end")[-1].get("how") if self.of("end") else None
+        return states.get(_text(self.status.get("state")), "") or ends.get(_text(how), "") or "not known"
+
+    @property
+    def steps(self) -> int:
+        """How many steps were done, as far as the folder tells."""
+        steps = [self.status.get("step"), *(line["step"] for kind in ("train", "eval", "end") for line in self.of(kind)[-1:])]
+        return max((step for step in steps if type(step) is int and 0 <= step < HUGE), default=0)
+
+
+def number(value: object) -> float | None:
+    """`value` where it is a finite number of a size that a figure may have.
+
+    >>> number(3), number(True), number("3"), number(10**400), number(float("nan"))
+    (3.0, None, None, None, None)
+    """
+    if type(value) not in (int, float) or not abs(value) <= HUGE:  # type: ignore[arg-type]
+        return None
+    return float(value)  # type: ignore[arg-type]
+
+
+def read(folder: str | Path) -> Run:
+    """The run in a folder. A folder that is no run is a UserError; what a run lacks is a sentence in `missing`.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> _ = (folder / "metrics.jsonl").write_text('{"kind": "eval", "step": 100, "time": 9.5, "loss": 2.25}\\n')
+    >>> run = read(folder)
+    >>> run.curve("eval", "loss"), run.missing[0]
+    (((100.0, 2.25),), 'config.toml is missing.')
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"There is no run {str(folder)!r}: a run is the folder that `dither train` wrote.")
+    if not any(os.path.lexists(folder / name) for name in ("config.toml", "metrics.jsonl")):
+        raise UserError(f"The folder {str(folder)!r} is no run: it has neither config.toml nor metrics.jsonl.")
+    missing: list[str] = []
+    text, config = _config(folder, missing)
+    plan = _plan(folder, missing)
+    layers, left = _conversion(folder, missing)
+    environment = _object(folder, "environment.json", missing)
+    lines = _metrics(folder, missing)
+    status = _object(folder, "status.json", missing)
+    name = folder.name or folder.resolve().name
+    frozen = (MappingProxyType(each) for each in (environment, lines, status))
+    env, kinds, state = frozen
+    return Run(folder, name, MappingProxyType(config), text, plan, layers, left, env, kinds, state, tuple(missing))
+
+
+def read_all(folders: Sequence[str | Path]) -> tuple[Run, ...]:
+    """Several runs, under names that tell them apart: those of their folders, with as many of the folders above as it takes."""
+    if not folders:
+        raise UserError("A report is about one run or more: name their folders.")
+    paths = [Path(folder).resolve() for folder in folders]
+    if len(set(paths)) < len(paths):
+        twice = next(path for path in paths if paths.count(path) > 1)
+        raise UserError(f"The run {str(twice)!r} is named twice: name each once.")
+    for depth in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(names):
+            break
+    runs = (read(folder) for folder in folders)
+    return tuple(Run(**{**vars(run), "name": name}) for run, name in zip(runs, names, strict=True))
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+class _UnreadableError(Exception):
+    """Why a file is not read; a clause without its name and without a full stop."""
+
+
+def _bytes(path: Path, most: int) -> bytes:
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise _UnreadableError("is missing") from None
+    except OSError as error:
+        raise _UnreadableError("is a link" if path.is_symlink() else f"cannot be opened ({error.strerror})") from None
+    with os.fdopen(handle, "rb") as file:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise _UnreadableError("is not a regular file")
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise _UnreadableError(f"has more than {most >> 20} MiB")
+    return data
+
+
+def _json(data: bytes) -> Any:
+    """Strict JSON: no NaN, no key twice."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ValueError("a key stands twice in one object")
+        return found
+
+    def never(word: str) -> Any:
+        raise ValueError(f"{word} is no number")
+
+    try:
+        return json.loads(data.decode(), object_pairs_hook=once, parse_constant=never)
+    except RecursionError:
+        raise _UnreadableError("is not JSON: it has too many levels") from None
+    except ValueError as error:  # of JSON, of UTF-8, of an integer of 4300 digits
+        raise _UnreadableError(f"is not JSON: {str(error).splitlines()[0]}") from None
+
+
+def _object(folder: Path, name: str, missing: list[str]) -> dict[str, Any]:
+    """A file that holds an object; an empty one, and a sentence, where it does not."""
+    try:
+        found = _json(_bytes(folder / name, LARGEST))
+        if not isinstance(found, dict):
+            raise _UnreadableError("is JSON, but not an object")
+        return found
+    except _UnreadableError as error:
+        missing.append(f"{name} {error}.")
+        return {}
+
+
+def _config(folder: Path, missing: list[str]) -> tuple[str, dict[str, Any]]:
+    text = ""
+    try:
+        text = _bytes(folder / "config.toml", LARGEST).decode()
+        return text, tomllib.loads(text)
+    except _UnreadableError as error:
+        missing.append(f"config.toml {error}.")
+    except RecursionError:
+        missing.append("config.toml is not TOML: it has too many levels.")
+    except (ValueError, TypeError, AttributeError) as error:
+        missing.append(f"config.toml is not TOML: {str(error).splitlines()[0]}.")
+    return text, {}
+
+
+def _plan(folder: Path, missing: list[str]) -> Plan | None:
+    found = _object(folder, "plan.json", missing)
+    try:
+        return Plan.from_dict(found) if found else None
+    except UserError as error:
+        missing.append(f"plan.json is no plan: {error}")
+        return None
+
+
+def _conversion(folder: Path, missing: list[str]) -> tuple[tuple[Layer, ...], tuple[Left, ...]]:
+    found = _object(folder, "conversion.json", missing)
+    layers, left = (
+        [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries := found.get(key), list) else []
+        for key in ("layers", "left")
+    )
+    return (
+        tuple(
+            Layer(_text(each.get("name")), _text(each.get("precision")), _text(each.get("engine")), number(each.get("share")))
+            for each in layers
+        ),
+        tuple(Left(_text(each.get("name")), _text(each.get("why"))) for each in left),
+    )
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""
+
+
+# Metrics --------------------------------------------------------------------------------------------------------------
+
+
+def _metrics(folder: Path, missing: list[str]) -> dict[str, tuple[Mapping[str, Any], ...]]:
+    try:
+        data = _bytes(folder / "metrics.jsonl", LARGEST_METRICS)
+    except _UnreadableError as error:
+        missing.append(f"metrics.jsonl {error}.")
+        return {}
+    found: dict[str, dict[object, Mapping[str, Any]]] = {}
+    broken: list[str] = []
+    for place, line in enumerate(_parsed(data, broken)):
+        kind, step = line["kind"], line["step"]
+        # A line that is written again after a resume stands in the place of the first.
+        found.setdefault(kind, {})[place if kind in EVENTS else step] = line
+    if broken:
+        others = f", and {len(broken) - 1:,} other lines" if len(broken) > 1 else ""
+        missing.append(f"metrics.jsonl: {broken[0]}{others}.")
+    return {
+        kind: tuple(lines.values() if kind in EVENTS else sorted(lines.values(), key=lambda line: line["step"]))
+        for kind, lines in found.items()
+    }
+
+
+def _parsed(data: bytes, broken: list[str]) -> Iterator[Mapping[str, Any]]:
+    lines = data.split(b"\n")
+    for at, raw in enumerate(lines, 1):
+        if not raw.strip():
+            continue
+        try:
+            if len(raw) > LONGEST_LINE:
+                raise _UnreadableError(f"has more than {LONGEST_LINE >> 20} MiB")
+            line = _json(raw)
+            if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
+                raise _UnreadableError("is no object with a kind")
+            if type(line.get("step")) is not int or not 0 <= line["step"] < 1 << 53:
+                raise _UnreadableError("has no step")
+        except _UnreadableError as error:
+            # A process that is killed leaves half a line: that is how it should be, and says nothing.
+            if at < len(lines):
+                broken.append(f"line {at} {error}")
+        else:
+            yield line

@@ -1,0 +1,238 @@
+"""Curves of runs as SVG that stands in a page: the page's fonts, the page's colours, light or dark, and no text of a user's.
+
+The same runs give the same bytes: ids come from a fixed salt, and no date is written. Matplotlib draws in black and in marked
+colours, each of which then becomes a variable of the page's style sheet.
+"""
+
+import bisect
+import io
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dither.report.load import Run, number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = 8
+"""Runs that have colours of their own: --c0 to --c7 of the page. Those after them have the same again, dashed."""
+
+MOST_POINTS = 1500
+"""Points of a curve that are drawn: about two for each pixel of its width."""
+
+INK, GRID = "#010203", "#040506"
+"""What becomes var(--muted) and var(--line)."""
+
+Points = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A drawing and what it shows."""
+
+    title: str
+    svg: str
+    about: str = ""
+
+
+@dataclass(frozen=True)
+class _Line:
+    points: Points
+    run: int
+    """Decides colour and dashes."""
+    width: float = 1.3
+    alpha: float = 1.0
+    marker: str = ""
+
+
+def charts(runs: Sequence[Run]) -> tuple[Chart, ...]:
+    """The curves of all runs, each kind in one chart; those for which nothing was written are left out."""
+    about = "Thick: held-out text. Thin: training, averaged over steps."
+    found = []
+    for x, label in (("step", "steps"), ("tokens", "tokens")):
+        lines = [line for index, run in enumerate(runs) for line in _losses(run, index, x, raw=len(runs) == 1)]
+        found.append(_chart(f"Loss over {label}", label, lines, about))
+    for key, title in (
+        ("lr", "Learning rate"),
+        ("grad_norm", "Gradient norm"),
+        ("tokens_per_s", "Tokens a second"),
+        ("memory", "Peak memory, bytes"),
+    ):
+        lines = [_Line(thin(run.curve("train", key)), index) for index, run in enumerate(runs)]
+        found.append(_chart(title, "steps", lines, from_zero=key in ("tokens_per_s", "memory")))
+    return tuple(chart for chart in found if chart is not None)
+
+
+def bitwidth_charts(run: Run, index: int = 0) -> tuple[Chart, ...]:
+    """How a run's bitwidths moved, a line for each layer, and how they are distributed at the end."""
+    steps = [(line["step"], _layers(line)) for line in run.of("bitwidths")]
+    names = dict.fromkeys(name for _, layers in steps for name in layers)
+    curves = [[(float(step), layers[name]["mean"]) for step, layers in steps if name in layers] for name in names]
+    moved = [_Line(thin([(x, y) for x, y in curve if y is not None]), index, 1.0, 0.6) for curve in curves]
+    found = [_chart("Mean bitwidth of each layer", "steps", moved)]
+    bars: dict[float, float] = {}
+    last = list(steps[-1][1].values()) if steps else []
+    for layer in last:
+        for bits, share in layer["histogram"]:
+            bars[bits] = bars.get(bits, 0.0) + share / len(last)
+    found.append(_bars("Bitwidths at the end", "bits", "share of blocks, mean over layers", sorted(bars.items()), index))
+    return tuple(chart for chart in found if chart is not None)
+
+
+def layer_bits(run: Run) -> dict[str, float]:
+    """The mean bitwidth of each layer in the last line that has any."""
+    lines = run.of("bitwidths")
+    found = {name: layer["mean"] for name, layer in _layers(lines[-1]).items()} if lines else {}
+    return {name: mean for name, mean in found.items() if mean is not None}
+
+
+def _layers(line: Any) -> dict[str, dict[str, Any]]:
+    """The layers of a line of bitwidths, of which only numbers are left."""
+    layers = line.get("layers")
+    found = {}
+    for name, each in layers.items() if isinstance(layers, dict) else ():
+        if isinstance(each, dict):
+            pairs = each.get("histogram")
+            bars = [
+                (number(pair[0]), number(pair[1]))
+                for pair in (pairs if isinstance(pairs, list) else [])
+                if isinstance(pair, list) and len(pair) == 2
+            ]
+            shares = [(bits, share) for bits, share in bars if bits is not None and share is not None]
+            found[name] = {"mean": number(each.get("mean")), "histogram": shares}
+    return found
+
+
+def thin(points: Points, most: int = MOST_POINTS) -> Points:
+    """At most about `most` points, among them the lowest and the highest of each stretch: spikes stay.
+
+    >>> thin([(0, 1.0), (1, 9.0), (2, 1.0), (3, 1.0), (4, 0.5), (5, 1.0)], most=4)
+    [(0, 1.0), (1, 9.0), (3, 1.0), (4, 0.5)]
+    """
+    if len(points) <= most:
+        return points
+    stretch = -(-2 * len(points) // most)
+    kept = []
+    for start in range(0, len(points), stretch):
+        part = points[start : start + stretch]
+        kept += sorted({min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])})
+    return kept
+
+
+def _losses(run: Run, index: int, x: str, raw: bool) -> list[_Line]:
+    """The curves of a run's losses: the averaged one where there is one, the plain one faintly behind it."""
+    tokens = run.curve("train", "tokens")
+    plain, mean = run.curve("train", "loss", x), run.curve("train", "loss_ema", x)
+    held_out = run.curve("eval", "loss")
+    if x == "tokens":  # an evaluation counts the tokens it looked at; where it stands are those of training
+        held_out = tuple((at, loss) for step, loss in held_out if (at := _at(tokens, step)) is not None)
+    lines = [_Line(thin(plain), index, 0.7, 0.25)] if raw and mean else []
+    lines.append(_Line(thin(mean or plain), index, 1.0, 0.65))
+    lines.append(_Line(thin(held_out), index, 2.2, marker="o" if len(held_out) <= 40 else ""))
+    return lines
+
+
+def _at(points: Points, step: float) -> float | None:
+    """The y of a curve from (0, 0) over `points` at a step; None beyond its end."""
+    index = bisect.bisect_left(points, step, key=lambda point: point[0])
+    if index == len(points):
+        return None
+    (x0, y0), (x1, y1) = points[index - 1] if index else (0.0, 0.0), points[index]
+    return y1 if x1 == x0 else y0 + (y1 - y0) * (step - x0) / (x1 - x0)
+
+
+def _chart(title: str, x: str, lines: Sequence[_Line], about: str = "", from_zero: bool = False) -> Chart | None:
+    lines = [line for line in lines if line.points]
+    if not lines:
+        return None
+
+    def draw(axes: "Axes") -> None:
+        for line in lines:
+            axes.plot(
+                *zip(*line.points, strict=True),
+                color=_mark(line.run % COLOURS),
+                linestyle="-" if line.run < COLOURS else "--",
+                linewidth=line.width,
+                alpha=line.alpha,
+                marker=line.marker or ("o" if len(line.points) == 1 else ""),
+                markersize=3.5,
+            )
+        axes.set_xlabel(x)
+        if from_zero:
+            axes.set_ylim(bottom=0)
+
+    return Chart(title, _svg(title, lines[0].run, draw), about)
+
+
+def _bars(title: str, x: str, y: str, bars: Points, index: int) -> Chart | None:
+    if not bars:
+        return None
+    gaps = [b[0] - a[0] for a, b in itertools.pairwise(bars)]
+
+    def draw(axes: "Axes") -> None:
+        xs, heights = zip(*bars, strict=True)
+        axes.bar(xs, heights, width=0.9 * min(gaps, default=1.0), color=_mark(index % COLOURS))
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+
+    return Chart(title, _svg(title, index, draw))
+
+
+def _mark(colour: int) -> str:
+    return f"#0a0b0{colour}"
+
+
+def _svg(title: str, run: int, draw: "Callable[[Axes], None]") -> str:
+    """An `<svg>` element of what `draw` puts on a pair of axes; title and run make its ids its own."""
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    style: dict[str, Any] = {
+        "svg.hashsalt": f"{title} {run}",
+        "svg.fonttype": "none",  # text stays text
+        "text.parse_math": False,
+        "font.family": "sans-serif",
+        "font.size": 9,
+        "axes.formatter.limits": (-3, 5),
+        "axes.formatter.use_mathtext": False,
+        "axes.unicode_minus": False,
+        "path.simplify": True,
+    }
+    # The defaults, whatever a user's own style file says, but for the backend, which is not used here and not to be touched.
+    plain: dict[str, Any] = {key: value for key, value in matplotlib.rcParamsDefault.items() if not key.startswith("backend")}
+    with matplotlib.rc_context(plain | style):  # type: ignore[arg-type]
+        figure = Figure(figsize=(5.4, 3.1), layout="constrained")
+        canvas = FigureCanvasSVG(figure)
+        axes = figure.add_subplot()
+        draw(axes)
+        axes.grid(color=GRID, linewidth=0.6)
+        axes.set_axisbelow(True)
+        for name, spine in axes.spines.items():
+            spine.set_visible(name in ("left", "bottom"))
+            spine.set_color(GRID)
+        axes.tick_params(colors=INK, length=0)
+        for text in (axes.xaxis.label, axes.yaxis.label, axes.xaxis.get_offset_text(), axes.yaxis.get_offset_text()):
+            text.set_color(INK)
+        file = io.StringIO()
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        canvas.print_svg(file, metadata=nothing)  # type: ignore[no-untyped-call]
+    return _for_page(file.getvalue(), title)
+
+
+def _for_page(document: str, title: str) -> str:
+    """The drawing without what belongs to a file of its own, with the page's variables for colours."""
+    svg = document[document.index("<svg") :].strip()
+    svg = re.sub(r"<(metadata|style).*?</\1>|<!--.*?-->|<defs>\s*</defs>", "", svg, flags=re.DOTALL)
+    for colour, variable in ((INK, "--muted"), (GRID, "--line"), *((_mark(c), f"--c{c}") for c in range(COLOURS))):
+        svg = svg.replace(colour, f"var({variable})")
+    svg = re.sub(r"font-family: [^;\"]*; ", "", svg)
+    svg = re.sub(r' style="fill: #ffffff[^"]*"', ' style="fill: none"', svg)  # the page is the background
+    used = set(re.findall(r'(?:url\(|href=")#([\w-]+)', svg))
+    svg = re.sub(r' id="([\w.-]+)"', lambda match: match[0] if match[1] in used else "", svg)
+    svg = re.sub(r'<svg [^>]*viewBox="([^"]*)"[^>]*>', rf'<svg viewBox="\1" role="img" aria-label="{title}">', svg, count=1)
+    svg = svg.replace("xlink:href", "href")
+    return "\n".join(line.strip() for line in svg.splitlines() if line.strip())

@@ -1,0 +1,73 @@
+"""What a run comes to: one row of a table."""
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dither.report.load import Run, number
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run in figures; None is what its folder does not tell."""
+
+    name: str
+    precision: str
+    """In a few words: mode, recipe or plan, sampling."""
+    state: str
+    steps: int
+    tokens: float | None
+    """How many it was trained on."""
+    loss: float | None
+    """On held-out text, at the end."""
+    bits_per_byte: float | None
+    tokens_per_s: float | None
+    """The median over the lines of training."""
+    memory: float | None
+    """Peak bytes."""
+    seconds: float | None
+    parameters: float | None
+
+
+def summarize(run: Run) -> Summary:
+    """The figures of a run.
+
+    >>> import tempfile, pathlib
+    >>> from dither.report import read
+    >>> folder = pathlib.Path(tempfile.mkdtemp())
+    >>> _ = (folder / "metrics.jsonl").write_text('{"kind": "eval", "step": 10, "time": 2.0, "loss": 1.5}\\n')
+    >>> summarize(read(folder)).loss
+    1.5
+    """
+    speeds = [speed for _, speed in run.curve("train", "tokens_per_s")]
+    times = [time for kind in run.lines for _, time in run.curve(kind, "time")]
+    return Summary(
+        name=run.name,
+        precision=precision_of(run.config),
+        state=run.state,
+        steps=run.steps,
+        tokens=run.last("train", "tokens"),
+        loss=run.last("eval", "loss"),
+        bits_per_byte=run.last("eval", "bits_per_byte"),
+        tokens_per_s=statistics.median(speeds) if speeds else None,
+        memory=max((value for _, value in run.curve("train", "memory")), default=None),
+        seconds=max(times, default=None),
+        parameters=number(run.environment.get("parameters")),
+    )
+
+
+def precision_of(config: Mapping[str, Any]) -> str:
+    """The precision section of a config in a few words.
+
+    >>> precision_of({"precision": {"mode": "bf16-sr", "sampling": {"noise": "rounded_normal", "parts": "od"}}})
+    'bf16-sr, rounded_normal on od'
+    """
+    section = config.get("precision")
+    if not isinstance(section, dict):
+        return ""
+    words = [section.get(key) for key in ("mode", "recipe", "plan")]
+    sampling = section.get("sampling")
+    if isinstance(sampling, dict):
+        words.append(f"{sampling.get('noise', 'sampling')} on {sampling.get('parts', 'all')}")
+    return ", ".join(word for word in words if isinstance(word, str))

@@ -1,0 +1,314 @@
+"""`dither data`, `dither eval` and `dither compare`, on a few documents and a few steps."""
+
+import json
+import math
+import os
+import random
+import shutil
+
+import pytest
+import torch
+
+from dither import UserError, cli, compare
+from dither.data import open_tokens, train_bpe
+from dither.evaluate import command, perplexity
+from dither.models import build, preset, save_pretrained
+from dither.train import checkpoint
+from dither.train import config as configs
+from dither.train.config import Config, Data, Precision, Run
+from dither.train.loop import train
+
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Documents of a few words."""
+    folder, order = tmp_path_factory.mktemp("text"), random.Random(0)
+    for number in range(60):
+        (folder / f"{number:02}.txt").write_text(" ".join(order.choices(WORDS, k=30)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(text, tmp_path_factory):
+    """A run of four steps, and how it ended."""
+    out = tmp_path_factory.mktemp("run") / "first"
+    data = Data(sources=(str(text),), sequence=16, batch=2, held_out=0.2)
+    asked = Run(steps=4, eval_sequences=3, save_every=2, sample_every=0, out=str(out), device="cpu")
+    return train(Config(data=data, precision=Precision(mode="bf16-sr"), run=asked))
+
+
+def said(capsys, *arguments, code=0):
+    """What a command prints, to stdout or, where it fails, in one line to stderr."""
+    assert cli.main([str(each) for each in arguments]) == code
+    found = capsys.readouterr()
+    if code:
+        assert found.err.startswith("dither: error: ")
+        assert found.err.count("\n") == 1
+    return found.err if code else found.out
+
+
+# data ------------------------------------------------------------------------------------------------------------------
+
+
+def test_prepare_and_show(text, tmp_path, capsys):
+    prepared = said(capsys, "data", "prepare", text, "-o", tmp_path / "tokens", "--held-out", "0.2")
+    assert said(capsys, "data", "show", tmp_path / "tokens") == prepared
+    corpus = open_tokens(tmp_path / "tokens")
+    rows = {line.split()[0]: line.split() for line in prepared.splitlines() if line.startswith("  ")}
+    assert rows["train"][1:3] == [f"{corpus.train.counts.documents}", f"{len(corpus.train):,}"]
+    assert rows["held"][2:4] == [f"{corpus.held_out.counts.documents}", f"{len(corpus.held_out):,}"]
+    assert f"sha256      {corpus.sha256}" in prepared
+    assert prepared.endswith(f"It begins:\n{first_text(corpus)}")
+    assert "bytes, 257 tokens" in prepared
+
+
+def first_text(corpus):
+    tokens = corpus.train.read(0, 400).tolist()
+    return corpus.tokenizer.decode(tokens[: tokens.index(corpus.tokenizer.end)]) + "\n"
+
+
+def test_a_bpe_is_trained_on_what_is_not_held_out(text, tmp_path, capsys):
+    said(capsys, "data", "prepare", text, "-o", tmp_path / "tokens", "--held-out", "0.2", "--tokenizer", "bpe:280")
+    corpus = open_tokens(tmp_path / "tokens")
+    tokens, texts = corpus.train.read(0, len(corpus.train)).tolist(), []
+    while tokens:
+        end = tokens.index(corpus.tokenizer.end)
+        texts.append(corpus.tokenizer.decode(tokens[:end]))
+        tokens = tokens[end + 1 :]
+    assert corpus.tokenizer.sha256 == train_bpe(texts, 280).sha256
+    own = [path.read_text() for path in sorted(text.iterdir())]
+    assert corpus.tokenizer.sha256 != train_bpe(own, 280).sha256
+
+
+def test_held_out_sources_and_separators(text, tmp_path, capsys):
+    (tmp_path / "held.txt").write_text("one\n\ntwo\n\nthree")
+    said(capsys, "data", "prepare", text, "-o", tmp_path / "t", "--held-out", tmp_path / "held.txt", "--separator", "")
+    assert open_tokens(tmp_path / "t").held_out.counts.documents == 3
+
+
+def test_show_verifies(text, tmp_path, capsys):
+    said(capsys, "data", "prepare", text, "-o", tmp_path / "t", "--held-out", "0.2")
+    assert said(capsys, "data", "show", tmp_path / "t", "--verify").endswith("Every file has its SHA-256.\n")
+    with (tmp_path / "t" / "train-00000.bin").open("r+b") as file:
+        file.seek(10)
+        file.write(b"x")
+    said(capsys, "data", "show", tmp_path / "t")
+    assert "does not have its SHA-256" in said(capsys, "data", "show", tmp_path / "t", "--verify", code=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere", "-o", "t"], "There is no file or folder 'nowhere'"),
+        (["{text}", "-o", "{text}"], "is there already"),
+        (["{text}", "-o", "t", "--held-out", "1.5"], "lies between 0 and 1"),
+        (["{text}", "-o", "t", "--held-out", "nan"], "There is no file or folder 'nan'"),
+        (["{text}", "-o", "t", "--tokenizer", "bpe:many"], "is written bpe:N"),
+        (["{text}", "-o", "t", "--tokenizer", "bpe:200"], "257"),
+        (["{text}", "-o", "t", "--tokenizer", "bpe:280", "--end-token", "x"], "has its own end token"),
+        (["{text}", "-o", "t", "--tokenizer", "nowhere.json"], "There is no tokenizer 'nowhere.json'"),
+    ],
+)
+def test_mistakes_in_data_are_sentences(text, tmp_path, monkeypatch, capsys, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    given = [each.format(text=text) for each in arguments]
+    assert words in said(capsys, "data", "prepare", *given, code=2)
+    assert os.listdir(tmp_path) == []
+
+
+def test_text_for_a_terminal_cannot_steer_it(tmp_path, capsys):
+    for number in range(20):
+        (tmp_path / f"{number}.txt").write_text(f"\x1b[2J\x07{number} and more")
+    shown = said(capsys, "data", "prepare", tmp_path / "*.txt", "-o", tmp_path / "t", "--held-out", "0.3")
+    assert "\x1b" not in shown
+    assert r"\x1b[2J\x07" in shown
+
+
+FEW = ("--sequences", "3", "--device", "cpu")
+
+# eval ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_has_the_loss_that_its_run_told(run, capsys):
+    found = json.loads(said(capsys, "eval", run.folder, "--sequences", "3", "--json", "--device", "cpu"))
+    assert found["loss"] == run.loss
+    assert found["bits_per_byte"] == run.bits_per_byte
+    assert found["perplexity"] == math.exp(run.loss)
+    assert (found["step"], found["tokens"]) == (4, 48)
+    first = said(capsys, "eval", run.folder / "checkpoints" / "step-00000002", "--sequences", "3", "--json", "--device", "cpu")
+    assert json.loads(first)["step"] == 2
+    assert json.loads(first)["loss"] != run.loss
+
+
+def test_weights_are_cast_for_an_evaluation_only(run, capsys):
+    before = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
+    found = json.loads(said(capsys, "eval", run.folder, "--cast", "e2m1:block(32)", *FEW, "--json"))
+    assert found["cast"]["bits"] == 4.03125
+    assert found["cast"]["loss"] != found["loss"]
+    table = said(capsys, "eval", run.folder, "--cast", "e2m1:block(32)", *FEW)
+    assert f"{found['cast']['loss'] - found['loss']:+.4f}" in table
+    exact = json.loads(said(capsys, "eval", run.folder, "--cast", "bf16", *FEW, "--json"))
+    assert exact["cast"]["loss"] == exact["loss"]  # the weights are bf16 already
+    assert {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()} == before
+
+
+def test_other_text_is_read_whole_and_a_prepared_folder_by_its_held_out_part(run, text, tmp_path, capsys):
+    (tmp_path / "other.txt").write_text("a lazy dog " * 20)
+    other = json.loads(said(capsys, "eval", run.folder, "--data", tmp_path / "other.txt", "--json", "--device", "cpu"))
+    assert other["tokens"] == 220 // 16 * 16
+    assert other["data"] == str(tmp_path / "other.txt")
+    said(capsys, "data", "prepare", text, "-o", tmp_path / "tokens", "--held-out", "0.2")
+    same = json.loads(said(capsys, "eval", run.folder, "--data", tmp_path / "tokens", "--json", "--device", "cpu"))
+    own = json.loads(said(capsys, "eval", run.folder, "--json", "--device", "cpu"))
+    assert same["loss"] == own["loss"]
+
+
+def test_a_folder_of_hugging_face(text, tmp_path, capsys):
+    said(capsys, "data", "prepare", text, "-o", tmp_path / "tokens", "--held-out", "0.2", "--tokenizer", "bpe:280")
+    model = build(preset("tiny", vocab_size=280))
+    save_pretrained(model, tmp_path / "model")
+    assert "has no tokenizer.json" in said(capsys, "eval", tmp_path / "model", "--sequence", "16", code=2)
+    shutil.copy(tmp_path / "tokens" / "tokenizer.json", tmp_path / "model")
+    arguments = ("--data", tmp_path / "tokens", "--sequence", "16", *FEW, "--json")
+    found = json.loads(said(capsys, "eval", tmp_path / "model", *arguments))
+    expected = perplexity(model, open_tokens(tmp_path / "tokens").held_out, 16, count=3, batch=1)
+    assert found["step"] is None
+    assert found["loss"] == pytest.approx(expected.loss, rel=1e-5)
+
+
+def test_a_broken_checkpoint_is_passed_over_and_said(run, tmp_path, capsys):
+    shutil.copytree(run.folder, tmp_path / "run")
+    file = next((tmp_path / "run" / "checkpoints" / "step-00000004").glob("tensors-*"))
+    file.write_bytes(file.read_bytes()[:-1])
+    assert cli.main(["eval", str(tmp_path / "run"), "--json", "--device", "cpu"]) == 0
+    found = capsys.readouterr()
+    assert json.loads(found.out)["step"] == 2
+    assert "step-00000004" in found.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere"], "is neither a run (config.toml), nor a checkpoint"),
+        (["{run}", "--cast", "e9"], "no number format 'e9'"),
+        (["{run}", "--cast", "e2m1:blok(32)"], "blok(32)"),
+        (["{run}", "--data", "nowhere"], "There is no file or folder 'nowhere'"),
+        (["{run}", "--sequence", "0"], "at least 1 token"),
+        (["{run}", "--sequences", "100000"], "100,000 sequences"),
+        (["{run}", "--sequence", "5000"], "5,000"),
+        (["{run}", "--device", "tpu"], "tpu"),
+    ],
+)
+def test_mistakes_in_eval_are_sentences(run, capsys, arguments, words):
+    given = [each.format(run=run.folder) for each in arguments]
+    given += ["--device", "cpu"] * ("--device" not in given)
+    assert words in said(capsys, "eval", *given, code=2)
+
+
+def test_a_checkpoint_of_something_else_is_refused(tmp_path, capsys):
+    checkpoint.save(tmp_path, 1, tensors={"weight": torch.ones(2)}, plain={"others": {"config": 3}})
+    assert "was not made by `dither train`" in said(capsys, "eval", tmp_path / "step-00000001", code=2)
+
+
+def test_casts_as_the_command_line_spells_them():
+    assert str(command.parse_cast("mxfp4")) == "e2m1 tile(32) pow2 nearest"
+    assert str(command.parse_cast("e4m3:block(128):pow2")) == "e4m3 block(128) pow2 nearest"
+    with pytest.raises(UserError):
+        command.parse_cast("")
+
+
+# compare ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "recipe", "sampling"),
+    [
+        ("fp32", "fp32", None, None),
+        ("bf16", "o1", None, None),
+        ("o1", "o1", None, None),
+        ("bf16-pure", "bf16", None, None),
+        ("bf16-sr", "bf16-sr", None, None),
+        ("fp8-block", "o1", "fp8-block", None),
+        ("bf16-sr+fp8-block", "bf16-sr", "fp8-block", None),
+        ("fp8-block+bf16-sr", "bf16-sr", "fp8-block", None),
+        ("gaussws:od", "o1", None, ("rounded_normal", "od")),
+        ("diffq:all+bf16-sr+mxfp8", "bf16-sr", "mxfp8", ("uniform", "all")),
+    ],
+)
+def test_what_names_mean(name, mode, recipe, sampling):
+    found = compare.precision_of(name)
+    assert (found.mode, found.recipe) == (mode, recipe)
+    assert (found.sampling and (found.sampling.noise, found.sampling.parts)) == sampling
+
+
+@pytest.mark.parametrize("name", ["fp7", "", "gaussws", "gaussws:heads", "bf16-sr+o1", "fp8-block+mxfp8", "bf16-sr+", "../x"])
+def test_names_that_mean_nothing(name):
+    with pytest.raises(UserError, match=r"There is no precision|two of one kind"):
+        compare.precision_of(name)
+
+
+SMALL = ("data.sequence=16", "data.batch=2", "run.steps=2", "run.eval_sequences=3", "run.device=cpu", "data.held_out=0.2")
+
+
+def test_a_comparison(text, tmp_path, capsys, monkeypatch):
+    trained = []
+    monkeypatch.setattr(compare, "run", lambda config, **options: trained.append(config) or train(config, **options))
+    out = tmp_path / "runs"
+    arguments = ("--out", out, "--set", *SMALL, f'data.sources=["{text}"]')
+    first = said(capsys, "compare", "fp32", "bf16-sr+fp8-block", *arguments)
+    assert [config.run.out for config in trained] == [str(out / "fp32"), str(out / "bf16-sr+fp8-block")]
+    assert {config.data.sources for config in trained} == {(str(out / "tokens"),)}
+    assert {config.run.seed for config in trained} == {config.data.seed for config in trained} == {0}
+    assert first.endswith(f"report: {out / 'report.html'}\n")
+    assert "bf16-sr+fp8-block" in (out / "report.html").read_text()
+
+    # What is done is not done again; a third name is, and the table has all three, the lowest loss first.
+    again = said(capsys, "compare", "fp32", "bf16-sr+fp8-block", "gaussws:od", *arguments)
+    assert len(trained) == 3
+    assert "fp32 (1 of 3) is done already." in again
+    rows = [line.split() for line in again.split("lowest first\n")[1].splitlines()[1:4]]
+    assert sorted(row[1] for row in rows) == ["bf16-sr+fp8-block", "fp32", "gaussws:od"]
+    losses = [float(row[2]) for row in rows]
+    assert losses == sorted(losses)
+    ends = [json.loads((out / name / "metrics.jsonl").read_text().splitlines()[-1]) for name in ("fp32", "gaussws-od")]
+    written = {row[1]: row[2] for row in rows}
+    assert [f"{end['loss']:.4f}" for end in ends] == [written["fp32"], written["gaussws:od"]]
+
+    # Another config is another comparison, and what was begun is gone on with only if that is asked for.
+    assert "has a run of another config" in said(capsys, "compare", "fp32", *arguments, "optim.lr=1e-2", code=2)
+    status = out / "fp32" / "status.json"
+    status.write_text(status.read_text().replace("done", "interrupted"))
+    assert "go on with --resume" in said(capsys, "compare", "fp32", "gaussws:od", *arguments, code=2)
+    said(capsys, "compare", "fp32", "gaussws:od", "--resume", *arguments)
+    assert len(trained) == 4
+    assert json.loads((out / "fp32" / "metrics.jsonl").read_text().splitlines()[-1])["loss"] == ends[0]["loss"]
+
+    # One that was killed while it was built has a config and nothing else.
+    for path in (out / "fp32").iterdir():
+        if path.name != "config.toml":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert "go on with --resume" in said(capsys, "compare", "fp32", *arguments, code=2)
+    said(capsys, "compare", "fp32", "--resume", *arguments)
+    assert json.loads((out / "fp32" / "metrics.jsonl").read_text().splitlines()[-1])["loss"] == ends[0]["loss"]
+
+
+def test_mistakes_in_compare_come_before_anything_is_run(text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(compare, "run", None)
+    out = ("--out", tmp_path / "out")
+    assert "did you mean 'fp8-block'" in said(capsys, "compare", "fp32", "fp8-blok", *out, code=2)
+    assert "named twice" in said(capsys, "compare", "fp32", "fp32", *out, code=2)
+    assert "optim" in said(capsys, "compare", "fp32", *out, "--set", "optim.learning=1", code=2)
+    assert "would be replaced" in said(capsys, "compare", "fp32", *out, "--set", "precision.mode=o2", code=2)
+    assert "nowhere.toml" in said(capsys, "compare", "fp32", *out, "--base", "nowhere.toml", code=2)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_base_is_what_all_have_in_common(text, tmp_path):
+    base = Config(data=Data(sources=(str(text),)), run=Run(steps=7, out="elsewhere"))
+    (tmp_path / "run.toml").write_text(configs.dumps(base))
+    jobs = compare.plan(configs.load(tmp_path / "run.toml"), ["o1", "o2"], tmp_path / "out")
+    assert [job.config.precision.mode for job in jobs] == ["o1", "o2"]
+    assert {job.config.run.steps for job in jobs} == {7}
+    assert [job.folder.name for job in jobs] == ["o1", "o2"]
