@@ -34,6 +34,8 @@ def test_compiled_blocks_learn_in_few_bits(config, recipe):
     model = build(config, device="cuda")
     dither.convert(model, recipe)
     compile_blocks(model)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     optimizer = dither.optim.AdamW(model.named_parameters(), lr=3e-3)
     x, y = tokens(0), tokens(1)
     losses = []
@@ -45,6 +47,7 @@ def test_compiled_blocks_learn_in_few_bits(config, recipe):
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.5
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1  # one graph serves all layers
     # A sample in between compiles nothing and leaves the model as it was.
     text = generate(model, x[:1, :8], 6, temperature=0.8, generator=torch.Generator().manual_seed(0))
     assert text.is_cuda

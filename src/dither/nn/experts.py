@@ -45,7 +45,7 @@ class ExpertLinear(Linear):
 
     def forward(self, input: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
         """[..., in_features] to [..., out_features] by `weight`, this expert's part of the parameter, which learns."""
-        settings = self._settings[1 if input.is_cuda else 0]
+        settings = self._settings_for(input)
         return functional.linear(input, weight, None, settings, state=self._state(settings))
 
 

@@ -398,6 +398,4 @@ def _compiled_scaling(a: str, b: str, device: int) -> str:
 
 
 def _where(has: Settings) -> str:
-    if torch.compiler.is_compiling():  # a name would make a graph that serves no other layer
-        return "A linear layer"
     return f"The linear layer {has.name!r}" if has.name else "A linear layer"

@@ -157,9 +157,12 @@ class Linear(nn.Linear):
             for dtype in sampling.FORMATS
             for master in sampling.FORMATS
         }
-        self._settings = tuple(
-            functional.settings(precision, name=self.name, transposed=self.transposed, emulate=self.emulate, gpu=gpu)
-            for gpu in (False, True)
+        self._settings, self._nameless = (
+            tuple(
+                functional.settings(precision, name=name, transposed=self.transposed, emulate=self.emulate, gpu=gpu)
+                for gpu in (False, True)
+            )
+            for name in (self.name, "")
         )
 
     def _begin_bitwidths(self, precision: LayerPrecision) -> None:
@@ -250,11 +253,15 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
-        settings = self._settings[1 if input.is_cuda else 0]
+        settings = self._settings_for(input)
         state = self._state(settings)
         if self.training and self.precision.sampled:
             return self._sampled_forward(input, settings, state)
         return functional.linear(input, self.weight, self.bias, settings, state=state)
+
+    def _settings_for(self, x: Tensor) -> Settings:
+        """The precision, ready for use. While compiling without the name: a graph that knows it serves no other layer."""
+        return (self._nameless if torch.compiler.is_compiling() else self._settings)[1 if x.is_cuda else 0]
 
     def _sampled_forward(self, x: Tensor, settings: Settings, state: State) -> Tensor:
         """The layer by its sampled weight, its sampled input, or both."""

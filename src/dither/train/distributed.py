@@ -105,8 +105,8 @@ def joined(device: str) -> Iterator[Ranks]:
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if kind.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"run.device={device!r} takes a GPU, and torch finds none here: 'cpu' would work.")
-    if world > 1 and kind == "cuda":
-        kind = f"cuda:{_number('LOCAL_RANK', 0)}"
+    if kind == "cuda":  # torch wants to know which
+        kind = f"cuda:{_number('LOCAL_RANK', 0) if world > 1 else torch.cuda.current_device()}"
     if kind.startswith("cuda:") and int(kind[5:]) >= torch.cuda.device_count():
         raise UserError(f"There is no GPU {kind!r} here: torch finds {torch.cuda.device_count()}, counted from 0.")
     place = torch.device(kind)

@@ -1,0 +1,48 @@
+"""The trainer on the GPU: compiled blocks learn, and what was saved is what a resumed run begins with."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dither.errors import UserError
+from dither.train.config import Config, Data, Optim, Precision, Run
+from dither.train.loop import train
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def config(folder: Path, name: str, steps: int, **precision: str) -> Config:
+    text = folder / "text"
+    if not text.exists():
+        text.mkdir()
+        for i in range(60):
+            words = " ".join(f"{i} bottles of beer on the wall, {i + n} bottles of beer." for n in range(40))
+            (text / f"{i:02d}.txt").write_text(words)
+    return Config(
+        data=Data(sources=(str(text),), sequence=128, batch=8, micro_batch=4),
+        optim=Optim(schedule="constant"),
+        precision=Precision(**precision),
+        run=Run(steps=steps, save_every=6, eval_every=0, sample_every=6, sample_tokens=5, compile=True, out=str(folder / name)),
+    )
+
+
+@pytest.mark.parametrize(
+    "precision", [{"mode": "o1"}, {"mode": "o1", "recipe": "fp8-block"}, {"mode": "bf16-sr", "states": "dynamic8"}], ids=str
+)
+def test_a_run_is_saved_and_goes_on(tmp_path, precision):
+    """Backward passes of attention and embedding add in no fixed order on a GPU, so what is compared is what was saved."""
+    first = train(config(tmp_path, "run", 6, **precision))
+    assert first.code == 0
+    again = train(config(tmp_path, "run", 6, **precision), resume=True)
+    assert (again.step, again.loss) == (6, first.loss)
+    last = train(config(tmp_path, "run", 12, **precision), resume=True)
+    assert last.step == 12
+    assert last.loss < min(first.loss, last.unigram)
+
+
+def test_a_gpu_that_is_not_there(tmp_path):
+    asked = config(tmp_path, "run", 2)
+    with pytest.raises(UserError, match="There is no GPU 'cuda:99'"):
+        train(replace(asked, run=replace(asked.run, device="cuda:99")))
