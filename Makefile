@@ -9,14 +9,14 @@ INSTALLED := $(VENV)/.installed
 .PHONY: help demo test check gpu-test
 
 help:
-	@echo 'make demo      set up $(VENV) and train a tiny model on real text, in about two minutes on two CPU cores'
+	@echo 'make demo      set up $(VENV) and train a tiny model on real text, in minutes on two CPU cores, with a report'
 	@echo 'make test      set up $(VENV) and run the tests'
 	@echo 'make check     ruff and mypy'
 	@echo 'make gpu-test  run the tests marked gpu with $(PYTHON) as it is, installing nothing (JOBS=8: in eight processes)'
 
 # A folder of its own each time: a demo shows training, and no run is ever overwritten.
 demo: $(INSTALLED)
-	$(VENV)/bin/dither train --out runs/demo-$$(date +%Y%m%d-%H%M%S)
+	out=runs/demo-$$(date +%Y%m%d-%H%M%S) && $(VENV)/bin/dither train --out $$out && $(VENV)/bin/dither report $$out
 
 test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest

@@ -49,7 +49,6 @@ def main() -> None:
     settings = [
         f'data.sources=["{arguments.tokens}"]',
         "precision.mode=o1",
-        "run.compile=true",
         f"run.steps={arguments.steps}",
         "run.sample_every=0",
         *(

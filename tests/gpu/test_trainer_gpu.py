@@ -24,7 +24,7 @@ def config(folder: Path, name: str, steps: int, **precision: str) -> Config:
         data=Data(sources=(str(text),), sequence=128, batch=8, micro_batch=4),
         optim=Optim(schedule="constant"),
         precision=Precision(**precision),
-        run=Run(steps=steps, save_every=6, eval_every=0, sample_every=6, sample_tokens=5, compile=True, out=str(folder / name)),
+        run=Run(steps=steps, save_every=6, eval_every=0, sample_every=6, sample_tokens=5, out=str(folder / name)),
     )
 
 

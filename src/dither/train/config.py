@@ -259,8 +259,8 @@ class Run:
     """Where else metrics go, beside metrics.jsonl: tensorboard, wandb, trackio, each if it is installed."""
     profile: tuple[int, ...] = ()
     """The first and the last step of a window whose trace torch.profiler writes into the folder, as in [20, 22]."""
-    compile: bool = False
-    """Whether blocks are compiled, which pays on a GPU."""
+    compile: bool | None = None
+    """Whether blocks are compiled; by default on a GPU, where it pays."""
     device: str = "auto"
     """auto (cuda where there is one), cpu, cuda, or cuda and a number."""
     out: str = "runs/latest"

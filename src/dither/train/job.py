@@ -111,7 +111,7 @@ class Job:
             **({} if config.precision.states is None else {"states": config.precision.states}),
         )
         self.guided = any(each.precision.sampling and each.precision.sampling.loss for each in self._layers())
-        if config.run.compile:
+        if config.run.compile or (config.run.compile is None and ranks.device.type == "cuda"):
             compile_blocks(self.model)
         self.guard = Guard(config.guard)
         self.snip = self._snip()
