@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dither import Plan, UserError
 from dither.data import Batch, prepare
+from dither.nn.step import TrainingStep
 from dither.train import Config, Progress, Status, checkpoint, loop, train
 from dither.train import config as configs
 from dither.train.job import Job
@@ -114,6 +115,24 @@ def test_resumed_is_straight(kind: str, text: Path, tmp_path: Path) -> None:
     assert any(
         not torch.equal(tensor, before[name]) for name, tensor in state(tmp_path / "straight")[0].items() if "model" in name
     )
+
+
+def test_dropout_and_models_of_hugging_face(text: Path, tmp_path: Path) -> None:
+    """Dropout draws from torch's generators, which a step seeds by its number."""
+    sizes = {"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 257, "n_positions": 64}
+    (tmp_path / "gpt2.json").write_text(json.dumps(sizes))
+    hf = [f'model.hf="{tmp_path / "gpt2.json"}"']
+    before = torch.get_rng_state()
+    train(settings(text, tmp_path / "straight", *hf))
+    shutil.copytree(tmp_path / "straight", tmp_path / "resumed")
+    checkpoint.drop(tmp_path / "resumed" / "checkpoints", after=3)
+    train(settings(text, tmp_path / "resumed", *hf), resume=True)
+    assert_same(tmp_path / "resumed", tmp_path / "straight")
+    assert torch.equal(torch.get_rng_state(), before)
+    dry = {**sizes, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    (tmp_path / "gpt2.json").write_text(json.dumps(dry))
+    train(settings(text, tmp_path / "dry", *hf))
+    assert lines(tmp_path / "dry", "train")[0]["loss"] != lines(tmp_path / "straight", "train")[0]["loss"]
 
 
 def test_the_device_may_be_a_step_ahead(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,6 +296,30 @@ def poison(monkeypatch: pytest.MonkeyPatch, jobs: list[Job], steps: set[int], fa
     return seen
 
 
+def test_no_step_after_a_bad_one_changes_a_weight(
+    text: Path, tmp_path: Path, jobs: list[Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the next step, whose own numbers are right, has begun before the host looks."""
+    monkeypatch.setitem(loop.BEHIND, "cpu", 2)
+    poison(monkeypatch, jobs, {2}, math.nan)
+    outcome = train(settings(text, tmp_path / "run", "run.log_every=6", "run.save_every=0"))
+    assert (outcome.code, outcome.step) == (3, 5)
+    assert outcome.why.startswith("Step 3: the loss is nan")
+    assert int(jobs[0].training.optimizer.steps) == 2
+    train(settings(text, tmp_path / "two", "run.save_every=2", "optim.schedule=cosine"))
+    expected = state(tmp_path / "two", 2)[0]
+    assert all(torch.equal(value, expected[f"model:{name}"]) for name, value in jobs[0].model.state_dict().items())
+
+
+def test_random_bits_follow_the_place_in_the_batch(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A micro-batch begins at its token of the whole batch, and a step has its number."""
+    places: list[object] = []
+    original = TrainingStep.row
+    monkeypatch.setattr(TrainingStep, "row", lambda self, row: (places.append(row), original(self, row))[1])
+    train(settings(text, tmp_path / "run", "data.micro_batch=2", "run.steps=2", "precision.recipe=mxfp4"))
+    assert places == [0, 0, 32] * 2  # the step begins at 0; then 2 sequences of 16 tokens each
+
+
 def test_a_step_is_skipped(text: Path, tmp_path: Path, jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, jobs, {2}, math.nan)
     outcome = train(settings(text, tmp_path / "run", "guard.nonfinite=skip", "run.save_every=1"))
@@ -311,6 +354,9 @@ def test_a_spike_leads_back(text: Path, tmp_path: Path, jobs: list[Job], monkeyp
     spike = ["guard.spike=rollback", "guard.spike_window=4", "guard.spike_count=1", "run.save_every=2", "run.steps=8"]
     outcome = train(settings(text, tmp_path / "run", *spike))
     assert (outcome.code, outcome.step) == (0, 8)
+    saved = [(line["step"], line["path"][-1]) for line in lines(tmp_path / "run", "save")]
+    assert saved == [(step, str(step)) for step in (0, 2, 4, 6, 8)]
+    assert [line["step"] for line in lines(tmp_path / "run", "train")] == [1, 2, 3, 4, 5, 5, 6, 7, 8]
     assert seen == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]  # step 6 had batch 5; the run went back to step 4, and on with batch 6
     (line,) = lines(tmp_path / "run", "guard")
     assert (line["event"], line["step"]) == ("rollback", 6)

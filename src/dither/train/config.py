@@ -431,8 +431,8 @@ def _lines(cls: type, values: Any, comments: bool) -> Iterator[str]:
 def toml(value: object) -> str:
     """A value as TOML has it.
 
-    >>> toml((True, 1.0, 'a "b"'))
-    '[true, 1.0, "a \\"b\\""]'
+    >>> toml((True, 1.0, "a"))
+    '[true, 1.0, "a"]'
     """
     if isinstance(value, bool):
         return "true" if value else "false"

@@ -98,6 +98,7 @@ class _Run:
         self.began = self.logged = time.monotonic()
         self.paused = 0.0  # seconds since the last line of metrics that were no training
         self.logged_step = 0
+        self.resumed: int | None = None  # the step that this life went on from
         self.evaluation: tuple[int, Evaluation] | None = None
         self.pending: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
         self.behind = BEHIND.get(ranks.device.type, 0)
@@ -112,7 +113,7 @@ class _Run:
         self.say("Reading the text ...")
         corpus = open_corpus(self.config, self.folder, self.ranks)
         self.job = job = Job(self.config, corpus, self.ranks)
-        resumed = self.restore() if resume else None
+        self.resumed = resumed = self.restore() if resume else None
         self.unigram = unigram_entropy(corpus)
         self.flops, self.peak = flops_per_token(job.model, self.config.data.sequence), peak_flops(self.ranks.device)
         parameters = sum(parameter.numel() for parameter in job.model.parameters())
@@ -177,7 +178,7 @@ class _Run:
     def to_the_end(self) -> Outcome:
         """Steps until all are done, the guard stops them, or a signal comes."""
         job, steps = self.the_job, self.config.run.steps
-        self.logged, self.logged_step = time.monotonic(), job.done
+        self.logged, self.logged_step = time.monotonic(), job.done  # building was no training
         outcome: Outcome | None = None
         while outcome is None and job.done < steps:  # once, and again after each rollback
             with (
@@ -210,16 +211,16 @@ class _Run:
         due = {name: every and job.done % every == 0 for name, every in self.intervals().items()}
         last = job.done == run.steps
         # The host looks at all steps before it tells or saves anything of them.
+        offset = job.offset
         outcome, heard = self.settle(0 if any(due.values()) or last else self.behind)
-        if outcome is not None:
+        if outcome is not None or job.offset != offset:  # the run ends, or went back
             return outcome
-        if job.done < batch.step + 1 - job.offset:  # it went back
-            return None
         if due["log"] or last:
             self.log()
         received = heard if several else self.signals.received
         if received:
-            return self.interrupted(received)
+            outcome, _ = self.settle(0)
+            return outcome or self.interrupted(received)
         if due["eval"] and not last:
             self.evaluate()
         if due["sample"]:
@@ -278,6 +279,7 @@ class _Run:
         found = self.restore(since)
         assert found is not None  # step 0 was saved
         job.offset = offset + number - found
+        self.evaluation = None
         if self.ranks.main:
             checkpoint.drop(self.folder / CHECKPOINTS, after=found)
         self.logged, self.logged_step, self.paused = time.monotonic(), found, 0.0
@@ -387,7 +389,7 @@ class _Run:
         job = self.the_job
         if how == "done":
             self.evaluate()
-            if not self.saved(job.done):
+            if job.done != self.resumed:  # else it was done before
                 self.save()
             if self.saver is not None:
                 self.saver.wait()
@@ -395,10 +397,6 @@ class _Run:
         self.write("end", how=how, loss=loss, bits_per_byte=bits, text=why)
         self.status(state, why)
         return Outcome(code, how, why, job.done, loss, bits, self.unigram, self.seconds, self.folder)
-
-    def saved(self, step: int) -> bool:
-        """Whether a checkpoint of this step is there already, as when a run that was done is resumed."""
-        return (self.folder / CHECKPOINTS / f"step-{step:08d}").exists()
 
     def failed(self, error: BaseException, resume: bool) -> None:
         """An error ends the run: the folder says which. A run that never began leaves nothing, and its folder is free again."""
