@@ -83,7 +83,8 @@ def test_the_hostile_cases_can_fail(known: hostile.Good, tmp_path: Path) -> None
 
 
 def test_a_file_that_never_ends_or_is_waited_for_is_not_read(tmp_path: Path) -> None:
-    for path in ("/dev/zero", tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in ("/dev/zero", tmp_path, tmp_path / "pipe"):
         with pytest.raises(OSError, match="it is not a regular file"):
             read_text(path)
     with (tmp_path / "large").open("wb") as file:

@@ -17,9 +17,11 @@ def read_text(path: str | Path) -> str:
     Traceback (most recent call last):
     OSError: it is not a regular file
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError("it is not a regular file")
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError("it is not a regular file")
+    with open(handle, "rb") as file:
         data = file.read(MOST + 1)
     if len(data) > MOST:
         raise OSError(f"it has more than {MOST >> 20} MiB")
