@@ -18,8 +18,8 @@ from dither.inputs import MOST, read_text
 
 SOAK = Path(__file__).with_name("soak.py")
 
-FAULTS = {"kills": 0.04, "saves": 0.1, "damage": 0.03, "disks": 0.2, "worlds": 0.75, "signals": 0.2}
-"""Parts of the soak and how many times its counts: 4 kills, 30 saves, 300 flips, 4 disks, 3 processes, 2 signals."""
+FAULTS = {"kills": 0.04, "saves": 0.06, "damage": 0.03, "disks": 0.2, "worlds": 0.75, "signals": 0.2}
+"""Parts of the soak and how many times its counts: 8 kills, 30 saves, 300 flips, 4 disks, 3 processes, 2 signals."""
 
 HOSTILE = {"configs": 60, "plans": 10, "tokenizers": 15, "data": 30, "checkpoints": 20, "models": 8, "runs": 20}
 """How many of each kind, drawn with a fixed seed."""
