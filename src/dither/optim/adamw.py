@@ -122,7 +122,9 @@ class AdamW(torch.optim.Optimizer):
         if nonfinite not in NONFINITE:
             raise UserError(f"nonfinite={nonfinite!r} is unknown: choose from {', '.join(map(repr, NONFINITE))}.")
         if max_norm is not None and not (isinstance(max_norm, int | float) and 0 < max_norm <= MOST_NORM):
-            raise UserError(f"max_norm is a positive number that float32 can hold, or None for no clipping, not {max_norm!r}.")
+            raise UserError(
+                f"max_norm is a positive number, or None for no clipping, and at most {MOST_NORM:g}, not {max_norm!r}."
+            )
         self.max_norm, self.nonfinite, self.backend = max_norm, nonfinite, check_backend(backend)
         self.steps = torch.zeros((), dtype=torch.int64)
         """How many steps were done, 0-d int64, on the parameters' device from the first step on."""
