@@ -502,7 +502,7 @@ def hf(source: Any, *, seed: int = 0, device: torch.device | str = "cpu", dtype:
         config = _told(source, lambda: transformers.AutoConfig.for_model(kind, **fields))
     if not isinstance(config, transformers.PretrainedConfig):
         raise UserError(f"hf takes a folder, the name of a model, or a config of transformers, not {_named(source)}.")
-    _check_depth(source, config)
+    _check_sizes(source, config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         made = _told(source, lambda: transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False))
@@ -510,7 +510,7 @@ def hf(source: Any, *, seed: int = 0, device: torch.device | str = "cpu", dtype:
 
 
 def _pretrained(transformers: Any, source: str, device: torch.device | str, dtype: torch.dtype | None) -> HuggingFace:
-    _check_depth(source, _told(source, lambda: transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)))
+    _check_sizes(source, _told(source, lambda: transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)))
     model, said = _told(
         source,
         lambda: transformers.AutoModelForCausalLM.from_pretrained(
@@ -525,10 +525,12 @@ def _pretrained(transformers: Any, source: str, device: torch.device | str, dtyp
     return HuggingFace(model.to(device)).train()
 
 
-def _check_depth(source: object, config: Any) -> None:
-    """Refuse a number of layers that would be built one by one until memory or patience ends."""
+def _check_sizes(source: object, config: Any) -> None:
+    """Refuse a number of layers that would be built one by one until memory or patience ends, and a width of nothing."""
     if isinstance(layers := getattr(config, "num_hidden_layers", None), int) and layers > MOST_LAYERS:
         raise UserError(f"The model {_named(source)} would have {layers!r:.40} layers, and at most {MOST_LAYERS:,} are built.")
+    if isinstance(width := getattr(config, "hidden_size", None), int) and width < 1:
+        raise UserError(f"The model {_named(source)} would have a hidden size of {width}, and at least 1 is needed.")
 
 
 def _told(source: object, make: Callable[[], Any]) -> Any:
