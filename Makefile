@@ -6,12 +6,13 @@ JOBS ?= 1
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check gpu-test
+.PHONY: help demo test check soak gpu-test
 
 help:
 	@echo 'make demo      set up $(VENV) and train a tiny model on real text, in minutes on two CPU cores, with a report'
 	@echo 'make test      set up $(VENV) and run the tests'
 	@echo 'make check     ruff and mypy'
+	@echo 'make soak      kills, flipped bits, full disks, hostile input: a scoreboard, in about ten minutes (SOAK="--scale 10": more)'
 	@echo 'make gpu-test  run the tests marked gpu with $(PYTHON) as it is, installing nothing (JOBS=8: in eight processes)'
 
 # A folder of its own each time: a demo shows training, and no run is ever overwritten.
@@ -25,6 +26,9 @@ check: $(INSTALLED)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+soak: $(INSTALLED)
+	$(VENV)/bin/python tests/soak.py $(SOAK)
 
 # One thread each: the references on the CPU would otherwise fight over the cores.
 gpu-test:

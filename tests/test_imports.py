@@ -11,6 +11,7 @@ ROOT = Path(dither.__file__).parent
 
 ORDER = [
     "dither.errors",
+    "dither.inputs",
     "dither.formats",
     "dither.precision",
     "dither.bitwidths",

@@ -1,5 +1,6 @@
 """`dither compare`: the same model, data and seed in several precisions, one after the other, ranked by held-out loss."""
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -104,7 +105,7 @@ class Job:
     @property
     def begun(self) -> bool:
         """Whether there is a run in its folder."""
-        return (self.folder / CONFIG).is_file()
+        return os.path.isfile(self.folder / CONFIG)
 
 
 def plan(common: Config, names: Sequence[str], folder: Path) -> list[Job]:

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from dither.errors import UserError
 from dither.formats import Format
+from dither.inputs import read_text
 
 
 @dataclass(frozen=True)
@@ -593,7 +594,9 @@ class Plan:
         """The inverse of `to_json`."""
         try:
             data = json.loads(text, object_pairs_hook=_no_key_twice)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except UserError:
+            raise
+        except (ValueError, RecursionError) as error:  # ValueError: of JSON, and of an integer of 4300 digits
             raise UserError(f"This is not JSON, so it cannot be read as a plan: {error}.") from None
         return cls.from_dict(data)
 
@@ -605,9 +608,11 @@ class Plan:
     def load(cls, path: str | Path) -> "Plan":
         """Read a plan that `save` wrote."""
         try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_text(path)
+        except (OSError, ValueError) as error:
             raise UserError(f"The plan {str(path)!r} cannot be read: {error}.") from None
+        try:
+            return cls.from_json(text)
         except UserError as error:
             raise UserError(f"In the plan {str(path)!r}: {error}") from None
 

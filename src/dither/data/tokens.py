@@ -46,6 +46,7 @@ from dither.data.text import (
     listed,
 )
 from dither.errors import UserError
+from dither.inputs import read_text
 
 FORMAT = "dither tokens 1"
 TOKENIZER = "tokenizer.json"
@@ -182,12 +183,14 @@ def load_tokenizer(source: str | Path = "bytes", end_token: str | None = None) -
     if source == "bytes":
         return Tokenizer(None, end_token)
     path = Path(source)
-    if path.is_dir():
+    if os.path.isdir(path):
         path = path / TOKENIZER
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise UserError(f"There is no tokenizer {str(source)!r}: give 'bytes', or the path of a tokenizer.json.")
-    with path.open("rb") as file:
-        text = _text(file, path)
+    try:
+        text = read_text(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"The tokenizer {str(path)!r} cannot be read: {error}.") from None
     try:
         return Tokenizer(text, end_token)
     except UserError as error:
@@ -533,7 +536,7 @@ def _sync(folder: Path) -> None:
 
 def is_prepared(source: str | Path) -> bool:
     """Whether a source is a folder of prepared tokens, for `open_tokens`, rather than text."""
-    return (Path(source) / MANIFEST).is_file()
+    return os.path.isfile(Path(source) / MANIFEST)
 
 
 def open_tokens(folder: str | Path, *, verify: bool = False) -> Corpus:

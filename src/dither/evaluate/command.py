@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -132,7 +133,7 @@ def _opened(
     """A model as it trains, its step, its name, and the text to read; what has to be prepared is gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="dither-eval-") as folder:
         scratch = Path(folder)
-        if (path / "config.json").is_file():
+        if os.path.isfile(path / "config.json"):
             tokenizer = _tokenizer_of(path)
             corpus = _other(data or ("stdlib",), scratch / "other", tokenizer, whole=bool(data))
             given = Data(sources=(str(corpus.folder),), sequence=sequence or 1024, batch=1)
@@ -146,7 +147,7 @@ def _opened(
         where = _checkpoint(path)
         config = _config_of(where)
         home = where.parent.parent
-        own = open_corpus(config, home if (home / CONFIG).is_file() else scratch, ranks)
+        own = open_corpus(config, home if os.path.isfile(home / CONFIG) else scratch, ranks)
         job = Job(replace(config, run=replace(config.run, compile=False)), own, ranks)
         step = job.restore(where).step
         corpus = _other(data, scratch / "other", own.tokenizer, whole=True) if data else own
@@ -155,14 +156,14 @@ def _opened(
 
 def _checkpoint(path: Path) -> Path:
     """The checkpoint that a path means: itself, or the newest whole one of a run."""
-    if (path / CONFIG).is_file():
+    if os.path.isfile(path / CONFIG):
         found, skipped = checkpoint.newest(path / CHECKPOINTS)
         for _, why in skipped:
             print(why, file=sys.stderr)
         if found is None:
             raise UserError(f"The run {str(path)!r} has no whole checkpoint yet.")
         return found
-    if not (path / checkpoint.MANIFEST).is_file():
+    if not os.path.isfile(path / checkpoint.MANIFEST):
         raise UserError(
             f"{str(path)!r} is neither a run (config.toml), nor a checkpoint (manifest.json), nor a model (config.json)."
         )

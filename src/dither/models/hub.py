@@ -34,6 +34,9 @@ CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.
 LARGEST_JSON = 64 << 20
 """Bytes of the largest JSON file that is read."""
 
+MOST_LAYERS = 10_000
+"""Far more than any model has."""
+
 DTYPES = MappingProxyType({"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64})
 """What weights may be stored in, by safetensors' names."""
 
@@ -499,6 +502,7 @@ def hf(source: Any, *, seed: int = 0, device: torch.device | str = "cpu", dtype:
         config = _told(source, lambda: transformers.AutoConfig.for_model(kind, **fields))
     if not isinstance(config, transformers.PretrainedConfig):
         raise UserError(f"hf takes a folder, the name of a model, or a config of transformers, not {_named(source)}.")
+    _check_sizes(source, config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         made = _told(source, lambda: transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False))
@@ -506,6 +510,7 @@ def hf(source: Any, *, seed: int = 0, device: torch.device | str = "cpu", dtype:
 
 
 def _pretrained(transformers: Any, source: str, device: torch.device | str, dtype: torch.dtype | None) -> HuggingFace:
+    _check_sizes(source, _told(source, lambda: transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)))
     model, said = _told(
         source,
         lambda: transformers.AutoModelForCausalLM.from_pretrained(
@@ -518,6 +523,14 @@ def _pretrained(transformers: Any, source: str, device: torch.device | str, dtyp
                 f"The weights of {source!r} do not fit its config: {what.replace('_', ' ')} {', '.join(names[:3])}."
             )
     return HuggingFace(model.to(device)).train()
+
+
+def _check_sizes(source: object, config: Any) -> None:
+    """Refuse a number of layers that would be built one by one until memory or patience ends, and a width of nothing."""
+    if isinstance(layers := getattr(config, "num_hidden_layers", None), int) and layers > MOST_LAYERS:
+        raise UserError(f"The model {_named(source)} would have {layers!r:.40} layers, and at most {MOST_LAYERS:,} are built.")
+    if isinstance(width := getattr(config, "hidden_size", None), int) and width < 1:
+        raise UserError(f"The model {_named(source)} would have a hidden size of {width}, and at least 1 is needed.")
 
 
 def _told(source: object, make: Callable[[], Any]) -> Any:

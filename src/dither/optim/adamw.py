@@ -28,6 +28,10 @@ class NonFiniteError(DitherError):
     """A gradient holds NaN or Inf; the step that met it changed nothing."""
 
 
+MOST_NORM = torch.finfo(torch.float32).max
+"""The largest norm that gradients can be clipped to: norms are float32."""
+
+
 @dataclass(frozen=True)
 class Slot:
     """A parameter of the optimizer, and its row in the tables of hyperparameters and steps."""
@@ -117,8 +121,10 @@ class AdamW(torch.optim.Optimizer):
         """
         if nonfinite not in NONFINITE:
             raise UserError(f"nonfinite={nonfinite!r} is unknown: choose from {', '.join(map(repr, NONFINITE))}.")
-        if max_norm is not None and not (isinstance(max_norm, int | float) and 0 < max_norm < math.inf):
-            raise UserError(f"max_norm is a positive number, or None for no clipping, not {max_norm!r}.")
+        if max_norm is not None and not (isinstance(max_norm, int | float) and 0 < max_norm <= MOST_NORM):
+            raise UserError(
+                f"max_norm is a positive number, or None for no clipping, and at most {MOST_NORM:g}, not {max_norm!r}."
+            )
         self.max_norm, self.nonfinite, self.backend = max_norm, nonfinite, check_backend(backend)
         self.steps = torch.zeros((), dtype=torch.int64)
         """How many steps were done, 0-d int64, on the parameters' device from the first step on."""

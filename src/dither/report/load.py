@@ -128,7 +128,7 @@ def read(folder: str | Path) -> Run:
     (((100.0, 2.25),), 'config.toml is missing.')
     """
     folder = Path(folder)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise UserError(f"There is no run {str(folder)!r}: a run is the folder that `dither train` wrote.")
     if not any(os.path.lexists(folder / name) for name in ("config.toml", "metrics.jsonl")):
         raise UserError(f"The folder {str(folder)!r} is no run: it has neither config.toml nor metrics.jsonl.")
@@ -149,6 +149,9 @@ def read_all(folders: Sequence[str | Path]) -> tuple[Run, ...]:
     """Several runs, under names that tell them apart: those of their folders, with as many of the folders above as it takes."""
     if not folders:
         raise UserError("A report is about one run or more: name their folders.")
+    for folder in folders:
+        if not os.path.isdir(folder):
+            raise UserError(f"There is no run {str(folder)!r}: a run is the folder that `dither train` wrote.")
     paths = [Path(folder).resolve() for folder in folders]
     if len(set(paths)) < len(paths):
         twice = next(path for path in paths if paths.count(path) > 1)

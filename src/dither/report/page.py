@@ -71,8 +71,10 @@ def write(folders: Sequence[str | Path], out: str | Path | None = None) -> Path:
     runs = read_all(folders)
     parents = [Path(folder).resolve() if len(folders) == 1 else Path(folder).resolve().parent for folder in folders]
     path = Path(out) if out is not None else Path(os.path.commonpath(parents)) / "report.html"
-    if path.is_dir():
+    if os.path.isdir(path):
         raise UserError(f"The page {str(path)!r} is a folder: name a file, such as {str(path / 'report.html')!r}.")
+    if os.path.lexists(path) and (path.is_symlink() or not os.path.isfile(path)):
+        raise UserError(f"{str(path)!r} is a link, a pipe or a device, which a page does not replace: name another file.")
     page = render(runs).encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """The command `dither train`: a config from a file and settings, a run, and what is printed when it ends."""
 
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,7 +69,7 @@ def resolve(file: str | None, *, data: Sequence[str], settings: Sequence[str], r
     elif resume:
         # Where the run lies is itself a field, which only arguments can say here.
         folder = Path(configs.override(Config(), [*given, *(each for each in settings if each.startswith("run.out"))]).run.out)
-        if not (folder / CONFIG).is_file():
+        if not os.path.isfile(folder / CONFIG):
             raise UserError(
                 f"There is no run in {str(folder)!r} to resume: start it without --resume, or name its folder by --out."
             )

@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from dither.errors import UserError
+from dither.inputs import read_text
 from dither.models import PRESETS
 from dither.optim import MODES
+from dither.optim.adamw import MOST_NORM
 from dither.precision import Plan, Sampling, did_you_mean
 from dither.recipes import RECIPES, recipe
 from dither.snip import options
@@ -119,7 +121,7 @@ class Optim:
             _within("each of optim.betas", beta, 0, 1, open_above=True)
         _within("optim.eps", self.eps, 1e-30, 1e30)
         _within("optim.weight_decay", self.weight_decay, 0, math.inf)
-        _within("optim.max_norm", self.max_norm, 0, math.inf)
+        _within("optim.max_norm", self.max_norm, 0, MOST_NORM)
         for name in ("warmup", "decay"):
             _within(f"optim.{name}", getattr(self, name), 0, 1)
         if self.schedule == "wsd" and self.warmup + self.decay > 1:
@@ -384,7 +386,7 @@ SAMPLING_KEY = "precision.sampling"
 def load(path: str | Path) -> Config:
     """A config from a TOML file; what is wrong is a UserError with the file and the key."""
     try:
-        text = Path(path).read_bytes().decode("utf-8")
+        text = read_text(path)
     except (OSError, ValueError) as error:
         raise UserError(f"The config {str(path)!r} cannot be read: {error}.") from None
     return loads(text, str(path))

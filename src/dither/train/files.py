@@ -95,11 +95,10 @@ def open_plainly(path: Path) -> BinaryIO:
     except OSError as error:
         is_link = path.is_symlink()
         raise Refused(f"{path.name} {'is a link' if is_link else f'cannot be opened ({error.strerror})'}") from None
-    file = os.fdopen(number, "rb")
     if not stat.S_ISREG(os.fstat(number).st_mode):
-        file.close()
+        os.close(number)
         raise Refused(f"{path.name} is not a regular file")
-    return file
+    return os.fdopen(number, "rb")
 
 
 def read_json(path: Path) -> tuple[Any, bytes]:

@@ -46,8 +46,8 @@ class Policy:
             if (given := getattr(self, name)) not in choices:
                 raise UserError(f"guard.{name} is one of {', '.join(map(repr, choices))}, not {given!r}.")
         for name, least in (("most_skips", 0), ("spike_window", 2), ("spike_count", 1), ("most_rollbacks", 0)):
-            if type(given := getattr(self, name)) is not int or given < least:
-                raise UserError(f"guard.{name} is an integer of at least {least}, not {given!r}.")
+            if type(given := getattr(self, name)) is not int or not least <= given < 1 << 31:
+                raise UserError(f"guard.{name} is an integer of at least {least} and below 2^31, not {given!r:.40}.")
         if type(self.spike_factor) not in (int, float) or not 1 < self.spike_factor < math.inf:
             raise UserError(f"guard.spike_factor is a number above 1, not {self.spike_factor!r}.")
         if self.spike_count > self.spike_window:

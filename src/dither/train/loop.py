@@ -1,6 +1,7 @@
 """A whole run: data, model, steps, and a folder that tells what happened and can be gone on from."""
 
 import math
+import os
 import platform
 import shutil
 import subprocess
@@ -147,7 +148,16 @@ class _Run:
             for _, why in skipped:
                 self.say(why)
             found = -1 if path is None else checkpoint.step_of(path)
-        if (found := self.ranks.agree(found)) < 0:
+            if path is None and (broken := [why for each, why in skipped if checkpoint.STEP.fullmatch(each.name)]):
+                found = -2
+                self.say(f"None of the {len(broken)} checkpoints is whole.")
+        found = self.ranks.agree(found)
+        if found == -2:  # nothing that a kill leaves: to begin anew would throw away what may yet be mended
+            raise UserError(
+                f"No checkpoint in {str(folder)!r} can be gone on from, for the reasons above: put a whole one there, or "
+                "remove them to begin anew."
+            )
+        if found < 0:
             self.say("There is no checkpoint yet: the run begins anew.")
             return None
         job.restore(folder / f"step-{found:08d}")
@@ -459,7 +469,7 @@ def _own_generators(device: torch.device) -> Any:
 
 def _claim(folder: Path, now: Config, resume: bool, ranks: Ranks) -> None:
     """Take a new folder for a run, or one whose run is resumed, and write the config; nothing is ever overwritten."""
-    there = bool(ranks.agree(int((folder / CONFIG).is_file())))
+    there = bool(ranks.agree(int(os.path.isfile(folder / CONFIG))))
     if resume and not there:
         raise UserError(
             f"There is no run in {str(folder)!r} to resume: start it without --resume, or name its folder by run.out."
@@ -475,7 +485,7 @@ def _claim(folder: Path, now: Config, resume: bool, ranks: Ranks) -> None:
     if ranks.main:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if any(folder.iterdir()):
+            if any(path.name != f".{CONFIG}.new" for path in folder.iterdir()):  # which a kill just below leaves
                 raise UserError(
                     f"The folder {str(folder)!r} has other files already: name another, as in --set run.out=runs/second."
                 )

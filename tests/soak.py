@@ -1,0 +1,532 @@
+"""Faults, many of them: kills, flipped bits, full disks, signals, other numbers of processes, hostile input; and a scoreboard.
+
+    make soak                             # about ten minutes on two cores
+    make soak SOAK='--scale 10'           # ten times as many of each
+    python tests/soak.py kills --scale 0.1
+
+It lies beside the tests because it is one: `tests/test_faults.py` runs the same parts with small counts. Runs are real ones,
+`dither train` on a tiny model in a process of their own; they are forked, so that torch is loaded once and not for each. Seeds
+are fixed, so points are the same each time, but for kills by the clock, which hold at every moment or not at all. Exit code 1
+when anything failed.
+"""
+
+import argparse
+import errno
+import hashlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import hostile
+import torch
+
+import dither
+from dither import UserError, cli
+from dither.data import Batch
+from dither.train import Status, checkpoint, files, train
+from dither.train import config as configs
+from dither.train.config import Config
+from dither.train.job import Job
+
+OURS = str(Path(dither.__file__).parent)
+KILLED = -signal.SIGKILL
+STEPS = 6
+
+
+@dataclass(frozen=True)
+class Score:
+    """A line of the scoreboard."""
+
+    what: str
+    target: str
+    figure: str
+    passed: bool
+    faults: tuple[str, ...] = ()
+    """What went wrong, where something did."""
+
+
+# Runs in processes of their own -----------------------------------------------------------------------------------------
+
+
+def forked(work: Callable[[], int], said: Path) -> int:
+    """Start work in a process of its own, which prints into a file: its process id."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child:
+        return child
+    code = 70
+    try:
+        os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+        os.dup2(1, 2)
+        code = work()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def ended(child: int) -> int:
+    """Wait for a process: its exit code, or a negative signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def config(text: Path, out: Path, *more: str) -> Config:
+    """Six small steps, saved after each second."""
+    small = [
+        "data.sequence=8",
+        "data.batch=2",
+        f"run.steps={STEPS}",
+        "run.eval_every=4",
+        "run.sample_every=0",
+        "run.log_every=1",
+    ]
+    small += ["run.save_every=2", "run.keep_last=2", "run.eval_sequences=2", "run.device=cpu", "guard.spike=ignore"]
+    return configs.override(Config(), [f'data.sources=["{text}"]', f'run.out="{out}"', *small, *more])
+
+
+def arguments(text: Path, out: Path, *more: str) -> list[str]:
+    """Of the command line: begin a run, or go on with it where there is one."""
+    if (out / "config.toml").is_file():
+        return ["train", "--resume", "--out", str(out)]
+    file = out.with_suffix(".toml")
+    file.write_text(configs.dumps(config(text, out, *more)))
+    return ["train", str(file)]
+
+
+def sha256(out: Path, step: int = STEPS) -> str:
+    """Of everything that a run has learned: weights, moments and the rest of its last checkpoint's tensors."""
+    tensors, _ = checkpoint.load(out / "checkpoints" / f"step-{step:08d}")
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        found.update(name.encode() + tensors[name].reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def counted(work: Callable[[], int], at: int = 0, training: bool = False) -> Callable[[], int]:
+    """Work that is killed at its call number `at` of a function of ours, counted from its start or from its first step on.
+
+    At its end it tells how many calls there were from either. Most come before the first step, where tokens are made and the
+    model is built: points drawn from all calls alike would hardly ever lie between two checkpoints.
+    """
+
+    def run() -> int:
+        calls = steps = 0
+
+        def look(frame: FrameType, event: str, argument: object) -> None:
+            nonlocal calls, steps
+            if event == "call" and frame.f_code.co_filename.startswith(OURS):
+                calls += 1
+                steps += steps > 0 or frame.f_code is Job.step.__code__
+                if at and at == (steps if training else calls):
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.setprofile(look)
+        code = work()
+        sys.setprofile(None)
+        print(calls, steps)
+        return code
+
+    return run
+
+
+def straight(text: Path, folder: Path) -> tuple[str, int, int]:
+    """A run that nothing happens to: its SHA-256, how many calls it has, and how many of them from the first step on."""
+    out, said = folder / "straight", folder / "straight.txt"
+    if ended(forked(counted(lambda: cli.main(arguments(text, out))), said)):
+        raise RuntimeError(said.read_text())
+    calls, steps = map(int, said.read_text().split()[-2:])
+    return sha256(out), calls, steps
+
+
+# The parts ------------------------------------------------------------------------------------------------------------
+
+
+def kills(text: Path, folder: Path, count: int) -> list[Score]:
+    """kill -9 at random calls, in one to three lives of a run, three of four while it trains: it ends as the straight one."""
+    expected, calls, steps = straight(text, folder)
+    draw, done, within, runs, faults = random.Random(0), 0, 0, 0, []
+    while done < count:
+        out, said, code, left = folder / f"killed-{runs}", folder / "killed.txt", KILLED, draw.randrange(1, 4)
+        runs += 1
+        while code == KILLED:
+            training = draw.random() < 0.75
+            at = draw.randrange(1, steps if training else calls) if left and done < count else 0
+            code = ended(forked(counted(lambda out=out: cli.main(arguments(text, out)), at, training), said))
+            done += code == KILLED
+            within += code == KILLED and training
+            left -= 1
+        if code or sha256(out) != expected:
+            faults.append(f"run {runs} ended with {code}: {said.read_text()[-500:]}")
+        shutil.rmtree(out, ignore_errors=True)
+    what = f"resumed = straight, kill -9 at {done} points, {within} of them while training"
+    return [Score(what, f"{runs}/{runs}", f"{runs - len(faults)}/{runs}", not faults, tuple(faults))]
+
+
+def kills_in_saves(text: Path, folder: Path, count: int) -> list[Score]:
+    """kill -9 by the clock at a process that only saves: there is always a checkpoint, and it is what was saved."""
+    draw, unloadable, unfinished, faults = random.Random(1), 0, 0, []
+
+    def state(step: int) -> dict[str, torch.Tensor]:
+        return {f"t{i}": torch.full((1 << 14,), float(step)) for i in range(8)}
+
+    def saves(place: Path, ready: int) -> int:
+        for step in range(1, 1 << 20):
+            checkpoint.save(place, step, tensors=state(step), plain={"step": step})
+            if step == 1:
+                os.write(ready, b"1")
+            checkpoint.keep(place, last=2)
+        return 0
+
+    for trial in range(count):
+        place = folder / f"saves-{trial}"
+        read, write = os.pipe()
+        child = forked(lambda place=place, write=write: saves(place, write), folder / "saves.txt")
+        os.close(write)
+        os.read(read, 1)
+        os.close(read)
+        time.sleep(draw.uniform(0, 0.03))  # the moment of the kill, not a wait for anything
+        os.kill(child, signal.SIGKILL)
+        ended(child)
+        unfinished += bool(checkpoint.leftovers(place))
+        try:
+            path, _ = checkpoint.newest(place)
+            tensors, plain = checkpoint.load(path or place)
+            if not all(torch.equal(tensor, state(plain["step"])[name]) for name, tensor in tensors.items()):
+                raise UserError(f"{path} is not what was saved")
+        except UserError as error:
+            unloadable += 1
+            faults.append(str(error))
+        shutil.rmtree(place)
+    what = f"unloadable after kill -9 in a save ({unfinished} of {count} left one unfinished)"
+    return [Score(what, f"0/{count}", f"{unloadable}/{count}", not unloadable and unfinished > 0, tuple(faults))]
+
+
+def damage(text: Path, folder: Path, count: int) -> list[Score]:
+    """A flipped bit, or a cut, anywhere in any file of a checkpoint of a run: it is refused."""
+    straight(text, folder)
+    path = folder / "straight" / "checkpoints" / f"step-{STEPS:08d}"
+    checkpoint.load(path)
+    draw, scores = random.Random(2), []
+    names = sorted(file.name for file in path.iterdir())
+    for what, many in (("single-bit flips", count), ("truncations", max(3, count // 10))):
+        accepted = []
+        for number in range(many):
+            file = path / names[number % len(names)]  # each file as often as the large one
+            size = file.stat().st_size
+            at = draw.randrange(size)
+            with open(file, "r+b") as stream:
+                stream.seek(at)
+                rest = stream.read() if what == "truncations" else stream.read(1)
+                stream.seek(at)
+                if what == "truncations":
+                    stream.truncate()
+                else:
+                    stream.write(bytes([rest[0] ^ 1 << draw.randrange(8)]))
+            with suppress(UserError):
+                checkpoint.load(path)
+                accepted.append(f"{file.name} at byte {at}")
+            with open(file, "r+b") as stream:
+                stream.seek(at)
+                stream.write(rest)
+        checkpoint.load(path)
+        scores.append(Score(f"{what} accepted", f"0/{many}", f"{len(accepted)}/{many}", not accepted, tuple(accepted)))
+    return scores
+
+
+def full_disks(text: Path, folder: Path, count: int) -> list[Score]:
+    """A disk that takes so many bytes and no more, then one with room again.
+
+    Without a file system of our own, two seams stand in: every second time the kernel refuses files above a size
+    (RLIMIT_FSIZE), else `files.write_new` raises ENOSPC after so many bytes, as `write` does on a full disk.
+    """
+    expected, _, _ = straight(text, folder)
+    largest = max(path.stat().st_size for path in (folder / "straight").rglob("*"))
+    draw, faults = random.Random(3), []
+
+    def limited(limit: int, hard: bool, work: Callable[[], int]) -> Callable[[], int]:
+        def run() -> int:
+            if hard:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+                return work()
+            real, left = files.write_new, limit
+
+            def write_new(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
+                nonlocal left
+                parts = list(map(bytes, chunks))
+                if (left := left - sum(map(len, parts))) < 0:
+                    path.write_bytes(b"half")
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                return real(path, parts)
+
+            files.write_new = write_new
+            return work()
+
+        return run
+
+    for trial in range(count):
+        out, said, hard = folder / f"full-{trial}", folder / "full.txt", trial % 2 == 0
+        limit = draw.randrange(largest) if hard else draw.randrange(3 * largest)
+        code = ended(forked(limited(limit, hard, lambda out=out: cli.main(arguments(text, out))), said))
+        printed = said.read_text()
+        errors = [line for line in printed.splitlines() if line.startswith(hostile.ERROR)]
+        words = ("cannot be written", "cannot be saved", "is full")
+        if code != 2 or len(errors) != 1 or "Traceback" in printed or not any(word in errors[0] for word in words):
+            faults.append(f"{limit} bytes ended with {code}: {printed[-900:]}")
+        elif "the last good checkpoint was kept" in errors[0] and checkpoint.newest(out / "checkpoints")[0] is None:
+            faults.append(f"{limit} bytes: the checkpoint that was kept is not there")
+        elif again := ended(forked(lambda out=out: cli.main(arguments(text, out)), said)):
+            faults.append(f"{limit} bytes, then room: {again}, {said.read_text()[-900:]}")
+        elif sha256(out) != expected:
+            faults.append(f"{limit} bytes, then room: other weights")
+        shutil.rmtree(out, ignore_errors=True)
+    right = count - len(faults)
+    return [
+        Score(
+            "disk full: a sentence, and resumed = straight", f"{count}/{count}", f"{right}/{count}", not faults, tuple(faults)
+        )
+    ]
+
+
+def worlds(text: Path, folder: Path, count: int) -> list[Score]:
+    """One to four processes have the same sequences, and losses that differ by the order of additions; so if each goes on."""
+    # With a large eps an update is nearly proportional to the gradient, so that a rounding stays as small as it was.
+    more = ("data.batch=12", "data.micro_batch=1", "run.keep_last=9", "optim.eps=1.0", "optim.lr=0.1")
+    sizes = (1, 2, 3, 4)[: max(2, count)]
+    faults: list[str] = []
+
+    def part(out: Path, world: int, steps: int) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+
+        def rank(number: int) -> int:
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+            os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(world))
+            real = Job.step
+
+            def step(self: Job, batch: Batch, *rest: Any) -> torch.Tensor:
+                with open(out.parent / f"{out.name}.order", "a") as order:
+                    for place, tokens in enumerate(batch.tokens.tolist()):
+                        order.write(json.dumps([batch.step, batch.first + place, tokens]) + "\n")
+                return real(self, batch, *rest)
+
+            Job.step = step  # type: ignore[method-assign]
+            settings = config(text, out, *more, "run.save_every=3")
+            return train(configs.override(settings, [f"run.steps={steps}"]), resume=(out / "config.toml").is_file()).code
+
+        children = [forked(lambda number=number: rank(number), folder / f"rank-{number}.txt") for number in range(world)]
+        for number, child in enumerate(children):
+            if code := ended(child):
+                faults.append(
+                    f"rank {number} of {world} ended with {code}: {(folder / f'rank-{number}.txt').read_text()[-500:]}"
+                )
+
+    def order(out: Path) -> list[str]:
+        return sorted(set((out.parent / f"{out.name}.order").read_text().splitlines()))
+
+    def losses(out: Path) -> dict[tuple[str, int], float]:
+        found = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+        return {(line["kind"], line["step"]): line["loss"] for line in found if line["kind"] in ("train", "eval")}
+
+    for world in sizes:
+        part(folder / f"world-{world}", world, STEPS)
+    if faults:
+        return [Score("world sizes", "all equal", "a run failed", False, tuple(faults))]
+    one = folder / "world-1"
+    for start in sizes:  # each goes on with what another began
+        mixed = folder / f"world-from-{start}"
+        shutil.copytree(folder / f"world-{start}", mixed)
+        checkpoint.drop(mixed / "checkpoints", after=3)
+        shutil.copy(folder / f"world-{start}.order", folder / f"{mixed.name}.order")
+        part(mixed, sizes[sizes.index(start) - 1], STEPS)
+    runs = [*(folder / f"world-{world}" for world in sizes[1:]), *(folder / f"world-from-{world}" for world in sizes)]
+    others = [f"{out.name} has other sequences" for out in runs if order(out) != order(one)]
+    faults += [f"{out.name} has other lines" for out in runs if losses(out).keys() != losses(one).keys()]
+    worst = max(abs(losses(out).get(key, 0) / value - 1) for out in runs for key, value in losses(one).items())
+    # Means of 96 float32 losses near 5, added in another order: a few units of 2^-24.
+    right = worst <= 1e-6 and not faults
+    names = "-".join(map(str, sizes))
+    return [
+        Score(f"world sizes {names}: other sequences, in {len(runs)} runs", "0", f"{len(others)}", not others, tuple(others)),
+        Score(f"world sizes {names}: largest difference of a loss", "<= 1e-6", f"{worst:.1e}", right, tuple(faults)),
+    ]
+
+
+def signals(text: Path, folder: Path, count: int) -> list[Score]:
+    """SIGTERM at a random step: saved, status written, ended with 143."""
+    draw, longest, faults = random.Random(4), 0.0, []
+    for trial in range(count):
+        out, said, at = folder / f"signal-{trial}", folder / "signal.txt", draw.randrange(1, 6)
+        read, write = os.pipe()
+
+        def work(out: Path = out, write: int = write, at: int = at) -> int:
+            real = Job.step
+
+            def step(self: Job, *rest: Any) -> torch.Tensor:
+                if self.done == at:
+                    os.write(write, b"1")
+                return real(self, *rest)
+
+            Job.step = step  # type: ignore[method-assign]
+            return cli.main(arguments(text, out, "run.steps=1000000", "run.save_every=0", "run.log_every=1000"))
+
+        child = forked(work, said)
+        os.close(write)
+        os.read(read, 1)
+        os.close(read)
+        began = time.monotonic()
+        os.kill(child, signal.SIGTERM)
+        code = ended(child)
+        longest = max(longest, time.monotonic() - began)
+        try:
+            status = Status.load(out)
+            saved, _ = checkpoint.newest(out / "checkpoints")
+            if (code, status.state) != (143, "interrupted") or saved is None or checkpoint.step_of(saved) != status.step:
+                raise UserError(f"ended with {code}, {status}, saved {saved}")
+        except UserError as error:
+            faults.append(f"{error} {said.read_text()[-500:]}")
+        shutil.rmtree(out, ignore_errors=True)
+    return [
+        Score(
+            "SIGTERM: saved, and ended with 143",
+            f"{count}/{count}",
+            f"{count - len(faults)}/{count}",
+            not faults,
+            tuple(faults),
+        ),
+        Score("SIGTERM: seconds to the end, at the most", "< 20", f"{longest:.1f}", longest < 20),
+    ]
+
+
+def hostility(text: Path, folder: Path, count: int) -> list[Score]:
+    """Every kind of hostile input, `count` of each or all."""
+    known, scores = hostile.good(folder / "good"), []
+    for kind, cases in hostile.KINDS.items():
+        chosen = list(cases())
+        random.Random(5).shuffle(chosen)
+        chosen = chosen[:count]
+        faults = [fault for case in chosen if (fault := hostile.attempt(case, folder / "case", known))]
+        scores.append(
+            Score(
+                f"hostile {kind}: not one line and code 2",
+                f"0/{len(chosen)}",
+                f"{len(faults)}/{len(chosen)}",
+                not faults,
+                tuple(faults),
+            )
+        )
+    return scores
+
+
+def bombs(text: Path, folder: Path, count: int) -> list[Score]:
+    """Compressed files that are far larger than they look, at the real limit: refused, in bounded memory."""
+    import gzip
+    import lzma
+
+    from dither.data.text import LARGEST
+
+    faults, most = [], 0
+    for opener, name in [(gzip.open, "a.txt.gz"), (lzma.open, "a.jsonl.xz")][:count]:
+        with opener(folder / name, "wb") as stream:
+            for _ in range((LARGEST >> 24) + 2):
+                stream.write(b"x" * (1 << 24))
+        command = ["data", "prepare", str(folder / name), "--out", str(folder / "bomb")]
+        child = forked(lambda command=command: cli.main(command), folder / "bomb.txt")
+        _, status, usage = os.wait4(child, 0)
+        printed = (folder / "bomb.txt").read_text()
+        most = max(most, usage.ru_maxrss << 10)
+        if os.waitstatus_to_exitcode(status) != 2 or f"{LARGEST:,} bytes" not in printed:
+            faults.append(f"{name}: {printed[-500:]}")
+        (folder / name).unlink()
+    # The line that is read, once more while it grows, and the process itself.
+    limit = 3 * LARGEST + (1 << 30)
+    return [
+        Score(
+            "bombs of 1 GiB: peak memory in GiB",
+            f"<= {limit >> 30}",
+            f"{most / 2**30:.1f}",
+            not faults and most <= limit,
+            tuple(faults),
+        )
+    ]
+
+
+PARTS: dict[str, tuple[Callable[[Path, Path, int], list[Score]], int]] = {
+    "kills": (kills, 200),
+    "saves": (kills_in_saves, 500),
+    "damage": (damage, 10_000),
+    "disks": (full_disks, 20),
+    "worlds": (worlds, 4),
+    "signals": (signals, 10),
+    "hostility": (hostility, 1000),
+    "bombs": (bombs, 2),
+}
+"""What is tried, and how often when nothing is said."""
+
+
+def run(names: Iterable[str], scale: float, folder: Path) -> list[Score]:
+    """The scores of some parts, each in a folder of its own."""
+    torch.set_num_threads(1)
+    text = folder / "text"
+    text.mkdir()
+    draw, words = random.Random(0), ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "and", "runs", "away")
+    for number in range(60):
+        (text / f"{number}.txt").write_text(" ".join(draw.choice(words) for _ in range(60)))
+    found: list[Score] = []
+    for name in names:
+        work, count = PARTS[name]
+        (folder / name).mkdir()
+        began = time.monotonic()
+        scores = work(text, folder / name, max(1, round(count * scale)))
+        for score in scores:
+            show(score)
+        print(f"     {name} took {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+        shutil.rmtree(folder / name)
+        found += scores
+    return found
+
+
+def show(score: Score) -> None:
+    """A line of the scoreboard, and the first things that went wrong."""
+    print(f"{'PASS' if score.passed else 'FAIL'}  {score.what:72} {score.target:>12} {score.figure:>12}", flush=True)
+    for fault in score.faults[:5]:
+        print(f"      {fault}", flush=True)
+
+
+def main() -> int:
+    """The command: 0 when everything passed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all by default")
+    parser.add_argument("--scale", type=float, default=1.0, help="how many times the usual counts")
+    given = parser.parse_args()
+    if unknown := set(given.parts) - set(PARTS):
+        parser.error(f"there is no part {min(unknown)!r}: choose from {', '.join(PARTS)}")
+    print(f"      {'what':72} {'target':>12} {'found':>12}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="dither-soak-") as folder:
+        scores = run(given.parts or PARTS, given.scale, Path(folder))
+    failed = sum(not score.passed for score in scores)
+    print(f"{len(scores) - failed} of {len(scores)} passed")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
