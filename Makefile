@@ -19,8 +19,9 @@ help:
 demo: $(INSTALLED)
 	out=runs/demo-$$(date +%Y%m%d-%H%M%S) && $(VENV)/bin/dither train --out $$out && $(VENV)/bin/dither report $$out
 
+# A process a core, each with one thread, or they would fight over the cores.
 test: $(INSTALLED)
-	$(VENV)/bin/python -m pytest
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto --maxprocesses=8 --dist worksteal
 
 check: $(INSTALLED)
 	$(VENV)/bin/ruff check .
@@ -30,7 +31,6 @@ check: $(INSTALLED)
 soak: $(INSTALLED)
 	$(VENV)/bin/python tests/soak.py $(SOAK)
 
-# One thread each: the references on the CPU would otherwise fight over the cores.
 gpu-test:
 	seq $(JOBS) | PYTHONPATH=src xargs -P $(JOBS) -I{} env OMP_NUM_THREADS=1 DITHER_SHARE={}/$(JOBS) $(PYTHON) -m pytest -q -m gpu tests/gpu
 
