@@ -37,9 +37,9 @@ import hostile
 import torch
 
 import dither
-from dither import UserError, cli
+from dither import UserError, cli, files
 from dither.data import Batch
-from dither.train import Status, checkpoint, files, train
+from dither.train import Status, checkpoint, train
 from dither.train import config as configs
 from dither.train.config import Config
 from dither.train.job import Job

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dither
-from dither import Sampling, UserError
+from dither import Sampling, UserError, files
 from dither.models import Llama, LlamaConfig
-from dither.train import checkpoint, files, tensorfile
+from dither.train import checkpoint, tensorfile
 from dither.train.checkpoint import Saver, keep, leftovers, load, newest, save, verify
 from dither.train.state import pack, plan_of, unpack
 
@@ -154,7 +154,8 @@ def test_too_many_levels(tmp_path):
 KILLER = """
 import os, signal, sys
 import torch
-from dither.train import checkpoint, files, tensorfile
+from dither import files
+from dither.train import checkpoint, tensorfile
 
 torch.set_num_threads(1)
 OWN = {checkpoint.__file__, files.__file__, tensorfile.__file__}

@@ -14,7 +14,7 @@ import torch
 
 import dither
 from dither import UserError, cli, report
-from dither.inputs import MOST, read_text
+from dither.files import MOST, Refused, read_text
 
 SOAK = Path(__file__).with_name("soak.py")
 
@@ -110,14 +110,14 @@ def test_the_hostile_cases_can_fail(known: hostile.Good, tmp_path: Path) -> None
 def test_a_file_that_never_ends_or_is_waited_for_is_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in ("/dev/zero", tmp_path, tmp_path / "pipe"):
-        with pytest.raises(OSError, match="it is not a regular file"):
+        with pytest.raises(Refused, match="is not a regular file"):
             read_text(path)
     with (tmp_path / "large").open("wb") as file:
         file.truncate(MOST + 1)
-    with pytest.raises(OSError, match="it has more than 64 MiB"):
+    with pytest.raises(Refused, match="has more than 64 MiB"):
         read_text(tmp_path / "large")
     (tmp_path / "latin").write_bytes(b"caf\xe9")
-    with pytest.raises(ValueError, match="it is not UTF-8 text \\(byte 0xe9 at 3\\)"):
+    with pytest.raises(Refused, match="it is not UTF-8 text \\(byte 0xe9 at 3\\)"):
         read_text(tmp_path / "latin")
 
 

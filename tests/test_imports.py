@@ -11,7 +11,7 @@ ROOT = Path(dither.__file__).parent
 
 ORDER = [
     "dither.errors",
-    "dither.inputs",
+    "dither.files",
     "dither.formats",
     "dither.precision",
     "dither.bitwidths",
@@ -88,7 +88,6 @@ ORDER = [
     "dither.evaluate",
     "dither.doctor",
     "dither.data.command",
-    "dither.train.files",
     "dither.train.tensorfile",
     "dither.train.checkpoint",
     "dither.train.state",

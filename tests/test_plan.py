@@ -246,8 +246,8 @@ def test_what_is_no_plan_is_an_error(call, said):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "This is not JSON"),
-        ("[" * 100_000, "This is not JSON"),
+        ("", "it is not JSON"),
+        ("[" * 100_000, "more than 64 levels"),
         ("[]", "A plan in JSON is an object with the keys version, layers, default"),
         ("{}", "has the key 'version' with the number 2, not None"),
         ('{"version": true}', "the number 2, not True"),
@@ -261,8 +261,8 @@ def test_what_is_no_plan_is_an_error(call, said):
         ('{"version": 1, "layers": [["a", {"wieght": null}]]}', "no key 'wieght' (did you mean 'weight'?)"),
         ('{"version": 1, "default": "fp8"}', "A layer's precision in JSON is an object"),
         ('{"version": 1, "default": {"grad": "e4m3 tyle(128)"}}', "'tyle(128)'"),
-        ('{"version": 1, "provenance": {"x": 1e999}}', "not 'x': inf"),
-        ('{"version": 1, "default": null, "default": {}}', "The key 'default' stands twice"),
+        ('{"version": 1, "provenance": {"x": 1e999}}', "it has 1e999 as a number"),
+        ('{"version": 1, "default": null, "default": {}}', "the key 'default' twice"),
     ],
 )
 def test_what_is_no_plan_in_json_is_an_error(text, said, tmp_path):
@@ -284,7 +284,7 @@ def test_keys_of_a_plan_may_be_missing():
 
 
 def test_a_plan_that_cannot_be_read(tmp_path):
-    with pytest.raises(UserError, match=r"none\.json' cannot be read: .*No such file"):
+    with pytest.raises(UserError, match=r"none\.json' cannot be read: none.json is missing"):
         Plan.load(tmp_path / "none.json")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="binary' cannot be read"):

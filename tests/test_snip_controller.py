@@ -13,10 +13,10 @@ from torch import nn
 
 import dither
 from dither import LayerPrecision, Plan, UserError, convert, recipe
+from dither.files import check_plain
 from dither.nn.convert import _converted
 from dither.snip import LayerStatistics, Scores, Snip, Statistics, options, score
 from dither.snip.planning import choice_of
-from dither.train.files import check_plain
 
 BOTH = options("fp8,fp4")
 NAMES = tuple(f"{block}.{part}" for block in range(4) for part in (0, 2))

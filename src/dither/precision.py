@@ -23,8 +23,8 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from dither.errors import UserError
+from dither.files import Refused, from_json, read_text
 from dither.formats import Format
-from dither.inputs import read_text
 
 
 @dataclass(frozen=True)
@@ -593,11 +593,9 @@ class Plan:
     def from_json(cls, text: str) -> "Plan":
         """The inverse of `to_json`."""
         try:
-            data = json.loads(text, object_pairs_hook=_no_key_twice)
-        except UserError:
-            raise
-        except (ValueError, RecursionError) as error:  # ValueError: of JSON, and of an integer of 4300 digits
-            raise UserError(f"This is not JSON, so it cannot be read as a plan: {error}.") from None
+            data = from_json(text.encode())
+        except (Refused, UnicodeEncodeError) as error:
+            raise UserError(f"This cannot be read as a plan: {error}.") from None
         return cls.from_dict(data)
 
     def save(self, path: str | Path) -> None:
@@ -609,7 +607,7 @@ class Plan:
         """Read a plan that `save` wrote."""
         try:
             text = read_text(path)
-        except (OSError, ValueError) as error:
+        except Refused as error:
             raise UserError(f"The plan {str(path)!r} cannot be read: {error}.") from None
         try:
             return cls.from_json(text)
@@ -716,12 +714,6 @@ def _cells(precision: LayerPrecision | None) -> tuple[str, ...]:
     if precision is None:
         return ("left alone", "", "")
     return tuple(precision.cell(name) for name in OPERANDS)
-
-
-def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if twice := [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]:
-        raise UserError(f"The key {twice[0]!r} stands twice in one object of this JSON: keep one.")
-    return dict(pairs)
 
 
 @functools.cache

@@ -18,12 +18,10 @@ import hashlib
 import json
 import os
 import shutil
-import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, astuple, dataclass, field
-from io import BufferedReader
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO
@@ -33,6 +31,7 @@ import tokenizers
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dither import files
 from dither.data.text import (
     MANIFEST,
     SEPARATOR,
@@ -46,7 +45,7 @@ from dither.data.text import (
     listed,
 )
 from dither.errors import UserError
-from dither.inputs import read_text
+from dither.files import Refused, read_text
 
 FORMAT = "dither tokens 1"
 TOKENIZER = "tokenizer.json"
@@ -57,9 +56,6 @@ ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 SHARD = 1 << 27
 """Tokens in a shard, unless told otherwise."""
-
-LARGEST_JSON = 1 << 26
-"""The most bytes that are read of a manifest or a tokenizer."""
 
 BATCH = 1 << 22
 """Characters that are tokenized at once."""
@@ -189,7 +185,7 @@ def load_tokenizer(source: str | Path = "bytes", end_token: str | None = None) -
         raise UserError(f"There is no tokenizer {str(source)!r}: give 'bytes', or the path of a tokenizer.json.")
     try:
         text = read_text(path)
-    except (OSError, ValueError) as error:
+    except Refused as error:
         raise UserError(f"The tokenizer {str(path)!r} cannot be read: {error}.") from None
     try:
         return Tokenizer(text, end_token)
@@ -493,7 +489,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
         os.fsync(lock)
         os.rename(folder, out)
         folder = out
-        _sync(out.parent)
+        files.sync(out.parent)
     except BaseException as error:
         shutil.rmtree(folder)
         if not isinstance(error, OSError):
@@ -526,14 +522,6 @@ def _finish(file: Any) -> None:
     file.close()
 
 
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def is_prepared(source: str | Path) -> bool:
     """Whether a source is a folder of prepared tokens, for `open_tokens`, rather than text."""
     return os.path.isfile(Path(source) / MANIFEST)
@@ -559,14 +547,13 @@ def _opened(folder: Path, verify: bool) -> Corpus:
         raise UserError(f"There is no folder {str(folder)!r}: `dither.data.prepare` makes one.")
     if not os.path.lexists(folder / MANIFEST):
         raise UserError(f"The folder {str(folder)!r} has no {MANIFEST}: its tokens were never finished, prepare them again.")
-    with _plain(folder, MANIFEST) as file:
-        text = _text(file, folder / MANIFEST)
-    value = _json(text, folder / MANIFEST)
+    with _whole(folder):
+        value, text = files.read_json(folder / MANIFEST)
     manifest = _Fields(value, repr(str(folder / MANIFEST)))
     if (format := manifest.take("format", str)) != FORMAT:
         raise UserError(f"{str(folder / MANIFEST)!r} has the format {format!r}, and {FORMAT!r} is what can be read.")
     manifest.take("sha256", str)
-    if text != _manifest({"format": format, **manifest.left}):
+    if text.decode() != _manifest({"format": format, **manifest.left}):
         raise UserError(f"{str(folder / MANIFEST)!r} is not as it was written: prepare the tokens again.")
     tokenizer = _tokenizer(folder, manifest.part("tokenizer"))
     manifest.expect("dtype", tokenizer.dtype.name)
@@ -588,8 +575,12 @@ def _tokenizer(folder: Path, fields: "_Fields") -> Tokenizer:
     if kind == "bytes":
         tokenizer = Tokenizer(None, end_token)
     elif kind == "json":
-        with _plain(folder, TOKENIZER) as file:
-            tokenizer = Tokenizer(_text(file, folder / TOKENIZER), end_token)
+        with _whole(folder):
+            data = files.read(folder / TOKENIZER)
+        try:
+            tokenizer = Tokenizer(data.decode(), end_token)
+        except UnicodeDecodeError:
+            raise UserError(f"{str(folder / TOKENIZER)!r} is not UTF-8 text.") from None
     else:
         raise UserError(f"{fields.name} has the kind {kind!r}, and tokenizers are 'bytes' or 'json'.")
     fields.expect("end", tokenizer.end)
@@ -609,14 +600,14 @@ def _split(folder: Path, split: str, fields: "_Fields", tokenizer: Tokenizer, ve
         entry.expect("file", name)
         count, digest = entry.count("tokens"), entry.take("sha256", str)
         entry.close()
-        with _plain(folder, name) as file:
+        with _whole(folder), files.open_plainly(folder / name) as file:
             size = os.fstat(file.fileno()).st_size
             if size != count * tokenizer.dtype.itemsize or not count:
                 raise UserError(
                     f"{str(folder / name)!r} has {size:,} bytes, where its manifest has {count * tokenizer.dtype.itemsize:,}: "
                     "it is truncated or not its own, prepare it again."
                 )
-            if verify and hashlib.file_digest(file, "sha256").hexdigest() != digest:
+            if verify and files.digest(file) != digest:
                 raise UserError(f"{str(folder / name)!r} does not have its SHA-256: its bytes have changed, prepare it again.")
             file.seek(0)
             shards.append(np.memmap(file, tokenizer.dtype, mode="r", shape=(count,)))
@@ -662,42 +653,10 @@ class _Fields:
             raise UserError(f"{self.name} has {next(iter(self.left))!r}, which means nothing.")
 
 
-def _plain(folder: Path, name: str) -> BufferedReader:
-    """A regular file that lies in the folder itself, open for reading; waits for no pipe and follows no link."""
-    path = folder / name
+@contextmanager
+def _whole(folder: Path) -> Iterator[None]:
+    """Files of prepared tokens lie in the folder itself: one that does not, or cannot be read, is a UserError."""
     try:
-        file = open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")  # noqa: SIM115
-    except OSError as error:
-        why = "is missing" if error.errno == errno.ENOENT else "is a link" if error.errno == errno.ELOOP else error.strerror
-        raise UserError(f"{str(path)!r} {why}, and the tokens are not whole without it: prepare them again.") from None
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise UserError(f"{str(path)!r} is not a regular file, and is not read.")
-    return file
-
-
-def _text(file: BinaryIO, path: Path) -> str:
-    raw = file.read(LARGEST_JSON + 1)
-    if len(raw) > LARGEST_JSON:
-        raise UserError(f"{str(path)!r} has more than {LARGEST_JSON:,} bytes, which no such file needs.")
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        raise UserError(f"{str(path)!r} is not UTF-8 text.") from None
-
-
-def _json(text: str, path: Path) -> object:
-    """JSON of a file, without the two things that Python's reader lets pass: repeated names and NaN."""
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(dict(pairs)) != len(pairs):
-            raise ValueError("a name stands twice in one object")
-        return dict(pairs)
-
-    def never(constant: str) -> Any:
-        raise ValueError(f"{constant} is no number")
-
-    try:
-        return json.loads(text, object_pairs_hook=once, parse_constant=never)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{str(path)!r} is not JSON: {first_line(error)}.") from None
+        yield
+    except Refused as error:
+        raise UserError(f"The tokens in {str(folder)!r} are not whole: {error}; prepare them again.") from None

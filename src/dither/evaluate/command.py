@@ -14,13 +14,14 @@ from typing import Annotated, Any
 import tyro
 from torch import nn
 
+from dither import files
 from dither.data import Corpus, Tokenizer, is_prepared, load_tokenizer, open_tokens, prepare
 from dither.doctor import print_table
 from dither.errors import UserError
 from dither.evaluate.perplexity import Perplexity, perplexity
 from dither.nn.deploy import Deployment, deploy, weight_cast
 from dither.precision import Cast, LayerPrecision, Plan
-from dither.train import checkpoint, files
+from dither.train import checkpoint
 from dither.train.config import Config, Data, Model, Run, loads
 from dither.train.distributed import Ranks, joined
 from dither.train.job import Job, open_corpus

@@ -6,7 +6,6 @@ config asks for. What is wrong is said before memory is taken for the model.
 
 import dataclasses
 import json
-import math
 import os
 import re
 import shutil
@@ -24,15 +23,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
+from dither.files import Refused, from_json, read, sync
 from dither.models.causal import CausalLM
 from dither.models.gpt2 import GPT2, GPT2Config
 from dither.models.llama import Llama, LlamaConfig
 from dither.models.presets import Config, check_place, check_seed, empty, skeleton
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-
-LARGEST_JSON = 64 << 20
-"""Bytes of the largest JSON file that is read."""
 
 MOST_LAYERS = 10_000
 """Far more than any model has."""
@@ -174,22 +171,14 @@ def _appearing(folder: Path) -> Iterator[Path]:
         partial.mkdir(parents=True)
         yield partial
         for path in sorted(partial.iterdir()):
-            _sync(path)
-        _sync(partial)
+            sync(path)
+        sync(partial)
         os.replace(partial, folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     except (OSError, SafetensorError) as error:
         raise UserError(f"The model could not be saved into {str(folder)!r}: {error}.") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -385,36 +374,15 @@ def _rotary(path: Path, data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, and nothing but JSON: no NaN, no key twice."""
+    """A JSON object, and nothing but JSON. Links are followed: Hugging Face's caches are full of them."""
     if not path.is_file():
         raise UserError(f"{path} is no file.")
     try:
-        if path.stat().st_size > LARGEST_JSON:
-            raise ValueError(f"it has {path.stat().st_size} bytes, and {LARGEST_JSON} are read")
-        value = json.loads(path.read_bytes().decode(), object_pairs_hook=_once, parse_constant=_refused, parse_float=_finite)
-    except RecursionError:
-        raise UserError(f"{path} is not JSON that can be read: it is nested too deeply.") from None
-    except (OSError, ValueError) as error:
+        value = from_json(read(path, follow=True))
+    except Refused as error:
         raise UserError(f"{path} is not JSON that can be read: {error}.") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} holds {_short(value)}, and not a JSON object.")
-    return value
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("it has a key twice")
-    return found
-
-
-def _refused(word: str) -> None:
-    raise ValueError(f"it has {word} as a number")
-
-
-def _finite(digits: str) -> float:
-    if not math.isfinite(value := float(digits)):
-        raise ValueError(f"it has {digits[:40]} as a number")
     return value
 
 

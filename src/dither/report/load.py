@@ -4,9 +4,7 @@ Nothing that is read is trusted or executed. Files are regular files of bounded 
 curve can show (NaN, Infinity, beyond 1e30) counts as absent. Imports nothing of `dither.train`: the folder is the contract.
 """
 
-import json
 import os
-import stat
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +12,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from dither import files
 from dither.errors import UserError
+from dither.files import Refused
 from dither.precision import Plan
-
-LARGEST = 64 << 20
-"""The most bytes that are read of a file other than the metrics."""
 
 LARGEST_METRICS = 256 << 20
 """The most bytes that are read of the metrics: a million lines of training have about as many."""
@@ -167,65 +164,25 @@ def read_all(folders: Sequence[str | Path]) -> tuple[Run, ...]:
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
-class _UnreadableError(Exception):
-    """Why a file is not read; a clause without its name and without a full stop."""
-
-
-def _bytes(path: Path, most: int) -> bytes:
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise _UnreadableError("is missing") from None
-    except OSError as error:
-        raise _UnreadableError("is a link" if path.is_symlink() else f"cannot be opened ({error.strerror})") from None
-    with os.fdopen(handle, "rb") as file:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise _UnreadableError("is not a regular file")
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise _UnreadableError(f"has more than {most >> 20} MiB")
-    return data
-
-
-def _json(data: bytes) -> Any:
-    """Strict JSON: no NaN, no key twice."""
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            raise ValueError("a key stands twice in one object")
-        return found
-
-    def never(word: str) -> Any:
-        raise ValueError(f"{word} is no number")
-
-    try:
-        return json.loads(data.decode(), object_pairs_hook=once, parse_constant=never)
-    except RecursionError:
-        raise _UnreadableError("is not JSON: it has too many levels") from None
-    except ValueError as error:  # of JSON, of UTF-8, of an integer of 4300 digits
-        raise _UnreadableError(f"is not JSON: {str(error).splitlines()[0]}") from None
-
-
 def _object(folder: Path, name: str, missing: list[str]) -> dict[str, Any]:
     """A file that holds an object; an empty one, and a sentence, where it does not."""
     try:
-        found = _json(_bytes(folder / name, LARGEST))
+        found, _ = files.read_json(folder / name)
         if not isinstance(found, dict):
-            raise _UnreadableError("is JSON, but not an object")
+            raise Refused(f"{name} is JSON, but not an object")
         return found
-    except _UnreadableError as error:
-        missing.append(f"{name} {error}.")
+    except Refused as error:
+        missing.append(f"{error}.")
         return {}
 
 
 def _config(folder: Path, missing: list[str]) -> tuple[str, dict[str, Any]]:
     text = ""
     try:
-        text = _bytes(folder / "config.toml", LARGEST).decode()
+        text = files.read(folder / "config.toml").decode()
         return text, tomllib.loads(text)
-    except _UnreadableError as error:
-        missing.append(f"config.toml {error}.")
+    except Refused as error:
+        missing.append(f"{error}.")
     except RecursionError:
         missing.append("config.toml is not TOML: it has too many levels.")
     except (ValueError, TypeError, AttributeError) as error:
@@ -266,9 +223,9 @@ def _text(value: object) -> str:
 
 def _metrics(folder: Path, missing: list[str]) -> dict[str, tuple[Mapping[str, Any], ...]]:
     try:
-        data = _bytes(folder / "metrics.jsonl", LARGEST_METRICS)
-    except _UnreadableError as error:
-        missing.append(f"metrics.jsonl {error}.")
+        data = files.read(folder / "metrics.jsonl", most=LARGEST_METRICS)
+    except Refused as error:
+        missing.append(f"{error}.")
         return {}
     found: dict[str, dict[object, Mapping[str, Any]]] = {}
     broken: list[str] = []
@@ -292,15 +249,15 @@ def _parsed(data: bytes, broken: list[str]) -> Iterator[Mapping[str, Any]]:
             continue
         try:
             if len(raw) > LONGEST_LINE:
-                raise _UnreadableError(f"has more than {LONGEST_LINE >> 20} MiB")
-            line = _json(raw)
+                raise Refused(f"it has more than {LONGEST_LINE >> 20} MiB")
+            line = files.from_json(raw)
             if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
-                raise _UnreadableError("is no object with a kind")
+                raise Refused("it is no object with a kind")
             if type(line.get("step")) is not int or not 0 <= line["step"] < 1 << 53:
-                raise _UnreadableError("has no step")
-        except _UnreadableError as error:
+                raise Refused("it has no step")
+        except Refused as error:
             # A process that is killed leaves half a line: that is how it should be, and says nothing.
             if at < len(lines):
-                broken.append(f"line {at} {error}")
+                broken.append(f"line {at} cannot be read: {error}")
         else:
             yield line

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dither import files
 from dither.errors import UserError
-from dither.train import files, tensorfile
-from dither.train.files import Refused
+from dither.files import Refused
+from dither.train import tensorfile
 
 SHARD = 2 << 30
 """Bytes of tensors in one file; a larger tensor has a file of its own."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from dither.errors import UserError
-from dither.inputs import read_text
+from dither.files import Refused, read_text
 from dither.models import PRESETS
 from dither.optim import MODES
 from dither.optim.adamw import MOST_NORM
@@ -387,7 +387,7 @@ def load(path: str | Path) -> Config:
     """A config from a TOML file; what is wrong is a UserError with the file and the key."""
     try:
         text = read_text(path)
-    except (OSError, ValueError) as error:
+    except Refused as error:
         raise UserError(f"The config {str(path)!r} cannot be read: {error}.") from None
     return loads(text, str(path))
 

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from dither import files
 from dither.errors import UserError
-from dither.train import files
 
 
 @dataclass(frozen=True, kw_only=True)

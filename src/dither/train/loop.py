@@ -16,11 +16,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dither import doctor
+from dither import doctor, files
 from dither.data import Batch, Prefetch
 from dither.errors import UserError
 from dither.models import flops_per_token
-from dither.train import checkpoint, config, files
+from dither.train import checkpoint, config
 from dither.train.checkpoint import Saver
 from dither.train.config import Config, dumps
 from dither.train.distributed import Ranks, joined

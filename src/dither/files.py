@@ -3,6 +3,7 @@
 JSON here is strict: no NaN or Infinity, no key twice, at most 64 levels. Nothing that is read is ever executed.
 """
 
+import errno
 import hashlib
 import json
 import math
@@ -18,8 +19,8 @@ from dither.errors import UserError
 DEPTH = 64
 """How deep lists and objects may lie in each other."""
 
-MOST_JSON = 64 << 20
-"""The largest JSON file that is read, in bytes: positions and settings are far smaller."""
+MOST = 64 << 20
+"""The most bytes of a config, plan, tokenizer or state: the largest tokenizers have half as many."""
 
 CHUNK = 1 << 22
 """Bytes that are hashed at a time."""
@@ -59,54 +60,99 @@ def to_json(value: object, where: str) -> bytes:
         data = (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
     except ValueError as error:  # an integer of more than 4300 digits
         raise UserError(f"{where} cannot be saved: {error}.") from None
-    if len(data) > MOST_JSON:
-        raise UserError(
-            f"{where} takes {len(data)} bytes of JSON, more than {MOST_JSON >> 20} MiB: save large things as tensors."
-        )
+    if len(data) > MOST:
+        raise UserError(f"{where} takes {len(data)} bytes of JSON, more than {MOST >> 20} MiB: save large things as tensors.")
     return data
 
 
 def from_json(data: bytes) -> Any:
-    """What `data` says in JSON; raises `Refused`."""
+    """What `data` says in strict JSON; raises `Refused`.
+
+    >>> from_json(b'{"a": [1, 2.5]}')
+    {'a': [1, 2.5]}
+    >>> from_json(b'{"a": 1, "a": 2}')
+    Traceback (most recent call last):
+    dither.files.Refused: it has the key 'a' twice in one object
+    """
 
     def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            raise Refused("it has a key twice in one object")
+            keys = [key for key, _ in pairs]
+            raise Refused(f"it has the key {next(key for key in keys if keys.count(key) > 1)!r:.80} twice in one object")
         return found
 
+    def no_number(word: str) -> None:
+        raise Refused(f"it has {word:.40} as a number")
+
+    def finite(digits: str) -> float:
+        if not math.isfinite(value := float(digits)):
+            no_number(digits)
+        return value
+
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=no_key_twice)
+        value = json.loads(data.decode(), object_pairs_hook=no_key_twice, parse_constant=no_number, parse_float=finite)
     except RecursionError:
         raise Refused(f"it has more than {DEPTH} levels") from None
-    except ValueError as error:
-        raise Refused(f"it is not JSON ({error})") from None
-    try:
-        check_plain(value, "it")  # NaN, 1e999 and depth
-    except UserError as error:
-        raise Refused(str(error).rstrip(".")) from None
+    except ValueError as error:  # of JSON, of UTF-8, of an integer of 4300 digits
+        raise Refused(f"it is not JSON ({str(error).splitlines()[0]})") from None
+    _check_depth(value)
     return value
 
 
-def open_plainly(path: Path) -> BinaryIO:
-    """A regular file, opened for reading: links are not followed, and a pipe or device neither blocks nor is read."""
+def _check_depth(value: object, depth: int = 0) -> None:
+    if depth > DEPTH:
+        raise Refused(f"it has more than {DEPTH} levels")
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_depth(each, depth + 1)
+
+
+def open_plainly(path: str | Path, *, follow: bool = False) -> BinaryIO:
+    """A regular file, opened for reading: a pipe or device neither blocks nor is read, links are followed only if asked."""
+    path = Path(path)
     try:
-        number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        is_link = path.is_symlink()
-        raise Refused(f"{path.name} {'is a link' if is_link else f'cannot be opened ({error.strerror})'}") from None
+        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
+    except FileNotFoundError:
+        raise Refused(f"{path.name} is missing") from None
+    except (OSError, ValueError) as error:  # ValueError: a name with NUL
+        is_link = isinstance(error, OSError) and error.errno == errno.ELOOP
+        why = "is a link" if is_link else f"cannot be opened ({getattr(error, 'strerror', None) or error})"
+        raise Refused(f"{path.name} {why}") from None
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
         raise Refused(f"{path.name} is not a regular file")
     return os.fdopen(number, "rb")
 
 
-def read_json(path: Path) -> tuple[Any, bytes]:
+def read(path: str | Path, *, most: int = MOST, follow: bool = False) -> bytes:
+    """A regular file of at most `most` bytes."""
+    with open_plainly(path, follow=follow) as file:
+        try:
+            data = file.read(most + 1)
+        except OSError as error:  # such as a disk's, or a process's memory
+            raise Refused(f"{Path(path).name} cannot be read ({error.strerror})") from None
+    if len(data) > most:
+        raise Refused(f"{Path(path).name} has more than {most >> 20} MiB")
+    return data
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a file that a user named, through links too: he named them.
+
+    >>> read_text("/dev/null")
+    Traceback (most recent call last):
+    dither.files.Refused: null is not a regular file
+    """
+    data = read(path, follow=True)
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise Refused(f"it is not UTF-8 text (byte {data[error.start]:#04x} at {error.start:,})") from None
+
+
+def read_json(path: Path, *, follow: bool = False) -> tuple[Any, bytes]:
     """What a file of at most 64 MiB says, and its bytes."""
-    with open_plainly(path) as file:
-        data = file.read(MOST_JSON + 1)
-    if len(data) > MOST_JSON:
-        raise Refused(f"{path.name} is larger than {MOST_JSON >> 20} MiB")
+    data = read(path, follow=follow)
     try:
         return from_json(data), data
     except Refused as error:
@@ -137,9 +183,9 @@ def write_new(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, st
     return size, found.hexdigest()
 
 
-def sync(folder: Path) -> None:
-    """Bring a folder's list of names down to the disk."""
-    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Bring a file, or a folder's list of names, down to the disk."""
+    number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
     finally:
