@@ -112,23 +112,29 @@ def prepare(arguments: argparse.Namespace) -> None:
     print(json.dumps({"words": tokenizer.get_vocab_size(), "end": end}))
 
 
+def token_ids(arguments: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
+    """Those to train on and those held out: of --train and --held-out, or with --tiny of a language made up."""
+    if arguments.tiny:
+        # Something to learn: the next word is a function of the last one, or any word.
+        noise = np.random.default_rng(0).integers(0, arguments.words, 200_000)
+        ids = noise.copy()
+        for i in range(1, len(ids)):
+            ids[i] = noise[i] if noise[i] % 4 == 0 else (5 * ids[i - 1] + 7) % arguments.words
+        train, held_out = ids[:-20_000], ids[-20_000:]
+    else:
+        train, held_out = (np.load(path, mmap_mode="r") for path in (arguments.train, arguments.held_out))
+    for name, found in (("--train", train), ("--held-out", held_out)):
+        if len(found) <= arguments.sequence or int(found.max()) >= arguments.words:
+            raise SystemExit(f"{name} needs more than {arguments.sequence} tokens, all below {arguments.words} (--words)")
+    return train, held_out
+
+
 class Text:
     """Token ids on the device, and the windows that runs see."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.length, self.device = arguments.sequence, arguments.device
-        if arguments.tiny:
-            # A language with something to learn: the next word is a function of the last one, or any word.
-            noise = np.random.default_rng(0).integers(0, arguments.words, 200_000)
-            ids = noise.copy()
-            for i in range(1, len(ids)):
-                ids[i] = noise[i] if noise[i] % 4 == 0 else (5 * ids[i - 1] + 7) % arguments.words
-            train, held_out = ids[:-20_000], ids[-20_000:]
-        else:
-            train, held_out = (np.load(path, mmap_mode="r") for path in (arguments.train, arguments.held_out))
-        for name, found in (("--train", train), ("--held-out", held_out)):
-            if len(found) <= self.length or int(found.max()) >= arguments.words:
-                raise SystemExit(f"{name} needs more than {self.length} tokens, all below {arguments.words} (--words)")
+        train, held_out = token_ids(arguments)
         self.train = torch.from_numpy(np.array(train, dtype=np.int32)).to(self.device)
         windows = min((len(held_out) - 1) // self.length, arguments.held_out_windows)
         self.held_out = torch.from_numpy(np.array(held_out[: windows * self.length + 1], dtype=np.int64)).to(self.device)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from sampling_quality import token_ids
 
 import dither
 from dither.models import Llama, LlamaConfig, compile_blocks
@@ -31,20 +32,8 @@ class Text:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.length, self.batch, self.device = arguments.sequence, arguments.batch, arguments.device
-        if arguments.tiny:
-            # A language with something to learn: the next word is a function of the last one, or any word.
-            noise = np.random.default_rng(0).integers(0, arguments.words, 50_000)
-            ids = noise.copy()
-            for i in range(1, len(ids)):
-                ids[i] = noise[i] if noise[i] % 4 == 0 else (5 * ids[i - 1] + 7) % arguments.words
-            train, held_out = ids[:-10_000], ids[-10_000:]
-        else:
-            train, held_out = (np.load(path, mmap_mode="r") for path in (arguments.train, arguments.held_out))
-        for name, found in (("--train", train), ("--held-out", held_out)):
-            if len(found) <= self.length or int(found.max()) >= arguments.words:
-                raise SystemExit(f"{name} needs more than {self.length} tokens, all below {arguments.words} (--words)")
         self.train, self.held_out = (
-            torch.from_numpy(np.array(found, dtype=np.int32)).to(self.device) for found in (train, held_out)
+            torch.from_numpy(np.array(found, dtype=np.int32)).to(self.device) for found in token_ids(arguments)
         )
 
     def windows(self, ids: torch.Tensor, generator: torch.Generator, count: int) -> tuple[torch.Tensor, torch.Tensor]:

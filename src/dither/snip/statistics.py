@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dither.errors import UserError
+from dither.files import Refused, from_json
 from dither.nn.experts import ExpertLinear
 from dither.nn.linear import Linear
 from dither.precision import Cast
@@ -314,6 +315,6 @@ def check_version(what: str, data: Mapping[str, Any]) -> None:
 def load_json(what: str, text: str) -> Any:
     """JSON, or a sentence."""
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"This is not JSON, so it cannot be read as {what}: {error}.") from None
+        return from_json(text.encode())
+    except (Refused, UnicodeEncodeError) as error:
+        raise UserError(f"This cannot be read as {what}: {error}.") from None
