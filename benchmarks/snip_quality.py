@@ -1,0 +1,212 @@
+"""Plans of equal efficiency on real text: SNIP's beside the baselines', and beside BF16, FP8 and FP4 throughout.
+
+    PYTHONPATH=src python3 benchmarks/snip_quality.py --train train.npy --held-out held_out.npy --json plans.json --minutes 9
+    PYTHONPATH=src python3 benchmarks/snip_quality.py --device cpu --tiny  # made-up text, in seconds: the script runs
+
+The files of token ids are those of `benchmarks/sampling_quality.py --prepare`. For each seed a small Llama is trained in FP8
+for --before steps; there SNIP's estimates are taken, on batches that no step sees, and plans are made. From that point on each
+arm trains the same weights and moments on the same text in its own precision, so that arms are compared by differences within
+a seed; the tables have their mean and its standard error. FP4 runs through FP8 units. Blocks are not compiled: a plan makes
+nearly every block different, and compiling each takes longer than these runs do. Results are written after each run, and runs
+that --json has already are not repeated; --minutes begins no run that would not end in time. Arms are
+
+    bf16, fp8, fp4            no casts, fp8-block and fp4-block in every layer but the output
+    snip@75                   SNIP at a target of 75 % of FLOPs in FP4, by the default probe; snip:last@75 by another
+    random@75, uniform@75, min_abs_err@75, min_rel_err@75, layer_id@75, layer_type@75
+"""
+
+import argparse
+import copy
+import json
+import math
+import re
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from sampling_quality import Text, autocast, build, paired
+
+import dither
+from dither import LayerPrecision, Plan, training_step
+from dither.models import Llama
+from dither.nn import param_groups
+from dither.snip import BASELINES, PROBES, Goal, Scores, choose, options, plan, score
+
+OPTIONS = options("fp8,fp4")
+WHOLE = {
+    "bf16": Plan(default=LayerPrecision(), compute="bf16"),
+    "fp8": dither.recipe("fp8-block"),
+    "fp4": dither.recipe("fp4-block"),
+}
+ARMS = "bf16,fp8,fp4," + ",".join(f"{method}@{target}" for target in (75, 50, 25) for method in ("snip", *BASELINES))
+TINY = {"hidden": 64, "layers": 2, "heads": 4, "ffn": 128, "words": 64, "sequence": 32, "batch": 4, "held_out_windows": 16}
+TINY |= {"before": 8, "steps": 16, "warmup": 4, "probes": 1, "seeds": "0,1"}
+TINY |= {"arms": "bf16,fp8,snip@50,random@50,snip:direct@50"}
+
+
+def parse_arm(arm: str) -> tuple[str, str, float]:
+    """Method, probe and target of an arm."""
+    found = re.fullmatch(rf"(?P<method>snip|{'|'.join(BASELINES)})(:(?P<probe>{'|'.join(PROBES)}))?@(?P<target>[0-9.]+)", arm)
+    if arm in WHOLE:
+        return arm, "", 0.0
+    if found is None or (found["probe"] and found["method"] != "snip"):
+        raise SystemExit(f"there is no arm {arm!r}: see --help")
+    return found["method"], found["probe"] or "measure", float(found["target"]) / 100
+
+
+class Seed:
+    """A model of one seed at the point where the arms part, and what was measured there."""
+
+    def __init__(self, seed: int, text: Text, arguments: argparse.Namespace) -> None:
+        self.seed, self.text, self.arguments = seed, text, arguments
+        self.model = build(WHOLE["fp8"], seed, arguments)
+        groups = param_groups(self.model, weight_decay=arguments.weight_decay)
+        self.optimizer = dither.optim.AdamW(groups, lr=arguments.lr, states="fp32", max_norm=1.0, nonfinite="unchecked")
+        self.order = text.order(seed, arguments.steps, arguments.batch)
+        self.train(0, arguments.before)
+        self.kept = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
+        self.scores: dict[str, Scores] = {}
+
+    def train(self, first: int, end: int) -> None:
+        """Steps from `first` to `end` in the precision that the model has."""
+        arguments = self.arguments
+        for step in range(first, end):
+            # Warmup, then a cosine down to a tenth.
+            done = max(0.0, (step - arguments.warmup) / max(1, arguments.steps - arguments.warmup))
+            factor = min(1.0, (step + 1) / arguments.warmup) * (0.55 + 0.45 * math.cos(math.pi * done))
+            for group in self.optimizer.param_groups:
+                group["lr"] = arguments.lr * factor
+            with training_step(self.model, step=step):
+                with autocast(arguments.device):
+                    loss = self.model(*self.text.windows(self.order[step]))
+                loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def restore(self) -> None:
+        """Back to where the arms part, in FP8."""
+        dither.apply(self.model, WHOLE["fp8"])
+        weights, moments = copy.deepcopy(self.kept)
+        self.model.load_state_dict(weights)
+        self.optimizer.load_state_dict(moments)
+
+    def measured(self, probe: str) -> Scores:
+        """Scores by a probe, taken once."""
+
+        def forward(model: Llama, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            with autocast(self.arguments.device):
+                return model(*batch)
+
+        if probe not in self.scores:
+            self.restore()
+            order = self.text.order(self.seed + 10_000, self.arguments.probes, self.arguments.batch)
+            batches, stream = [self.text.windows(row) for row in order], dither.Stream(self.seed, "snip", "quality")
+            self.scores[probe] = score(
+                self.model, batches, self.optimizer, OPTIONS, stream=stream, forward=forward, probe=probe
+            )
+        return self.scores[probe]
+
+    def plan(self, arm: str) -> Plan:
+        """The plan of an arm."""
+        method, probe, target = parse_arm(arm)
+        if arm in WHOLE:
+            return WHOLE[arm]
+        scores, goal = self.measured(probe), Goal(target=target)
+        layers = scores.statistics.layers
+        if method == "snip":
+            solution = choose(scores.quality(), layers, OPTIONS, goal)
+        else:
+            solution = BASELINES[method](scores.statistics, OPTIONS, goal)
+        return plan(scores.layers, OPTIONS, solution, WHOLE["fp8"])
+
+    def run(self, arm: str) -> dict:
+        """Train an arm to the end: held-out loss in its own precision, and without casts."""
+        chosen = self.plan(arm)
+        began = time.perf_counter()
+        self.restore()
+        dither.apply(self.model, chosen)
+        self.train(self.arguments.before, self.arguments.steps)
+        self.model.eval()
+        found = {"arm": arm, "seed": self.seed, "efficiency": chosen.provenance.get("efficiency")}
+        found["loss"] = self.text.held_out_loss(self.model, self.arguments.batch)
+        dither.apply(self.model, WHOLE["bf16"])
+        found["uncast"] = self.text.held_out_loss(self.model, self.arguments.batch)
+        self.model.train()
+        return found | {"seconds": time.perf_counter() - began, "layers": {name: str(p) for name, p in chosen.layers}}
+
+
+def print_table(results: list[dict]) -> None:
+    """Every arm beside bf16 and beside SNIP at the same target."""
+    arms = list(dict.fromkeys(r["arm"] for r in results))
+    of = {arm: [r for r in results if r["arm"] == arm] for arm in arms}
+    print(
+        f"\n{'arm':<20}{'seeds':>6}{'in FP4':>8}{'loss':>9}{'loss - bf16':>20}{'loss - snip':>20}{'uncast - bf16':>20}{'s':>7}"
+    )
+    for arm in arms:
+        mine, rival = of[arm], of.get(f"snip@{arm.partition('@')[2]}", [])
+        share = mine[0]["efficiency"]
+        cells = [
+            paired(mine, of.get("bf16", []), lambda r: r["loss"]),
+            paired(mine, rival, lambda r: r["loss"]) if mine is not rival else "-",
+            paired(mine, of.get("bf16", []), lambda r: r["uncast"]),
+        ]
+        mean = statistics.fmean(r["loss"] for r in mine)
+        shown = "-" if share is None else f"{share:.3f}"
+        seconds = statistics.fmean(r["seconds"] for r in mine)
+        print(f"{arm:<20}{len(mine):>6}{shown:>8}{mean:>9.4f}" + "".join(f"{cell:>20}" for cell in cells) + f"{seconds:>7.1f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--train", type=Path, help="token ids to train on, uint16 .npy")
+    parser.add_argument("--held-out", type=Path, help="token ids to evaluate on, uint16 .npy")
+    parser.add_argument("--arms", default=ARMS, help=f"separated by commas; default {ARMS}")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--json", type=Path, help="results, written after each run; runs found there are not repeated")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run that would end later than this")
+    parser.add_argument("--device", default="cuda")
+    sizes = {"hidden": 512, "ffn": 1408, "layers": 8, "heads": 8, "words": 8192, "sequence": 512, "batch": 64}
+    sizes |= {"before": 200, "steps": 600, "warmup": 60, "probes": 2, "held_out_windows": 1024}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--weight-decay", type=float, default=0.1)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model on made-up text: the script runs, nothing else")
+    if "--tiny" in sys.argv:
+        parser.set_defaults(**TINY)
+    arguments = parser.parse_args()
+    if not arguments.tiny and (arguments.train is None or arguments.held_out is None):
+        parser.error("--train and --held-out name the files of token ids, of sampling_quality.py --prepare")
+    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error("torch sees no GPU here; --device cpu --tiny shows that the script runs")
+    arms, seeds = arguments.arms.split(","), [int(seed) for seed in arguments.seeds.split(",")]
+    for arm in arms:
+        parse_arm(arm)
+    torch.set_float32_matmul_precision("high")
+    settings = {key: value for key, value in vars(arguments).items() if key in sizes or key in ("lr", "weight_decay", "tiny")}
+    written = arguments.json and arguments.json.exists()
+    results = [r for r in json.loads(arguments.json.read_text()) if r["settings"] == settings] if written else []
+    text, began, longest = Text(arguments), time.perf_counter(), 0.0
+    for seed in seeds:
+        missing = [arm for arm in arms if not any((r["arm"], r["seed"]) == (arm, seed) for r in results)]
+        parted: Seed | None = None
+        for arm in missing:
+            if time.perf_counter() - began + longest > 60 * arguments.minutes:
+                print(f"stopped before {arm} of seed {seed}: it would take longer than --minutes {arguments.minutes:g}")
+                break
+            start = time.perf_counter()
+            parted = parted or Seed(seed, text, arguments)
+            results.append(parted.run(arm) | {"settings": settings})
+            longest = max(longest, time.perf_counter() - start)
+            print(
+                json.dumps({key: value for key, value in results[-1].items() if key not in ("layers", "settings")}), flush=True
+            )
+            if arguments.json:
+                arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    print_table(results)
+
+
+if __name__ == "__main__":
+    main()
