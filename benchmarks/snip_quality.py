@@ -12,7 +12,7 @@ that --json has already are not repeated; --minutes begins no run that would not
 
     bf16, fp8, fp4            no casts, fp8-block and fp4-block in every layer but the output
     snip@75                   SNIP at a target of 75 % of FLOPs in FP4, by the default probe; snip:last@75 by another
-    random@75, uniform@75, min_abs_err@75, min_rel_err@75, layer_id@75, layer_type@75
+    random@75, uniform@75, min-abs-err@75, min-rel-err@75, E-layer-id@75, E-layer-type@75
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Train language models in few bits: number formats, exact casts, and checks of the machine they run on."""
+"""Train language models in few bits, compare precisions, evaluate, report, and choose each layer's precision."""
 
 import math
 import os
