@@ -294,6 +294,26 @@ def test_a_comparison(text, tmp_path, capsys, monkeypatch):
     assert json.loads((out / "fp32" / "metrics.jsonl").read_text().splitlines()[-1])["loss"] == ends[0]["loss"]
 
 
+def test_a_comparison_of_several_seeds(text, tmp_path, capsys, monkeypatch):
+    trained = []
+    monkeypatch.setattr(compare, "run", lambda config, **options: trained.append(config) or train(config, **options))
+    out = tmp_path / "runs"
+    arguments = ("fp32", "bf16-sr", "--out", out, "--set", *SMALL, f'data.sources=["{text}"]', "run.seed=5")
+    said(capsys, "compare", *arguments)
+    told = said(capsys, "compare", "--seeds", "2", *arguments)  # seeds can be added later
+    assert [(config.run.seed, config.data.seed) for config in trained] == [(5, 0), (5, 0), (6, 1), (6, 1)]
+    assert "fp32 (1 of 4) is done already." in told
+    assert "bf16-sr, seed 6 (4 of 4)" in told
+    losses = {}
+    for name in ("fp32", "fp32-seed-6", "bf16-sr", "bf16-sr-seed-6"):
+        losses[name] = json.loads((out / name / "metrics.jsonl").read_text().splitlines()[-1])["loss"]
+    rows = {line.split()[1]: line for line in told.split("mean of 2 seeds, lowest first\n")[1].splitlines()[1:3]}
+    assert f"{(losses['fp32'] + losses['fp32-seed-6']) / 2:.4f}" in rows["fp32"]
+    differences = [losses[f"bf16-sr{seed}"] - losses[f"fp32{seed}"] for seed in ("", "-seed-6")]
+    error = abs(differences[0] - differences[1]) / 2
+    assert f"{sum(differences) / 2:+.4f} ± {error:.4f}" in rows["bf16-sr"].replace("\u2212", "-")
+
+
 def test_mistakes_in_compare_come_before_anything_is_run(text, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(compare, "run", None)
     out = ("--out", tmp_path / "out")
@@ -302,6 +322,7 @@ def test_mistakes_in_compare_come_before_anything_is_run(text, tmp_path, capsys,
     assert "optim" in said(capsys, "compare", "fp32", *out, "--set", "optim.learning=1", code=2)
     assert "would be replaced" in said(capsys, "compare", "fp32", *out, "--set", "precision.mode=o2", code=2)
     assert "nowhere.toml" in said(capsys, "compare", "fp32", *out, "--base", "nowhere.toml", code=2)
+    assert "at least 1, not 0" in said(capsys, "compare", "fp32", *out, "--seeds", "0", code=2)
     assert not (tmp_path / "out").exists()
 
 

@@ -1,8 +1,10 @@
 """`dither compare`: the same model, data and seed in several precisions, one after the other, ranked by held-out loss."""
 
+import math
 import os
+import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -47,17 +49,20 @@ def compare(
     base: Annotated[Path | None, tyro.conf.arg(metavar="RUN.toml")] = None,
     set: tuple[str, ...] = (),
     out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="FOLDER")] = None,
+    seeds: int = 1,
     resume: bool = False,
 ) -> int:
     """Train in several precisions with the same data and seed, rank them by held-out loss, and write a report.
 
-    A run that is done is not run again, so names can be added later.
+    A run that is done is not run again, so names and seeds can be added later. With several seeds, losses are means, and
+    differences those within a seed, with their standard error.
 
     Args:
         names: A recipe (fp8-block), a mode (o1, bf16-sr), a sampling (gaussws:od, diffq:all), or several (bf16-sr+fp8-block).
         base: The config that the runs have in common; by default a tiny Llama on the source text of Python's standard library.
         set: Fields as section.field=value, such as run.steps=400.
         out: The folder of the runs and the report; by default the config's run.out.
+        seeds: How many times each is trained: with the config's seeds of weights and data, and with those that follow them.
         resume: Go on with a comparison that was interrupted.
     """
     for setting in set:
@@ -67,15 +72,15 @@ def compare(
             )
     common = configs.override(BASE if base is None else configs.load(base), set)
     folder = Path(common.run.out) if out is None else out
-    jobs = plan(common, names or NAMES, folder)
+    jobs = plan(common, names or NAMES, folder, seeds)
     todo = [job for job in jobs if not is_done(job, resume)]
     if todo:
         prepare_once(common, folder)
     for number, job in enumerate(jobs, 1):
         if job not in todo:
-            print(f"{job.name} ({number} of {len(jobs)}) is done already.")
+            print(f"{job} ({number} of {len(jobs)}) is done already.")
             continue
-        print(f"{job.name} ({number} of {len(jobs)})", flush=True)
+        print(f"{job} ({number} of {len(jobs)})", flush=True)
         with Progress(sys.stdout, steps=job.config.run.steps) as progress:
             outcome = run(job.config, resume=resume and job.begun, command=sys.argv, progress=progress)
         if outcome.how == "signal":
@@ -85,7 +90,10 @@ def compare(
 
     folders = [job.folder for job in jobs]
     print()
-    print_ranking([summarize(each) for each in read_all(folders)], [job.name for job in jobs])
+    found: dict[str, list[Summary]] = {}
+    for job, each in zip(jobs, read_all(folders), strict=True):
+        found.setdefault(job.name, []).append(summarize(each))
+    print_ranking(found)
     print(f"report: {write(folders, folder / 'report.html')}")
     return 0
 
@@ -96,6 +104,12 @@ class Job:
 
     name: str
     config: Config
+    first: bool = True
+    """Whether its seeds are the config's own."""
+
+    def __str__(self) -> str:
+        """The name, and the seed if it is another."""
+        return self.name if self.first else f"{self.name}, seed {self.config.run.seed}"
 
     @property
     def folder(self) -> Path:
@@ -108,18 +122,23 @@ class Job:
         return os.path.isfile(self.folder / CONFIG)
 
 
-def plan(common: Config, names: Sequence[str], folder: Path) -> list[Job]:
-    """A run for each name, in a folder of its own, on tokens that they share."""
+def plan(common: Config, names: Sequence[str], folder: Path, seeds: int = 1) -> list[Job]:
+    """A run for each seed and name, in a folder of its own, on tokens that they share."""
+    if seeds < 1:
+        raise UserError(f"--seeds is how many times each is trained, at least 1, not {seeds}.")
     if twice := [name for name in names if list(names).count(name) > 1]:
         raise UserError(f"{twice[0]!r} is named twice: name each once.")
     sources = common.data.sources or (STDLIB,)
     shared = sources if len(sources) == 1 and is_prepared(sources[0]) else (str(folder / "tokens"),)
     found = []
-    for name in names:
-        home = str(folder / name.replace(":", "-"))
-        precision = replace(precision_of(name), states=common.precision.states)
-        data, where = replace(common.data, sources=shared), replace(common.run, out=home)
-        found.append(Job(name, replace(common, data=data, precision=precision, run=where)))
+    for number in range(seeds):
+        seed = common.run.seed + number
+        data = replace(common.data, sources=shared, seed=common.data.seed + number)
+        for name in names:
+            home = folder / (name.replace(":", "-") + (f"-seed-{seed}" if number else ""))
+            precision = replace(precision_of(name), states=common.precision.states)
+            where = replace(common.run, out=str(home), seed=seed)
+            found.append(Job(name, replace(common, data=data, precision=precision, run=where), first=not number))
     return found
 
 
@@ -185,24 +204,47 @@ def prepare_once(common: Config, folder: Path) -> None:
         raise UserError(f"The tokens in {str(own)!r} were made from other text: name another folder by --out.")
 
 
-def print_ranking(found: Sequence[Summary], names: Sequence[str]) -> None:
-    """The runs as a table, the lowest loss first; those without one come last."""
+def print_ranking(found: Mapping[str, Sequence[Summary]]) -> None:
+    """Each name's runs as a line of a table, the lowest mean loss first; those without one come last."""
     from dither.report.page import fixed, short, size
 
-    first = found[0].loss
-    pairs = sorted(zip(names, found, strict=True), key=lambda pair: (pair[1].loss is None, pair[1].loss))
+    first = next(iter(found))
+    means = {name: _mean([run.loss for run in runs]) for name, runs in found.items()}
     rows = [
         (
             str(rank),
             name,
-            fixed(each.loss),
-            "" if each.loss is None or first is None or each is found[0] else fixed(each.loss - first, 4, sign=True),
-            fixed(each.bits_per_byte),
-            short(each.tokens_per_s),
-            size(each.memory),
-            each.state,
+            fixed(means[name]),
+            "" if name == first else difference([run.loss for run in runs], [run.loss for run in found[first]]),
+            fixed(_mean([run.bits_per_byte for run in runs])),
+            short(_mean([run.tokens_per_s for run in runs])),
+            size(max((run.memory for run in runs if run.memory is not None), default=None)),
+            ", ".join(dict.fromkeys(run.state for run in runs)),
         )
-        for rank, (name, each) in enumerate(pairs, 1)
+        for rank, (name, runs) in enumerate(sorted(found.items(), key=lambda pair: (means[pair[0]] is None, means[pair[0]])), 1)
     ]
-    header = ("", "precision", "held-out loss", f"to {names[0]}", "bits per byte", "tokens/s", "memory", "how it ended")
-    print_table("Held-out loss, lowest first", header, rows, right=[2, 3, 4, 5, 6])
+    header = ("", "precision", "held-out loss", f"to {first}", "bits per byte", "tokens/s", "memory", "how it ended")
+    count = len(found[first])
+    title = f"Held-out loss, mean of {count} seeds, lowest first" if count > 1 else "Held-out loss, lowest first"
+    print_table(title, header, rows, right=[2, 3, 4, 5, 6])
+
+
+def difference(losses: Sequence[float | None], base: Sequence[float | None]) -> str:
+    """The mean difference within a seed, and its standard error where there are several.
+
+    >>> difference([2.5, 2.75], [2.0, 2.0])
+    '+0.6250 ± 0.1250'
+    """
+    from dither.report.page import fixed
+
+    pairs = [mine - theirs for mine, theirs in zip(losses, base, strict=True) if mine is not None and theirs is not None]
+    if not pairs:
+        return ""
+    error = f" ± {statistics.stdev(pairs) / math.sqrt(len(pairs)):.4f}" if len(pairs) > 1 else ""
+    return fixed(statistics.fmean(pairs), 4, sign=True) + error
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """None where one is missing: a mean of fewer seeds would compare with no other."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known and len(known) == len(values) else None
