@@ -252,7 +252,7 @@ def test_nvfp4_dequantized_values_are_exactly_bf16_before_the_tensor_scale():
     assert products_in_bf16(Format.parse("e2m1").values(), scales).all()
 
 
-@pytest.mark.parametrize("name", ["errors", "formats", "precision", "recipes", "engines"])
+@pytest.mark.parametrize("name", ["errors", "files", "formats", "precision", "recipes", "engines"])
 def test_imports_no_torch(name):
     # Tables and configurations must be readable where torch is not installed.
     tree = ast.parse((Path(dither.formats.__file__).parent / f"{name}.py").read_text())
@@ -263,4 +263,4 @@ def test_imports_no_torch(name):
         elif isinstance(node, ast.ImportFrom):
             imported.add(node.module)
     foreign = {module for module in imported if module.split(".")[0] not in sys.stdlib_module_names}
-    assert foreign <= {"dither.errors", "dither.formats", "dither.precision"}
+    assert foreign <= {"dither.errors", "dither.files", "dither.formats", "dither.precision"}
