@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from dither import UserError
+from dither import UserError, cli
 from dither.train import Config, Status, checkpoint, train
 from dither.train import config as configs
 from dither.train.distributed import TIMEOUT, Ranks
@@ -63,6 +64,49 @@ def _rank(rank: int, port: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def _dying(rank: int, port: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    original = Job.step
+
+    def step(self: Job, *arguments: Any) -> torch.Tensor:
+        if rank == 1 and self.done == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, *arguments)
+
+    Job.step = step  # type: ignore[method-assign]
+    sys.stderr = (folder / f"stderr-{rank}.txt").open("w")
+    more = ["run.steps=6", "run.save_every=3", "data.sequence=16", "data.batch=4", "run.device=cpu", "run.eval_every=0"]
+    code = cli.main(["train", "--data", str(folder / "text"), "--out", str(folder / "run"), "--set", *more])
+    sys.stderr.close()
+    os._exit(code)
+
+
+def test_a_rank_that_dies_ends_the_others_with_a_sentence(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "text", tmp_path / "text")
+    context = mp.get_context("spawn")
+    port = free_port()
+    ranks = [context.Process(target=_dying, args=(rank, port, tmp_path)) for rank in (0, 1)]
+    for rank in ranks:
+        rank.start()
+    ranks[1].join()
+    ranks[0].join(5)
+    assert [rank.exitcode for rank in ranks] == [1, -signal.SIGKILL]
+    told = (tmp_path / "stderr-0.txt").read_text()
+    assert told.startswith("dither: error: Rank 0 of 2 lost another process in step 5 (Connection ")
+    assert told.count("\n") == 1
+    assert Status.load(tmp_path / "run").state == "failed"
+    assert "in step 5" in Status.load(tmp_path / "run").why
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000003"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
@@ -76,10 +120,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(threads)
     shutil.copytree(folder / "one", folder / "resumed")
     checkpoint.drop(folder / "resumed" / "checkpoints", after=3)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_rank, (port, folder), nprocs=2)
+    mp.spawn(_rank, (free_port(), folder), nprocs=2)
     return folder
 
 

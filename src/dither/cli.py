@@ -11,7 +11,7 @@ import tyro
 from dither import doctor
 from dither.compare import compare
 from dither.data.command import data
-from dither.errors import UserError
+from dither.errors import DitherError, UserError
 from dither.evaluate.command import evaluate
 from dither.formats import TABLE, Format
 from dither.report.command import report
@@ -87,6 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"dither: error: {error}", file=sys.stderr)
         return 2
+    except DitherError as error:  # nothing that the arguments could change, such as a process that was lost
+        print(f"dither: error: {error}", file=sys.stderr)
+        return 1
     except BrokenPipeError:
         # Whoever read our output, such as `head`, has enough. Python would complain once more when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,10 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dither.errors import UserError
+from dither.errors import DitherError, UserError
 
 TIMEOUT = timedelta(seconds=120)
 """How long a process waits for the others before it says so; torch's own 30 minutes are a hang to whoever looks."""
+
+LOST = (r"Connection (?:closed|reset|refused)[^.\n]*", r"Timed out[^.\n]*", r"NCCL error[^.\n]*", r"gloo|NCCL")
+"""What gloo and NCCL say, in RuntimeErrors like any other, when another process is gone or does not answer."""
+
+
+class LostRankError(DitherError):
+    """Another process of the run ended, or no longer answers."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,22 @@ class Ranks:
         told = torch.tensor(number, dtype=torch.int64, device=self.device)
         dist.broadcast(told, src=0)
         return int(told)
+
+    def explained(self, error: BaseException, step: int) -> BaseException:
+        """What `error` of a step means where it says that another process is lost; else itself.
+
+        >>> error = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer. ...")
+        >>> print(Ranks(torch.device("cpu"), 0, 2).explained(error, 57))
+        Rank 0 of 2 lost another process in step 57 (Connection reset by peer): see what that one said, and go on with --resume.
+        """
+        text = str(error) if self.world > 1 and isinstance(error, RuntimeError) else ""
+        said = next((found for pattern in LOST if (found := re.search(pattern, text))), None)
+        if said is None:
+            return error
+        return LostRankError(
+            f"Rank {self.rank} of {self.world} lost another process in step {step} ({said[0]:.200}): see what that one "
+            "said, and go on with --resume."
+        )
 
     def gather(self, text: str) -> list[str]:
         """Every rank's text, in order."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dither import doctor, files
 from dither.data import Batch, Prefetch
-from dither.errors import UserError
+from dither.errors import DitherError, UserError
 from dither.models import flops_per_token
 from dither.train import checkpoint, config
 from dither.train.checkpoint import Saver
@@ -86,8 +86,11 @@ def train(config: Config, *, resume: bool = False, command: Sequence[str] = (), 
                 run.build(stack, command, resume)
                 return run.to_the_end()
             except BaseException as error:
-                run.failed(error, resume)
-                raise
+                known = ranks.explained(error, 0 if run.job is None else run.job.done + 1)
+                run.failed(known, resume)
+                if known is error:
+                    raise
+                raise known from None
 
 
 class _Run:
@@ -428,7 +431,7 @@ class _Run:
                     (self.folder / CONFIG).unlink()
                     self.folder.rmdir()
             return
-        why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        why = str(error) if isinstance(error, DitherError) else f"{type(error).__name__}: {error}"
         with suppress(UserError):  # the disk may be what failed
             self.write("end", how="error", loss=None, bits_per_byte=None, text=why)
             self.status("failed", why)
