@@ -218,6 +218,12 @@ def build(plan: Plan, seed: int, arguments: argparse.Namespace) -> Llama:
     return model
 
 
+def rate(step: int, arguments: argparse.Namespace) -> float:
+    """The share of --lr in a step: warmup, then a cosine down to a tenth."""
+    done = max(0.0, (step - arguments.warmup) / max(1, arguments.steps - arguments.warmup))
+    return min(1.0, (step + 1) / arguments.warmup) * (0.55 + 0.45 * math.cos(math.pi * done))
+
+
 def train(model: Llama, text: Text, seed: int, arguments: argparse.Namespace) -> float:
     """Train for all steps; the mean loss over the last tenth of them."""
     if arguments.compile:
@@ -232,11 +238,8 @@ def train(model: Llama, text: Text, seed: int, arguments: argparse.Namespace) ->
     order, losses = text.order(seed, arguments.steps, arguments.batch), []
     model.train()
     for step in range(arguments.steps):
-        # Warmup, then a cosine down to a tenth; bitwidths keep their rate, so that their decay is what was asked for.
-        done = max(0.0, (step - arguments.warmup) / max(1, arguments.steps - arguments.warmup))
-        factor = min(1.0, (step + 1) / arguments.warmup) * (0.55 + 0.45 * math.cos(math.pi * done))
-        for group in scheduled:
-            group["lr"] = arguments.lr * factor
+        for group in scheduled:  # bitwidths keep their rate, so that their decay is what was asked for
+            group["lr"] = arguments.lr * rate(step, arguments)
         with training_step(model, step=step):
             with autocast(arguments.device):
                 loss = model(*text.windows(order[step]))

@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 
 import torch
-from sampling_quality import Text, autocast, build, paired
+from sampling_quality import Text, autocast, build, paired, rate
 
 import dither
 from dither import LayerPrecision, Plan, training_step
@@ -73,11 +73,8 @@ class Seed:
         """Steps from `first` to `end` in the precision that the model has."""
         arguments = self.arguments
         for step in range(first, end):
-            # Warmup, then a cosine down to a tenth.
-            done = max(0.0, (step - arguments.warmup) / max(1, arguments.steps - arguments.warmup))
-            factor = min(1.0, (step + 1) / arguments.warmup) * (0.55 + 0.45 * math.cos(math.pi * done))
             for group in self.optimizer.param_groups:
-                group["lr"] = arguments.lr * factor
+                group["lr"] = arguments.lr * rate(step, arguments)
             with training_step(self.model, step=step):
                 with autocast(arguments.device):
                     loss = self.model(*self.text.windows(self.order[step]))

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from sampling_quality import token_ids
+from sampling_quality import autocast, build, rate, token_ids
 
 import dither
-from dither.models import Llama, LlamaConfig, compile_blocks
+from dither.models import Llama, compile_blocks
 from dither.snip import PROBES, Scores, options, score, verify
 
 TINY = {"hidden": 64, "layers": 2, "heads": 4, "ffn": 128, "words": 64, "sequence": 32, "batch": 4, "steps": 30, "warmup": 5}
@@ -45,34 +45,21 @@ class Text:
 
 def forward(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """The loss of a batch under BF16 autocast; without it on a CPU, where BF16 products are slow."""
-    kind = batch[0].device.type
-    with torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda"):
+    with autocast(batch[0].device.type):
         return model(*batch)
 
 
 def trained(text: Text, arguments: argparse.Namespace) -> tuple[Llama, torch.optim.Optimizer, float]:
     """A Llama after --steps steps, its optimizer, and the mean loss of the last tenth of them."""
-    config = LlamaConfig(
-        hidden_size=arguments.hidden,
-        intermediate_size=arguments.ffn,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=arguments.heads,
-        vocab_size=arguments.words,
-        max_position_embeddings=arguments.sequence,
-    )
-    with torch.device(arguments.device):
-        model = Llama(config, generator=torch.Generator(arguments.device).manual_seed(arguments.seed))
-    dither.convert(model, dither.Plan(default=dither.LayerPrecision()))
+    model = build(dither.Plan(default=dither.LayerPrecision()), arguments.seed, arguments)
     if arguments.device == "cuda":
         compile_blocks(model)
     fused = arguments.device == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=fused)
     generator, losses = torch.Generator().manual_seed(arguments.seed), []
     for step in range(arguments.steps):
-        # Warmup, then a cosine down to a tenth.
-        done = max(0.0, (step - arguments.warmup) / max(1, arguments.steps - arguments.warmup))
         for group in optimizer.param_groups:
-            group["lr"] = arguments.lr * min(1.0, (step + 1) / arguments.warmup) * (0.55 + 0.45 * math.cos(math.pi * done))
+            group["lr"] = arguments.lr * rate(step, arguments)
         loss = forward(model, text.windows(text.train, generator, arguments.batch))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

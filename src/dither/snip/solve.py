@@ -19,8 +19,6 @@ from dataclasses import dataclass
 
 import numpy
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
-from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
 from dither.errors import UserError
 
@@ -258,6 +256,10 @@ def _by_integers(
     cost: Array, numbers: Array, least: float, kept: NDArray[numpy.bool_], seconds: float
 ) -> tuple[Choice | None, float]:
     """The best choice among the options kept, if HiGHS finds one, and the gap."""
+    # Here, since the trainer imports this file and hardly ever solves: they take a third of a second.
+    from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
+    from scipy.sparse import csr_array  # type: ignore[import-untyped]
+
     layers = numpy.arange(len(cost))
     # All relative to the cheapest options kept, and only layers with a choice: what HiGHS adds up is then as small as can be.
     cheapest = numpy.where(kept, cost, math.inf).argmin(axis=1)

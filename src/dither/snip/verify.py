@@ -11,7 +11,6 @@ import numpy
 import torch
 from rich import box
 from rich.table import Table as RichTable
-from scipy.stats import rankdata  # type: ignore[import-untyped]
 from torch import nn
 
 from dither.errors import UserError
@@ -211,6 +210,8 @@ def spearman(a: Any, b: Any) -> float:
     >>> round(spearman([[1.0, 5.0], [2.0, 3.0]], [[10.0, 40.0], [30.0, 20.0]]), 6)
     0.8
     """
+    from scipy.stats import rankdata  # type: ignore[import-untyped]  # it takes most of a second, which no other command needs
+
     ranks = [rankdata(numpy.asarray(each, dtype=numpy.float64).ravel()) for each in (a, b)]
     if any(len(set(each.tolist())) < 2 for each in ranks):
         return 0.0
