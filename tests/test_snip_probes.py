@@ -5,7 +5,7 @@ import datetime
 import math
 import os
 import socket
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 
 import pytest
@@ -17,9 +17,18 @@ from torch import nn
 import dither
 from dither import LayerPrecision, Plan, Stream, UserError
 from dither.optim import AdamW
-from dither.snip import PROBES, Scores, options, score
+from dither.snip import PROBES, Option, Scores, options, score
 from dither.snip.passes import Passes
 from dither.snip.probes import normal
+
+FP4 = options("fp8,fp4")[-1]
+UNCAST_OR_FP4 = [
+    Option(
+        "/".join(levels), *(cast if level == "fp4" else None for level, cast in zip(levels, FP4.casts.values(), strict=True))
+    )
+    for levels in product(("bf16", "fp4"), repeat=3)
+]
+"""Also those that no GPU multiplies, as the CPU does."""
 
 STREAM = Stream(0, "snip", "")
 
@@ -125,7 +134,7 @@ def test_measured_scores_are_what_happens():
     model, optimizer = trained(states="fp32")
     model.eval()
     (batch,) = batches()
-    chosen = options("bf16,fp4")
+    chosen = options(UNCAST_OR_FP4)
     found = score(model, [batch], optimizer, chosen, probe="measure", stream=STREAM)
     closed = score(model, [batch], optimizer, chosen, probe="direct", stream=STREAM)
 
@@ -168,7 +177,7 @@ def test_the_curvature_of_a_quadratic_loss_is_exact():
     model, optimizer = trained()
     model.eval()
     (batch,) = batches()
-    chosen = options("bf16,fp4")
+    chosen = options(UNCAST_OR_FP4)
     found = score(model, [batch], optimizer, chosen, probe="measure", stream=STREAM)
     closed = score(model, [batch], optimizer, chosen, probe="direct", stream=STREAM)
     w = model.out.weight.detach()
@@ -192,7 +201,7 @@ def test_scores_of_every_probe(probe):
     model, optimizer = trained()
     found = score(model, batches(2), optimizer, "bf16,fp8,fp4", probe=probe, stream=STREAM)
     layers = 3
-    assert (found.layers, len(found.options)) == (("up", "down", "out"), 27)
+    assert (found.layers, len(found.options)) == (("up", "down", "out"), 9)
     assert (found.step, found.probe, found.statistics.layers[0].M) == (3, probe, 64)
     for table in (found.loss, found.weights):
         for row in table:
@@ -208,7 +217,7 @@ def test_noise_at_an_output_raises_a_quadratic_loss_by_its_variance():
     """L = mean of (Y - T)^2, so noise of deviation s at Y raises it by the mean of s^2 z^2 exactly, slopes cancelled."""
     model, optimizer = trained()
     model.eval()
-    chosen = options("bf16,fp4")
+    chosen = options(UNCAST_OR_FP4)
     found = score(model, batches(tokens=512), optimizer, chosen, probe="layer", stream=STREAM)
     closed = score(model, batches(tokens=512), optimizer, chosen, probe="direct", stream=STREAM)
     from dither.snip.divergence import output_deviation

@@ -78,7 +78,12 @@ def test_options_are_all_combinations():
     assert [option.name for option in CHOSEN] == [f"{a}/{b}/{c}" for a in LEVELS for b in LEVELS for c in LEVELS]
     assert CHOSEN[0].precision == dither.recipe("fp8-block").default
     assert CHOSEN[-1].precision == dither.recipe("fp4-block").default
+    assert [option.name for option in options("bf16,fp8")] == ["bf16/bf16/bf16", "fp8/fp8/fp8"]  # no units multiply mixtures
     assert options("bf16,fp8")[0].precision == LayerPrecision()
+    assert len(options("bf16,mxfp8")) == 8  # which BF16 units do
+    assert all(option.runs for option in (*CHOSEN, *options("bf16,fp8,fp6,fp4,mxfp4,nvfp4")))
+    e5m2 = LayerPrecision.of(*["e5m2 tile(128)"] * 3)
+    assert [option.name for option in options(["fp8-current", e5m2]) if not option.runs] == ["e5m2/e5m2/e5m2"]  # a level stays
     assert options(CHOSEN) == CHOSEN
     # Levels without names are called by their formats, or by all of the cast where those meet.
     mx, fp4 = LayerPrecision.of(*["mxfp4"] * 3), LayerPrecision.of(*["e2m1 tile(128)"] * 3)

@@ -29,14 +29,17 @@ def test_what_is_saved_is_what_was_there(tmp_path: Path) -> None:
 def test_the_host_waits_for_nothing(tmp_path: Path) -> None:
     weight = torch.zeros(1 << 20, device="cuda")
     with Saver(tmp_path) as saver:
-        saver.save(0, tensors={"weight": weight}, plain={})  # makes the pinned memory
-        saver.wait()
+        saver.prepare({"weight": weight})
+        assert saver.wait() is None
+        (prepared,) = saver._host.values()
+        assert prepared.is_pinned()
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
             saver.save(1, tensors={"weight": weight}, plain={})
         finally:
             torch.cuda.set_sync_debug_mode("default")
+        assert saver._host["weight"] is prepared
 
 
 def build(recipe: str, seed: int) -> tuple[Llama, dither.optim.AdamW]:

@@ -66,7 +66,7 @@ def costs(
     >>> from types import SimpleNamespace as Layer
     >>> from dither.snip.options import options
     >>> costs([Layer(name="up", M=8, N=4, K=4)], options("bf16,fp4"))[0]
-    [1.0, 1.0, 1.0, 0.75, 1.0, 0.75, 0.75, 0.25]
+    [1.0, 0.25]
     """
     if isinstance(cost, Times):
         return [[cost.of(layer, option) for option in options] for layer in layers]

@@ -1,4 +1,4 @@
-"""What a layer may be: a cast for each of its operands, in all combinations of a few levels.
+"""What a layer may be: a cast for each of its operands, in all combinations of a few levels that matrix units multiply.
 
 >>> [option.name for option in options("fp8,fp4")][:3]
 ['fp8/fp8/fp8', 'fp8/fp8/fp4', 'fp8/fp4/fp8']
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from dither.engines import engine_for
 from dither.errors import UserError
 from dither.precision import OPERANDS, Cast, LayerPrecision, did_you_mean
 from dither.recipes import RECIPES
@@ -22,6 +23,9 @@ LEVELS: Mapping[str, LayerPrecision] = MappingProxyType(
     }
 )
 """Levels by their short names; those of recipes will do as well."""
+
+HOPPER = (9, 0)
+"""The GPUs whose matrix units multiply the most pairs of formats; a choice is the same wherever it is made."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +48,28 @@ class Option:
         """The option as a plan has it."""
         return LayerPrecision(self.input, self.weight, self.grad)
 
+    @property
+    def runs(self) -> bool:
+        """Whether some matrix units multiply the operands of all three products exactly, if dimensions are multiples of 16."""
+        pairs = (self.input, self.weight), (self.grad, self.weight), (self.grad, self.input)
+        try:
+            return all(engine_for(a, b, (128, 128, 128), HOPPER) for a, b in pairs)
+        except UserError:
+            return False
+
 
 def options(given: "str | Iterable[str | LayerPrecision | Option]") -> tuple[Option, ...]:
-    """All combinations of levels for input, weight and gradient, the first level's first: 2 levels give 8 options.
+    """Combinations of levels for input, weight and gradient, the first level's first: FP8 and FP4 give 8 options.
+
+    Levels are mixed where matrix units multiply the mixture: an uncast operand beside one in groups with float32 scales, as
+    those of "fp8", has no exact product in BF16 or FP8, so "bf16,fp8" are two options.
 
     `given` is names with commas between, or a list of names (`bf16`, `fp8`, `fp6`, `fp4`, or a recipe's), of LayerPrecision,
     or of both; a list of Option is taken as it is. What two levels have in common counts once: "fp4-forward" casts gradients
     as "fp8" does, so the two have 2 x 2 x 1 options.
 
-    >>> len(options("fp8,fp6,fp4")), len(options(["fp8", "fp4-forward"]))
-    (27, 4)
+    >>> len(options("fp8,fp6,fp4")), len(options(["fp8", "fp4-forward"])), len(options("bf16,fp8,fp4"))
+    (27, 4, 9)
     >>> print(options("bf16,fp4")[1].grad)
     e2m1 tile(128) fp32 stochastic(16)
     """
@@ -72,10 +88,12 @@ def options(given: "str | Iterable[str | LayerPrecision | Option]") -> tuple[Opt
             # Two levels of one format, such as e2m1 in tiles of 32 and of 128, are told apart by all of the cast.
             clear = {cast: str(cast) if names.count(name) > 1 else name for cast, name in found.items()}
             choices.append([(name, cast) for cast, name in clear.items()])
-        made = tuple(
+        all_of_them = (
             Option("/".join(name for name, _ in chosen), *(cast for _, cast in chosen))
             for chosen in itertools.product(*choices)
         )
+        whole = [LayerPrecision(level.input, level.weight, level.grad) for _, level in levels]
+        made = tuple(option for option in all_of_them if option.precision in whole or option.runs)
     if len(made) < 2:
         raise UserError(f"There is nothing to choose between in {given!r}: give two levels or more, such as 'fp8,fp4'.")
     if len({option.name for option in made}) < len(made):

@@ -416,8 +416,17 @@ class Saver:
         _check_keep(last, every)
         self.folder, self.last, self.every = Path(folder), last, every
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._pending: Future[Path] | None = None
+        self._pending: Future[Path | None] | None = None
         self._host: dict[str, Tensor] = {}  # copies, kept for the next save: locking memory takes longer than filling it
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+        """Lock host memory, in the thread, for what lies on a GPU, so that the first save need not: a second for 1.6 GB."""
+        self.wait()
+        self._pending = self._thread.submit(self._lock, {n: t.detach() for n, t in tensors.items() if t.is_cuda})
+
+    def _lock(self, tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            self._host.setdefault(name, torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True))
 
     def save(self, step: int, *, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
         """Copy the tensors and return; they are written later. Waits for a save that is still under way."""

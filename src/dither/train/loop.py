@@ -222,6 +222,8 @@ class _Run:
         self.choose(batch)
         numbers = job.step(batch, SIGNALS.get(self.signals.received, 0.0) if several else 0.0)
         self.pending.append((job.done, *_to_host(numbers)))
+        if self.saver is not None and run.save_every and job.done == 1 + (self.resumed or 0):  # now there is all to save
+            self.saver.prepare(job.pack(dumps(self.config), self.seconds)[0])
         due = {name: every and job.done % every == 0 for name, every in self.intervals().items()}
         last = job.done == run.steps
         # The host looks at all steps before it tells or saves anything of them.
