@@ -44,6 +44,7 @@ ORDER = [
     "dither.ops",
     "dither.nn.functional",
     "dither.nn.sampling",
+    "dither.nn.output",
     "dither.nn.linear",
     "dither.nn.step",
     "dither.nn.experts",

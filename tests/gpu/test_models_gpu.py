@@ -5,6 +5,8 @@ import torch
 
 import dither
 from dither.models import GPT2Config, LlamaConfig, build, compile_blocks, generate, load_pretrained, save_pretrained
+from dither.models.causal import cross_entropy
+from dither.nn.output import Output
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -64,3 +66,29 @@ def test_a_model_goes_through_a_folder(config, tmp_path):
         assert name == other[0]
         assert other[1].is_cuda
         assert torch.equal(one, other[1]), name
+
+
+@pytest.mark.parametrize("words", [509, 50257])
+def test_logits_of_any_number_of_words_lie_where_matrix_units_load_them(words):
+    torch.manual_seed(0)
+    layer, x = Output(256, words).cuda(), torch.randn(2, 48, 256, device="cuda", requires_grad=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        found = layer(x)
+    assert found.dtype is torch.bfloat16
+    assert found.shape == (2, 48, words)
+    assert found.stride(1) % 64 == 0
+    rows, weight = (each.detach().to(torch.bfloat16).double() for each in (x.flatten(0, 1), layer.weight))
+    expected = rows @ weight.T
+    # One rounding to BF16 and 256 additions in float32, whichever way.
+    bound = expected.abs() * 2**-8 + rows.abs() @ weight.abs().T * 256 * 2**-24
+    assert bool(((found.flatten(0, 1).double() - expected).abs() <= bound).all())
+    targets = torch.arange(96, device="cuda") % words
+    loss = cross_entropy(found.flatten(0, 1), targets)
+    dx, dw = torch.autograd.grad(loss, (x, layer.weight))
+    slopes = (expected.softmax(-1) - torch.nn.functional.one_hot(targets, words)) / 96
+    for mine, theirs, scale in (
+        (dx.flatten(0, 1), slopes @ weight, slopes.abs() @ weight.abs()),
+        (dw, slopes.T @ rows, slopes.abs().T @ rows.abs()),
+    ):
+        # Logits, slopes and results are rounded to BF16: 2^-8 of each, of logits by their size, which is below 4.
+        assert bool(((mine.double() - theirs).abs() <= 8 * 2**-8 * scale + 2**-8 * theirs.abs()).all())

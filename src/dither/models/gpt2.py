@@ -16,6 +16,7 @@ from torch.nn import functional
 from dither.errors import UserError
 from dither.models.causal import PlainLM, check_fields, normal_from
 from dither.nn.conv1d import Conv1D
+from dither.nn.output import Output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +188,7 @@ class GPT2(PlainLM):
         super().__init__()
         self.config = config
         self.transformer = Backbone(config)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = Output(config.n_embd, config.vocab_size)
         self.tie()
         self.initialize(normal_from(generator))
 

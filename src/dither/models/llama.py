@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from dither.errors import UserError
 from dither.models.causal import PlainLM, check_fields, normal_from
+from dither.nn.output import Output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +222,7 @@ class Llama(PlainLM):
         super().__init__()
         self.config = config
         self.model = Backbone(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Output(config.hidden_size, config.vocab_size)
         self.tie()
         self.initialize(normal_from(generator))
 

@@ -23,6 +23,7 @@ from dither.nn.conv1d import Conv1D
 from dither.nn.experts import ExpertLinear, ExpertsLinear
 from dither.nn.guidance import sampling_parameters
 from dither.nn.linear import Linear
+from dither.nn.output import Output
 from dither.precision import OPERANDS, PARTS, SAMPLINGS, LayerPrecision, Plan, Sampling, did_you_mean, matches
 from dither.recipes import recipe
 
@@ -238,7 +239,8 @@ def _sites(model: nn.Module) -> list[_Site]:
             continue
         parent = model.get_submodule(name.rpartition(".")[0])
         if isinstance(module, nn.Linear):
-            size, obstacle = (module.out_features, module.in_features), _obstacle(module, parent, nn.Linear)
+            obstacle = _obstacle(module, parent, Output if isinstance(module, Output) else nn.Linear)
+            size = module.out_features, module.in_features
             found.append(_Site(name, module, *size, obstacle=obstacle))
         elif base := next((kind for kind in across if isinstance(module, kind)), None):
             # GPT-2: a linear layer whose weight is [in, out].

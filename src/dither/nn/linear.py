@@ -12,11 +12,14 @@ from dither.engines import ALIGNMENT, PRODUCTS, engine_for
 from dither.errors import UserError
 from dither.nn import functional, sampling
 from dither.nn.functional import Amax, Codes, Layouts, Settings, State
+from dither.nn.output import Output
 from dither.nn.sampling import How
 from dither.precision import COMPUTE, Cast, LayerPrecision
 from dither.reference import scaling
 
 OPERANDS = ("input", "weight", "grad")
+PLAIN = (nn.Linear.forward, Output.forward)
+"""What Linear can take the place of."""
 HELD = tuple(f"_held_{layout}_{part}" for layout in ("along", "across") for part in Codes._fields)
 """Buffers of a cast weight that is held for a step."""
 
@@ -109,7 +112,7 @@ class Linear(nn.Linear):
         if isinstance(module, Linear):
             raise UserError(f"The layer {name!r} is a dither.Linear already: change it with set_precision.")
         taken = getattr(module, "nf", None) == weight.shape[1] if transposed and _is_matrix(weight) else not transposed
-        if not taken or not _is_matrix(weight) or (not transposed and type(module).forward is not nn.Linear.forward):
+        if not taken or not _is_matrix(weight) or (not transposed and type(module).forward not in PLAIN):
             raise UserError(
                 f"The layer {name!r} is a {type(module).__name__}; dither.Linear takes the place of nn.Linear and of Conv1D."
             )
