@@ -130,7 +130,15 @@ class Passes:
                 found = torch.autograd.grad(loss, parameters, allow_unused=True)
             self.count += 1
             wide = [torch.zeros_like(p) if g is None else g.float() for g, p in zip(found, parameters, strict=True)]
-            gradients = wide if gradients is None else list(torch._foreach_add(gradients, wide))
+            del found
+            if gradients is None:
+                gradients = wide
+            else:
+                # The layers' own are fresh results of products, and large; others may share memory, as two terms of a sum do.
+                owned = len(self.weights)
+                torch._foreach_add_(gradients[:owned], wide[:owned])
+                gradients[owned:] = [a + b for a, b in zip(gradients[owned:], wide[owned:], strict=True)]
+            del wide
             total = loss.detach().double() if total is None else total + loss.detach()
         assert total is not None
         assert gradients is not None

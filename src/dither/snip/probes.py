@@ -125,8 +125,8 @@ def _last(passes: Passes, statistics: Statistics, options: Sequence[Option], bas
         # A hundredth: small enough to be linear, and far above the rounding of bfloat16 in the mean over a tensor.
         with _noise(passes, last.name, where, 0.01 * size[where], 0):
             found = passes.run()
-        moved = torch._foreach_norm(torch._foreach_sub(list(found.gradients.values()), list(base.gradients.values())))
-        bends[where] = dict(zip(base.gradients, torch.stack(list(moved)).mul(100).tolist(), strict=True))
+        moved = [torch.linalg.vector_norm(found.gradients.pop(name) - g) for name, g in base.gradients.items()]
+        bends[where] = dict(zip(base.gradients, torch.stack(moved).mul(100).tolist(), strict=True))
     weights = []
     for place, layer in enumerate(statistics.layers):
         row = []

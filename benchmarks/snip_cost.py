@@ -1,0 +1,87 @@
+"""What a plan costs while a model trains: GPU time and memory of SNIP's estimates, in ordinary steps, and the solver's seconds.
+
+    PYTHONPATH=src python3 benchmarks/snip_cost.py --size 1b --pieces 1,2,4
+    PYTHONPATH=src python3 benchmarks/snip_cost.py --device cpu --size tiny --sequence 32  # the script runs
+
+A Llama of `benchmarks/train.py` trains by --mode, its blocks compiled. Ordinary steps are timed first; then each probe scores
+all options of all layers on one step's batch, cut into --pieces micro-batches, uncompiled. Peaks are of allocated memory, with
+the model, its optimizer and everything else that lies there.
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+import train as bare
+
+import dither
+from dither.snip import PROBES, Goal, choose, options, score
+
+
+def seconds_of(work, device: str) -> tuple[float, float | None]:
+    """Of work on the device, the host's part included, and the peak of memory in GiB."""
+    cuda = device.startswith("cuda")
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    work()
+    if cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - began, torch.cuda.max_memory_allocated() / 2**30 if cuda else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="1b", choices=bare.SIZES)
+    parser.add_argument("--mode", default="recipe:fp8-block")
+    parser.add_argument("--probes", default="last,direct", help=f"of {', '.join(PROBES)}; measure and layer take long")
+    parser.add_argument("--pieces", default="1,2,4")
+    parser.add_argument("--sequence", type=int, default=2048)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--steps", type=int, default=10)
+    arguments = parser.parse_args()
+    config, batch = bare.SIZES[arguments.size]
+    cuda = arguments.device.startswith("cuda")
+    model, optimizer, context = bare.build(arguments.size, arguments.mode, arguments.device, None, cuda, None)
+    random = torch.Generator(arguments.device).manual_seed(1)
+    text = torch.randint(config.vocab_size, (batch, arguments.sequence + 1), device=arguments.device, generator=random)
+
+    def loss(model: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        with context:
+            return model(rows[:, :-1], rows[:, 1:])
+
+    def step() -> None:
+        with dither.training_step(model, step=0):
+            loss(model, text).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(4):
+        step()
+    found = [seconds_of(step, arguments.device) for _ in range(arguments.steps)]
+    ordinary, peak = statistics.median(each[0] for each in found), max(each[1] or 0 for each in found)
+    print(f"{'':<22}{'seconds':>9}{'steps':>8}{'peak GiB':>10}{'of training':>13}", flush=True)
+    print(f"{'an ordinary step':<22}{ordinary:>9.3f}{1:>8.2f}{peak:>10.2f}{1:>13.4f}", flush=True)
+    chosen, last = options("fp8,fp4"), []
+    for probe in arguments.probes.split(","):
+        for pieces in map(int, arguments.pieces.split(",")):
+
+            def work(probe: str = probe, pieces: int = pieces) -> None:
+                stream = dither.Stream(0, "snip", "cost")
+                last.append(score(model, text.chunk(pieces), optimizer, chosen, probe=probe, stream=stream, forward=loss))
+
+            work()  # kernels are compiled by the first
+            took, top = seconds_of(work, arguments.device)
+            share = f"{top / peak:.4f}" if top else "-"
+            print(
+                f"{f'{probe}, {pieces} pieces':<22}{took:>9.3f}{took / ordinary:>8.2f}{top or 0:>10.2f}{share:>13}", flush=True
+            )
+    began = time.perf_counter()
+    choose(last[-1].quality(), last[-1].statistics.layers, chosen, Goal(target=0.75))
+    print(f"the solver, in a thread: {time.perf_counter() - began:.3f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
