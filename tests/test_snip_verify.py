@@ -28,14 +28,20 @@ def test_estimates_beside_the_truth():
     assert cost["fp4/fp8/fp8"] == cost["fp4/fp8/fp4"] != cost["fp8/fp8/fp8"]
     (estimate,) = found.estimates
     each = [verify(model, [batch], optimizer, given, "fp8,fp4", stream=STREAM) for batch in batches(2, seed=3)]
-    assert found.agreement[1] == pytest.approx(spearman(each[0].weights, each[1].weights))
+    assert found.agreement[0] == pytest.approx(spearman(each[0].loss, each[1].loss))
+    assert found.agreement[2] == pytest.approx(spearman(each[0].weights, each[1].weights))
+    for name in ("loss", "mean_loss"):  # means over the batches, of magnitudes or with signs, in units of the mean loss
+        means = sum(torch.tensor(getattr(one, name)) * one.base for one in each) / (2 * found.base)
+        torch.testing.assert_close(means, torch.tensor(getattr(found, name)))
+    assert [[abs(number) for number in row] for row in each[0].mean_loss] == [list(row) for row in each[0].loss]
     assert each[0].agreement is None
     assert Verification.from_json(each[0].to_json()) == each[0]
-    magnitudes = [[abs(number) for number in row] for row in found.loss]
-    assert estimate.loss == pytest.approx(spearmanr([*chain(*magnitudes)], [*chain(*given.loss)])[0])
+    magnitudes = [[abs(number) for number in row] for row in found.mean_loss]
+    assert estimate.loss == pytest.approx(spearmanr([*chain(*found.loss)], [*chain(*given.loss)])[0])
+    assert estimate.mean_loss == pytest.approx(spearmanr([*chain(*magnitudes)], [*chain(*given.loss)])[0])
     assert estimate.weights == pytest.approx(spearmanr([*chain(*found.weights)], [*chain(*given.weights)])[0])
     # The truth itself as an estimate, in any units.
-    perfect = replace(given, probe="truth", loss=tuple(map(tuple, magnitudes)), weights=tuple(
+    perfect = replace(given, probe="truth", loss=found.loss, weights=tuple(
         tuple(3 * number for number in row) for row in found.weights
     ))  # fmt: skip
     again = verify(model, batches(2, seed=3), optimizer, [given, perfect], "fp8,fp4", stream=STREAM)
@@ -44,8 +50,8 @@ def test_estimates_beside_the_truth():
     assert again.estimates[1].weights == pytest.approx(1.0)
     assert Verification.from_json(again.to_json()) == again
     lines = str(again).splitlines()
-    assert lines[0].split()[:2] == ["probe", "loss"]
-    assert lines[3].split() == ["truth", "1.000", "1.000", "1", f"{given.seconds:.1f}"]
+    assert lines[0].split()[:2] == ["Spearman's", "correlation"]
+    assert lines[3].split() == ["truth", "1.000", f"{again.estimates[1].mean_loss:.3f}", "1.000", "1", f"{given.seconds:.1f}"]
 
 
 def test_ranks_are_scipys():

@@ -30,7 +30,9 @@ class Estimate:
 
     probe: str
     loss: float
-    """Spearman's correlation between estimated and actual changes of the loss, over all layers and options."""
+    """Spearman's correlation between estimated and actual changes of a batch's loss, over all layers and options."""
+    mean_loss: float
+    """The same for changes of the mean loss of all batches, in which their slopes cancel."""
     weights: float
     """The same for changes of the next weights."""
     passes: int
@@ -48,11 +50,13 @@ class Verification:
     base: float
     """The loss without casts, the mean over the batches."""
     loss: Table
-    """Actual changes of the loss, with their signs, in units of it: one row a layer, one column an option."""
+    """Actual changes of a batch's loss, the mean of their magnitudes, in units of it: one row a layer, one column an option."""
+    mean_loss: Table
+    """Actual changes of the mean loss of all batches, with their signs, in units of it."""
     weights: Table
     """Actual changes of what the next step does to the weights, in units of them, the mean over all layers."""
-    agreement: tuple[float, float] | None
-    """The same correlations, of loss and weights, between two halves of the batches: what no estimate can be much better than.
+    agreement: tuple[float, float, float] | None
+    """The same correlations, of loss, mean loss and weights, between two halves of the batches: no estimate is much better.
 
     None for a single batch, which has no halves."""
     estimates: tuple[Estimate, ...]
@@ -73,7 +77,7 @@ class Verification:
         try:
             for key in ("layers", "options", "agreement"):
                 fields[key] = fields[key] and tuple(fields[key])
-            for key in ("loss", "weights"):
+            for key in ("loss", "mean_loss", "weights"):
                 fields[key] = tuple(tuple(row) for row in fields[key])
             fields["estimates"] = tuple(Estimate(**each) for each in fields["estimates"])
             fields["scores"] = tuple(Scores.from_dict(each) for each in fields["scores"])
@@ -91,17 +95,16 @@ class Verification:
         return cls.from_dict(load_json("results of a verification", text))
 
     def __rich__(self) -> RichTable:
-        halves = (
-            "halves of them agree at {:.3f} (loss) and {:.3f} (weights); ".format(*self.agreement) if self.agreement else ""
-        )
+        halves = "halves of them agree at {:.3f}, {:.3f} and {:.3f}; ".format(*self.agreement) if self.agreement else ""
         caption = (
             f"{len(self.layers)} layers x {len(self.options)} options on {self.batches} batches, loss {self.base:.4f}; "
             f"{halves}the truth took {self.passes} passes, {self.seconds:.1f} s"
         )
-        columns = ("probe", "loss (Spearman)", "weights (Spearman)", "passes", "seconds")
+        columns = ("Spearman's correlation", "loss of a batch", "mean loss", "weights", "passes", "seconds")
         table = RichTable(*columns, box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
         for each in self.estimates:
-            table.add_row(each.probe, f"{each.loss:.3f}", f"{each.weights:.3f}", str(each.passes), f"{each.seconds:.1f}")
+            correlations = (f"{found:.3f}" for found in (each.loss, each.mean_loss, each.weights))
+            table.add_row(each.probe, *correlations, str(each.passes), f"{each.seconds:.1f}")
         return table
 
     def __str__(self) -> str:
@@ -123,7 +126,8 @@ def verify(
     """Try every option on one layer at a time, and say how well `scores` of the same model and options ranked them.
 
     Give batches that the scores have not seen: each is a step of its own, and changes are means over them. The actual change of
-    the loss is compared by its magnitude, as SNIP defines it. Arguments are those of `score`; the model is left as it was.
+    the loss is compared by its magnitude, as SNIP defines it: in a batch, and of the mean over all batches, in which what lies
+    in one batch alone cancels. Arguments are those of `score`; the model is left as it was.
 
     >>> import dither
     >>> from dither.snip import score
@@ -170,15 +174,17 @@ def verify(
         losses.append(torch.stack(rises).view(shape).cpu().numpy())
         changes.append(torch.stack(moves).view(shape).cpu().numpy())
         count += passes.count
-    loss, weights = (numpy.mean(found, axis=0) for found in (losses, changes))
+    loss, mean_loss, weights = _truth(losses, changes)
     agreement = None
     if len(batches) > 1:
-        halves = [[numpy.abs(numpy.mean(found[first::2], axis=0)) for first in (0, 1)] for found in (losses, changes)]
-        agreement = (spearman(*halves[0]), spearman(*halves[1]))
+        even, odd = (_truth(losses[first::2], changes[first::2]) for first in (0, 1))
+        pairs = [(numpy.abs(one), numpy.abs(other)) for one, other in zip(even, odd, strict=True)]
+        agreement = (spearman(*pairs[0]), spearman(*pairs[1]), spearman(*pairs[2]))
     estimates = tuple(
         Estimate(
             each.probe,
-            spearman(numpy.abs(loss), each.loss),
+            spearman(loss, each.loss),
+            spearman(numpy.abs(mean_loss), each.loss),
             spearman(weights, each.weights),
             each.passes,
             each.seconds,
@@ -191,6 +197,7 @@ def verify(
         len(batches),
         base_loss,
         _table(loss / abs(base_loss)),
+        _table(mean_loss / abs(base_loss)),
         _table(weights),
         agreement,
         estimates,
@@ -198,6 +205,11 @@ def verify(
         count,
         time.perf_counter() - began,
     )
+
+
+def _truth(losses: Sequence[Any], changes: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """Magnitude of the change of a batch's loss, change of the mean loss, and change of the weights, the means over batches."""
+    return numpy.mean(numpy.abs(losses), axis=0), numpy.mean(losses, axis=0), numpy.mean(changes, axis=0)
 
 
 def _table(numbers: Any) -> Table:
