@@ -21,7 +21,7 @@ from dither.kernels.rounding import as_bits, narrow_float, widen
 from dither.reference.loss import IGNORE
 
 BLOCK = 4096
-"""Logits that a program takes at a time. More of them would loosen no bound that `dither.reference.loss` states, fewer would."""
+"""Logits that a program takes at a time; the bounds that `dither.reference.loss` states allow no fewer where a row has them."""
 
 IGNORED = tl.constexpr(IGNORE)
 LOG2E = tl.constexpr(1.4426950408889634)

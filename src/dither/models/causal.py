@@ -125,10 +125,14 @@ def cross_entropy(logits_NV: Tensor, targets_N: Tensor, *, backend: str = "auto"
     """
     if logits_NV.dim() != 2 or logits_NV.shape[1] == 0 or logits_NV.dtype not in LOGITS:
         given = f"{logits_NV.dtype} of shape {list(logits_NV.shape)}"
-        raise UserError(f"cross_entropy takes float32, bfloat16, float16 or float64 logits of shape [tokens, words], not {given}.")
+        raise UserError(
+            f"cross_entropy takes float32, bfloat16, float16 or float64 logits of shape [tokens, words], not {given}."
+        )
     if targets_N.dtype != torch.int64 or targets_N.shape != logits_NV.shape[:1]:
         given = f"{targets_N.dtype} of shape {list(targets_N.shape)}"
-        raise UserError(f"cross_entropy takes int64 targets of shape [{logits_NV.shape[0]}], one a row of the logits, not {given}.")
+        raise UserError(
+            f"cross_entropy takes int64 targets of shape [{logits_NV.shape[0]}], one a row of the logits, not {given}."
+        )
     loss: Tensor = _CrossEntropy.apply(logits_NV, targets_N, check_backend(backend))  # type: ignore[no-untyped-call]
     return loss
 
