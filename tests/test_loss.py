@@ -142,6 +142,7 @@ def test_a_target_that_is_no_word_makes_its_row_nan(code, V, device):
 
 
 def test_rows_that_do_not_count_are_zeros_whatever_they_hold(code, device):
+    """By their target, or by a weight of 0 although loss and parts are NaN."""
     logits = torch.full((3, 21), NAN, device=device)
     logits[1] = 0.0
     targets = torch.tensor([IGNORE, 3, IGNORE], device=device)
@@ -151,6 +152,12 @@ def test_rows_that_do_not_count_are_zeros_whatever_they_hold(code, device):
     grads = code.backward(logits, targets, parts, torch.tensor([0.0, 1.0, -0.0], device=device))
     assert grads[::2].eq(0).all()
     assert grads[1].isfinite().all()
+    logits[::2], logits[::2, 4] = 0.0, NAN
+    targets = torch.tensor([2, 3, 21], device=device)
+    _, parts = code.forward(logits, targets)
+    assert parts[0].isnan().tolist() == [True, False, True]
+    grads = code.backward(logits, targets, parts, torch.tensor([0.0, 1.0, -0.0], device=device))
+    assert grads[::2].eq(0).all()
 
 
 def test_without_a_target_that_counts_the_mean_is_nan_and_the_gradients_are_zeros(backend, device):
