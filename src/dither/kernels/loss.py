@@ -111,10 +111,10 @@ def _cross_entropy_kernel(
 
 
 @triton.jit
-def slopes(x, largest, logarithm, is_target, weight, counts):
+def slopes(x, largest, logarithm, is_target, weight):
     """(softmax - one at the target) * weight."""
     probability = power((x - largest) - logarithm)
-    return tl.where(counts, tl.where(is_target, probability - 1.0, probability) * weight, 0.0)
+    return tl.where(is_target, probability - 1.0, probability) * weight
 
 
 @triton.jit
@@ -136,8 +136,11 @@ def _cross_entropy_backward_kernel(
     """ALIKE says that runs of logits are aligned where those of gradients are."""
     row = tl.program_id(0)
     target, weight = tl.load(targets_ptr + row), tl.load(weights_ptr + row)
-    largest, logarithm = tl.load(parts_ptr + row), tl.load(parts_ptr + rows + row)
-    counts = (as_bits(weight) & 0x7FFFFFFF) != 0  # as integers: what comparing floats gives, the interpreter cannot combine
+    # As integers: what comparing floats gives, the interpreter cannot combine. Without a weight logits and parts, which may be
+    # NaN, count as 0: all is finite then, and 0 times it is 0, at no cost for an element.
+    counts = (as_bits(weight) & 0x7FFFFFFF) != 0
+    largest = tl.load(parts_ptr + row, mask=counts, other=0.0)
+    logarithm = tl.load(parts_ptr + rows + row, mask=counts, other=0.0)
     # Runs are those of the gradients, which are contiguous.
     first, head, runs = row_parts(row, words, words, RUN)
     begin = row.to(tl.int64) * stride
@@ -153,17 +156,17 @@ def _cross_entropy_backward_kernel(
     full = runs // RUNS * RUNS
     for done in range(0, full, RUNS):
         x = widen(tl.load(place + done * RUN, mask=counts, other=0.0), NATIVE)
-        grads = slopes(x, largest, logarithm, offset == hit - done * RUN, weight, counts)
+        grads = slopes(x, largest, logarithm, offset == hit - done * RUN, weight)
         tl.store(out + done * RUN, narrow_float(grads, DTYPE, NATIVE))
     if full < runs:
         inside = (full + run < runs)[:, None]
         x = widen(tl.load(place + full * RUN, mask=inside & counts, other=0.0), NATIVE)
-        grads = slopes(x, largest, logarithm, offset == hit - full * RUN, weight, counts)
+        grads = slopes(x, largest, logarithm, offset == hit - full * RUN, weight)
         tl.store(out + full * RUN, narrow_float(grads, DTYPE, NATIVE), mask=inside)
     if not EVEN:
         column, inside = row_edges(head, runs, words, RUN)
         x = widen(tl.load(logits_ptr + begin + column, mask=inside & counts, other=0.0), NATIVE)
-        grads = slopes(x, largest, logarithm, column == target, weight, counts)
+        grads = slopes(x, largest, logarithm, column == target, weight)
         tl.store(grads_ptr + row.to(tl.int64) * words + column, narrow_float(grads, DTYPE, NATIVE), mask=inside)
 
 
