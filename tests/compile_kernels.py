@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction
 import dither
 from dither import Cast, Stream
 from dither.formats import Format
-from dither.kernels import adamw, philox, quantize, rounding, sampling
+from dither.kernels import adamw, loss, philox, quantize, rounding, sampling
 from dither.precision import Rounding
 from dither.random import Draw
 from dither.reference.adamw import zero_state
@@ -105,6 +105,7 @@ def calls() -> Iterator[str]:
             rounding.round_to(x, Format.parse(format), Rounding.parse(how), saturate, mine)
         yield f"round_to {format} {how}"
     yield from sampling_calls()
+    yield from loss_calls()
     yield from optimizer_calls()
 
 
@@ -129,6 +130,17 @@ def sampling_calls() -> Iterator[str]:
         sampling.bitwidth_grad(w.bfloat16(), b_t, b_t, draws[0], "rounded_normal", block)
     sampling.packed_noise(draws[0], 256, 384, "rounded_normal")
     yield "sample to every type, in every block"
+
+
+def loss_calls() -> Iterator[str]:
+    """Every dtype, rows of whole runs and ragged ones, contiguous and in wider ones."""
+    targets = torch.zeros(2, dtype=torch.int64)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        wide = torch.zeros(2, 32000, dtype=dtype)
+        for logits in (wide, wide[:, :31997], wide[:, :31997].contiguous(), wide[:, :50]):
+            _, parts = loss.forward(logits, targets)
+            loss.backward(logits, targets, parts, parts[0])
+        yield f"cross_entropy {dtype}"
 
 
 UPDATES = [

@@ -1,7 +1,9 @@
 """Reference against kernel, one body for every device: `tests/test_pairs.py` (interpreter) and `tests/gpu/` run it."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from dither.kernels import rounding as kernel_rounding
 from dither.kernels import sampling as kernel_sampling
 from dither.precision import Rounding
 from dither.random import Draw, matrix_size
-from dither.reference import adamw, philox, quantize, rounding, sampling
+from dither.reference import adamw, loss, philox, quantize, rounding, sampling
 from dither.update import BLOCKS, WHOLE, Piece, Update
 
 STREAM = Stream(2024, "pairs", "x")
@@ -210,6 +212,55 @@ def sampling_draw(w: Tensor, offset: tuple[int, int], moved: bool) -> Draw:
     """The stream at step 5; `moved` has rows and a part of the key come with the step."""
     draw = STREAM.draw(5, matrix_size(w), offset, w.device)
     return replace(draw, step=torch.tensor([5, 96, 123456789012345], device=w.device)) if moved else draw
+
+
+# Losses ---------------------------------------------------------------------------------------------------------------
+
+
+def logits_of(N: int, V: int, dtype: torch.dtype, device: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, targets and weights: rows that are even, peaked, rising, far from zero, and without probability in places.
+
+    Every fifth target does not count, and the first of the rest are the first and the last word.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(N, V, generator=generator) * torch.tensor([0.01, 1.0, 8.0, 40.0])[torch.arange(N) % 4, None]
+    x[1::6] += torch.linspace(-30.0, 30.0, V)  # every block raises the largest logit
+    x[2::6] += 1e4
+    x[3::6] -= 1e4
+    x[4::6][torch.rand(len(x[4::6]), V, generator=generator) < 0.3] = -torch.inf
+    targets = torch.randint(V, (N,), generator=generator)
+    targets[:2] = torch.tensor([0, V - 1])[:N]
+    x[torch.arange(N), targets] = x[torch.arange(N), targets].clamp(min=-2e4)
+    targets[4::5] = loss.IGNORE
+    weights = (torch.rand(N, generator=generator) - 0.3).where(targets != loss.IGNORE, 0.0)
+    return x.to(dtype).to(device), targets.to(device), weights.to(device)
+
+
+def check_cross_entropy(x: Tensor, targets: Tensor, weights: Tensor, code: ModuleType) -> float:
+    """The largest error of losses and gradients against float64, over the bounds that `dither.reference.loss` states."""
+    u, V = 2.0**-24, x.shape[1]
+    row = 3 * math.log(V) + 6 * math.ceil(V / 4096) + 40
+    losses, parts = code.forward(x, targets)
+    grads = code.backward(x, targets, parts, weights)
+    worst = 0.0
+    for part in (slice(top, top + 256) for top in range(0, len(x), 256)):  # float64 of many rows would not fit
+        counts, place = (targets[part] != loss.IGNORE)[:, None], targets[part, None].clamp(min=0)
+        logarithms = x[part].float().double().log_softmax(-1)
+        expected = torch.where(counts, -logarithms.gather(-1, place), 0.0).squeeze(-1)
+        error = (losses[part] - expected).abs() / (u * (2 * expected + row))
+        p, weight = logarithms.exp_(), weights[part, None].double()
+        bound = u * weight.abs() * (p * row + 4)
+        slopes = p.scatter_add(-1, place, -torch.ones_like(p[:, :1])) * weight
+        if x.dtype in (torch.bfloat16, torch.float16):
+            limits = torch.finfo(x.dtype)
+            bound += (slopes.abs() + bound) * limits.eps / 2 + limits.smallest_normal * limits.eps / 2
+        off = torch.where(weight == 0, grads[part].abs().double() * torch.inf, (grads[part] - slopes).abs() / bound)
+        # Where nothing may be off, nothing is: 0 / 0, and 0 * Inf.
+        off = off.masked_fill((weight == 0) & (grads[part] == 0), 0.0)
+        assert not error.isnan().any()
+        assert not off.isnan().any()
+        worst = max(worst, error.max().item(), off.max().item())
+    return worst
 
 
 # Optimizers -----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 import dither
 from dither import Cast
 from dither.formats import Format
-from dither.reference import adamw, dynamic, sampling
+from dither.reference import adamw, dynamic, loss, sampling
 from dither.reference import quantize as reference_quantize
 from dither.update import Update
 
@@ -22,6 +22,7 @@ tl = pytest.importorskip("triton.language", reason="the kernels need Triton")
 
 from dither.kernels import adamw as kernel_adamw  # noqa: E402
 from dither.kernels import dynamic as kernel_dynamic  # noqa: E402
+from dither.kernels import loss as kernel_loss  # noqa: E402
 from dither.kernels import quantize as kernel_quantize  # noqa: E402
 from dither.kernels import sampling as kernel_sampling  # noqa: E402
 
@@ -487,3 +488,12 @@ def test_a_shard_of_a_wider_matrix_is_sampled_in_place(device: str) -> None:
     assert w.stride() == (256, 1)
     assert pairs.check_sample(w, "rounded_normal", 32, torch.bfloat16, (32, 64)) == 0
     assert pairs.check_sample_backward(w, "rounded_normal", 32, torch.bfloat16, (32, 64)) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("V", [1, 7, 8, 37, 300, 4096, 5003, 12296])
+def test_cross_entropy(V: int, dtype: torch.dtype, device: str) -> None:
+    """Sums and exponentials have no agreed last bit: both are held against float64, with one bound for their errors."""
+    given = pairs.logits_of(12, V, dtype, device, seed=V)
+    assert pairs.check_cross_entropy(*given, loss) <= 1
+    assert pairs.check_cross_entropy(*given, kernel_loss) <= 1

@@ -549,3 +549,29 @@ def _sample_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None,
 
 
 _sample_op.register_autograd(_sample_gradients, setup_context=_keep_for_backward)
+
+
+# Losses ----------------------------------------------------------------------------------------------------------------
+
+
+@_operator
+def _cross_entropy_forward_op(logits: Tensor, targets: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    """(losses [N], the parts of their logsumexp [2, N]) of logits [N, V]; see `dither.reference.loss`."""
+    return implementation("loss", logits.device, backend).forward(logits, targets)  # type: ignore[no-any-return]
+
+
+@_fake_of("cross_entropy_forward")
+def _(logits: Tensor, targets: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    rows = logits.shape[0]
+    return logits.new_empty(rows, dtype=torch.float32), logits.new_empty((2, rows), dtype=torch.float32)
+
+
+@_operator
+def _cross_entropy_backward_op(logits: Tensor, targets: Tensor, parts: Tensor, weights: Tensor, backend: str) -> Tensor:
+    """The gradients of the logits, from `weights` [N], those of the losses."""
+    return implementation("loss", logits.device, backend).backward(logits, targets, parts, weights)  # type: ignore[no-any-return]
+
+
+@_fake_of("cross_entropy_backward")
+def _(logits: Tensor, targets: Tensor, parts: Tensor, weights: Tensor, backend: str) -> Tensor:
+    return logits.new_empty(logits.shape)

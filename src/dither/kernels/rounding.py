@@ -119,6 +119,18 @@ def widen(x, NATIVE: tl.constexpr):
         return x.to(tl.float32)
 
 
+@triton.jit
+def narrow_float(x, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+    """float32 `x` to the nearest in a floating-point DTYPE of 16 bits or more: what lies beyond its range is Inf."""
+    if DTYPE == tl.bfloat16 and not NATIVE:
+        # Triton's interpreter truncates, and loses subnormal numbers.
+        bits = as_bits(x)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(x == x, nearest, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(DTYPE)
+
+
 WIDEN_BF16 = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;")
 WIDEN_FP16 = tl.constexpr("{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }")
 

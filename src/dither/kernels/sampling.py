@@ -16,7 +16,18 @@ from torch import Tensor
 from dither.kernels import Launch
 from dither.kernels.philox import aligned, philox4x32, program_tile, random_tile, tiles
 from dither.kernels.quantize import largest, native_codes
-from dither.kernels.rounding import as_bits, as_float, draw_arguments, encode, fields, how, round_bits, widen, widen_here
+from dither.kernels.rounding import (
+    as_bits,
+    as_float,
+    draw_arguments,
+    encode,
+    fields,
+    how,
+    narrow_float,
+    round_bits,
+    widen,
+    widen_here,
+)
 from dither.precision import Rounding
 from dither.random import Draw
 from dither.reference.sampling import DTYPES, LN2, POW2, ROUNDED_NORMAL, ROUNDED_NORMAL_EXACT, block_count, width
@@ -140,13 +151,8 @@ def narrow(x, DTYPE: tl.constexpr, F: tl.constexpr, H: tl.constexpr):
             return native_codes(x, 1.0, F, False, False)
         else:
             return encode(round_bits(as_bits(x), as_bits(x), as_bits(x), F, H, True), F).to(DTYPE)
-    elif DTYPE == tl.bfloat16 and not H.NATIVE:
-        # Triton's interpreter truncates, and loses subnormal numbers.
-        bits = as_bits(x)
-        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        return tl.where(x == x, nearest, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
-        return x.to(DTYPE)
+        return narrow_float(x, DTYPE, H.NATIVE)
 
 
 @triton.jit

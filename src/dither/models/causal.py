@@ -11,15 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from dither.errors import UserError
+from dither.random import check_backend
+from dither.reference.loss import IGNORE
 
-IGNORE = -100
-"""A target that does not count, as in `torch.nn.functional.cross_entropy`."""
-
-LOSS_CHUNK = 4096
-"""Tokens whose float32 logits are in memory at once: 0.5 GiB of them with 32,000 words."""
+LOGITS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""The dtypes of logits that have a loss, which is computed in float32 whichever they are."""
 
 LARGEST = 1 << 28
 """The largest size that a config takes: three times its square, in bytes of float32, still is a number of 64 bits."""
@@ -112,50 +110,49 @@ class PlainLM(CausalLM):
             self.lm_head.weight = self.embedding.weight
 
 
-def cross_entropy(logits_NV: Tensor, targets_N: Tensor, chunk: int = LOSS_CHUNK) -> Tensor:
-    """Mean cross entropy in float32 (0-d) of the targets that are not -100; NaN if none is.
+def cross_entropy(logits_NV: Tensor, targets_N: Tensor, *, backend: str = "auto") -> Tensor:
+    """Mean cross entropy in float32 (0-d) of the int64 targets that are not -100; NaN if none is.
 
-    Its values and gradients are those of `functional.cross_entropy(logits.float(), targets)`, but softmax is taken of `chunk`
-    tokens at a time, in the forward and again in the backward pass: what is kept in between, and what comes back, is in
-    the dtype of the logits. Recomputing a softmax costs one reading of the logits; recomputing the logits themselves
-    would save them too, but costs a matrix product, 6 % of a step at 134 M parameters.
+    Its values and gradients are those of `functional.cross_entropy(logits.float(), targets)`, up to the errors that
+    `dither.reference.loss` states, but no float32 logits are kept: the forward pass reads the logits once, the backward pass
+    reads them again and writes gradients in their dtype. Recomputing the logits themselves would save them too, but costs
+    a matrix product, 6 % of a step at 134 M parameters. A target that is no word makes the loss NaN.
 
     >>> import torch
     >>> from dither.models.causal import cross_entropy
     >>> cross_entropy(torch.zeros(3, 8), torch.tensor([1, 5, -100]))  # ln 8
     tensor(2.0794)
     """
-    loss: Tensor = _CrossEntropy.apply(logits_NV, targets_N, chunk)  # type: ignore[no-untyped-call]
+    if logits_NV.dim() != 2 or logits_NV.shape[1] == 0 or logits_NV.dtype not in LOGITS:
+        given = f"{logits_NV.dtype} of shape {list(logits_NV.shape)}"
+        raise UserError(
+            f"cross_entropy takes float32, bfloat16, float16 or float64 logits of shape [tokens, words], not {given}."
+        )
+    if targets_N.dtype != torch.int64 or targets_N.shape != logits_NV.shape[:1]:
+        given = f"{targets_N.dtype} of shape {list(targets_N.shape)}"
+        raise UserError(
+            f"cross_entropy takes int64 targets of shape [{logits_NV.shape[0]}], one a row of the logits, not {given}."
+        )
+    loss: Tensor = _CrossEntropy.apply(logits_NV, targets_N, check_backend(backend))  # type: ignore[no-untyped-call]
     return loss
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, chunk: int) -> Tensor:
-        ctx.save_for_backward(logits_NV, targets_N)
-        ctx.chunk = chunk
-        total = logits_NV.new_zeros((), dtype=torch.float32)
-        for start in range(0, len(targets_N), chunk):
-            part = slice(start, start + chunk)
-            logarithms = torch.log_softmax(logits_NV[part], dim=-1, dtype=torch.float32)
-            total += functional.nll_loss(logarithms, targets_N[part], ignore_index=IGNORE, reduction="sum")
-        return total / (targets_N != IGNORE).sum()
+    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, backend: str) -> Tensor:
+        losses_N, parts_2N = torch.ops.dither.cross_entropy_forward(logits_NV, targets_N, backend)
+        count = (targets_N != IGNORE).sum()
+        ctx.save_for_backward(logits_NV, targets_N, parts_2N, count)
+        ctx.backend = backend
+        loss: Tensor = losses_N.sum() / count
+        return loss
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """d loss / d logits = (softmax - one at the target) / number of targets that count."""
-        logits_NV, targets_N = ctx.saved_tensors
-        counts_N1 = (targets_N != IGNORE)[:, None]
-        places_N1 = targets_N[:, None].clamp(min=0)
-        weights_N1 = counts_N1 * (grad / counts_N1.sum())
-        result_NV = torch.empty_like(logits_NV)
-        for start in range(0, len(targets_N), ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            slopes = torch.softmax(logits_NV[part], dim=-1, dtype=torch.float32)
-            slopes.scatter_add_(-1, places_N1[part], slopes.new_full((), -1.0).expand_as(places_N1[part]))
-            result_NV[part] = slopes.mul_(weights_N1[part])
-        return result_NV, None, None
+        logits_NV, targets_N, parts_2N, count = ctx.saved_tensors
+        weights_N = (grad / count).where(targets_N != IGNORE, 0.0)
+        return torch.ops.dither.cross_entropy_backward(logits_NV, targets_N, parts_2N, weights_N, ctx.backend), None, None
 
 
 def compile_blocks(model: CausalLM, **options: Any) -> None:

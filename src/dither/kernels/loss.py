@@ -1,0 +1,230 @@
+"""Cross entropy by rows and its gradients, as in `dither.reference.loss` up to the order of additions and the last bits of exp.
+
+A program has a row, and reads it once. A thread holds runs of 16 bytes, eight bfloat16 neighbours, and each place of a run in
+the tile has a largest logit and a sum of its own, so that threads meet once a row: a sum is multiplied by exp(old - new)
+when its largest logit grows, an exponential more for a run. Rows of V logits that are no multiple of eight begin anywhere:
+the whole runs between their edges are loaded and stored 16 bytes at a time all the same, and the edges by the element.
+
+Bytes that must move: forward, the logits once; backward, the logits once and as many gradients. Rows that do not count are
+not read.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dither.kernels import Launch, native
+from dither.kernels.rounding import as_bits, narrow_float, widen
+from dither.reference.loss import IGNORE
+
+BLOCK = 4096
+"""Logits that a program takes at a time; the bounds that `dither.reference.loss` states allow no fewer where a row has them."""
+
+IGNORED = tl.constexpr(IGNORE)
+LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+"""The largest logit of none: finite, so that it can be subtracted from -Inf."""
+
+
+@triton.jit
+def row_parts(row, stride, words, RUN: tl.constexpr):
+    """(where the first aligned run of a row lies, elements before it, whole runs from there on)."""
+    begin = row.to(tl.int64) * stride
+    first = (begin + RUN - 1) // RUN * RUN
+    head = tl.minimum(first - begin, words).to(tl.int32)
+    return first, head, (words - head) // RUN
+
+
+@triton.jit
+def row_edges(head, runs, words, RUN: tl.constexpr):
+    """The columns before and after the whole runs, and which of these there are."""
+    lane = tl.arange(0, 2 * RUN)
+    column = tl.where(lane < RUN, lane, head + (runs - 1) * RUN + lane)
+    return column, ((lane < head) | (lane >= RUN)) & (column < words)
+
+
+@triton.jit
+def power(x):
+    """e^x, with the exponential that GPUs have."""
+    return tl.exp2(x * LOG2E)
+
+
+@triton.jit
+def grown(largest, total, x):
+    """The largest logits and the sums of exp(x - largest) of runs, after one more run x [n, RUN] each."""
+    new = tl.maximum(largest, tl.max(x, axis=1))
+    return new, total * power(largest - new) + tl.sum(power(x - new[:, None]), axis=1)
+
+
+@triton.jit
+def _cross_entropy_kernel(
+    logits_ptr,
+    targets_ptr,
+    losses_ptr,
+    parts_ptr,
+    rows,
+    words,
+    stride,
+    RUN: tl.constexpr,
+    RUNS: tl.constexpr,
+    EVEN: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """EVEN says that all rows are whole runs."""
+    row = tl.program_id(0)
+    target = tl.load(targets_ptr + row)
+    if target == IGNORED:
+        tl.store(losses_ptr + row, 0.0)
+        tl.store(parts_ptr + row, 0.0)
+        tl.store(parts_ptr + rows + row, 0.0)
+    else:
+        first, head, runs = row_parts(row, stride, words, RUN)
+        run, lane = tl.arange(0, RUNS), tl.arange(0, RUN)
+        place = logits_ptr + first + run[:, None] * RUN + lane[None, :]
+        tops, sums = tl.full([RUNS], LOWEST, tl.float32), tl.zeros([RUNS], tl.float32)
+        full = runs // RUNS * RUNS
+        for done in range(0, full, RUNS):
+            tops, sums = grown(tops, sums, widen(tl.load(place + done * RUN), NATIVE))
+        if full < runs:
+            inside = (full + run < runs)[:, None]
+            tops, sums = grown(tops, sums, widen(tl.load(place + full * RUN, mask=inside, other=-float("inf")), NATIVE))
+        largest = tl.max(tops)
+        total = tl.sum(sums * power(tops - largest))
+        begin = logits_ptr + row.to(tl.int64) * stride
+        if not EVEN:
+            column, inside = row_edges(head, runs, words, RUN)
+            x = widen(tl.load(begin + column, mask=inside, other=-float("inf")), NATIVE)
+            new = tl.maximum(largest, tl.max(x))
+            total = total * power(largest - new) + tl.sum(power(x - new))
+            largest = new
+        is_word = (target >= 0) & (target < words)
+        chosen = widen(tl.load(begin + target, mask=is_word, other=0.0), NATIVE)
+        # A sum of 0 is that of nothing but -Inf; one of NaN compares as false.
+        logarithm = tl.where(total > 0, tl.log(total), float("nan"))
+        logarithm = tl.where(is_word, logarithm, float("nan"))
+        tl.store(losses_ptr + row, logarithm - (chosen - largest))
+        tl.store(parts_ptr + row, tl.where(logarithm == logarithm, largest, float("nan")))
+        tl.store(parts_ptr + rows + row, logarithm)
+
+
+@triton.jit
+def slopes(x, largest, logarithm, is_target, weight):
+    """(softmax - one at the target) * weight."""
+    probability = power((x - largest) - logarithm)
+    return tl.where(is_target, probability - 1.0, probability) * weight
+
+
+@triton.jit
+def _cross_entropy_backward_kernel(
+    logits_ptr,
+    targets_ptr,
+    parts_ptr,
+    weights_ptr,
+    grads_ptr,
+    rows,
+    words,
+    stride,
+    RUN: tl.constexpr,
+    RUNS: tl.constexpr,
+    EVEN: tl.constexpr,
+    ALIKE: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """ALIKE says that runs of logits are aligned where those of gradients are."""
+    row = tl.program_id(0)
+    target, weight = tl.load(targets_ptr + row), tl.load(weights_ptr + row)
+    # As integers: what comparing floats gives, the interpreter cannot combine. Without a weight logits and parts, which may be
+    # NaN, count as 0: all is finite then, and 0 times it is 0, at no cost for an element.
+    counts = (as_bits(weight) & 0x7FFFFFFF) != 0
+    largest = tl.load(parts_ptr + row, mask=counts, other=0.0)
+    logarithm = tl.load(parts_ptr + rows + row, mask=counts, other=0.0)
+    # Runs are those of the gradients, which are contiguous.
+    first, head, runs = row_parts(row, words, words, RUN)
+    begin = row.to(tl.int64) * stride
+    if ALIKE:
+        there = (begin + RUN - 1) // RUN * RUN
+    else:
+        there = begin + head
+    run, lane = tl.arange(0, RUNS), tl.arange(0, RUN)
+    offset = run[:, None] * RUN + lane[None, :]
+    place, out = logits_ptr + there + offset, grads_ptr + first + offset
+    DTYPE: tl.constexpr = grads_ptr.dtype.element_ty
+    hit = tl.where((target >= 0) & (target < words), target - head, -1).to(tl.int32)
+    full = runs // RUNS * RUNS
+    for done in range(0, full, RUNS):
+        x = widen(tl.load(place + done * RUN, mask=counts, other=0.0), NATIVE)
+        grads = slopes(x, largest, logarithm, offset == hit - done * RUN, weight)
+        tl.store(out + done * RUN, narrow_float(grads, DTYPE, NATIVE))
+    if full < runs:
+        inside = (full + run < runs)[:, None]
+        x = widen(tl.load(place + full * RUN, mask=inside & counts, other=0.0), NATIVE)
+        grads = slopes(x, largest, logarithm, offset == hit - full * RUN, weight)
+        tl.store(out + full * RUN, narrow_float(grads, DTYPE, NATIVE), mask=inside)
+    if not EVEN:
+        column, inside = row_edges(head, runs, words, RUN)
+        x = widen(tl.load(logits_ptr + begin + column, mask=inside & counts, other=0.0), NATIVE)
+        grads = slopes(x, largest, logarithm, column == target, weight)
+        tl.store(grads_ptr + row.to(tl.int64) * words + column, narrow_float(grads, DTYPE, NATIVE), mask=inside)
+
+
+def forward(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+    """(losses [N], the parts of the logsumexp [2, N]: the largest logit, and the logarithm of the sum), in float32."""
+    N, V = logits_NV.shape
+    losses_N = torch.empty(N, dtype=torch.float32, device=logits_NV.device)
+    parts_2N = torch.empty((2, N), dtype=torch.float32, device=logits_NV.device)
+    if N:
+        logits_NV = _with_rows(logits_NV)
+        launch = _launch(False, (N, V, logits_NV.stride(0)), logits_NV.dtype, logits_NV.device)
+        launch(logits_NV, targets_N.contiguous(), losses_N, parts_2N)
+    return losses_N, parts_2N
+
+
+def backward(logits_NV: Tensor, targets_N: Tensor, parts_2N: Tensor, weights_N: Tensor) -> Tensor:
+    """(softmax - one at the target) * weight of each row [N, V], rounded once to the dtype of the logits."""
+    N, V = logits_NV.shape
+    grads_NV = torch.empty((N, V), dtype=logits_NV.dtype, device=logits_NV.device)
+    if N:
+        logits_NV = _with_rows(logits_NV)
+        launch = _launch(True, (N, V, logits_NV.stride(0)), logits_NV.dtype, logits_NV.device)
+        launch(logits_NV, targets_N.contiguous(), parts_2N.contiguous(), weights_N.contiguous(), grads_NV)
+    return grads_NV
+
+
+def _with_rows(logits_NV: Tensor) -> Tensor:
+    """The logits with neighbouring words side by side."""
+    return logits_NV if logits_NV.stride(1) == 1 or logits_NV.shape[1] == 1 else logits_NV.contiguous()
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch(backward: bool, size: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Launch:
+    """The kernel for logits of a size (rows, words, stride) and type."""
+    rows, words, stride = size
+    run = 16 // dtype.itemsize
+    block, warps = (_backward_shape if backward else _forward_shape)(words)
+    even, alike = words % run == 0, (stride - words) % run == 0
+    return Launch(
+        _cross_entropy_backward_kernel if backward else _cross_entropy_kernel,
+        rows,
+        size,
+        {
+            "RUN": run,
+            "RUNS": block // run,
+            **({"EVEN": even, "ALIKE": alike} if backward else {"EVEN": even and alike}),
+            "NATIVE": native(device),
+        },
+        num_warps=warps,
+    )
+
+
+def _forward_shape(words: int) -> tuple[int, int]:
+    """(logits, warps) of a program's tile, no larger than a short row needs: `benchmarks/loss.py --sweep`."""
+    block = max(256, min(BLOCK, triton.next_power_of_2(words)))
+    return block, max(1, block // 512)
+
+
+def _backward_shape(words: int) -> tuple[int, int]:
+    """The same for the gradients."""
+    return _forward_shape(words)

@@ -1,0 +1,301 @@
+"""Cross entropy: beside torch's own and float64, with targets and logits that are not as they should be, and compiled.
+
+`tests/test_pairs.py` holds kernel and reference against the bounds that `dither.reference.loss` states.
+"""
+
+import math
+
+import numpy as np
+import pairs
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dither
+from dither.models import build
+from dither.models.causal import cross_entropy
+from dither.reference import loss as reference
+from dither.reference.loss import IGNORE
+
+NAN, INF = torch.nan, torch.inf
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> object:
+    """The interpreter computes with numpy, which warns of the overflows and NaNs that are wanted here."""
+    with np.errstate(all="ignore"):
+        yield
+
+
+@pytest.fixture(params=["reference", "kernel"])
+def code(request: pytest.FixtureRequest):
+    """What computes losses and gradients: one body tests both."""
+    if request.param == "kernel":
+        pytest.importorskip("triton", reason="the kernels need Triton")
+        from dither.kernels import loss
+
+        return loss
+    return reference
+
+
+@pytest.fixture
+def backend(code) -> str:
+    return code.__name__.split(".")[1].removesuffix("s")
+
+
+def test_a_row_by_hand(code, device):
+    """The example of the reference's first lines."""
+    logits = torch.tensor([[0.0, math.log(3.0)]], device=device)
+    targets = torch.tensor([0], device=device)
+    losses, parts = code.forward(logits, targets)
+    assert losses.tolist() == pytest.approx([math.log(4.0)], abs=1e-6)
+    assert parts.flatten().tolist() == pytest.approx([math.log(3.0), math.log(4.0 / 3.0)], abs=1e-6)
+    grads = code.backward(logits, targets, parts, torch.tensor([2.0], device=device))
+    assert grads.flatten().tolist() == pytest.approx([-1.5, 1.5], abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_mean_is_that_of_torch(backend, dtype, device):
+    """Within the bound of the worst row and 2^-24 log2(N) for the sum over rows, on either side."""
+    N, V = 37, 501
+    logits, targets, _ = pairs.logits_of(N, V, dtype, device)
+    logits.requires_grad_()
+    expected = functional.cross_entropy(logits.float(), targets)
+    (slope,) = torch.autograd.grad(3 * expected, logits)
+    loss = cross_entropy(logits, targets, backend=backend)
+    (mine,) = torch.autograd.grad(3 * loss, logits)
+    worst = functional.cross_entropy(logits.double(), targets, reduction="none").max().item()
+    each = 2.0**-24 * (2 * worst + 3 * math.log(V) + 46)
+    assert loss.dtype == torch.float32
+    assert loss.shape == ()
+    assert abs(loss.item() - expected.item()) <= 2 * (each + 2.0**-24 * math.log2(N) * expected.item())
+    counted = (targets != IGNORE).sum().item()
+    bound = 2 * 3 / counted * 2.0**-24 * (3 * math.log(V) + 50) + slope.abs().double() * torch.finfo(dtype).eps
+    bound += torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    assert mine.dtype == dtype
+    assert bool(((mine.double() - slope.double()).abs() <= bound).all())
+    assert bool((mine[targets == IGNORE] == 0).all())
+
+
+@pytest.mark.parametrize("far", [1e4, -1e4, 3e38, -3e38])
+def test_logits_far_from_zero_lose_nothing(code, far, device):
+    """A logsumexp in one float32 would be off by 5e-4 at 1e4; here only the logits themselves are as coarse as they are."""
+    near = torch.tensor([[0.0, 1.0, 2.0, 5.0]], device=device)
+    logits = near + far if abs(far) < 1e5 else torch.full_like(near, far)
+    same = near if abs(far) < 1e5 else torch.zeros_like(near)
+    targets, weights = torch.tensor([1], device=device), torch.ones(1, device=device)
+    losses, parts = code.forward(logits, targets)
+    exact = functional.cross_entropy(same.double(), targets).item()
+    assert losses.item() == pytest.approx(exact, abs=2.0**-24 * (2 * exact + 3 * math.log(4) + 46))
+    grads = code.backward(logits, targets, parts, weights)
+    slopes = same.double().softmax(-1) - functional.one_hot(targets, 4)
+    assert (grads - slopes).abs().max().item() <= 2.0**-24 * (3 * math.log(4) + 50)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("V", [5, 40, 4200])
+def test_non_finite_logits_are_those_of_torch(code, V, dtype, device):
+    logits = torch.linspace(-2, 2, 7 * V, device=device).view(7, V).to(dtype)
+    targets = torch.full((7,), V - 1, device=device)
+    logits[0, 1] = NAN
+    logits[1, 2] = INF
+    logits[2] = -INF
+    logits[3, : V - 1] = -INF
+    logits[4, V - 1] = -INF
+    logits[5, :3] = torch.tensor([INF, -INF, NAN])
+    leaf = logits.float().requires_grad_()
+    expected = functional.cross_entropy(leaf, targets, reduction="none")
+    (slopes,) = torch.autograd.grad(expected.sum(), leaf)
+    losses, parts = code.forward(logits, targets)
+    lost = torch.tensor([True, True, True, False, False, True, False], device=device)
+    assert expected.isnan().equal(lost)
+    assert losses.isnan().equal(lost)
+    assert parts.isnan().equal(lost.expand(2, 7))
+    assert losses[3].item() == 0.0  # one word is left
+    assert losses[4].item() == INF  # and here it has no probability
+    torch.testing.assert_close(losses[6], expected[6])
+    grads = code.backward(logits, targets, parts, torch.ones(7, device=device))
+    assert grads.isnan().all(-1).equal(lost)
+    assert not grads[~lost].isnan().any()
+    torch.testing.assert_close(grads[~lost], slopes[~lost].to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("V", [5, 40])
+def test_a_target_that_is_no_word_makes_its_row_nan(code, V, device):
+    """Also where an address made from it would lie far outside, and where 32 bits of it are a word."""
+    wrong = [V, -1, -99, -101, 2**40, -(2**62), 2**32 + 1, V + 1]
+    targets = torch.tensor([*wrong, 3, IGNORE], device=device)
+    logits = torch.zeros(len(targets), V, device=device)
+    losses, parts = code.forward(logits, targets)
+    assert losses[: len(wrong)].isnan().all()
+    assert parts[:, : len(wrong)].isnan().all()
+    assert losses[-2:].tolist() == pytest.approx([math.log(V), 0.0])
+    grads = code.backward(logits, targets, parts, torch.ones(len(targets), device=device).where(targets != IGNORE, 0.0))
+    assert grads.isnan().all(-1).tolist() == [True] * len(wrong) + [False, False]
+    assert cross_entropy(logits, targets).isnan()
+    # With parts of its own such a target is simply not there to be subtracted.
+    parts = torch.tensor([[0.0], [math.log(V)]], device=device).expand(2, len(targets))
+    grads = code.backward(logits, targets, parts, torch.ones(len(targets), device=device))
+    assert (grads > 0).all(-1).tolist() == [True] * len(wrong) + [False, True]
+
+
+def test_rows_that_do_not_count_are_zeros_whatever_they_hold(code, device):
+    """By their target, or by a weight of 0 although loss and parts are NaN."""
+    logits = torch.full((3, 21), NAN, device=device)
+    logits[1] = 0.0
+    targets = torch.tensor([IGNORE, 3, IGNORE], device=device)
+    losses, parts = code.forward(logits, targets)
+    assert losses[::2].tolist() == [0.0, 0.0]
+    assert parts[:, ::2].tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    grads = code.backward(logits, targets, parts, torch.tensor([0.0, 1.0, -0.0], device=device))
+    assert grads[::2].eq(0).all()
+    assert grads[1].isfinite().all()
+    logits[::2], logits[::2, 4] = 0.0, NAN
+    targets = torch.tensor([2, 3, 21], device=device)
+    _, parts = code.forward(logits, targets)
+    assert parts[0].isnan().tolist() == [True, False, True]
+    grads = code.backward(logits, targets, parts, torch.tensor([0.0, 1.0, -0.0], device=device))
+    assert grads[::2].eq(0).all()
+
+
+def test_without_a_target_that_counts_the_mean_is_nan_and_the_gradients_are_zeros(backend, device):
+    """As with torch."""
+    for N in (0, 3):
+        logits = torch.zeros(N, 9, device=device, requires_grad=True)
+        targets = torch.full((N,), IGNORE, device=device)
+        loss = cross_entropy(logits, targets, backend=backend)
+        assert loss.isnan()
+        assert functional.cross_entropy(logits, targets).isnan()
+        (mine,) = torch.autograd.grad(loss, logits)
+        assert mine.equal(torch.zeros(N, 9, device=device))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_strides(code, dtype, device):
+    """Rows in wider ones, aligned alike and not, at odd addresses, side by side, and one row for all."""
+    logits, targets, weights = pairs.logits_of(11, 83, dtype, device)
+
+    def placed(width: int, first: int) -> torch.Tensor:
+        wide = torch.full((12, width), NAN, dtype=dtype, device=device).view(-1)[first:]
+        view = wide[: 11 * width].view(11, width)[:, :83]
+        return view.copy_(logits)
+
+    views = [placed(83, 0), placed(88, 0), placed(91, 0), placed(99, 8), placed(90, 1), placed(83, 5), logits.T.contiguous().T]
+    for view in views:
+        assert torch.equal(view, logits)
+        assert pairs.check_cross_entropy(view, targets, weights, code) <= 1
+        assert code.backward(view, targets, code.forward(view, targets)[1], weights).is_contiguous()
+    assert pairs.check_cross_entropy(logits[:1].expand(11, -1), targets, weights, code) <= 1
+    spread = torch.stack([targets, targets], 1)[:, 0]
+    assert pairs.check_cross_entropy(logits, spread, torch.stack([weights, weights], 1)[:, 1], code) <= 1
+
+
+def test_the_same_logits_give_the_same_bits(code, device):
+    logits, targets, weights = pairs.logits_of(6, 5001, torch.bfloat16, device)
+    results = []
+    for _ in range(2):
+        losses, parts = code.forward(logits.clone(), targets)
+        results.append([losses, parts, code.backward(logits.clone(), targets, parts, weights)])
+    assert sum(map(pairs.differing, *results)) == 0
+
+
+@pytest.mark.parametrize("chunk", [1, 100, 1 << 30])
+def test_the_reference_in_chunks(chunk, monkeypatch):
+    given = pairs.logits_of(20, 50, torch.bfloat16, "cpu")
+    _, parts = reference.forward(*given[:2])
+    whole = reference.backward(given[0], given[1], parts, given[2])
+    monkeypatch.setattr(reference, "CHUNK", chunk)
+    assert pairs.check_cross_entropy(*given, reference) <= 1
+    assert pairs.differing(reference.backward(given[0], given[1], parts, given[2]), whole) == 0
+
+
+def test_the_reference_has_few_float32_logits_at_once(monkeypatch):
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
+                self.numel = max(self.numel, result.numel())
+            return result
+
+    monkeypatch.setattr(reference, "CHUNK", 100)
+    logits, targets, weights = pairs.logits_of(64, 50, torch.bfloat16, "cpu")
+    with Largest() as largest:
+        _, parts = reference.forward(logits, targets)
+        reference.backward(logits, targets, parts, weights)
+    assert largest.numel == 2 * 64  # the parts; logits come 100 at a time
+
+
+def test_operators(device):
+    logits, targets, weights = pairs.logits_of(5, 30, torch.bfloat16, device)
+    for backend in ("reference", "auto"):
+        _, parts = torch.ops.dither.cross_entropy_forward(logits, targets, backend)
+        torch.library.opcheck(torch.ops.dither.cross_entropy_forward, (logits, targets, backend))
+        torch.library.opcheck(torch.ops.dither.cross_entropy_backward, (logits, targets, parts, weights, backend))
+    on_meta = [x.to("meta") for x in (logits, targets, parts, weights)]
+    assert torch.ops.dither.cross_entropy_forward(*on_meta[:2], "auto")[1].shape == (2, 5)
+    assert torch.ops.dither.cross_entropy_backward(*on_meta, "auto").dtype == torch.bfloat16
+
+
+def test_compiled_bits_are_eager_bits_in_one_graph(backend, device):
+    torch._dynamo.reset()
+
+    def run(x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return 3 * cross_entropy(x, targets, backend=backend)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for seed, shape in enumerate([(6, 40), (6, 40), (9, 17)]):  # the last of them with sizes that are not known beforehand
+        logits, targets, _ = pairs.logits_of(*shape, torch.bfloat16, device, seed=seed)
+        results = []
+        for function in (run, compiled):
+            leaf = logits.clone().requires_grad_()
+            loss = function(leaf, targets)
+            loss.backward()
+            results.append([loss.detach(), leaf.grad])
+        assert sum(map(pairs.differing, *results)) == 0
+
+
+def test_a_whole_model_is_one_graph(device):
+    """Loss and gradients of a model that is compiled as one, beside the same model as it is."""
+    torch._dynamo.reset()
+    model = build("tiny").to(device)
+    tokens = torch.randint(model.config.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0)).to(device)
+    targets = tokens.roll(-1, 1)
+    targets[:, -1] = IGNORE
+    results = []
+    for function in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        loss = function(tokens, targets)
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    for eager, graph in zip(*results, strict=True):
+        torch.testing.assert_close(graph, eager)
+    logits = model(tokens).flatten(0, 1)
+    torch.testing.assert_close(results[0][0], functional.cross_entropy(logits, targets.flatten()))
+
+
+@pytest.mark.parametrize(
+    ("logits", "targets", "message"),
+    [
+        (torch.zeros(2, 3, 4), torch.zeros(2, dtype=torch.int64), r"logits of shape \[tokens, words\], not .* \[2, 3, 4\]"),
+        (torch.zeros(2, 0), torch.zeros(2, dtype=torch.int64), r"not torch.float32 of shape \[2, 0\]"),
+        (torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int64), "not torch.int32"),
+        (torch.zeros(2, 3), torch.zeros(2, dtype=torch.int32), r"int64 targets of shape \[2\].*, not torch.int32"),
+        (
+            torch.zeros(2, 3),
+            torch.zeros(3, dtype=torch.int64),
+            r"int64 targets of shape \[2\].* not torch.int64 of shape \[3\]",
+        ),
+    ],
+)
+def test_errors(logits, targets, message):
+    with pytest.raises(dither.UserError, match=message):
+        cross_entropy(logits, targets)
+
+
+def test_an_unknown_backend():
+    with pytest.raises(dither.UserError, match="There is no backend 'fast'"):
+        cross_entropy(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64), backend="fast")
