@@ -186,7 +186,11 @@ def test_any_strides(code, dtype, device):
     for view in views:
         assert torch.equal(view, logits)
         assert pairs.check_cross_entropy(view, targets, weights, code) <= 1
-        assert code.backward(view, targets, code.forward(view, targets)[1], weights).is_contiguous()
+        grads = code.backward(view, targets, code.forward(view, targets)[1], weights)
+        assert grads.stride() == (view.stride() if view.stride(1) == 1 else (83, 1))  # rows lie as those of the logits
+    for view in (placed(400, 0), logits[::2], logits[:1].expand(11, -1)):  # but not as those of something larger
+        given = targets[: len(view)], weights[: len(view)]
+        assert code.backward(view, given[0], code.forward(view, given[0])[1], given[1]).is_contiguous()
     assert pairs.check_cross_entropy(logits[:1].expand(11, -1), targets, weights, code) <= 1
     spread = torch.stack([targets, targets], 1)[:, 0]
     assert pairs.check_cross_entropy(logits, spread, torch.stack([weights, weights], 1)[:, 1], code) <= 1

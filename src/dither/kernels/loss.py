@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dither.kernels import Launch, native
 from dither.kernels.rounding import as_bits, narrow_float, widen
-from dither.reference.loss import IGNORE
+from dither.reference.loss import IGNORE, gradients_like
 
 BLOCK = 4096
 """Logits that a program takes at a time; the bounds that `dither.reference.loss` states allow no fewer where a row has them."""
@@ -127,13 +127,14 @@ def _cross_entropy_backward_kernel(
     rows,
     words,
     stride,
+    grads_stride,
     RUN: tl.constexpr,
     RUNS: tl.constexpr,
     EVEN: tl.constexpr,
     ALIKE: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """ALIKE says that runs of logits are aligned where those of gradients are."""
+    """EVEN: all rows of gradients are whole runs. ALIKE: runs of logits are aligned where those of gradients are."""
     row = tl.program_id(0)
     target, weight = tl.load(targets_ptr + row), tl.load(weights_ptr + row)
     # As integers: what comparing floats gives, the interpreter cannot combine. Without a weight logits and parts, which may be
@@ -141,8 +142,7 @@ def _cross_entropy_backward_kernel(
     counts = (as_bits(weight) & 0x7FFFFFFF) != 0
     largest = tl.load(parts_ptr + row, mask=counts, other=0.0)
     logarithm = tl.load(parts_ptr + rows + row, mask=counts, other=0.0)
-    # Runs are those of the gradients, which are contiguous.
-    first, head, runs = row_parts(row, words, words, RUN)
+    first, head, runs = row_parts(row, grads_stride, words, RUN)
     begin = row.to(tl.int64) * stride
     if ALIKE:
         there = (begin + RUN - 1) // RUN * RUN
@@ -167,7 +167,7 @@ def _cross_entropy_backward_kernel(
         column, inside = row_edges(head, runs, words, RUN)
         x = widen(tl.load(logits_ptr + begin + column, mask=inside & counts, other=0.0), NATIVE)
         grads = slopes(x, largest, logarithm, column == target, weight)
-        tl.store(grads_ptr + row.to(tl.int64) * words + column, narrow_float(grads, DTYPE, NATIVE), mask=inside)
+        tl.store(grads_ptr + row.to(tl.int64) * grads_stride + column, narrow_float(grads, DTYPE, NATIVE), mask=inside)
 
 
 def forward(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,10 +185,10 @@ def forward(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
 def backward(logits_NV: Tensor, targets_N: Tensor, parts_2N: Tensor, weights_N: Tensor) -> Tensor:
     """(softmax - one at the target) * weight of each row [N, V], rounded once to the dtype of the logits."""
     N, V = logits_NV.shape
-    grads_NV = torch.empty((N, V), dtype=logits_NV.dtype, device=logits_NV.device)
+    grads_NV = gradients_like(logits_NV)
     if N:
         logits_NV = _with_rows(logits_NV)
-        launch = _launch(True, (N, V, logits_NV.stride(0)), logits_NV.dtype, logits_NV.device)
+        launch = _launch(True, (N, V, logits_NV.stride(0), grads_NV.stride(0)), logits_NV.dtype, logits_NV.device)
         launch(logits_NV, targets_N.contiguous(), parts_2N.contiguous(), weights_N.contiguous(), grads_NV)
     return grads_NV
 
@@ -199,12 +199,12 @@ def _with_rows(logits_NV: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
-def _launch(backward: bool, size: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Launch:
-    """The kernel for logits of a size (rows, words, stride) and type."""
-    rows, words, stride = size
+def _launch(backward: bool, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Launch:
+    """The kernel for logits of a type and a size: rows, words, the rows' stride and, for gradients, that of theirs."""
+    rows, words, *strides = size
     run = 16 // dtype.itemsize
     block, warps = (_backward_shape if backward else _forward_shape)(words)
-    even, alike = words % run == 0, (stride - words) % run == 0
+    even = words % run == 0 and strides[-1] % run == 0
     return Launch(
         _cross_entropy_backward_kernel if backward else _cross_entropy_kernel,
         rows,
@@ -212,7 +212,8 @@ def _launch(backward: bool, size: tuple[int, int, int], dtype: torch.dtype, devi
         {
             "RUN": run,
             "RUNS": block // run,
-            **({"EVEN": even, "ALIKE": alike} if backward else {"EVEN": even and alike}),
+            "EVEN": even,
+            **({"ALIKE": (strides[0] - strides[1]) % run == 0} if backward else {}),
             "NATIVE": native(device),
         },
         num_warps=warps,

@@ -31,6 +31,9 @@ from torch import Tensor
 IGNORE = -100
 """A target that does not count, as in `torch.nn.functional.cross_entropy`."""
 
+ROOM = 64
+"""Less room than this after a row is there for alignment; more is a view of something larger."""
+
 CHUNK = 1 << 22
 """Logits that are in memory as float32 at once: 16 MiB of them."""
 
@@ -63,8 +66,8 @@ def forward(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
 def backward(logits_NV: Tensor, targets_N: Tensor, parts_2N: Tensor, weights_N: Tensor) -> Tensor:
     """(softmax - one at the target) * weight of each row [N, V], rounded once to the dtype of the logits.
 
-    `parts_2N` are those of `forward`; `weights_N`, float32, are the gradients of its losses. A weight of 0 gives zeros,
-    whatever the logits are.
+    Rows lie in memory as those of the logits do, for products that want them aligned. `parts_2N` are those of `forward`;
+    `weights_N`, float32, are the gradients of its losses. A weight of 0 gives zeros, whatever the logits are.
 
     >>> import math, torch
     >>> logits, targets = torch.tensor([[0.0, math.log(3.0)]]), torch.tensor([0])
@@ -72,7 +75,7 @@ def backward(logits_NV: Tensor, targets_N: Tensor, parts_2N: Tensor, weights_N: 
     tensor([[-1.5000,  1.5000]])
     """
     N, V = logits_NV.shape
-    grads_NV = torch.empty((N, V), dtype=logits_NV.dtype, device=logits_NV.device)
+    grads_NV = gradients_like(logits_NV)
     for part in _chunks(N, V):
         targets, weights = targets_N[part], weights_N[part]
         largest_N1, logarithms_N1 = parts_2N[:, part, None]
@@ -80,6 +83,14 @@ def backward(logits_NV: Tensor, targets_N: Tensor, parts_2N: Tensor, weights_N: 
         slopes.scatter_add_(-1, _place(targets, V), -_is_word(targets, V).float()[:, None])
         grads_NV[part] = slopes.mul_(weights[:, None]).index_fill_(0, (weights == 0).nonzero().squeeze(-1), 0.0)
     return grads_NV
+
+
+def gradients_like(logits_NV: Tensor) -> Tensor:
+    """Memory for their gradients, with as much room after each row as the logits have: that of `dither.nn.output`, or none."""
+    N, V = logits_NV.shape
+    stride = logits_NV.stride(0)
+    padded = logits_NV.stride(1) == 1 and V <= stride < V + ROOM
+    return logits_NV.new_empty((N, stride if padded else V))[:, :V]
 
 
 def _chunks(N: int, V: int) -> Iterator[slice]:
