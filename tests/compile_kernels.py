@@ -137,7 +137,7 @@ def loss_calls() -> Iterator[str]:
     targets = torch.zeros(2, dtype=torch.int64)
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         wide = torch.zeros(2, 32000, dtype=dtype)
-        for logits in (wide, wide[:, :31997], wide[:, :31997].contiguous(), wide[:, :50]):
+        for logits in (wide, wide[:, :31997], wide[:, :31000], wide[:, :31997].contiguous(), wide[:, :50]):
             _, parts = loss.forward(logits, targets)
             loss.backward(logits, targets, parts, parts[0])
         yield f"cross_entropy {dtype}"
