@@ -13,6 +13,8 @@ from dither.snip import Scores, efficiency, options
 from dither.snip.planning import choice_of
 from dither.train import Config, checkpoint, train
 from dither.train import config as configs
+from dither.train.distributed import joined
+from dither.train.job import Job, open_corpus
 
 LEVELS = "bf16,fp4"  # what is cast takes long on a CPU: most layers stay as they are
 BOTH = options(LEVELS)
@@ -282,3 +284,17 @@ def test_a_run_without_optimizer_state_or_checkpoint(text, tmp_path, capsys):
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000000")
     assert plan(tmp_path / "run", "--probe", "direct") == 2
     assert "has no whole checkpoint yet" in capsys.readouterr().err
+
+
+def test_estimates_of_compiled_blocks_take_smaller_micro_batches(text, tmp_path):
+    config = settings(text, tmp_path / "run", *SNIP, "data.batch=24", "data.micro_batch=6")
+    with joined("cpu") as ranks:
+        corpus = open_corpus(config, tmp_path / "run", ranks)
+        job = Job(config, corpus, ranks)
+        batch = job.loader.batch(0)
+        assert [len(part.tokens) for part in job._for_estimates(batch)] == [6]
+        job.compiled = True  # as it is on a GPU
+        parts = job._for_estimates(batch)
+    assert [len(part.tokens) for part in parts] == [2, 2, 2]  # 6 sequences are no four micro-batches
+    assert torch.equal(torch.cat([part.tokens for part in parts]), batch.tokens[:6])
+    assert [part.first for part in parts] == [0, 2, 4]

@@ -44,6 +44,11 @@ def test_uncast_operands_count_nothing():
     assert d.gradient_error(layer(), replace(PLAIN, weight=WORST.weight)) == 0.0
 
 
+def test_a_weight_of_zeros_counts_as_one_that_does_not_move():
+    zeros = replace(layer(), norms={**layer().norms, "w": 0.0})
+    assert d.weight_divergence(Statistics(0, 1.0, (zeros,)), {zeros.name: 0.5}) == 0.0
+
+
 def test_rows_replace_norms():
     found = d.loss_divergence(layer(rows=(0.3, 0.4)), WORST, 5.0, rows=True)
     assert found == pytest.approx(0.5 / 5.0)

@@ -318,3 +318,16 @@ def test_optimizers_without_moments_are_refused():
     optimizer.step()
     with pytest.raises(UserError, match="Adagrad keeps"):
         moments_of(optimizer, weights)
+
+
+def test_moments_are_read_when_they_are_asked_for():
+    layer = dither.Linear(8, 4, name="up")
+    optimizer = dither.optim.AdamW([("up.weight", layer.weight)], lr=1e-2, states="dynamic8")
+    layer.weight.grad = torch.ones_like(layer.weight)
+    optimizer.step()
+    found = moments_of(optimizer, {"up": layer.weight})
+    assert (list(found), len(found)) == (["up"], 1)
+    before = found["up"]
+    optimizer.step()
+    assert (before.t, found["up"].t) == (2, 3)
+    assert bool((found["up"].m > before.m).all())

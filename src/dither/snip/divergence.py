@@ -79,11 +79,19 @@ def weight_divergence(statistics: Statistics, errors: Mapping[str, float]) -> fl
     `errors` has |err g_i| by layer, and layers that are not in it have none. With two layers, |h'| = 0.02, |err g| = 0.5,
     N K = 8 and |W| = 4 in the first and no error in the second, that is 0.02 * 0.5 / sqrt 8 / 4 / 2 = 0.000442.
     """
-    total = 0.0
-    for layer in statistics.layers:
-        passed = layer.update * errors.get(layer.name, 0.0) / math.sqrt(layer.N * layer.K)
-        total += passed / layer.norms["w"] if passed else 0.0
-    return total / len(statistics.layers)
+    passed = zip(statistics.layers, sensitivities(statistics), strict=True)
+    return math.fsum(each * errors.get(layer.name, 0.0) for layer, each in passed) / len(statistics.layers)
+
+
+def sensitivities(statistics: Statistics) -> list[float]:
+    """|h'_i| / sqrt(N_i K_i) / |W_i| of each layer: how far an error of its gradient moves its weights, in units of them.
+
+    A weight that is all zeros has no such units, and counts as one that does not move.
+    """
+    return [
+        layer.update / math.sqrt(layer.N * layer.K) / layer.norms["w"] if layer.norms["w"] else 0.0
+        for layer in statistics.layers
+    ]
 
 
 @dataclass(frozen=True)

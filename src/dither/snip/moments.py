@@ -6,8 +6,9 @@ With Adam-mini, g^2 is its mean over the elements that share a second moment. We
 gradient. Nothing here changes the optimizer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,8 +83,26 @@ class Moments:
         return slope.abs()
 
 
-def moments_of(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> dict[str, Moments]:
+class _Loading(Mapping[str, Moments]):
+    """Moments that are read from the optimizer when they are asked for: all at once, in float32, they can be many gigabytes."""
+
+    def __init__(self, load: dict[str, Callable[[], Moments]]) -> None:
+        self._load = load
+
+    def __getitem__(self, name: str) -> Moments:
+        return self._load[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._load)
+
+    def __len__(self) -> int:
+        return len(self._load)
+
+
+def moments_of(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> Mapping[str, Moments]:
     """The moments of the weights of layers, by the layers' names: of dither's AdamW in every format, AdamMini, torch's AdamW.
+
+    They are those that the optimizer has when they are asked for; formats other than float32 are read anew each time.
 
     >>> layer = torch.nn.Linear(4, 2)
     >>> optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
@@ -93,7 +112,7 @@ def moments_of(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) 
     dither.errors.UserError: The optimizer has no state of the layer 'up' yet: take a few steps before its moments are needed.
     """
     places = {id(p): (group, number) for group in optimizer.param_groups for number, p in enumerate(group["params"])}
-    found = {}
+    found: dict[str, Callable[[], Moments]] = {}
     for name, weight in weights.items():
         if isinstance(weight, DTensor):
             raise UserError(f"The weight of the layer {name!r} is spread over processes, and scores take whole weights.")
@@ -104,18 +123,22 @@ def moments_of(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) 
             raise UserError(
                 f"The optimizer has no state of the layer {name!r} yet: take a few steps before its moments are needed."
             )
-        found[name] = _moments(optimizer, name, weight, state, *places[id(weight)])
-    return found
+        _check_state(optimizer, name, state, places[id(weight)][0])
+        found[name] = partial(_moments, optimizer, weight, state, *places[id(weight)])
+    return _Loading(found)
 
 
-def _moments(
-    optimizer: torch.optim.Optimizer, name: str, weight: Tensor, state: dict[str, Any], group: dict[str, Any], number: int
-) -> Moments:
+def _check_state(optimizer: torch.optim.Optimizer, name: str, state: dict[str, Any], group: dict[str, Any]) -> None:
     if not {"exp_avg", "exp_avg_sq"} <= set(state) or not {"lr", "betas", "eps"} <= set(group):
         raise UserError(
             f"{type(optimizer).__name__} keeps {', '.join(sorted(map(str, state)))} of the layer {name!r}, and what a step "
             "does follows from exp_avg, exp_avg_sq, lr, betas and eps: use AdamW or AdamMini."
         )
+
+
+def _moments(
+    optimizer: torch.optim.Optimizer, weight: Tensor, state: dict[str, Any], group: dict[str, Any], number: int
+) -> Moments:
     t, lr = int(state["step"]) + 1, float(group["lr"])
     numbers: Any = (t, lr, tuple(group["betas"]), group["eps"])
     if not isinstance(optimizer, AdamW):

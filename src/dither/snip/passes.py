@@ -70,7 +70,7 @@ class Passes:
         if not self.batches:
             raise UserError("There are no batches to learn from: give at least one.")
         self.weights: dict[str, Tensor] = {name: layer.weight for name, layer in self.layers.items()}
-        self.moments: dict[str, Moments] = moments_of(optimizer, self.weights)
+        self.moments: Mapping[str, Moments] = moments_of(optimizer, self.weights)
         self.forward, self.stream, self.group = forward, stream, group
         self.max_norm = getattr(optimizer, "max_norm", None) if max_norm is None else max_norm
         self.ranks = 1 if group is None else torch.distributed.get_world_size(group)

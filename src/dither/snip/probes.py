@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -127,18 +128,18 @@ def _last(passes: Passes, statistics: Statistics, options: Sequence[Option], bas
             found = passes.run()
         moved = [torch.linalg.vector_norm(found.gradients.pop(name) - g) for name, g in base.gradients.items()]
         bends[where] = dict(zip(base.gradients, torch.stack(moved).mul(100).tolist(), strict=True))
+    passed = numpy.array(divergence.sensitivities(statistics)) / len(statistics.layers)
+    by_y, by_dx = (numpy.array([bends[where][layer.name] for layer in statistics.layers]) for where in ("y", "dx"))
     weights = []
     for place, layer in enumerate(statistics.layers):
         row = []
         for option in options:
             ahead = divergence.output_deviation(layer, option) / _rms(layer, "y")
             back = divergence.input_gradient_deviation(layer, option) / _rms(layer, "dx")
-            errors = {}
-            for index, other in enumerate(statistics.layers):
-                direct = divergence.gradient_error(layer, option) if index == place else 0.0
-                behind = back * bends["dx"][other.name] if index < place else 0.0
-                errors[other.name] = math.hypot(ahead * bends["y"][other.name], behind, direct)
-            row.append(divergence.weight_divergence(statistics, errors))
+            squares = numpy.square(ahead * by_y)
+            squares[:place] += numpy.square(back * by_dx[:place])
+            squares[place] += divergence.gradient_error(layer, option) ** 2
+            row.append(float(passed @ numpy.sqrt(squares)))
         weights.append(row)
     return _closed_loss(statistics, options, rows), weights
 
@@ -150,7 +151,7 @@ def _layer(passes: Passes, statistics: Statistics, options: Sequence[Option], ba
     (L(+) + L(-)) / 2 - L, with its square: that is how the other options follow.
     """
     updates, base_loss = passes.updates(base), float(base.loss)
-    closed = _closed_loss(statistics, options, rows)
+    closed, passed = _closed_loss(statistics, options, rows), divergence.sensitivities(statistics)
     loss, weights = [], []
     for place, layer in enumerate(statistics.layers):
         ahead = [divergence.output_deviation(layer, option) for option in options]
@@ -169,7 +170,7 @@ def _layer(passes: Passes, statistics: Statistics, options: Sequence[Option], ba
         for number, option in enumerate(options):
             near, far = (a / max(all_) if max(all_) else 0.0 for a, all_ in ((ahead[number], ahead), (back[number], back)))
             squares = near**2 * moved[0] + far**2 * moved[1]
-            own = layer.update * divergence.gradient_error(layer, option) / math.sqrt(layer.N * layer.K) / layer.norms["w"]
+            own = passed[place] * divergence.gradient_error(layer, option)
             squares[place] += own**2
             row_weights.append(float(squares.sqrt().mean()))
             row_loss.append(math.hypot(closed[place][number], near**2 * rise / abs(base_loss)))

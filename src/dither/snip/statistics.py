@@ -19,6 +19,7 @@ from dither.errors import UserError
 from dither.files import Refused, from_json
 from dither.nn.experts import ExpertLinear
 from dither.nn.linear import Linear
+from dither.operators import implementation
 from dither.precision import Cast
 from dither.random import Stream
 from dither.snip.moments import Moments
@@ -112,59 +113,59 @@ def layers_of(model: nn.Module) -> dict[str, Linear]:
 
 
 @dataclass
-class _Sums:
-    """What has been added up of one layer so far, 0-d float64 on its device."""
+class _Norms:
+    """What has been seen of one layer so far: norms whose squares add up, 0-d float32 on its device."""
 
     tokens: int = 0
-    squares: dict[str, Tensor] = field(default_factory=dict)
+    found: dict[str, list[Tensor]] = field(default_factory=dict)
 
-    def add(self, key: str, value: Tensor) -> None:
-        value = value.double()
-        self.squares[key] = self.squares[key] + value if key in self.squares else value
+    def add(self, key: str, x: Tensor) -> None:
+        self.found.setdefault(key, []).append(_norm(x))
 
 
 class Collector:
-    """What `collecting` gives: numbers add up on the device until `statistics` reads them."""
+    """What `collecting` gives: numbers stay on the device, and nobody waits for them, until `statistics` reads them."""
 
     def __init__(self, layers: Mapping[str, Linear], options: Iterable[Option], stream: Stream) -> None:
         self._layers, self._casts, self._stream = dict(layers), casts_of(options), stream
-        self._sums = {name: _Sums() for name in layers}
+        self._norms = {name: _Norms() for name in layers}
 
     def _forward(self, name: str, layer: Linear, x: Tensor, y: Tensor) -> None:
         with torch.no_grad():
-            sums, x_MK = self._sums[name], x.detach().reshape(-1, layer.in_features)
+            norms, x_MK = self._norms[name], x.detach().reshape(-1, layer.in_features)
             first = torch._C._current_graph_task_id() == -1  # else a checkpointed block is computed again, in backward
-            rows = {str(cast): self._error(name, x_MK, cast) for cast in self._casts["input"]}
+            errors = {str(cast): self._errors(name, x_MK, cast) for cast in self._casts["input"]}
             if first:
-                sums.tokens += x_MK.shape[0]
-                sums.add("x", _square(x_MK))
-                sums.add("y", _square(y))
-                for text, found in rows.items():
-                    sums.add(f"input {text}", found.sum(dtype=torch.float64))
+                norms.tokens += x_MK.shape[0]
+                norms.add("x", x_MK)
+                norms.add("y", y.detach())
+                for text, error_M in errors.items():
+                    norms.add(f"input {text}", error_M)
         if y.requires_grad:
-            y.register_hook(partial(self._backward, name, layer, rows))  # type: ignore[no-untyped-call]
+            y.register_hook(partial(self._backward, name, layer, errors))  # type: ignore[no-untyped-call]
 
-    def _backward(self, name: str, layer: Linear, rows: dict[str, Tensor], dy: Tensor) -> None:
+    def _backward(self, name: str, layer: Linear, errors: dict[str, Tensor], dy: Tensor) -> None:
         with torch.no_grad():
-            sums, dy_MN = self._sums[name], dy.reshape(-1, layer.out_features)
+            norms, dy_MN = self._norms[name], dy.reshape(-1, layer.out_features)
             # The layer's own part of its input's gradient, which autograd adds to that of others who read the same input.
-            squares = _row_squares(dy_MN @ _weight(layer).to(dy_MN.dtype))
-            sums.add("dy", _square(dy_MN))
-            sums.add("dx", squares.sum(dtype=torch.float64))
-            for text, found in rows.items():
-                sums.add(f"rows input {text}", (squares.double() * found).sum() / layer.in_features)
+            dx_M = _row_norms(dy_MN @ _weight(layer).to(dy_MN.dtype))
+            norms.add("dy", dy_MN)
+            norms.add("dx", dx_M)
+            for text, error_M in errors.items():
+                norms.add(f"rows input {text}", dx_M * error_M)
             for cast in self._casts["grad"]:
-                sums.add(f"grad {cast}", self._error(name, dy_MN, cast).sum(dtype=torch.float64))
+                norms.add(f"grad {cast}", self._errors(name, dy_MN, cast))
 
-    def _error(self, name: str, x: Tensor, cast: Cast) -> Tensor:
-        """The squares of what the cast changes, added up in each row: float32[rows]."""
+    def _errors(self, name: str, x: Tensor, cast: Cast) -> Tensor:
+        """The norms of what the cast changes in each row: float32[rows]."""
         amax = x.abs().amax().float() if cast.scaling.kind == "delayed" else None
-        drawn: tuple[int, Tensor | None, int, int] = (0, None, 0, 0)
+        draw = None
         if cast.round.kind == "stochastic":
             stream = Stream(self._stream.seed, self._stream.purpose, f"{self._stream.name}.{name}")
-            drawn = (stream.key, stream.draw(0, (x.shape[0], x.shape[1]), (0, 0), x.device).step, 0, 0)
-        # The operator itself: the function around it would look, on the host, for numbers that are not finite.
-        return _row_squares(torch.ops.dither.fake_quantize(x, str(cast), 1, amax, *drawn, "auto").float() - x.float())
+            draw = stream.draw(0, (x.shape[0], x.shape[1]), (0, 0), x.device)
+        # What is behind the operator: the function around it would look, on the host, for numbers that are not finite. Rounded
+        # to nearest, a number and its cast are within a factor of two, or the cast is 0: their difference is exact.
+        return _row_norms(implementation("quantize", x.device, "auto").fake_quantize(x, cast, 1, draw, amax) - x)
 
     @torch.no_grad()
     def statistics(
@@ -184,62 +185,73 @@ class Collector:
         of its ranks count as stacked and the loss is the mean of theirs, as in data parallelism: every rank gets the same.
         """
         ranks = 1 if group is None else torch.distributed.get_world_size(group)
-        device = next(iter(self._layers.values())).weight.device
-        values: list[Tensor] = [torch.as_tensor(loss).detach().double().to(device) / ranks]
-        for name in self._layers:
-            if not self._sums[name].tokens or "dy" not in self._sums[name].squares:
-                raise UserError(f"The layer {name!r} took no part in this step: run forward and backward inside `collecting`.")
-            values.append(torch.full((), float(self._sums[name].tokens), dtype=torch.float64, device=device))
-            for key, value in self._sums[name].squares.items():
-                # Each rank's loss is its own mean; in the loss of all of them its gradients are as many times smaller.
-                smaller = key in ("dy", "dx") or key.startswith(("grad ", "rows "))
-                values.append(value.to(device) / (ranks**2 if smaller else 1))
-        together = torch.stack(values)
-        if group is not None:
-            torch.distributed.all_reduce(together, group=group)
-        numbers = iter(together.tolist())
-        total = next(numbers)
-        found: dict[str, dict[str, float]] = {}
-        for name, sums in self._sums.items():
-            found[name] = {"tokens": next(numbers), **{key: next(numbers) for key in sums.squares}}
-        if not math.isfinite(total):
-            raise UserError(f"The loss of step {step} is {total}, so there is nothing to learn about its layers.")
-        layers = []
+        keys: list[tuple[str, str]] = []
+        own: list[Tensor] = []
+        places: list[int] = []
+        late: list[dict[str, Tensor]] = []
         for name, layer in self._layers.items():
+            norms = self._norms[name]
+            if not norms.tokens or "dy" not in norms.found:
+                raise UserError(f"The layer {name!r} took no part in this step: run forward and backward inside `collecting`.")
+            for key, found in norms.found.items():
+                places += [len(keys)] * len(found)
+                keys.append((name, key))
+                own += found
             g = layer.weight.grad if gradients is None else gradients[name]
             if g is None:
                 raise UserError(
                     f"The weight of the layer {name!r} has no gradient: run backward before statistics are asked for."
                 )
-            layers.append(self._layer(name, layer, found[name], g, moments[name], scale))
-        return Statistics(step, total, tuple(layers))
+            late.append(self._of_weight(name, layer, g.detach(), moments[name], scale))
+        device = own[0].device
+        squares = torch.zeros(len(keys), dtype=torch.float64, device=device)
+        squares.index_add_(0, torch.tensor(places, device=device), torch.stack([n.to(device) for n in own]).double().square())
+        tokens = torch.tensor([float(norms.tokens) for norms in self._norms.values()], dtype=torch.float64, device=device)
+        # Each rank's loss is its own mean; in the loss of all of them its gradients are as many times smaller.
+        smaller = [ranks**-2 if key in ("dy", "dx") or key.startswith(("grad ", "rows ")) else 1 for _, key in keys]
+        squares *= torch.tensor(smaller, dtype=torch.float64, device=device)
+        total = torch.as_tensor(loss).detach().double().to(device).reshape(1) / ranks
+        together = torch.cat([total, tokens, squares])
+        if group is not None:
+            torch.distributed.all_reduce(together, group=group)
+        last = torch.stack([number.to(device) for numbers in late for number in numbers.values()]).double().square()
+        mean, *rest = torch.cat([together, last]).tolist()  # the one place where the host waits
+        if not math.isfinite(mean):
+            raise UserError(f"The loss of step {step} is {mean}, so there is nothing to learn about its layers.")
+        numbers = iter(rest)
+        found_of = {name: {"tokens": next(numbers)} for name in self._layers}
+        for name, key in keys:
+            found_of[name][key] = next(numbers)
+        for name, names in zip(self._layers, late, strict=True):
+            found_of[name] |= {key: next(numbers) for key in names}
+        return Statistics(step, mean, tuple(self._layer(name, layer, found_of[name]) for name, layer in self._layers.items()))
 
-    def _layer(
-        self, name: str, layer: Linear, found: dict[str, float], g: Tensor, moments: Moments, scale: Tensor | float
-    ) -> LayerStatistics:
-        w_NK, dw_NK = _weight(layer), g.detach().T if layer.transposed else g.detach()
-        gradient_rows = _row_squares(dw_NK)
-        late = {"w": _square(w_NK), "dw": _square(g), "update": _square(scale * moments.slope(scale * g))}
+    def _of_weight(self, name: str, layer: Linear, g: Tensor, moments: Moments, scale: Tensor | float) -> dict[str, Tensor]:
+        """Norms of a weight, its gradient and its casts' errors."""
+        w_NK, dw_N = _weight(layer), _row_norms(g.T if layer.transposed else g)
+        found = {"w": _norm(w_NK), "dw": _norm(dw_N), "update": _norm(scale * moments.slope(scale * g))}
         for cast in self._casts["weight"]:
-            rows = self._error(name, w_NK, cast)
-            late[f"weight {cast}"] = rows.sum(dtype=torch.float64)
-            late[f"rows weight {cast}"] = (rows.double() * gradient_rows).sum() / layer.in_features
-        found = found | dict(zip(late, torch.stack([value.double() for value in late.values()]).tolist(), strict=True))
-        if wrong := [key for key, value in found.items() if not math.isfinite(value)]:
+            error_N = self._errors(name, w_NK, cast)
+            found |= {f"weight {cast}": _norm(error_N), f"rows weight {cast}": _norm(error_N * dw_N)}
+        return found
+
+    def _layer(self, name: str, layer: Linear, squares: dict[str, float]) -> LayerStatistics:
+        if wrong := [key for key, value in squares.items() if not math.isfinite(value)]:
             raise UserError(
-                f"The statistics of the layer {name!r} hold {found[wrong[0]]} ({wrong[0]}): a tensor of this step is not "
+                f"The statistics of the layer {name!r} hold {squares[wrong[0]]} ({wrong[0]}): a tensor of this step is not "
                 "finite, so no plan can be made from it; later steps may do."
             )
-        norm = {key: math.sqrt(value) for key, value in found.items()}
+        norm = {key: math.sqrt(value) for key, value in squares.items()}
+        root = math.sqrt(layer.in_features)
         return LayerStatistics(
             name,
-            round(found["tokens"]),
+            round(squares["tokens"]),
             layer.out_features,
             layer.in_features,
             {key: norm[key] for key in TENSORS},
             {operand: {str(cast): norm[f"{operand} {cast}"] for cast in casts} for operand, casts in self._casts.items()},
             {
-                operand: {str(cast): norm[f"rows {operand} {cast}"] for cast in self._casts[operand]}
+                operand: {str(cast): norm[f"rows {operand} {cast}"] / root for cast in self._casts[operand]}
                 for operand in ("input", "weight")
             },
             norm["update"],
@@ -291,14 +303,14 @@ def _weight(layer: Linear) -> Tensor:
     return weight.T if layer.transposed else weight
 
 
-def _square(x: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(x.detach(), dtype=torch.float32)
-    return norm.double().square()
+def _norm(x: Tensor) -> Tensor:
+    found: Tensor = torch.linalg.vector_norm(x, dtype=torch.float32)
+    return found
 
 
-def _row_squares(x: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(x.detach(), dim=1, dtype=torch.float32)
-    return norms.square()
+def _row_norms(x: Tensor) -> Tensor:
+    found: Tensor = torch.linalg.vector_norm(x, dim=1, dtype=torch.float32)
+    return found
 
 
 def _plain(value: Any) -> Any:

@@ -111,7 +111,8 @@ class Job:
             **({} if config.precision.states is None else {"states": config.precision.states}),
         )
         self.guided = any(each.precision.sampling and each.precision.sampling.loss for each in self._layers())
-        if config.run.compile or (config.run.compile is None and ranks.device.type == "cuda"):
+        self.compiled = config.run.compile or (config.run.compile is None and ranks.device.type == "cuda")
+        if self.compiled:
             compile_blocks(self.model)
         self.guard = Guard(config.guard)
         self.snip = self._snip()
@@ -159,9 +160,20 @@ class Job:
         """Before a step: statistics on its batch, or the plan that follows from earlier ones, if it is time for that."""
         if self.snip is None:
             return None
-        decision = self.snip.before_step(self.done, lambda: batch.split(self.parts)[: self.config.snip.batches])
+        decision = self.snip.before_step(self.done, lambda: self._for_estimates(batch))
         self.plan = self.snip.plan
         return decision
+
+    def _for_estimates(self, batch: Batch) -> list[Batch]:
+        """The micro-batches that estimates are made on; where blocks are compiled, cut into up to four.
+
+        Estimates run uncompiled, which needs half as much memory again for what is kept between forward and backward, and they
+        hold gradients to compare with: with whole micro-batches a run that just fits would not fit any more.
+        """
+        found = batch.split(self.parts)[: self.config.snip.batches]
+        if not self.compiled:
+            return list(found)
+        return [part for each in found for part in each.split(next(n for n in (4, 3, 2, 1) if len(each.tokens) % n == 0))]
 
     def _layers(self) -> Iterator[Linear]:
         return (module for module in self.model.modules() if isinstance(module, Linear))
