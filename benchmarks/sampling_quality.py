@@ -3,6 +3,7 @@
     PYTHONPATH=src python3 benchmarks/sampling_quality.py --prepare TEXT... --train train.npy --held-out held_out.npy
     PYTHONPATH=src python3 benchmarks/sampling_quality.py --train train.npy --held-out held_out.npy --json quality.json
     PYTHONPATH=src python3 benchmarks/sampling_quality.py --device cpu --tiny  # random text, in seconds: the script runs
+    PYTHONPATH=src python3 benchmarks/sampling_quality.py --table quality-*.json  # of processes that had some of the arms each
 
 A small Llama is trained from scratch once for each arm and seed. Runs of one seed begin with the same weights and see the same
 text in the same order, whatever the arm, so that arms are compared by differences within a seed; the tables have their mean and
@@ -275,7 +276,19 @@ class Runs:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments, self.text = arguments, Text(arguments)
-        known = ("json", "minutes", "arms", "seeds", "prepare", "held_out_text", "tokenizer", "tokens", "train", "held_out")
+        known = (
+            "json",
+            "table",
+            "minutes",
+            "arms",
+            "seeds",
+            "prepare",
+            "held_out_text",
+            "tokenizer",
+            "tokens",
+            "train",
+            "held_out",
+        )
         self.settings = {name: value for name, value in vars(arguments).items() if name not in known}
         written = arguments.json and arguments.json.exists()
         self.results: list[dict] = json.loads(arguments.json.read_text()) if written else []
@@ -334,9 +347,8 @@ def paired(results: list[dict], base: list[dict], value) -> str:
     return f"{statistics.fmean(differences):+.4f}{error}"
 
 
-def print_tables(runs: Runs) -> None:
+def print_tables(here: list[dict]) -> None:
     """Held-out loss of every arm, and what each cast of its weights adds, beside bf16."""
-    here = [r for r in runs.results if r["settings"] == runs.settings]
     arms = list(dict.fromkeys(r["arm"] for r in here))
     base = [r for r in here if r["arm"] == "bf16"]
     print(
@@ -348,7 +360,9 @@ def print_tables(runs: Runs) -> None:
             statistics.fmean(r[key] for r in mine) for key in ("loss", "operator_loss", "tokens_per_second")
         )
         b_t = f"{statistics.fmean(r['b_t']['mean'] for r in mine):.2f}" if "b_t" in mine[0] else "-"
-        ratio = f"{loss / statistics.fmean(r['loss'] for r in base) - 1:+.2%}" if base else "-"
+        theirs = {r["seed"]: r["loss"] for r in base}
+        pairs = [(r["loss"], theirs[r["seed"]]) for r in mine if r["seed"] in theirs]
+        ratio = f"{sum(a for a, _ in pairs) / sum(b for _, b in pairs) - 1:+.2%}" if pairs else "-"
         difference = paired(mine, base, lambda r: r["loss"])
         print(f"{arm:<24}{len(mine):>6}{b_t:>7}{loss:>9.4f}{operator:>17.4f}{difference:>20}{ratio:>9}{speed / 1e3:>9.1f}")
     for title, value in (
@@ -381,6 +395,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--json", type=Path, help="results, written after each run; runs found there are not repeated")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run that would end later than this")
+    parser.add_argument("--table", type=Path, nargs="+", help="print the tables of these results, and end")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="per-block compilation (default: on a GPU)")
     parser.add_argument("--hidden", type=int, default=512)
@@ -408,6 +423,9 @@ def main() -> None:
     if "--tiny" in sys.argv:
         parser.set_defaults(**TINY)
     arguments = parser.parse_args()
+    if arguments.table:
+        print_tables([result for path in arguments.table for result in json.loads(path.read_text())])
+        return
     if (arguments.prepare or not arguments.tiny) and (arguments.train is None or arguments.held_out is None):
         parser.error("--train and --held-out name the files of token ids (--prepare makes them from texts)")
     if arguments.prepare:
@@ -432,12 +450,12 @@ def main() -> None:
                 continue
             if time.perf_counter() - began + longest > 60 * arguments.minutes:
                 print(f"stopped before {arm} of seed {seed}: it would take longer than --minutes {arguments.minutes:g}")
-                print_tables(runs)
+                print_tables([r for r in runs.results if r["settings"] == runs.settings])
                 return
             result = runs.run(arm, seed)
             longest = max(longest, result["seconds"])
             print(json.dumps({key: value for key, value in result.items() if key != "b_t_layers"}), flush=True)
-    print_tables(runs)
+    print_tables([r for r in runs.results if r["settings"] == runs.settings])
 
 
 if __name__ == "__main__":

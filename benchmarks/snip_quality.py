@@ -3,6 +3,12 @@
     PYTHONPATH=src python3 benchmarks/snip_quality.py --train train.npy --held-out held_out.npy --json plans.json --minutes 9
     PYTHONPATH=src python3 benchmarks/snip_quality.py --device cpu --tiny  # made-up text, in seconds: the script runs
 
+Several processes share a GPU, which one alone leaves idle half of the time:
+
+    ... --state here --prepare --seeds 0                        # once for each seed, side by side: to where the arms part
+    ... --state here --share 1/8 --json plans-1.json            # and 2/8, ... 8/8, side by side: the arms
+    PYTHONPATH=src python3 benchmarks/snip_quality.py --table plans-*.json
+
 The files of token ids are those of `benchmarks/sampling_quality.py --prepare`. For each seed a small Llama is trained in FP8
 for --before steps; there SNIP's estimates are taken, on batches that no step sees, and plans are made. From that point on each
 arm trains the same weights and moments on the same text in its own precision, so that arms are compared by differences within
@@ -40,7 +46,7 @@ WHOLE = {
     "fp8": dither.recipe("fp8-block"),
     "fp4": dither.recipe("fp4-block"),
 }
-ARMS = "bf16,fp8,fp4," + ",".join(f"{method}@{target}" for target in (75, 50, 25) for method in ("snip", *BASELINES))
+ARMS = "bf16,fp8,fp4," + ",".join(f"{method}@{target}" for target in (75, 50, 80, 25) for method in ("snip", *BASELINES))
 TINY = {"hidden": 64, "layers": 2, "heads": 4, "ffn": 128, "words": 64, "sequence": 32, "batch": 4, "held_out_windows": 16}
 TINY |= {"before": 8, "steps": 16, "warmup": 4, "probes": 1, "seeds": "0,1"}
 TINY |= {"arms": "bf16,fp8,snip@50,random@50,snip:direct@50"}
@@ -65,9 +71,16 @@ class Seed:
         groups = param_groups(self.model, weight_decay=arguments.weight_decay)
         self.optimizer = dither.optim.AdamW(groups, lr=arguments.lr, states="fp32", max_norm=1.0, nonfinite="unchecked")
         self.order = text.order(seed, arguments.steps, arguments.batch)
+        self.scores: dict[str, Scores] = {}
+        path = arguments.state and arguments.state / f"seed-{seed}.pt"
+        if path and path.exists():
+            self.kept = torch.load(path, map_location=arguments.device, weights_only=True)
+            return
         self.train(0, arguments.before)
         self.kept = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
-        self.scores: dict[str, Scores] = {}
+        if path:
+            arguments.state.mkdir(parents=True, exist_ok=True)
+            torch.save(self.kept, path)
 
     def train(self, first: int, end: int) -> None:
         """Steps from `first` to `end` in the precision that the model has."""
@@ -96,6 +109,9 @@ class Seed:
             with autocast(self.arguments.device):
                 return model(*batch)
 
+        path = self.arguments.state and self.arguments.state / f"seed-{self.seed}-{probe}.json"
+        if probe not in self.scores and path and path.exists():
+            self.scores[probe] = Scores.from_json(path.read_text())
         if probe not in self.scores:
             self.restore()
             order = self.text.order(self.seed + 10_000, self.arguments.probes, self.arguments.batch)
@@ -103,6 +119,8 @@ class Seed:
             self.scores[probe] = score(
                 self.model, batches, self.optimizer, OPTIONS, stream=stream, forward=forward, probe=probe
             )
+            if path:
+                path.write_text(self.scores[probe].to_json())
         return self.scores[probe]
 
     def plan(self, arm: str) -> Plan:
@@ -163,6 +181,10 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--json", type=Path, help="results, written after each run; runs found there are not repeated")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run that would end later than this")
+    parser.add_argument("--state", type=Path, help="a folder for what seeds have where the arms part; read if it is there")
+    parser.add_argument("--prepare", action="store_true", help="fill --state for the seeds, and end")
+    parser.add_argument("--share", default="1/1", help="i/n: of all runs, every n-th from the i-th on")
+    parser.add_argument("--table", type=Path, nargs="+", help="print the table of these results, and end")
     parser.add_argument("--device", default="cuda")
     sizes = {"hidden": 512, "ffn": 1408, "layers": 8, "heads": 8, "words": 8192, "sequence": 512, "batch": 64}
     sizes |= {"before": 200, "steps": 600, "warmup": 60, "probes": 2, "held_out_windows": 1024}
@@ -174,6 +196,9 @@ def main() -> None:
     if "--tiny" in sys.argv:
         parser.set_defaults(**TINY)
     arguments = parser.parse_args()
+    if arguments.table:
+        print_table([result for path in arguments.table for result in json.loads(path.read_text())])
+        return
     if not arguments.tiny and (arguments.train is None or arguments.held_out is None):
         parser.error("--train and --held-out name the files of token ids, of sampling_quality.py --prepare")
     if arguments.device.startswith("cuda") and not torch.cuda.is_available():
@@ -186,8 +211,15 @@ def main() -> None:
     written = arguments.json and arguments.json.exists()
     results = [r for r in json.loads(arguments.json.read_text()) if r["settings"] == settings] if written else []
     text, began, longest = Text(arguments), time.perf_counter(), 0.0
+    if arguments.prepare:
+        for seed in seeds:
+            Seed(seed, text, arguments).measured("measure")
+        return
+    number, of = map(int, arguments.share.split("/"))
+    mine = [(seed, arm) for arm in arms for seed in seeds][number - 1 :: of]  # the first arms' seeds first, if time runs out
     for seed in seeds:
-        missing = [arm for arm in arms if not any((r["arm"], r["seed"]) == (arm, seed) for r in results)]
+        missing = [arm for arm in arms if (seed, arm) in mine]
+        missing = [arm for arm in missing if not any((r["arm"], r["seed"]) == (arm, seed) for r in results)]
         parted: Seed | None = None
         for arm in missing:
             if time.perf_counter() - began + longest > 60 * arguments.minutes:
