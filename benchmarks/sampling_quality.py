@@ -17,6 +17,7 @@ METHOD[:PARTS][/B_TARGET][@OPERATOR]:
     diffq:all            uniform noise instead; at equal b_t its variance is 1/12 against 75/256, at 0.91 bits less the same
     auto:all             gaussws with bitwidths of each layer's own, chosen by its sensitivity in the trained bf16 model
                          of the same seed, so that their mean is --b-target
+    inputs:all           gaussws on the layers' inputs instead of their weights; both:all on both
     bf16@fp8-block       no noise; operands cast as the recipe says (any recipe that casts)
     gaussws:all@fp4-block, diffq:all@fp4-block, ...
 
@@ -55,6 +56,7 @@ END = "<|endoftext|>"
 ARMS = "bf16,gaussws:all,gaussws:od,diffq:all,bf16@fp8-block,gaussws:all@fp8-block,diffq:all@fp8-block"
 ARMS += ",bf16@fp4-block,gaussws:all@fp4-block,diffq:all@fp4-block"
 NOISES = {"gaussws": "rounded_normal", "diffq": "uniform", "auto": "rounded_normal"}
+NOISES |= {"inputs": "rounded_normal", "both": "rounded_normal"}
 CASTS = [f"{element} {group}" for element in ("e2m3", "e3m2", "e2m1") for group in ("block(32)", "block(128)", "tensor")]
 """What trained weights are cast to: FP6 and FP4, with scales for blocks and for whole tensors."""
 
@@ -200,7 +202,11 @@ def plan_of(arm: str, arguments: argparse.Namespace, targets) -> Plan:
         guidance=guidance,
         beyond="clamp" if arguments.clamp else "warn",
     )
-    return targets(sampling).plan(sampling, base) if method == "auto" else base.with_sampling(sampling)
+    if method == "auto":
+        return targets(sampling).plan(sampling, base)
+    return base.with_sampling(
+        None if method == "inputs" else sampling, input_sampling=sampling if method in ("inputs", "both") else None
+    )
 
 
 def build(plan: Plan, seed: int, arguments: argparse.Namespace) -> Llama:
@@ -256,7 +262,11 @@ def evaluate(model: Llama, text: Text, arguments: argparse.Namespace) -> dict:
     """What was learned: bitwidths, held-out loss, and held-out loss with weights in few bits."""
     found: dict = {}
     model.eval()
-    if sampling_parameters(model):
+    sampled = [module for module in model.modules() if isinstance(module, dither.Linear) and module.precision.sampled]
+    if sampled and sampled[0].precision.sampling is None:  # inputs alone
+        b_t = torch.cat([layer.bitwidths(input=True).flatten() for layer in sampled])
+        found["b_t"] = {"mean": b_t.mean().item(), "min": b_t.min().item(), "max": b_t.max().item()}
+    elif sampled:
         learned = effective_precision(model)
         found["b_t"] = {"mean": learned.total.mean, "min": learned.total.min, "max": learned.total.max}
         found["b_t_layers"] = {layer.name: round(layer.mean, 4) for layer in learned.layers}
@@ -380,7 +390,12 @@ def print_tables(here: list[dict]) -> None:
 
 
 TINY = {"hidden": 32, "ffn": 64, "layers": 1, "heads": 2, "words": 32, "sequence": 16, "batch": 8, "steps": 6, "warmup": 2}
-TINY |= {"arms": "bf16,gaussws:all,diffq:od/3@fp8-block,auto:all", "seeds": "0,1", "held_out_windows": 16, "lr": 1e-2}
+TINY |= {
+    "arms": "bf16,gaussws:all,diffq:od/3@fp8-block,auto:all,inputs:all,both:od",
+    "seeds": "0,1",
+    "held_out_windows": 16,
+    "lr": 1e-2,
+}
 
 
 def main() -> None:

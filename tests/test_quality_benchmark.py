@@ -28,14 +28,14 @@ def quality(monkeypatch):
 
 def test_runs_are_paired_written_down_and_not_repeated(quality, tmp_path, capsys):
     path = tmp_path / "quality.json"
-    arms = "bf16,gaussws:all,diffq:od/3@fp8-block,auto:all"
+    arms = "bf16,gaussws:all,diffq:od/3@fp8-block,auto:all,inputs:all,both:od"
     quality("--device", "cpu", "--tiny", "--json", path, "--seeds", "0")
     first = json.loads(path.read_text())
     assert [run["arm"] for run in first] == arms.split(",")
     quality("--device", "cpu", "--tiny", "--json", path)
     both = json.loads(path.read_text())
-    assert both[:4] == first
-    assert [(run["arm"], run["seed"]) for run in both[4:]] == [(arm, 1) for arm in arms.split(",")]
+    assert both[:6] == first
+    assert [(run["arm"], run["seed"]) for run in both[6:]] == [(arm, 1) for arm in arms.split(",")]
     for run in both:
         assert all(np.isfinite([run["loss"], run["operator_loss"], run["train_loss"], *run["cast"].values()]))
         assert len(run["cast"]) == 9
@@ -45,6 +45,7 @@ def test_runs_are_paired_written_down_and_not_repeated(quality, tmp_path, capsys
     assert by_arm["gaussws:all"]["b_t"]["mean"] == pytest.approx(4.02, abs=2 * 6e-3)
     assert by_arm["diffq:od/3@fp8-block"]["b_t"]["mean"] == pytest.approx(3.02, abs=2 * 6e-3)
     assert by_arm["auto:all"]["b_t"]["mean"] == pytest.approx(4.02, abs=2 * 6e-3)
+    assert by_arm["inputs:all"]["b_t"]["mean"] == pytest.approx(4.02, abs=2 * 6e-3)
     assert len(by_arm["diffq:od/3@fp8-block"]["b_t_layers"]) == 2
     text = capsys.readouterr().out
     assert "loss - bf16" in text
