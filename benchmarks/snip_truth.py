@@ -6,7 +6,7 @@
 train.npy and held_out.npy hold token ids, uint16, as benchmarks/sampling_quality.py --prepare writes them. A Llama is trained
 in BF16 autocast with float32 parameters (O1), uncast. Every probe then scores every option of every layer on batches of
 training text, and `dither.snip.verify` tries all options for real, one layer at a time, on whole batches of held-out text.
---minutes bounds the truth: as many held-out batches are taken as fit, at least one.
+--minutes bounds the truth: as many held-out batches are taken as fit, at least one, and --loss-batches for the loss alone.
 """
 
 import argparse
@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--options", default="fp8,fp4")
     parser.add_argument("--micro", type=int, default=1, help="batches of training text that probes see")
     parser.add_argument("--held-out-batches", type=int, default=4, help="batches of held-out text, at most")
+    parser.add_argument("--loss-batches", type=int, default=16, help="batches besides that only the loss is looked at of")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="a model and a text of nothing, to see the script run")
     for name, value in (("hidden", 512), ("layers", 8), ("heads", 8), ("ffn", 1408), ("words", 8192), ("sequence", 512)):
@@ -128,10 +129,9 @@ def main() -> None:
     first = verify(model, unseen[:1], optimizer, scores, chosen, stream=stream, **given)
     print(first, flush=True)
     fits = min(len(unseen), int(60 * arguments.minutes / (time.perf_counter() - began)))
-    truth = first
-    if fits > 1:
-        truth = verify(model, unseen[:fits], optimizer, scores, chosen, stream=stream, **given)
-        print(truth, flush=True)
+    more = [text.windows(text.held_out, generator, arguments.batch) for _ in range(arguments.loss_batches)]
+    truth = verify(model, unseen[: max(1, fits)], optimizer, scores, chosen, stream=stream, more_for_loss=more, **given)
+    print(truth, flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps({**truth.to_dict(), "trained_loss": loss, "steps": arguments.steps}))
 

@@ -54,6 +54,26 @@ def test_estimates_beside_the_truth():
     assert lines[3].split() == ["truth", "1.000", f"{again.estimates[1].mean_loss:.3f}", "1.000", "1", f"{given.seconds:.1f}"]
 
 
+def test_more_batches_for_the_loss():
+    """The loss alone is that of whole passes, and weights are left to those that were."""
+    model, optimizer = trained()
+    given = score(model, batches(), optimizer, "fp8,fp4", probe="direct", stream=STREAM)
+    four = batches(4, seed=3)
+    before = everything(model, optimizer)
+    whole = verify(model, four, optimizer, given, "fp8,fp4", stream=STREAM)
+    found = verify(model, four[:2], optimizer, given, "fp8,fp4", stream=STREAM, more_for_loss=four[2:])
+    after = everything(model, optimizer)
+    assert [key for key in before if not same(before[key], after[key])] == []
+    for name in ("loss", "mean_loss"):
+        torch.testing.assert_close(torch.tensor(getattr(found, name)), torch.tensor(getattr(whole, name)), rtol=1e-4, atol=1e-8)
+    assert found.base == pytest.approx(whole.base)
+    assert found.passes == whole.passes / 2
+    two = verify(model, four[:2], optimizer, given, "fp8,fp4", stream=STREAM)
+    assert (found.weights, found.agreement[2]) == (two.weights, two.agreement[2])
+    assert "on 2 batches and 2 more for the loss" in " ".join(str(found).split())
+    assert Verification.from_json(found.to_json()) == found
+
+
 def test_ranks_are_scipys():
     generator = torch.Generator().manual_seed(0)
     a = torch.randint(5, (40,), generator=generator).double().tolist()  # with ties

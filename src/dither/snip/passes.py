@@ -122,10 +122,7 @@ class Passes:
         total, gradients = None, None
         parameters = [*self.weights.values(), *self._others]
         for index, batch in enumerate(self.batches):
-            place = index * self.ranks + self.rank
-            torch.manual_seed(self.stream.key % (1 << 62) + place)  # a model's own dropout, the same in every pass
-            self.row = place % (1 << 12) * ROWS
-            with torch.enable_grad(), training_step(self.model, step=draw, row=self.row):
+            with torch.enable_grad(), self._micro_batch(index, draw):
                 loss = self.forward(self.model, batch) / len(self.batches)
                 found = torch.autograd.grad(loss, parameters, allow_unused=True)
             self.count += 1
@@ -151,6 +148,25 @@ class Passes:
             norm = torch.stack(torch._foreach_norm(gradients)).norm()
             scale = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
         return Pass(total, dict(zip(self.weights, gradients, strict=False)), scale)
+
+    def loss(self, draw: int = 0) -> Tensor:
+        """The loss of a pass alone, 0-d float64: forward over the batches."""
+        total = torch.zeros((), dtype=torch.float64, device=next(iter(self.weights.values())).device)
+        for index, batch in enumerate(self.batches):
+            with torch.no_grad(), self._micro_batch(index, draw):
+                total += self.forward(self.model, batch).double() / len(self.batches)
+        if self.group is not None:
+            torch.distributed.all_reduce(total, group=self.group)
+        return total / self.ranks
+
+    @contextmanager
+    def _micro_batch(self, index: int, draw: int) -> Iterator[None]:
+        """Inside, casts and a model's own dropout draw what they draw for this micro-batch in every pass."""
+        place = index * self.ranks + self.rank
+        torch.manual_seed(self.stream.key % (1 << 62) + place)
+        self.row = place % (1 << 12) * ROWS
+        with training_step(self.model, step=draw, row=self.row):
+            yield
 
     def updates(self, found: Pass) -> dict[str, Tensor]:
         """What the optimizer's step would subtract from the layers' weights, besides their decay."""
