@@ -10,7 +10,7 @@ ALIGNMENT = 64
 """Rows of logits begin at multiples of so many numbers: 128 bytes of 16-bit ones, a line of a GPU's memory."""
 
 UNITS = 8
-"""Matrix units read and write 16 bytes at a time, 8 numbers of 16 bits; where rows begin elsewhere they take twice as long."""
+"""Matrix units are fed 16 bytes at a time, 8 numbers of 16 bits; rows that begin elsewhere leave only slower kernels."""
 
 
 class Output(nn.Linear):
