@@ -217,13 +217,16 @@ def test_diff(run, tmp_path, capsys):
 
 
 def test_verify(run, tmp_path, capsys):
-    assert (
-        plan("verify", run, "--options", "fp8,fp4", "--probe", "direct", "--batches", "1", "-o", tmp_path / "found.json") == 0
-    )
+    given = ["--options", "fp8,fp4", "--probe", "direct", "--batches", "1"]
+    assert plan("verify", run, *given, "--loss-batches", "2", "-o", tmp_path / "found.json") == 0
     shown = capsys.readouterr().out
     assert "direct" in shown
     assert "Spearman" in shown
-    assert len(json.loads((tmp_path / "found.json").read_text())["loss"]) == 14
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (len(found["loss"]), found["batches"], found["more_for_loss"]) == (14, 1, 2)
+    for wrong in (["--batches", "0"], ["--loss-batches", "-1"]):
+        assert plan("verify", run, "--probe", "direct", *wrong) == 2
+        assert f"{wrong[0]} is a number of micro-batches" in capsys.readouterr().err
 
 
 def test_verify_a_whole_plan(run, tmp_path, capsys):

@@ -133,6 +133,7 @@ def verify(
     probe: tuple[Probe, ...] = PROBES,  # type: ignore[assignment]
     seed: int = 0,
     batches: int = 4,
+    loss_batches: int = 12,
     device: str | None = None,
     output: Output = None,
 ) -> int:
@@ -148,6 +149,7 @@ def verify(
         probe: The probes to judge.
         seed: Of the noise and of stochastic casts.
         batches: How many micro-batches the truth is measured on.
+        loss_batches: How many more that of the loss alone is measured on, which varies more from one to the next.
         device: Where, in place of the run's own device.
         output: A file to write all numbers to, as JSON.
     """
@@ -157,14 +159,18 @@ def verify(
             print(_tried(opened, Plan.load(plan), given, probe[0], batches, seed))
             return 0
         found = [opened.score(given, each, 1, seed) for each in probe]
+        if loss_batches < 0:
+            raise UserError(f"--loss-batches is a number of micro-batches of at least 0, not {loss_batches}.")
+        parts = opened.parts(batches + loss_batches, after=1) if batches > 0 else opened.parts(batches)
         judged = verify_scores(
             opened.job.model,
-            opened.parts(batches, after=1),
+            parts[:batches],
             opened.job.training.optimizer,
             found,
             given,
             stream=Stream(seed, "snip", "verify"),
             forward=opened.loss,
+            more_for_loss=parts[batches:],
         )
     _write(output, judged.to_json() + "\n")
     print(judged)
