@@ -164,7 +164,8 @@ class Collector:
             stream = Stream(self._stream.seed, self._stream.purpose, f"{self._stream.name}.{name}")
             draw = stream.draw(0, (x.shape[0], x.shape[1]), (0, 0), x.device)
         # What is behind the operator: the function around it would look, on the host, for numbers that are not finite. Rounded
-        # to nearest, a number and its cast are within a factor of two, or the cast is 0: their difference is exact.
+        # to nearest, a number and its cast are within a factor of two, or the cast is 0, so that their difference is exact;
+        # elsewhere (stochastic rounding of what is far below the grid, saturation) it is rounded once, to the input's dtype.
         return _row_norms(implementation("quantize", x.device, "auto").fake_quantize(x, cast, 1, draw, amax) - x)
 
     @torch.no_grad()
