@@ -398,6 +398,21 @@ TINY |= {
 }
 
 
+def read_results(paths: list[Path]) -> list[dict]:
+    """The results that files hold, one after the other."""
+    return [result for path in paths for result in json.loads(path.read_text())]
+
+
+def arms_and_seeds(parser: argparse.ArgumentParser, arguments: argparse.Namespace, parse) -> tuple[list[str], list[int]]:
+    """Those to run, if there are such arms and the device is there."""
+    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error("torch sees no GPU here; --device cpu --tiny shows that the script runs")
+    arms = arguments.arms.split(",")
+    for arm in arms:
+        parse(arm)
+    return arms, [int(seed) for seed in arguments.seeds.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train", type=Path, help="token ids to train on, uint16 .npy")
@@ -439,20 +454,16 @@ def main() -> None:
         parser.set_defaults(**TINY)
     arguments = parser.parse_args()
     if arguments.table:
-        print_tables([result for path in arguments.table for result in json.loads(path.read_text())])
+        print_tables(read_results(arguments.table))
         return
     if (arguments.prepare or not arguments.tiny) and (arguments.train is None or arguments.held_out is None):
         parser.error("--train and --held-out name the files of token ids (--prepare makes them from texts)")
     if arguments.prepare:
         prepare(arguments)
         return
-    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error("torch sees no GPU here; --device cpu --tiny shows that the script runs")
+    arms, seeds = arms_and_seeds(parser, arguments, parse_arm)
     if arguments.compile is None:
         arguments.compile = arguments.device != "cpu"  # there it takes longer than it saves
-    arms, seeds = arguments.arms.split(","), [int(seed) for seed in arguments.seeds.split(",")]
-    for arm in arms:
-        parse_arm(arm)
     # What differs in constants is traced anew; past the limit dynamo would run it uncompiled, in silence.
     torch._dynamo.config.recompile_limit = 16 * len(arms) + 8
     torch._dynamo.config.fail_on_recompile_limit_hit = True

@@ -32,7 +32,7 @@ import time
 from pathlib import Path
 
 import torch
-from sampling_quality import Text, autocast, build, paired, rate
+from sampling_quality import Text, arms_and_seeds, autocast, build, paired, rate, read_results
 
 import dither
 from dither import LayerPrecision, Plan, training_step
@@ -79,7 +79,6 @@ class Seed:
         self.train(0, arguments.before)
         self.kept = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
         if path:
-            arguments.state.mkdir(parents=True, exist_ok=True)
             torch.save(self.kept, path)
 
     def train(self, first: int, end: int) -> None:
@@ -173,6 +172,17 @@ def print_table(results: list[dict]) -> None:
         print(f"{arm:<20}{len(mine):>6}{shown:>8}{mean:>9.4f}" + "".join(f"{cell:>20}" for cell in cells) + f"{seconds:>7.1f}")
 
 
+def check_state(arguments: argparse.Namespace, settings: dict) -> None:
+    """Raise if --state was filled with other settings, and write down those of a new one: arms must part where they say."""
+    if arguments.state:
+        arguments.state.mkdir(parents=True, exist_ok=True)
+        path = arguments.state / "settings.json"
+        if not path.exists():
+            path.write_text(json.dumps(settings))
+        elif json.loads(path.read_text()) != settings:
+            raise SystemExit(f"--state {arguments.state} is of other settings: name another folder")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train", type=Path, help="token ids to train on, uint16 .npy")
@@ -197,29 +207,28 @@ def main() -> None:
         parser.set_defaults(**TINY)
     arguments = parser.parse_args()
     if arguments.table:
-        print_table([result for path in arguments.table for result in json.loads(path.read_text())])
+        print_table(read_results(arguments.table))
         return
     if not arguments.tiny and (arguments.train is None or arguments.held_out is None):
         parser.error("--train and --held-out name the files of token ids, of sampling_quality.py --prepare")
-    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error("torch sees no GPU here; --device cpu --tiny shows that the script runs")
-    arms, seeds = arguments.arms.split(","), [int(seed) for seed in arguments.seeds.split(",")]
-    for arm in arms:
-        parse_arm(arm)
+    if arguments.prepare and not arguments.state:
+        parser.error("--prepare fills the folder that --state names")
+    arms, seeds = arms_and_seeds(parser, arguments, parse_arm)
     torch.set_float32_matmul_precision("high")
     settings = {key: value for key, value in vars(arguments).items() if key in sizes or key in ("lr", "weight_decay", "tiny")}
-    written = arguments.json and arguments.json.exists()
-    results = [r for r in json.loads(arguments.json.read_text()) if r["settings"] == settings] if written else []
+    check_state(arguments, settings)
+    known = read_results([arguments.json]) if arguments.json and arguments.json.exists() else []
+    others, results = ([r for r in known if (r["settings"] == settings) is mine] for mine in (False, True))
     text, began, longest = Text(arguments), time.perf_counter(), 0.0
     if arguments.prepare:
         for seed in seeds:
             Seed(seed, text, arguments).measured("measure")
         return
     number, of = map(int, arguments.share.split("/"))
-    mine = [(seed, arm) for arm in arms for seed in seeds][number - 1 :: of]  # the first arms' seeds first, if time runs out
+    mine = [(seed, arm) for arm in arms for seed in seeds][number - 1 :: of]
+    done = {(r["seed"], r["arm"]) for r in results}
     for seed in seeds:
-        missing = [arm for arm in arms if (seed, arm) in mine]
-        missing = [arm for arm in missing if not any((r["arm"], r["seed"]) == (arm, seed) for r in results)]
+        missing = [arm for arm in arms if (seed, arm) in mine and (seed, arm) not in done]
         parted: Seed | None = None
         for arm in missing:
             if time.perf_counter() - began + longest > 60 * arguments.minutes:
@@ -233,7 +242,7 @@ def main() -> None:
                 json.dumps({key: value for key, value in results[-1].items() if key not in ("layers", "settings")}), flush=True
             )
             if arguments.json:
-                arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+                arguments.json.write_text(json.dumps([*others, *results], indent=1) + "\n")
     print_table(results)
 
 

@@ -125,10 +125,11 @@ def main() -> None:
     tried = [found for found in scores if found.probe in ("measure", "layer")] if closed else []
     scores += [with_slope(found, closed[0], share) for found in tried for share in (0.5, 0.25, 0.0)]
     stream = dither.Stream(arguments.seed, "snip", "truth")
-    began = time.perf_counter()
-    first = verify(model, unseen[:1], optimizer, scores, chosen, stream=stream, **given)
-    print(first, flush=True)
-    fits = min(len(unseen), int(60 * arguments.minutes / (time.perf_counter() - began)))
+    longest = max(scores, key=lambda found: found.passes)
+    one = (
+        longest.seconds / longest.passes * (1 + len(longest.layers) * len(chosen))
+    )  # a batch of the truth, by what passes took
+    fits = int(60 * arguments.minutes / one)
     more = [text.windows(text.held_out, generator, arguments.batch) for _ in range(arguments.loss_batches)]
     truth = verify(model, unseen[: max(1, fits)], optimizer, scores, chosen, stream=stream, more_for_loss=more, **given)
     print(truth, flush=True)

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-ALIGNMENT = 64
-"""Rows of logits begin at multiples of so many numbers: 128 bytes of 16-bit ones, a line of a GPU's memory."""
+from dither.reference.loss import ROOM
+
+ALIGNMENT = ROOM
+"""Rows of logits begin at multiples of so many numbers, 128 bytes of 16-bit ones; gradients keep as much room as that takes."""
 
 UNITS = 8
 """Matrix units are fed 16 bytes at a time, 8 numbers of 16 bits; rows that begin elsewhere leave only slower kernels."""

@@ -159,9 +159,9 @@ def verify(
             print(_tried(opened, Plan.load(plan), given, probe[0], batches, seed))
             return 0
         found = [opened.score(given, each, 1, seed) for each in probe]
-        if loss_batches < 0:
-            raise UserError(f"--loss-batches is a number of micro-batches of at least 0, not {loss_batches}.")
-        parts = opened.parts(batches + loss_batches, after=1) if batches > 0 else opened.parts(batches)
+        _check_count("--batches", batches, 1)
+        _check_count("--loss-batches", loss_batches, 0)
+        parts = opened.parts(batches + loss_batches, after=1)
         judged = verify_scores(
             opened.job.model,
             parts[:batches],
@@ -214,6 +214,11 @@ def trade_off(
     return 0
 
 
+def _check_count(option: str, count: int, least: int) -> None:
+    if count < least:
+        raise UserError(f"{option} is a number of micro-batches of at least {least}, not {count}.")
+
+
 # A run to look at ------------------------------------------------------------------------------------------------------
 
 
@@ -225,8 +230,7 @@ class _Opened:
 
     def parts(self, count: int, after: int = 0) -> list[Batch]:
         """That many micro-batches, from those of the step that comes next or `after` it."""
-        if count < 1:
-            raise UserError(f"--batches is a number of micro-batches of at least 1, not {count}.")
+        _check_count("--batches", count, 1)
         job, step = self.job, self.job.done + self.job.offset + after
         found: list[Batch] = []
         while len(found) < count:

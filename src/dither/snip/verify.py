@@ -156,8 +156,12 @@ def verify(
         raise UserError("There are no batches to verify on: give at least one that the scores have not seen.")
     losses, changes = [], []
     total = len(batches) + len(more_for_loss)
+
+    def over(batch: Any) -> Passes:
+        return Passes(model, [batch], optimizer, stream=stream, forward=forward, max_norm=max_norm, group=group)
+
     for batch in batches:
-        passes = Passes(model, [batch], optimizer, stream=stream, forward=forward, max_norm=max_norm, group=group)
+        passes = over(batch)
         layers = tuple(passes.layers)
         for each in given:
             if each.layers != layers or each.options != names:
@@ -181,7 +185,7 @@ def verify(
         changes.append(torch.stack(moves).view(shape).cpu().numpy())
         count += passes.count
     for batch in more_for_loss:
-        passes = Passes(model, [batch], optimizer, stream=stream, forward=forward, max_norm=max_norm, group=group)
+        passes = over(batch)
         with passes.borrowed():
             plain, rises = passes.loss(), []
             for layer in layers:
