@@ -4,8 +4,9 @@
     PYTHONPATH=src python3 benchmarks/snip_cost.py --device cpu --size tiny --sequence 32  # the script runs
 
 A Llama of `benchmarks/train.py` trains by --mode, its blocks compiled. Ordinary steps are timed first; then each probe scores
-all options of all layers on one step's batch, cut into --pieces micro-batches, uncompiled. Peaks are of allocated memory, with
-the model, its optimizer and everything else that lies there.
+all options of all layers on one step's batch, cut into --pieces micro-batches, uncompiled. Seconds are those of a clock, the
+host's part included, and those of the GPU's kernels; both are told in ordinary steps too. Peaks are of allocated memory, with
+the model, its optimizer and everything else that lies there. --profile lists the kernels.
 """
 
 import argparse
@@ -41,6 +42,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=2048)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--profile", action="store_true", help="the kernels of each probe, by time")
     arguments = parser.parse_args()
     config, batch = bare.SIZES[arguments.size]
     cuda = arguments.device.startswith("cuda")
@@ -62,8 +64,10 @@ def main() -> None:
         step()
     found = [seconds_of(step, arguments.device) for _ in range(arguments.steps)]
     ordinary, peak = statistics.median(each[0] for each in found), max(each[1] or 0 for each in found)
-    print(f"{'':<22}{'seconds':>9}{'steps':>8}{'peak GiB':>10}{'of training':>13}", flush=True)
-    print(f"{'an ordinary step':<22}{ordinary:>9.3f}{1:>8.2f}{peak:>10.2f}{1:>13.4f}", flush=True)
+    kernels = bare.profile(step, cuda)
+    busy = sum(kernel["ms"] for kernel in kernels) / 1e3
+    print(f"{'':<22}{'seconds':>9}{'steps':>8}{'of kernels':>12}{'steps':>8}{'peak GiB':>10}{'of training':>13}", flush=True)
+    print(f"{'an ordinary step':<22}{ordinary:>9.3f}{1:>8.2f}{busy:>12.3f}{1:>8.2f}{peak:>10.2f}{1:>13.4f}", flush=True)
     chosen, last = options("fp8,fp4"), []
     for probe in arguments.probes.split(","):
         for pieces in map(int, arguments.pieces.split(",")):
@@ -74,10 +78,17 @@ def main() -> None:
 
             work()  # kernels are compiled by the first
             took, top = seconds_of(work, arguments.device)
+            kernels = bare.profile(work, cuda)
+            mine = sum(kernel["ms"] for kernel in kernels) / 1e3
             share = f"{top / peak:.4f}" if top else "-"
             print(
-                f"{f'{probe}, {pieces} pieces':<22}{took:>9.3f}{took / ordinary:>8.2f}{top or 0:>10.2f}{share:>13}", flush=True
+                f"{f'{probe}, {pieces} pieces':<22}{took:>9.3f}{took / ordinary:>8.2f}{mine:>12.3f}{mine / busy:>8.2f}"
+                f"{top or 0:>10.2f}{share:>13}",
+                flush=True,
             )
+            if arguments.profile:
+                for kernel in kernels[:30]:
+                    print(f"  {kernel['ms']:>9.3f} ms{kernel['calls']:>6} x  {kernel['name'][:120]}", flush=True)
     began = time.perf_counter()
     choose(last[-1].quality(), last[-1].statistics.layers, chosen, Goal(target=0.75))
     print(f"the solver, in a thread: {time.perf_counter() - began:.3f} s", flush=True)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -106,11 +107,27 @@ def test_options_that_are_none_are_named(given, said):
         options(given)
 
 
-@pytest.mark.parametrize("kind", [Net, Checkpointed, Reentrant])
-def test_norms_are_those_of_float64_autograd(kind):
+@pytest.mark.parametrize(
+    ("kind", "asked"),
+    [
+        *product([Net, Checkpointed], ["everything", "weights", "weights of inputs that need none"]),
+        (Reentrant, "everything"),  # torch does not differentiate it by some inputs alone
+    ],
+)
+def test_norms_are_those_of_float64_autograd(kind, asked):
+    """Also of gradients of inputs that nobody asks for, so that autograd does not compute them."""
     model, batches = net(kind), inputs()
     optimizer = stepped(model)
-    found = {layer.name: layer for layer in collected(model, optimizer, batches).layers}
+    if asked == "everything":
+        statistics = collected(model, optimizer, batches)
+    else:
+        weights = {name: getattr(model, name).weight for name in ("left", "right", "out")}
+        with collecting(model, CHOSEN, stream=STREAM) as seen:
+            losses = [model(x if asked == "weights" else x.detach()) / len(batches) for x in batches]
+            parts = [torch.autograd.grad(loss, list(weights.values())) for loss in losses]
+        gradients = dict(zip(weights, map(sum, zip(*parts, strict=True)), strict=True))
+        statistics = seen.statistics(moments_of(optimizer, weights), step=7, loss=sum(losses).detach(), gradients=gradients)
+    found = {layer.name: layer for layer in statistics.layers}
 
     wide = Net().double()
     wide.load_state_dict(model.state_dict())

@@ -118,6 +118,8 @@ class _Norms:
 
     tokens: int = 0
     found: dict[str, list[Tensor]] = field(default_factory=dict)
+    inputs: list[tuple[Any, dict[str, Tensor]]] = field(default_factory=list)
+    """While the layer computes: its input's place in the graph, and what casts change in its rows."""
 
     def add(self, key: str, x: Tensor) -> None:
         self.found.setdefault(key, []).append(_norm(x))
@@ -129,8 +131,11 @@ class Collector:
     def __init__(self, layers: Mapping[str, Linear], options: Iterable[Option], stream: Stream) -> None:
         self._layers, self._casts, self._stream = dict(layers), casts_of(options), stream
         self._norms = {name: _Norms() for name in layers}
+        self._paused = False
 
-    def _forward(self, name: str, layer: Linear, x: Tensor, y: Tensor) -> None:
+    def _input(self, name: str, layer: Linear, x: Tensor) -> Tensor:
+        """Before a layer reads x: what casts of it would change. The layer is given a view that has a gradient of its own."""
+        own = x.view_as(x)
         with torch.no_grad():
             norms, x_MK = self._norms[name], x.detach().reshape(-1, layer.in_features)
             first = torch._C._current_graph_task_id() == -1  # else a checkpointed block is computed again, in backward
@@ -138,23 +143,49 @@ class Collector:
             if first:
                 norms.tokens += x_MK.shape[0]
                 norms.add("x", x_MK)
-                norms.add("y", y.detach())
                 for text, error_M in errors.items():
                     norms.add(f"input {text}", error_M)
-        if y.requires_grad:
-            y.register_hook(partial(self._backward, name, layer, errors))  # type: ignore[no-untyped-call]
+        norms.inputs.append((own.grad_fn, errors))
+        if own.requires_grad:
+            own.register_hook(partial(self._input_gradient, name, layer, errors))  # type: ignore[no-untyped-call]
+        return own
 
-    def _backward(self, name: str, layer: Linear, errors: dict[str, Tensor], dy: Tensor) -> None:
-        with torch.no_grad():
-            norms, dy_MN = self._norms[name], dy.reshape(-1, layer.out_features)
-            # The layer's own part of its input's gradient, which autograd adds to that of others who read the same input.
-            dx_M = _row_norms(dy_MN @ _weight(layer).to(dy_MN.dtype))
-            norms.add("dy", dy_MN)
-            norms.add("dx", dx_M)
-            for text, error_M in errors.items():
-                norms.add(f"rows input {text}", dx_M * error_M)
-            for cast in self._casts["grad"]:
-                norms.add(f"grad {cast}", self._errors(name, dy_MN, cast))
+    def _output(self, name: str, layer: Linear, y: Tensor) -> None:
+        """After it has computed y."""
+        node, errors = self._norms[name].inputs.pop()
+        if torch._C._current_graph_task_id() == -1:
+            self._norms[name].add("y", y.detach())
+        if y.requires_grad:
+            y.register_hook(partial(self._output_gradient, name, layer, node, errors))  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def _output_gradient(self, name: str, layer: Linear, node: Any, errors: dict[str, Tensor], dy: Tensor) -> None:
+        if self._paused:
+            return
+        dy_MN = dy.reshape(-1, layer.out_features)
+        self._norms[name].add("dy", dy_MN)
+        for cast in self._casts["grad"]:
+            self._norms[name].add(f"grad {cast}", self._errors(name, dy_MN, cast))
+        if node is None or not torch._C._will_engine_execute_node(node):  # nobody asks for the gradient of this input
+            self._input_gradient(name, layer, errors, dy_MN @ _weight(layer).to(dy_MN.dtype))
+
+    @torch.no_grad()
+    def _input_gradient(self, name: str, layer: Linear, errors: dict[str, Tensor], dx: Tensor) -> None:
+        if self._paused:
+            return
+        dx_M = _row_norms(dx.reshape(-1, layer.in_features))
+        self._norms[name].add("dx", dx_M)
+        for text, error_M in errors.items():
+            self._norms[name].add(f"rows input {text}", dx_M * error_M)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, backward passes are not looked at: those that differentiate a loss once more."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
 
     def _errors(self, name: str, x: Tensor, cast: Cast) -> Tensor:
         """The norms of what the cast changes in each row: float32[rows]."""
@@ -282,7 +313,10 @@ def collecting(model: nn.Module, options: Iterable[Option], *, stream: Stream) -
     """
     layers = layers_of(model)
     seen = Collector(layers, options, stream)
-    hooks = [layer.register_forward_hook(partial(_hooked, seen, name), with_kwargs=True) for name, layer in layers.items()]
+    hooks = []
+    for name, layer in layers.items():
+        hooks.append(layer.register_forward_pre_hook(partial(_before, seen, name), with_kwargs=True))
+        hooks.append(layer.register_forward_hook(partial(_after, seen, name)))
     try:
         with torch.compiler.set_stance("force_eager"):
             yield seen
@@ -291,11 +325,18 @@ def collecting(model: nn.Module, options: Iterable[Option], *, stream: Stream) -
             hook.remove()
 
 
-def _hooked(
-    seen: Collector, name: str, layer: nn.Module, args: tuple[Tensor, ...], named: Mapping[str, Tensor], y: Tensor
-) -> None:
+def _before(
+    seen: Collector, name: str, layer: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor]
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
     assert isinstance(layer, Linear)
-    seen._forward(name, layer, args[0] if args else named["input"], y)
+    if args:
+        return (seen._input(name, layer, args[0]), *args[1:]), named
+    return args, {**named, "input": seen._input(name, layer, named["input"])}
+
+
+def _after(seen: Collector, name: str, layer: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
+    assert isinstance(layer, Linear)
+    seen._output(name, layer, y)
 
 
 def _weight(layer: Linear) -> Tensor:
