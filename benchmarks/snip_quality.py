@@ -214,7 +214,6 @@ def main() -> None:
     if arguments.prepare and not arguments.state:
         parser.error("--prepare fills the folder that --state names")
     arms, seeds = arms_and_seeds(parser, arguments, parse_arm)
-    torch.set_float32_matmul_precision("high")
     settings = {key: value for key, value in vars(arguments).items() if key in sizes or key in ("lr", "weight_decay", "tiny")}
     check_state(arguments, settings)
     known = read_results([arguments.json]) if arguments.json and arguments.json.exists() else []

@@ -7,6 +7,7 @@ train.npy and held_out.npy hold token ids, uint16, as benchmarks/sampling_qualit
 in BF16 autocast with float32 parameters (O1), uncast. Every probe then scores every option of every layer on batches of
 training text, and `dither.snip.verify` tries all options for real, one layer at a time, on whole batches of held-out text.
 --minutes bounds the truth: as many held-out batches are taken as fit, at least one, and --loss-batches for the loss alone.
+--tokens scores once more on the first so many tokens of the training text: what fewer of them are worth.
 """
 
 import argparse
@@ -91,6 +92,8 @@ def main() -> None:
     parser.add_argument("--probes", default=",".join(PROBES))
     parser.add_argument("--options", default="fp8,fp4")
     parser.add_argument("--micro", type=int, default=1, help="batches of training text that probes see")
+    parser.add_argument("--tokens", default="", help="also score on so many tokens, separated by commas")
+    parser.add_argument("--fewer-probes", default="measure,last", help="the probes that do")
     parser.add_argument("--held-out-batches", type=int, default=4, help="batches of held-out text, at most")
     parser.add_argument("--loss-batches", type=int, default=16, help="batches besides that only the loss is looked at of")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -121,6 +124,13 @@ def main() -> None:
             found = score(model, seen, optimizer, chosen, probe=probe, rows=rows, stream=stream, **given)
             scores.append(found)
             print(f"{probe}{' by rows' if rows else ''}: {found.passes} passes, {found.seconds:.1f} s", flush=True)
+    for count in map(int, filter(None, arguments.tokens.split(","))):
+        rows = max(1, count // arguments.sequence)
+        fewer = [tuple(part[:rows] for part in seen[0])]
+        for probe in arguments.fewer_probes.split(","):
+            found = score(model, fewer, optimizer, chosen, probe=probe, stream=dither.Stream(0, "snip", probe), **given)
+            scores.append(replace(found, probe=f"{probe}, {rows * arguments.sequence} tokens"))
+            print(f"{scores[-1].probe}: {found.passes} passes, {found.seconds:.1f} s", flush=True)
     closed = [found for found in scores if found.probe == "direct"]
     tried = [found for found in scores if found.probe in ("measure", "layer")] if closed else []
     scores += [with_slope(found, closed[0], share) for found in tried for share in (0.5, 0.25, 0.0)]

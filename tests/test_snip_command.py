@@ -138,7 +138,7 @@ def test_an_estimate_that_fails_does_not_stop_a_run(text, tmp_path):
         ("snip.probe=guess", "snip.probe is one of measure, layer, last, direct"),
         ("snip.delay=7", "snip.delay=7 is not below snip.every=4"),
         ("snip.start=0", "snip.start is an integer of at least 1"),
-        ("snip.batches=0", "snip.batches is"),
+        ("snip.tokens=0", "snip.tokens is"),
         ("snip.hysteresis=-1.0", "snip.hysteresis is"),
         ('snip.pinned=["down"]', "A pinned layer is written pattern=option"),
         ("snip.stages=[0]", r"In \[snip\]: Stages are numbers of blocks"),
@@ -289,15 +289,26 @@ def test_a_run_without_optimizer_state_or_checkpoint(text, tmp_path, capsys):
     assert "has no whole checkpoint yet" in capsys.readouterr().err
 
 
-def test_estimates_of_compiled_blocks_take_smaller_micro_batches(text, tmp_path):
-    config = settings(text, tmp_path / "run", *SNIP, "data.batch=24", "data.micro_batch=6")
+@pytest.mark.parametrize(
+    ("tokens", "compiled", "sizes"),
+    [
+        (1, False, [1]),
+        (6 * 32, False, [6]),
+        (7 * 32, False, [3] * 2),  # micro-batches are of equal size
+        (10**9, False, [6] * 4),
+        (6 * 32, True, [2] * 3),  # a quarter of 6, rounded up
+        (8 * 32 - 1, True, [1] * 4),
+    ],
+)
+def test_estimates_are_made_on_so_many_tokens(tokens, compiled, sizes, text, tmp_path):
+    given = ["data.batch=24", "data.micro_batch=6", "data.sequence=32", f"snip.tokens={tokens}"]
+    config = settings(text, tmp_path / "run", *SNIP, *given)
     with joined("cpu") as ranks:
         corpus = open_corpus(config, tmp_path / "run", ranks)
         job = Job(config, corpus, ranks)
+        job.compiled = compiled  # as it is on a GPU
         batch = job.loader.batch(0)
-        assert [len(part.tokens) for part in job._for_estimates(batch)] == [6]
-        job.compiled = True  # as it is on a GPU
         parts = job._for_estimates(batch)
-    assert [len(part.tokens) for part in parts] == [2, 2, 2]  # 6 sequences are no four micro-batches
-    assert torch.equal(torch.cat([part.tokens for part in parts]), batch.tokens[:6])
-    assert [part.first for part in parts] == [0, 2, 4]
+    assert [len(part.tokens) for part in parts] == sizes
+    assert torch.equal(torch.cat([part.tokens for part in parts]), batch.tokens[: sum(sizes)])
+    assert [part.first for part in parts] == [sum(sizes[:at]) for at in range(len(sizes))]

@@ -95,6 +95,19 @@ def test_a_probe_leaves_everything_as_it_was(probe, plan):
     assert [key for key in before if not same(before[key], after[key])] == []
 
 
+def test_coarser_products_of_a_training_are_not_those_of_a_probe():
+    """Programs that train often ask for TF32. What a probe multiplies in float32 is not made coarser, and they get it back."""
+    model, optimizer = trained("fp8-block")
+    exact = score(model, batches(), optimizer, "fp8,fp4", stream=STREAM)
+    try:
+        torch.set_float32_matmul_precision("high")
+        found = score(model, batches(), optimizer, "fp8,fp4", stream=STREAM)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert (found.loss, found.weights) == (exact.loss, exact.weights)
+
+
 def test_what_fails_halfway_leaves_everything_as_it_was():
     model, optimizer = trained("fp8-delayed")
     before, count = everything(model, optimizer), 0

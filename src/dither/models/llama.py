@@ -121,9 +121,10 @@ def rotary_angles(config: LlamaConfig, length: int, device: torch.device) -> tup
 
 def rotate(x_BHSE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
     """Rotary embedding as Hugging Face has it: pairs are (e, e + E/2), not neighbours. Computed in float32."""
-    first, second = x_BHSE.float().chunk(2, dim=-1)
+    wide = x_BHSE.float()
+    first, second = wide.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
-    return (x_BHSE.float() * cos_SE + turned * sin_SE).to(x_BHSE.dtype)
+    return (wide * cos_SE + turned * sin_SE).to(x_BHSE.dtype)
 
 
 class Attention(nn.Module):

@@ -93,7 +93,10 @@ class Passes:
         inside = {id(buffer) for layer in self.layers.values() for buffer in layer.buffers()}
         buffers = [(b, b._version, b.detach().clone()) for b in self.model.buffers() if id(b) not in inside]
         devices = sorted({w.device.index for w in self.weights.values() if w.is_cuda})
+        precision = torch.get_float32_matmul_precision()
         try:
+            if precision != "highest":  # what is tried is multiplied in float32, and must not be made coarser
+                torch.set_float32_matmul_precision("highest")
             for layer in self.layers.values():
                 layer.seed = self.stream.key % (1 << 64)
                 layer.emulate = True  # matrix units do not multiply a cast operand by an uncast one exactly
@@ -101,6 +104,8 @@ class Passes:
             with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
                 yield
         finally:
+            if precision != "highest":
+                torch.set_float32_matmul_precision(precision)
             for layer, state in kept:
                 vars(layer).clear()
                 vars(layer).update(state)

@@ -194,8 +194,8 @@ class Snip:
     """Steps from statistics to the plan that follows from them."""
     probe: Literal["measure", "layer", "last", "direct"] = "measure"
     """How estimates are made: by trying, by noise at each layer or at the last, or by closed forms."""
-    batches: int = 1
-    """Micro-batches that estimates are made on, of each process; a step has no more than its own."""
+    tokens: int = 8192
+    """Tokens that estimates are made on at most, over all processes: whole sequences of a step, at least one a process."""
     cost: Literal["flops", "time"] = "flops"
     """What is saved: FLOPs, or time, measured on the GPU."""
     stages: tuple[int, ...] = ()
@@ -209,7 +209,7 @@ class Snip:
 
     def __post_init__(self) -> None:
         _check_types("snip", self)
-        for name in ("start", "every", "batches"):
+        for name in ("start", "every", "tokens"):
             _at_least(f"snip.{name}", getattr(self, name), 1)
         _at_least("snip.delay", self.delay, 0)
         _within("snip.hysteresis", self.hysteresis, 0, math.inf)

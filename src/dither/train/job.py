@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -165,15 +166,16 @@ class Job:
         return decision
 
     def _for_estimates(self, batch: Batch) -> list[Batch]:
-        """The micro-batches that estimates are made on; where blocks are compiled, cut into up to four.
+        """What estimates are made on, in micro-batches of equal size: no larger than a step's, or a quarter of them.
 
-        Estimates run uncompiled, which needs half as much memory again for what is kept between forward and backward, and they
-        hold gradients to compare with: with whole micro-batches a run that just fits would not fit any more.
+        A quarter where blocks are compiled: estimates run uncompiled, which needs half as much memory again for what is kept
+        between forward and backward, and they hold gradients to compare with. A run that just fits would not fit any more.
         """
-        found = batch.split(self.parts)[: self.config.snip.batches]
-        if not self.compiled:
-            return list(found)
-        return [part for each in found for part in each.split(next(n for n in (4, 3, 2, 1) if len(each.tokens) % n == 0))]
+        wanted = self.config.snip.tokens // self.config.data.sequence // self.ranks.world
+        rows = max(1, min(wanted, len(batch.tokens)))
+        largest = math.ceil(len(batch.tokens) / self.parts / (4 if self.compiled else 1))
+        pieces = math.ceil(rows / largest)
+        return list(replace(batch, tokens=batch.tokens[: rows - rows % pieces]).split(pieces))
 
     def _layers(self) -> Iterator[Linear]:
         return (module for module in self.model.modules() if isinstance(module, Linear))
