@@ -17,8 +17,11 @@ nearly every block different, and compiling each takes longer than these runs do
 that --json has already are not repeated; --minutes begins no run that would not end in time. Arms are
 
     bf16, fp8, fp4            no casts, fp8-block and fp4-block in every layer but the output
-    snip@75                   SNIP at a target of 75 % of FLOPs in FP4, by the default probe; snip:last@75 by another
-    random@75, uniform@75, min-abs-err@75, min-rel-err@75, E-layer-id@75, E-layer-type@75
+    fp4/fp8/fp8               one option for input, weight and gradient, in every layer but the output
+    snip@75                   SNIP at a target of 75 % of FLOPs in FP4, by the default probe; snip:last@75 by another one
+    snip^1@75                 divergences added up as the paper does, instead of their squares
+    random@75, min-abs-err@75, min-rel-err@75, E-layer-id@75, E-layer-type@75
+    uniform@75                the least option that reaches the target everywhere: fp4 above a third of the FLOPs
 """
 
 import argparse
@@ -29,6 +32,7 @@ import re
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -46,20 +50,23 @@ WHOLE = {
     "fp8": dither.recipe("fp8-block"),
     "fp4": dither.recipe("fp4-block"),
 }
+WHOLE |= {option.name: replace(WHOLE["fp8"], default=option.precision) for option in OPTIONS}
 ARMS = "bf16,fp8,fp4," + ",".join(f"{method}@{target}" for target in (75, 50, 80, 25) for method in ("snip", *BASELINES))
 TINY = {"hidden": 64, "layers": 2, "heads": 4, "ffn": 128, "words": 64, "sequence": 32, "batch": 4, "held_out_windows": 16}
 TINY |= {"before": 8, "steps": 16, "warmup": 4, "probes": 1, "seeds": "0,1"}
 TINY |= {"arms": "bf16,fp8,snip@50,random@50,snip:direct@50"}
 
 
-def parse_arm(arm: str) -> tuple[str, str, float]:
-    """Method, probe and target of an arm."""
-    found = re.fullmatch(rf"(?P<method>snip|{'|'.join(BASELINES)})(:(?P<probe>{'|'.join(PROBES)}))?@(?P<target>[0-9.]+)", arm)
+def parse_arm(arm: str) -> tuple[str, str, float, float]:
+    """Method, probe, power and target of an arm."""
     if arm in WHOLE:
-        return arm, "", 0.0
-    if found is None or (found["probe"] and found["method"] != "snip"):
+        return arm, "", 0.0, 0.0
+    snip = rf"snip(:(?P<probe>{'|'.join(PROBES)}))?(\^(?P<power>[0-9.]+))?"
+    found = re.fullmatch(rf"(?P<method>{snip}|{'|'.join(BASELINES)})@(?P<target>[0-9.]+)", arm)
+    if found is None:
         raise SystemExit(f"there is no arm {arm!r}: see --help")
-    return found["method"], found["probe"] or "measure", float(found["target"]) / 100
+    method = "snip" if found["method"].startswith("snip") else found["method"]
+    return method, found["probe"] or "measure", float(found["power"] or 2), float(found["target"]) / 100
 
 
 class Seed:
@@ -124,13 +131,13 @@ class Seed:
 
     def plan(self, arm: str) -> Plan:
         """The plan of an arm."""
-        method, probe, target = parse_arm(arm)
+        method, probe, power, target = parse_arm(arm)
         if arm in WHOLE:
             return WHOLE[arm]
         scores, goal = self.measured(probe), Goal(target=target)
         layers = scores.statistics.layers
         if method == "snip":
-            solution = choose(scores.quality(), layers, OPTIONS, goal)
+            solution = choose(scores.quality(power=power), layers, OPTIONS, goal)
         else:
             solution = BASELINES[method](scores.statistics, OPTIONS, goal)
         return plan(scores.layers, OPTIONS, solution, WHOLE["fp8"])
