@@ -1,15 +1,16 @@
 """What a plan costs while a model trains: GPU time and memory of SNIP's estimates, in ordinary steps, and the solver's seconds.
 
-    PYTHONPATH=src python3 benchmarks/snip_cost.py --size 1b --pieces 1,2,4
+    PYTHONPATH=src python3 benchmarks/snip_cost.py --size 1b --tokens 8192,16384
     PYTHONPATH=src python3 benchmarks/snip_cost.py --device cpu --size tiny --sequence 32  # the script runs
 
 A Llama of `benchmarks/train.py` trains by --mode, its blocks compiled. Ordinary steps are timed first; then each probe scores
-all options of all layers on one step's batch, cut into --pieces micro-batches, uncompiled. Seconds are those of a clock, the
-host's part included, and those of the GPU's kernels; both are told in ordinary steps too. Peaks are of allocated memory, with
-the model, its optimizer and everything else that lies there. --profile lists the kernels.
+all options of all layers on --tokens of a step's batch, uncompiled, in micro-batches of a quarter of it, as the trainer does.
+Seconds are those of a clock, the host's part included, and those of the GPU's kernels; both are told in ordinary steps too.
+Peaks are of allocated memory, with the model, its optimizer and everything else that lies there. --profile lists the kernels.
 """
 
 import argparse
+import math
 import statistics
 import time
 
@@ -38,7 +39,7 @@ def main() -> None:
     parser.add_argument("--size", default="1b", choices=bare.SIZES)
     parser.add_argument("--mode", default="recipe:fp8-block")
     parser.add_argument("--probes", default="last,direct", help=f"of {', '.join(PROBES)}; measure and layer take long")
-    parser.add_argument("--pieces", default="1,2,4")
+    parser.add_argument("--tokens", default="8192,16384", help="what estimates are made on: whole sequences of a step")
     parser.add_argument("--sequence", type=int, default=2048)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, default=10)
@@ -70,20 +71,22 @@ def main() -> None:
     print(f"{'an ordinary step':<22}{ordinary:>9.3f}{1:>8.2f}{busy:>12.3f}{1:>8.2f}{peak:>10.2f}{1:>13.4f}", flush=True)
     chosen, last = options("fp8,fp4"), []
     for probe in arguments.probes.split(","):
-        for pieces in map(int, arguments.pieces.split(",")):
+        for tokens in map(int, arguments.tokens.split(",")):
+            rows = max(1, min(tokens // arguments.sequence, batch))
+            parts = text[:rows].chunk(math.ceil(rows / math.ceil(batch / 4)))
 
-            def work(probe: str = probe, pieces: int = pieces) -> None:
+            def work(probe: str = probe, parts: tuple[torch.Tensor, ...] = parts) -> None:
                 stream = dither.Stream(0, "snip", "cost")
-                last.append(score(model, text.chunk(pieces), optimizer, chosen, probe=probe, stream=stream, forward=loss))
+                last.append(score(model, parts, optimizer, chosen, probe=probe, stream=stream, forward=loss))
 
             work()  # kernels are compiled by the first
             took, top = seconds_of(work, arguments.device)
             kernels = bare.profile(work, cuda)
             mine = sum(kernel["ms"] for kernel in kernels) / 1e3
             share = f"{top / peak:.4f}" if top else "-"
+            name = f"{probe}, {rows * arguments.sequence} tokens"
             print(
-                f"{f'{probe}, {pieces} pieces':<22}{took:>9.3f}{took / ordinary:>8.2f}{mine:>12.3f}{mine / busy:>8.2f}"
-                f"{top or 0:>10.2f}{share:>13}",
+                f"{name:<22}{took:>9.3f}{took / ordinary:>8.2f}{mine:>12.3f}{mine / busy:>8.2f}{top or 0:>10.2f}{share:>13}",
                 flush=True,
             )
             if arguments.profile:
