@@ -120,9 +120,12 @@ def scores(**changed) -> Scores:
     return Scores(**(fields | changed))
 
 
-def test_quality_is_a_weighted_sum():
-    assert [*chain(*scores().quality())] == pytest.approx([0.3, 0.7, 0.2, 1.5])
-    assert [*chain(*scores().quality(loss=0.0, weights=2.0))] == pytest.approx([0.4, 0.6, 0.0, 2.0])
+def test_quality_is_a_weighted_sum_of_powers():
+    assert [*chain(*scores().quality(power=1))] == pytest.approx([0.3, 0.7, 0.2, 1.5])
+    assert [*chain(*scores().quality(loss=0.0, weights=2.0, power=1))] == pytest.approx([0.4, 0.6, 0.0, 2.0])
+    assert [*chain(*scores().quality(loss=0.0, weights=2.0))] == pytest.approx([0.16, 0.36, 0.0, 4.0])
+    both = [a + b for a, b in zip(chain(*scores().quality(weights=0)), chain(*scores().quality(loss=0)), strict=True)]
+    assert [*chain(*scores().quality())] == pytest.approx(both)
 
 
 def test_scores_survive_json():

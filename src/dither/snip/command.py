@@ -1,5 +1,6 @@
 """The commands `dither plan`: choose a plan for a run, look at plans, compare them, and hold estimates against the truth."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ def plan(
     pin: tuple[str, ...] = (),
     probe: Probe = "measure",
     method: str = "snip",
+    power: float = 2.0,
     seed: int = 0,
     batches: int = 1,
     device: str | None = None,
@@ -69,6 +71,8 @@ def plan(
         pin: Layers whose option is given, as pattern=option, such as *.down_proj=fp8.
         probe: How estimates are made: by trying, by noise at each layer or at the last, or by closed forms.
         method: snip, or what it is compared with: uniform, random, min-abs-err, min-rel-err, E-layer-id or E-layer-type.
+        power: What layers' divergences are raised to before they are added up: errors are independent, so squares do; the paper
+            has 1.
         seed: Of the noise, of stochastic casts, and of the method random.
         batches: How many micro-batches are tried.
         device: Where, in place of the run's own device.
@@ -77,6 +81,8 @@ def plan(
         output: A file to write the plan to.
     """
     _choose("--method", method, ("snip", *BASELINES))
+    if not 1 <= power < math.inf:
+        raise UserError(f"--power is a number of at least 1, not {power:g}.")
     given = combinations(options)
     goal = Goal(target=target, stages=_stages(stages), balance=balance, pinned=pins(pin))
     with _opened(run, device) as opened:
@@ -84,8 +90,9 @@ def plan(
     if cost == "time":
         shapes = [(layer.M, layer.N, layer.K) for layer in found.statistics.layers]
         goal = Goal(**{**vars(goal), "cost": measure_times(shapes, given, path=times, device=opened.job.ranks.device)})
-    solution = _solution(method, found, given, goal, seed)
-    said = {"probe": found.probe} if method == "snip" else {"seed": seed} if method == "random" else {}
+    solution = _solution(method, found, given, goal, power, seed)
+    ways: dict[str, dict[str, Any]] = {"snip": {"probe": found.probe, "power": power}, "random": {"seed": seed}}
+    said = ways.get(method, {})
     chosen = plan_of(found.layers, given, solution, opened.job.plan, method=method, step=found.step, **said, **goal.provenance)
     _write(output, chosen.to_json())
     _write(scores, found.to_json() + "\n")
@@ -270,9 +277,9 @@ def _opened(path: str, device: str | None) -> Iterator[_Opened]:
         yield _Opened(job)
 
 
-def _solution(method: str, scores: Scores, options: Sequence[Option], goal: Goal, seed: int) -> Solution:
+def _solution(method: str, scores: Scores, options: Sequence[Option], goal: Goal, power: float, seed: int) -> Solution:
     if method == "snip":
-        return choose(scores.quality(), scores.statistics.layers, options, goal)
+        return choose(scores.quality(power=power), scores.statistics.layers, options, goal)
     if method == "random":
         return random(scores.statistics, options, goal, seed=seed)
     return BASELINES[method](scores.statistics, options, goal)

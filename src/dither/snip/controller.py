@@ -127,6 +127,7 @@ class Snip:
         hysteresis: float = 0.0,
         loss: float = 1.0,
         weights: float = 1.0,
+        power: float = 2.0,
         forward: Callable[..., Any] | None = None,
         max_norm: float | None = None,
         seed: int = 0,
@@ -138,8 +139,9 @@ class Snip:
         """`every`, `start` and `delay` count optimizer steps, `delay` from the statistics to the change.
 
         `hysteresis` is the part of the quality's cost that a change must save to be made: 0 changes for any gain. `loss` and
-        `weights` weigh the two divergences. `forward(model, batch)` gives a batch's loss, `probe` is how it is estimated, and
-        `max_norm` what gradients are clipped to, all as `dither.snip.score` takes them; `estimate` may take its place.
+        `weights` weigh the two divergences, and `power` is what layers' divergences are raised to before they are added up, as
+        `Scores.quality` says: 1 is the paper's. `forward(model, batch)` gives a batch's loss, `probe` is how it is estimated,
+        and `max_norm` what gradients are clipped to, all as `dither.snip.score` takes them; `estimate` may take its place.
         `cost="time"` measures this GPU, and `times` is a file to keep that in. `tell` is called on rank 0
         with a sentence when something goes wrong, and otherwise nothing is said.
         """
@@ -148,9 +150,13 @@ class Snip:
                 raise UserError(f"snip's {name} is a number of steps, at least {least}, not {number!r}.")
         if delay >= every:
             raise UserError(f"snip's delay of {delay} steps is not below every={every}: one plan would overtake another.")
-        for name, share in (("hysteresis", hysteresis), ("loss", loss), ("weights", weights)):
+        for name, share in (("hysteresis", hysteresis), ("loss", loss), ("weights", weights), ("power", power)):
             if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share < float("inf"):
                 raise UserError(f"snip's {name} is a number that is not negative, not {share!r}.")
+        if power < 1:
+            raise UserError(
+                f"snip's power is at least 1, not {power!r}: below it, one error would count less than its two halves."
+            )
         if cost == "time" and not torch.cuda.is_available():
             raise UserError("snip's cost='time' is measured on a CUDA GPU, and there is none here: use cost='flops'.")
         self.model, self.optimizer, self.base = model, optimizer, recipe(base) if isinstance(base, str) else base
@@ -163,7 +169,7 @@ class Snip:
             pinned=pinned or {},
         )
         self.every, self.start, self.delay = every, start, delay
-        self.hysteresis, self.loss, self.weights, self.seed = hysteresis, loss, weights, seed
+        self.hysteresis, self.loss, self.weights, self.power, self.seed = hysteresis, loss, weights, power, seed
         self.plan = self.base
         self._timed, self._times, self._estimate, self._tell, self._group = cost == "time", times, estimate, tell, group
         how = {"forward": forward, "probe": probe, "max_norm": max_norm}
@@ -209,7 +215,7 @@ class Snip:
         return measure_times(shapes, self.options, path=self._times, device=next(self.model.parameters()).device)
 
     def _quality(self, scores: Scores) -> list[list[float]]:
-        return scores.quality(loss=self.loss, weights=self.weights)
+        return scores.quality(loss=self.loss, weights=self.weights, power=self.power)
 
     def _begin(self, scores: Scores, goal: Goal) -> _Pending:
         """Statistics, and on rank 0 a thread that makes a choice of them."""
@@ -266,7 +272,7 @@ class Snip:
         return Decision(step, measured, self.plan, False, reason, scores)
 
     def _apply(self, scores: Scores, solution: Solution) -> Plan:
-        said = {"probe": scores.probe, "step": scores.step, **self.goal.provenance}
+        said = {"probe": scores.probe, "power": self.power, "step": scores.step, **self.goal.provenance}
         chosen = plan(scores.layers, self.options, solution, self.base, **said)
         apply(self.model, chosen)
         return chosen

@@ -204,6 +204,8 @@ class Snip:
     """With stages: bound the slowest, or let each save its share."""
     pinned: tuple[str, ...] = ()
     """Layers whose option is given, as pattern=option, such as *.down_proj=fp8."""
+    power: float = 2.0
+    """What layers' divergences are raised to before they are added up: squares of independent errors do; the paper has 1."""
     hysteresis: float = 0.0
     """The part of a plan's cost that another must save to take its place."""
 
@@ -213,6 +215,7 @@ class Snip:
             _at_least(f"snip.{name}", getattr(self, name), 1)
         _at_least("snip.delay", self.delay, 0)
         _within("snip.hysteresis", self.hysteresis, 0, math.inf)
+        _within("snip.power", self.power, 1, math.inf)
         if self.delay >= self.every:
             raise UserError(f"snip.delay={self.delay} is not below snip.every={self.every}: one plan would overtake another.")
         try:

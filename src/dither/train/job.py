@@ -151,6 +151,7 @@ class Job:
             stages=snip.goal.stages,
             balance=snip.balance,
             pinned=snip.goal.pinned,
+            power=snip.power,
             hysteresis=snip.hysteresis,
             forward=self.loss,
             seed=self.config.run.seed,
