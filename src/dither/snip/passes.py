@@ -5,8 +5,7 @@ and random generators. Gradients come from `torch.autograd.grad`, so no `.grad` 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -79,7 +78,7 @@ class Passes:
         self.row = 0
         """Where the random bits of the micro-batch at hand begin."""
         self.count = 0
-        """Passes over a micro-batch so far, forward and backward, or backward more than once."""
+        """Passes over a micro-batch so far, forward and backward."""
         others = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         known = {id(weight) for weight in self.weights.values()}
         # Clipping takes the norm of all gradients together.
@@ -125,49 +124,35 @@ class Passes:
 
     def run(self, draw: int = 0) -> Pass:
         """Forward and backward over the batches. `draw` tells apart the random bits of stochastic casts."""
-        (found,) = self.run_each([nullcontext], draw)
-        return found
-
-    def run_each(self, ways: Sequence[Callable[[], AbstractContextManager[None]]], draw: int = 0) -> list[Pass]:
-        """Forward over the batches once, and backward in each of these contexts, through the same graph."""
-        total: Tensor | None = None
-        gradients: list[list[Tensor]] = [[] for _ in ways]
+        total, gradients = None, None
         parameters = [*self.weights.values(), *self._others]
         for index, batch in enumerate(self.batches):
             with torch.enable_grad(), self._micro_batch(index, draw):
                 loss = self.forward(self.model, batch) / len(self.batches)
-                for number, (way, sums) in enumerate(zip(ways, gradients, strict=True), start=1):
-                    with way():
-                        found = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=number < len(ways))
-                    self._add(sums, found, parameters)
-                    del found
+                found = torch.autograd.grad(loss, parameters, allow_unused=True)
             self.count += 1
+            wide = [torch.zeros_like(p) if g is None else g.float() for g, p in zip(found, parameters, strict=True)]
+            del found
+            if gradients is None:
+                gradients = wide
+            else:
+                # The layers' own are fresh results of products, and large; others may share memory, as two terms of a sum do.
+                owned = len(self.weights)
+                torch._foreach_add_(gradients[:owned], wide[:owned])
+                gradients[owned:] = [a + b for a, b in zip(gradients[owned:], wide[owned:], strict=True)]
+            del wide
             total = loss.detach().double() if total is None else total + loss.detach()
         assert total is not None
+        assert gradients is not None
         if self.group is not None:
-            for each in (total, *chain(*gradients)):
+            for each in (total, *gradients):
                 torch.distributed.all_reduce(each, group=self.group)
                 each /= self.ranks
-        return [Pass(total, dict(zip(self.weights, each, strict=False)), self._scale(each)) for each in gradients]
-
-    def _add(self, sums: list[Tensor], found: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> None:
-        """The gradients of one more micro-batch, in float32; an empty list becomes them."""
-        wide = [torch.zeros_like(p) if g is None else g.float() for g, p in zip(found, parameters, strict=True)]
-        if not sums:
-            sums.extend(wide)
-            return
-        # The layers' own are fresh results of products, and large; others may share memory, as two terms of a sum do.
-        owned = len(self.weights)
-        torch._foreach_add_(sums[:owned], wide[:owned])
-        sums[owned:] = [a + b for a, b in zip(sums[owned:], wide[owned:], strict=True)]
-
-    def _scale(self, gradients: list[Tensor]) -> Tensor:
-        """What clipping multiplies gradients by, 0-d."""
-        if not self.max_norm:
-            return torch.ones((), device=gradients[0].device)
-        norm = torch.stack(torch._foreach_norm(gradients)).norm()
-        scale: Tensor = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
-        return scale
+        scale = torch.ones((), device=total.device)
+        if self.max_norm:
+            norm = torch.stack(torch._foreach_norm(gradients)).norm()
+            scale = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
+        return Pass(total, dict(zip(self.weights, gradients, strict=False)), scale)
 
     def loss(self, draw: int = 0) -> Tensor:
         """The loss of a pass alone, 0-d float64: forward over the batches."""

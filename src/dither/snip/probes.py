@@ -10,9 +10,8 @@ docs/snip.md has what they are worth and what they cost.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy
@@ -28,15 +27,12 @@ from dither.snip.divergence import Scores
 from dither.snip.options import Option, casts_of
 from dither.snip.options import options as all_options
 from dither.snip.passes import Forward, Pass, Passes, plain_forward
-from dither.snip.statistics import Collector, LayerStatistics, Statistics, collecting
+from dither.snip.statistics import LayerStatistics, Statistics, collecting
 
 PROBES = ("measure", "layer", "last", "direct")
 
 Found = tuple[list[list[float]], list[list[float]]]
 """dL and dW, a row for each layer, a column for each option."""
-
-Moved = Mapping[str, float]
-"""|change of the gradient| of each layer."""
 
 
 def score(
@@ -82,12 +78,11 @@ def score(
     step = next(iter(passes.moments.values())).t - 1 if step is None else step
     with passes.borrowed():
         with collecting(passes.model, chosen, stream=stream) as seen:
-            base, behind = _with_noise_behind(passes, seen) if probe == "last" else (passes.run(), {})
+            base = passes.run()
         statistics = seen.statistics(
             passes.moments, step=step, loss=base.loss, gradients=base.gradients, scale=base.scale, group=group
         )
-        probes: dict[str, Callable[..., Found]] = {"direct": _direct, "layer": _layer, "measure": _measure}
-        probes["last"] = partial(_last, behind)
+        probes = {"direct": _direct, "last": _last, "layer": _layer, "measure": _measure}
         loss, weights = probes[probe](passes, statistics, chosen, base, rows)
     return Scores(
         step,
@@ -117,48 +112,22 @@ def _direct(passes: Passes, statistics: Statistics, options: Sequence[Option], b
     return _closed_loss(statistics, options, rows), weights
 
 
-SMALL = 0.01
-"""Of what noise is added to: small enough to be linear, and far above the rounding of bfloat16 in the mean over a tensor."""
-
-
-def _with_noise_behind(passes: Passes, seen: Collector) -> tuple[Pass, Moved]:
-    """A pass, and what noise on the last layer's dX moves: one more backward pass through the same graph shows that."""
-    last, noisy = next(reversed(passes.layers)), False
-
-    @contextmanager
-    def once_more() -> Iterator[None]:
-        nonlocal noisy
-        noisy = True
-        with seen.paused():
-            yield
-        noisy = False
-
-    with _noise(passes, last, "dx", SMALL, 0, relative=True, when=lambda: noisy):
-        base, found = passes.run_each([nullcontext, once_more])
-        own = base.gradients[last]
-        if (found.gradients[last] - own).norm() > 1e-3 * own.norm():
-            # The layer's own gradient has no noise in it. Some part of the model cannot be differentiated twice: kernels
-            # that scale in place, in backward, what they computed in forward do so again, and autograd does not see it.
-            with once_more():
-                found = passes.run()
-    return base, _moved(found, base)
-
-
-def _moved(found: Pass, base: Pass) -> Moved:
-    """|change of the gradient| of each layer, for noise as large as what it was added to. Uses `found` up."""
-    moved = [torch.linalg.vector_norm(found.gradients.pop(name).sub_(g)) for name, g in base.gradients.items()]
-    return dict(zip(base.gradients, (torch.stack(moved) / SMALL).tolist(), strict=True))
-
-
-def _last(behind: Moved, passes: Passes, statistics: Statistics, options: Sequence[Option], base: Pass, rows: bool) -> Found:
-    """The paper's two passes: noise on the last layer's output, and noise on its input's gradient (`behind`).
+def _last(passes: Passes, statistics: Statistics, options: Sequence[Option], base: Pass, rows: bool) -> Found:
+    """The paper's two passes: noise on the last layer's output, and noise on its input's gradient.
 
     The paper takes |change of g_i| from them for every layer i, and does not say what it is for an error at another layer l.
     We read them as relative: an error of Y_l, in units of Y_l, changes g_i as one of the last layer's Y in its units does,
     and an error of dX_l changes the g_i of earlier layers as one of the last layer's dX does.
     """
-    with _noise(passes, statistics.layers[-1].name, "y", SMALL, 0, relative=True):
-        bends = {"y": _moved(passes.run(), base), "dx": behind}
+    last = statistics.layers[-1]
+    size = {"y": _rms(last, "y"), "dx": _rms(last, "dx")}
+    bends: dict[str, dict[str, float]] = {}
+    for where in size:
+        # A hundredth: small enough to be linear, and far above the rounding of bfloat16 in the mean over a tensor.
+        with _noise(passes, last.name, where, 0.01 * size[where], 0):
+            found = passes.run()
+        moved = [torch.linalg.vector_norm(found.gradients.pop(name) - g) for name, g in base.gradients.items()]
+        bends[where] = dict(zip(base.gradients, torch.stack(moved).mul(100).tolist(), strict=True))
     passed = numpy.array(divergence.sensitivities(statistics)) / len(statistics.layers)
     by_y, by_dx = (numpy.array([bends[where][layer.name] for layer in statistics.layers]) for where in ("y", "dx"))
     weights = []
@@ -280,30 +249,14 @@ def _rms(layer: LayerStatistics, tensor: str) -> float:
 
 
 @contextmanager
-def _noise(
-    passes: Passes,
-    name: str,
-    where: str,
-    deviation: float,
-    draw: int,
-    *,
-    relative: bool = False,
-    when: Callable[[], bool] = lambda: True,
-) -> Iterator[None]:
-    """Inside, Gaussian noise is added to a layer's output ("y") or to the gradient of its input ("dx").
-
-    `relative` takes the deviation in units of what noise is added to, its root mean square in the micro-batch. Noise is added
-    while `when` says so.
-    """
+def _noise(passes: Passes, name: str, where: str, deviation: float, draw: int) -> Iterator[None]:
+    """Inside, Gaussian noise is added to a layer's output ("y") or to the gradient of its input ("dx")."""
     stream = Stream(passes.stream.seed, f"{passes.stream.purpose} {where}", f"{passes.stream.name}.{name}")
-    if where == "dx" and not relative:
+    if where == "dx":
         deviation *= passes.ranks  # each rank differentiates its own loss, and theirs are averaged later
 
     def noisy(x: Tensor, row: int) -> Tensor:
-        if not when():
-            return x
-        unit = torch.linalg.vector_norm(x.detach(), dtype=torch.float32) / math.sqrt(x.numel()) if relative else 1.0
-        return x + (deviation * unit * normal(stream, draw, x.shape, row, x.device)).to(x.dtype)
+        return x + (deviation * normal(stream, draw, x.shape, row, x.device)).to(x.dtype)
 
     def output(_: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> Tensor:
         return noisy(y, passes.row)

@@ -131,7 +131,6 @@ class Collector:
     def __init__(self, layers: Mapping[str, Linear], options: Iterable[Option], stream: Stream) -> None:
         self._layers, self._casts, self._stream = dict(layers), casts_of(options), stream
         self._norms = {name: _Norms() for name in layers}
-        self._paused = False
 
     def _input(self, name: str, layer: Linear, x: Tensor) -> Tensor:
         """Before a layer reads x: what casts of it would change. The layer is given a view that has a gradient of its own."""
@@ -160,8 +159,6 @@ class Collector:
 
     @torch.no_grad()
     def _output_gradient(self, name: str, layer: Linear, node: Any, errors: dict[str, Tensor], dy: Tensor) -> None:
-        if self._paused:
-            return
         dy_MN = dy.reshape(-1, layer.out_features)
         self._norms[name].add("dy", dy_MN)
         for cast in self._casts["grad"]:
@@ -171,21 +168,10 @@ class Collector:
 
     @torch.no_grad()
     def _input_gradient(self, name: str, layer: Linear, errors: dict[str, Tensor], dx: Tensor) -> None:
-        if self._paused:
-            return
         dx_M = _row_norms(dx.reshape(-1, layer.in_features))
         self._norms[name].add("dx", dx_M)
         for text, error_M in errors.items():
             self._norms[name].add(f"rows input {text}", dx_M * error_M)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside, backward passes are not looked at: those that differentiate a loss once more."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
 
     def _errors(self, name: str, x: Tensor, cast: Cast) -> Tensor:
         """The norms of what the cast changes in each row: float32[rows]."""
