@@ -7,7 +7,10 @@ Several processes share a GPU, which one alone leaves idle half of the time:
 
     ... --state here --prepare --seeds 0                        # once for each seed, side by side: to where the arms part
     ... --state here --share 1/8 --json plans-1.json            # and 2/8, ... 8/8, side by side: the arms
-    PYTHONPATH=src python3 benchmarks/snip_quality.py --table plans-*.json
+    PYTHONPATH=src python3 benchmarks/snip_quality.py --table plans-*.json --plot plans.svg
+
+A GPU's runs are not the same to the bit, and what parted twice has parted at two places: results say where theirs did
+(`parted`), and only those that parted at the same place are compared.
 
 The files of token ids are those of `benchmarks/sampling_quality.py --prepare`. For each seed a small Llama is trained in FP8
 for --before steps; there SNIP's estimates are taken, on batches that no step sees, and plans are made. From that point on each
@@ -26,6 +29,7 @@ that --json has already are not repeated; --minutes begins no run that would not
 
 import argparse
 import copy
+import hashlib
 import json
 import math
 import re
@@ -82,11 +86,14 @@ class Seed:
         path = arguments.state and arguments.state / f"seed-{seed}.pt"
         if path and path.exists():
             self.kept = torch.load(path, map_location=arguments.device, weights_only=True)
-            return
-        self.train(0, arguments.before)
-        self.kept = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
-        if path:
-            torch.save(self.kept, path)
+        else:
+            self.train(0, arguments.before)
+            self.kept = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
+            if path:
+                torch.save(self.kept, path)
+        self.parted = hashlib.sha256()
+        for weight in self.kept[0].values():
+            self.parted.update(weight.cpu().view(torch.uint8).numpy().tobytes())
 
     def train(self, first: int, end: int) -> None:
         """Steps from `first` to `end` in the precision that the model has."""
@@ -150,7 +157,8 @@ class Seed:
         dither.apply(self.model, chosen)
         self.train(self.arguments.before, self.arguments.steps)
         self.model.eval()
-        found = {"arm": arm, "seed": self.seed, "efficiency": chosen.provenance.get("efficiency")}
+        found = {"arm": arm, "seed": self.seed, "parted": self.parted.hexdigest()[:12]}
+        found["efficiency"] = chosen.provenance.get("efficiency")
         found["loss"] = self.text.held_out_loss(self.model, self.arguments.batch)
         dither.apply(self.model, WHOLE["bf16"])
         found["uncast"] = self.text.held_out_loss(self.model, self.arguments.batch)
@@ -158,15 +166,22 @@ class Seed:
         return found | {"seconds": time.perf_counter() - began, "layers": {name: str(p) for name, p in chosen.layers}}
 
 
+def of_arms(results: list[dict]) -> dict[str, list[dict]]:
+    """Results by arm; their seeds are places where arms parted."""
+    found: dict[str, list[dict]] = {}
+    for result in results:
+        found.setdefault(result["arm"], []).append(result | {"seed": (result["seed"], result.get("parted"))})
+    return found
+
+
 def print_table(results: list[dict]) -> None:
     """Every arm beside bf16 and beside SNIP at the same target."""
-    arms = list(dict.fromkeys(r["arm"] for r in results))
-    of = {arm: [r for r in results if r["arm"] == arm] for arm in arms}
+    of = of_arms(results)
     print(
         f"\n{'arm':<20}{'seeds':>6}{'in FP4':>8}{'loss':>9}{'loss - bf16':>20}{'loss - snip':>20}{'uncast - bf16':>20}{'s':>7}"
     )
-    for arm in arms:
-        mine, rival = of[arm], of.get(f"snip@{arm.partition('@')[2]}", [])
+    for arm, mine in of.items():
+        rival = of.get(f"snip@{arm.partition('@')[2]}", [])
         share = mine[0]["efficiency"]
         cells = [
             paired(mine, of.get("bf16", []), lambda r: r["loss"]),
@@ -177,6 +192,34 @@ def print_table(results: list[dict]) -> None:
         shown = "-" if share is None else f"{share:.3f}"
         seconds = statistics.fmean(r["seconds"] for r in mine)
         print(f"{arm:<20}{len(mine):>6}{shown:>8}{mean:>9.4f}" + "".join(f"{cell:>20}" for cell in cells) + f"{seconds:>7.1f}")
+
+
+def plot(results: list[dict], path: Path) -> None:
+    """What each method costs by the share of FLOPs in FP4, from fp8 to fp4, with standard errors: an SVG."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "plans"}
+    from matplotlib import pyplot
+
+    of, axes = of_arms(results), pyplot.subplots(figsize=(7.2, 4.0))[1]
+
+    def cost(arm: str) -> tuple[float, float, float]:
+        """The share in FP4, and the mean of loss - bf16 with its standard error, in thousandths of a nat."""
+        base = {r["seed"]: r["loss"] for r in of["bf16"]}
+        found = [1e3 * (r["loss"] - base[r["seed"]]) for r in of[arm] if r["seed"] in base]
+        share = {"fp8": 0.0, "fp4": 1.0}.get(arm, of[arm][0]["efficiency"])
+        return share, statistics.fmean(found), statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else 0.0
+
+    for method in dict.fromkeys(arm.partition("@")[0] for arm in of if "@" in arm):
+        arms = [arm for arm in of if arm.partition("@")[0] == method]
+        shares, means, errors = zip(*sorted(cost(arm) for arm in ("fp8", *arms, "fp4")), strict=True)
+        thick = 2.5 if method == "snip" else 1.2
+        axes.errorbar(shares, means, yerr=errors, label=method, marker="o", markersize=3, linewidth=thick, capsize=2)
+    axes.set(xlabel="share of FLOPs in FP4", ylabel="held-out loss - BF16's, thousandths of a nat")
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.3)
+    axes.figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
 
 
 def check_state(arguments: argparse.Namespace, settings: dict) -> None:
@@ -202,6 +245,7 @@ def main() -> None:
     parser.add_argument("--prepare", action="store_true", help="fill --state for the seeds, and end")
     parser.add_argument("--share", default="1/1", help="i/n: of all runs, every n-th from the i-th on")
     parser.add_argument("--table", type=Path, nargs="+", help="print the table of these results, and end")
+    parser.add_argument("--plot", type=Path, help="with --table: also draw them, as an SVG")
     parser.add_argument("--device", default="cuda")
     sizes = {"hidden": 512, "ffn": 1408, "layers": 8, "heads": 8, "words": 8192, "sequence": 512, "batch": 64}
     sizes |= {"before": 200, "steps": 600, "warmup": 60, "probes": 2, "held_out_windows": 1024}
@@ -214,7 +258,9 @@ def main() -> None:
         parser.set_defaults(**TINY)
     arguments = parser.parse_args()
     if arguments.table:
-        print_table(read_results(arguments.table))
+        print_table(found := read_results(arguments.table))
+        if arguments.plot:
+            plot(found, arguments.plot)
         return
     if not arguments.tiny and (arguments.train is None or arguments.held_out is None):
         parser.error("--train and --held-out name the files of token ids, of sampling_quality.py --prepare")

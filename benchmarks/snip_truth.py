@@ -7,7 +7,8 @@ train.npy and held_out.npy hold token ids, uint16, as benchmarks/sampling_qualit
 in BF16 autocast with float32 parameters (O1), uncast. Every probe then scores every option of every layer on batches of
 training text, and `dither.snip.verify` tries all options for real, one layer at a time, on whole batches of held-out text.
 --minutes bounds the truth: as many held-out batches are taken as fit, at least one, and --loss-batches for the loss alone.
---tokens scores once more on the first so many tokens of the training text: what fewer of them are worth.
+--tokens scores once more on the first so many tokens of the training text: what fewer of them are worth. --compute fp32 looks
+at all of it in float32: in BF16, what follows a change is rounded anew, which hides the small ones.
 """
 
 import argparse
@@ -48,6 +49,11 @@ def forward(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) ->
     """The loss of a batch under BF16 autocast; without it on a CPU, where BF16 products are slow."""
     with autocast(batch[0].device.type):
         return model(*batch)
+
+
+def exact_forward(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The loss of a batch in float32."""
+    return model(*batch)
 
 
 def trained(text: Text, arguments: argparse.Namespace) -> tuple[Llama, torch.optim.Optimizer, float]:
@@ -92,6 +98,12 @@ def main() -> None:
     parser.add_argument("--probes", default=",".join(PROBES))
     parser.add_argument("--options", default="fp8,fp4")
     parser.add_argument("--micro", type=int, default=1, help="batches of training text that probes see")
+    parser.add_argument(
+        "--compute",
+        choices=("bf16", "fp32"),
+        default="bf16",
+        help="what estimates and truth are computed in",
+    )
     parser.add_argument("--tokens", default="", help="also score on so many tokens, separated by commas")
     parser.add_argument("--fewer-probes", default="measure,last", help="the probes that do")
     parser.add_argument("--held-out-batches", type=int, default=4, help="batches of held-out text, at most")
@@ -116,7 +128,7 @@ def main() -> None:
     generator = torch.Generator().manual_seed(arguments.seed + 1)
     seen = [text.windows(text.train, generator, arguments.batch) for _ in range(arguments.micro)]
     unseen = [text.windows(text.held_out, generator, arguments.batch) for _ in range(arguments.held_out_batches)]
-    given = {"forward": forward, "max_norm": 1.0}
+    given = {"forward": forward if arguments.compute == "bf16" else exact_forward, "max_norm": 1.0}
     scores = []
     for probe in arguments.probes.split(","):
         for rows in (False, True) if probe == "direct" else (False,):
