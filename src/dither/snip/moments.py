@@ -19,13 +19,16 @@ from dither.errors import UserError
 from dither.optim.adam_mini import AdamMini
 from dither.optim.adamw import AdamW
 from dither.optim.roles import role_of
-from dither.optim.shards import as_matrix
+from dither.optim.shards import as_matrix, local
 from dither.reference.adamw import load_state
 
 
 @dataclass(frozen=True)
 class Moments:
-    """The moments of one weight before a step, float32 in the weight's shape, and what the step will use."""
+    """The moments of one weight before a step, float32 in the weight's shape, and what the step will use.
+
+    Of a weight that is spread over processes they are those of this process's part.
+    """
 
     m: Tensor
     v: Tensor
@@ -114,8 +117,11 @@ def moments_of(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) 
     places = {id(p): (group, number) for group in optimizer.param_groups for number, p in enumerate(group["params"])}
     found: dict[str, Callable[[], Moments]] = {}
     for name, weight in weights.items():
-        if isinstance(weight, DTensor):
-            raise UserError(f"The weight of the layer {name!r} is spread over processes, and scores take whole weights.")
+        if isinstance(weight, DTensor) and isinstance(optimizer, AdamMini):
+            raise UserError(
+                f"The weight of the layer {name!r} is spread over processes, and AdamMini's second moments are shared between "
+                "them: score a whole copy of the model."
+            )
         if id(weight) not in places:
             raise UserError(f"The optimizer does not have the weight of the layer {name!r}: it never changes, so leave it out.")
         state = optimizer.state.get(weight)
@@ -142,12 +148,14 @@ def _moments(
     t, lr = int(state["step"]) + 1, float(group["lr"])
     numbers: Any = (t, lr, tuple(group["betas"]), group["eps"])
     if not isinstance(optimizer, AdamW):
-        return Moments(state["exp_avg"].float(), state["exp_avg_sq"].float(), *numbers)
+        return Moments(local(state["exp_avg"]).float(), local(state["exp_avg_sq"]).float(), *numbers)
     slot = optimizer._slots_of(next(i for i, each in enumerate(optimizer.param_groups) if each is group), 0)[number]
-    m = load_state(as_matrix(state["exp_avg"]), state.get("exp_avg_scale"), slot.update, True)
+    parts = {key: as_matrix(local(value)) for key, value in state.items() if key != "step"}
+    m = load_state(parts["exp_avg"], parts.get("exp_avg_scale"), slot.update, True)
     if not isinstance(optimizer, AdamMini):
-        v = load_state(as_matrix(state["exp_avg_sq"]), state.get("exp_avg_sq_scale"), slot.update, False)
-        return Moments(m.view(weight.shape), v.view(weight.shape), *numbers)
+        v = load_state(parts["exp_avg_sq"], parts.get("exp_avg_sq_scale"), slot.update, False)
+        shape = local(weight).shape
+        return Moments(m.view(shape), v.view(shape), *numbers)
     transposed = role_of(optimizer.roles, slot.name).transposed
     runs, first = [], 0
     for begin, end, run in optimizer._sections(slot):

@@ -1,19 +1,22 @@
 """Passes over a few batches that leave no trace: losses and gradients of a model with some layers in other precisions.
 
 Between them the model is as it was, to the bit: weights, gradients, buffers, precisions, histories of delayed scaling, modes
-and random generators. Gradients come from `torch.autograd.grad`, so no `.grad` is touched and no hook of a parameter is called.
+and random generators. Gradients come from `torch.autograd.grad`, so no `.grad` is touched and no hook of a parameter is called;
+where FSDP2 spreads weights over processes they come from `backward`, and each process holds its part of them.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
 from dither.nn.linear import Linear
 from dither.nn.step import training_step
+from dither.optim.shards import local, reduce_cuts, spread_over
 from dither.precision import LayerPrecision
 from dither.random import Stream
 from dither.snip.moments import Moments, moments_of
@@ -70,6 +73,13 @@ class Passes:
         if not self.batches:
             raise UserError("There are no batches to learn from: give at least one.")
         self.weights: dict[str, Tensor] = {name: layer.weight for name, layer in self.layers.items()}
+        # All that a backward pass gives a gradient, as it is between passes: FSDP2 puts whole copies in its place inside them.
+        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self._cut = next((name for name, weight in self.weights.items() if isinstance(weight, DTensor)), None)
+        if self._cut is not None and group is None:
+            raise UserError(
+                f"The weight of the layer {self._cut!r} is spread over processes: pass those that share it as group=."
+            )
         self.moments: Mapping[str, Moments] = moments_of(optimizer, self.weights)
         self.forward, self.stream, self.group = forward, stream, group
         self.max_norm = getattr(optimizer, "max_norm", None) if max_norm is None else max_norm
@@ -83,7 +93,7 @@ class Passes:
         known = {id(weight) for weight in self.weights.values()}
         # Clipping takes the norm of all gradients together.
         self._others = [p for p in others if id(p) not in known] if self.max_norm else []
-        self.sizes = self._gathered([torch.linalg.vector_norm(w.detach(), dtype=torch.float32) for w in self.weights.values()])
+        self.sizes = self.norms(local(w).detach() for w in self.weights.values())
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
@@ -126,12 +136,13 @@ class Passes:
         """Forward and backward over the batches. `draw` tells apart the random bits of stochastic casts."""
         total, gradients = None, None
         parameters = [*self.weights.values(), *self._others]
+        differentiate = self._by_grad if self._cut is None else self._by_backward
         for index, batch in enumerate(self.batches):
             with torch.enable_grad(), self._micro_batch(index, draw):
                 loss = self.forward(self.model, batch) / len(self.batches)
-                found = torch.autograd.grad(loss, parameters, allow_unused=True)
+                found = differentiate(loss, parameters)
             self.count += 1
-            wide = [torch.zeros_like(p) if g is None else g.float() for g, p in zip(found, parameters, strict=True)]
+            wide = [torch.zeros_like(local(p)) if g is None else g.float() for g, p in zip(found, parameters, strict=True)]
             del found
             if gradients is None:
                 gradients = wide
@@ -145,14 +156,31 @@ class Passes:
         assert total is not None
         assert gradients is not None
         if self.group is not None:
-            for each in (total, *gradients):
+            # Gradients of what is spread over processes are their mean already.
+            whole = [g for g, p in zip(gradients, parameters, strict=True) if not isinstance(p, DTensor)]
+            for each in (total, *whole):
                 torch.distributed.all_reduce(each, group=self.group)
                 each /= self.ranks
         scale = torch.ones((), device=total.device)
         if self.max_norm:
-            norm = torch.stack(torch._foreach_norm(gradients)).norm()
+            norm = _norms(gradients, parameters).norm().float()
             scale = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
         return Pass(total, dict(zip(self.weights, gradients, strict=False)), scale)
+
+    def _by_grad(self, loss: Tensor, parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        return torch.autograd.grad(loss, parameters, allow_unused=True)
+
+    def _by_backward(self, loss: Tensor, parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """With FSDP2 gradients reach its parameters by `backward` alone; those that wait there for a step are put aside."""
+        kept = [p.grad for p in self._parameters]
+        try:
+            for p in self._parameters:
+                p.grad = None
+            loss.backward()  # type: ignore[no-untyped-call]
+            return [None if p.grad is None else local(p.grad) for p in parameters]
+        finally:
+            for p, grad in zip(self._parameters, kept, strict=True):
+                p.grad = grad
 
     def loss(self, draw: int = 0) -> Tensor:
         """The loss of a pass alone, 0-d float64: forward over the batches."""
@@ -179,15 +207,27 @@ class Passes:
 
     def change(self, found: Pass, baseline: Mapping[str, Tensor]) -> Tensor:
         """|u_i - u_i of the baseline| / |W_i| of each layer i, float64[layers]: how far its next weights are moved."""
-        moved = [
-            torch.linalg.vector_norm(self.moments[name].update(found.scale * g) - baseline[name], dtype=torch.float32)
-            for name, g in found.gradients.items()
-        ]
-        return self._gathered(moved) / self.sizes
+        moved = (self.moments[name].update(found.scale * g) - baseline[name] for name, g in found.gradients.items())
+        return self.norms(moved) / self.sizes
 
-    def _gathered(self, numbers: list[Tensor]) -> Tensor:
-        device = next(iter(self.weights.values())).device
-        return torch.stack([number.to(device).double() for number in numbers])
+    def norms(self, parts: Iterable[Tensor]) -> Tensor:
+        """Of tensors in the shapes of the layers' weights, or of this process's parts of them: float64[layers]."""
+        return _norms(parts, list(self.weights.values()))
+
+
+def _norms(parts: Iterable[Tensor], of: Sequence[Tensor]) -> Tensor:
+    """Norms of tensors that are spread over processes as those of `of` are, of which `parts` are this one's: float64[n]."""
+    found = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]
+    squares = torch.stack([number.to(found[0].device).double() for number in found]).square()
+    groups: dict[object, list[int]] = {}
+    for place, x in enumerate(of):
+        if isinstance(x, DTensor):
+            groups.setdefault(spread_over(x), []).append(place)
+    for places in groups.values():
+        total = squares[places]
+        reduce_cuts(total, of[places[0]])
+        squares[places] = total
+    return squares.sqrt()
 
 
 def _state(layer: Linear) -> dict[str, Any]:

@@ -126,8 +126,8 @@ def _last(passes: Passes, statistics: Statistics, options: Sequence[Option], bas
         # A hundredth: small enough to be linear, and far above the rounding of bfloat16 in the mean over a tensor.
         with _noise(passes, last.name, where, 0.01 * size[where], 0):
             found = passes.run()
-        moved = [torch.linalg.vector_norm(found.gradients.pop(name) - g) for name, g in base.gradients.items()]
-        bends[where] = dict(zip(base.gradients, torch.stack(moved).mul(100).tolist(), strict=True))
+        moved = passes.norms(found.gradients.pop(name) - g for name, g in base.gradients.items())
+        bends[where] = dict(zip(base.gradients, moved.mul(100).tolist(), strict=True))
     passed = numpy.array(divergence.sensitivities(statistics)) / len(statistics.layers)
     by_y, by_dx = (numpy.array([bends[where][layer.name] for layer in statistics.layers]) for where in ("y", "dx"))
     weights = []
@@ -220,20 +220,25 @@ def _measure(passes: Passes, statistics: Statistics, options: Sequence[Option], 
 @contextmanager
 def _far_slope(passes: Passes, name: str) -> Iterator[list[Tensor]]:
     """Inside, dY (Y - X W^T) of a layer that casts is added up: the loss's slope, at the far end, along the layer's error."""
-    layer, found = passes.layers[name], list[Tensor]()
+    layer, found, exact = passes.layers[name], list[Tensor](), list[Tensor]()
 
-    def watch(_: nn.Module, args: tuple[Tensor, ...], named: Mapping[str, Tensor], y: Tensor) -> None:
-        with torch.no_grad():
-            x = args[0] if args else named["input"]
-            error = y.detach().float() - functional._plain(x, layer.weight, layer.bias, layer.transposed).float()
+    @torch.no_grad()
+    def before(_: nn.Module, args: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> None:
+        x = args[0] if args else named["input"]
+        # Here and not afterwards, when FSDP2 may have put the weight away.
+        exact.append(functional._plain(x, layer.weight, layer.bias, layer.transposed).float())
+
+    def after(_: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
+        error = y.detach().float() - exact.pop()
         if y.requires_grad:
             y.register_hook(lambda dy: found.append((dy.float() * error).sum().double()))  # type: ignore[no-untyped-call]
 
-    hook = layer.register_forward_hook(watch, with_kwargs=True)
+    hooks = [layer.register_forward_pre_hook(before, with_kwargs=True), layer.register_forward_hook(after)]
     try:
         yield found
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 def _total(passes: Passes, found: list[Tensor]) -> float:

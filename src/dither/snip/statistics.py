@@ -8,18 +8,20 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
 from dither.files import Refused, from_json
 from dither.nn.experts import ExpertLinear
 from dither.nn.linear import Linear
 from dither.operators import implementation
+from dither.optim.shards import like, local
 from dither.precision import Cast
 from dither.random import Stream
 from dither.snip.moments import Moments
@@ -134,6 +136,11 @@ class Collector:
 
     def _input(self, name: str, layer: Linear, x: Tensor) -> Tensor:
         """Before a layer reads x: what casts of it would change. The layer is given a view that has a gradient of its own."""
+        if isinstance(layer.weight, DTensor):  # even now that it is needed
+            raise UserError(
+                f"The layer {name!r} is cut by tensor parallelism, and operands are cast only in one piece: score a whole copy "
+                "of the model."
+            )
         own = x.view_as(x)
         with torch.no_grad():
             norms, x_MK = self._norms[name], x.detach().reshape(-1, layer.in_features)
@@ -245,8 +252,12 @@ class Collector:
         return Statistics(step, mean, tuple(self._layer(name, layer, found_of[name]) for name, layer in self._layers.items()))
 
     def _of_weight(self, name: str, layer: Linear, g: Tensor, moments: Moments, scale: Tensor | float) -> dict[str, Tensor]:
-        """Norms of a weight, its gradient and its casts' errors."""
-        w_NK, dw_N = _weight(layer), _row_norms(g.T if layer.transposed else g)
+        """Norms of a weight, its gradient and its casts' errors; what is spread over processes is gathered, one at a time."""
+        weight = layer.weight.detach()
+        if isinstance(weight, DTensor):
+            g, m, v = (like(weight, part).full_tensor() for part in (local(g), moments.m, moments.v))  # type: ignore[attr-defined]
+            weight, moments = weight.full_tensor(), replace(moments, m=m, v=v)
+        w_NK, dw_N = weight.T if layer.transposed else weight, _row_norms(g.T if layer.transposed else g)
         found = {"w": _norm(w_NK), "dw": _norm(dw_N), "update": _norm(scale * moments.slope(scale * g))}
         for cast in self._casts["weight"]:
             error_N = self._errors(name, w_NK, cast)
