@@ -19,8 +19,8 @@ from torch import Tensor
 
 from dither import Stream
 from dither.kernels import sampling as kernels
-from dither.kernels.quantize import largest
 from dither.kernels.sampling import RUN, load_runs, pow2, run_words, store_runs, tile_blocks, tile_runs
+from dither.kernels.tiles import largest
 from dither.reference.sampling import NOISES
 
 SHAPES = [(2048, 8192), (4096, 4096), (8192, 8192), (16384, 16384)]

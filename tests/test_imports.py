@@ -36,6 +36,7 @@ ORDER = [
     "dither.kernels.rounding",
     "dither.kernels.packing",
     "dither.kernels.scaling",
+    "dither.kernels.tiles",
     "dither.kernels.quantize",
     "dither.kernels.sampling",
     "dither.kernels.matmul",

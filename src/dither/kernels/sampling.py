@@ -15,7 +15,6 @@ from torch import Tensor
 
 from dither.kernels import Launch
 from dither.kernels.philox import aligned, philox4x32, program_tile, random_tile, tiles
-from dither.kernels.quantize import largest, native_codes
 from dither.kernels.rounding import (
     as_bits,
     as_float,
@@ -28,6 +27,7 @@ from dither.kernels.rounding import (
     widen,
     widen_here,
 )
+from dither.kernels.tiles import largest, native_codes
 from dither.precision import Rounding
 from dither.random import Draw
 from dither.reference.sampling import DTYPES, LN2, POW2, ROUNDED_NORMAL, ROUNDED_NORMAL_EXACT, block_count, width

@@ -1,0 +1,400 @@
+"""What a program of a casting kernel does with its tile: read it, scale it, round it, and write its codes and scales."""
+
+import triton
+import triton.language as tl
+
+from dither.kernels.packing import e2m1_words, store_packed, store_words
+from dither.kernels.philox import program_tile, random_calls, random_elements
+from dither.kernels.rounding import (
+    SIGN,
+    as_bits,
+    as_float,
+    encode,
+    round_bits,
+    round_code,
+    round_code_in,
+    round_magnitude,
+    widen,
+    widen_here,
+    with_sign,
+)
+from dither.kernels.scaling import group_factors, tensor_factor
+
+
+@triton.jit
+def maximum(a, b):
+    """The larger, or NaN if either is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest(magnitude, NATIVE: tl.constexpr):
+    """Bits of the largest of each group, for groups along axes 1 and 3; a NaN counts as larger than any number."""
+    if NATIVE:
+        return as_bits(tl.reduce(tl.reduce(magnitude, 3, maximum), 1, maximum))
+    else:
+        # The same order on the bits; the interpreter takes a reduction by a function of ours one element at a time.
+        return tl.max(tl.max(as_bits(magnitude), axis=3), axis=1)
+
+
+@triton.jit
+def element_place(n, N: tl.constexpr, COLUMNS: tl.constexpr, A: tl.constexpr, RUN: tl.constexpr, ALONG_ROWS: tl.constexpr):
+    """(row, column) in its tile of the n-th element as the tile is loaded.
+
+    A tile is loaded as one line of N elements, since there the share of each thread is the same in every version of Triton:
+    runs of 16 bytes, threads side by side, all of it A times over. Which elements the A rounds bring is our choice.
+    Along the columns, they bring a thread's next runs, so that it holds A * RUN neighbours, and few threads share a group and
+    the work on its scale. Along the rows, they bring the next rows, so that transposed codes leave a thread A at a time.
+    """
+    # Each part is one division and one remainder of n itself: Triton sees that runs stay whole, and loads them whole.
+    again = n // (N // A)
+    if ALONG_ROWS:
+        return n // COLUMNS % (N // A // COLUMNS) * A + again, n % COLUMNS
+    else:
+        run = n // RUN % (N // A // RUN) * A + again
+        return run // (COLUMNS // RUN), run % (COLUMNS // RUN) * RUN + n % RUN
+
+
+@triton.jit
+def spread(groups, P: tl.constexpr, Q: tl.constexpr, GP: tl.constexpr, GQ: tl.constexpr):
+    """Repeat [P / GP, Q / GQ] to [P, Q]."""
+    wide = tl.broadcast_to(groups[:, None, :, None], [P // GP, GP, Q // GQ, GQ])
+    return tl.reshape(wide, [P, Q])
+
+
+@triton.jit
+def restored(value, restore, tensor, DTYPE: tl.constexpr, SCALED: tl.constexpr, TWO_LEVEL: tl.constexpr, NATIVE: tl.constexpr):
+    """value * restore * tensor as DTYPE; finite overflow stops at its largest number."""
+    product = value
+    if SCALED:
+        product = product * restore
+    if TWO_LEVEL:
+        product = product * tensor
+    bits = as_bits(product)
+    # The bits of the largest finite number.
+    LIMIT: tl.constexpr = 0x477FE000 if DTYPE == tl.float16 else 0x7F7F0000 if DTYPE == tl.bfloat16 else 0x7F7FFFFF
+    magnitude = bits & 0x7FFFFFFF
+    infinite = (as_bits(value) & 0x7FFFFFFF) == 0x7F800000
+    stopped = tl.where((magnitude > 0x7F800000) | infinite, magnitude, tl.minimum(magnitude, LIMIT))
+    if DTYPE == tl.bfloat16 and not NATIVE:
+        # Through the bits, because Triton's interpreter truncates, and loses subnormal numbers. NaN is left alone.
+        nearest = (stopped + 0x7FFF + ((stopped >> 16) & 1)) & -65536
+        stopped = tl.where(magnitude > 0x7F800000, magnitude, nearest)
+        return ((stopped | (bits & -0x80000000)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return as_float(stopped | (bits & -0x80000000)).to(DTYPE)
+
+
+@triton.jit
+def scaled_bits(x, multiply, S: tl.constexpr, MEASURE: tl.constexpr):
+    """Bits of |x * multiply|. MEASURE says that `multiply` comes from the groups of x themselves: then nothing overflows."""
+    magnitude = tl.abs(x)
+    if S.KIND == "none":
+        return as_bits(magnitude)
+    y = as_bits(magnitude * multiply)
+    if not MEASURE or S.KIND == "nvfp4":
+        # The tensor's own magnitude was given: a finite product may overflow, and then saturates.
+        y = tl.where((y == 0x7F800000) & (as_bits(magnitude) < 0x7F800000), 0x7F7FFFFF, y)
+    return y
+
+
+@triton.jit
+def limited(y, F: tl.constexpr):
+    """At most the format's largest magnitude. Compared unsigned, so does a NaN of either sign stop, as the reference says."""
+    return tl.minimum(y.to(tl.uint32, bitcast=True), F.MAX_BITS).to(tl.int32, bitcast=True)
+
+
+E4M3_PAIR = tl.constexpr(
+    "{ .reg .b16 t; .reg .b32 u; cvt.rn.satfinite.e4m3x2.f32 t, $3, $2; "
+    "cvt.u32.u16 u, t; and.b32 $0, u, 255; shr.u32 $1, u, 8; }"
+)
+E5M2_PAIR = tl.constexpr(E4M3_PAIR.value.replace("e4m3", "e5m2"))
+
+
+@triton.jit
+def fp8_codes(value, E4M3: tl.constexpr, APART: tl.constexpr):
+    """Codes by the GPU's own conversions.
+
+    APART gives each a register of its own (int32). A conversion makes two codes, halves of one register, and where Triton 3.6
+    stores them across rows, three of eight came out wrong on an H200: those that it shifts out of the upper half in 16 bits.
+    """
+    if APART:
+        how: tl.constexpr = E4M3_PAIR if E4M3 else E5M2_PAIR
+        return tl.inline_asm_elementwise(how, "=r,=r,f,f", [value], dtype=tl.int32, is_pure=True, pack=2)
+    elif E4M3:
+        return value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        return value.to(tl.float8e5).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def native_codes(x, multiply, F: tl.constexpr, GROUPED: tl.constexpr, APART: tl.constexpr):
+    """E4M3 or E5M2 codes by the GPU's own conversions, which round and saturate as we do, but make a number of an infinity."""
+    product = x * multiply
+    if F.BIAS == 7:
+        if not GROUPED:
+            product += x * 0.0  # NaN where x is infinite, and else nothing
+        return fp8_codes(product, True, APART)
+    else:
+        code = fp8_codes(product, False, APART)
+        if not GROUPED:
+            infinite = (tl.abs(x) == float("inf")) & (product == product)
+            code = tl.where(infinite, ((as_bits(x) >> 24) & 0x80 | 0x7C).to(code.dtype), code)
+        return code
+
+
+@triton.jit
+def tile_codes(
+    x,
+    multiply,
+    random,
+    F: tl.constexpr,
+    C: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    MEASURE: tl.constexpr,
+    APART: tl.constexpr = False,
+):
+    """Codes in C of x * multiply, rounded to F; see `scaled_bits` for MEASURE and `fp8_codes` for APART."""
+    # A measured scale is NaN when something in the group is not finite: a product is then finite, or all of a group is NaN.
+    GROUPED: tl.constexpr = MEASURE and S.KIND != "none"
+    FP8: tl.constexpr = F == C and F.BITS == 8 and (F.BIAS == 7 or F.BIAS == 15) and S.KIND != "none"
+    if FP8 and H.NATIVE and H.KIND == "nearest":
+        return native_codes(x, multiply, F, GROUPED, APART)
+    else:
+        sign = as_bits(x)
+        y = scaled_bits(x, multiply, S, MEASURE)
+        if GROUPED and F == C and not F.HAS_NAN:
+            return with_sign(round_code(limited(y, F), random, F, H), sign, F)
+        elif GROUPED and not F.HAS_NAN and not F.INTEGER and C.BITS == 8 and C.BIAS == 7 and H.NATIVE:
+            # FP4 or FP6 for FP8 units: the conversion has nothing left to round. The sum makes NaN of a lost group.
+            value = as_float(round_magnitude(limited(y, F), random, F, H)) + as_float(y) * 0.0
+            return fp8_codes(as_float(as_bits(value) | (sign & SIGN)), True, APART)
+        elif GROUPED and not F.HAS_NAN and not F.INTEGER and C.HAS_NAN:
+            code = with_sign(round_code_in(limited(y, F), random, F, C, H), sign, C)
+            return tl.where(y > 0x7F800000, C.NAN_CODE, code)
+        else:
+            return encode(round_bits(y, sign, random, F, H, True), C)
+
+
+@triton.jit
+def store_scales(
+    scale_ptr,
+    stored,
+    line0,
+    first,
+    lines,
+    length,
+    P: tl.constexpr,
+    Q: tl.constexpr,
+    GP: tl.constexpr,
+    GQ: tl.constexpr,
+    LINES_INNERMOST: tl.constexpr,
+):
+    """Write the scales [P / GP, Q / GQ] of the groups from element `first` of line `line0` on."""
+    group_line = line0 // GP + tl.arange(0, P // GP)
+    group = first // GQ + tl.arange(0, Q // GQ)
+    groups = (length + GQ - 1) // GQ
+    inside = (group_line < (lines + GP - 1) // GP)[:, None] & (group < groups)[None, :]
+    place = group_line[:, None] * groups + group[None, :]
+    if LINES_INNERMOST:
+        place = group[None, :] * lines + group_line[:, None]
+    tl.store(scale_ptr + place, stored.to(scale_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def cast_tile(
+    x,
+    random,
+    amax,
+    tensor,
+    out_ptr,
+    scale_ptr,
+    line0,
+    first,
+    lines,
+    length,
+    stride_line,
+    stride_element,
+    F: tl.constexpr,
+    C: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    E: tl.constexpr,
+    W: tl.constexpr,
+    P: tl.constexpr,
+    Q: tl.constexpr,
+    GP: tl.constexpr,
+    GQ: tl.constexpr,
+    MEASURE: tl.constexpr,
+    FAKE: tl.constexpr,
+    RAGGED: tl.constexpr,
+    WORDS: tl.constexpr,
+    COMPACT: tl.constexpr,
+):
+    """Cast x [P, Q], elements first .. of lines line0 .., with groups [GP, GQ], and store codes (or values) and scales.
+
+    F is the format, C the format of the codes. `amax` has the bits for the groups unless MEASURE. Scales are stored here
+    only when measured here.
+    """
+    line = line0 + tl.arange(0, P)
+    multiply, restore = x, x
+    if S.KIND != "none":
+        if MEASURE:
+            amax = largest(tl.reshape(tl.abs(x), [P // GP, GP, Q // GQ, GQ]), H.NATIVE)
+            if COMPACT:
+                # Each magnitude in one thread, not in all that share the group, so that less work is done twice.
+                n: tl.constexpr = (P // GP) * (Q // GQ)
+                amax = tl.reshape(tl.gather(tl.reshape(amax, [n]), tl.arange(0, n), 0), [P // GP, Q // GQ])
+        multiply, restore, stored = group_factors(amax, tensor, S, E, W, MEASURE, H.NATIVE)
+        if MEASURE and not FAKE:
+            innermost: tl.constexpr = S.KIND == "fp32" and GP == 1 and GQ == 128  # as layout.lines_innermost says
+            store_scales(scale_ptr, stored, line0, first, lines, length, P, Q, GP, GQ, innermost)
+        multiply = spread(multiply, P, Q, GP, GQ)
+        restore = spread(restore, P, Q, GP, GQ)
+    if FAKE:
+        value = as_float(round_bits(scaled_bits(x, multiply, S, MEASURE), as_bits(x), random, F, H, True))
+        result = restored(value, restore, tensor, out_ptr.dtype.element_ty, S.KIND != "none", S.KIND == "nvfp4", H.NATIVE)
+        at = first + tl.arange(0, Q)
+        inside = (line < lines)[:, None] & (at < length)[None, :]
+        tl.store(out_ptr + line[:, None] * stride_line + at[None, :] * stride_element, result, mask=inside)
+    elif (
+        # E2M1 in its own storage, with 16 random bits: eight codes at a time.
+        F == C and F.BITS == 4 and not F.INTEGER and MEASURE and S.KIND != "none" and H.NATIVE and H.BITS == 16 and WORDS
+        and not RAGGED
+    ):  # fmt: skip
+        words = e2m1_words(limited(scaled_bits(x, multiply, S, MEASURE), F), as_bits(x), random, F, P, Q)
+        store_words(out_ptr, words, line, first, lines, stride_line, Q)
+    else:
+        code = tile_codes(x, multiply, random, F, C, S, H, MEASURE)
+        if RAGGED:
+            code = tl.where(((first + tl.arange(0, Q)) < length)[None, :], code, 0)
+        store_packed(out_ptr, code, line, first, lines, stride_line, C.BITS, WORDS, P, Q)
+
+
+@triton.jit
+def load_tile(
+    x_ptr,
+    step_ptr,
+    key,
+    top,
+    left,
+    rows,
+    columns,
+    inner,
+    stride_r,
+    stride_c,
+    H: tl.constexpr,
+    RUN: tl.constexpr,
+    BY_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    A: tl.constexpr,
+    EVEN: tl.constexpr,
+    HERE: tl.constexpr,
+):
+    """The tile at x_ptr as one line (see `element_place`), zeros beyond its `rows` and `columns`, and its random bits.
+
+    `top` and `left` are the coordinates of its first element in the whole tensor, where its rows lie `inner` apart.
+    """
+    N: tl.constexpr = ROWS * COLUMNS
+    row, column = element_place(tl.arange(0, N), N, COLUMNS, A, RUN, BY_ROWS)
+    place = x_ptr + row.to(tl.int64) * stride_r + column * stride_c
+    if EVEN:
+        x = tl.load(place)
+    else:
+        x = tl.load(place, mask=(row < rows) & (column < columns), other=0.0)
+    x = widen_here(x, H.NATIVE) if HERE else widen(x, H.NATIVE)
+    random = as_bits(x)
+    if H.KIND == "stochastic":
+        step = tl.load(step_ptr).to(tl.uint32)
+        if H.MOVED:
+            top += tl.load(step_ptr + 1)
+            key += tl.load(step_ptr + 2)
+        top, left = top.to(tl.uint32), left.to(tl.uint32)
+        if H.ALIGNED:
+            E: tl.constexpr = 128 // H.WIDTH
+            row, column = element_place(tl.arange(0, N // E) * E, N, COLUMNS, A, RUN, BY_ROWS)
+            random = random_calls(key, step, top + (row * inner).to(tl.uint32), left + column.to(tl.uint32), N // E, H.WIDTH)
+        else:
+            random = random_elements(key, step, top + (row * inner).to(tl.uint32), left + column.to(tl.uint32), H.WIDTH)
+    return x, random
+
+
+@triton.jit
+def cast_program(
+    program,
+    x_ptr,
+    out_ptr,
+    scale_ptr,
+    amax_ptr,
+    tensor_ptr,
+    step_ptr,
+    key,
+    row0,
+    column0,
+    rows,
+    columns,
+    inner,
+    stride_b,
+    stride_r,
+    stride_c,
+    out_batch,
+    out_line,
+    out_element,
+    F: tl.constexpr,
+    C: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    SCALE: tl.constexpr,
+    W: tl.constexpr,
+    GP: tl.constexpr,
+    GQ: tl.constexpr,
+    RUN: tl.constexpr,
+    ALONG_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    A: tl.constexpr,
+    EVEN: tl.constexpr,
+    MEASURE: tl.constexpr,
+    PER_LINE: tl.constexpr,
+    FAKE: tl.constexpr,
+    RAGGED: tl.constexpr,
+    WORDS: tl.constexpr,
+    COMPACT: tl.constexpr,
+):
+    """Load tile number `program`, draw its random bits and cast it along its columns or, transposed, along its rows."""
+    N: tl.constexpr = ROWS * COLUMNS
+    batch, first_row, first_column = program_tile(program, rows, columns, ROWS, COLUMNS)
+    # Matrix b of a batch begins at row (b // inner) * rows * inner + b % inner and takes every inner-th one.
+    x, random = load_tile(
+        x_ptr + batch * stride_b + first_row * stride_r + first_column * stride_c, step_ptr, key,
+        row0 + (batch // inner) * rows * inner + batch % inner + first_row * inner, column0 + first_column,
+        rows - first_row, columns - first_column, inner, stride_r, stride_c, H, RUN, ALONG_ROWS, ROWS, COLUMNS, A, EVEN,
+        False,
+    )  # fmt: skip
+    tensor = 1.0
+    if S.KIND == "nvfp4":
+        tensor = tensor_factor(tl.load(tensor_ptr), S)
+    P: tl.constexpr = COLUMNS if ALONG_ROWS else ROWS
+    Q: tl.constexpr = ROWS if ALONG_ROWS else COLUMNS
+    if ALONG_ROWS:
+        x = tl.reshape(tl.permute(tl.reshape(x, [A, ROWS // A, COLUMNS]), (2, 1, 0)), [COLUMNS, ROWS])
+        random = tl.reshape(tl.permute(tl.reshape(random, [A, ROWS // A, COLUMNS]), (2, 1, 0)), [COLUMNS, ROWS])
+        first_line, first, lines, length = first_column, first_row, columns, rows
+    else:
+        x = tl.reshape(tl.permute(tl.reshape(x, [A, N // (A * RUN), RUN]), (1, 0, 2)), [ROWS, COLUMNS])
+        random = tl.reshape(tl.permute(tl.reshape(random, [A, N // (A * RUN), RUN]), (1, 0, 2)), [ROWS, COLUMNS])
+        first_line, first, lines, length = first_row, first_column, rows, columns
+    amax = tl.full([1, 1], 0, tl.int32)
+    if not MEASURE and S.KIND != "none":
+        if PER_LINE:
+            line = first_line + tl.arange(0, P)
+            amax = tl.load(amax_ptr + batch * lines + line, mask=line < lines, other=0)[:, None]
+        else:
+            amax += tl.load(amax_ptr)
+    groups = ((lines + GP - 1) // GP) * ((length + GQ - 1) // GQ)
+    cast_tile(
+        x, random, amax, tensor, out_ptr + batch * out_batch, scale_ptr + batch * groups, first_line, first, lines, length,
+        out_line, out_element, F, C, S, H, SCALE, W, P, Q, GP, GQ, MEASURE, FAKE, RAGGED, WORDS, COMPACT,
+    )  # fmt: skip
