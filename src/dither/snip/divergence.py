@@ -128,7 +128,7 @@ class Scores:
         """q = (loss * dL)^power + (weights * dW)^power of each layer and option: what `solve` makes small.
 
         Errors of two layers are independent, so squares of what they do add up, and the root of their sum is what a plan does.
-        The paper adds up divergences as they are: power=1. docs/snip.md tells what training says to either.
+        The paper adds up divergences as they are: power=1. docs/results/snip.md tells what training says to either.
 
         >>> one = Scores(0, "direct", ("up",), ("fp8", "fp4"), ((0.5, 2.0),), ((0.5, 1.0),), Statistics(0, 1.0, ()))
         >>> one.quality(), one.quality(weights=2.0, power=1)

@@ -55,7 +55,7 @@ def score(
     Batches count as micro-batches of one step; `forward(model, batch)` gives the loss of one, under the autocast of training.
     `max_norm` is what gradients are clipped to (dither's AdamW says so itself), `step` the optimizer's number of steps unless
     given. `rows` takes the row-wise form of the paper's loss divergence. With `group`, its ranks bring batches of their own and
-    get the same scores. What sampling a layer does, if it does, is left out.
+    get the same scores; FSDP2 needs it. What sampling a layer does, if it does, is left out.
 
     >>> import dither
     >>> from dither.models import PRESETS, Llama
