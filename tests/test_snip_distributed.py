@@ -18,6 +18,7 @@ import dither
 from dither import UserError
 from dither.optim import AdamMini, AdamW
 from dither.optim.roles import Role
+from dither.optim.shards import local
 from dither.snip import PROBES, Snip, options, score, verify
 
 OPTIONS = "bf16,fp8,fp4"
@@ -40,21 +41,17 @@ def trained(cuts: str = "", make=lambda named: AdamW(named, lr=1e-2, max_norm=1.
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    def part(x):
-        return x.to_local().clone() if isinstance(x, DTensor) else x.clone()
-
     found: dict[str, object] = {f"buffer {name}": b.clone() for name, b in model.named_buffers()}
     for name, p in model.named_parameters():
         assert isinstance(p, DTensor), name
-        found[f"parameter {name}"], found[f"gradient {name}"] = part(p), part(p.grad)
-        found |= {f"state {name} {key}": part(value) for key, value in optimizer.state[p].items()}
+        found[f"parameter {name}"], found[f"gradient {name}"] = local(p).clone(), local(p.grad).clone()
+        found |= {f"state {name} {key}": local(value).clone() for key, value in optimizer.state[p].items()}
     return found | {"generator": torch.get_rng_state(), "training": model.training}
 
 
 def check_scores() -> None:
     """FSDP2 over the whole model, and over every layer: gathered and put away at other times."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    alone, its = trained()
     mine = batches(size)[rank : rank + 1]
     optimizers = {
         "root": lambda named: AdamW(named, lr=1e-2, max_norm=1.0),
@@ -91,13 +88,17 @@ def check_scores() -> None:
 
 
 def check_truth_and_plans() -> None:
-    """What is tried for real, and a plan that training goes on by."""
+    """What is tried for real, and a plan that training goes on by; also after passes forward alone, which leave weights whole."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model, optimizer = trained("root")
     alone, its = trained()
     mine, chosen, group = batches(size)[rank : rank + 1], options(OPTIONS), dist.group.WORLD
+    with torch.no_grad():
+        model(*mine[0])
+    assert not isinstance(model.up.weight, DTensor)
     scores = score(model, mine, optimizer, chosen, probe="direct", stream=STREAM, group=group)
-    found = verify(model, mine, optimizer, scores, chosen, stream=STREAM, group=group)
+    found = verify(model, mine, optimizer, scores, chosen, stream=STREAM, group=group, more_for_loss=mine)
+    assert isinstance(model.up.weight, DTensor)
     assert all(row[0] == 0.0 < row[-1] for row in found.weights)
     snip = Snip(model, optimizer, "fp8-block", target=0.5, start=3, delay=1, probe="measure")
     one = Snip(alone, its, "fp8-block", target=0.5, start=3, delay=1, probe="measure", estimate=lambda *given, **how: scored)

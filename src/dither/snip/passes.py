@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
@@ -69,6 +70,7 @@ class Passes:
         if not isinstance(stream, Stream):
             raise UserError(f"Passes draw from stream=dither.Stream(seed, purpose, name), not from {stream!r}.")
         self.model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        _put_away(self.model)
         self.layers, self.batches = layers_of(self.model), list(batches)
         if not self.batches:
             raise UserError("There are no batches to learn from: give at least one.")
@@ -115,6 +117,7 @@ class Passes:
         finally:
             if precision != "highest":
                 torch.set_float32_matmul_precision(precision)
+            _put_away(self.model)
             for layer, state in kept:
                 vars(layer).clear()
                 vars(layer).update(state)
@@ -228,6 +231,13 @@ def _norms(parts: Iterable[Tensor], of: Sequence[Tensor]) -> Tensor:
         reduce_cuts(total, of[places[0]])
         squares[places] = total
     return squares.sqrt()
+
+
+def _put_away(model: nn.Module) -> None:
+    """Weights that FSDP2 has gathered are spread again: after a pass without a backward one it keeps the outermost whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _state(layer: Linear) -> dict[str, Any]:
