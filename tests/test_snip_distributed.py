@@ -88,7 +88,7 @@ def check_scores() -> None:
 
 
 def check_truth_and_plans() -> None:
-    """What is tried for real, and a plan that training goes on by; also after passes forward alone, which leave weights whole."""
+    """What is tried for real, and a plan that training goes on by; also after forward passes, which leave weights whole."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model, optimizer = trained("root")
     alone, its = trained()
