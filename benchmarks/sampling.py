@@ -1,7 +1,7 @@
 """Sampling weights on the GPU, float32 to bfloat16, beside torch, a Box-Muller kernel, the plain cast and a copy.
 
     PYTHONPATH=src python3 benchmarks/sampling.py            # the table: Figure 5 of the GaussWS paper, and the gradients
-    PYTHONPATH=src python3 benchmarks/sampling.py --sweep    # columns, warps and registers of both kernels, to choose from
+    PYTHONPATH=src python3 benchmarks/sampling.py --sweep    # warps of both kernels, to choose from
 
 A sampled weight must be read and written once, 6 bytes an element, and so must its gradients, bfloat16 to float32. "share" is
 the bandwidth of these bytes over that of a copy of as many, in the same run; "of cast" is the speed beside `w.to(bfloat16)`.
@@ -19,8 +19,7 @@ from torch import Tensor
 
 from dither import Stream
 from dither.kernels import sampling as kernels
-from dither.kernels.sampling import RUN, load_runs, pow2, run_words, store_runs, tile_blocks, tile_runs
-from dither.kernels.tiles import largest
+from dither.kernels.sampling import RUN, amax_of, block_runs, block_scale, load_runs, program_block, run_words, store_runs
 from dither.reference.sampling import NOISES
 
 SHAPES = [(2048, 8192), (4096, 4096), (8192, 8192), (16384, 16384)]
@@ -30,21 +29,19 @@ STREAM = Stream(0, "sample", "w")
 
 @triton.jit(do_not_specialize=["key"])
 def _box_muller_kernel(
-    w_ptr, b_t_ptr, out_ptr, step_ptr, key, rows, columns, B: tl.constexpr, COLUMNS: tl.constexpr, NATIVE: tl.constexpr
+    w_ptr, b_t_ptr, out_ptr, step_ptr, key, rows, columns, reciprocal, B: tl.constexpr, NATIVE: tl.constexpr
 ):
     """Our kernel with the paper's other noise: round(N(0, 1) / 2), two normal numbers from two uniform ones of 32 bits."""
-    row, column, first_row, first_column = tile_runs(rows, columns, B, COLUMNS)
+    block, first_row, first_column = program_block(columns, reciprocal, B)
+    row, column = block_runs(first_row, first_column, B)
     x = load_runs(w_ptr, row, column, rows, columns, columns, True)
-    amax = largest(tl.reshape(tl.abs(x), [1, B, COLUMNS // B, B]), NATIVE).to(tl.float32, bitcast=True)
-    place, _ = tile_blocks(first_row, first_column, columns, B, COLUMNS)
-    scale = amax * pow2(1.0 - tl.load(b_t_ptr + place))[None, :]
-    scale = tl.reshape(tl.broadcast_to(scale[:, None, :, None], [1, B, COLUMNS // B, B]), [B * COLUMNS // RUN, RUN])
+    scale = block_scale(amax_of(x, B, NATIVE), tl.load(b_t_ptr + block))
     step = tl.load(step_ptr).to(tl.uint32)
     words = run_words(key, step, row.to(tl.uint32), column.to(tl.uint32), "rounded_normal_exact").to(tl.uint32, bitcast=True)
-    first, second = tl.split(tl.reshape(words, [B * COLUMNS // RUN, RUN // 2, 2]))
+    first, second = tl.split(tl.reshape(words, [B * B // RUN, RUN // 2, 2]))
     radius = tl.sqrt(-2.0 * tl.log((first.to(tl.float32) + 1.0) * 2.0**-32))
     angle = second.to(tl.float32) * (6.283185307179586 * 2.0**-32)
-    normal = tl.reshape(tl.join(radius * tl.cos(angle), radius * tl.sin(angle)), [B * COLUMNS // RUN, RUN])
+    normal = tl.reshape(tl.join(radius * tl.cos(angle), radius * tl.sin(angle)), [B * B // RUN, RUN])
     x += tl.floor(normal * 0.5 + 0.5) * scale
     store_runs(out_ptr, x.to(tl.bfloat16), row, column, rows, columns, True)
 
@@ -52,9 +49,10 @@ def _box_muller_kernel(
 def box_muller(w: Tensor, b_t: Tensor) -> Tensor:
     """w_hat by the kernel above; w has whole tiles."""
     out, draw = torch.empty_like(w, dtype=torch.bfloat16), STREAM.draw(1, tuple(w.shape), (0, 0), w.device)
-    columns, warps, _ = kernels._tile_shape(BLOCK)
-    grid = (w.numel() // (BLOCK * columns),)
-    _box_muller_kernel[grid](w, b_t, out, draw.step, draw.key, *w.shape, B=BLOCK, COLUMNS=columns, NATIVE=True, num_warps=warps)
+    (rows, columns), across = w.shape, w.shape[1] // BLOCK
+    _box_muller_kernel[(rows // BLOCK * across,)](
+        w, b_t, out, draw.step, draw.key, rows, columns, 2**31 // across, B=BLOCK, NATIVE=True, num_warps=kernels._warps(BLOCK)
+    )
     return out
 
 
@@ -114,24 +112,15 @@ def backward(grad: Tensor, b_t: Tensor, dtype: torch.dtype) -> Callable[[], tupl
     return lambda: kernels.sample_backward(grad, amax, b_t, draw, "rounded_normal", BLOCK, dtype)
 
 
-TILES = [
-    *((columns, 4, registers) for columns in (64, 128, 256) for registers in (None, 64)),
-    *((columns, 8, registers) for columns in (128, 256, 512) for registers in (None, 64)),
-    (32, 1, None),
-    (64, 2, None),
-]
-"""Columns, warps, registers: rows are those of a block."""
-
-
 def sweep() -> None:
-    """Shares of a copy for every tile, at a small and at a large shape, best first; each must give the default's bits."""
+    """Shares of a copy by warps of a program, at a small and a large shape, best first; each must give the default's bits."""
     for shape in (SHAPES[1], SHAPES[2]):
         w, b_t, copy = inputs(shape)
-        print(f"{shape}, float32 to bfloat16 (_tile_shape)")
-        try_shapes(kernels, "_tile_shape", TILES, forward(w, b_t, "rounded_normal"), copy)
+        print(f"{shape}, float32 to bfloat16 (_warps)")
+        try_shapes(kernels, "_warps", [1, 2, 4], forward(w, b_t, "rounded_normal"), copy)
         for dtype, least in ((torch.float32, copy), (torch.bfloat16, copy / 3)):
-            print(f"{shape}, gradients, bfloat16 to {dtype} (_backward_shape)")
-            try_shapes(kernels, "_backward_shape", TILES, backward(w.to(torch.bfloat16), b_t, dtype), least)
+            print(f"{shape}, gradients, bfloat16 to {dtype} (_backward_warps)")
+            try_shapes(kernels, "_backward_warps", [1, 2, 4], backward(w.to(torch.bfloat16), b_t, dtype), least)
 
 
 if __name__ == "__main__":

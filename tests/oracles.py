@@ -485,15 +485,12 @@ def sampled(w: np.ndarray, b_t: np.ndarray, r: np.ndarray, power: np.ndarray, bl
 
 
 def block_total(x: np.ndarray) -> np.float32:
-    """The sum of a square block of float32 numbers: pairs of columns three times, halves of the rows, pairs of columns."""
+    """The sum of a square block of float32 numbers: pairs of columns three times, then halves of all that is left."""
     rows = [[np.float32(v) for v in line] for line in x]
-    pairs = lambda line: [a + b for a, b in zip(line[::2], line[1::2], strict=True)]  # noqa: E731
     for _ in range(3):
-        rows = [pairs(line) for line in rows]
-    while len(rows) > 1:
-        half = len(rows) // 2
-        rows = [[a + b for a, b in zip(rows[i], rows[i + half], strict=True)] for i in range(half)]
-    (line,) = rows
+        rows = [[a + b for a, b in zip(line[::2], line[1::2], strict=True)] for line in rows]
+    line = [number for row in rows for number in row]
     while len(line) > 1:
-        line = pairs(line)
+        half = len(line) // 2
+        line = [a + b for a, b in zip(line[:half], line[half:], strict=True)]
     return line[0]

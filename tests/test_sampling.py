@@ -246,8 +246,14 @@ def test_what_is_not_finite_stays_in_its_block_and_shows(value):
     w[40, 5] = value
     w_hat, amax = sampling.sample(w, b_t, draw_at(64, 64), "rounded_normal", 32, torch.bfloat16)
     assert amax.isfinite().tolist() == [[True, True], [False, True]]
-    moved = sampling.noise(draw_at(64, 64), 64, 64, "rounded_normal") != 0
-    assert not w_hat[32:, :32][moved[32:, :32]].isfinite().any()
+    found, moved = w_hat[32:, :32], sampling.noise(draw_at(64, 64), 64, 64, "rounded_normal")[32:, :32] != 0
+    if value != value:
+        assert found.isnan().all()
+    else:
+        assert found[8, 5] == value
+        moved[8, 5] = True
+        assert (found[moved].abs() > 2.0**125).all()
+        assert torch.equal(found[~moved], w[32:, :32][~moved].bfloat16())
     assert torch.equal(w_hat[:32], clean[:32])
     assert torch.equal(w_hat[32:, 32:], clean[32:, 32:])
 

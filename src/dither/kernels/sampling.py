@@ -1,7 +1,7 @@
-"""Sampled weights and their gradients, as in `dither.reference.sampling`: one pass reads a tile of whole blocks once.
+"""Sampled weights and their gradients, as in `dither.reference.sampling`: a program reads one block, once.
 
 A thread holds runs of eight neighbours, which draw their bits in one Philox call. They stay where they were loaded: noise
-is never stored, and only the blocks' magnitudes and sums pass between threads.
+is never stored, and only the block's magnitude and sum pass between threads, which are one warp for blocks of up to 32 x 32.
 
 Bytes that must move: w_hat, float32 to bfloat16, 4 + 2 an element; the gradients, bfloat16 to float32, 2 + 4.
 """
@@ -27,7 +27,7 @@ from dither.kernels.rounding import (
     widen,
     widen_here,
 )
-from dither.kernels.tiles import largest, native_codes
+from dither.kernels.tiles import maximum, native_codes
 from dither.precision import Rounding
 from dither.random import Draw
 from dither.reference.sampling import DTYPES, LN2, POW2, ROUNDED_NORMAL, ROUNDED_NORMAL_EXACT, block_count, width
@@ -59,26 +59,64 @@ def pow2(x):
 
 
 @triton.jit
-def run_words(key, step, row, column, KIND: tl.constexpr):
-    """int32[n, 8]: random bits of the runs that begin at row[i], column[i], the element's own from the top down.
+def block_scale(amax, b_t):
+    """What R is multiplied by; see the reference."""
+    return tl.minimum(amax * pow2(1.0 - b_t), 2.0**126, propagate_nan=tl.PropagateNan.ALL)
 
-    16 bits are followed by others that do not count.
+
+@triton.jit
+def run_words(key, step, row, column, KIND: tl.constexpr):
+    """int32[n, 4], in each of them the 16 bits of two neighbours, of the runs that begin at row[i], column[i].
+
+    "rounded_normal_exact" takes 32 bits an element: [n, 8].
     """
+    # What is joined last varies fastest, and stays in its thread.
     if KIND == "rounded_normal_exact":
         a0, a1, a2, a3 = philox4x32(column // 4, row, step, key)
         b0, b1, b2, b3 = philox4x32(column // 4 + 1, row, step, key)
         words = tl.join(tl.join(tl.join(a0, b0), tl.join(a2, b2)), tl.join(tl.join(a1, b1), tl.join(a3, b3)))
+        return tl.reshape(words, [row.shape[0], RUN]).to(tl.int32, bitcast=True)
     else:
         w0, w1, w2, w3 = philox4x32(column // 8, row, step, key)
-        pairs = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-        words = tl.join(pairs << 16, pairs)
-    # What is joined last varies fastest, and stays in its thread.
-    return tl.reshape(words, [row.shape[0], RUN]).to(tl.int32, bitcast=True)
+        words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+        return tl.reshape(words, [row.shape[0], RUN // 2]).to(tl.int32, bitcast=True)
+
+
+NORMAL_PAIR = tl.constexpr(
+    """{ .reg .b32 u, t1, t2, drawn, twice, r;
+    mov.b32 t1, 0x24602460; mov.b32 t2, 0x00600060;
+    and.b32 u, $2, 0x7FFF7FFF;
+    set.lt.u32.f16x2 drawn, u, t1;
+    set.lt.u32.f16x2 twice, u, t2;
+    lop3.b32 r, twice, 0x40004000, 0x3F803F80, 0xCA;
+    lop3.b32 r, $2, 0x80008000, r, 0xEA;
+    lop3.b32 r, drawn, r, $3, 0xCA;
+    shl.b32 $0, r, 16; and.b32 $1, r, 0xFFFF0000; }"""
+)
+"""Two elements of a word at once. Read as FP16 numbers, magnitudes stand in the order of u, and those that read as NaN are not
+below anything. R is put together as BF16: 2 below the second threshold, else 1, with the sign of the word, but $3 where u is
+not below the first threshold."""
+
+
+@triton.jit
+def run_noise(key, step, row, column, KIND: tl.constexpr, NATIVE: tl.constexpr, ZERO: tl.constexpr):
+    """float32[n, 8]: R of the runs that begin at row[i], column[i]; a 0 has the sign ZERO."""
+    words = run_words(key, step, row, column, KIND)
+    if KIND == "rounded_normal" and NATIVE:
+        zeros = tl.zeros_like(words) if ZERO == "+" else tl.full(words.shape, -0x7FFF8000, tl.int32)
+        types: tl.constexpr = (tl.float32, tl.float32)
+        first, second = tl.inline_asm_elementwise(NORMAL_PAIR, "=f,=f,r,r", [words, zeros], types, is_pure=True, pack=1)
+        return tl.reshape(tl.join(first, second), [row.shape[0], RUN])
+    else:
+        if KIND != "rounded_normal_exact":
+            words = tl.reshape(tl.join(words << 16, words), [row.shape[0], RUN])
+        r = noise_of(words, KIND)
+        return r if ZERO == "+" else as_float(tl.where(r == 0.0, -0x80000000, as_bits(r)))
 
 
 @triton.jit
 def noise_of(words, KIND: tl.constexpr):
-    """float32 R of what `run_words` gives."""
+    """float32 R of random bits, the element's own from the top down."""
     if KIND == "uniform":
         # 1 + (2 h + 1) / 2^17, less 1.5, is exact; then to the nearest BF16 number on the bits.
         bits = as_bits(as_float(((words >> 9) & 0x7FFF80) | 0x3F800040) - 1.5)
@@ -93,22 +131,6 @@ def noise_of(words, KIND: tl.constexpr):
         else:
             size = tl.where(u < E2, tl.where(u < E3, 3.0, 2.0), 1.0)
             return tl.where(u < E1, as_float(as_bits(size) | (words & -0x80000000)), 0.0)
-
-
-@triton.jit
-def add_noise(x, words, scale, KIND: tl.constexpr):
-    """x + R * scale, and x itself where R is 0. Products with 1 and 2 are exact: a choice between two numbers makes them."""
-    if KIND == "uniform":
-        return x + noise_of(words, KIND) * scale
-    else:
-        u = words & 0x7FFFFFFF
-        if KIND == "rounded_normal":
-            move = tl.where(u < T2, scale * 2.0, scale)
-            drawn = u < T1
-        else:
-            move = tl.where(u < E2, tl.where(u < E3, scale * 3.0, scale * 2.0), scale)
-            drawn = u < E1
-        return tl.where(drawn, x + as_float(as_bits(move) ^ (words & -0x80000000)), x)
 
 
 @triton.jit
@@ -156,23 +178,38 @@ def narrow(x, DTYPE: tl.constexpr, F: tl.constexpr, H: tl.constexpr):
 
 
 @triton.jit
-def tile_runs(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Row and column of each run of this program's tile, and the tile's first ones."""
-    _, first_row, first_column = program_tile(tl.program_id(0), rows, columns, ROWS, COLUMNS)
-    run = tl.arange(0, ROWS * COLUMNS // RUN)
-    row = first_row.to(tl.int32) + run // (COLUMNS // RUN)
-    return row, first_column.to(tl.int32) + run % (COLUMNS // RUN) * RUN, first_row, first_column
+def program_block(columns, reciprocal, BLOCK: tl.constexpr):
+    """(number, first row, first column) of this program's block; blocks are numbered row by row.
+
+    `reciprocal` is 2^31 over the blocks across, rounded down: a division would take longer than all that is left until w can
+    be asked for.
+    """
+    program = tl.program_id(0).to(tl.uint32)
+    across = tl.cdiv(columns + program * 0, BLOCK).to(tl.uint32)  # or 1 would be a constant, which Triton 3.7 cannot convert
+    down = ((program.to(tl.uint64) * reciprocal.to(tl.uint64)) >> 31).to(tl.uint32)  # or one more
+    down += (program - down * across >= across).to(tl.uint32)
+    return program, (down * BLOCK).to(tl.int32), ((program - down * across) * BLOCK).to(tl.int32)
 
 
 @triton.jit
-def tile_blocks(first_row, first_column, columns, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """Where the blocks of a tile stand among all blocks, and which of them there are."""
-    block = first_column // BLOCK + tl.arange(0, COLUMNS // BLOCK)
-    across = (columns + BLOCK - 1) // BLOCK
-    return (first_row // BLOCK) * across + block, block < across
+def block_runs(first_row, first_column, BLOCK: tl.constexpr):
+    """Row and column of each run of a block."""
+    run = tl.arange(0, BLOCK * BLOCK // RUN)
+    return first_row + run // (BLOCK // RUN), first_column + run % (BLOCK // RUN) * RUN
 
 
-@triton.jit(do_not_specialize=["key", "row0", "column0"])
+@triton.jit
+def amax_of(x, BLOCK: tl.constexpr, NATIVE: tl.constexpr):
+    """The largest magnitude of a block's runs [n, 8]; a NaN counts as larger than any number."""
+    if NATIVE:
+        # What a thread holds comes first.
+        HELD: tl.constexpr = 4 if BLOCK > 16 else 1
+        return tl.reduce(tl.reduce(tl.reshape(tl.abs(x), [HELD, BLOCK * BLOCK // HELD]), 0, maximum), 0, maximum)
+    else:
+        return as_float(tl.max(tl.reshape(as_bits(tl.abs(x)), [BLOCK * BLOCK]), axis=0))
+
+
+@triton.jit(do_not_specialize=["key", "row0", "column0", "reciprocal"])
 def _sample_kernel(
     w_ptr,
     b_t_ptr,
@@ -185,58 +222,59 @@ def _sample_kernel(
     rows,
     columns,
     stride,
+    reciprocal,
     KIND: tl.constexpr,
     F: tl.constexpr,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    row, column, first_row, first_column = tile_runs(rows, columns, BLOCK, COLUMNS)
+    block, first_row, first_column = program_block(columns, reciprocal, BLOCK)
+    row, column = block_runs(first_row, first_column, BLOCK)
     x = widen(load_runs(w_ptr, row, column, rows, columns, stride, EVEN), H.NATIVE)
-    amax = largest(tl.reshape(tl.abs(x), [1, BLOCK, COLUMNS // BLOCK, BLOCK]), H.NATIVE)
-    place, there = tile_blocks(first_row, first_column, columns, BLOCK, COLUMNS)
-    tl.store(amax_ptr + place, as_float(tl.reshape(amax, [COLUMNS // BLOCK])), mask=there)
     if KIND != "none":
-        b_t = tl.load(b_t_ptr + place, mask=there, other=0.0)
-        scale = as_float(amax) * pow2(1.0 - b_t)[None, :]
-        scale = tl.reshape(
-            tl.broadcast_to(scale[:, None, :, None], [1, BLOCK, COLUMNS // BLOCK, BLOCK]), [BLOCK * COLUMNS // RUN, RUN]
-        )
+        # Before anything waits for x: R does not depend on it.
+        b_t = tl.load(b_t_ptr + block)
         key, step, top, left = where_drawn(step_ptr, key, row0, column0, H.MOVED)
-        words = run_words(key, step, top + row.to(tl.uint32), left + column.to(tl.uint32), KIND)
-        x = add_noise(x, words, scale, KIND)
+        r = run_noise(key, step, top + row.to(tl.uint32), left + column.to(tl.uint32), KIND, H.NATIVE, "-")
+    amax = amax_of(x, BLOCK, H.NATIVE)
+    tl.store(amax_ptr + block, amax)
+    if KIND == "rounded_normal" and H.NATIVE:
+        x = tl.fma(r, block_scale(amax, b_t), x)  # the product is exact, as it is by itself
+    elif KIND != "none":
+        x += r * block_scale(amax, b_t)
     store_runs(out_ptr, narrow(x, out_ptr.dtype.element_ty, F, H), row, column, rows, columns, EVEN)
 
 
 @triton.jit
-def block_sums(x, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """float32[COLUMNS / BLOCK]: sums over the blocks of runs x [n, 8], in the reference's order: two numbers at a time."""
-    x = tl.sum(tl.reshape(x, [BLOCK * COLUMNS // 2, 2]), axis=1)
-    x = tl.sum(tl.reshape(x, [BLOCK * COLUMNS // 4, 2]), axis=1)
-    x = tl.sum(tl.reshape(x, [BLOCK * COLUMNS // 8, 2]), axis=1)
-    LEFT: tl.constexpr = COLUMNS // RUN
-    if BLOCK >= 128:
-        x = tl.sum(tl.reshape(x, [2, 64 * LEFT]), axis=0)
-    if BLOCK >= 64:
-        x = tl.sum(tl.reshape(x, [2, 32 * LEFT]), axis=0)
-    if BLOCK >= 32:
-        x = tl.sum(tl.reshape(x, [2, 16 * LEFT]), axis=0)
-    x = tl.sum(tl.reshape(x, [2, 8 * LEFT]), axis=0)
-    x = tl.sum(tl.reshape(x, [2, 4 * LEFT]), axis=0)
-    x = tl.sum(tl.reshape(x, [2, 2 * LEFT]), axis=0)
-    x = tl.sum(tl.reshape(x, [2, LEFT]), axis=0)
-    x = tl.sum(tl.reshape(x, [LEFT // 2, 2]), axis=1)
-    if BLOCK >= 32:
-        x = tl.sum(tl.reshape(x, [LEFT // 4, 2]), axis=1)
-    if BLOCK >= 64:
-        x = tl.sum(tl.reshape(x, [LEFT // 8, 2]), axis=1)
-    if BLOCK >= 128:
-        x = tl.sum(tl.reshape(x, [LEFT // 16, 2]), axis=1)
-    return x
+def block_sum(x, BLOCK: tl.constexpr):
+    """The sum of a block's runs x [n, 8] in the reference's order: two numbers at a time."""
+    RUNS: tl.constexpr = BLOCK * BLOCK // RUN
+    x = tl.sum(tl.reshape(x, [RUNS * 4, 2]), axis=1)
+    x = tl.sum(tl.reshape(x, [RUNS * 2, 2]), axis=1)
+    x = tl.sum(tl.reshape(x, [RUNS, 2]), axis=1)
+    for halving in tl.static_range(1, 12):
+        if RUNS >> halving > 0:
+            x = tl.sum(tl.reshape(x, [2, RUNS >> halving]), axis=0)
+    return tl.sum(x, axis=0)  # of one number
 
 
-@triton.jit(do_not_specialize=["key", "row0", "column0"])
+@triton.jit
+def copy_block(x_ptr, out_ptr, first_row, first_column, rows, columns, stride, F, H, BLOCK: tl.constexpr, EVEN: tl.constexpr):
+    """A block in another type, read and written by fours, so that no thread has to hand numbers to another one."""
+    four = tl.arange(0, BLOCK * BLOCK // 4)
+    row = (first_row + four // (BLOCK // 4))[:, None]
+    column = first_column + (four % (BLOCK // 4) * 4)[:, None] + tl.arange(0, 4)[None, :]
+    place, target = x_ptr + row.to(tl.int64) * stride + column, out_ptr + row.to(tl.int64) * columns + column
+    if EVEN:
+        tl.store(target, narrow(widen_here(tl.load(place), H.NATIVE), out_ptr.dtype.element_ty, F, H))
+    else:
+        there = (row < rows) & (column < columns)
+        x = widen_here(tl.load(place, mask=there, other=0.0), H.NATIVE)
+        tl.store(target, narrow(x, out_ptr.dtype.element_ty, F, H), mask=there)
+
+
+@triton.jit(do_not_specialize=["key", "row0", "column0", "reciprocal"])
 def _sample_backward_kernel(
     grad_ptr,
     amax_ptr,
@@ -250,28 +288,27 @@ def _sample_backward_kernel(
     rows,
     columns,
     stride,
+    reciprocal,
     KIND: tl.constexpr,
     F: tl.constexpr,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
     EVEN: tl.constexpr,
     COPY: tl.constexpr,
 ):
     """COPY says that the gradient of w is written too, in another type."""
-    row, column, first_row, first_column = tile_runs(rows, columns, BLOCK, COLUMNS)
+    block, first_row, first_column = program_block(columns, reciprocal, BLOCK)
+    row, column = block_runs(first_row, first_column, BLOCK)
     grad = widen_here(load_runs(grad_ptr, row, column, rows, columns, stride, EVEN), H.NATIVE)
     if COPY:
-        store_runs(out_ptr, narrow(grad, out_ptr.dtype.element_ty, F, H), row, column, rows, columns, EVEN)
-    place, there = tile_blocks(first_row, first_column, columns, BLOCK, COLUMNS)
-    total = tl.zeros([COLUMNS // BLOCK], tl.float32)
+        copy_block(grad_ptr, out_ptr, first_row, first_column, rows, columns, stride, F, H, BLOCK, EVEN)
+    total = 0.0
     if KIND != "none":
-        scale = tl.load(amax_ptr + place, mask=there, other=0.0)
-        scale = scale * pow2(1.0 - tl.load(b_t_ptr + place, mask=there, other=0.0))
+        amax, b_t = tl.load(amax_ptr + block), tl.load(b_t_ptr + block)
         key, step, top, left = where_drawn(step_ptr, key, row0, column0, H.MOVED)
-        r = noise_of(run_words(key, step, top + row.to(tl.uint32), left + column.to(tl.uint32), KIND), KIND)
-        total = block_sums(grad * r, BLOCK, COLUMNS) * scale * MINUS_LN2
-    tl.store(grad_b_t_ptr + place, total, mask=there)
+        r = run_noise(key, step, top + row.to(tl.uint32), left + column.to(tl.uint32), KIND, H.NATIVE, "+")
+        total = block_sum(grad * r, BLOCK) * block_scale(amax, b_t) * MINUS_LN2
+    tl.store(grad_b_t_ptr + block, total)
 
 
 @triton.jit(do_not_specialize=["key", "row0", "column0"])
@@ -412,33 +449,31 @@ def _launch(
 ) -> Launch:
     """The kernel for matrices of a size (rows, columns, stride) and type; with dtype None it writes no gradient of w."""
     rows, columns, _ = size
-    COLUMNS, warps, registers = _backward_shape(block) if backward else _tile_shape(block)
+    down, across = block_count(rows, columns, block)
     constants = {
         "KIND": kind,
         "F": fields(DTYPES[dtype or given]),
         "H": how(NEAREST, True, device, moved),
         "BLOCK": block,
-        "COLUMNS": COLUMNS,
-        "EVEN": rows % block == columns % COLUMNS == 0,
+        "EVEN": rows % block == columns % block == 0,
         **({"COPY": dtype is not None} if backward else {}),
     }
     return Launch(
         _sample_backward_kernel if backward else _sample_kernel,
-        tiles(1, rows, columns, block, COLUMNS)[0],
-        size,
+        down * across,
+        (*size, min((1 << 31) // across, (1 << 31) - 1)),
         constants,
         bits=(2,) if dtype is not None and dtype.itemsize == 1 and not backward else (),  # FP8 as bytes: kernels write bits
-        num_warps=warps,
-        maxnreg=registers,
+        num_warps=_backward_warps(block) if backward else _warps(block),
         enable_fp_fusion=False,
     )
 
 
-def _tile_shape(block: int) -> tuple[int, int, int | None]:
-    """(columns, warps, registers a thread) of a program's tile, which is a block high: `benchmarks/sampling.py --sweep`."""
-    return max(block, 128), 4 if block <= 32 else 8, None
+def _warps(block: int) -> int:
+    """Warps of a program, which takes one block: `benchmarks/sampling.py --sweep`."""
+    return max(1, block * block // 1024)
 
 
-def _backward_shape(block: int) -> tuple[int, int, int | None]:
+def _backward_warps(block: int) -> int:
     """The same for the gradients."""
-    return max(block, 128), 4 if block <= 32 else 8, None
+    return max(1, block * block // 1024)

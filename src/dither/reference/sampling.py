@@ -135,14 +135,17 @@ def sample(
         rows, columns = w.shape
         r = noise(draw, rows, columns, kind)
         scale = _spread(block_scale(amax, b_t), block, rows, columns)
-        x = torch.where(r == 0, x, x + r * scale)
+        x = x + torch.where(r == 0, -0.0, r) * scale  # -0 leaves a -0 alone
     w_hat = to_dtype(x, dtype)
     return (w_hat, amax) if out is None else (out[0].copy_(w_hat), out[1].copy_(amax))
 
 
 def block_scale(amax: Tensor, b_t: Tensor) -> Tensor:
-    """amax * 2^(1 - b_t): what R is multiplied by, of the shape of both."""
-    return amax * pow2(1.0 - b_t)
+    """amax * 2^(1 - b_t), at most 2^126: what R is multiplied by, of the shape of both.
+
+    So 2 R is finite, and a block that holds an Inf keeps its other numbers where R is 0. A NaN makes all of its block NaN.
+    """
+    return (amax * pow2(1.0 - b_t)).clamp(max=2.0**126)
 
 
 def sample_backward(
@@ -169,20 +172,17 @@ def bitwidth_grad(grad: Tensor, amax: Tensor, b_t: Tensor, draw: Draw, kind: str
 def block_sum(x: Tensor, block: int) -> Tensor:
     """float32[P, Q]: sums over the blocks of x [P * block, Q * block], in an order that does not depend on who adds.
 
-    Neighbouring columns in pairs, three times; then the upper and the lower half of the rows, until one is left; then
-    neighbouring columns in pairs again, until one is left. Additions only ever join two numbers.
+    Neighbouring columns in pairs, three times; then, row by row, the first half of a block and the second, until one number
+    is left. Additions only ever join two numbers.
     """
     rows, columns = x.shape
-    x = x.reshape(rows // block, block, columns)
     for _ in range(3):
-        x = x[..., 0::2] + x[..., 1::2]
-    while x.shape[1] > 1:
-        upper, lower = x.chunk(2, dim=1)
-        x = upper + lower
-    x = x.squeeze(1)
-    while x.shape[1] > columns // block:
         x = x[:, 0::2] + x[:, 1::2]
-    return x
+    x = x.reshape(rows // block, block, columns // block, block // 8).transpose(1, 2).flatten(2)
+    while x.shape[2] > 1:
+        first, second = x.chunk(2, dim=2)
+        x = first + second
+    return x.squeeze(2)
 
 
 def to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
