@@ -8,7 +8,8 @@
 
 A step is forward, backward and optimizer on random tokens made on the device; gradients are not clipped. Blocks are compiled,
 each by itself and without graph breaks; embedding, output layer, loss and optimizer are not. Each size and mode runs in a
-process of its own, so that neither memory nor a failure reaches the next one. Modes:
+process of its own, so that neither memory nor a failure reaches the next one; differences of less than a percent need
+--together, where the modes of a size take turns in one process, if all of them fit into memory. Modes:
 
     o1                   float32 parameters, bfloat16 autocast, torch's fused AdamW
     bf16-nearest         bfloat16 parameters, torch's fused AdamW, which rounds to nearest
@@ -29,6 +30,7 @@ import dataclasses
 import io
 import itertools
 import json
+import math
 import multiprocessing
 import pstats
 import re
@@ -36,6 +38,7 @@ import statistics
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -113,22 +116,16 @@ def build(size: str, mode: str, device: str, peer: str | None, compiled: bool, l
     return model, optimizer, context
 
 
-def measure(size: str, mode: str, arguments: argparse.Namespace) -> dict:
-    """Median step, its tokens a second, and the peak of allocated memory over the timed steps."""
+def warmed_step(size: str, mode: str, arguments: argparse.Namespace):
+    """A training step of a mode that has run as often as --warmup says."""
     config, batch = SIZES[size]
-    batch = arguments.batch or batch
-    cuda = arguments.device.startswith("cuda")
-    # Layers that differ in constants are traced one by one; past the limit dynamo would run them uncompiled, in silence.
-    torch._dynamo.config.recompile_limit = 4 * config.num_hidden_layers + 8
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
-    began = time.perf_counter()
     model, optimizer, context = build(size, mode, arguments.device, arguments.peer, arguments.compile, arguments.layers)
-    built = time.perf_counter()
     random = torch.Generator(arguments.device).manual_seed(1)
     steps = itertools.count()
 
     def step() -> torch.Tensor:
-        text = torch.randint(config.vocab_size, (batch, arguments.sequence + 1), device=arguments.device, generator=random)
+        shape = (arguments.batch or batch, arguments.sequence + 1)
+        text = torch.randint(config.vocab_size, shape, device=arguments.device, generator=random)
         # Weights are cast once a step, and layers learn which step it is.
         with training_step(model, step=next(steps)):
             with context:
@@ -140,12 +137,16 @@ def measure(size: str, mode: str, arguments: argparse.Namespace) -> dict:
 
     for _ in range(arguments.warmup):
         step()
-    if cuda:
+    if arguments.device.startswith("cuda"):
         torch.cuda.synchronize()
-    warm = time.perf_counter()
+    return step
+
+
+def timed(step, count: int, cuda: bool) -> tuple[list[float], torch.Tensor]:
+    """Milliseconds of each step, and the last loss, which must be a number."""
+    times = []
     if cuda:
-        torch.cuda.reset_peak_memory_stats()
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(arguments.steps + 1)]
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
         marks[0].record()
         for mark in marks[1:]:
             loss = step()
@@ -153,31 +154,62 @@ def measure(size: str, mode: str, arguments: argparse.Namespace) -> dict:
         torch.cuda.synchronize()
         times = [first.elapsed_time(second) for first, second in itertools.pairwise(marks)]
     else:
-        times = []
-        for _ in range(arguments.steps):
+        for _ in range(count):
             start = time.perf_counter()
             loss = step()
             times.append((time.perf_counter() - start) * 1e3)
     if not loss.isfinite():
         raise RuntimeError(f"the loss became {loss.item()}")
-    ms = statistics.median(times)
-    return {
-        "size": size,
-        "mode": mode,
-        "batch": batch,
-        "sequence": arguments.sequence,
-        "tokens_per_second": batch * arguments.sequence / ms * 1e3,
-        "step_ms": ms,
-        "slowest_ms": max(times),
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
-        "loss": loss.item(),
-        "build_s": built - began,
-        "warmup_s": warm - built,
-        "profile": profile(step, cuda) if arguments.profile else None,
-        "host_profile": host_profile(step) if arguments.profile else None,
-        "device": torch.cuda.get_device_name() if cuda else "cpu",
-        "torch": torch.__version__,
-    }
+    return times, loss
+
+
+def measure(size: str, modes: Sequence[str], arguments: argparse.Namespace) -> list[dict]:
+    """Median step of each mode, its tokens a second, and the peak of allocated memory over the timed steps.
+
+    Several modes take turns, forth and back, so that a GPU that becomes slower does so for all; their memory counts apart.
+    """
+    config, batch = SIZES[size]
+    cuda = arguments.device.startswith("cuda")
+    # Layers that differ in constants are traced one by one; past the limit dynamo would run them uncompiled, in silence.
+    torch._dynamo.config.recompile_limit = len(modes) * (4 * config.num_hidden_layers + 8)
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    held = lambda: torch.cuda.memory_allocated() if cuda else 0  # noqa: E731
+    steps, kept, times, peaks, losses = {}, {}, {mode: [] for mode in modes}, dict.fromkeys(modes, 0), {}
+    for mode in modes:
+        before, began = held(), time.perf_counter()
+        steps[mode] = warmed_step(size, mode, arguments)
+        kept[mode] = (held() - before, time.perf_counter() - began)
+    rounds = 1 if len(modes) == 1 else 4
+    for turn in range(rounds):
+        for mode in modes if turn % 2 == 0 else reversed(modes):
+            if rounds > 1:
+                steps[mode]()  # the first one after another mode's
+            before = held()
+            if cuda:
+                torch.cuda.reset_peak_memory_stats()
+            found, losses[mode] = timed(steps[mode], math.ceil(arguments.steps / rounds), cuda)
+            times[mode] += found
+            if cuda:
+                peaks[mode] = max(peaks[mode], torch.cuda.max_memory_allocated() - before + kept[mode][0])
+    return [
+        {
+            "size": size,
+            "mode": mode,
+            "batch": arguments.batch or batch,
+            "sequence": arguments.sequence,
+            "tokens_per_second": (arguments.batch or batch) * arguments.sequence / statistics.median(times[mode]) * 1e3,
+            "step_ms": statistics.median(times[mode]),
+            "slowest_ms": max(times[mode]),
+            "peak_gib": peaks[mode] / 2**30 if cuda else None,
+            "loss": losses[mode].item(),
+            "warmup_s": kept[mode][1],
+            "profile": profile(steps[mode], cuda) if arguments.profile else None,
+            "host_profile": host_profile(steps[mode]) if arguments.profile else None,
+            "device": torch.cuda.get_device_name() if cuda else "cpu",
+            "torch": torch.__version__,
+        }
+        for mode in modes
+    ]
 
 
 def profile(step, cuda: bool) -> list[dict]:
@@ -235,19 +267,20 @@ def compile_all(arguments: argparse.Namespace) -> None:
     with processes(10) as pool:
         for size in arguments.sizes:
             for mode in arguments.modes:
-                pool.submit(measure, size, mode, shortened)  # a failure shows again when it is timed
+                pool.submit(measure, size, [mode], shortened)  # a failure shows again when it is timed
 
 
-def separately(size: str, mode: str, arguments: argparse.Namespace) -> dict:
+def separately(size: str, modes: Sequence[str], arguments: argparse.Namespace) -> list[dict]:
     """`measure` in a process of its own; a failure becomes its first line."""
     began = time.perf_counter()
     with processes(1) as pool:
-        error = (task := pool.submit(measure, size, mode, arguments)).exception()
+        error = (task := pool.submit(measure, size, modes, arguments)).exception()
     if error is None:
-        return {**task.result(), "process_s": time.perf_counter() - began}
+        return [{**result, "process_s": time.perf_counter() - began} for result in task.result()]
     if arguments.verbose:
         traceback.print_exception(error)
-    return {"size": size, "mode": mode, "failure": f"{type(error).__name__}: {error}".strip().splitlines()[0]}
+    failure = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    return [{"size": size, "mode": mode, "failure": failure} for mode in modes]
 
 
 def ratio(value: float | None, base: float | None) -> str:
@@ -295,6 +328,7 @@ def main() -> None:
     parser.add_argument("--peer", help="folder of an unpacked torchao wheel")
     parser.add_argument("--layers", type=int, help="blocks of the model, instead of the size's own")
     parser.add_argument("--prepare", action="store_true", help="compile all sizes and modes first, side by side")
+    parser.add_argument("--together", action="store_true", help="the modes of a size in one process, taking turns")
     parser.add_argument("--json", type=Path, help="write the results there, after each one")
     parser.add_argument("--profile", action="store_true", help="print the kernels of one step, and what the host does, by time")
     parser.add_argument("--verbose", action="store_true", help="print the whole trace of a failure")
@@ -307,12 +341,12 @@ def main() -> None:
         compile_all(arguments)
     results = []
     for size in arguments.sizes:
-        for mode in arguments.modes:
-            results.append(separately(size, mode, arguments))
-            shown = {key: value for key, value in results[-1].items() if not key.endswith("profile")}
-            print(json.dumps(shown), flush=True)
-            if results[-1].get("profile"):
-                print_profile(results[-1])
+        for modes in [arguments.modes] if arguments.together else [[mode] for mode in arguments.modes]:
+            for result in separately(size, modes, arguments):
+                results.append(result)
+                print(json.dumps({key: value for key, value in result.items() if not key.endswith("profile")}), flush=True)
+                if result.get("profile"):
+                    print_profile(result)
             if arguments.json:
                 arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     print_table(results)

@@ -73,7 +73,7 @@ def main() -> None:
     options = argparse.Namespace(
         device="cuda", sequence=2048, batch=None, warmup=5, steps=40, compile=True, peer=None, layers=None, profile=False
     )
-    result = bare.separately(BARE, "o1", argparse.Namespace(**vars(options), verbose=True))
+    (result,) = bare.separately(BARE, ["o1"], argparse.Namespace(**vars(options), verbose=True))
     print(f"trainer    {found / 1e3:.1f} thousand tokens a second; saves held it up for {', '.join(map(str, stalls))} s")
     print(f"bare loop  {result['tokens_per_second'] / 1e3:.1f}; the trainer reaches {found / result['tokens_per_second']:.4f}")
 
