@@ -57,8 +57,9 @@ ARMS = "bf16,gaussws:all,gaussws:od,diffq:all,bf16@fp8-block,gaussws:all@fp8-blo
 ARMS += ",bf16@fp4-block,gaussws:all@fp4-block,diffq:all@fp4-block"
 NOISES = {"gaussws": "rounded_normal", "diffq": "uniform", "auto": "rounded_normal"}
 NOISES |= {"inputs": "rounded_normal", "both": "rounded_normal"}
-CASTS = [f"{element} {group}" for element in ("e2m3", "e3m2", "e2m1") for group in ("block(32)", "block(128)", "tensor")]
-"""What trained weights are cast to: FP6 and FP4, with scales for blocks and for whole tensors."""
+GROUPS = ("block(32)", "block(128)", "tensor")
+CASTS = [f"{element} {group}" for element in ("e2m3", "e3m2", "e2m1", "int4") for group in GROUPS]
+"""What trained weights are cast to: FP6, FP4 and INT4, with scales for blocks and for whole tensors."""
 
 
 # Text -----------------------------------------------------------------------------------------------------------------
@@ -375,17 +376,18 @@ def print_tables(here: list[dict]) -> None:
         ratio = f"{sum(a for a, _ in pairs) / sum(b for _, b in pairs) - 1:+.2%}" if pairs else "-"
         difference = paired(mine, base, lambda r: r["loss"])
         print(f"{arm:<24}{len(mine):>6}{b_t:>7}{loss:>9.4f}{operator:>17.4f}{difference:>20}{ratio:>9}{speed / 1e3:>9.1f}")
+    casts = [cast for cast in CASTS if all(cast in r["cast"] for r in here)]
     for title, value in (
         ("what casting the weights adds to an arm's own loss", lambda r, cast: r["cast"][cast] - r["loss"]),
         ("loss after casting, less that of bf16 cast alike", None),
     ):
-        print(f"\n{title}\n{'arm':<24}" + "".join(f"{cast:>20}" for cast in CASTS))
+        print(f"\n{title}\n{'arm':<24}" + "".join(f"{cast:>20}" for cast in casts))
         for arm in arms:
             mine = [r for r in here if r["arm"] == arm]
             if value is None:
-                cells = [paired(mine, base, lambda r, cast=cast: r["cast"][cast]) for cast in CASTS]
+                cells = [paired(mine, base, lambda r, cast=cast: r["cast"][cast]) for cast in casts]
             else:
-                cells = [f"{statistics.fmean(value(r, cast) for r in mine):+.4f}" for cast in CASTS]
+                cells = [f"{statistics.fmean(value(r, cast) for r in mine):+.4f}" for cast in casts]
             print(f"{arm:<24}" + "".join(f"{cell:>20}" for cell in cells))
 
 

@@ -11,6 +11,7 @@ from test_snip_probes import FP4, STREAM, Net, batches, same
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -19,12 +20,18 @@ from dither import UserError
 from dither.optim import AdamMini, AdamW
 from dither.optim.roles import Role
 from dither.optim.shards import local
-from dither.snip import PROBES, Snip, options, score, verify
+from dither.snip import PROBES, Snip, options, pipelined, score, verify
+from dither.snip.statistics import layers_of
 
 OPTIONS = "bf16,fp8,fp4"
 
 
-def trained(cuts: str = "", make=lambda named: AdamW(named, lr=1e-2, max_norm=1.0)):
+def pieces(batch: tuple[torch.Tensor, torch.Tensor], count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The micro-batches of a batch."""
+    return list(zip(*(part.chunk(count) for part in batch), strict=True))
+
+
+def trained(cuts: str = "", make=lambda named: AdamW(named, lr=1e-2, max_norm=1.0), micro: int = 1):
     """A model and its optimizer after three steps, the same in every process; `cuts` are the modules that are spread."""
     torch.manual_seed(0)
     model = Net()
@@ -34,7 +41,8 @@ def trained(cuts: str = "", make=lambda named: AdamW(named, lr=1e-2, max_norm=1.
     optimizer = make(list(model.named_parameters()))
     for step, batch in enumerate(batches(3, seed=9)):
         with dither.training_step(model, step=step):
-            model.eval()(*batch).backward()  # dropout would draw as each process pleases
+            for piece in pieces(batch, micro):
+                (model.eval()(*piece) / micro).backward()  # dropout would draw as each process pleases
         optimizer.step()
         optimizer.zero_grad()
     return model.train(), optimizer
@@ -136,10 +144,126 @@ def check_refused() -> None:
         score(model, batches(), optimizer, OPTIONS, stream=STREAM, group=dist.group.WORLD)
 
 
+class Stage(nn.Module):
+    """The part of `Net` that one process of a pipeline has: the residual block, its output, or, between them, nothing."""
+
+    def __init__(self, number: int, of: int) -> None:
+        super().__init__()
+        whole = Net()
+        self.number, self.last = number, of - 1
+        if number == 0:
+            self.up, self.down = whole.up, whole.down
+        if number == self.last:
+            self.out = whole.out
+        if not list(self.parameters()):
+            self.unused = nn.Parameter(torch.ones(()))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.number == 0:
+            return x + self.down(nn.functional.dropout(torch.relu(self.up(x)), 0.1, self.training))
+        return self.out(x) if self.number == self.last else x + 0.0 * self.unused
+
+
+MICRO = 4
+
+
+def staged(schedule: type):
+    """This process's stage of a model that has taken three steps, its optimizer, and a forward for scores of it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = Stage(rank, size)
+    if rank in (0, size - 1):
+        dither.convert(model, "fp8-block")
+    optimizer = AdamW(model.named_parameters(), lr=1e-2, max_norm=1e9)
+    stage = PipelineStage(model, rank, size, torch.device("cpu"))
+    runs = schedule(stage, MICRO, loss_fn=lambda y, target: (y - target).square().mean())
+    forward = pipelined(runs, stage)
+    for step, batch in enumerate(batches(3, seed=9)):
+        with dither.training_step(model, step=step):
+            forward(model.eval(), batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.train(), optimizer, forward
+
+
+def check_pipeline() -> None:
+    """Every stage gets the scores, the truth and the plan of one process that has the whole model, and is left as it was."""
+    size, whole = dist.get_world_size(), batches(2)
+    alone, its = trained("", lambda named: AdamW(named, lr=1e-2, max_norm=1e9), MICRO)
+    single = [piece for batch in whole for piece in pieces(batch, MICRO)]
+    for schedule in (ScheduleGPipe, Schedule1F1B):
+        model, optimizer, forward = staged(schedule)
+        forward(model, whole[0])  # gradients that wait for their step
+        before = {name: p.grad.clone() for name, p in model.named_parameters()}
+        calls = model.calls.clone()
+        given = {"forward": forward, "pipeline": dist.group.WORLD, "stream": STREAM, "max_norm": 0.01}
+        for probe in PROBES:
+            found = score(model, whole, optimizer, OPTIONS, probe=probe, **given)
+            expected = score(alone, single, its, OPTIONS, probe=probe, stream=STREAM, max_norm=0.01)
+            assert (found.layers, found.step, found.passes) == (expected.layers, expected.step, expected.passes)
+            assert found.statistics.loss == pytest.approx(expected.statistics.loss, rel=1e-5)
+            for layer, other in zip(found.statistics.layers, expected.statistics.layers, strict=True):
+                assert (layer.M, layer.N, layer.K) == (other.M, other.N, other.K)
+                assert layer.norms == pytest.approx(other.norms, rel=1e-4), (schedule, probe)
+                for operand in ("input", "weight", "grad"):
+                    assert layer.errors[operand] == pytest.approx(other.errors[operand], rel=1e-3), (schedule, probe)
+                assert layer.rows["input"] == pytest.approx(other.rows["input"], rel=1e-3), (schedule, probe)
+                assert layer.update == pytest.approx(other.update, rel=1e-4), (schedule, probe)
+            for name in ("loss", "weights"):
+                pairs = zip(chain(*getattr(found, name)), chain(*getattr(expected, name)), strict=True)
+                assert all(a == pytest.approx(b, rel=2e-3, abs=1e-6) for a, b in pairs), (schedule, probe, name)
+            every = [None] * size
+            dist.all_gather_object(every, found.quality())
+            assert all(each == every[0] for each in every), (schedule, probe)
+        truth = verify(model, whole[:1], optimizer, found, OPTIONS, more_for_loss=whole[1:], **given)
+        assert truth.layers == found.layers
+        assert all(row[0] == 0.0 < row[-1] for row in truth.weights)
+        assert torch.equal(model.calls, calls)
+        assert all(torch.equal(p.grad, before[name]) for name, p in model.named_parameters())
+        snip = Snip(model, optimizer, "fp8-block", target=0.5, start=3, delay=1, forward=forward, pipeline=dist.group.WORLD)
+        for step in range(3, 6):
+            decision = snip.before_step(step, whole)
+            assert (decision is not None) == (step == 4)
+            if decision:
+                assert decision.changed, decision.reason
+                assert len(decision.plan.layers) == 3
+                for name, layer in layers_of(model, some=False).items():
+                    assert layer.precision == decision.plan.for_layer(name)
+            optimizer.zero_grad()
+            with dither.training_step(model, step=step):
+                forward(model, whole[0])
+            optimizer.step()
+        again = Snip(model, optimizer, "fp8-block", target=0.5, start=3, delay=1, forward=forward, pipeline=dist.group.WORLD)
+        again.load_state_dict(snip.state_dict())
+        assert again.plan == snip.plan
+
+
+def check_pipeline_refused() -> None:
+    """What one stage has against it, all of them say."""
+    model, optimizer, forward = staged(ScheduleGPipe)
+    given = {"forward": forward, "pipeline": dist.group.WORLD, "stream": STREAM}
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            model.up.weight[0, 0] = torch.nan
+    with pytest.raises(UserError, match=r"is nan|hold nan"):
+        score(model, batches(), optimizer, OPTIONS, probe="direct", **given)
+    twin = nn.Sequential(nn.Linear(24, 24))
+    dither.convert(twin, "fp8-block")
+    other = AdamW(twin.named_parameters(), lr=1e-2)
+    twin(batches()[0][0]).sum().backward()
+    other.step()
+    with pytest.raises(UserError, match="Two stages of the pipeline have a layer '0'"):
+        score(twin, batches(), other, OPTIONS, **given)
+    with pytest.raises(UserError, match="forward= gave None for the loss"):
+        score(twin, batches(), other, OPTIONS, stream=STREAM, forward=lambda *_: None)
+
+
 def test_two_processes() -> None:
-    spread(2, check_scores, check_truth_and_plans, check_refused)
+    spread(2, check_scores, check_truth_and_plans, check_refused, check_pipeline, check_pipeline_refused)
 
 
 def test_three_processes() -> None:
-    """Rows that do not divide evenly, of means that do not either."""
-    spread(3, check_scores)
+    """Rows that do not divide evenly, of means that do not either; a stage without a layer."""
+    spread(3, check_scores, check_pipeline)

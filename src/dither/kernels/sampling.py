@@ -231,12 +231,12 @@ def _sample_kernel(
 ):
     block, first_row, first_column = program_block(columns, reciprocal, BLOCK)
     row, column = block_runs(first_row, first_column, BLOCK)
-    x = widen(load_runs(w_ptr, row, column, rows, columns, stride, EVEN), H.NATIVE)
     if KIND != "none":
-        # Before anything waits for x: R does not depend on it.
+        # First, while nothing waits for x: R does not depend on it.
         b_t = tl.load(b_t_ptr + block)
         key, step, top, left = where_drawn(step_ptr, key, row0, column0, H.MOVED)
         r = run_noise(key, step, top + row.to(tl.uint32), left + column.to(tl.uint32), KIND, H.NATIVE, "-")
+    x = widen(load_runs(w_ptr, row, column, rows, columns, stride, EVEN), H.NATIVE)
     amax = amax_of(x, BLOCK, H.NATIVE)
     tl.store(amax_ptr + block, amax)
     if KIND == "rounded_normal" and H.NATIVE:

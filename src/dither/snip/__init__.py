@@ -11,6 +11,7 @@ from dither.snip.moments import Moments as Moments
 from dither.snip.moments import moments_of as moments_of
 from dither.snip.options import Option as Option
 from dither.snip.options import options as options
+from dither.snip.passes import pipelined as pipelined
 from dither.snip.planning import Goal as Goal
 from dither.snip.planning import choose as choose
 from dither.snip.planning import plan as plan

@@ -19,7 +19,7 @@ from torch import nn
 
 from dither.errors import UserError
 from dither.nn.convert import apply
-from dither.precision import Plan
+from dither.precision import Plan, matches
 from dither.random import Stream
 from dither.recipes import recipe
 from dither.snip.divergence import Scores
@@ -28,6 +28,7 @@ from dither.snip.options import options as combinations
 from dither.snip.planning import Goal, check_finite, choice_of, choose, plan
 from dither.snip.probes import score
 from dither.snip.solve import Solution
+from dither.snip.statistics import layers_of
 
 VERSION = 1
 """The version of a saved state."""
@@ -135,6 +136,7 @@ class Snip:
         estimate: Callable[..., Scores] = score,
         tell: Callable[[str], None] = _warn,
         group: "dist.ProcessGroup | None" = None,
+        pipeline: "dist.ProcessGroup | None" = None,
     ) -> None:
         """`every`, `start` and `delay` count optimizer steps, `delay` from the statistics to the change.
 
@@ -144,6 +146,9 @@ class Snip:
         and `max_norm` what gradients are clipped to, all as `dither.snip.score` takes them; `estimate` may take its place.
         `cost="time"` measures this GPU, and `times` is a file to keep that in. `tell` is called on rank 0
         with a sentence when something goes wrong, and otherwise nothing is said.
+
+        `group` are the processes that share the model, all of them unless given. With `pipeline`, `model` is one of its stages,
+        as for `score`, all processes have a part in the choice, and `group` are those that have the same stage, if any.
         """
         for name, number, least in (("every", every, 1), ("start", start, 1), ("delay", delay, 0)):
             if not isinstance(number, int) or isinstance(number, bool) or number < least:
@@ -171,8 +176,11 @@ class Snip:
         self.every, self.start, self.delay = every, start, delay
         self.hysteresis, self.loss, self.weights, self.power, self.seed = hysteresis, loss, weights, power, seed
         self.plan = self.base
-        self._timed, self._times, self._estimate, self._tell, self._group = cost == "time", times, estimate, tell, group
-        how = {"forward": forward, "probe": probe, "max_norm": max_norm}
+        self._timed, self._times, self._estimate, self._tell = cost == "time", times, estimate, tell
+        self._pipeline, self._group = pipeline, group if pipeline is None else None  # those that a choice is common to
+        how = {"forward": forward, "probe": probe, "max_norm": max_norm, "pipeline": pipeline}
+        if pipeline is not None:
+            how["group"] = group
         self._how: dict[str, Any] = {key: given for key, given in how.items() if given is not None}
         self._chosen = False  # whether `plan` was chosen here, for this goal
         self._pending: _Pending | None = None
@@ -194,7 +202,7 @@ class Snip:
         self._pending = None
         scores, goal, error = None, self.goal, ""
         how = {**self._how, "stream": Stream(self.seed, "snip", str(step)), "step": step}
-        if self._spread:
+        if self._spread and self._pipeline is None:
             how["group"] = self._group or dist.group.WORLD
         try:
             given = batches() if callable(batches) else batches
@@ -258,10 +266,8 @@ class Snip:
         if answer.failed:
             return self._stay(step, scores.step, answer.reason, scores)
         if answer.solution is not None:
-            try:
-                self.plan = self._apply(scores, answer.solution)
-            except UserError as error:
-                return self._stay(step, scores.step, str(error), scores)
+            if error := self._apply(scores, answer.solution):
+                return self._stay(step, scores.step, error, scores)
             self._chosen = True
         return Decision(step, scores.step, self.plan, answer.solution is not None, answer.reason, scores)
 
@@ -271,11 +277,30 @@ class Snip:
             self._tell(f"snip keeps its plan at step {step}: {reason}")
         return Decision(step, measured, self.plan, False, reason, scores)
 
-    def _apply(self, scores: Scores, solution: Solution) -> Plan:
+    def _apply(self, scores: Scores, solution: Solution) -> str:
+        """Take the plan on every rank, or on none; what the first of them has against it, or nothing."""
         said = {"probe": scores.probe, "power": self.power, "step": scores.step, **self.goal.provenance}
-        chosen = plan(scores.layers, self.options, solution, self.base, **said)
-        apply(self.model, chosen)
-        return chosen
+        error = ""
+        try:
+            chosen = plan(scores.layers, self.options, solution, self.base, **said)
+            self._switch(chosen)
+        except UserError as problem:
+            error = str(problem)
+        if error := next(filter(None, self._gather(error)), ""):
+            self._switch(self.plan)
+            return error
+        self.plan = chosen
+        return ""
+
+    def _switch(self, wanted: Plan) -> None:
+        """The model to a plan; in a pipeline, to the rules of it that are about this stage."""
+        if self._pipeline is not None:
+            names = list(layers_of(self.model, some=False))
+            mine = [rule for rule in wanted.layers if any(matches(rule[0], name) for name in names)]
+            wanted = replace(wanted, layers=tuple(mine))
+            if not names:
+                return
+        apply(self.model, wanted)
 
     @property
     def _rank(self) -> int:
@@ -325,7 +350,7 @@ class Snip:
             answer = _answer_of(pending["answer"]) if pending and pending["answer"] and same else None
         except (KeyError, TypeError, AttributeError) as error:
             raise UserError(f"This is no state that snip saved, of version {VERSION}: {error!r:.80}.") from None
-        apply(self.model, saved)
+        self._switch(saved)
         self.plan, self._chosen, self._pending = saved, chosen, None
         if not scores:
             return

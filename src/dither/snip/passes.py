@@ -2,9 +2,11 @@
 
 Between them the model is as it was, to the bit: weights, gradients, buffers, precisions, histories of delayed scaling, modes
 and random generators. Gradients come from `torch.autograd.grad`, so no `.grad` is touched and no hook of a parameter is called;
-where FSDP2 spreads weights over processes they come from `backward`, and each process holds its part of them.
+where FSDP2 spreads weights over processes they come from `backward`, and each process holds its part of them. In a pipeline
+each process has layers of its own, and numbers of all layers are brought together, but no tensors.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -16,15 +18,15 @@ from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
 from dither.nn.linear import Linear
-from dither.nn.step import training_step
+from dither.nn.step import TrainingStep, training_step
 from dither.optim.shards import local, reduce_cuts, spread_over
 from dither.precision import LayerPrecision
 from dither.random import Stream
 from dither.snip.moments import Moments, moments_of
-from dither.snip.statistics import layers_of
+from dither.snip.statistics import Collector, Statistics, layers_of
 
-Forward = Callable[[nn.Module, Any], Tensor]
-"""(model, batch) -> the loss, 0-d; whatever autocast there is belongs in here."""
+Forward = Callable[[nn.Module, Any], Tensor | None]
+"""(model, batch) -> the loss, 0-d; whatever autocast there is belongs in here. None in a pipeline's stages but the last."""
 
 ROWS = 1 << 20
 """How far apart the random bits of two micro-batches lie: more tokens than one has."""
@@ -42,13 +44,30 @@ def plain_forward(model: nn.Module, batch: Any) -> Tensor:
     return loss
 
 
+def pipelined(schedule: Any, stage: Any) -> Forward:
+    """`forward` of `score` for a schedule of torch.distributed.pipelining and the stage of this process: a step, backward too.
+
+    A batch is a tuple: the first stage's inputs and, at the end, the last one's target; what a stage does not need may be None.
+    The schedule divides gradients by its number of micro-batches, as it does by default (`scale_grads`).
+    """
+
+    def forward(_: nn.Module, batch: Any) -> Tensor | None:
+        *inputs, target = batch
+        losses: list[Tensor] = []
+        last = {"target": target, "losses": losses} if stage.is_last else {}
+        schedule.step(*(inputs if stage.is_first else ()), **last)
+        return torch.stack([loss.detach() for loss in losses]).mean() if stage.is_last else None
+
+    return forward
+
+
 class Pass(NamedTuple):
     """What one step's worth of micro-batches gave, the mean over them and over the ranks."""
 
     loss: Tensor
     """0-d float64."""
     gradients: dict[str, Tensor]
-    """Of the layers' weights, float32 by layer."""
+    """Of the weights of this process's layers, float32 by layer."""
     scale: Tensor
     """What clipping would multiply the gradients by, 0-d."""
 
@@ -66,12 +85,13 @@ class Passes:
         forward: Forward = plain_forward,
         max_norm: float | None = None,
         group: torch.distributed.ProcessGroup | None = None,
+        pipeline: torch.distributed.ProcessGroup | None = None,
     ) -> None:
         if not isinstance(stream, Stream):
             raise UserError(f"Passes draw from stream=dither.Stream(seed, purpose, name), not from {stream!r}.")
         self.model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         _put_away(self.model)
-        self.layers, self.batches = layers_of(self.model), list(batches)
+        self.pipeline, self.layers, self.batches = pipeline, layers_of(self.model, some=pipeline is None), list(batches)
         if not self.batches:
             raise UserError("There are no batches to learn from: give at least one.")
         self.weights: dict[str, Tensor] = {name: layer.weight for name, layer in self.layers.items()}
@@ -89,6 +109,21 @@ class Passes:
         self.rank = 0 if group is None else torch.distributed.get_rank(group)
         self.row = 0
         """Where the random bits of the micro-batch at hand begin."""
+        self._micro = 1
+        """Micro-batches that a pipeline makes of a batch."""
+        self.device = next(self.model.parameters()).device
+        names = self._of_all_stages(list(self.layers))
+        self.names = [name for each in names for name in each]
+        """All layers, in a pipeline those of all stages."""
+        self._first = 0 if pipeline is None else sum(map(len, names[: torch.distributed.get_rank(pipeline)]))
+        if len(set(self.names)) < len(self.names):
+            twice = next(name for name in self.names if self.names.count(name) > 1)
+            raise UserError(
+                f"Two stages of the pipeline have a layer {twice!r}: layers of a stage need the names that they have in the "
+                "whole model."
+            )
+        if not self.names:
+            raise UserError("No stage of the pipeline has a dither.Linear: convert the model first.")
         self.count = 0
         """Passes over a micro-batch so far, forward and backward."""
         others = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -96,6 +131,16 @@ class Passes:
         # Clipping takes the norm of all gradients together.
         self._others = [p for p in others if id(p) not in known] if self.max_norm else []
         self.sizes = self.norms(local(w).detach() for w in self.weights.values())
+
+    @property
+    def undivided(self) -> int:
+        """Of how many losses the loss is the mean that are differentiated as they are: a pipeline's divides gradients only."""
+        return 1 if self.pipeline is None else self._micro * len(self.batches)
+
+    @property
+    def steps(self) -> int:
+        """How many steps the optimizer has taken."""
+        return int(max(self._of_all_stages(next((each.t - 1 for each in self.moments.values()), 0))))
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
@@ -128,12 +173,15 @@ class Passes:
 
     @contextmanager
     def cast(self, name: str, precision: LayerPrecision) -> Iterator[None]:
-        """Inside, one of the borrowed layers has that precision."""
-        self.layers[name].set_precision(precision)
+        """Inside, one of the borrowed layers has that precision; it may be another stage's."""
+        layer = self.layers.get(name)
+        if layer is not None:
+            layer.set_precision(precision)
         try:
             yield
         finally:
-            self.layers[name].set_precision(LayerPrecision())
+            if layer is not None:
+                layer.set_precision(LayerPrecision())
 
     def run(self, draw: int = 0) -> Pass:
         """Forward and backward over the batches. `draw` tells apart the random bits of stochastic casts."""
@@ -141,10 +189,13 @@ class Passes:
         parameters = [*self.weights.values(), *self._others]
         differentiate = self._by_grad if self._cut is None else self._by_backward
         for index, batch in enumerate(self.batches):
-            with torch.enable_grad(), self._micro_batch(index, draw):
-                loss = self.forward(self.model, batch) / len(self.batches)
-                found = differentiate(loss, parameters)
-            self.count += 1
+            with torch.enable_grad(), self._micro_batch(index * self._micro, draw) as at:
+                if self.pipeline is None:
+                    loss = self._loss(batch)
+                    found = differentiate(loss, parameters)
+                else:
+                    loss, found = self._by_schedule(batch, index * self._micro, at, parameters)
+            self.count += self._micro
             wide = [torch.zeros_like(local(p)) if g is None else g.float() for g, p in zip(found, parameters, strict=True)]
             del found
             if gradients is None:
@@ -152,7 +203,8 @@ class Passes:
             else:
                 # The layers' own are fresh results of products, and large; others may share memory, as two terms of a sum do.
                 owned = len(self.weights)
-                torch._foreach_add_(gradients[:owned], wide[:owned])
+                if owned:
+                    torch._foreach_add_(gradients[:owned], wide[:owned])
                 gradients[owned:] = [a + b for a, b in zip(gradients[owned:], wide[owned:], strict=True)]
             del wide
             total = loss.detach().double() if total is None else total + loss.detach()
@@ -164,45 +216,84 @@ class Passes:
             for each in (total, *whole):
                 torch.distributed.all_reduce(each, group=self.group)
                 each /= self.ranks
+        if self.pipeline is not None:
+            torch.distributed.all_reduce(total, group=self.pipeline)  # all but the last stage's are 0
         scale = torch.ones((), device=total.device)
         if self.max_norm:
-            norm = _norms(gradients, parameters).norm().float()
+            squares = _norms(gradients, parameters).square().sum()
+            if self.pipeline is not None:
+                torch.distributed.all_reduce(squares, group=self.pipeline)
+            norm = squares.sqrt().float()
             scale = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
         return Pass(total, dict(zip(self.weights, gradients, strict=False)), scale)
+
+    def _loss(self, batch: Any) -> Tensor:
+        """This batch's part of the loss."""
+        loss = self.forward(self.model, batch)
+        if loss is None:
+            raise UserError("forward= gave None for the loss: only the stages of a pipeline= may do so, all but the last.")
+        return loss / len(self.batches)
 
     def _by_grad(self, loss: Tensor, parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
         return torch.autograd.grad(loss, parameters, allow_unused=True)
 
     def _by_backward(self, loss: Tensor, parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """With FSDP2 gradients reach its parameters by `backward` alone; those that wait there for a step are put aside."""
+        """With FSDP2 gradients reach its parameters by `backward` alone."""
+        with self._gradients_aside():
+            loss.backward()  # type: ignore[no-untyped-call]
+            return [None if p.grad is None else local(p.grad) for p in parameters]
+
+    def _by_schedule(
+        self, batch: Any, first: int, at: TrainingStep, parameters: Sequence[Tensor]
+    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """A pipeline's schedule differentiates by itself; its micro-batches draw as batches of their own would."""
+        numbers = itertools.count(first)
+        hook = self.model.register_forward_pre_hook(lambda *_: self._begin(next(numbers), at))
+        try:
+            with self._gradients_aside():
+                loss = self.forward(self.model, batch)
+                found = [None if p.grad is None else local(p.grad) / len(self.batches) for p in parameters]
+        finally:
+            hook.remove()
+        self._micro = next(numbers) - first
+        return (torch.zeros((), device=self.device) if loss is None else loss.to(self.device) / len(self.batches)), found
+
+    @contextmanager
+    def _gradients_aside(self) -> Iterator[None]:
+        """Inside, parameters have no gradients but those that come; the ones that wait for a step are put aside."""
         kept = [p.grad for p in self._parameters]
         try:
             for p in self._parameters:
                 p.grad = None
-            loss.backward()  # type: ignore[no-untyped-call]
-            return [None if p.grad is None else local(p.grad) for p in parameters]
+            yield
         finally:
             for p, grad in zip(self._parameters, kept, strict=True):
                 p.grad = grad
 
     def loss(self, draw: int = 0) -> Tensor:
-        """The loss of a pass alone, 0-d float64: forward over the batches."""
-        total = torch.zeros((), dtype=torch.float64, device=next(iter(self.weights.values())).device)
+        """The loss of a pass alone, 0-d float64: forward over the batches, and what a pipeline's schedule does besides."""
+        if self.pipeline is not None:
+            return self.run(draw).loss
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, batch in enumerate(self.batches):
             with torch.no_grad(), self._micro_batch(index, draw):
-                total += self.forward(self.model, batch).double() / len(self.batches)
+                total += self._loss(batch).double()
         if self.group is not None:
             torch.distributed.all_reduce(total, group=self.group)
         return total / self.ranks
 
     @contextmanager
-    def _micro_batch(self, index: int, draw: int) -> Iterator[None]:
+    def _micro_batch(self, index: int, draw: int) -> Iterator[TrainingStep]:
         """Inside, casts and a model's own dropout draw what they draw for this micro-batch in every pass."""
+        with training_step(self.model, step=draw) as at:
+            self._begin(index, at)
+            yield at
+
+    def _begin(self, index: int, at: TrainingStep) -> None:
         place = index * self.ranks + self.rank
         torch.manual_seed(self.stream.key % (1 << 62) + place)
         self.row = place % (1 << 12) * ROWS
-        with training_step(self.model, step=draw, row=self.row):
-            yield
+        at.row(self.row)
 
     def updates(self, found: Pass) -> dict[str, Tensor]:
         """What the optimizer's step would subtract from the layers' weights, besides their decay."""
@@ -214,8 +305,43 @@ class Passes:
         return self.norms(moved) / self.sizes
 
     def norms(self, parts: Iterable[Tensor]) -> Tensor:
-        """Of tensors in the shapes of the layers' weights, or of this process's parts of them: float64[layers]."""
-        return _norms(parts, list(self.weights.values()))
+        """Of tensors in the shapes of this process's weights, or of its parts of them: float64 of all layers."""
+        found = _norms(parts, list(self.weights.values())) if self.weights else torch.zeros(0, dtype=torch.float64)
+        if self.pipeline is None:
+            return found
+        every = torch.zeros(len(self.names), dtype=torch.float64, device=self.device)
+        every[self._first : self._first + len(found)] = found
+        torch.distributed.all_reduce(every, group=self.pipeline)
+        return every
+
+    def statistics(self, seen: Collector, base: Pass, step: int) -> Statistics:
+        """What a collector saw of a pass, of all layers; where one stage of a pipeline has something against it, all raise."""
+        mine, problem = None, ""
+        try:
+            mine = seen.statistics(
+                self.moments,
+                step=step,
+                loss=base.loss,
+                gradients=base.gradients,
+                scale=base.scale,
+                micro=self.undivided,
+                group=self.group,
+            )
+        except UserError as error:
+            problem = str(error)
+        stages = self._of_all_stages((mine, problem))
+        for _, said in stages:
+            if said:
+                raise UserError(said)
+        return Statistics(step, stages[-1][0].loss, tuple(layer for found, _ in stages for layer in found.layers))
+
+    def _of_all_stages(self, mine: Any) -> list[Any]:
+        """What each stage of the pipeline has to say, in their order."""
+        if self.pipeline is None:
+            return [mine]
+        said: list[Any] = [None] * torch.distributed.get_world_size(self.pipeline)
+        torch.distributed.all_gather_object(said, mine, group=self.pipeline)
+        return said
 
 
 def _norms(parts: Iterable[Tensor], of: Sequence[Tensor]) -> Tensor:

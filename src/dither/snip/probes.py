@@ -48,6 +48,7 @@ def score(
     max_norm: float | None = None,
     step: int | None = None,
     group: torch.distributed.ProcessGroup | None = None,
+    pipeline: torch.distributed.ProcessGroup | None = None,
 ) -> Scores:
     """What each option of each layer of a converted model would do to its training, on `batches` of it.
 
@@ -55,7 +56,9 @@ def score(
     Batches count as micro-batches of one step; `forward(model, batch)` gives the loss of one, under the autocast of training.
     `max_norm` is what gradients are clipped to (dither's AdamW says so itself), `step` the optimizer's number of steps unless
     given. `rows` takes the row-wise form of the paper's loss divergence. With `group`, its ranks bring batches of their own and
-    get the same scores; FSDP2 needs it. What sampling a layer does, if it does, is left out.
+    get the same scores; FSDP2 needs it. `pipeline` are the processes of a pipeline in the order of its stages: each gives its
+    own stage as `model`, with the names of the whole one, and gets the scores of all; `forward` is then `pipelined(schedule,
+    stage)`. What sampling a layer does, if it does, is left out.
 
     >>> import dither
     >>> from dither.models import PRESETS, Llama
@@ -74,20 +77,20 @@ def score(
         hint = did_you_mean(probe, PROBES) if isinstance(probe, str) else ""
         raise UserError(f"There is no probe {probe!r}{hint}: choose one of {', '.join(PROBES)}.")
     began, chosen = time.perf_counter(), all_options(options)
-    passes = Passes(model, batches, optimizer, stream=stream, forward=forward, max_norm=max_norm, group=group)
-    step = next(iter(passes.moments.values())).t - 1 if step is None else step
+    passes = Passes(
+        model, batches, optimizer, stream=stream, forward=forward, max_norm=max_norm, group=group, pipeline=pipeline
+    )
+    step = passes.steps if step is None else step
     with passes.borrowed():
-        with collecting(passes.model, chosen, stream=stream) as seen:
+        with collecting(passes.model, chosen, stream=stream, some=pipeline is None) as seen:
             base = passes.run()
-        statistics = seen.statistics(
-            passes.moments, step=step, loss=base.loss, gradients=base.gradients, scale=base.scale, group=group
-        )
+        statistics = passes.statistics(seen, base, step)
         probes = {"direct": _direct, "last": _last, "layer": _layer, "measure": _measure}
         loss, weights = probes[probe](passes, statistics, chosen, base, rows)
     return Scores(
         step,
         f"{probe} by rows" if rows else probe,
-        tuple(passes.layers),
+        tuple(passes.names),
         tuple(option.name for option in chosen),
         tuple(tuple(row) for row in loss),
         tuple(tuple(row) for row in weights),
@@ -127,7 +130,7 @@ def _last(passes: Passes, statistics: Statistics, options: Sequence[Option], bas
         with _noise(passes, last.name, where, 0.01 * size[where], 0):
             found = passes.run()
         moved = passes.norms(found.gradients.pop(name) - g for name, g in base.gradients.items())
-        bends[where] = dict(zip(base.gradients, moved.mul(100).tolist(), strict=True))
+        bends[where] = dict(zip(passes.names, moved.mul(100).tolist(), strict=True))
     passed = numpy.array(divergence.sensitivities(statistics)) / len(statistics.layers)
     by_y, by_dx = (numpy.array([bends[where][layer.name] for layer in statistics.layers]) for where in ("y", "dx"))
     weights = []
@@ -220,7 +223,10 @@ def _measure(passes: Passes, statistics: Statistics, options: Sequence[Option], 
 @contextmanager
 def _far_slope(passes: Passes, name: str) -> Iterator[list[Tensor]]:
     """Inside, dY (Y - X W^T) of a layer that casts is added up: the loss's slope, at the far end, along the layer's error."""
-    layer, found, exact = passes.layers[name], list[Tensor](), list[Tensor]()
+    layer, found, exact = passes.layers.get(name), list[Tensor](), list[Tensor]()
+    if layer is None:  # another stage's
+        yield found
+        return
 
     @torch.no_grad()
     def before(_: nn.Module, args: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> None:
@@ -242,11 +248,12 @@ def _far_slope(passes: Passes, name: str) -> Iterator[list[Tensor]]:
 
 
 def _total(passes: Passes, found: list[Tensor]) -> float:
-    """The sum over micro-batches, and the mean over ranks."""
-    total = torch.stack(found).sum()
-    if passes.group is not None:
-        torch.distributed.all_reduce(total, group=passes.group)
-    return float(total) / passes.ranks
+    """The sum over micro-batches, and the mean over ranks and over losses of their own."""
+    total = torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64, device=passes.device)
+    for group in (passes.group, passes.pipeline):
+        if group is not None:
+            torch.distributed.all_reduce(total, group=group)
+    return float(total) / passes.ranks / passes.undivided
 
 
 def _rms(layer: LayerStatistics, tensor: str) -> float:
@@ -257,8 +264,12 @@ def _rms(layer: LayerStatistics, tensor: str) -> float:
 def _noise(passes: Passes, name: str, where: str, deviation: float, draw: int) -> Iterator[None]:
     """Inside, Gaussian noise is added to a layer's output ("y") or to the gradient of its input ("dx")."""
     stream = Stream(passes.stream.seed, f"{passes.stream.purpose} {where}", f"{passes.stream.name}.{name}")
+    layer = passes.layers.get(name)
+    if layer is None:  # another stage's
+        yield
+        return
     if where == "dx":
-        deviation *= passes.ranks  # each rank differentiates its own loss, and theirs are averaged later
+        deviation *= passes.ranks * passes.undivided  # each rank differentiates losses of its own, and they are averaged later
 
     def noisy(x: Tensor, row: int) -> Tensor:
         return x + (deviation * normal(stream, draw, x.shape, row, x.device)).to(x.dtype)
@@ -266,12 +277,14 @@ def _noise(passes: Passes, name: str, where: str, deviation: float, draw: int) -
     def output(_: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> Tensor:
         return noisy(y, passes.row)
 
-    def input_gradient(_: nn.Module, args: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> None:
+    def input_gradient(_: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor]) -> Any:
         x, row = args[0] if args else named["input"], passes.row
-        if x.requires_grad:
-            x.register_hook(lambda dx: noisy(dx, row))  # type: ignore[no-untyped-call]
+        if not x.requires_grad:
+            return None
+        own = x.view_as(x)  # x itself may be a buffer of a pipeline, and keep its hooks
+        own.register_hook(lambda dx: noisy(dx, row))  # type: ignore[no-untyped-call]
+        return ((own, *args[1:]), named) if args else (args, {**named, "input": own})
 
-    layer = passes.layers[name]
     if where == "y":
         hook = layer.register_forward_hook(output)
     else:

@@ -98,14 +98,17 @@ class Statistics:
         return cls.from_dict(load_json("statistics", text))
 
 
-def layers_of(model: nn.Module) -> dict[str, Linear]:
-    """The layers that statistics are taken of, by name: every `dither.Linear`; experts share a parameter and are left out."""
+def layers_of(model: nn.Module, *, some: bool = True) -> dict[str, Linear]:
+    """The layers that statistics are taken of, by name: every `dither.Linear`; experts share a parameter and are left out.
+
+    `some` says that there must be one.
+    """
     found = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, Linear) and not isinstance(module, ExpertLinear)
     }
-    if not found:
+    if some and not found:
         raise UserError(f"{type(model).__name__} has no dither.Linear to take statistics of: convert it first.")
     if frozen := [name for name, layer in found.items() if not layer.weight.requires_grad]:
         raise UserError(
@@ -201,14 +204,18 @@ class Collector:
         loss: Tensor | float,
         gradients: Mapping[str, Tensor] | None = None,
         scale: Tensor | float = 1.0,
+        micro: int = 1,
         group: torch.distributed.ProcessGroup | None = None,
     ) -> Statistics:
         """The step's numbers; call it after backward and before the optimizer's step.
 
         `moments` are `moments_of(optimizer, ...)`; `gradients` those of the weights by layer, or None for their `.grad`;
-        `scale` is what clipping will multiply them by. `loss` is the step's, whose gradients these are. With `group`, tensors
-        of its ranks count as stacked and the loss is the mean of theirs, as in data parallelism: every rank gets the same.
+        `scale` is what clipping will multiply them by. `loss` is the step's, whose gradients these are; `micro` is of how many
+        losses it is the mean that were differentiated as they are, as a pipeline's micro-batches are. With `group`, tensors of
+        its ranks count as stacked and the loss is the mean of theirs, as in data parallelism: every rank gets the same.
         """
+        if not self._layers:  # a pipeline's stage may have none
+            return Statistics(step, float(loss), ())
         ranks = 1 if group is None else torch.distributed.get_world_size(group)
         keys: list[tuple[str, str]] = []
         own: list[Tensor] = []
@@ -233,7 +240,8 @@ class Collector:
         squares.index_add_(0, torch.tensor(places, device=device), torch.stack([n.to(device) for n in own]).double().square())
         tokens = torch.tensor([float(norms.tokens) for norms in self._norms.values()], dtype=torch.float64, device=device)
         # Each rank's loss is its own mean; in the loss of all of them its gradients are as many times smaller.
-        smaller = [ranks**-2 if key in ("dy", "dx") or key.startswith(("grad ", "rows ")) else 1 for _, key in keys]
+        part = (ranks * micro) ** -2
+        smaller = [part if key in ("dy", "dx") or key.startswith(("grad ", "rows ")) else 1 for _, key in keys]
         squares *= torch.tensor(smaller, dtype=torch.float64, device=device)
         total = torch.as_tensor(loss).detach().double().to(device).reshape(1) / ranks
         together = torch.cat([total, tokens, squares])
@@ -288,11 +296,12 @@ class Collector:
 
 
 @contextmanager
-def collecting(model: nn.Module, options: Iterable[Option], *, stream: Stream) -> Iterator[Collector]:
+def collecting(model: nn.Module, options: Iterable[Option], *, stream: Stream, some: bool = True) -> Iterator[Collector]:
     """Forward and backward of one step, all its micro-batches, happen inside; they compute what they would without it.
 
     Error norms are taken where X, W and dY are at hand, and only numbers are kept. Inside, compiled blocks run uncompiled:
-    hooks that come after compilation would not be called. `stream` draws the bits of stochastic casts.
+    hooks that come after compilation would not be called. `stream` draws the bits of stochastic casts; `some` says that a model
+    without a layer to look at is a mistake.
 
     >>> import dither
     >>> from dither.snip import collecting, moments_of, options
@@ -308,7 +317,7 @@ def collecting(model: nn.Module, options: Iterable[Option], *, stream: Stream) -
     >>> statistics.layers[0].M, sorted(statistics.layers[0].norms)
     (16, ['dw', 'dx', 'dy', 'w', 'x', 'y'])
     """
-    layers = layers_of(model)
+    layers = layers_of(model, some=some)
     seen = Collector(layers, options, stream)
     hooks = []
     for name, layer in layers.items():

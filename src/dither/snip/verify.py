@@ -126,6 +126,7 @@ def verify(
     max_norm: float | None = None,
     more_for_loss: Sequence[Any] = (),
     group: torch.distributed.ProcessGroup | None = None,
+    pipeline: torch.distributed.ProcessGroup | None = None,
 ) -> Verification:
     """Try every option on one layer at a time, and say how well `scores` of the same model and options ranked them.
 
@@ -158,11 +159,12 @@ def verify(
     total = len(batches) + len(more_for_loss)
 
     def over(batch: Any) -> Passes:
-        return Passes(model, [batch], optimizer, stream=stream, forward=forward, max_norm=max_norm, group=group)
+        how: dict[str, Any] = {"forward": forward, "max_norm": max_norm, "group": group, "pipeline": pipeline}
+        return Passes(model, [batch], optimizer, stream=stream, **how)
 
     for batch in batches:
         passes = over(batch)
-        layers = tuple(passes.layers)
+        layers = tuple(passes.names)
         for each in given:
             if each.layers != layers or each.options != names:
                 raise UserError(
