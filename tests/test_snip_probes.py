@@ -172,7 +172,7 @@ def test_measured_scores_are_what_happens():
     for place, name in enumerate(found.layers):
         for column in (2, 4):  # a weight or an input in FP4: nothing random
             option = chosen[column]
-            loss, other = next_weights(Plan(layers=((name, option.precision),), default=LayerPrecision()))
+            _, other = next_weights(Plan(layers=((name, option.precision),), default=LayerPrecision()))
             change = [
                 (other.get_parameter(key) - exact.get_parameter(key)).norm() / model.get_parameter(key).norm()
                 for key in weights
@@ -180,9 +180,10 @@ def test_measured_scores_are_what_happens():
             assert found.weights[place][column] == pytest.approx(sum(change).item() / len(change), rel=2e-3, abs=1e-7)
             if option.weight is not None:
                 w = model.get_submodule(name).weight.detach()
-                far = ((dither.fake_quantize(w, option.weight) - w) * other.get_submodule(name).weight.grad).sum().item()
-                bend = (far - (loss - base)) / base
-                assert found.loss[place][column] == pytest.approx(math.hypot(bend, closed.loss[place][column]), rel=1e-3)
+                error = dither.fake_quantize(w, option.weight) - w
+                near, far = ((error * each.get_submodule(name).weight.grad).sum().item() for each in (exact, other))
+                bend = (far - near) / 2
+                assert found.loss[place][column] == pytest.approx(math.hypot(bend / base, closed.loss[place][column]), rel=1e-3)
 
 
 def test_the_curvature_of_a_quadratic_loss_is_exact():

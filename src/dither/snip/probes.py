@@ -8,6 +8,7 @@
 docs/snip.md has what they are worth and what they cost.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -183,33 +184,39 @@ def _layer(passes: Passes, statistics: Statistics, options: Sequence[Option], ba
 
 
 def _measure(passes: Passes, statistics: Statistics, options: Sequence[Option], base: Pass, rows: bool) -> Found:
-    """Each operand of each layer in its coarsest cast, one at a time: the change of every layer's step, and that of the loss.
+    """Each operand of each layer in its coarsest cast, one at a time: the change of every layer's step, and loss by curvature.
 
     An error e moves the loss by g e + e H e / 2, slope and curvature. The slope's part belongs to this batch: on others it has
-    another size and sign, of which the closed form knows the deviation. The curvature's part is the same everywhere. One pass
-    tells them apart, since it has the gradient at the far end too: with rise = g e + e H e / 2 and far = (g + H e) e, the
-    curvature's part is far - rise. With finer casts, that shrinks with the square of their errors' norm, and changes of steps
-    with the norm itself. Errors of two operands are independent: parts of curvature add up, and squares of changes.
+    another size and sign, of which the closed form knows the deviation. The curvature's part is the same everywhere, and is
+    half of what the slope along e differs by, from the near end of e, g e, to the far end, (g + H e) e. Differences of losses
+    would do, too, but in bfloat16 they are mostly rounding. With finer casts, curvature shrinks with the square of their
+    errors' norm, and changes of steps with the norm itself. Errors of two operands are independent: parts of curvature add up,
+    and squares of changes.
     """
     updates, base_loss = passes.updates(base), float(base.loss)
     closed, casts = _closed_loss(statistics, options, rows), casts_of(options)
     loss, weights = [], []
     for place, layer in enumerate(statistics.layers):
-        bend, moved = dict.fromkeys(OPERANDS, 0.0), {}
-        coarsest: dict[str, float] = {}
-        for operand in OPERANDS:
-            cast = max(casts[operand], key=lambda cast, operand=operand: layer.error(operand, cast), default=None)  # type: ignore[misc]
-            coarsest[operand] = layer.error(operand, cast)
-            moved[operand] = torch.zeros(len(statistics.layers), dtype=torch.float64)
-            if coarsest[operand] > 0:
-                with passes.cast(layer.name, LayerPrecision(**{operand: cast})), _far_slope(passes, layer.name) as far:  # type: ignore[arg-type]
+        coarsest = {
+            operand: max(casts[operand], key=lambda cast, operand=operand: layer.error(operand, cast), default=None)  # type: ignore[misc]
+            for operand in OPERANDS
+        }
+        errors = {operand: layer.error(operand, cast) for operand, cast in coarsest.items()}
+        bend = dict.fromkeys(OPERANDS, 0.0)
+        moved = {operand: torch.zeros(len(statistics.layers), dtype=torch.float64) for operand in OPERANDS}
+        slopes = _Slopes(passes, layer.name)
+        # First that of the gradient, which leaves the loss and its gradient dY of this layer as they are.
+        for operand in ("grad", "input", "weight"):
+            if errors[operand] > 0 or (operand == "grad" and any(errors.values())):
+                cast = coarsest[operand] if errors[operand] > 0 else None
+                with passes.cast(layer.name, LayerPrecision(**{operand: cast})), slopes.watched(operand):  # type: ignore[arg-type]
                     found = passes.run()
-                bend[operand] = 0.0 if operand == "grad" else _total(passes, far) - (float(found.loss) - base_loss)
+                bend[operand] = slopes.curvature()
                 moved[operand] = passes.change(found, updates).square().cpu()
         row_loss, row_weights = [], []
         for number, option in enumerate(options):
             shares = {
-                operand: (layer.error(operand, cast) / coarsest[operand]) ** 2 if coarsest[operand] else 0.0
+                operand: (layer.error(operand, cast) / errors[operand]) ** 2 if errors[operand] else 0.0
                 for operand, cast in option.casts.items()
             }
             rise = sum(shares[operand] * bend[operand] for operand in OPERANDS)
@@ -220,35 +227,58 @@ def _measure(passes: Passes, statistics: Statistics, options: Sequence[Option], 
     return loss, weights
 
 
-@contextmanager
-def _far_slope(passes: Passes, name: str) -> Iterator[list[Tensor]]:
-    """Inside, dY (Y - X W^T) of a layer that casts is added up: the loss's slope, at the far end, along the layer's error."""
-    layer, found, exact = passes.layers.get(name), list[Tensor](), list[Tensor]()
-    if layer is None:  # another stage's
-        yield found
-        return
+class _Slopes:
+    """The loss's slope along a layer's error Y - X W^T, at both of its ends: dY (Y - X W^T) with the dY of either."""
 
-    @torch.no_grad()
-    def before(_: nn.Module, args: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> None:
-        x = args[0] if args else named["input"]
-        # Here and not afterwards, when FSDP2 may have put the weight away.
-        exact.append(functional._plain(x, layer.weight, layer.bias, layer.transposed).float())
+    def __init__(self, passes: Passes, name: str) -> None:
+        self.passes, self.layer = passes, passes.layers.get(name)  # None: another stage's
+        self.near: dict[int, Tensor] = {}
+        """dY without an error, by micro-batch."""
+        self.bends: list[Tensor] = []
 
-    def after(_: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
-        error = y.detach().float() - exact.pop()
-        if y.requires_grad:
-            y.register_hook(lambda dy: found.append((dy.float() * error).sum().double()))  # type: ignore[no-untyped-call]
+    @contextmanager
+    def watched(self, operand: str) -> Iterator[None]:
+        """Inside, a pass with this operand cast is looked at; that of the gradient, which is remembered, comes first."""
+        self.bends = []
+        if (layer := self.layer) is None:
+            yield
+            return
+        numbers, exact = itertools.count(), list[Tensor]()
 
-    hooks = [layer.register_forward_pre_hook(before, with_kwargs=True), layer.register_forward_hook(after)]
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
+        @torch.no_grad()
+        def before(_: nn.Module, args: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> None:
+            x = args[0] if args else named["input"]
+            # Here and not afterwards, when FSDP2 may have put the weight away.
+            exact.append(functional._plain(x, layer.weight, layer.bias, layer.transposed).float())
+
+        def after(_: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
+            if not y.requires_grad:  # a checkpointed block, which is computed again
+                exact.clear()
+                return
+            number = next(numbers)
+            if operand == "grad":
+                # A copy, since a pipeline receives gradients where the next ones will be.
+                y.register_hook(lambda dy: self.near.update({number: dy.clone()}))  # type: ignore[no-untyped-call]
+                return
+            error = y.detach().float() - exact.pop()
+            y.register_hook(lambda dy: self.bends.append(((dy.float() - self.near[number].float()) * error).sum().double()))  # type: ignore[no-untyped-call]
+
+        hooks = [layer.register_forward_hook(after)]
+        if operand != "grad":
+            hooks.append(layer.register_forward_pre_hook(before, with_kwargs=True))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def curvature(self) -> float:
+        """e H e / 2 of the pass that was watched."""
+        return _total(self.passes, self.bends) / 2
 
 
 def _total(passes: Passes, found: list[Tensor]) -> float:
-    """The sum over micro-batches, and the mean over ranks and over losses of their own."""
+    """The sum over micro-batches, and the mean over ranks and over losses that are differentiated as they are."""
     total = torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64, device=passes.device)
     for group in (passes.group, passes.pipeline):
         if group is not None:
