@@ -249,6 +249,10 @@ def check_pipeline_refused() -> None:
             model.up.weight[0, 0] = torch.nan
     with pytest.raises(UserError, match=r"is nan|hold nan"):
         score(model, batches(), optimizer, OPTIONS, probe="direct", **given)
+    if dist.get_rank() == 0:
+        optimizer.state.clear()
+    with pytest.raises(UserError, match="The optimizer has no state of the layer 'up' yet"):
+        score(model, batches(), optimizer, OPTIONS, **given)
     twin = nn.Sequential(nn.Linear(24, 24))
     dither.convert(twin, "fp8-block")
     other = AdamW(twin.named_parameters(), lr=1e-2)
@@ -258,6 +262,11 @@ def check_pipeline_refused() -> None:
         score(twin, batches(), other, OPTIONS, **given)
     with pytest.raises(UserError, match="forward= gave None for the loss"):
         score(twin, batches(), other, OPTIONS, stream=STREAM, forward=lambda *_: None)
+    alone = {"pipeline": dist.new_group([dist.get_rank()], use_local_synchronization=True), "forward": lambda *_: None}
+    with pytest.raises(UserError, match="The schedule did not run the given model"):
+        score(twin, batches(), other, OPTIONS, stream=STREAM, **alone)
+    with pytest.raises(UserError, match=r"No stage of the pipeline has a dither\.Linear"):
+        score(nn.Linear(2, 2), batches(), other, OPTIONS, stream=STREAM, **alone)
 
 
 def test_two_processes() -> None:

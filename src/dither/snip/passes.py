@@ -9,6 +9,8 @@ each process has layers of its own, and numbers of all layers are brought togeth
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -90,20 +92,27 @@ class Passes:
         if not isinstance(stream, Stream):
             raise UserError(f"Passes draw from stream=dither.Stream(seed, purpose, name), not from {stream!r}.")
         self.model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-        _put_away(self.model)
-        self.pipeline, self.layers, self.batches = pipeline, layers_of(self.model, some=pipeline is None), list(batches)
+        self.batches, self.forward, self.stream, self.group, self.pipeline = list(batches), forward, stream, group, pipeline
         if not self.batches:
             raise UserError("There are no batches to learn from: give at least one.")
-        self.weights: dict[str, Tensor] = {name: layer.weight for name, layer in self.layers.items()}
+        _put_away(self.model)
+        self.layers: dict[str, Linear] = {}
+        self.weights: dict[str, Tensor] = {}
+        self.moments: Mapping[str, Moments] = {}
+        stages = self._of_all_stages(partial(self._find_layers, optimizer))
+        self.names: list[str] = [name for names in stages for name in names]
+        """All layers, in a pipeline those of all stages."""
+        self._first = 0 if pipeline is None else sum(map(len, stages[: torch.distributed.get_rank(pipeline)]))
+        if not self.names:
+            raise UserError("No stage of the pipeline has a dither.Linear: convert the model first.")
+        if twice := next((name for name in self.names if self.names.count(name) > 1), None):
+            raise UserError(
+                f"Two stages of the pipeline have a layer {twice!r}: layers of a stage need the names that they have in the "
+                "whole model."
+            )
         # All that a backward pass gives a gradient, as it is between passes: FSDP2 puts whole copies in its place inside them.
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self._cut = next((name for name, weight in self.weights.items() if isinstance(weight, DTensor)), None)
-        if self._cut is not None and group is None:
-            raise UserError(
-                f"The weight of the layer {self._cut!r} is spread over processes: pass those that share it as group=."
-            )
-        self.moments: Mapping[str, Moments] = moments_of(optimizer, self.weights)
-        self.forward, self.stream, self.group = forward, stream, group
+        self.device = self._parameters[0].device
         self.max_norm = getattr(optimizer, "max_norm", None) if max_norm is None else max_norm
         self.ranks = 1 if group is None else torch.distributed.get_world_size(group)
         self.rank = 0 if group is None else torch.distributed.get_rank(group)
@@ -111,19 +120,6 @@ class Passes:
         """Where the random bits of the micro-batch at hand begin."""
         self._micro = 1
         """Micro-batches that a pipeline makes of a batch."""
-        self.device = next(self.model.parameters()).device
-        names = self._of_all_stages(list(self.layers))
-        self.names = [name for each in names for name in each]
-        """All layers, in a pipeline those of all stages."""
-        self._first = 0 if pipeline is None else sum(map(len, names[: torch.distributed.get_rank(pipeline)]))
-        if len(set(self.names)) < len(self.names):
-            twice = next(name for name in self.names if self.names.count(name) > 1)
-            raise UserError(
-                f"Two stages of the pipeline have a layer {twice!r}: layers of a stage need the names that they have in the "
-                "whole model."
-            )
-        if not self.names:
-            raise UserError("No stage of the pipeline has a dither.Linear: convert the model first.")
         self.count = 0
         """Passes over a micro-batch so far, forward and backward."""
         others = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -131,6 +127,18 @@ class Passes:
         # Clipping takes the norm of all gradients together.
         self._others = [p for p in others if id(p) not in known] if self.max_norm else []
         self.sizes = self.norms(local(w).detach() for w in self.weights.values())
+
+    def _find_layers(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """The layers of this process, what is learned in them, and their names."""
+        self.layers = layers_of(self.model, some=self.pipeline is None)
+        self.weights = {name: layer.weight for name, layer in self.layers.items()}
+        self._cut = next((name for name, weight in self.weights.items() if isinstance(weight, DTensor)), None)
+        if self._cut is not None and self.group is None:
+            raise UserError(
+                f"The weight of the layer {self._cut!r} is spread over processes: pass those that share it as group=."
+            )
+        self.moments = moments_of(optimizer, self.weights)
+        return list(self.layers)
 
     @property
     def undivided(self) -> int:
@@ -140,7 +148,7 @@ class Passes:
     @property
     def steps(self) -> int:
         """How many steps the optimizer has taken."""
-        return int(max(self._of_all_stages(next((each.t - 1 for each in self.moments.values()), 0))))
+        return int(max(self._of_all_stages(lambda: next((each.t - 1 for each in self.moments.values()), 0))))
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
@@ -256,6 +264,8 @@ class Passes:
         finally:
             hook.remove()
         self._micro = next(numbers) - first
+        if not self._micro:
+            raise UserError("The schedule did not run the given model: give the module of this process's stage.")
         return (torch.zeros((), device=self.device) if loss is None else loss.to(self.device) / len(self.batches)), found
 
     @contextmanager
@@ -315,33 +325,27 @@ class Passes:
         return every
 
     def statistics(self, seen: Collector, base: Pass, step: int) -> Statistics:
-        """What a collector saw of a pass, of all layers; where one stage of a pipeline has something against it, all raise."""
+        """What a collector saw of a pass, of all layers."""
+        how: dict[str, Any] = {"scale": base.scale, "micro": self.undivided, "group": self.group}
+        stages: list[Statistics] = self._of_all_stages(
+            lambda: seen.statistics(self.moments, step=step, loss=base.loss, gradients=base.gradients, **how)
+        )
+        return replace(stages[-1], layers=tuple(layer for found in stages for layer in found.layers))
+
+    def _of_all_stages(self, find: Callable[[], Any]) -> list[Any]:
+        """What `find` gives in each stage of the pipeline, in their order; where one of them raises, all do."""
+        if self.pipeline is None:
+            return [find()]
         mine, problem = None, ""
         try:
-            mine = seen.statistics(
-                self.moments,
-                step=step,
-                loss=base.loss,
-                gradients=base.gradients,
-                scale=base.scale,
-                micro=self.undivided,
-                group=self.group,
-            )
+            mine = find()
         except UserError as error:
             problem = str(error)
-        stages = self._of_all_stages((mine, problem))
-        for _, said in stages:
-            if said:
-                raise UserError(said)
-        return Statistics(step, stages[-1][0].loss, tuple(layer for found, _ in stages for layer in found.layers))
-
-    def _of_all_stages(self, mine: Any) -> list[Any]:
-        """What each stage of the pipeline has to say, in their order."""
-        if self.pipeline is None:
-            return [mine]
         said: list[Any] = [None] * torch.distributed.get_world_size(self.pipeline)
-        torch.distributed.all_gather_object(said, mine, group=self.pipeline)
-        return said
+        torch.distributed.all_gather_object(said, (mine, problem), group=self.pipeline)
+        if problem := next((text for _, text in said if text), ""):
+            raise UserError(problem)
+        return [found for found, _ in said]
 
 
 def _norms(parts: Iterable[Tensor], of: Sequence[Tensor]) -> Tensor:
