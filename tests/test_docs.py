@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import dither
 from dither import cli
@@ -23,6 +24,7 @@ MODULES = [
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_examples_in_pages(page):
+    torch.manual_seed(0)
     results = doctest.testfile(str(page), module_relative=False)
     assert results.attempted > 0
     assert results.failed == 0
@@ -30,6 +32,7 @@ def test_examples_in_pages(page):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_in_docstrings(name):
+    torch.manual_seed(0)
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 

@@ -83,15 +83,15 @@ def run_words(key, step, row, column, KIND: tl.constexpr):
 
 
 NORMAL_PAIR = tl.constexpr(
-    """{ .reg .b32 u, t1, t2, drawn, twice, r;
-    mov.b32 t1, 0x24602460; mov.b32 t2, 0x00600060;
+    """{{ .reg .b32 u, t1, t2, drawn, twice, r;
+    mov.b32 t1, {}; mov.b32 t2, {};
     and.b32 u, $2, 0x7FFF7FFF;
     set.lt.u32.f16x2 drawn, u, t1;
     set.lt.u32.f16x2 twice, u, t2;
     lop3.b32 r, twice, 0x40004000, 0x3F803F80, 0xCA;
     lop3.b32 r, $2, 0x80008000, r, 0xEA;
     lop3.b32 r, drawn, r, $3, 0xCA;
-    shl.b32 $0, r, 16; and.b32 $1, r, 0xFFFF0000; }"""
+    shl.b32 $0, r, 16; and.b32 $1, r, 0xFFFF0000; }}""".format(*(t * 0x200020 for t in ROUNDED_NORMAL))
 )
 """Two elements of a word at once. Read as FP16 numbers, magnitudes stand in the order of u, and those that read as NaN are not
 below anything. R is put together as BF16: 2 below the second threshold, else 1, with the sign of the word, but $3 where u is
@@ -110,27 +110,26 @@ def run_noise(key, step, row, column, KIND: tl.constexpr, NATIVE: tl.constexpr, 
     else:
         if KIND != "rounded_normal_exact":
             words = tl.reshape(tl.join(words << 16, words), [row.shape[0], RUN])
-        r = noise_of(words, KIND)
-        return r if ZERO == "+" else as_float(tl.where(r == 0.0, -0x80000000, as_bits(r)))
+        return noise_of(words, KIND, ZERO)
 
 
 @triton.jit
-def noise_of(words, KIND: tl.constexpr):
-    """float32 R of random bits, the element's own from the top down."""
+def noise_of(words, KIND: tl.constexpr, ZERO: tl.constexpr):
+    """float32 R of random bits, the element's own from the top down; a 0 has the sign ZERO."""
     if KIND == "uniform":
-        # 1 + (2 h + 1) / 2^17, less 1.5, is exact; then to the nearest BF16 number on the bits.
+        # 1 + (2 h + 1) / 2^17, less 1.5, is exact, and not 0; then to the nearest BF16 number on the bits.
         bits = as_bits(as_float(((words >> 9) & 0x7FFF80) | 0x3F800040) - 1.5)
         return as_float((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536)
     elif KIND == "none":
         return tl.zeros_like(words).to(tl.float32)
     else:
-        u = words & 0x7FFFFFFF
+        u, zero = words & 0x7FFFFFFF, 0 if ZERO == "+" else -0x80000000
         if KIND == "rounded_normal":
             size = tl.where(u < T2, 2.0, 1.0)
-            return tl.where(u < T1, as_float(as_bits(size) | (words & -0x80000000)), 0.0)
+            return as_float(tl.where(u < T1, as_bits(size) | (words & -0x80000000), zero))
         else:
             size = tl.where(u < E2, tl.where(u < E3, 3.0, 2.0), 1.0)
-            return tl.where(u < E1, as_float(as_bits(size) | (words & -0x80000000)), 0.0)
+            return as_float(tl.where(u < E1, as_bits(size) | (words & -0x80000000), zero))
 
 
 @triton.jit
@@ -240,7 +239,7 @@ def _sample_kernel(
     amax = amax_of(x, BLOCK, H.NATIVE)
     tl.store(amax_ptr + block, amax)
     if KIND == "rounded_normal" and H.NATIVE:
-        x = tl.fma(r, block_scale(amax, b_t), x)  # the product is exact, as it is by itself
+        x = tl.fma(r, block_scale(amax, b_t), x)  # R times the scale is exact: one rounding either way
     elif KIND != "none":
         x += r * block_scale(amax, b_t)
     store_runs(out_ptr, narrow(x, out_ptr.dtype.element_ty, F, H), row, column, rows, columns, EVEN)
@@ -333,7 +332,7 @@ def _noise_kernel(
     row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
     key, step, top, left = where_drawn(step_ptr, key, row0 + first_row, column0 + first_column, MOVED)
     bits = random_tile(key, step, top, left, ROWS, COLUMNS, WIDTH, ALIGNED)
-    r = noise_of(bits << (32 - WIDTH), KIND)
+    r = noise_of(bits << (32 - WIDTH), KIND, "+")
     if PACKED:
         code = (tl.abs(r).to(tl.int32) | ((r < 0).to(tl.int32) << 3)) << (tl.arange(0, COLUMNS) % 8 * 4)[None, :]
         code = tl.where((column < columns)[None, :], code, 0)
