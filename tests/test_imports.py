@@ -48,6 +48,7 @@ ORDER = [
     "dither.nn.functional",
     "dither.nn.sampling",
     "dither.nn.output",
+    "dither.nn.cut",
     "dither.nn.linear",
     "dither.nn.step",
     "dither.nn.experts",

@@ -38,6 +38,9 @@ class Casting(NamedTuple):
     """Whether one call casts along both axes: all but nvfp4."""
     measured: bool = False
     """Whether one scale, from the tensor's own largest magnitude, serves all of it; codes without NaN measure it themselves."""
+    row: int = 0
+    column: int = 0
+    """Where the operand begins in the whole one, whose random bits it draws: see `dither.nn.cut`."""
 
 
 class Codes(NamedTuple):
@@ -317,7 +320,7 @@ def _both(
     if how.measured and torch.compiler.is_compiling() and x.numel():
         # As an operation of the graph it can join the kernel that computes x, and saves a reading of it.
         amax = Amax(x.detach().abs().amax().float())
-    drawn = (0, place, 0, 0)
+    drawn = (0, place, how.row, how.column)
     if how.delayed and amax.largest is not None:
         values, scale, values_t, scale_t = torch.ops.dither.quantize_both_measured(
             x, how.cast, amax.given, how.container, *drawn, "auto", amax.largest

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from dither import operators
 from dither.engines import ALIGNMENT, PRODUCTS, engine_for
 from dither.errors import UserError
-from dither.nn import functional, sampling
+from dither.nn import cut, functional, sampling
 from dither.nn.functional import Amax, Codes, Layouts, Settings, State
 from dither.nn.output import Output
 from dither.nn.sampling import How
@@ -260,7 +260,12 @@ class Linear(nn.Linear):
         state = self._state(settings)
         if self.training and self.precision.sampled:
             return self._sampled_forward(input, settings, state)
-        return functional.linear(input, self.weight, self.bias, settings, state=state)
+        return self._product(input, self.weight, settings, state)
+
+    def _product(self, x: Tensor, weight: Tensor, settings: Settings, state: State) -> Tensor:
+        if isinstance(weight, DTensor) and not self.precision.uncast:
+            return cut.linear(x, weight, self.bias, settings, state, self.precision)
+        return functional.linear(x, weight, self.bias, settings, state=state)
 
     def _settings_for(self, x: Tensor) -> Settings:
         """The precision, ready for use. While compiling without the name: a graph that knows it serves no other layer."""
@@ -282,10 +287,8 @@ class Linear(nn.Linear):
         has = self._hows["sampling", kept, weight.dtype]
         draw = self._draw if self._inside else functional.drawn(state, functional.PURPOSES.index("sample"), moved=False)
         if isinstance(weight, DTensor):
-            if not self.precision.uncast:
-                raise UserError(f"The layer {self.name!r} is spread over processes, and operands are cast only in one piece.")
             part = sampling.sample_spread(weight, bitwidth, local(draw), has, kept, self.name)
-            return functional.linear(x, part, self.bias, settings, state=state)
+            return self._product(x, part, settings, state)
         held = self._holds and self._holds_sample
         b_t = self._b_t if self._prepared else sampling.bitwidths(bitwidth, has)
         w_hat, amax = self._w_hat, self._w_amax

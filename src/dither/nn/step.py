@@ -25,6 +25,7 @@ class TrainingStep:
         for layer in layers:
             if layer._place is None:
                 continue
+            layer._place = local(layer._place)  # parallelizing a module spreads its buffers: all of them everywhere
             # One tensor a device for all layers, so that moving on is one small write.
             shared = next((place for place in self._places if place.device == layer._place.device), None)
             if shared is None:

@@ -1,0 +1,153 @@
+"""Layers that tensor parallelism cuts: casts of parts are those of the whole, scales, codes and random bits."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_optim_distributed import pytestmark as pytestmark
+from test_optim_distributed import spread
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import dither
+from dither import LayerPrecision, Plan, Sampling, UserError
+from dither.nn import Conv1D
+from dither.optim.shards import local
+
+WIDTH = 64
+"""A multiple of what each of four processes has of it, in tiles of 16."""
+
+RANDOM = LayerPrecision.of(
+    input="e2m1 tile(16) fp32 stochastic(16)",
+    weight="e2m1 block(16) fp32 stochastic(16)",
+    grad="e2m1 tile(16) pow2_ceil stochastic(8)",
+)
+PLAIN = LayerPrecision.of(input="e4m3 tile(8)", weight="e4m3 block(16)", grad="e5m2 tile(16) pow2")
+MIXED = LayerPrecision.of(weight="e3m2 tile(16) stochastic(16)", grad="bf16 stochastic(16)")
+
+
+class Block(nn.Module):
+    def __init__(self, transposed: bool) -> None:
+        super().__init__()
+        make = (lambda inputs, outputs: Conv1D(outputs, inputs)) if transposed else nn.Linear
+        self.up, self.down = make(48, WIDTH), make(WIDTH, 48)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.normal_(std=0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def block(plan: Plan, parallel: bool, transposed: bool = False) -> Block:
+    torch.manual_seed(0)
+    model = Block(transposed)
+    dither.convert(model, plan, seed=5)
+    if parallel:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+def run(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Results and gradients of two micro-batches of a step, whole."""
+    generator = torch.Generator().manual_seed(3)
+    found = {}
+    with dither.training_step(model, step=7) as at:
+        for number in range(2):
+            at.row(96 * number)
+            x = torch.randn(4, 24, 48, generator=generator).requires_grad_()
+            y = model(x)
+            (y * torch.randn(y.shape, generator=generator)).sum().backward()
+            found |= {f"y {number}": y.detach(), f"dx {number}": x.grad}
+    for name, p in model.named_parameters():
+        assert p.grad is not None, name
+        if isinstance(p, DTensor):
+            assert p.grad.placements == p.placements, name  # an optimizer reads the parts
+        found[f"d {name}"] = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+    return found
+
+
+def check_casts() -> None:
+    """Random bits that were drawn elsewhere, or a scale of other numbers, would show in the first digit."""
+    for name, precision in {"random": RANDOM, "plain": PLAIN, "mixed": MIXED}.items():
+        plan = Plan(default=precision)
+        expected, found = run(block(plan, False)), run(block(plan, True))
+        assert expected.keys() == found.keys()
+        for key, value in expected.items():
+            error = (found[key] - value).norm() / value.norm()
+            assert error < 1e-5, (name, key, error)
+
+
+def check_sampled() -> None:
+    plan = Plan(default=RANDOM).with_sampling(Sampling(block=16, parts="all"))
+    expected, found = run(block(plan, False)), run(block(plan, True))
+    for key, value in expected.items():
+        assert (found[key] - value).norm() <= 1e-5 * value.norm(), key
+
+
+def check_learning() -> None:
+    """Two optimizer steps: parts of what one process has."""
+    models = [block(Plan(default=RANDOM), parallel) for parallel in (False, True)]
+    for model in models:
+        optimizer = dither.optim.AdamW(model.named_parameters(), lr=1e-2)
+        for step in range(2):
+            generator = torch.Generator().manual_seed(step)
+            with dither.training_step(model, step=step):
+                model(torch.randn(32, 48, generator=generator)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, whole), p in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert isinstance(p, DTensor)
+        assert (p.full_tensor() - whole).norm() < 1e-4 * whole.norm(), name
+
+
+def check_transposed() -> None:
+    """Weights that are stored [inputs, outputs], cut by hand."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plan = Plan(default=RANDOM)
+    whole, model = block(plan, False, True), block(plan, False, True)
+    for layer, placement, bias in ((model.up, Shard(1), Shard(0)), (model.down, Shard(0), Replicate())):
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight.data, mesh, [placement]))
+        layer.bias = nn.Parameter(distribute_tensor(layer.bias.data, mesh, [bias]))
+
+    class Whole(nn.Module):
+        def __init__(self, block: Block) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.block.down(torch.relu(self.block.up(x)))
+            return x + (y.full_tensor() if isinstance(y, DTensor) else y)
+
+    expected, found = run(Whole(whole)), run(Whole(model))
+    for key, value in expected.items():
+        assert (found[key] - value).norm() <= 1e-5 * value.norm(), key
+
+
+def check_refused() -> None:
+    size = dist.get_world_size()
+    x = torch.randn(8, 48)
+    for cast, why in {
+        "e4m3 tile(128)": r"'up' has its 64 outputs cut into parts of \d+, and its grad is cast by .* a multiple of 128 would",
+        "e4m3 row": "its grad is cast by e4m3 row .*, where numbers of all parts share a scale: use tiles or blocks",
+        "e4m3 tensor": "numbers of all parts share a scale",
+    }.items():
+        model = block(Plan(default=LayerPrecision.of(grad=cast)), True)
+        with pytest.raises(UserError, match=why), dither.training_step(model, step=0):
+            model(x)
+    model = block(Plan(default=LayerPrecision.of(weight="e4m3 block(16)")), True)
+    model.up.weight = nn.Parameter(
+        DTensor.from_local(local(model.up.weight), init_device_mesh("cpu", (1, size)), [*model.up.weight.placements * 2])
+    )
+    with pytest.raises(UserError, match="cut over a mesh of 2 dimensions"), dither.training_step(model, step=0):
+        model(x)
+
+
+def test_two_processes() -> None:
+    spread(2, check_casts, check_sampled, check_learning, check_transposed, check_refused)
+
+
+def test_four_processes() -> None:
+    spread(4, check_casts)
