@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dither
-from dither import UserError
+from dither import Cast, Plan, UserError
 from dither.optim import AdamMini, AdamW
 from dither.optim.roles import Role
 from dither.optim.shards import local
-from dither.snip import PROBES, Snip, options, pipelined, score, verify
+from dither.snip import PROBES, Option, Snip, options, pipelined, score, verify
 from dither.snip.statistics import layers_of
 
 OPTIONS = "bf16,fp8,fp4"
@@ -132,16 +132,86 @@ def check_refused() -> None:
     model, optimizer = trained("root", lambda named: AdamMini(named, {name: Role.whole() for name, _ in named}, lr=1e-2))
     with pytest.raises(UserError, match="AdamMini's second moments are shared between them"):
         score(model, batches(), optimizer, OPTIONS, stream=STREAM, group=dist.group.WORLD)
+    model, optimizer = parallel("bf16")
+    with pytest.raises(UserError, match=r"'up' has its 48 outputs cut into .* weight is cast by .* multiple of 128"):
+        score(model, batches(), optimizer, OPTIONS, stream=STREAM)
+    torch.manual_seed(0)
+    model = Net()
+    dither.convert(model, "bf16")
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "tensor"))
+    parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    model.eval()(*batches()[0]).backward()
+    optimizer.step()
+    with pytest.raises(UserError, match="The layer 'up' is cut by tensor parallelism and kept by FSDP2"):
+        score(model, batches(), optimizer, TILES, stream=STREAM, group=mesh["data"].get_group())
+
+
+def parallel(plan: str | Plan, shared: bool = True):
+    """`trained` by tensor parallelism, the block cut and its output layer whole in every process; else in one process."""
     torch.manual_seed(0)
     model = Net().eval()
-    dither.convert(model, "bf16")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)  # some are spread and some are not
-    model(*batches()[0]).backward()
-    optimizer.step()
-    with pytest.raises(UserError, match="The layer 'up' is cut by tensor parallelism"):
-        score(model, batches(), optimizer, OPTIONS, stream=STREAM, group=dist.group.WORLD)
+    dither.convert(model, plan)
+    if shared:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)  # some are spread and some are not
+    for step, batch in enumerate(batches(3, seed=9)):
+        with dither.training_step(model, step=step):
+            model(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+TILES = [
+    Option(f"{name}", *(Cast.parse(text) for text in texts))
+    for name, texts in {
+        "8": ["e4m3 tile(8)", "e4m3 block(8)", "e4m3 tile(8)"],
+        "4": ["e2m1 tile(8) fp32 stochastic(16)", "e2m1 block(8)", "e2m1 tile(8) fp32 stochastic(16)"],
+    }.items()
+]
+
+
+def check_tensor_parallel() -> None:
+    """Layers cut by outputs and by inputs: scores, truth and plans are those of one process that has all of them."""
+    plan = Plan(default=TILES[0].precision)
+    (model, optimizer), (alone, its) = parallel(plan), parallel(plan, False)
+    given = {"stream": STREAM, "max_norm": 0.01}
+    for probe in PROBES:
+        found = score(model, batches(2), optimizer, TILES, probe=probe, **given)
+        expected = score(alone, batches(2), its, TILES, probe=probe, **given)
+        assert (found.layers, found.step, found.passes) == (expected.layers, expected.step, expected.passes)
+        for layer, other in zip(found.statistics.layers, expected.statistics.layers, strict=True):
+            assert (layer.M, layer.N, layer.K) == (other.M, other.N, other.K)
+            assert layer.norms == pytest.approx(other.norms, rel=1e-4), (layer.name, probe)
+            for operand in ("input", "weight", "grad"):
+                assert layer.errors[operand] == pytest.approx(other.errors[operand], rel=1e-3), (layer.name, probe, operand)
+            for operand in ("input", "weight"):
+                assert layer.rows[operand] == pytest.approx(other.rows[operand], rel=1e-3), (layer.name, probe, operand)
+            assert layer.update == pytest.approx(other.update, rel=1e-4), (layer.name, probe)
+        for name in ("loss", "weights"):
+            pairs = zip(chain(*getattr(found, name)), chain(*getattr(expected, name)), strict=True)
+            assert all(a == pytest.approx(b, rel=2e-3, abs=1e-6) for a, b in pairs), (probe, name)
+        every = [None] * dist.get_world_size()
+        dist.all_gather_object(every, found.quality())
+        assert all(each == every[0] for each in every), probe
+    truth = verify(model, batches(1, seed=4), optimizer, found, TILES, **given)
+    real = verify(alone, batches(1, seed=4), its, expected, TILES, **given)
+    pairs = zip(chain(*truth.weights), chain(*real.weights), strict=True)
+    assert all(a == pytest.approx(b, rel=2e-3, abs=1e-7) for a, b in pairs)
+    snip = Snip(model, optimizer, plan, target=0.5, start=3, delay=1, options=TILES)
+    for step in range(3, 6):
+        decision = snip.before_step(step, batches(2))
+        assert (decision is not None) == (step == 4)
+        if decision:
+            assert decision.changed, decision.reason
+            assert {str(precision) for _, precision in decision.plan.layers} == {str(option.precision) for option in TILES}
+        with dither.training_step(model, step=step):
+            model(*batches()[0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 class Stage(nn.Module):
@@ -270,9 +340,14 @@ def check_pipeline_refused() -> None:
 
 
 def test_two_processes() -> None:
-    spread(2, check_scores, check_truth_and_plans, check_refused, check_pipeline, check_pipeline_refused)
+    spread(2, check_scores, check_truth_and_plans, check_refused, check_tensor_parallel, check_pipeline, check_pipeline_refused)
 
 
 def test_three_processes() -> None:
     """Rows that do not divide evenly, of means that do not either; a stage without a layer."""
     spread(3, check_scores, check_pipeline)
+
+
+def test_six_processes() -> None:
+    """Parts of layers that are one tile wide."""
+    spread(6, check_tensor_parallel)

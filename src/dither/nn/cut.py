@@ -5,16 +5,19 @@ A layer's outputs are cut (`ColwiseParallel`) or its inputs are (`RowwiseParalle
 those of whole rows and tensors would be.
 """
 
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dither.errors import UserError
 from dither.nn import functional
 from dither.nn.functional import Settings, State
-from dither.precision import Cast, LayerPrecision
+from dither.precision import OPERANDS, Cast, LayerPrecision
 
 
 def linear(x: Tensor, weight: DTensor, bias: Tensor | None, has: Settings, state: State, precision: LayerPrecision) -> DTensor:
@@ -39,7 +42,8 @@ def linear(x: Tensor, weight: DTensor, bias: Tensor | None, has: Settings, state
     outputs = (placement.dim == 0) != has.transposed
     size = weight.shape[placement.dim]
     part = -(-size // mesh.size())
-    _check(has.name, precision, outputs, part, size)
+    casts = {operand: filter(None, [getattr(precision, operand)]) for operand in OPERANDS}
+    _check(has.name, casts, outputs, part, size)
     first = part * mesh.get_local_rank()
     if outputs:
         has = _begun(has, "grad", 0, first)
@@ -72,21 +76,48 @@ def _placed(x: Tensor, mesh: DeviceMesh, placement: Replicate | Shard) -> DTenso
     return x.redistribute(mesh, [placement])
 
 
-def _check(name: str, precision: LayerPrecision, outputs: bool, part: int, size: int) -> None:
-    """Raise where a cut goes through what shares a scale: on all processes alike, whatever part they have."""
+class Part(NamedTuple):
+    """What a process has of a tensor [..., C]: a matrix of whole rows, or of their columns from `column` on.
+
+    Then `cut` are the processes that have the others.
+    """
+
+    matrix: Tensor
+    column: int = 0
+    cut: ProcessGroup | None = None
+
+
+def part_of(x: Tensor) -> Part:
+    """This process's part of an operand or a result; sums that are still to be added up are, and cut rows are gathered."""
+    if not isinstance(x, DTensor):
+        return Part(x.reshape(-1, x.shape[-1]))
+    mesh = x.device_mesh
+    if mesh.ndim == 1 and x.placements[0].is_shard(x.dim() - 1):
+        _, offset = compute_local_shape_and_global_offset(x.shape, mesh, x.placements)
+        own = x.to_local()
+        return Part(own.reshape(-1, own.shape[-1]), offset[-1], mesh.get_group())
+    own = x.redistribute(mesh, [Replicate()] * mesh.ndim).to_local()
+    return Part(own.reshape(-1, own.shape[-1]))
+
+
+def check(name: str, weight: DTensor, transposed: bool, casts: Mapping[str, Iterable[Cast]]) -> None:
+    """Raise where a cut goes through what shares a scale, with any of these casts by operand: on all processes alike."""
+    (placement,) = weight.placements
+    if isinstance(placement, Shard):
+        outputs, size = (placement.dim == 0) != transposed, weight.shape[placement.dim]
+        _check(name, casts, outputs, -(-size // weight.device_mesh.size()), size)
+
+
+def _check(name: str, casts: Mapping[str, Iterable[Cast]], outputs: bool, part: int, size: int) -> None:
     if part >= size:
         return
+    cuts = f"its {size} {'outputs' if outputs else 'inputs'} cut into parts of {part}"
     for operand in ("weight", "grad" if outputs else "input"):
-        cast: Cast | None = getattr(precision, operand)
-        if cast is None or cast.group.kind == "none":
-            continue
-        cuts = f"its {size} {'outputs' if outputs else 'inputs'} cut into parts of {part}"
-        what = f"The layer {name!r} has {cuts}, and its {operand}"
-        if cast.group.kind not in ("tile", "block") or cast.scaling.kind in ("nvfp4", "delayed"):
-            raise UserError(
-                f"{what} is cast by {cast}, where numbers of all parts share a scale: use tiles or blocks, as fp8-block does."
-            )
-        if part % cast.group.size:
-            raise UserError(
-                f"{what} is cast by {cast}: a cut at a multiple of {cast.group.size} would leave what shares a scale together."
-            )
+        for cast in casts[operand]:
+            if cast.group.kind == "none":
+                continue
+            what = f"The layer {name!r} has {cuts}, and its {operand} is cast by {cast}"
+            if cast.group.kind not in ("tile", "block") or cast.scaling.kind in ("nvfp4", "delayed"):
+                raise UserError(f"{what}, where numbers of all parts share a scale: use tiles or blocks, as fp8-block does.")
+            if part % cast.group.size:
+                raise UserError(f"{what}: a cut at a multiple of {cast.group.size} would leave what shares a scale together.")

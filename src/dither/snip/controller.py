@@ -28,7 +28,7 @@ from dither.snip.options import options as combinations
 from dither.snip.planning import Goal, check_finite, choice_of, choose, plan
 from dither.snip.probes import score
 from dither.snip.solve import Solution
-from dither.snip.statistics import layers_of
+from dither.snip.statistics import cut_by_tensor_parallelism, layers_of
 
 VERSION = 1
 """The version of a saved state."""
@@ -147,8 +147,9 @@ class Snip:
         `cost="time"` measures this GPU, and `times` is a file to keep that in. `tell` is called on rank 0
         with a sentence when something goes wrong, and otherwise nothing is said.
 
-        `group` are the processes that share the model, all of them unless given. With `pipeline`, `model` is one of its stages,
-        as for `score`, all processes have a part in the choice, and `group` are those that have the same stage, if any.
+        `group` are the processes that have batches of their own, all of them unless given. With `pipeline`, `model` is one of
+        its stages, as for `score`; there, and where tensor parallelism cuts layers, `group` are those with the same part of the
+        model and other batches, if there are such, and all processes have a part in the choice.
         """
         for name, number, least in (("every", every, 1), ("start", start, 1), ("delay", delay, 0)):
             if not isinstance(number, int) or isinstance(number, bool) or number < least:
@@ -177,9 +178,10 @@ class Snip:
         self.hysteresis, self.loss, self.weights, self.power, self.seed = hysteresis, loss, weights, power, seed
         self.plan = self.base
         self._timed, self._times, self._estimate, self._tell = cost == "time", times, estimate, tell
-        self._pipeline, self._group = pipeline, group if pipeline is None else None  # those that a choice is common to
+        self._pipeline, self._cut = pipeline, pipeline is not None or cut_by_tensor_parallelism(model)
+        self._group = None if self._cut else group  # those that a choice is common to
         how = {"forward": forward, "probe": probe, "max_norm": max_norm, "pipeline": pipeline}
-        if pipeline is not None:
+        if self._cut:
             how["group"] = group
         self._how: dict[str, Any] = {key: given for key, given in how.items() if given is not None}
         self._chosen = False  # whether `plan` was chosen here, for this goal
@@ -202,7 +204,7 @@ class Snip:
         self._pending = None
         scores, goal, error = None, self.goal, ""
         how = {**self._how, "stream": Stream(self.seed, "snip", str(step)), "step": step}
-        if self._spread and self._pipeline is None:
+        if self._spread and not self._cut:
             how["group"] = self._group or dist.group.WORLD
         try:
             given = batches() if callable(batches) else batches

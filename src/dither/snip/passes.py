@@ -25,7 +25,7 @@ from dither.optim.shards import local, reduce_cuts, spread_over
 from dither.precision import LayerPrecision
 from dither.random import Stream
 from dither.snip.moments import Moments, moments_of
-from dither.snip.statistics import Collector, Statistics, layers_of
+from dither.snip.statistics import Collector, Statistics, cut_by_tensor_parallelism, layers_of
 
 Forward = Callable[[nn.Module, Any], Tensor | None]
 """(model, batch) -> the loss, 0-d; whatever autocast there is belongs in here. None in a pipeline's stages but the last."""
@@ -99,6 +99,7 @@ class Passes:
         self.layers: dict[str, Linear] = {}
         self.weights: dict[str, Tensor] = {}
         self.moments: Mapping[str, Moments] = {}
+        self.parallel = cut_by_tensor_parallelism(self.model)
         stages = self._of_all_stages(partial(self._find_layers, optimizer))
         self.names: list[str] = [name for names in stages for name in names]
         """All layers, in a pipeline those of all stages."""
@@ -132,7 +133,8 @@ class Passes:
         """The layers of this process, what is learned in them, and their names."""
         self.layers = layers_of(self.model, some=self.pipeline is None)
         self.weights = {name: layer.weight for name, layer in self.layers.items()}
-        self._cut = next((name for name, weight in self.weights.items() if isinstance(weight, DTensor)), None)
+        at_rest = any(isinstance(module, FSDPModule) for module in self.model.modules())
+        self._cut = next((name for name, weight in self.weights.items() if at_rest and isinstance(weight, DTensor)), None)
         if self._cut is not None and self.group is None:
             raise UserError(
                 f"The weight of the layer {self._cut!r} is spread over processes: pass those that share it as group=."
@@ -204,7 +206,7 @@ class Passes:
                 else:
                     loss, found = self._by_schedule(batch, index * self._micro, at, parameters)
             self.count += self._micro
-            wide = [torch.zeros_like(local(p)) if g is None else g.float() for g, p in zip(found, parameters, strict=True)]
+            wide = [_part(g, p).float() for g, p in zip(found, parameters, strict=True)]
             del found
             if gradients is None:
                 gradients = wide
@@ -215,12 +217,13 @@ class Passes:
                     torch._foreach_add_(gradients[:owned], wide[:owned])
                 gradients[owned:] = [a + b for a, b in zip(gradients[owned:], wide[owned:], strict=True)]
             del wide
-            total = loss.detach().double() if total is None else total + loss.detach()
+            number = _whole(loss.detach()).double()
+            total = number if total is None else total + number
         assert total is not None
         assert gradients is not None
         if self.group is not None:
-            # Gradients of what is spread over processes are their mean already.
-            whole = [g for g, p in zip(gradients, parameters, strict=True) if not isinstance(p, DTensor)]
+            # FSDP2's gradients of what it spreads over processes are their mean already.
+            whole = [g for g, p in zip(gradients, parameters, strict=True) if self._cut is None or not isinstance(p, DTensor)]
             for each in (total, *whole):
                 torch.distributed.all_reduce(each, group=self.group)
                 each /= self.ranks
@@ -249,7 +252,7 @@ class Passes:
         """With FSDP2 gradients reach its parameters by `backward` alone."""
         with self._gradients_aside():
             loss.backward()  # type: ignore[no-untyped-call]
-            return [None if p.grad is None else local(p.grad) for p in parameters]
+            return [p.grad for p in parameters]
 
     def _by_schedule(
         self, batch: Any, first: int, at: TrainingStep, parameters: Sequence[Tensor]
@@ -260,7 +263,7 @@ class Passes:
         try:
             with self._gradients_aside():
                 loss = self.forward(self.model, batch)
-                found = [None if p.grad is None else local(p.grad) / len(self.batches) for p in parameters]
+                found = [None if p.grad is None else p.grad / len(self.batches) for p in parameters]
         finally:
             hook.remove()
         self._micro = next(numbers) - first
@@ -287,7 +290,7 @@ class Passes:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, batch in enumerate(self.batches):
             with torch.no_grad(), self._micro_batch(index, draw):
-                total += self._loss(batch).double()
+                total += _whole(self._loss(batch)).double()
         if self.group is not None:
             torch.distributed.all_reduce(total, group=self.group)
         return total / self.ranks
@@ -361,6 +364,17 @@ def _norms(parts: Iterable[Tensor], of: Sequence[Tensor]) -> Tensor:
         reduce_cuts(total, of[places[0]])
         squares[places] = total
     return squares.sqrt()
+
+
+def _part(g: Tensor | None, p: Tensor) -> Tensor:
+    """What this process has of a gradient, as it has the parameter; zeros where there is none."""
+    if g is None:
+        return torch.zeros_like(local(p))
+    return local(g.redistribute(p.device_mesh, p.placements) if isinstance(g, DTensor) and isinstance(p, DTensor) else g)
+
+
+def _whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def _put_away(model: nn.Module) -> None:

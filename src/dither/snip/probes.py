@@ -18,9 +18,12 @@ from typing import Any, Literal
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dither.errors import UserError
 from dither.nn import functional
+from dither.optim.shards import local
 from dither.precision import OPERANDS, LayerPrecision, did_you_mean
 from dither.random import Stream
 from dither.snip import divergence
@@ -235,6 +238,8 @@ class _Slopes:
         self.near: dict[int, Tensor] = {}
         """dY without an error, by micro-batch."""
         self.bends: list[Tensor] = []
+        self.cut: torch.distributed.ProcessGroup | None = None
+        """The processes among which tensor parallelism cuts the layer."""
 
     @contextmanager
     def watched(self, operand: str) -> Iterator[None]:
@@ -249,7 +254,9 @@ class _Slopes:
         def before(_: nn.Module, args: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> None:
             x = args[0] if args else named["input"]
             # Here and not afterwards, when FSDP2 may have put the weight away.
-            exact.append(functional._plain(x, layer.weight, layer.bias, layer.transposed).float())
+            exact.append(local(functional._plain(x, layer.weight, layer.bias, layer.transposed)).float())
+            if isinstance(layer.weight, DTensor) and not layer.weight.placements[0].is_replicate():
+                self.cut = layer.weight.device_mesh.get_group()
 
         def after(_: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
             if not y.requires_grad:  # a checkpointed block, which is computed again
@@ -258,12 +265,16 @@ class _Slopes:
             number = next(numbers)
             if operand == "grad":
                 # A copy, since a pipeline receives gradients where the next ones will be.
-                y.register_hook(lambda dy: self.near.update({number: dy.clone()}))  # type: ignore[no-untyped-call]
+                y.register_hook(lambda dy: self.near.update({number: local(dy).clone()}))  # type: ignore[no-untyped-call]
                 return
-            error = y.detach().float() - exact.pop()
-            y.register_hook(lambda dy: self.bends.append(((dy.float() - self.near[number].float()) * error).sum().double()))  # type: ignore[no-untyped-call]
+            error = local(y.detach()).float() - exact.pop()
 
-        hooks = [layer.register_forward_hook(after)]
+            def bend(dy: Tensor) -> None:
+                self.bends.append(((local(dy).float() - self.near[number].float()) * error).sum().double())
+
+            y.register_hook(bend)  # type: ignore[no-untyped-call]
+
+        hooks = [layer.register_forward_hook(after, prepend=self.passes.parallel)]
         if operand != "grad":
             hooks.append(layer.register_forward_pre_hook(before, with_kwargs=True))
         try:
@@ -274,16 +285,14 @@ class _Slopes:
 
     def curvature(self) -> float:
         """e H e / 2 of the pass that was watched."""
-        return _total(self.passes, self.bends) / 2
-
-
-def _total(passes: Passes, found: list[Tensor]) -> float:
-    """The sum over micro-batches, and the mean over ranks and over losses that are differentiated as they are."""
-    total = torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64, device=passes.device)
-    for group in (passes.group, passes.pipeline):
-        if group is not None:
-            torch.distributed.all_reduce(total, group=group)
-    return float(total) / passes.ranks / passes.undivided
+        passes = self.passes
+        total = torch.zeros((), dtype=torch.float64, device=passes.device)
+        if self.bends:
+            total += torch.stack(self.bends).sum()
+        for group in (self.cut, passes.group, passes.pipeline):
+            if group is not None:
+                torch.distributed.all_reduce(total, group=group)
+        return float(total) / passes.ranks / passes.undivided / 2
 
 
 def _rms(layer: LayerStatistics, tensor: str) -> float:
@@ -302,7 +311,16 @@ def _noise(passes: Passes, name: str, where: str, deviation: float, draw: int) -
         deviation *= passes.ranks * passes.undivided  # each rank differentiates losses of its own, and they are averaged later
 
     def noisy(x: Tensor, row: int) -> Tensor:
-        return x + (deviation * normal(stream, draw, x.shape, row, x.device)).to(x.dtype)
+        if not isinstance(x, DTensor):
+            return x + (deviation * normal(stream, draw, x.shape, row, x.device)).to(x.dtype)
+        own, mesh, (placement,) = x.to_local(), x.device_mesh, x.placements
+        column = 0
+        if placement.is_shard():
+            column = compute_local_shape_and_global_offset(x.shape, mesh, x.placements)[1][-1]
+        noise = (deviation * normal(stream, draw, own.shape, row, own.device, column)).to(own.dtype)
+        if placement.is_partial() and mesh.get_local_rank() != 0:  # of a sum, one term
+            noise.zero_()
+        return x + DTensor.from_local(noise, mesh, x.placements, run_check=False)
 
     def output(_: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> Tensor:
         return noisy(y, passes.row)
@@ -316,7 +334,7 @@ def _noise(passes: Passes, name: str, where: str, deviation: float, draw: int) -
         return ((own, *args[1:]), named) if args else (args, {**named, "input": own})
 
     if where == "y":
-        hook = layer.register_forward_hook(output)
+        hook = layer.register_forward_hook(output, prepend=passes.parallel)
     else:
         hook = layer.register_forward_pre_hook(input_gradient, with_kwargs=True)
     try:
@@ -325,7 +343,7 @@ def _noise(passes: Passes, name: str, where: str, deviation: float, draw: int) -
         hook.remove()
 
 
-def normal(stream: Stream, step: int, shape: Sequence[int], row: int, device: torch.device | str) -> Tensor:
+def normal(stream: Stream, step: int, shape: Sequence[int], row: int, device: torch.device | str, column: int = 0) -> Tensor:
     """Normal numbers of a stream by Box and Muller, float32: cos(2 pi u) sqrt(-2 ln v) of two draws of 32 bits.
 
     >>> normal(Stream(0, "noise", ""), 0, (2, 3), 0, "cpu").shape
@@ -333,6 +351,6 @@ def normal(stream: Stream, step: int, shape: Sequence[int], row: int, device: to
     """
     size = math.prod(shape[:-1]), 2 * shape[-1]
     # From the middle of 2^24 parts of (0, 1), so that neither is 0.
-    uniform = ((stream.bits(step, size, (row, 0), device=device) >> 8 & 0xFFFFFF).float() + 0.5) * 2.0**-24
+    uniform = ((stream.bits(step, size, (row, 2 * column), device=device) >> 8 & 0xFFFFFF).float() + 0.5) * 2.0**-24
     u, v = uniform.view(*shape, 2).unbind(-1)
     return torch.cos(2 * math.pi * u) * torch.sqrt(-2 * torch.log(v))

@@ -14,10 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
 from dither.files import Refused, from_json
+from dither.nn import cut
+from dither.nn.cut import Part
 from dither.nn.experts import ExpertLinear
 from dither.nn.linear import Linear
 from dither.operators import implementation
@@ -117,6 +120,12 @@ def layers_of(model: nn.Module, *, some: bool = True) -> dict[str, Linear]:
     return found
 
 
+def cut_by_tensor_parallelism(model: nn.Module) -> bool:
+    """Whether processes have parts of layers, and not, as with FSDP2, only of what they keep between uses."""
+    spread = any(isinstance(layer.weight, DTensor) for layer in layers_of(model, some=False).values())
+    return spread and not any(isinstance(module, FSDPModule) for module in model.modules())
+
+
 @dataclass
 class _Norms:
     """What has been seen of one layer so far: norms whose squares add up, 0-d float32 on its device."""
@@ -126,7 +135,9 @@ class _Norms:
     inputs: list[tuple[Any, dict[str, Tensor]]] = field(default_factory=list)
     """While the layer computes: its input's place in the graph, and what casts change in its rows."""
 
-    def add(self, key: str, x: Tensor) -> None:
+    def add(self, key: str, x: Tensor | Part) -> None:
+        if isinstance(x, Part):
+            x = x.matrix if x.cut is None else _row_norms(x)
         self.found.setdefault(key, []).append(_norm(x))
 
 
@@ -136,22 +147,25 @@ class Collector:
     def __init__(self, layers: Mapping[str, Linear], options: Iterable[Option], stream: Stream) -> None:
         self._layers, self._casts, self._stream = dict(layers), casts_of(options), stream
         self._norms = {name: _Norms() for name in layers}
+        self._parallel = False
 
     def _input(self, name: str, layer: Linear, x: Tensor) -> Tensor:
         """Before a layer reads x: what casts of it would change. The layer is given a view that has a gradient of its own."""
-        if isinstance(layer.weight, DTensor):  # even now that it is needed
-            raise UserError(
-                f"The layer {name!r} is cut by tensor parallelism, and operands are cast only in one piece: score a whole copy "
-                "of the model."
-            )
+        if isinstance(layer.weight, DTensor):  # even now that it is needed: by tensor parallelism
+            if not self._parallel:
+                raise UserError(
+                    f"The layer {name!r} is cut by tensor parallelism and kept by FSDP2, and numbers of layers are taken with "
+                    "one of them: score a copy of the model without the other."
+                )
+            cut.check(name, layer.weight, layer.transposed, self._casts)
         own = x.view_as(x)
         with torch.no_grad():
-            norms, x_MK = self._norms[name], x.detach().reshape(-1, layer.in_features)
+            norms, part = self._norms[name], cut.part_of(x.detach())
             first = torch._C._current_graph_task_id() == -1  # else a checkpointed block is computed again, in backward
-            errors = {str(cast): self._errors(name, x_MK, cast) for cast in self._casts["input"]}
+            errors = {str(cast): self._errors(name, part, cast) for cast in self._casts["input"]}
             if first:
-                norms.tokens += x_MK.shape[0]
-                norms.add("x", x_MK)
+                norms.tokens += part.matrix.shape[0]
+                norms.add("x", part)
                 for text, error_M in errors.items():
                     norms.add(f"input {text}", error_M)
         norms.inputs.append((own.grad_fn, errors))
@@ -163,37 +177,39 @@ class Collector:
         """After it has computed y."""
         node, errors = self._norms[name].inputs.pop()
         if torch._C._current_graph_task_id() == -1:
-            self._norms[name].add("y", y.detach())
+            self._norms[name].add("y", cut.part_of(y.detach()))
         if y.requires_grad:
             y.register_hook(partial(self._output_gradient, name, layer, node, errors))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def _output_gradient(self, name: str, layer: Linear, node: Any, errors: dict[str, Tensor], dy: Tensor) -> None:
-        dy_MN = dy.reshape(-1, layer.out_features)
-        self._norms[name].add("dy", dy_MN)
+        part = cut.part_of(dy)
+        self._norms[name].add("dy", part)
         for cast in self._casts["grad"]:
-            self._norms[name].add(f"grad {cast}", self._errors(name, dy_MN, cast))
+            self._norms[name].add(f"grad {cast}", self._errors(name, part, cast))
         if node is None or not torch._C._will_engine_execute_node(node):  # nobody asks for the gradient of this input
-            self._input_gradient(name, layer, errors, dy_MN @ _weight(layer).to(dy_MN.dtype))
+            self._input_gradient(name, layer, errors, dy @ _weight(layer).to(dy.dtype))
 
     @torch.no_grad()
     def _input_gradient(self, name: str, layer: Linear, errors: dict[str, Tensor], dx: Tensor) -> None:
-        dx_M = _row_norms(dx.reshape(-1, layer.in_features))
+        dx_M = _row_norms(cut.part_of(dx))
         self._norms[name].add("dx", dx_M)
         for text, error_M in errors.items():
             self._norms[name].add(f"rows input {text}", dx_M * error_M)
 
-    def _errors(self, name: str, x: Tensor, cast: Cast) -> Tensor:
+    def _errors(self, name: str, part: Part, cast: Cast) -> Tensor:
         """The norms of what the cast changes in each row: float32[rows]."""
+        x = part.matrix
         amax = x.abs().amax().float() if cast.scaling.kind == "delayed" else None
         draw = None
         if cast.round.kind == "stochastic":
             stream = Stream(self._stream.seed, self._stream.purpose, f"{self._stream.name}.{name}")
-            draw = stream.draw(0, (x.shape[0], x.shape[1]), (0, 0), x.device)
+            draw = stream.draw(0, (x.shape[0], x.shape[1]), (0, part.column), x.device)
         # What is behind the operator: the function around it would look, on the host, for numbers that are not finite. Rounded
         # to nearest, a number and its cast are within a factor of two, or the cast is 0, so that their difference is exact;
         # elsewhere (stochastic rounding of what is far below the grid, saturation) it is rounded once, to the input's dtype.
-        return _row_norms(implementation("quantize", x.device, "auto").fake_quantize(x, cast, 1, draw, amax) - x)
+        changed = implementation("quantize", x.device, "auto").fake_quantize(x, cast, 1, draw, amax) - x
+        return _row_norms(part._replace(matrix=changed))
 
     @torch.no_grad()
     def statistics(
@@ -265,10 +281,10 @@ class Collector:
         if isinstance(weight, DTensor):
             g, m, v = (like(weight, part).full_tensor() for part in (local(g), moments.m, moments.v))  # type: ignore[attr-defined]
             weight, moments = weight.full_tensor(), replace(moments, m=m, v=v)
-        w_NK, dw_N = weight.T if layer.transposed else weight, _row_norms(g.T if layer.transposed else g)
+        w_NK, dw_N = weight.T if layer.transposed else weight, _row_norms(Part(g.T if layer.transposed else g))
         found = {"w": _norm(w_NK), "dw": _norm(dw_N), "update": _norm(scale * moments.slope(scale * g))}
         for cast in self._casts["weight"]:
-            error_N = self._errors(name, w_NK, cast)
+            error_N = self._errors(name, Part(w_NK), cast)
             found |= {f"weight {cast}": _norm(error_N), f"rows weight {cast}": _norm(error_N * dw_N)}
         return found
 
@@ -318,11 +334,14 @@ def collecting(model: nn.Module, options: Iterable[Option], *, stream: Stream, s
     (16, ['dw', 'dx', 'dy', 'w', 'x', 'y'])
     """
     layers = layers_of(model, some=some)
-    seen = Collector(layers, options, stream)
+    seen, parallel = Collector(layers, options, stream), cut_by_tensor_parallelism(model)
+    seen._parallel = parallel
     hooks = []
     for name, layer in layers.items():
         hooks.append(layer.register_forward_pre_hook(partial(_before, seen, name), with_kwargs=True))
-        hooks.append(layer.register_forward_hook(partial(_after, seen, name)))
+        # Before the hooks of tensor parallelism, which hand out parts of a result as if they were all of it, but after
+        # FSDP2's, so that in backward, too, the weight is there.
+        hooks.append(layer.register_forward_hook(partial(_after, seen, name), prepend=parallel))
     try:
         with torch.compiler.set_stance("force_eager"):
             yield seen
@@ -356,9 +375,14 @@ def _norm(x: Tensor) -> Tensor:
     return found
 
 
-def _row_norms(x: Tensor) -> Tensor:
-    found: Tensor = torch.linalg.vector_norm(x, dim=1, dtype=torch.float32)
-    return found
+def _row_norms(part: Part) -> Tensor:
+    """float32[rows], of whole rows."""
+    found: Tensor = torch.linalg.vector_norm(part.matrix, dim=1, dtype=torch.float32)
+    if part.cut is None:
+        return found
+    squares = found.square()
+    torch.distributed.all_reduce(squares, group=part.cut)
+    return squares.sqrt()
 
 
 def _plain(value: Any) -> Any:
