@@ -126,6 +126,29 @@ def check_transposed() -> None:
         assert (found[key] - value).norm() <= 1e-5 * value.norm(), key
 
 
+def check_uneven() -> None:
+    """The last of four processes has 14 of 62 outputs, the others 16."""
+    torch.manual_seed(1)
+    whole, cut = (dither.Linear(48, 62, precision=RANDOM, name="up", seed=2) for _ in range(2))
+    cut.load_state_dict(whole.state_dict())
+    mesh = init_device_mesh("cpu", (4,))
+    cut.weight = nn.Parameter(distribute_tensor(cut.weight.data, mesh, [Shard(0)]))
+    cut.bias = nn.Parameter(distribute_tensor(cut.bias.data, mesh, [Shard(0)]))
+    x, dy = torch.randn(3, 8, 48), torch.randn(3, 8, 62)
+    results = []
+    for layer in (whole, cut):
+        given = x.clone().requires_grad_()
+        with dither.training_step(layer, step=1):
+            y = layer(given)
+            y = y.full_tensor() if isinstance(y, DTensor) else y
+            (y * dy).sum().backward()
+        results.append([y.detach(), given.grad, *(p.grad for p in layer.parameters())])
+    for one, other in zip(*results, strict=True):
+        other = other.full_tensor() if isinstance(other, DTensor) else other
+        assert one.shape == other.shape
+        assert (one - other).norm() <= 1e-5 * one.norm()
+
+
 def check_refused() -> None:
     size = dist.get_world_size()
     x = torch.randn(8, 48)
@@ -150,4 +173,4 @@ def test_two_processes() -> None:
 
 
 def test_four_processes() -> None:
-    spread(4, check_casts)
+    spread(4, check_casts, check_uneven)

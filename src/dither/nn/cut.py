@@ -5,10 +5,11 @@ A layer's outputs are cut (`ColwiseParallel`) or its inputs are (`RowwiseParalle
 those of whole rows and tensors would be.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Size, Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -50,7 +51,9 @@ def linear(x: Tensor, weight: DTensor, bias: Tensor | None, has: Settings, state
         has = _begun(has, "weight", *((0, first) if has.transposed else (first, 0)))
         own = _placed(x, mesh, Replicate()).to_local(grad_placements=[Partial()])
         y = functional.linear(own, weight.to_local(), _own(bias), has, state=state)
-        return DTensor.from_local(y, mesh, [Shard(y.dim() - 1)], run_check=False)
+        shape = Size((*y.shape[:-1], size))  # parts may be of different sizes
+        stride = tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
+        return DTensor.from_local(y, mesh, [Shard(y.dim() - 1)], run_check=False, shape=shape, stride=stride)
     has = _begun(has, "input", 0, first)
     has = _begun(has, "weight", *((first, 0) if has.transposed else (0, first)))
     own = _placed(x, mesh, Shard(x.dim() - 1)).to_local()
