@@ -282,17 +282,18 @@ class Snip:
     def _apply(self, scores: Scores, solution: Solution) -> str:
         """Take the plan on every rank, or on none; what the first of them has against it, or nothing."""
         said = {"probe": scores.probe, "power": self.power, "step": scores.step, **self.goal.provenance}
-        error = ""
+        mine = ""
         try:
             chosen = plan(scores.layers, self.options, solution, self.base, **said)
             self._switch(chosen)
         except UserError as problem:
-            error = str(problem)
-        if error := next(filter(None, self._gather(error)), ""):
+            mine = str(problem)
+        error = next(filter(None, self._gather(mine)), "")
+        if not error:
+            self.plan = chosen
+        elif not mine:  # another rank could not
             self._switch(self.plan)
-            return error
-        self.plan = chosen
-        return ""
+        return error
 
     def _switch(self, wanted: Plan) -> None:
         """The model to a plan; in a pipeline, to the rules of it that are about this stage."""

@@ -122,8 +122,9 @@ def layers_of(model: nn.Module, *, some: bool = True) -> dict[str, Linear]:
 
 def cut_by_tensor_parallelism(model: nn.Module) -> bool:
     """Whether processes have parts of layers, and not, as with FSDP2, only of what they keep between uses."""
-    spread = any(isinstance(layer.weight, DTensor) for layer in layers_of(model, some=False).values())
-    return spread and not any(isinstance(module, FSDPModule) for module in model.modules())
+    modules = list(model.modules())
+    spread = any(isinstance(module, Linear) and isinstance(module.weight, DTensor) for module in modules)
+    return spread and not any(isinstance(module, FSDPModule) for module in modules)
 
 
 @dataclass
@@ -144,10 +145,10 @@ class _Norms:
 class Collector:
     """What `collecting` gives: numbers stay on the device, and nobody waits for them, until `statistics` reads them."""
 
-    def __init__(self, layers: Mapping[str, Linear], options: Iterable[Option], stream: Stream) -> None:
-        self._layers, self._casts, self._stream = dict(layers), casts_of(options), stream
+    def __init__(self, layers: Mapping[str, Linear], options: Iterable[Option], stream: Stream, parallel: bool) -> None:
+        """`parallel` says that tensor parallelism cuts layers."""
+        self._layers, self._casts, self._stream, self._parallel = dict(layers), casts_of(options), stream, parallel
         self._norms = {name: _Norms() for name in layers}
-        self._parallel = False
 
     def _input(self, name: str, layer: Linear, x: Tensor) -> Tensor:
         """Before a layer reads x: what casts of it would change. The layer is given a view that has a gradient of its own."""
@@ -334,8 +335,8 @@ def collecting(model: nn.Module, options: Iterable[Option], *, stream: Stream, s
     (16, ['dw', 'dx', 'dy', 'w', 'x', 'y'])
     """
     layers = layers_of(model, some=some)
-    seen, parallel = Collector(layers, options, stream), cut_by_tensor_parallelism(model)
-    seen._parallel = parallel
+    parallel = cut_by_tensor_parallelism(model)
+    seen = Collector(layers, options, stream, parallel)
     hooks = []
     for name, layer in layers.items():
         hooks.append(layer.register_forward_pre_hook(partial(_before, seen, name), with_kwargs=True))
