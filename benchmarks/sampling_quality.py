@@ -402,7 +402,10 @@ TINY |= {
 
 def read_results(paths: list[Path]) -> list[dict]:
     """The results that files hold, one after the other."""
-    return [result for path in paths for result in json.loads(path.read_text())]
+    try:
+        return [result for path in paths for result in json.loads(path.read_text())]
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"these are not all results of earlier runs: {error}") from None
 
 
 def arms_and_seeds(parser: argparse.ArgumentParser, arguments: argparse.Namespace, parse) -> tuple[list[str], list[int]]:
