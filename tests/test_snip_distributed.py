@@ -20,7 +20,7 @@ from dither import Cast, Plan, UserError
 from dither.optim import AdamMini, AdamW
 from dither.optim.roles import Role
 from dither.optim.shards import local
-from dither.snip import PROBES, Option, Snip, options, pipelined, score, verify
+from dither.snip import PROBES, Option, Scores, Snip, options, pipelined, score, verify
 from dither.snip.statistics import layers_of
 
 OPTIONS = "bf16,fp8,fp4"
@@ -57,6 +57,25 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     return found | {"generator": torch.get_rng_state(), "training": model.training}
 
 
+def check_same(found: Scores, expected: Scores, what: object) -> None:
+    """Scores are those of one process, and the same in every process."""
+    assert (found.layers, found.step) == (expected.layers, expected.step)
+    assert found.statistics.loss == pytest.approx(expected.statistics.loss, rel=1e-5)
+    for layer, other in zip(found.statistics.layers, expected.statistics.layers, strict=True):
+        assert (layer.M, layer.N, layer.K) == (other.M, other.N, other.K)
+        assert layer.norms == pytest.approx(other.norms, rel=1e-4), (what, layer.name)
+        for numbers in ("errors", "rows"):
+            for operand, mine in getattr(layer, numbers).items():
+                assert mine == pytest.approx(getattr(other, numbers)[operand], rel=1e-3), (what, layer.name, numbers, operand)
+        assert layer.update == pytest.approx(other.update, rel=1e-4), (what, layer.name)
+    for name in ("loss", "weights"):
+        pairs = zip(chain(*getattr(found, name)), chain(*getattr(expected, name)), strict=True)
+        assert all(a == pytest.approx(b, rel=2e-3, abs=1e-6) for a, b in pairs), (what, name)
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, found.quality())
+    assert all(each == every[0] for each in every), what
+
+
 def check_scores() -> None:
     """FSDP2 over the whole model, and over every layer: gathered and put away at other times."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -77,20 +96,8 @@ def check_scores() -> None:
         for probe in PROBES:
             found = score(model, mine, optimizer, OPTIONS, probe=probe, group=dist.group.WORLD, **given)
             expected = score(alone, batches(size), its, OPTIONS, probe=probe, **given)
-            assert (found.layers, found.step) == (expected.layers, expected.step)
-            for layer, other in zip(found.statistics.layers, expected.statistics.layers, strict=True):
-                assert layer.M == other.M == 32 * size
-                assert layer.norms == pytest.approx(other.norms, rel=1e-4), (cuts, probe)
-                for operand in ("input", "weight", "grad"):
-                    assert layer.errors[operand] == pytest.approx(other.errors[operand], rel=1e-3), (cuts, probe)
-                assert layer.rows["weight"] == pytest.approx(other.rows["weight"], rel=1e-3), (cuts, probe)
-                assert layer.update == pytest.approx(other.update, rel=1e-4), (cuts, probe)
-            for name in ("loss", "weights"):
-                pairs = zip(chain(*getattr(found, name)), chain(*getattr(expected, name)), strict=True)
-                assert all(a == pytest.approx(b, rel=2e-3, abs=1e-6) for a, b in pairs), (cuts, probe, name)
-            every = [None] * size
-            dist.all_gather_object(every, found.quality())
-            assert all(each == every[0] for each in every), (cuts, probe)
+            check_same(found, expected, (cuts, probe))
+            assert {layer.M for layer in found.statistics.layers} == {32 * size}
         after = everything(model, optimizer)
         assert [key for key in before if not same(before[key], after[key])] == [], cuts
 
@@ -182,21 +189,8 @@ def check_tensor_parallel() -> None:
     for probe in PROBES:
         found = score(model, batches(2), optimizer, TILES, probe=probe, **given)
         expected = score(alone, batches(2), its, TILES, probe=probe, **given)
-        assert (found.layers, found.step, found.passes) == (expected.layers, expected.step, expected.passes)
-        for layer, other in zip(found.statistics.layers, expected.statistics.layers, strict=True):
-            assert (layer.M, layer.N, layer.K) == (other.M, other.N, other.K)
-            assert layer.norms == pytest.approx(other.norms, rel=1e-4), (layer.name, probe)
-            for operand in ("input", "weight", "grad"):
-                assert layer.errors[operand] == pytest.approx(other.errors[operand], rel=1e-3), (layer.name, probe, operand)
-            for operand in ("input", "weight"):
-                assert layer.rows[operand] == pytest.approx(other.rows[operand], rel=1e-3), (layer.name, probe, operand)
-            assert layer.update == pytest.approx(other.update, rel=1e-4), (layer.name, probe)
-        for name in ("loss", "weights"):
-            pairs = zip(chain(*getattr(found, name)), chain(*getattr(expected, name)), strict=True)
-            assert all(a == pytest.approx(b, rel=2e-3, abs=1e-6) for a, b in pairs), (probe, name)
-        every = [None] * dist.get_world_size()
-        dist.all_gather_object(every, found.quality())
-        assert all(each == every[0] for each in every), probe
+        check_same(found, expected, probe)
+        assert found.passes == expected.passes
     truth = verify(model, batches(1, seed=4), optimizer, found, TILES, **given)
     real = verify(alone, batches(1, seed=4), its, expected, TILES, **given)
     pairs = zip(chain(*truth.weights), chain(*real.weights), strict=True)
@@ -260,7 +254,7 @@ def staged(schedule: type):
 
 def check_pipeline() -> None:
     """Every stage gets the scores, the truth and the plan of one process that has the whole model, and is left as it was."""
-    size, whole = dist.get_world_size(), batches(2)
+    whole = batches(2)
     alone, its = trained("", lambda named: AdamW(named, lr=1e-2, max_norm=1e9), MICRO)
     single = [piece for batch in whole for piece in pieces(batch, MICRO)]
     for schedule in (ScheduleGPipe, Schedule1F1B):
@@ -272,21 +266,8 @@ def check_pipeline() -> None:
         for probe in PROBES:
             found = score(model, whole, optimizer, OPTIONS, probe=probe, **given)
             expected = score(alone, single, its, OPTIONS, probe=probe, stream=STREAM, max_norm=0.01)
-            assert (found.layers, found.step, found.passes) == (expected.layers, expected.step, expected.passes)
-            assert found.statistics.loss == pytest.approx(expected.statistics.loss, rel=1e-5)
-            for layer, other in zip(found.statistics.layers, expected.statistics.layers, strict=True):
-                assert (layer.M, layer.N, layer.K) == (other.M, other.N, other.K)
-                assert layer.norms == pytest.approx(other.norms, rel=1e-4), (schedule, probe)
-                for operand in ("input", "weight", "grad"):
-                    assert layer.errors[operand] == pytest.approx(other.errors[operand], rel=1e-3), (schedule, probe)
-                assert layer.rows["input"] == pytest.approx(other.rows["input"], rel=1e-3), (schedule, probe)
-                assert layer.update == pytest.approx(other.update, rel=1e-4), (schedule, probe)
-            for name in ("loss", "weights"):
-                pairs = zip(chain(*getattr(found, name)), chain(*getattr(expected, name)), strict=True)
-                assert all(a == pytest.approx(b, rel=2e-3, abs=1e-6) for a, b in pairs), (schedule, probe, name)
-            every = [None] * size
-            dist.all_gather_object(every, found.quality())
-            assert all(each == every[0] for each in every), (schedule, probe)
+            check_same(found, expected, (schedule, probe))
+            assert found.passes == expected.passes
         truth = verify(model, whole[:1], optimizer, found, OPTIONS, more_for_loss=whole[1:], **given)
         assert truth.layers == found.layers
         assert all(row[0] == 0.0 < row[-1] for row in truth.weights)
@@ -345,9 +326,4 @@ def test_two_processes() -> None:
 
 def test_three_processes() -> None:
     """Rows that do not divide evenly, of means that do not either; a stage without a layer."""
-    spread(3, check_scores, check_pipeline)
-
-
-def test_six_processes() -> None:
-    """Parts of layers that are one tile wide."""
-    spread(6, check_tensor_parallel)
+    spread(3, check_scores, check_tensor_parallel, check_pipeline)
