@@ -38,7 +38,7 @@ def test_runs_are_paired_written_down_and_not_repeated(quality, tmp_path, capsys
     assert [(run["arm"], run["seed"]) for run in both[6:]] == [(arm, 1) for arm in arms.split(",")]
     for run in both:
         assert all(np.isfinite([run["loss"], run["operator_loss"], run["train_loss"], *run["cast"].values()]))
-        assert len(run["cast"]) == 9
+        assert len(run["cast"]) == 12
     by_arm = {run["arm"]: run for run in first}
     assert "b_t" not in by_arm["bf16"]
     # 1 % of the way from 6 to 4, and from 5 to 3, is left, give or take what six steps of the optimizer do.
