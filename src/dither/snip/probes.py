@@ -254,7 +254,7 @@ class _Slopes:
         def before(_: nn.Module, args: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> None:
             x = args[0] if args else named["input"]
             # Here and not afterwards, when FSDP2 may have put the weight away.
-            exact.append(local(functional._plain(x, layer.weight, layer.bias, layer.transposed)).float())
+            exact.append(functional._plain(x, layer.weight, layer.bias, layer.transposed))
             if isinstance(layer.weight, DTensor) and not layer.weight.placements[0].is_replicate():
                 self.cut = layer.weight.device_mesh.get_group()
 
@@ -267,7 +267,10 @@ class _Slopes:
                 # A copy, since a pipeline receives gradients where the next ones will be.
                 y.register_hook(lambda dy: self.near.update({number: local(dy).clone()}))  # type: ignore[no-untyped-call]
                 return
-            error = local(y.detach()).float() - exact.pop()
+            known = exact.pop()
+            if isinstance(y, DTensor):  # perhaps a sum that is still to be added up, and the other one is already
+                known = known.redistribute(y.device_mesh, y.placements)  # type: ignore[attr-defined]
+            error = local(y.detach()).float() - local(known).float()
 
             def bend(dy: Tensor) -> None:
                 self.bends.append(((local(dy).float() - self.near[number].float()) * error).sum().double())
