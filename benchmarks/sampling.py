@@ -119,8 +119,8 @@ def sweep() -> None:
         print(f"{shape}, float32 to bfloat16 (_warps)")
         try_shapes(kernels, "_warps", [1, 2, 4], forward(w, b_t, "rounded_normal"), copy)
         for dtype, least in ((torch.float32, copy), (torch.bfloat16, copy / 3)):
-            print(f"{shape}, gradients, bfloat16 to {dtype} (_backward_warps)")
-            try_shapes(kernels, "_backward_warps", [1, 2, 4], backward(w.to(torch.bfloat16), b_t, dtype), least)
+            print(f"{shape}, gradients, bfloat16 to {dtype} (_warps)")
+            try_shapes(kernels, "_warps", [1, 2, 4], backward(w.to(torch.bfloat16), b_t, dtype), least)
 
 
 if __name__ == "__main__":

@@ -463,16 +463,11 @@ def _launch(
         (*size, min((1 << 31) // across, (1 << 31) - 1)),
         constants,
         bits=(2,) if dtype is not None and dtype.itemsize == 1 and not backward else (),  # FP8 as bytes: kernels write bits
-        num_warps=_backward_warps(block) if backward else _warps(block),
+        num_warps=_warps(block),
         enable_fp_fusion=False,
     )
 
 
 def _warps(block: int) -> int:
     """Warps of a program, which takes one block: `benchmarks/sampling.py --sweep`."""
-    return max(1, block * block // 1024)
-
-
-def _backward_warps(block: int) -> int:
-    """The same for the gradients."""
     return max(1, block * block // 1024)

@@ -21,6 +21,11 @@ from dither.nn.functional import Settings, State
 from dither.precision import OPERANDS, Cast, LayerPrecision
 
 
+def local(x: Any) -> Any:
+    """This process's part of a tensor that is spread over several; another tensor, or None, as it is."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
 def linear(x: Tensor, weight: DTensor, bias: Tensor | None, has: Settings, state: State, precision: LayerPrecision) -> DTensor:
     """`functional.linear` of a weight that is cut over a one-dimensional mesh.
 
@@ -34,23 +39,20 @@ def linear(x: Tensor, weight: DTensor, bias: Tensor | None, has: Settings, state
             "parallelize it over one dimension of the mesh."
         )
     (placement,) = weight.placements
-    state = state._replace(place=_own(state.place), keys=_own(state.keys))
+    state = state._replace(place=local(state.place), keys=local(state.keys))
     if placement.is_replicate():
-        y = functional.linear(_placed(x, mesh, Replicate()).to_local(), weight.to_local(), _own(bias), has, state=state)
+        y = functional.linear(_placed(x, mesh, Replicate()).to_local(), weight.to_local(), local(bias), has, state=state)
         return DTensor.from_local(y, mesh, [Replicate()], run_check=False)
     if not isinstance(placement, Shard):
         raise UserError(f"The weight of the layer {has.name!r} is placed as {placement}, and only parts of it can be cast.")
-    outputs = (placement.dim == 0) != has.transposed
-    size = weight.shape[placement.dim]
-    part = -(-size // mesh.size())
-    casts = {operand: filter(None, [getattr(precision, operand)]) for operand in OPERANDS}
-    _check(has.name, casts, outputs, part, size)
+    check(has.name, weight, has.transposed, {operand: filter(None, [getattr(precision, operand)]) for operand in OPERANDS})
+    outputs, part, size = _cut_of(weight, has.transposed)
     first = part * mesh.get_local_rank()
     if outputs:
         has = _begun(has, "grad", 0, first)
         has = _begun(has, "weight", *((0, first) if has.transposed else (first, 0)))
         own = _placed(x, mesh, Replicate()).to_local(grad_placements=[Partial()])
-        y = functional.linear(own, weight.to_local(), _own(bias), has, state=state)
+        y = functional.linear(own, weight.to_local(), local(bias), has, state=state)
         shape = Size((*y.shape[:-1], size))  # parts may be of different sizes
         stride = tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
         return DTensor.from_local(y, mesh, [Shard(y.dim() - 1)], run_check=False, shape=shape, stride=stride)
@@ -59,7 +61,7 @@ def linear(x: Tensor, weight: DTensor, bias: Tensor | None, has: Settings, state
     own = _placed(x, mesh, Shard(x.dim() - 1)).to_local()
     y = functional.linear(own, weight.to_local(), None, has, state=state)
     if bias is not None:  # added once, but every process has its whole gradient
-        shared = _own(bias)
+        shared = local(bias)
         y = y + (shared if mesh.get_local_rank() == 0 else shared - shared.detach()).to(y.dtype)
     return DTensor.from_local(y, mesh, [Partial()], run_check=False)
 
@@ -67,10 +69,6 @@ def linear(x: Tensor, weight: DTensor, bias: Tensor | None, has: Settings, state
 def _begun(has: Settings, operand: str, row: int, column: int) -> Settings:
     """The settings of a part whose operand begins there in the whole one."""
     return has._replace(**{operand: getattr(has, operand)._replace(row=row, column=column)})
-
-
-def _own(x: Any) -> Any:
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _placed(x: Tensor, mesh: DeviceMesh, placement: Replicate | Shard) -> DTensor:
@@ -96,31 +94,37 @@ def part_of(x: Tensor) -> Part:
         return Part(x.reshape(-1, x.shape[-1]))
     mesh = x.device_mesh
     if mesh.ndim == 1 and x.placements[0].is_shard(x.dim() - 1):
-        _, offset = compute_local_shape_and_global_offset(x.shape, mesh, x.placements)
         own = x.to_local()
-        return Part(own.reshape(-1, own.shape[-1]), offset[-1], mesh.get_group())
+        return Part(own.reshape(-1, own.shape[-1]), first_column(x), mesh.get_group())
     own = x.redistribute(mesh, [Replicate()] * mesh.ndim).to_local()
     return Part(own.reshape(-1, own.shape[-1]))
 
 
+def first_column(x: DTensor) -> int:
+    """Where this process's part of a tensor [..., C] begins along C."""
+    return compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)[1][-1]
+
+
+def _cut_of(weight: DTensor, transposed: bool) -> tuple[bool, int, int]:
+    """Whether it is outputs that are cut, or else inputs; how many a process has, the last perhaps fewer; and all of them."""
+    (placement,) = weight.placements
+    assert isinstance(placement, Shard)
+    size = weight.shape[placement.dim]
+    return (placement.dim == 0) != transposed, -(-size // weight.device_mesh.size()), size
+
+
 def check(name: str, weight: DTensor, transposed: bool, casts: Mapping[str, Iterable[Cast]]) -> None:
     """Raise where a cut goes through what shares a scale, with any of these casts by operand: on all processes alike."""
-    (placement,) = weight.placements
-    if isinstance(placement, Shard):
-        outputs, size = (placement.dim == 0) != transposed, weight.shape[placement.dim]
-        _check(name, casts, outputs, -(-size // weight.device_mesh.size()), size)
-
-
-def _check(name: str, casts: Mapping[str, Iterable[Cast]], outputs: bool, part: int, size: int) -> None:
-    if part >= size:
+    if not weight.placements[0].is_shard():
         return
-    cuts = f"its {size} {'outputs' if outputs else 'inputs'} cut into parts of {part}"
-    for operand in ("weight", "grad" if outputs else "input"):
+    outputs, part, size = _cut_of(weight, transposed)
+    for operand in ("weight", "grad" if outputs else "input") if part < size else ():
         for cast in casts[operand]:
-            if cast.group.kind == "none":
+            alone = cast.group.kind in ("tile", "block") and cast.scaling.kind not in ("nvfp4", "delayed")
+            if cast.group.kind == "none" or (alone and part % cast.group.size == 0):
                 continue
+            cuts = f"its {size} {'outputs' if outputs else 'inputs'} cut into parts of {part}"
             what = f"The layer {name!r} has {cuts}, and its {operand} is cast by {cast}"
-            if cast.group.kind not in ("tile", "block") or cast.scaling.kind in ("nvfp4", "delayed"):
-                raise UserError(f"{what}, where numbers of all parts share a scale: use tiles or blocks, as fp8-block does.")
-            if part % cast.group.size:
+            if alone:
                 raise UserError(f"{what}: a cut at a multiple of {cast.group.size} would leave what shares a scale together.")
+            raise UserError(f"{what}, where numbers of all parts share a scale: use tiles or blocks, as fp8-block does.")

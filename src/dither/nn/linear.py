@@ -11,6 +11,7 @@ from dither import operators
 from dither.engines import ALIGNMENT, PRODUCTS, engine_for
 from dither.errors import UserError
 from dither.nn import cut, functional, sampling
+from dither.nn.cut import local
 from dither.nn.functional import Amax, Codes, Layouts, Settings, State
 from dither.nn.output import Output
 from dither.nn.sampling import How
@@ -498,8 +499,3 @@ def keep(found: list[tuple[Linear, str, Tensor]]) -> None:
 
 def _is_matrix(weight: object) -> bool:
     return isinstance(weight, nn.Parameter) and weight.dim() == 2
-
-
-def local(x: Tensor) -> Tensor:
-    """This process's part of a tensor that is spread over several."""
-    return x.to_local() if isinstance(x, DTensor) else x

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
 from dither.nn import functional, sampling
-from dither.nn.linear import BITWIDTHS, FIRST_COUNTED, Linear, keep, local
+from dither.nn.cut import local
+from dither.nn.linear import BITWIDTHS, FIRST_COUNTED, Linear, keep
 from dither.nn.sampling import How
 
 

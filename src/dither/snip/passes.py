@@ -133,8 +133,8 @@ class Passes:
         """The layers of this process, what is learned in them, and their names."""
         self.layers = layers_of(self.model, some=self.pipeline is None)
         self.weights = {name: layer.weight for name, layer in self.layers.items()}
-        at_rest = any(isinstance(module, FSDPModule) for module in self.model.modules())
-        self._cut = next((name for name, weight in self.weights.items() if at_rest and isinstance(weight, DTensor)), None)
+        spread = (name for name, weight in self.weights.items() if isinstance(weight, DTensor))
+        self._cut = None if self.parallel else next(spread, None)  # by FSDP2, at rest
         if self._cut is not None and self.group is None:
             raise UserError(
                 f"The weight of the layer {self._cut!r} is spread over processes: pass those that share it as group=."

@@ -19,10 +19,10 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dither.errors import UserError
 from dither.nn import functional
+from dither.nn.cut import first_column
 from dither.optim.shards import local
 from dither.precision import OPERANDS, LayerPrecision, did_you_mean
 from dither.random import Stream
@@ -317,9 +317,7 @@ def _noise(passes: Passes, name: str, where: str, deviation: float, draw: int) -
         if not isinstance(x, DTensor):
             return x + (deviation * normal(stream, draw, x.shape, row, x.device)).to(x.dtype)
         own, mesh, (placement,) = x.to_local(), x.device_mesh, x.placements
-        column = 0
-        if placement.is_shard():
-            column = compute_local_shape_and_global_offset(x.shape, mesh, x.placements)[1][-1]
+        column = first_column(x) if placement.is_shard() else 0
         noise = (deviation * normal(stream, draw, own.shape, row, own.device, column)).to(own.dtype)
         if placement.is_partial() and mesh.get_local_rank() != 0:  # of a sum, one term
             noise.zero_()
