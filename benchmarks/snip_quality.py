@@ -23,7 +23,7 @@ that --json has already are not repeated; --minutes begins no run that would not
     fp4/fp8/fp8               one option for input, weight and gradient, in every layer but the output
     snip@75                   SNIP at a target of 75 % of FLOPs in FP4, by the default probe; snip:last@75 by another one
     snip^1@75                 divergences added up as the paper does, instead of their squares
-    random@75, min-abs-err@75, min-rel-err@75, E-layer-id@75, E-layer-type@75
+    random@75, min-abs-err@75, min-rel-err@75, E-layer-id@75, E-layer-type@75; random layers are others for each seed
     uniform@75                the least option that reaches the target everywhere: fp4 above a third of the FLOPs
 """
 
@@ -146,7 +146,8 @@ class Seed:
         if method == "snip":
             solution = choose(scores.quality(power=power), layers, OPTIONS, goal)
         else:
-            solution = BASELINES[method](scores.statistics, OPTIONS, goal)
+            seeded = {"seed": self.seed} if method == "random" else {}
+            solution = BASELINES[method](scores.statistics, OPTIONS, goal, **seeded)
         return plan(scores.layers, OPTIONS, solution, WHOLE["fp8"])
 
     def run(self, arm: str) -> dict:
@@ -175,22 +176,18 @@ def of_arms(results: list[dict]) -> dict[str, list[dict]]:
 
 
 def print_table(results: list[dict]) -> None:
-    """Every arm beside bf16 and beside SNIP at the same target."""
-    of = of_arms(results)
-    print(
-        f"\n{'arm':<20}{'seeds':>6}{'in FP4':>8}{'loss':>9}{'loss - bf16':>20}{'loss - snip':>20}{'uncast - bf16':>20}{'s':>7}"
-    )
+    """Every arm beside bf16 and beside SNIP at the same target: in its own precision, and its weights without casts."""
+    of, columns = of_arms(results), ("loss - bf16", "loss - snip", "uncast - bf16", "uncast - snip")
+    print(f"\n{'arm':<20}{'seeds':>6}{'in FP4':>8}{'loss':>9}" + "".join(f"{name:>20}" for name in columns) + f"{'s':>7}")
     for arm, mine in of.items():
         rival = of.get(f"snip@{arm.partition('@')[2]}", [])
-        share = mine[0]["efficiency"]
         cells = [
-            paired(mine, of.get("bf16", []), lambda r: r["loss"]),
-            paired(mine, rival, lambda r: r["loss"]) if mine is not rival else "-",
-            paired(mine, of.get("bf16", []), lambda r: r["uncast"]),
+            paired(mine, others, lambda r, key=key: r[key]) if mine is not others else "-"
+            for key in ("loss", "uncast")
+            for others in (of.get("bf16", []), rival)
         ]
-        mean = statistics.fmean(r["loss"] for r in mine)
-        shown = "-" if share is None else f"{share:.3f}"
-        seconds = statistics.fmean(r["seconds"] for r in mine)
+        shown = "-" if (share := mine[0]["efficiency"]) is None else f"{share:.3f}"
+        mean, seconds = (statistics.fmean(r[key] for r in mine) for key in ("loss", "seconds"))
         print(f"{arm:<20}{len(mine):>6}{shown:>8}{mean:>9.4f}" + "".join(f"{cell:>20}" for cell in cells) + f"{seconds:>7.1f}")
 
 

@@ -6,7 +6,8 @@
 train.npy and held_out.npy hold token ids, uint16, as benchmarks/sampling_quality.py --prepare writes them. A Llama is trained
 in BF16 autocast with float32 parameters (O1), uncast. Every probe then scores every option of every layer on batches of
 training text, and `dither.snip.verify` tries all options for real, one layer at a time, on whole batches of held-out text.
---minutes bounds the truth: as many held-out batches are taken as fit, at least one, and --loss-batches for the loss alone.
+--minutes bounds the truth: as many held-out batches are taken as fit, one at least, and then, for the loss alone, as many more
+as still do, up to --loss-batches.
 --tokens scores once more on the first so many tokens of the training text: what fewer of them are worth. --compute fp32 looks
 at all of it in float32: in BF16, what follows a change is rounded anew, which hides the small ones.
 """
@@ -15,6 +16,7 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,6 +78,16 @@ def trained(text: Text, arguments: argparse.Namespace) -> tuple[Llama, torch.opt
     return model, optimizer, torch.stack(losses[-max(1, arguments.steps // 10) :]).mean().item()
 
 
+@torch.no_grad()
+def seconds_of(call: Callable[[], torch.Tensor]) -> float:
+    """What the second of two calls takes, uncompiled as estimates and truth are."""
+    with torch.compiler.set_stance("force_eager"):
+        for _ in range(2):
+            began = time.perf_counter()
+            call().item()
+    return time.perf_counter() - began
+
+
 def with_slope(scores: Scores, closed: Scores, share: float) -> Scores:
     """Scores of `measure` or `layer` in which the slope's part of dL, that of the paper's formula, counts `share` as much.
 
@@ -94,7 +106,7 @@ def main() -> None:
     parser.add_argument("--held-out", type=Path)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--minutes", type=float, default=8.0, help="for the truth, after training and scoring")
+    parser.add_argument("--minutes", type=float, default=8.0, help="about as long may the truth take, after scoring")
     parser.add_argument("--probes", default=",".join(PROBES))
     parser.add_argument("--options", default="fp8,fp4")
     parser.add_argument("--micro", type=int, default=1, help="batches of training text that probes see")
@@ -107,7 +119,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="", help="also score on so many tokens, separated by commas")
     parser.add_argument("--fewer-probes", default="measure,last", help="the probes that do")
     parser.add_argument("--held-out-batches", type=int, default=4, help="batches of held-out text, at most")
-    parser.add_argument("--loss-batches", type=int, default=16, help="batches besides that only the loss is looked at of")
+    parser.add_argument("--loss-batches", type=int, default=16, help="more of them, at most, for the loss alone")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="a model and a text of nothing, to see the script run")
     for name, value in (("hidden", 512), ("layers", 8), ("heads", 8), ("ffn", 1408), ("words", 8192), ("sequence", 512)):
@@ -147,13 +159,12 @@ def main() -> None:
     tried = [found for found in scores if found.probe in ("measure", "layer")] if closed else []
     scores += [with_slope(found, closed[0], share) for found in tried for share in (0.5, 0.25, 0.0)]
     stream = dither.Stream(arguments.seed, "snip", "truth")
-    longest = max(scores, key=lambda found: found.passes)
-    one = (
-        longest.seconds / longest.passes * (1 + len(longest.layers) * len(chosen))
-    )  # a batch of the truth, by what passes took
-    fits = int(60 * arguments.minutes / one)
-    more = [text.windows(text.held_out, generator, arguments.batch) for _ in range(arguments.loss_batches)]
-    truth = verify(model, unseen[: max(1, fits)], optimizer, scores, chosen, stream=stream, more_for_loss=more, **given)
+    once = seconds_of(lambda: given["forward"](model, unseen[0])) * (1 + len(scores[0].layers) * len(chosen))
+    room = 60 * arguments.minutes / once  # in forward passes of every option; backward passes take two of them
+    whole = max(1, min(len(unseen), int(room / 3)))
+    alone = max(0, min(arguments.loss_batches, int((room - 3 * whole) * 2)))  # a gradient's casts change no loss
+    more = [text.windows(text.held_out, generator, arguments.batch) for _ in range(alone)]
+    truth = verify(model, unseen[:whole], optimizer, scores, chosen, stream=stream, more_for_loss=more, **given)
     print(truth, flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps({**truth.to_dict(), "trained_loss": loss, "steps": arguments.steps}))
