@@ -200,6 +200,8 @@ def plot(results: list[dict], path: Path) -> None:
     from matplotlib import pyplot
 
     of, axes = of_arms(results), pyplot.subplots(figsize=(7.2, 4.0))[1]
+    if missing := [arm for arm in ("bf16", "fp8", "fp4") if arm not in of]:
+        raise SystemExit(f"curves go from fp8 to fp4, above bf16: there is no run of {missing[0]}")
 
     def cost(arm: str) -> tuple[float, float, float]:
         """The share in FP4, and the mean of loss - bf16 with its standard error, in thousandths of a nat."""

@@ -15,6 +15,7 @@ at all of it in float32: in BF16, what follows a change is rounded anew, which h
 import argparse
 import json
 import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -128,11 +129,11 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=100)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
+    if "--tiny" in sys.argv:
+        parser.set_defaults(**TINY)
     arguments = parser.parse_args()
-    if arguments.tiny:
-        vars(arguments).update(TINY)
-    elif not arguments.train or not arguments.held_out:
-        raise SystemExit("give --train and --held-out, or --tiny")
+    if not arguments.tiny and (arguments.train is None or arguments.held_out is None):
+        parser.error("--train and --held-out name the files of token ids, of sampling_quality.py --prepare")
     text, chosen = Text(arguments), options(arguments.options)
     began = time.perf_counter()
     model, optimizer, loss = trained(text, arguments)
