@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--held-out", type=Path)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--minutes", type=float, default=8.0, help="about as long may the truth take, after scoring")
+    parser.add_argument("--minutes", type=float, default=8.0, help="roughly how long the truth may take, after scoring")
     parser.add_argument("--probes", default=",".join(PROBES))
     parser.add_argument("--options", default="fp8,fp4")
     parser.add_argument("--micro", type=int, default=1, help="batches of training text that probes see")
