@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import dither
 from dither import LayerPrecision, Plan, Sampling, UserError
 from dither.nn import Conv1D
-from dither.optim.shards import local
+from dither.nn.cut import local
 
 WIDTH = 64
 """A multiple of what each of four processes has of it, in tiles of 16."""

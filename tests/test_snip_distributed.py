@@ -17,9 +17,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import dither
 from dither import Cast, Plan, UserError
+from dither.nn.cut import local
 from dither.optim import AdamMini, AdamW
 from dither.optim.roles import Role
-from dither.optim.shards import local
 from dither.snip import PROBES, Option, Scores, Snip, options, pipelined, score, verify
 from dither.snip.statistics import layers_of
 

@@ -7,7 +7,7 @@ those of whole rows and tensors would be.
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch import Size, Tensor
 from torch.distributed import ProcessGroup
@@ -20,8 +20,10 @@ from dither.nn import functional
 from dither.nn.functional import Settings, State
 from dither.precision import OPERANDS, Cast, LayerPrecision
 
+Spread = TypeVar("Spread", Tensor, "Tensor | None")
 
-def local(x: Any) -> Any:
+
+def local(x: Spread) -> Spread:
     """This process's part of a tensor that is spread over several; another tensor, or None, as it is."""
     return x.to_local() if isinstance(x, DTensor) else x
 

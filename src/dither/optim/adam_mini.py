@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
+from dither.nn.cut import local
 from dither.optim.adamw import AdamW, Part, Slot
 from dither.optim.roles import Role, role_of, sections
-from dither.optim.shards import as_matrix, like, local, reduce_cuts, shards, spread_over
+from dither.optim.shards import as_matrix, like, reduce_cuts, shards, spread_over
 from dither.random import matrix_size
 from dither.reference.adamw import second_moment, zero_state
 from dither.update import Piece

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dither.errors import DitherError, UserError
+from dither.nn.cut import local
 from dither.operators import implementation
-from dither.optim.shards import as_matrix, like, local, reduce_cuts, shards, spread_over
+from dither.optim.shards import as_matrix, like, reduce_cuts, shards, spread_over
 from dither.random import Stream, check_backend, matrix_size
 from dither.reference.adamw import FORMATS, zero_state
 from dither.update import HYPER, Piece, Update

@@ -19,11 +19,6 @@ class Shard:
     column: int
 
 
-def local(x: Tensor) -> Tensor:
-    """The part of `x` that this process holds; all of it, unless it is a DTensor."""
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
 def as_matrix(x: Tensor) -> Tensor:
     """A view of a contiguous tensor as (product of leading dimensions, last dimension)."""
     if x.dim() == 2:  # most are, and a view takes longer than all else that a step does to a tensor on the host

@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
+from dither.nn.cut import local
 from dither.optim.adam_mini import AdamMini
 from dither.optim.adamw import AdamW
 from dither.optim.roles import role_of
-from dither.optim.shards import as_matrix, local
+from dither.optim.shards import as_matrix
 from dither.reference.adamw import load_state
 
 

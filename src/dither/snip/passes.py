@@ -19,9 +19,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
+from dither.nn.cut import local
 from dither.nn.linear import Linear
 from dither.nn.step import TrainingStep, training_step
-from dither.optim.shards import local, reduce_cuts, spread_over
+from dither.optim.shards import reduce_cuts, spread_over
 from dither.precision import LayerPrecision
 from dither.random import Stream
 from dither.snip.moments import Moments, moments_of

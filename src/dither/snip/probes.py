@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
 from dither.nn import functional
-from dither.nn.cut import first_column
-from dither.optim.shards import local
+from dither.nn.cut import first_column, local
 from dither.precision import OPERANDS, LayerPrecision, did_you_mean
 from dither.random import Stream
 from dither.snip import divergence

@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 from dither.errors import UserError
 from dither.files import Refused, from_json
 from dither.nn import cut
-from dither.nn.cut import Part
+from dither.nn.cut import Part, local
 from dither.nn.experts import ExpertLinear
 from dither.nn.linear import Linear
 from dither.operators import implementation
-from dither.optim.shards import like, local
+from dither.optim.shards import like
 from dither.precision import Cast
 from dither.random import Stream
 from dither.snip.moments import Moments
