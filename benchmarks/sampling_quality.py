@@ -415,7 +415,10 @@ def arms_and_seeds(parser: argparse.ArgumentParser, arguments: argparse.Namespac
     arms = arguments.arms.split(",")
     for arm in arms:
         parse(arm)
-    return arms, [int(seed) for seed in arguments.seeds.split(",")]
+    try:
+        return arms, [int(seed) for seed in arguments.seeds.split(",")]
+    except ValueError:
+        parser.error(f"--seeds are integers separated by commas, such as 0,1,2, not {arguments.seeds!r}")
 
 
 def main() -> None:

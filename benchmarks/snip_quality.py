@@ -43,7 +43,7 @@ import torch
 from sampling_quality import Text, arms_and_seeds, autocast, build, paired, rate, read_results
 
 import dither
-from dither import LayerPrecision, Plan, training_step
+from dither import LayerPrecision, Plan, UserError, training_step
 from dither.models import Llama
 from dither.nn import param_groups
 from dither.snip import BASELINES, PROBES, Goal, Scores, choose, options, plan, score
@@ -265,6 +265,10 @@ def main() -> None:
         parser.error("--train and --held-out name the files of token ids, of sampling_quality.py --prepare")
     if arguments.prepare and not arguments.state:
         parser.error("--prepare fills the folder that --state names")
+    share = re.fullmatch(r"(\d+)/(\d+)", arguments.share)
+    number, of = map(int, share.groups()) if share else (0, 0)
+    if not 1 <= number <= of:
+        parser.error(f"--share is i/n, the i-th of n from 1/n to n/n, not {arguments.share!r}")
     arms, seeds = arms_and_seeds(parser, arguments, parse_arm)
     settings = {key: value for key, value in vars(arguments).items() if key in sizes or key in ("lr", "weight_decay", "tiny")}
     check_state(arguments, settings)
@@ -275,7 +279,6 @@ def main() -> None:
         for seed in seeds:
             Seed(seed, text, arguments).measured("measure")
         return
-    number, of = map(int, arguments.share.split("/"))
     mine = [(seed, arm) for arm in arms for seed in seeds][number - 1 :: of]
     done = {(r["seed"], r["arm"]) for r in results}
     for seed in seeds:
@@ -298,4 +301,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        raise SystemExit(str(error)) from None

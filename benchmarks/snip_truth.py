@@ -101,6 +101,11 @@ def with_slope(scores: Scores, closed: Scores, share: float) -> Scores:
     return replace(scores, probe=f"{scores.probe}, slope x {share:g}", loss=loss)
 
 
+def integers(text: str) -> list[int]:
+    """Of "2048,8192"; argparse says what is wrong with another text."""
+    return [int(part) for part in text.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train", type=Path)
@@ -117,7 +122,7 @@ def main() -> None:
         default="bf16",
         help="what estimates and truth are computed in",
     )
-    parser.add_argument("--tokens", default="", help="also score on so many tokens, separated by commas")
+    parser.add_argument("--tokens", type=integers, default=[], help="also score on so many tokens, separated by commas")
     parser.add_argument("--fewer-probes", default="measure,last", help="the probes that do")
     parser.add_argument("--held-out-batches", type=int, default=4, help="batches of held-out text, at most")
     parser.add_argument("--loss-batches", type=int, default=16, help="more of them, at most, for the loss alone")
@@ -134,6 +139,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.tiny and (arguments.train is None or arguments.held_out is None):
         parser.error("--train and --held-out name the files of token ids, of sampling_quality.py --prepare")
+    if arguments.held_out_batches < 1:
+        parser.error(f"--held-out-batches is at least 1, not {arguments.held_out_batches}")
     text, chosen = Text(arguments), options(arguments.options)
     began = time.perf_counter()
     model, optimizer, loss = trained(text, arguments)
@@ -149,7 +156,7 @@ def main() -> None:
             found = score(model, seen, optimizer, chosen, probe=probe, rows=rows, stream=stream, **given)
             scores.append(found)
             print(f"{probe}{' by rows' if rows else ''}: {found.passes} passes, {found.seconds:.1f} s", flush=True)
-    for count in map(int, filter(None, arguments.tokens.split(","))):
+    for count in arguments.tokens:
         rows = max(1, count // arguments.sequence)
         fewer = [tuple(part[:rows] for part in seen[0])]
         for probe in arguments.fewer_probes.split(","):
@@ -172,4 +179,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except dither.UserError as error:
+        raise SystemExit(str(error)) from None

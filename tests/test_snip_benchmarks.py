@@ -81,3 +81,19 @@ def test_without_text_it_says_which_files_are_missing(script, name, capsys):
     with pytest.raises(SystemExit):
         script(name, "--device", "cpu")
     assert "--train and --held-out name the files of token ids" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake", "sentence"),
+    [
+        ("snip_quality", ("--share", "3"), "--share is i/n"),
+        ("snip_quality", ("--share", "0/2"), "--share is i/n"),
+        ("snip_quality", ("--seeds", "a"), "--seeds are integers separated by commas"),
+        ("snip_truth", ("--held-out-batches", "0"), "--held-out-batches is at least 1, not 0"),
+        ("snip_truth", ("--tokens", "1,b"), "invalid integers value: '1,b'"),
+    ],
+)
+def test_a_mistake_is_a_sentence(script, name, mistake, sentence, capsys):
+    with pytest.raises(SystemExit):
+        script(name, "--device", "cpu", "--tiny", *mistake)
+    assert sentence in capsys.readouterr().err
