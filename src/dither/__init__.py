@@ -4,6 +4,7 @@ from dither import nn as nn
 from dither import optim as optim
 from dither.bitwidths import safe_bitwidth as safe_bitwidth
 from dither.errors import DitherError as DitherError
+from dither.errors import PerformanceWarning as PerformanceWarning
 from dither.errors import UserError as UserError
 from dither.formats import Format as Format
 from dither.nn import Conversion as Conversion
