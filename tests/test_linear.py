@@ -691,7 +691,7 @@ def test_a_layer_that_was_made_without_memory_begins_anew() -> None:
         layer = Linear(40, 24, precision=LayerPrecision.of(DELAYED[0], DELAYED[1], "e2m1 tile(8) stochastic(8)"), name=NAME)
     layer.to_empty(device="cpu")
     assert not layer.input_history.any()
-    assert layer._counted.tolist() == [1 << 31, 0]
+    assert layer._place.tolist() == [0, 0]
     x, w, b, dy = data(16, 40, 24)
     layer.load_state_dict({**layer.state_dict(), "weight": w, "bias": b})
     with training_step(layer, step=0):
