@@ -76,6 +76,7 @@ def test_recomputation_draws_what_forward_drew(method: str, compiled: str, insid
 
 def test_equal_micro_batches_draw_different_bits_when_compiled() -> None:
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block()).cuda()
     convert(model, "fp4-block")

@@ -76,6 +76,8 @@ class Draws:
         """The training step under way, or None."""
         self.rows = 0
         """Rows drawn in this training step by this rank."""
+        self.captured = 0
+        """Rows drawn in this training step while a CUDA graph was captured."""
         self.calls = 0
         """Forward passes in training outside of training steps."""
         self.root: weakref.ref[nn.Module] | None = None
@@ -126,6 +128,12 @@ class Draws:
             return _filled(place, self._rank[0] * tokens)
         if step.given:
             return base.clone()
+        if base.is_cuda and torch.cuda.is_current_stream_capturing():
+            # A replay draws for the rows that its own step gives, and for those behind them that were captured before.
+            place = base.clone()
+            place[1:].add_(self.captured * step.world + step.rank * tokens)
+            self.captured += tokens * counts
+            return place
         row = self.rows * step.world + step.rank * tokens
         if row + tokens > ROWS:
             raise UserError(

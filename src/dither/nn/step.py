@@ -90,7 +90,7 @@ class TrainingStep:
     def release(self) -> None:
         """Leave nothing of the step in the layers."""
         for layer in self._layers:
-            layer._draws.step, layer._draws.rows = None, 0
+            layer._draws.step, layer._draws.rows, layer._draws.captured = None, 0, 0
             for name in STEP:
                 setattr(layer, name, False)
 
