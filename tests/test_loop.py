@@ -619,3 +619,23 @@ def test_mistakes_are_one_sentence(change: str, text: Path, tmp_path: Path) -> N
         train(settings(text, tmp_path / "run", *change.split(" ")))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()  # the next try needs no other name
+
+
+# Loss scaling ---------------------------------------------------------------------------------------------------------
+
+
+@SLOW_BF16
+def test_a_run_whose_steps_all_overflow_stops_with_a_sentence(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first scale of 2^60 overflows FP16 in every step: that is not a run that is done."""
+
+    class Forced(Job):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.training.scaler._init_scale = 2.0**60
+
+    monkeypatch.setattr(loop, "Job", Forced)
+    small = ["precision.mode=fp16", "data.sequence=4", "data.batch=2", "run.eval_sequences=2", "run.steps=12"]
+    outcome = train(settings(text, tmp_path / "run", *small))
+    assert (outcome.code, outcome.how) == (3, "guard")
