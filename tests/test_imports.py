@@ -84,6 +84,7 @@ ORDER = [
     "dither.models.causal",
     "dither.models.llama",
     "dither.models.gpt2",
+    "dither.models.gpt_neo",
     "dither.models.presets",
     "dither.models.generation",
     "dither.models.hub",
