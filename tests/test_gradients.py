@@ -12,6 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import dither
 from dither import Sampling, UserError
+from dither.compare import precision_of
 from dither.models import GPT2, GPT2Config
 from dither.nn.norms import cast_parameters
 from dither.optim import GRADIENTS, MODES, AdamW, LossScaler, LossScaling, training
@@ -337,3 +338,10 @@ def test_scales_that_cannot_be(fields: dict[str, Any], words: str) -> None:
 def test_a_mode_without_a_scale_takes_no_settings_of_it() -> None:
     with pytest.raises(UserError, match="the mode 'o2' does not scale losses: fp16, fp16-o2 do"):
         weight_of_ones("o2", loss_scaling=LossScaling())
+
+
+def test_every_mode_can_be_compared() -> None:
+    """`bf16` is a recipe's name there, and means o1, as it always did."""
+    found = {mode: precision_of(mode).mode for mode in MODES}
+    assert found == {**{mode: mode for mode in MODES}, "bf16": "o1"}
+    assert precision_of("bf16-kahan+fp8-block").recipe == "fp8-block"

@@ -91,6 +91,8 @@ def assert_same(one: Path, other: Path) -> None:
 
 TINY = ("data.sequence=4", "data.batch=2", "run.eval_sequences=2")
 
+SNIP = ("snip.target=0.2", "snip.start=1", "snip.delay=1", "snip.every=99", "snip.probe=direct", "snip.options='bf16,fp4'")
+
 KINDS = {
     "fp32": ["data.micro_batch=2"],
     "fp8-delayed": ["precision.recipe=fp8-delayed"],
@@ -101,6 +103,8 @@ KINDS = {
     # The scale overflows at first, is halved, and grows again on both sides of the checkpoint.
     "fp16": ["precision.mode=fp16", *TINY, "loss_scaling.init_scale=524288.0", "loss_scaling.growth_interval=2"],
     "fp16-o2": ["precision.mode=fp16-o2", *TINY, "data.micro_batch=1", "loss_scaling.growth_interval=2"],
+    # A plan that changes before the checkpoint is applied again to a model whose norms are wide.
+    "snip in o2": ["precision.mode=o2", *TINY, "data.micro_batch=1", *SNIP],
     "kahan": ["precision.mode=bf16-kahan", *TINY, "precision.gradients=bf16-sr", "data.micro_batch=1"],
 }
 
