@@ -29,6 +29,7 @@ from dither.nn.conv1d import Conv1D
 from dither.nn.experts import ExpertLinear, ExpertsLinear
 from dither.nn.guidance import sampling_parameters, watch_guidance
 from dither.nn.linear import Linear
+from dither.nn.norms import cast_parameters, wide_parameters
 from dither.nn.output import Output
 from dither.precision import OPERANDS, PARTS, SAMPLINGS, LayerPrecision, Plan, Sampling, did_you_mean, matches
 from dither.recipes import recipe
@@ -154,7 +155,7 @@ def convert(
         raise UserError(f"{type(model).__name__} has nothing to convert: {_why_nothing(sites, reasons)}.")
     notes = _switch(adopted, chosen, fallback, plan.compute)
     if plan.parameters is not None:
-        _change_parameters(model, DTYPES[plan.parameters])
+        cast_parameters(model, DTYPES[plan.parameters], all_norms=plan.master)
     for site in sites:
         if site.name in adopted:
             site.install(model, adopted[site.name])
@@ -184,9 +185,10 @@ def apply(model: nn.Module, plan: Plan | str, *, fallback: Literal["error", "bf1
     layers = _converted(model)
     if not layers:
         raise UserError(f"{type(model).__name__} has no converted layer: dither.convert(model, plan) comes first.")
-    bitwidths = {id(bitwidth) for bitwidth in sampling_parameters(model)}  # these stay float32
+    wide = {id(bitwidth) for bitwidth in sampling_parameters(model)}  # these stay float32, and so do some norms
+    wide |= wide_parameters(model, all_norms=plan.master)
     for parameter_name, parameter in model.named_parameters():
-        changes = plan.parameters is not None and parameter.is_floating_point() and id(parameter) not in bitwidths
+        changes = plan.parameters is not None and parameter.is_floating_point() and id(parameter) not in wide
         if changes and parameter.dtype != DTYPES[plan.parameters]:  # type: ignore[index]
             raise UserError(
                 f"dither.apply switches casts and leaves parameters as they are, and the plan asks for {plan.parameters} "
@@ -486,14 +488,6 @@ def _try_engines(one: Linear, precision: LayerPrecision, name: str) -> None:
     trial = Linear(one.in_features, one.out_features, False, "meta", precision=precision, name=name, emulate=one.emulate)
     trial.transposed = one.transposed
     trial.engines(one.weight.device)
-
-
-def _change_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters in another type: the same objects, so that optimizers and ties hold. Buffers stay as they are."""
-    for parameter in model.parameters():
-        if parameter.is_floating_point() and parameter.dtype != dtype:
-            parameter.data = parameter.data.to(dtype)
-            parameter.grad = None if parameter.grad is None else parameter.grad.to(dtype)
 
 
 # The record -----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 from dither.errors import UserError
 from dither.files import Refused, read_text
 from dither.models import PRESETS
-from dither.optim import MODES
+from dither.optim import GRADIENTS, MODES, LossScaling
 from dither.optim.adamw import MOST_NORM
 from dither.precision import Plan, Sampling, did_you_mean
 from dither.recipes import RECIPES, recipe
@@ -136,13 +136,15 @@ class Precision:
     """In how many bits."""
 
     mode: str = "fp32"
-    """The dtype of parameters and optimizer states: fp32, o1, o2, bf16, bf16-sr or fp16, as dither.optim.training has them."""
+    """The dtype of parameters and states: fp32, o1, o2, bf16, bf16-sr, bf16-kahan, fp16 or fp16-o2, see docs/optimizers.md."""
     recipe: str | None = None
     """The casts of linear layers by a recipe's name, such as fp8-block; by default none."""
     plan: str | None = None
     """Or by a plan's file."""
     states: str | None = None
     """The format of the optimizer's moments, such as dynamic8; by default the mode's."""
+    gradients: str | None = None
+    """What gradients are accumulated and reduced in: fp32, bf16, or bf16-sr, rounded stochastically; by default the mode's."""
     sampling: Sampling | None = None
     """Noise in place of quantization, with learned bitwidths; by default none."""
 
@@ -151,6 +153,7 @@ class Precision:
         _choose("precision.mode", self.mode, MODES)
         _choose("precision.recipe", self.recipe, RECIPES)
         _choose("precision.states", self.states, ("fp32", "bf16", *BLOCKS))
+        _choose("precision.gradients", self.gradients, GRADIENTS)
         if self.recipe is not None and self.plan is not None:
             raise UserError(
                 f"precision.recipe={self.recipe!r} and precision.plan={self.plan!r} both say how to cast: give one."
@@ -311,6 +314,8 @@ class Config:
     """How weights learn."""
     precision: Precision = field(default_factory=Precision)
     """In how many bits."""
+    loss_scaling: LossScaling = field(default_factory=LossScaling)
+    """How losses are scaled in the modes fp16 and fp16-o2."""
     snip: Snip = field(default_factory=Snip)
     """Which layers take fewer bits, chosen while training runs."""
     guard: Policy = field(default_factory=Policy)

@@ -17,7 +17,8 @@ from dither.errors import UserError
 from dither.evaluate.perplexity import summed_loss
 from dither.models import CausalLM, build, compile_blocks, generate, hf, preset
 from dither.nn import Linear, apply, bitwidth_loss, convert, effective_precision, param_groups, training_step
-from dither.optim import roles, training
+from dither.optim import MODES, roles, training
+from dither.optim.adamw import MOST_NORM
 from dither.random import Stream
 from dither.snip import Decision, Snip
 from dither.train import checkpoint
@@ -40,8 +41,11 @@ class Numbers(NamedTuple):
     """Of the step, from 1 on."""
     loss: float
     grad_norm: float
+    """Of the gradients without the loss scale, before clipping."""
     signals: float
     """The sum of all ranks' signals, in the units that they were given in."""
+    loss_scale: float
+    """What the loss was multiplied by; 1 where losses are not scaled."""
 
 
 class Evaluation(NamedTuple):
@@ -98,15 +102,19 @@ class Job:
         self.plan = config.precision.load_plan()
         self.model = _model(config, corpus, ranks.device)
         self.conversion = convert(self.model, self.plan, seed=config.run.seed)
+        scaled = MODES[config.precision.mode].plan.loss_scaling
         self.training = training(
             self.model,
             config.precision.mode,
             config.optim.lr,
+            gradients=config.precision.gradients,
+            loss_scaling=config.loss_scaling if scaled else None,
             groups=param_groups(self.model, weight_decay=config.optim.weight_decay),
             roles=roles(self.model) if config.optim.optimizer == "adam-mini" else None,
             betas=config.optim.betas,
             eps=config.optim.eps,
-            max_norm=config.optim.max_norm or None,
+            # A scaled step takes its norm only where it clips; the largest float32 never does.
+            max_norm=config.optim.max_norm or (MOST_NORM if scaled else None),
             nonfinite="skip",  # on the device, before any weight changes; the guard hears of it when the host looks
             seed=config.run.seed,
             **({} if config.precision.states is None else {"states": config.precision.states}),
@@ -194,7 +202,7 @@ class Job:
     # A step ------------------------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch, signal: float = 0.0) -> Tensor:
-        """One optimizer step: float32[3] on the device with mean loss, gradient norm and the sum of all ranks' signals.
+        """One optimizer step: float32[4] on the device with mean loss, gradient norm, the sum of all ranks' signals, loss scale.
 
         A loss or gradient that is not finite changes no weight: it makes all gradients NaN, and the optimizer skips those.
         Where the guard's policy is to stop, no later step changes one either: a GPU has begun the next before the host looks.
@@ -204,13 +212,15 @@ class Job:
             group["lr"] = self.lr
         torch.manual_seed((self._dropout + self.done) % (1 << 63))
         total = self._gradients(batch)
-        self.ranks.add_gradients(self.model.parameters())
+        self.training.gradients.all_reduce(self.ranks.group)
         self.training.step()
-        norm = torch.zeros_like(total) if optimizer.grad_norm is None or self.scaled else optimizer.grad_norm
+        norm = torch.zeros_like(total) if optimizer.grad_norm is None else optimizer.grad_norm
+        scale = torch.ones_like(total) if self.training.loss_scale is None else self.training.loss_scale
         numbers = self.ranks.add(torch.stack([total, torch.full_like(total, signal)]))
-        numbers = torch.stack([numbers[0], norm, numbers[1]])
+        numbers = torch.stack([numbers[0], norm, numbers[1], scale])
         if self.config.guard.nonfinite == "stop":
-            self._sound &= numbers.isfinite().all()
+            # Scaled gradients may overflow: the scale is lowered then, and the run goes on.
+            self._sound &= numbers[0].isfinite() if self.scaled else numbers.isfinite().all()
         self.done += 1
         return numbers
 

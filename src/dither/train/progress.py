@@ -65,6 +65,8 @@ class Progress:
             left = line["tokens"] / max(line["step"], 1) * (self.steps - line["step"]) / rate
             mfu = [] if line["mfu"] is None else [f"MFU {line['mfu']:.1%}"]
             words += [f"{rate:,.0f} tok/s", *mfu, f"{duration(left)} left"]
+        scale = line.get("loss_scale")
+        words += [] if scale is None else [f"loss scale {scale:g}"]
         return "  ".join(words + [f"{line['skipped']} skipped"] * bool(line["skipped"]))
 
     def __enter__(self) -> "Progress":
