@@ -134,7 +134,10 @@ def _row(format: Format) -> tuple[str, ...]:
 
 def _print_formats(rows: Sequence[Format]) -> None:
     doctor.print_table("Number formats", FIELDS, [_row(format) for format in rows], right=[1, 2, 3, 4, 5, 6, 7, 8, 9, 12])
-    print("Unit roundoff: half the distance from 1 to the next value. Digits: decimal. Range: log2(max / smallest positive value).")
+    print(
+        "Unit roundoff: half the distance from 1 to the next value. Digits: decimal. "
+        "Range: log2(max / smallest positive value)."
+    )
     print("eXmY for other X from 2 to 8 and Y from 1 to 23 is a format too; e8m0 holds scales only.")
 
 
