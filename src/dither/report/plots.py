@@ -293,8 +293,8 @@ def _svg(title: str, run: int, draw: "Callable[[Axes], None]", page: bool = True
 
 
 def _for_file(document: str) -> str:
-    """Return the drawing with colours of its own, which read well on light and dark pages."""
-    for mark, colour in ((INK, "#6b7280"), (GRID, "#9ca3af"), *((_mark(c), colour) for c, colour in enumerate(PALETTE))):
+    """Return the drawing with colours of its own, on white."""
+    for mark, colour in ((INK, "#5b6570"), (GRID, "#d9dee4"), *((_mark(c), colour) for c, colour in enumerate(PALETTE))):
         document = document.replace(mark, colour)
     return "\n".join(line.rstrip() for line in document.splitlines()) + "\n"
 
