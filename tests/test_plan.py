@@ -249,11 +249,11 @@ def test_what_is_no_plan_is_an_error(call, said):
         ("", "it is not JSON"),
         ("[" * 100_000, "more than 64 levels"),
         ("[]", "A plan in JSON is an object with the keys version, layers, default"),
-        ("{}", "has the key 'version' with the number 2, not None"),
-        ('{"version": true}', "the number 2, not True"),
-        ('{"version": 0}', "the number 2, not 0"),
-        ('{"version": "1"}', "the number 2, not '1'"),
-        ('{"version": 3, "heads": {}}', "has version 3, and this Dither reads versions up to 2: use a newer one"),
+        ("{}", "has the key 'version' with the number 3, not None"),
+        ('{"version": true}', "the number 3, not True"),
+        ('{"version": 0}', "the number 3, not 0"),
+        ('{"version": "1"}', "the number 3, not '1'"),
+        ('{"version": 4, "heads": {}}', "has version 4, and this Dither reads versions up to 3: use a newer one"),
         ('{"version": 1, "layer": []}', "A plan has no key 'layer' (did you mean 'layers'?)"),
         ('{"version": 1, "layers": {"a": null}}', "a list of [pattern, precision], not {'a': None}"),
         ('{"version": 1, "layers": [["a"]]}', "a list of [pattern, precision], not [['a']]"),
@@ -278,9 +278,9 @@ def test_what_is_no_plan_in_json_is_an_error(text, said, tmp_path):
 
 
 def test_keys_of_a_plan_may_be_missing():
-    assert Plan.from_json('{"version": 2}') == Plan.from_json('{"version": 1}') == Plan()
+    assert Plan.from_json('{"version": 3}') == Plan.from_json('{"version": 2}') == Plan.from_json('{"version": 1}') == Plan()
     assert Plan.from_json('{"version": 1, "default": {}}') == Plan(default=UNCAST)
-    assert PLAN_VERSION == 2
+    assert PLAN_VERSION == 3
 
 
 def test_a_plan_that_cannot_be_read(tmp_path):

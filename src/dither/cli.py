@@ -21,7 +21,11 @@ from dither.train.command import train
 SHORT = 8
 """Formats of up to this many bits are listed whole."""
 
-FIELDS = ("name", "bits", "e/m", "bias", "max", "min normal", "min subnormal", "Inf", "NaN", "codes")
+FIELDS = (
+    *("name", "bits", "e/m", "bias", "max", "min normal", "min subnormal"),
+    *("unit roundoff", "digits", "range (binades)", "Inf", "NaN", "codes"),
+)
+"""Columns of the table of formats."""
 
 
 def formats(
@@ -119,6 +123,9 @@ def _row(format: Format) -> tuple[str, ...]:
         _number(format.max),
         _number(format.min_normal),
         _number(format.min_subnormal) if format.mantissa_bits and not format.is_integer else "-",
+        "-" if format.unit_roundoff is None else _number(format.unit_roundoff),
+        "-" if format.digits is None else f"{format.digits:.1f}",
+        f"{format.binades:.1f}",
         "yes" if format.inf else "no",
         "yes" if format.nan else "no",
         _number(float(1 << format.bits)),
@@ -126,7 +133,11 @@ def _row(format: Format) -> tuple[str, ...]:
 
 
 def _print_formats(rows: Sequence[Format]) -> None:
-    doctor.print_table("Number formats", FIELDS, [_row(format) for format in rows], right=[1, 2, 3, 4, 5, 6, 9])
+    doctor.print_table("Number formats", FIELDS, [_row(format) for format in rows], right=[1, 2, 3, 4, 5, 6, 7, 8, 9, 12])
+    print(
+        "Unit roundoff: half the distance from 1 to the next value. Digits: decimal. "
+        "Range: log2(max / smallest positive value)."
+    )
     print("eXmY for other X from 2 to 8 and Y from 1 to 23 is a format too; e8m0 holds scales only.")
 
 
