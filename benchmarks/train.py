@@ -24,8 +24,9 @@ process of its own, so that neither memory nor a failure reaches the next one; d
     MODE+adam-mini       o1, gaussws:PARTS or diffq:PARTS with dither.optim.AdamMini in place of torch's AdamW
     MODE+adamw           the same with dither.optim.AdamW: what Adam-mini differs from in its second moments alone
 
---table-1 measures the rows of Table 1 of the paper on GaussWS: autocast, GaussWS[od], GaussWS[all] and DiffQ[all], each with AdamW
-and with Adam-mini, for Llamas of 134M, 360M, 1B and 3B, and prints the overhead of each row over its optimizer's autocast.
+--table-1 measures the rows of Table 1 of the paper on GaussWS: autocast, GaussWS[od], GaussWS[all] and DiffQ[all], each with
+AdamW and with Adam-mini, for Llamas of 134M, 360M, 1B and 3B. It prints the overhead of each row over autocast with the same
+optimizer: how much more time per token, and how much more memory.
 """
 
 import argparse

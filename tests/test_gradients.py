@@ -74,9 +74,7 @@ def test_o2_keeps_norms_in_float32() -> None:
     run = training(normed(), "o2", lr=1e-2, betas=(0.9, 0.95))
     dtypes = {name: parameter.dtype for name, parameter in run.model.named_parameters()}
     wide, narrow = torch.float32, torch.bfloat16
-    assert dtypes == {
-        f"{i}.{kind}": wide if i in (1, 3) else narrow for i in range(5) for kind in ("weight", "bias")
-    }
+    assert dtypes == {f"{i}.{kind}": wide if i in (1, 3) else narrow for i in range(5) for kind in ("weight", "bias")}
     with run.forward():
         assert run.model(torch.randn(4, 8).bfloat16()).dtype == narrow
 
@@ -281,7 +279,9 @@ def test_differentiating_besides_leaves_the_sums_alone() -> None:
 
 
 def test_gradients_that_cannot_be() -> None:
-    with pytest.raises(UserError, match=r"no gradients='bf16_sr' \(did you mean 'bf16-sr'\?\): choose from fp32, bf16, bf16-sr"):
+    with pytest.raises(
+        UserError, match=r"no gradients='bf16_sr' \(did you mean 'bf16-sr'\?\): choose from fp32, bf16, bf16-sr"
+    ):
         weight_of_ones("o2", gradients="bf16_sr")
 
 
@@ -317,7 +317,10 @@ def test_a_scaler_that_is_off() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"init_scale": 2.0**30}, "init_scale is a number above 0 and at most loss_scaling.max_scale=16777216.0, not 1073741824"),
+        (
+            {"init_scale": 2.0**30},
+            "init_scale is a number above 0 and at most loss_scaling.max_scale=16777216.0, not 1073741824",
+        ),
         ({"init_scale": 0.0}, "init_scale is a number above 0"),
         ({"max_scale": 1e39}, "max_scale is a number above 0 and at most 3.40282e+38"),
         ({"growth_factor": 1.0}, "growth_factor is a number above 1, not 1.0"),

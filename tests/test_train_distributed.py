@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dither import UserError, cli

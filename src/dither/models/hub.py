@@ -124,7 +124,12 @@ def save_pretrained(
 
 
 def _write(model: CausalLM, place: Path, extra: dict[str, Any], shard_bytes: int) -> None:
-    weights = {name: _one_dtype(model, parameter) for name, parameter in model.named_parameters() if name in _names(model.config)}
+    names, wide, dtype = _names(model.config), wide_parameters(model, all_norms=True), model.embedding.weight.dtype
+    weights = {
+        name: parameter.detach().to(dtype) if id(parameter) in wide else parameter
+        for name, parameter in model.named_parameters()
+        if name in names
+    }
     shards: list[dict[str, Tensor]] = [{}]
     room = shard_bytes
     for name, weight in weights.items():
@@ -144,13 +149,6 @@ def _write(model: CausalLM, place: Path, extra: dict[str, Any], shard_bytes: int
     if len(dtypes) > 1:
         raise UserError(f"A model is saved in one dtype, and its parameters have {', '.join(sorted(dtypes))}.")
     _write_json(place / CONFIG, _described(model.config) | {"dtype": dtypes.pop()} | extra)
-
-
-def _one_dtype(model: CausalLM, parameter: Tensor) -> Tensor:
-    """Return a parameter, or a norm that is kept wide in the type of the other parameters."""
-    if id(parameter) not in wide_parameters(model, all_norms=True):
-        return parameter
-    return parameter.detach().to(model.embedding.weight.dtype)
 
 
 def _names(config: Config) -> set[str]:

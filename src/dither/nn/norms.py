@@ -1,7 +1,7 @@
 """Norms that stay in float32 inside a model whose other parameters have 16 bits, as mixed precision's O2 keeps them.
 
-A norm adds up many squares, and its statistics move in small steps: 16 bits are too few for both. Such a norm takes its input in
-float32, computes in float32, and returns the type of the other parameters, so the modules around it notice nothing.
+A norm adds up many squares, and its statistics move in small steps: 16 bits are too few for both. Such a norm takes its input
+in float32, computes in float32, and returns the type of the other parameters, so the modules around it see no difference.
 """
 
 from collections.abc import Collection, Iterator
@@ -68,7 +68,8 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype, *, all_norms: bool, sk
         if parameter.is_floating_point() and parameter.dtype != wanted and id(parameter) not in skip:
             gradient, parameter.grad = parameter.grad, None
             parameter.data = parameter.data.to(wanted)
-            parameter.grad_dtype = wanted  # type: ignore[attr-defined]
+            if parameter.grad_dtype != wanted:  # an earlier training kept gradients in a type of their own
+                parameter.grad_dtype = wanted
             parameter.grad = None if gradient is None else gradient.to(wanted)
 
 

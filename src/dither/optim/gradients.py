@@ -64,7 +64,7 @@ class Gradients:
             )
         gradient, parameter.grad = parameter.grad, None
         # None: the gradient of a pass comes as it is, and the hooks round its sum with those before it.
-        parameter.grad_dtype = None if self.kind == "bf16-sr" else dtype  # type: ignore[attr-defined]
+        parameter.grad_dtype = None if self.kind == "bf16-sr" else dtype
         parameter.grad = None if gradient is None else gradient.to(dtype)
         if self.kind == "bf16-sr":
             self._round_sums(name, parameter)
@@ -90,7 +90,7 @@ class Gradients:
 
         node.register_prehook(before)
         self._nodes.append(node)
-        parameter.register_post_accumulate_grad_hook(after)
+        parameter.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def _add(self, name: str, parameter: Tensor) -> None:

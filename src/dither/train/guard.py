@@ -194,7 +194,8 @@ class Guard:
         self._outliers = deque(saved["outliers"], maxlen=self.policy.spike_window)
 
 
-OVERFLOWS = " Start from a smaller loss_scaling.init_scale, lower the learning rate, or train in bfloat16, which needs no scale."
+OVERFLOWS = " Start from a smaller loss_scaling.init_scale, lower the learning rate, or train in bfloat16."
+"""What helps where the gradients of too many steps overflow."""
 
 
 def _ordinal(number: int) -> str:

@@ -202,7 +202,7 @@ class Job:
     # A step ------------------------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch, signal: float = 0.0) -> Tensor:
-        """One optimizer step: float32[4] on the device with mean loss, gradient norm, the sum of all ranks' signals, loss scale.
+        """One optimizer step: float32[4] on the device: mean loss, gradient norm, the sum of all ranks' signals, loss scale.
 
         A loss or gradient that is not finite changes no weight: it makes all gradients NaN, and the optimizer skips those.
         Where the guard's policy is to stop, no later step changes one either: a GPU has begun the next before the host looks.
