@@ -105,7 +105,9 @@ def build(size: str, mode: str, device: str, peer: str | None, compiled: bool, l
     if sr:
         from dither.optim import AdamW
 
-        optimizer = AdamW(model.named_parameters(), lr=LEARNING_RATE, nonfinite="unchecked")  # nobody looks at gradients here
+        # Gradients are not looked at here.
+        options = {"betas": (0.9, 0.95), "weight_decay": 0.1, "nonfinite": "unchecked"}
+        optimizer = AdamW(model.named_parameters(), lr=LEARNING_RATE, **options)
     else:
         bitwidths = sampling_parameters(model)
         known = {id(bitwidth) for bitwidth in bitwidths}
