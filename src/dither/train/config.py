@@ -22,7 +22,7 @@ from dither.errors import UserError
 from dither.files import Refused, read_text
 from dither.models import PRESETS
 from dither.optim import GRADIENTS, MODES, LossScaling
-from dither.optim.adamw import MOST_NORM
+from dither.optim.options import MOST_NORM
 from dither.precision import Plan, Sampling, did_you_mean
 from dither.recipes import RECIPES, recipe
 from dither.snip import options
