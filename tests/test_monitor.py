@@ -160,19 +160,32 @@ def test_a_look_aside_restores_buffers_and_generators():
     assert monitor.report.layers[1].grad.amax == 1.0
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
 def test_compiled_blocks_are_looked_at_aside():
-    model = net()
-    model.compile(backend="eager")
-    monitor, plain = Monitor(model), Monitor(net())
-    with pytest.raises(UserError, match="'Sequential' is compiled, and its operands do not show: run a small batch in monitor.aside"):
+    torch.manual_seed(0)
+    model = nn.ModuleList([Block()])
+    dither.convert(model, FP8)
+    plain, block = Monitor(copy.deepcopy(model)), model[0]
+    block.compile(backend="aot_eager", fullgraph=True)
+    monitor = Monitor(model)
+    with pytest.raises(UserError, match="'0' is compiled, and its operands do not show: run a small batch in monitor.aside"):
         with monitor.step(0):
             pass
-    model(data()).sum().backward()  # compiled, before anybody looks
+    block(data()).sum().backward()  # compiled, before anybody looks
     with monitor.aside(0):
-        model(data()).sum().backward()
+        block(data()).sum().backward()
     with plain.step(0):
-        plain.model(data()).sum().backward()
+        plain.model[0](data()).sum().backward()
     assert monitor.report == plain.report
+    assert monitor.report.layers[1].grad.amax == 1.0
 
 
 # Updates --------------------------------------------------------------------------------------------------------------
