@@ -169,7 +169,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON: what is not finite is None."""
-        data = _finite(asdict(self))
+        data = finite(asdict(self))
         return {**data, "stagnant": self.stagnant, "problems": list(self.problems)}
 
     def __str__(self) -> str:
@@ -231,9 +231,10 @@ def _power(value: float | None) -> str:
     return "-" if value is None else f"{value:g}"
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return plain values with None for every number that is not finite."""
     if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: finite(each) for key, each in value.items()}
     if isinstance(value, tuple | list):
-        return [_finite(each) for each in value]
+        return [finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
