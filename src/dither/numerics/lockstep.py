@@ -23,8 +23,9 @@ product, a layer is beyond the bound if its local difference is
     more than median + 10 times the median deviation from it, over all layers, and
     more than 1.25 times the median, and
     more than 2^-7, the spacing of bfloat16;
-    or more than 1/2, which is as if a quarter of the rows were lost.
+    or, but for updates, more than 1/2, which is as if a quarter of the rows were lost.
 
+Updates of the first steps depend on little but the signs of gradients, so that coarse formats differ in many of them by right.
 `bound=` replaces all of this by one number.
 """
 
@@ -108,7 +109,7 @@ class Bisection:
             return f"No layer of {self.b} differs from {self.a} beyond the bound in {self.steps} steps."
         what = {"update": "update of the weight"}.get(worst.product, f"{worst.product} product")
         others = len({each.layer for each in self.beyond}) - 1
-        more = f"; {others} other layers are beyond their bounds as well" if others else ""
+        more = f"; beyond their bounds are {others} more layer{'s' * (others > 1)}" if others else ""
         return (
             f"At step {worst.step} the {what} of {worst.layer} differs by {worst.local:.3g} of its size between {self.a} and "
             f"{self.b}, beyond the bound of {worst.bound:.3g}{more}."
@@ -167,17 +168,18 @@ Seen = dict[tuple[str, str], tuple[float, float | None]]
 
 def _bounded(step: int, seen: Seen, bound: float | None) -> tuple[Difference, ...]:
     found = {product: [local for (_, each), (local, _) in seen.items() if each == product] for product in PRODUCTS}
-    bounds = {product: bound or default_bound(values) for product, values in found.items() if values}
+    most = {product: math.inf if product == "update" else LOST for product in PRODUCTS}
+    bounds = {product: bound or default_bound(values, most[product]) for product, values in found.items() if values}
     return tuple(
         Difference(step, layer, product, local, total, bounds[product]) for (layer, product), (local, total) in seen.items()
     )
 
 
-def default_bound(differences: Sequence[float]) -> float:
-    """Return the bound of a product from the local differences of all layers.
+def default_bound(differences: Sequence[float], most: float = LOST) -> float:
+    """Return the bound of a product, at most `most`, from the local differences of all layers.
 
-    >>> default_bound([0.035, 0.036, 0.036, 0.037, 0.070])  # 1.25 times the median
-    0.046
+    >>> default_bound([0.036, 0.036, 0.036, 0.037, 0.070])  # 1.25 times the median
+    0.045
     >>> default_bound([0.02, 0.03, 0.04, 0.05, 0.06])  # median + 10 deviations
     0.14
     """
@@ -185,7 +187,7 @@ def default_bound(differences: Sequence[float]) -> float:
     if not math.isfinite(median):
         return LOST
     deviation = statistics.median(abs(each - median) for each in differences)
-    return round(min(max(median + DEVIATIONS * deviation, FACTOR * median, FLOOR), LOST), 9)
+    return round(min(max(median + DEVIATIONS * deviation, FACTOR * median, FLOOR), most), 9)
 
 
 class _Pair:

@@ -147,7 +147,7 @@ class Report:
             return ""
         most, name, operand, cast = max(found, key=lambda each: each[0])  # of equals the first layer
         words = {"input": "input", "weight": "weight", "grad": "output gradient"}[operand]
-        others = f" ({len(found) - 1} more operands of this kind)" if len(found) > 1 else ""
+        others = f" (and {len(found) - 1} more operand{'s' * (len(found) > 2)})" if len(found) > 1 else ""
         return f"{percent(most)} of the {words} of {name} {what}{'' if share == 'nonfinite' else f' {cast}'}{others}."
 
     def _lost(self) -> str:

@@ -82,13 +82,20 @@ def weight_and_update(
         w = as_stored(local(state["master"]), found.transposed)
     elif found.update is not None and w.dtype != torch.float32:
         rounding = found.update.weights
-    t, lr = (torch.as_tensor(each, dtype=torch.float64, device=w.device) for each in (state["step"], group["lr"]))
+    t, lr = (on_device(each, w.device) for each in (state["step"], group["lr"]))
     rest1, rest2 = (1 - torch.pow(beta, t) for beta in group["betas"])
     update = (lr / rest1).float() * found.m / (v.sqrt() / rest2.sqrt().float() + group["eps"])
     decoupled = isinstance(optimizer, torch.optim.AdamW | AdamW)
     if decoupled and group["weight_decay"]:
         update += (lr * group["weight_decay"]).float() * w.float()
     return w, update, w.dtype, rounding
+
+
+def on_device(value: Tensor | float, device: torch.device) -> Tensor:
+    """0-d float64; a number of the host is filled in, since copying it would wait for the device."""
+    if isinstance(value, Tensor) and value.device == device:
+        return value.detach().double()
+    return torch.full((), float(value), dtype=torch.float64, device=device)
 
 
 def as_stored(x: Tensor, transposed: bool) -> Tensor:

@@ -185,7 +185,8 @@ def update_counts(w: Tensor, update: Tensor, format: Format) -> UpdateCounts:
     some = slice(None, None, max(1, -(-w.numel() // SAMPLE)))
     few_w, few = w.flatten()[some], update.flatten()[some]
     ratio = (few.abs() / spacing(few_w, format)).clamp(max=torch.finfo(torch.float32).max)
-    typical = torch.where(few != 0, ratio, torch.nan).nanmedian() if w.numel() else w.new_full((), torch.nan)
+    # Along a dimension: without one, torch counts the NaNs on the host.
+    typical = torch.where(few != 0, ratio, torch.nan).nanmedian(0).values if w.numel() else w.new_full((), torch.nan)
     return UpdateCounts(moves.sum().double(), kept.sum().double(), typical)
 
 
