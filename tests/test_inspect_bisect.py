@@ -203,6 +203,6 @@ def test_arms_and_mistakes(jobs, text, capsys):
     ):
         assert bisect(text, *arguments) == 2
         assert said in capsys.readouterr().err
-    with pytest.raises(UserError, match="precision.plan='nowhere.json'|cannot be read"):
+    with pytest.raises(UserError, match=r"nowhere\.json"):
         jobs("nowhere.json")
     assert LayerPrecision() == common.precision.load_plan().default

@@ -7,16 +7,26 @@ import torch
 from torch import nn
 
 import dither
+from dither.formats import Format
 from dither.models import PRESETS, Llama, compile_blocks
 from dither.numerics import Monitor
 from dither.optim import AdamW
 from dither.precision import Cast
 from dither.reference.numerics import cast_counts, exponent_counts, summary, update_counts
-from dither.formats import Format
 
 pytestmark = pytest.mark.gpu
 
-CASTS = ("e4m3 tensor", "e4m3 row", "e2m1 tile(16)", "e2m1 block(16) stochastic(16)", "mxfp4", "nvfp4", "int8 tensor", "e5m2", "bf16")
+CASTS = (
+    "e4m3 tensor",
+    "e4m3 row",
+    "e2m1 tile(16)",
+    "e2m1 block(16) stochastic(16)",
+    "mxfp4",
+    "nvfp4",
+    "int8 tensor",
+    "e5m2",
+    "bf16",
+)
 
 
 @pytest.mark.parametrize("cast", CASTS)

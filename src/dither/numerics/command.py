@@ -3,8 +3,9 @@
 import json as json_text
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -79,14 +80,15 @@ def _print_rest(found: ModelAtRest) -> None:
         print_table(f"{found.model}: weights in {cast}", header, rows, right=range(2, 9))
         print()
     updates = sorted(
-        ((layer.name, layer.update) for layer in found.layers if layer.update is not None), key=lambda pair: pair[1].ratio or 0.0
+        ((layer.name, layer.update) for layer in found.layers if layer.update is not None),
+        key=lambda pair: pair[1].ratio or 0.0,
     )
-    rows = [
+    of_updates = [
         (name, each.format, each.rounding, "-" if each.ratio is None else f"{each.ratio:.3g}", percent(each.stagnant))
         for name, each in updates
     ]
-    if rows:
-        print_table(f"Updates of step {found.step} against the weights' spacing", UPDATE_HEADER, rows, right=[3, 4])
+    if of_updates:
+        print_table(f"Updates of step {found.step} against the weights' spacing", UPDATE_HEADER, of_updates, right=[3, 4])
     elif found.note:
         print(found.note)
 
@@ -130,7 +132,7 @@ def bisect(
     with joined(common.run.device) as ranks, tempfile.TemporaryDirectory(prefix="dither-bisect-") as folder:
         if ranks.world > 1:
             raise UserError("dither bisect runs in one process: start it without torchrun.")
-        say = (lambda _: None) if json else (lambda text: print(text, flush=True))
+        say: Callable[[str], object] = (lambda _: None) if json else partial(print, flush=True)
         say(f"Reading the text; then {a} and {b} take {steps} steps ...")
         corpus = open_corpus(common, Path(folder), ranks)
         jobs = [Job(config, corpus, ranks) for config in both]

@@ -17,8 +17,8 @@ dx, an output of dw and of W's update. With the rows a_r and b_r,
 
 is the relative error of a typical row; 1 means that nothing is right, and a row that is finite in A alone makes it infinite.
 
-The bound. Every layer of B differs, by as much as its formats are coarse, and layers of one format do so alike. In each step and
-product, a layer is beyond the bound if its local difference is
+The bound. Every layer of B differs, by as much as its formats are coarse, and layers of one format do so alike. In each step
+and product, a layer is beyond the bound if its local difference is
 
     more than median + 10 times the median deviation from it, over all layers, and
     more than 1.25 times the median, and

@@ -86,8 +86,8 @@ class Monitor:
             return
         if names := compiled_modules(self.model):
             raise UserError(
-                f"The module {names[0] or type(self.model).__name__!r} is compiled, and its operands do not show: run a small batch "
-                "in monitor.aside(step), which computes uncompiled and leaves no trace."
+                f"The module {names[0] or type(self.model).__name__!r} is compiled, and its operands do not show: run a small "
+                "batch in monitor.aside(step), which computes uncompiled and leaves no trace."
             )
         observer = self._observer()
         with observing(self.model, observer):
@@ -133,7 +133,7 @@ class Monitor:
             ranks = [torch.empty_like(together) for _ in range(torch.distributed.get_world_size(self.group))]
             torch.distributed.all_gather(ranks, together, group=self.group)
         sizes = [count * len(OPERANDS) * (len(COUNTS) + 4), count * UPDATE, EXPONENTS, 1]
-        operands, moved, fields, scales = torch.stack(ranks).split(sizes, dim=1)
+        operands, moved, fields, scales = torch.split(torch.stack(ranks), sizes, dim=1)
         of_ranks = operands.view(len(ranks), count, len(OPERANDS), -1)
         moved = moved.view(len(ranks), count, UPDATE)
         typical = moved[..., 2].nanmedian(0).values
@@ -150,8 +150,8 @@ class Monitor:
         assert self.optimizer is not None
         rates = sorted({float(group["lr"]) for group in self.optimizer.param_groups})
         text = (
-            f"At step {step} rounding to nearest drops {percent(share)} of the updates (learning rate {rates[-1]:.3g}): they are "
-            "far below the spacing of 16-bit weights, which stand still. Round stochastically (mode bf16-sr, "
+            f"At step {step} rounding to nearest drops {percent(share)} of the updates (learning rate {rates[-1]:.3g}): they "
+            "are far below the spacing of 16-bit weights, which stand still. Round stochastically (mode bf16-sr, "
             "weights='stochastic'), keep what is lost (weights='kahan') or float32 masters (mode o2), or end the run here."
         )
         if self.tell is None:

@@ -98,7 +98,9 @@ class Observer:
         unseen = torch.zeros(LINE, dtype=torch.float64, device=device)
         unseen[-3:] = torch.nan
         keys = [(name, operand) for name in self.layers for operand in OPERANDS]
-        each = [merged(torch.stack([line.to(device) for line in self.found[key]])) if key in self.found else unseen for key in keys]
+        each = [
+            merged(torch.stack([line.to(device) for line in self.found[key]])) if key in self.found else unseen for key in keys
+        ]
         return torch.stack(each).view(len(self.layers), len(OPERANDS), LINE)
 
 
@@ -110,7 +112,7 @@ def merged(lines: Tensor) -> Tensor:
     if len(lines) == 1:
         return lines[0]
     count = len(numerics.COUNTS)
-    counts, amax, low, middle, high = lines.split([count, 1, 1, 1, 1], dim=-1)
+    counts, amax, low, middle, high = torch.split(lines, [count, 1, 1, 1, 1], dim=-1)
     extremes = [
         amax.amax(0),
         low.nan_to_num(nan=torch.inf).amin(0),
@@ -124,7 +126,9 @@ def merged(lines: Tensor) -> Tensor:
 
 def delayed_amax(layer: Linear, operand: str) -> Tensor:
     """The magnitude that a layer's history scales an operand by, 0-d; 0 while one of its histories is empty."""
-    scales = {each: getattr(layer.precision, each).scaling for each in OPERANDS if getattr(layer, f"{each}_history") is not None}
+    scales = {
+        each: getattr(layer.precision, each).scaling for each in OPERANDS if getattr(layer, f"{each}_history") is not None
+    }
     known = {each: scaling.delayed_amax(cut.local(getattr(layer, f"{each}_history")), scale) for each, scale in scales.items()}
     full = torch.stack([amax > 0 for amax in known.values()]).all()
     return torch.where(full, known[operand], 0.0)
@@ -135,9 +139,7 @@ def observing(model: nn.Module, observer: Observer) -> Iterator[None]:
     """Show the forward and backward passes inside to an observer; they compute what they would without it."""
     hooks = [
         # Before the hooks of tensor parallelism, which hand out parts of a result as if they were all of it.
-        layer.register_forward_hook(
-            partial(observer.forward, name), with_kwargs=True, prepend=cut_by_tensor_parallelism(model)
-        )
+        layer.register_forward_hook(partial(observer.forward, name), with_kwargs=True, prepend=cut_by_tensor_parallelism(model))
         for name, layer in observer.layers.items()
     ]
     try:

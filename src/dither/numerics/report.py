@@ -156,15 +156,17 @@ class Report:
             return ""
         enough = "" if found.required is None else f": a scale of {found.required:g} keeps 99.9 % of them"
         limit = "" if found.largest is None else f", and {found.largest:g} is the largest that does not overflow"
-        return f"{percent(found.flushed)} of the gradients round to zero in FP16 at the loss scale {found.scale:g}{enough}{limit}."
+        return (
+            f"{percent(found.flushed)} of the gradients round to zero in FP16 at the loss scale {found.scale:g}{enough}{limit}."
+        )
 
     def _stands_still(self) -> str:
         share = self.stagnant
         if share is None or share < STAGNANT:
             return ""
         return (
-            f"{percent(share)} of the updates are below half the spacing of weights that are rounded to nearest, which stand still: "
-            "round stochastically (mode bf16-sr) or keep float32 masters (mode o2)."
+            f"{percent(share)} of the updates are below half the spacing of weights that are rounded to nearest, which stand "
+            "still: round stochastically (mode bf16-sr) or keep float32 masters (mode o2)."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -178,8 +180,9 @@ class Report:
         if rows := update_rows(self.layers):
             parts += ["", *lines(UPDATE_HEADER, rows)]
         if self.loss_scale is not None:
-            parts += ["", f"loss scale {_power(self.loss_scale.scale)}, required {_power(self.loss_scale.required)}, "
-                      f"largest {_power(self.loss_scale.largest)}, gradients flushed {percent(self.loss_scale.flushed)}"]  # fmt: skip
+            scale = self.loss_scale
+            words = f"loss scale {_power(scale.scale)}, required {_power(scale.required)}, largest {_power(scale.largest)}"
+            parts += ["", f"{words}, gradients flushed {percent(scale.flushed)}"]
         return "\n".join([*parts, *(["", *self.problems] if self.problems else [])])
 
 

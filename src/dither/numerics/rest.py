@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from dither.errors import UserError
@@ -40,7 +39,7 @@ class CastOfWeight:
     flushed: float
     subnormal: float
     sqnr: float | None
-    """10 log10(sum of w^2 / sum of (cast(w) - w)^2) in decibels; None for a cast that changes nothing, or weights not finite."""
+    """10 log10(sum of w^2 / sum of (cast(w) - w)^2), decibels; None if the cast changes nothing or weights are not finite."""
 
 
 @dataclass(frozen=True)
@@ -170,8 +169,8 @@ def _at_rest(found: _Weight, casts: Sequence[Cast]) -> WeightAtRest:
         counts = dict(zip(COUNTS, seen.counts.tolist(), strict=True))
         known = max(counts["elements"] - counts["zeros"] - counts["nonfinite"], 1.0)
         nonfinite, amax = counts["nonfinite"] / max(counts["elements"], 1.0), float(seen.amax)
-        shares = (counts[key] / known for key in ("clipped", "flushed", "subnormal"))
-        by_cast[str(cast)] = CastOfWeight(*shares, _sqnr(weight, cast, found.axis))
+        clipped, flushed, subnormal = (counts[key] / known for key in ("clipped", "flushed", "subnormal"))
+        by_cast[str(cast)] = CastOfWeight(clipped, flushed, subnormal, _sqnr(weight, cast, found.axis))
     shape, dtype = tuple(weight.shape), str(weight.dtype).removeprefix("torch.")
     return WeightAtRest(found.name, shape, dtype, amax, median, low, nonfinite, by_cast, found.update)
 
@@ -247,8 +246,6 @@ def _optimizer(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple
         state.setdefault(int(index), {}).update(numbers)
     optimizer.load_state_dict({"state": state, "param_groups": saved})
     return optimizer, ""
-
-
 
 
 def _sizes(config: Config, tensors: Mapping[str, Tensor]) -> Any:

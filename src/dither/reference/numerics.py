@@ -13,8 +13,8 @@ random bits and takes none. Rounding is decided by comparing s with thresholds; 
     |s| < 2^-6 - 2^-10    subnormal: below the middle of the largest subnormal number and the smallest normal one, 2^-6
     |s| > 464    clipped: beyond the middle of 448 and 480, which would come next
 
-The spacing of a format at w is the distance from w to the next number away from zero, 2^(exponent(w) - mantissa bits). An update
-u of a weight w is lost if w - u rounds to w: about where |u| is below half the spacing.
+The spacing of a format at w is the distance from w to the next number away from zero, 2^(exponent(w) - mantissa bits). An
+update u of a weight w is lost if w - u rounds to w: about where |u| is below half the spacing.
 """
 
 import math
