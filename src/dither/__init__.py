@@ -18,6 +18,7 @@ from dither.nn import effective_precision as effective_precision
 from dither.nn import plan_from_bitwidths as plan_from_bitwidths
 from dither.nn import sampling_parameters as sampling_parameters
 from dither.nn import training_step as training_step
+from dither.numerics import Monitor as Monitor
 from dither.ops import AmaxHistory as AmaxHistory
 from dither.ops import Quantized as Quantized
 from dither.ops import amax as amax

@@ -14,6 +14,7 @@ from dither.data.command import data
 from dither.errors import DitherError, UserError
 from dither.evaluate.command import evaluate
 from dither.formats import TABLE, Format
+from dither.numerics.command import bisect, inspect
 from dither.report.command import report
 from dither.snip import command as plans
 from dither.train.command import train
@@ -59,6 +60,8 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "train": train,
     "compare": compare,
     "eval": evaluate,
+    "inspect": inspect,
+    "bisect": bisect,
     "data": data,
     "report": report,
     "plan": plans.plan,

@@ -9,7 +9,7 @@ gradient. Nothing here changes the optimizer.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from dither.optim.adamw import AdamW
 from dither.optim.roles import role_of
 from dither.optim.shards import as_matrix
 from dither.reference.adamw import load_state
+from dither.update import Update
 
 
 @dataclass(frozen=True)
@@ -143,20 +144,31 @@ def _check_state(optimizer: torch.optim.Optimizer, name: str, state: dict[str, A
         )
 
 
-def _moments(
-    optimizer: torch.optim.Optimizer, weight: Tensor, state: dict[str, Any], group: dict[str, Any], number: int
-) -> Moments:
-    t, lr = int(state["step"]) + 1, float(group["lr"])
-    numbers: Any = (t, lr, tuple(group["betas"]), group["eps"])
+class Stored(NamedTuple):
+    """The moments of a weight as the optimizer keeps them now, float32 in the weight's shape (of this process's part)."""
+
+    m: Tensor
+    v: Tensor
+    runs: Tensor | None = None
+    """See `Moments.runs`."""
+    transposed: bool = False
+    """See `Moments.transposed`."""
+    update: Update | None = None
+    """How the optimizer rounds, if it is one of dither's."""
+
+
+def stored(optimizer: torch.optim.Optimizer, weight: Tensor, group: dict[str, Any], number: int) -> Stored:
+    """Read the moments of parameter `number` of a group; nothing waits for the device."""
+    state = optimizer.state[weight]
     if not isinstance(optimizer, AdamW):
-        return Moments(local(state["exp_avg"]).float(), local(state["exp_avg_sq"]).float(), *numbers)
+        return Stored(local(state["exp_avg"]).float(), local(state["exp_avg_sq"]).float())
     slot = optimizer._slots_of(next(i for i, each in enumerate(optimizer.param_groups) if each is group), 0)[number]
     parts = {key: as_matrix(local(value)) for key, value in state.items() if key != "step"}
     m = load_state(parts["exp_avg"], parts.get("exp_avg_scale"), slot.update, True)
     if not isinstance(optimizer, AdamMini):
         v = load_state(parts["exp_avg_sq"], parts.get("exp_avg_sq_scale"), slot.update, False)
         shape = local(weight).shape
-        return Moments(m.view(shape), v.view(shape), *numbers)
+        return Stored(m.view(shape), v.view(shape), update=slot.update)
     transposed = role_of(optimizer.roles, slot.name).transposed
     runs, first = [], 0
     for begin, end, run in optimizer._sections(slot):
@@ -165,4 +177,12 @@ def _moments(
     of_row = torch.cat(runs)
     v = state["exp_avg_sq"][of_row][:, None].expand_as(m)
     m, v = (m.T, v.T) if transposed else (m, v)
-    return Moments(m, v, t, lr, tuple(group["betas"]), group["eps"], of_row, transposed)
+    return Stored(m, v, of_row, transposed, slot.update)
+
+
+def _moments(
+    optimizer: torch.optim.Optimizer, weight: Tensor, state: dict[str, Any], group: dict[str, Any], number: int
+) -> Moments:
+    found = stored(optimizer, weight, group, number)
+    t, lr = int(state["step"]) + 1, float(group["lr"])
+    return Moments(found.m, found.v, t, lr, tuple(group["betas"]), group["eps"], found.runs, found.transposed)

@@ -233,6 +233,21 @@ class Snip:
         return Goal(target=target, stages=self.stages or None, balance=self.balance, pinned=pins(self.pinned))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Monitor:
+    """What is looked at of casts, gradients and updates on the way."""
+
+    every: int = 0
+    """Steps between looks at what casts clip and flush to zero and at what rounding does to updates; 0 means never."""
+    tokens: int = 2048
+    """Tokens of a look at most, over all processes: whole sequences of the step, at least one per process."""
+
+    def __post_init__(self) -> None:
+        _check_types("monitor", self)
+        _at_least("monitor.every", self.every, 0)
+        _at_least("monitor.tokens", self.tokens, 1)
+
+
 TRACKERS = ("tensorboard", "wandb", "trackio")
 """Where metrics can go beside the file."""
 
@@ -320,6 +335,8 @@ class Config:
     """Which layers take fewer bits, chosen while training runs."""
     guard: Policy = field(default_factory=Policy)
     """What happens when a step goes wrong."""
+    monitor: Monitor = field(default_factory=Monitor)
+    """What is looked at of casts, gradients and updates on the way."""
     run: Run = field(default_factory=Run)
     """How long, where, and what is told on the way."""
 
@@ -359,7 +376,7 @@ def schedule(config: Config, step: int) -> float:
     return optim.min_lr + (optim.lr - optim.min_lr) * share
 
 
-FREE = ("data.sources", "data.micro_batch", "guard", "run")
+FREE = ("data.sources", "data.micro_batch", "guard", "monitor", "run")
 """Sections and fields that a resumed run may change: they decide nothing about the steps done, and a corpus has a SHA-256."""
 
 RATES = ("optim.lr", "optim.min_lr", "optim.schedule", "optim.warmup", "optim.decay", "run.steps")

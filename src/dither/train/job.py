@@ -17,8 +17,9 @@ from dither.errors import UserError
 from dither.evaluate.perplexity import summed_loss
 from dither.models import CausalLM, build, compile_blocks, generate, hf, preset
 from dither.nn import Linear, apply, bitwidth_loss, convert, effective_precision, param_groups, training_step
+from dither.numerics import Monitor, Report
 from dither.optim import MODES, roles, training
-from dither.optim.adamw import MOST_NORM
+from dither.optim.options import MOST_NORM
 from dither.random import Stream
 from dither.snip import Decision, Snip
 from dither.train import checkpoint
@@ -125,6 +126,7 @@ class Job:
             compile_blocks(self.model)
         self.guard = Guard(config.guard)
         self.snip = self._snip()
+        self.monitor = self._monitor()
         self.done = 0
         """Steps done, skipped ones too."""
         self.offset = 0
@@ -170,21 +172,45 @@ class Job:
         """Before a step: statistics on its batch, or the plan that follows from earlier ones, if it is time for that."""
         if self.snip is None:
             return None
-        decision = self.snip.before_step(self.done, lambda: self._for_estimates(batch))
+        decision = self.snip.before_step(self.done, lambda: self._for_estimates(batch, self.config.snip.tokens))
         self.plan = self.snip.plan
         return decision
 
-    def _for_estimates(self, batch: Batch) -> list[Batch]:
+    def _for_estimates(self, batch: Batch, tokens: int) -> list[Batch]:
         """What estimates are made on, in micro-batches of equal size: no larger than a step's, or a quarter of them.
 
         A quarter where blocks are compiled: estimates run uncompiled, which needs half as much memory again for what is kept
         between forward and backward, and they hold gradients to compare with. A run that just fits would not fit any more.
         """
-        wanted = self.config.snip.tokens // self.config.data.sequence // self.ranks.world
+        wanted = tokens // self.config.data.sequence // self.ranks.world
         rows = max(1, min(wanted, len(batch.tokens)))
         largest = math.ceil(len(batch.tokens) / self.parts / (4 if self.compiled else 1))
         pieces = math.ceil(rows / largest)
         return list(replace(batch, tokens=batch.tokens[: rows - rows % pieces]).split(pieces))
+
+    def _monitor(self) -> Monitor | None:
+        """Return what looks at numerics on the way, if something does."""
+        every = self.config.monitor.every
+        if not every:
+            return None
+        optimizer, scaler = self.training.optimizer, self.training.scaler
+        # The loop tells what is wrong.
+        return Monitor(self.model, optimizer, every=every, scaler=scaler, group=self.ranks.group, tell=lambda _: None)
+
+    def look(self, batch: Batch) -> Report | None:
+        """After a step: look at the numerics of the model, in an extra pass over a part of its batch that leaves no trace.
+
+        With loss scaling the pass computes in float32: gradients in FP16 no longer show what was too small for it.
+        """
+        if self.monitor is None:
+            return None
+        pieces = self._for_estimates(batch, self.config.monitor.tokens)
+        with self.monitor.aside(self.done), training_step(self.model, step=self.done - 1) as at:
+            for part in pieces:
+                at.row(part.first * self.config.data.sequence)
+                loss = self.model(part.inputs, part.targets) if self.scaled else self.loss(self.model, part)
+                self.training.backward(loss / len(pieces))
+        return self.monitor.report
 
     def _layers(self) -> Iterator[Linear]:
         return (module for module in self.model.modules() if isinstance(module, Linear))

@@ -235,6 +235,8 @@ class _Run:
         outcome, heard = self.settle(0 if any(due.values()) or last else self.behind)
         if outcome is not None or job.offset != offset:  # the run ends, or went back
             return outcome
+        if due["numerics"]:
+            self.look(batch)
         if due["log"] or last:
             self.log()
         received = heard if several else self.signals.received
@@ -257,10 +259,19 @@ class _Run:
                     self.write("plan", plan=found.plan.to_dict(), reason=found.reason, scores=found.to_dict()["scores"])
                     self.say(f"Step {self.the_job.done}: {'a new plan' if found.changed else 'the same plan'}: {found.reason}")
 
+    def look(self, batch: Batch) -> None:
+        """Write what the monitor sees in the step that is done."""
+        with self.pause():
+            if (report := self.the_job.look(batch)) is not None:
+                found = report.to_dict()
+                del found["step"]
+                self.write("numerics", lr=self.the_job.training.optimizer.param_groups[0]["lr"], **found)
+
     def intervals(self) -> dict[str, int]:
         """How often each thing is done; 0 is never."""
         run = self.config.run
-        return {"log": run.log_every, "eval": run.eval_every, "sample": run.sample_every, "save": run.save_every}
+        intervals = {"log": run.log_every, "eval": run.eval_every, "sample": run.sample_every, "save": run.save_every}
+        return {**intervals, "numerics": self.config.monitor.every}
 
     def settle(self, behind: int) -> tuple[Outcome | None, str]:
         """Judge the steps that are done, all but the last `behind`: how the run ends by it, and which signal ranks got."""

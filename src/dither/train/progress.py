@@ -58,6 +58,9 @@ class Progress:
                 self.say(f"{at}  sample: {(line['prompt'] + line['text'])[:200]!r}")
             case "guard":
                 self.say(line["text"])
+            case "numerics":
+                for problem in line["problems"]:
+                    self.say(f"{at}  numerics: {problem}")
 
     def _train(self, line: dict[str, Any]) -> str:
         words = [f"loss {_number(line['loss'])}", f"ema {_number(line['loss_ema'])}", f"lr {line['lr']:.2e}"]
