@@ -232,11 +232,13 @@ def trade_off(
     layers = found.statistics.layers
     shares = efficiency(layers, given)
     split = None if sizes is None else stage_sizes(found.layers, sizes)
-    rows = [
+    lines = [
         (f"{each.target:.3f}", f"{each.efficiency:.3f}", f"{each.quality:.4g}", f"{each.gap:g}")
         for each in frontier(found.quality(loss_weight, update_weight, power), shares, targets=targets, stages=split)
     ]
-    doctor.print_table(f"Step {found.step}, {len(layers)} layers", ("target", "saved", "cost", "gap"), rows, right=[0, 1, 2, 3])
+    doctor.print_table(
+        f"Step {found.step}, {len(layers)} layers", ("target", "saved", "cost", "gap"), lines, right=[0, 1, 2, 3]
+    )
     return 0
 
 
