@@ -91,6 +91,7 @@ ORDER = [
     "dither.data",
     "dither.evaluate.perplexity",
     "dither.evaluate",
+    "dither.theory",
     "dither.advice.memory",
     "dither.advice.recommend",
     "dither.advice.machine",

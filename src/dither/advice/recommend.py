@@ -111,8 +111,8 @@ def recommend(shape: Shape, gpu: Gpu, *, sequence: int = 2048, tokens: int = PAS
     """Return the precision to train a model in on one GPU, and why.
 
     The first of a ladder of settings is taken that fits with `tokens` tokens in a forward pass, from plain to lean. Where none
-    does, it is the leanest with fewer tokens, and where that does not fit, checkpointing. With risk="none" numerics stay those of
-    mixed precision in BF16 (FP16 where a GPU has no BF16). "low" also takes FP8, stochastic rounding and 8-bit states, and
+    does, it is the leanest with fewer tokens, and where that does not fit, checkpointing. With risk="none" numerics stay those
+    of mixed precision in BF16 (FP16 where a GPU has no BF16). "low" also takes FP8, stochastic rounding and 8-bit states, and
     "high" FP4 where a GPU has units for it.
 
     >>> from dither.advice.memory import llama_of
