@@ -9,6 +9,7 @@ from typing import Annotated
 import tyro
 
 from dither import doctor
+from dither.advice.command import memory
 from dither.compare import compare
 from dither.data.command import data
 from dither.errors import DitherError, UserError
@@ -45,10 +46,11 @@ def formats(
 
 
 def check_machine(elements: int = doctor.ELEMENTS) -> int:
-    """Show versions and devices, try matrix products, and test that kernels and devices agree bit for bit.
+    """Show versions and devices, try matrix products, test that kernels and devices agree bit for bit, and give advice.
 
     The exit code is 0 when all bits agree and 1 when any differ. Without a GPU the kernels run in Triton's interpreter,
-    in about 20 seconds on two cores. On a GPU the first run compiles them, which takes minutes.
+    in about 20 seconds on two cores. On a GPU the first run compiles them, which takes minutes. The advice at the end is which
+    precision to use on this machine, for models of several sizes, and why.
 
     Args:
         elements: How many elements each cast of the self-test gets; the time grows with it.
@@ -69,6 +71,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "plan-diff": plans.diff,
     "plan-verify": plans.verify,
     "plan-frontier": plans.trade_off,
+    "memory": memory,
     "formats": formats,
     "doctor": check_machine,
 }

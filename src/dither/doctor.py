@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dither.advice.machine import advice_here
+from dither.advice.recommend import Advice
 from dither.errors import UserError
 from dither.formats import TABLE, Format
 from dither.precision import Cast, Rounding
@@ -130,6 +132,8 @@ class Report:
     """The device that the products were tried on."""
     products: tuple[Product, ...]
     self_test: SelfTest
+    advice: Advice = Advice((), ())  # noqa: RUF009 (frozen)
+    """Which precision to use here."""
 
     @property
     def exit_code(self) -> int:
@@ -144,7 +148,7 @@ def examine(elements: int = ELEMENTS) -> Report:
     on = best_device()
     # The products come last: one that crashes the GPU must not spoil the self-test.
     tested = self_test(elements)
-    return Report(versions(), devices(), on, products(on), tested)
+    return Report(versions(), devices(), on, products(on), tested, advice_here())
 
 
 # The machine ----------------------------------------------------------------------------------------------------------
@@ -582,6 +586,17 @@ def print_report(report: Report) -> None:
         print("  On a CPU this says what can be computed, not that it is fast.")
     print()
     _print_self_test(report.self_test)
+    if report.advice.rows:
+        print()
+        print_advice(report.advice)
+
+
+def print_advice(advice: Advice) -> None:
+    """Print which precision to use on this machine, and why."""
+    header = ("device", "model", "use", "tokens in a pass", "GiB")
+    print_table("Advice (`dither memory MODEL` says more)", header, advice.rows, right=[3, 4])
+    for note in advice.notes:
+        print(f"  {note}")
 
 
 def _print_self_test(test: SelfTest) -> None:

@@ -26,7 +26,7 @@ from dither.optim.options import MOST_NORM
 from dither.precision import Plan, Sampling, did_you_mean
 from dither.recipes import RECIPES, recipe
 from dither.snip import options
-from dither.snip.planning import Goal, pins
+from dither.snip.planning import Goal, check_weights, pins
 from dither.train.guard import Policy
 from dither.update import BLOCKS
 
@@ -209,6 +209,12 @@ class Snip:
     """Layers whose option is given, as pattern=option, such as *.down_proj=fp8."""
     power: float = 2.0
     """What layers' divergences are raised to before they are added up: squares of independent errors do; the paper has 1."""
+    loss_weight: float = 1.0
+    """The factor of the loss divergence dL; 0 chooses by the weights alone."""
+    update_weight: float = 1.0
+    """The factor of the weight divergence dW, the change of the next update; 0 chooses by the loss alone."""
+    rows: bool = False
+    """Take the row-wise form of the loss divergence (section 6.3 of the paper)."""
     hysteresis: float = 0.0
     """The part of a plan's cost that another must save to take its place."""
 
@@ -219,6 +225,7 @@ class Snip:
         _at_least("snip.delay", self.delay, 0)
         _within("snip.hysteresis", self.hysteresis, 0, math.inf)
         _within("snip.power", self.power, 1, math.inf)
+        check_weights(self.loss_weight, self.update_weight, "snip.loss_weight and snip.update_weight")
         if self.delay >= self.every:
             raise UserError(f"snip.delay={self.delay} is not below snip.every={self.every}: one plan would overtake another.")
         try:
