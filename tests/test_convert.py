@@ -547,7 +547,7 @@ def test_what_the_gpu_cannot_take(model, gpu, capability):
     assert text.startswith(f"The layer {wrong[0]!r}, forward product: ")
     assert said in text
     assert text.endswith(
-        f"; emulate=True multiplies in float32; or skip={wrong[0]!r}, or fallback='emulate' to do so where it must be, "
+        f"; emulate=True multiplies in float32; or skip={wrong[0]!r}, or fallback='emulate' to do so only here, "
         "or 'bf16' to run it uncast."
     )
     assert not any(isinstance(module, Linear) for module in model.modules())

@@ -22,7 +22,11 @@ CASTS = [None, *map(Cast.parse, ("e4m3 tile(128)", "mxfp4 stochastic(16)", "bf16
 FP8 = LayerPrecision.of("e4m3 tile(128)", "e4m3 block(128)", "e4m3 tile(128)")
 UNCAST = LayerPrecision()
 
-overrides = [(), (Override("weight_grad", "input"),), (Override("input_grad", "weight", CASTS[2]), Override("forward", "input"))]
+overrides = [
+    (),
+    (Override("weight_grad", "input"),),
+    (Override("input_grad", "weight", CASTS[2]), Override("forward", "input")),
+]
 precisions = st.builds(LayerPrecision, *[st.sampled_from(CASTS)] * 3, overrides=st.sampled_from(overrides))
 maybe = st.one_of(st.none(), precisions)
 names = st.text(st.characters(codec="utf-8", exclude_characters="[", exclude_categories=["Cs"]), min_size=1, max_size=12)
@@ -65,7 +69,8 @@ def test_a_layer_from_strings_is_the_layer_from_casts():
 @given(precisions)
 def test_a_layer_goes_through_json(precision):
     assert LayerPrecision.from_dict(json.loads(json.dumps(precision.to_dict()))) == precision
-    assert [name for name in OPERANDS if name in str(precision)] == [n for n in OPERANDS if getattr(precision, n) is not None]
+    plain = str(dataclasses.replace(precision, overrides=()))
+    assert [name for name in OPERANDS if name in plain] == [n for n in OPERANDS if getattr(precision, n) is not None]
 
 
 @pytest.mark.parametrize(
@@ -321,7 +326,10 @@ def test_overrides_that_change_nothing_are_left_out():
     [
         (lambda: LayerPrecision.of(overrides={"backward": "e4m3"}), "no product 'backward': choose one of forward, input_grad"),
         (lambda: LayerPrecision.of(overrides={"weightgrad.input": "e4m3"}), "(did you mean 'weight_grad'?)"),
-        (lambda: LayerPrecision.of(overrides={"forward.grad": "e4m3"}), "The forward product takes input and weight, not 'grad'"),
+        (
+            lambda: LayerPrecision.of(overrides={"forward.grad": "e4m3"}),
+            "The forward product takes input and weight, not 'grad'",
+        ),
         (lambda: LayerPrecision.of(overrides={"forward": "e4m3", "forward.input": None}), "two overrides of forward.input"),
         (lambda: LayerPrecision.of(overrides=["forward"]), "casts by place, such as {'weight_grad.input': 'e4m3 row'}"),
         (lambda: LayerPrecision.of(overrides={"forward": 8}), "An Override takes a Cast or None, not 8"),

@@ -39,9 +39,7 @@ def formats(
     return 0
 
 
-def check_machine(
-    elements: int = doctor.ELEMENTS, engines: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
-) -> int:
+def check_machine(elements: int = doctor.ELEMENTS, engines: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None) -> int:
     """Show versions and devices, try matrix products, and test that kernels and devices agree bit for bit.
 
     The exit code is 0 when all bits agree and 1 when any differ. Without a GPU the kernels run in Triton's interpreter,

@@ -27,9 +27,9 @@ from dither.devices import version as version
 from dither.engines import TRIED, VERIFIABLE, Engine
 from dither.errors import UserError
 from dither.formats import TABLE, Format
+from dither.layout import storage_dtype
 from dither.precision import Cast, Rounding
 from dither.random import Draw, Stream
-from dither.layout import storage_dtype
 from dither.reference import matmul, packing, philox, quantize, rounding
 from dither.reference.matmul import Operand
 from dither.reference.scaling import stored_scale
@@ -354,7 +354,9 @@ def units_check(name: str, device: str, product_on: Callable[..., Tensor]) -> Un
             for number, size in enumerate(UNIT_SIZES):
                 for kind in ("sums", "codes", "nan"):
                     a, b = (
-                        unit_operand(Cast.parse(text), rows, size[2], kind if kind != "codes" or side else "single", 2 * number + side)
+                        unit_operand(
+                            Cast.parse(text), rows, size[2], kind if kind != "codes" or side else "single", 2 * number + side
+                        )
                         for side, (text, rows) in enumerate(zip(casts, size[:2], strict=True))
                     )
                     for dtype in (torch.float32, torch.bfloat16):
@@ -697,7 +699,9 @@ def _print_units(report: Report) -> None:
         ("units", "right", "note", "used"),
         [(u.name, "yes" if u.passed else "no", u.note, _when_used(u, u.name in known)) for u in report.units],
     )
-    print("  `dither doctor --engines FILE` records those that are right; convert(engines=FILE) and precision.engines use them.")
+    print(
+        "  `dither doctor --engines FILE` records those that are right; convert(engines=FILE) and precision.engines use them."
+    )
     print()
 
 

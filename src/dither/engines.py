@@ -99,9 +99,9 @@ def engine_for(
     """
     if a is None and b is None:
         return Engine("torch")
-    if a is not None and b is not None and _takes_int8(a) and _takes_int8(b):
-        if capability is None or capability >= INT8_CAPABILITY:
-            return Engine("int8")
+    integers = a is not None and b is not None and _takes_int8(a) and _takes_int8(b)
+    if integers and (capability is None or capability >= INT8_CAPABILITY):
+        return Engine("int8")
     if capability is None or (plain == "fp32" and (a is None or b is None)):
         return Engine("fp32")
     if a is not None and b is not None:
@@ -295,7 +295,7 @@ class Verified:
         if not whole:
             raise UserError("This is no list of engines: `dither doctor --engines FILE` writes one.")
         major, minor = data["capability"]
-        return cls(*(data[name] for name in texts[:1]), (major, minor), *(data[name] for name in texts[1:]), tuple(data["engines"]))
+        return cls(data["gpu"], (major, minor), data["torch"], data["cuda"], data["dither"], tuple(data["engines"]))
 
     def save(self, path: str | Path) -> None:
         """Write the list as JSON."""
@@ -339,7 +339,7 @@ CAPABILITIES: dict[tuple[int, int] | None, str] = {
 
 
 def support(verified: Sequence[str] = ()) -> str:
-    """Return a Markdown table: the engines of each recipe that casts, by compute capability, for sizes that are multiples of 128.
+    """Return a Markdown table: the engines of each recipe that casts, by compute capability, for sizes in multiples of 128.
 
     Engines stand in the order forward, input gradient, weight gradient; one stands for all three where they are the same.
 

@@ -501,7 +501,7 @@ class LayerPrecision:
 
     def on(self, name: str) -> "LayerPrecision":
         """What it says of the layer of that name: without the samplings that have it not among their `parts`."""
-        dropped = {each: None for each in SAMPLINGS if (how := getattr(self, each)) and not how.takes(name)}
+        dropped: dict[str, Any] = {each: None for each in SAMPLINGS if (how := getattr(self, each)) and not how.takes(name)}
         return replace(self, **dropped) if dropped else self
 
     def cell(self, operand: str) -> str:

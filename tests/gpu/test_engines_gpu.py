@@ -87,7 +87,7 @@ def test_a_nan_reaches_the_result_on_16_bit_units() -> None:
 
 @pytest.mark.parametrize("name", [name for name, each in RECIPES.items() if not each.plan.default.uncast])
 def test_a_layer_trains_as_on_an_a100(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Every recipe's three products by the engines of 8.0, against the emulated layer: both differ from it by additions only."""
+    """Every recipe's three products by the engines of 8.0, against the emulated layer: they differ in additions only."""
     monkeypatch.setattr(devices, "capability_of", lambda device: AMPERE)
     matmul._engine.cache_clear()
     how = RECIPES[name].plan.default

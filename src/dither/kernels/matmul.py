@@ -302,7 +302,7 @@ def _int8_sums(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _mx_product(engine: Engine, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """By Blackwell's own formats, which torch takes with scales in the order of `swizzled`; nvfp4's tensor scales come after."""
+    """By Blackwell's own formats, which take scales in the order of `swizzled`; nvfp4's scales of tensors come after."""
     recipe = ScalingType.BlockWise1x16 if engine.name == "nvfp4" else ScalingType.BlockWise1x32
     code = torch.float8_e4m3fn if engine.name == "mxfp8" else torch.float4_e2m1fn_x2
     swizzle = SwizzleType.SWIZZLE_32_4_4

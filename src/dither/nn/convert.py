@@ -465,7 +465,7 @@ def _obstructed(layer: Layer, precision: LayerPrecision, fallback: Fallback | No
         reason = str(error).rstrip(".")
         if how == "error":
             raise UserError(
-                f"{reason}; or skip={layer.name!r}, or fallback='emulate' to do so where it must be, or 'bf16' to run it uncast."
+                f"{reason}; or skip={layer.name!r}, or fallback='emulate' to do so only here, or 'bf16' to run it uncast."
             ) from None
         return reason.partition("; emulate=True")[0]
     return ""

@@ -126,12 +126,12 @@ class Settings(NamedTuple):
     """Native units that passed the self-test on this machine, with commas between: see `dither.engines.Verified`."""
 
     @property
-    def w_NK(self) -> Casting:
+    def forward_weight(self) -> Casting:
         """The cast of the weight in the forward product."""
         return self.weight.across if self.transposed else self.weight.along
 
     @property
-    def w_KN(self) -> Casting:
+    def input_grad_weight(self) -> Casting:
         """The cast of the weight in the input gradient."""
         return self.weight.along if self.transposed else self.weight.across
 
@@ -280,7 +280,7 @@ class _Products(torch.autograd.Function):
         return _product(
             "forward",
             Codes(x_MK, x_MK_scale, x_MK_tensor), has.input.along,
-            Codes(w_NK, w_NK_scale, w_NK_tensor), has.w_NK,
+            Codes(w_NK, w_NK_scale, w_NK_tensor), has.forward_weight,
             x.shape[1], bias, dtype, has,
         )  # fmt: skip
 
@@ -300,7 +300,7 @@ class _Products(torch.autograd.Function):
         along, across = _both(dy, has.grad, amax, place, need_x, need_w, None)
         if along is not None:  # dx_MK = dy_MN (w_KN)^T
             w = Codes(w_KN, w_KN_scale, w_KN_tensor)
-            dx = _product("input_grad", along, has.grad.along, w, has.w_KN, dy.shape[1], None, x_dtype, has)
+            dx = _product("input_grad", along, has.grad.along, w, has.input_grad_weight, dy.shape[1], None, x_dtype, has)
         if across is not None:  # dw_NK = dy_NM (x_KM)^T, or its transpose
             x = Codes(x_KM, x_KM_scale, x_KM_tensor)
             left, right = (across, has.grad.across), (x, has.input.across)

@@ -42,8 +42,9 @@ class Linear(nn.Linear):
     """`nn.Linear` whose three products run in the precision of a `LayerPrecision`; with no casts it is `nn.Linear`.
 
     `name` and `seed` say which random bits casts and samplings draw: give each layer its name in the model. `emulate`
-    multiplies dequantized numbers in float32 on a GPU too; `verified` names the native units that passed the self-test there. `compute` is what a sampled weight is kept in for a step: that of
-    autocast, or "fp32" for the weight's own type. Input [..., in_features], output [..., out_features].
+    multiplies dequantized numbers in float32 on a GPU too; `verified` names native units that passed the self-test there
+    (`dither.engines`). `compute` is what a sampled weight is kept in for a step: that of autocast, or "fp32" for the weight's
+    own type. Input [..., in_features], output [..., out_features].
 
     >>> import torch, dither
     >>> from dither.precision import LayerPrecision
