@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction
 import dither
 from dither import Cast, Stream
 from dither.formats import Format
-from dither.kernels import adamw, loss, philox, quantize, rounding, sampling
+from dither.kernels import adamw, loss, matmul, philox, quantize, rounding, sampling
 from dither.precision import Rounding
 from dither.random import Draw
 from dither.reference.adamw import zero_state
@@ -104,9 +104,25 @@ def calls() -> Iterator[str]:
             mine = draw if how.startswith("stochastic") else None
             rounding.round_to(x, Format.parse(format), Rounding.parse(how), saturate, mine)
         yield f"round_to {format} {how}"
+    yield from product_calls()
     yield from sampling_calls()
     yield from loss_calls()
     yield from optimizer_calls()
+
+
+def product_calls() -> Iterator[str]:
+    """Groups on 16-bit units: both formats, tiles and blocks, one operand without scales, short steps."""
+    pairs = [("e4m3 tile(128)", "e4m3 block(128)"), ("e2m1 tile(16)", "e4m3 tile(128)"), ("", "e4m3 block(64)")]
+    for a, b in pairs:
+        for dtype in (torch.bfloat16, torch.float16):
+            sides = []
+            for text, rows in ((a, 256), (b, 384)):
+                cast = Cast.parse(text) if text else None
+                x = torch.zeros(rows, 384, dtype=dtype)
+                scale = None if cast is None else quantize.quantize(x, cast, 1, None, None, cast.element)[1]
+                sides += [x, scale, cast]
+            matmul._grouped_product(*sides)
+        yield f"grouped product {a} by {b}"
 
 
 def sampling_calls() -> Iterator[str]:

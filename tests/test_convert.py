@@ -11,9 +11,8 @@ from rich.console import Console
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-import dither.nn.linear
-from dither import UserError
-from dither.engines import PRODUCTS
+from dither import UserError, devices
+from dither.engines import PRODUCTS, Verified
 from dither.nn import Linear, apply, convert, training_step
 from dither.precision import LayerPrecision, Plan
 from dither.recipes import RECIPES, recipe
@@ -470,7 +469,7 @@ def test_plans_that_do_not_fit_are_errors(model, arguments, said):
         ({"only": "norm"}, "only= 'norm' matches no linear layer: there are"),
         ({"only": [3]}, "only= takes patterns of layer names, such as '*.down_proj', not 3"),
         ({"skip": "re:("}, "'re:(' is not a regular expression"),
-        ({"fallback": "fp32"}, "fallback is 'error' or 'bf16', not 'fp32'"),
+        ({"fallback": "fp32"}, "fallback is 'error', 'bf16' or 'emulate', not 'fp32'"),
         ({"skip": "*"}, "Model has nothing to convert: 'blocks.0.up': skip='*'; "),
         ({"seed": -1}, "seed"),
     ],
@@ -512,8 +511,7 @@ def gpu(monkeypatch):
     """Makes layers answer as if they were on a GPU of that compute capability."""
 
     def of(major: int, minor: int) -> None:
-        real = dither.nn.linear.engine_for
-        monkeypatch.setattr(dither.nn.linear, "engine_for", lambda a, b, size, _: real(a, b, size, (major, minor)))
+        monkeypatch.setattr(devices, "capability_of", lambda device: (major, minor))
 
     return of
 
@@ -527,39 +525,86 @@ def test_engines_in_the_record_are_those_of_the_gpu(model, gpu):
     assert found["head"] == ("bf16",) * 3
 
 
-@pytest.mark.parametrize(
-    ("capability", "features", "said"),
-    [
-        ((9, 0), 40, "FP8 units take dimensions that are multiples of 16, not 40 x 32"),
-        ((8, 0), 64, "and this one has 8.0"),
-    ],
-)
-def test_fp8_that_the_gpu_cannot_take(model, gpu, capability, features, said):
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("name", [name for name, each in RECIPES.items() if not each.plan.default.uncast])
+def test_every_recipe_runs_on_every_gpu(model, gpu, capability, name):
     gpu(*capability)
-    model.blocks[1].up, model.blocks[1].down = nn.Linear(32, features), nn.Linear(features, 32)
-    wrong = ["blocks.1.up", "blocks.1.down"] if features == 40 else LAYERS
+    record = convert(model, name)
+    assert not any(layer.note for layer in record.layers)
+    assert not any("fp32" in layer.engines for layer in record.layers)
+
+
+GROUPS_OF_8 = LayerPrecision.of("e4m3 tile(8)", "e4m3 tile(8)", "e4m3 tile(8)")
+
+
+@pytest.mark.parametrize("capability", [(6, 1), (7, 0), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_what_the_gpu_cannot_take(model, gpu, capability):
+    gpu(*capability)
+    plan = Plan((("*.up", GROUPS_OF_8),), FP8)
+    said = f"no matrix units of a GPU of compute capability {capability[0]}.{capability[1]} multiply"
+    wrong = [name for name in LAYERS if name.endswith("up") or capability < (7, 0)]
     with pytest.raises(UserError) as caught:
-        convert(model, "fp8-block")
+        convert(model, plan)
     text = str(caught.value)
     assert text.startswith(f"The layer {wrong[0]!r}, forward product: ")
     assert said in text
-    assert text.endswith(f"; or skip={wrong[0]!r}, or fallback='bf16' to run it uncast.")
+    assert text.endswith(
+        f"; emulate=True multiplies in float32; or skip={wrong[0]!r}, or fallback='emulate' to do so only here, "
+        "or 'bf16' to run it uncast."
+    )
     assert not any(isinstance(module, Linear) for module in model.modules())
 
-    record = convert(model, "fp8-block", fallback="bf16")
+    emulated = copy.deepcopy(model)
+    record = convert(emulated, plan, fallback="emulate")
+    for layer in record.layers:
+        assert (layer.note != "") == (layer.name in wrong) == (layer.engines == ("fp32",) * 3)
+        assert layer.precision == plan.for_layer(layer.name)
+    assert "multiplies in float32: blocks.*.up (2): " in str(record)
+    apply(emulated, Plan(default=LayerPrecision.of("mxfp8", "mxfp8", "mxfp8")) if capability >= (7, 0) else Plan())
+    assert not any(module._emulates for module in emulated.modules() if isinstance(module, Linear))
+
+    record = convert(model, plan, fallback="bf16")
     assert names(record) == LAYERS
     for layer in record.layers:
-        assert (layer.note != "") == (layer.name in wrong)
+        assert (layer.note != "") == (layer.name in wrong) == (layer.engines == ("torch",) * 3)
         assert layer.precision == (LayerPrecision() if layer.note else FP8)
-        assert layer.engines == (("torch" if layer.note else "fp8"),) * 3
         assert model.get_submodule(layer.name).precision == layer.precision
-    assert said in record.layers[2].note
-    assert f"runs uncast: {wrong[0]}" in str(record) or "runs uncast: blocks.*.up (2): " in str(record)
-
+    assert said in record.layers[0].note
+    assert "runs uncast: blocks.*.up (2): " in str(record)
+    assert any(layer.note for layer in apply(model, plan).layers)  # as at conversion
     with pytest.raises(UserError, match=said):
-        apply(model, "fp8-current")
-    assert model.blocks[0].down.precision == (FP8 if features == 40 else LayerPrecision())
-    assert any(layer.note for layer in apply(model, "fp8-current", fallback="bf16").layers)
+        apply(model, plan, fallback="error")
+    with pytest.raises(UserError, match="fallback is 'error', 'bf16' or 'emulate', not 'fp8'"):
+        apply(model, plan, fallback="fp8")
+
+
+def test_emulation_needs_no_units(model, gpu):
+    gpu(6, 1)
+    assert {layer.engines for layer in convert(model, "fp8-block", emulate=True).layers} == {("fp32",) * 3}
+
+
+def test_native_units_are_used_where_a_record_of_this_machine_names_them(model, gpu, tmp_path):
+    def engines(engines) -> set[tuple[str, ...]]:
+        return {layer.engines for layer in convert(copy.deepcopy(model), "fp8-row", engines=engines).layers}
+
+    gpu(8, 9)
+    here = devices.describe(torch.device("cpu"), ("fp8-row",))
+    here.save(tmp_path / "engines.json")
+    assert engines(None) == {("bf16",) * 3}
+    assert engines(tmp_path / "engines.json") == engines(here) == {("fp8",) * 3}
+    with pytest.raises(UserError, match=r"passed their self-test with torch 1.0, and here it is .*: run `dither doctor"):
+        engines(dataclasses.replace(here, torch="1.0"))
+    gpu(10, 0)
+    with pytest.raises(UserError, match=r"with capability 8.9, and here it is 10.0"):
+        engines(here)
+    (tmp_path / "wrong.json").write_text('{"version": 1}')
+    with pytest.raises(UserError, match=r"wrong.json': This is no list of engines: `dither doctor --engines FILE` writes one"):
+        engines(tmp_path / "wrong.json")
+
+
+def test_native_units_of_a_gpu_are_none_of_the_cpu(model):
+    with pytest.raises(UserError, match="The engines are those of NVIDIA B200, and the model is on 'cpu'"):
+        convert(model, "mxfp8", engines=Verified("NVIDIA B200", (10, 0), "2.11.0", "12.8", "0.1", ("mxfp8",)))
 
 
 def test_layers_whose_names_are_numbers_are_listed_by_them() -> None:

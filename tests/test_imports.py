@@ -17,6 +17,7 @@ ORDER = [
     "dither.bitwidths",
     "dither.recipes",
     "dither.engines",
+    "dither.devices",
     "dither.random",
     "dither.layout",
     "dither.update",

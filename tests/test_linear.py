@@ -18,7 +18,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 import dither
-from dither import Cast, Stream, UserError
+from dither import Cast, Stream, UserError, devices
 from dither.nn import functional
 from dither.nn.functional import State
 from dither.nn.linear import Linear
@@ -37,6 +37,21 @@ PRECISIONS = {
     "fp4-block": ("e2m1 tile(128)", "e2m1 block(128)", "e2m1 tile(128) stochastic(16)"),
     "all stochastic": ("e2m1 tile(16) stochastic(8)", "e2m1 tile(32) stochastic(8)", "e2m1 row stochastic(24)"),
     "int8": ("int8 tensor", "int8 tensor", "int8 tensor"),
+    "int8-row": ("int8 row", "int8 row", "int8 row"),
+    "fp4 forward": (
+        "e2m1 tile(16)",
+        "e2m1 block(16)",
+        "e5m2 tensor",
+        {"input_grad.weight": "e4m3 tensor", "weight_grad.input": "e4m3 tensor"},
+    ),
+    "bf16 weight gradient": ("e4m3 tile(16)", "nvfp4", "e2m1 tile(16) stochastic(8)", {"weight_grad": "bf16"}),
+    "cast backward": (
+        None,
+        None,
+        "e2m1 tile(16) stochastic(16)",
+        {"input_grad.weight": "e2m1 block(16)", "weight_grad.input": "e2m1 tile(32) stochastic(8)"},
+    ),
+    "two roundings": ("e4m3 row", "e4m3 row", "e2m1 row stochastic(8)", {"weight_grad.grad": "e2m1 row stochastic(24)"}),
     "input only": ("e4m3 row", None, None),
     "weight only": (None, "e2m1 tile(16)", None),
     "grad only": (None, None, "e2m1 tile(16) stochastic(16)"),
@@ -80,9 +95,18 @@ def cast(x: Tensor, how: Cast | None, axis: int, purpose: str, row: int, step: i
 def products(x: Tensor, w: Tensor, dy: Tensor, how: LayerPrecision) -> dict[str, tuple[Tensor, Tensor]]:
     """The operands A [P, L] and B [Q, L] of each product, cast along L."""
     return {
-        "forward": (cast(x, how.input, 1, "input", ROW), cast(w, how.weight, 1, "weight", 0)),
-        "input_grad": (cast(dy, how.grad, 1, "grad", ROW), cast(w, how.weight, 0, "weight", 0).T),
-        "weight_grad": (cast(dy, how.grad, 0, "grad", ROW).T, cast(x, how.input, 0, "input", ROW).T),
+        "forward": (
+            cast(x, how.cast("forward", "input"), 1, "input", ROW),
+            cast(w, how.cast("forward", "weight"), 1, "weight", 0),
+        ),
+        "input_grad": (
+            cast(dy, how.cast("input_grad", "grad"), 1, "grad", ROW),
+            cast(w, how.cast("input_grad", "weight"), 0, "weight", 0).T,
+        ),
+        "weight_grad": (
+            cast(dy, how.cast("weight_grad", "grad"), 0, "grad", ROW).T,
+            cast(x, how.cast("weight_grad", "input"), 0, "input", ROW).T,
+        ),
     }
 
 
@@ -128,7 +152,7 @@ def test_gradients_are_those_of_the_cast_operands(name: str, size: tuple[int, in
         close(db[0][:, None], (dy.double().T, torch.ones(1, dy.shape[0], dtype=torch.float64)))
 
 
-@pytest.mark.parametrize("name", ["fp8-block", "nvfp4", "all stochastic"])
+@pytest.mark.parametrize("name", ["fp8-block", "nvfp4", "all stochastic", "fp4 forward", "cast backward"])
 def test_a_weight_stored_transposed_gives_the_same_products(name: str) -> None:
     """As in Hugging Face's Conv1D. Blocks and tiles are the same, but stochastic bits follow the stored coordinates."""
     x, w, b, dy = data(*SIZES[0])
@@ -150,7 +174,8 @@ def test_a_weight_stored_transposed_gives_the_same_products(name: str) -> None:
     with training_step(layer, step=STEP, row=ROW):
         y, dx, dw, _ = run(layer, x, dy)
     expected = products(x, w, dy, how)
-    stored = [cast(w.T.contiguous(), how.weight, axis, "weight", 0) for axis in (0, 1)]
+    casts = how.casts_of("weight")  # forward sums over the stored rows, and the input gradient over the columns
+    stored = [cast(w.T.contiguous(), casts[axis], axis, "weight", 0) for axis in (0, 1)]
     close(y, (expected["forward"][0], stored[0].T), b)
     close(dx, (expected["input_grad"][0], stored[1]))
     close(dw, expected["weight_grad"][::-1])
@@ -396,7 +421,7 @@ def test_a_weight_is_cast_once_a_step(compiled: bool, monkeypatch: pytest.Monkey
     assert seen.count((48, 32)) == seen.count((32, 48)) == 2  # outside, each call casts for itself
 
 
-@pytest.mark.parametrize("name", ["fp8-block", "fp4-block"])
+@pytest.mark.parametrize("name", ["fp8-block", "fp4-block", "fp4 forward", "cast backward"])
 def test_held_weights_are_not_used_after_they_changed(name: str) -> None:
     x, w, b, _ = data(*SIZES[0])
     layer = layer_of(precision(name), w, b)
@@ -540,7 +565,7 @@ def test_magnitudes_are_reduced_over_ranks_by_one_call(monkeypatch: pytest.Monke
 # Compiled code, checkpointing, memory -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "all stochastic", "fp8-delayed"])
+@pytest.mark.parametrize("name", ["nvfp4", "all stochastic", "fp8-delayed", "cast backward", "bf16 weight gradient"])
 def test_compiled_training_is_eager_training(name: str) -> None:
     torch._dynamo.reset()
     eager, compiled = Net(precision(name)), Net(precision(name))
@@ -582,7 +607,7 @@ def test_compiled_code_outside_steps() -> None:
         torch.compile(delayed, fullgraph=True, backend="aot_eager")(x)
 
 
-@pytest.mark.parametrize("name", ["fp4-block", "fp8-delayed", "all stochastic"])
+@pytest.mark.parametrize("name", ["fp4-block", "fp8-delayed", "all stochastic", "cast backward"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_computes_the_same_bits_again(name: str, reentrant: bool) -> None:
     plain, saved = Net(precision(name)), Net(precision(name))
@@ -655,16 +680,34 @@ def test_what_cannot_be_adopted_says_so() -> None:
 
 
 def test_engines_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(devices, "capability_of", lambda device: (9, 0))
     layer = Linear(256, 128, precision=precision("fp4-block"), name="up")
     assert layer.engines("cuda") == dict.fromkeys(["forward", "input_grad", "weight_grad"], "fp8-container")
-    layer.set_precision(LayerPrecision.of("e4m3 tile(128)", "e4m3 block(128)", "mxfp8"))
+    layer.set_precision(LayerPrecision.of("e4m3 tile(128)", "e4m3 block(128)", "mxfp8", {"weight_grad": "bf16"}))
+    assert layer.engines("cuda") == {"forward": "fp8", "input_grad": "bf16-group", "weight_grad": "torch"}
+    layer.set_precision(LayerPrecision.of("e4m3 tile(128)", "e4m3 block(128)", "e4m3 tile(8)"))
     with pytest.raises(UserError, match="The layer 'up', input grad product: no matrix units"):
         layer.engines("cuda")
-    with pytest.raises(UserError, match=r"The layer 'odd', forward product: .* not 130 x 256"):
-        Linear(256, 130, precision=precision("fp8-row"), name="odd").engines("cuda")
+    odd = Linear(256, 130, precision=precision("fp8-row"), name="odd")
+    assert odd.engines("cuda") == {"forward": "bf16", "input_grad": "bf16", "weight_grad": "fp8"}
     emulated = Linear(256, 130, precision=precision("fp8-row"), emulate=True)
     assert set(emulated.engines("cuda").values()) == {"fp32"}
+    verified = Linear(256, 128, precision=precision("mxfp8"), verified=["mxfp8"])
+    # 16 tokens, which the weight gradient sums over, are too few for units that scale groups of 32.
+    assert verified.engines("cuda") == {"forward": "mxfp8", "input_grad": "mxfp8", "weight_grad": "bf16"}
+    assert set(verified.engines("cuda", tokens=64).values()) == {"mxfp8"}
+
+
+def test_a_delayed_operand_beside_an_override_keeps_its_history() -> None:
+    """The input is scaled by earlier steps forward, and not cast for the weight gradient."""
+    x, w, _, dy = data(*SIZES[0])
+    how = LayerPrecision.of("e4m3 tensor delayed(4)", "e4m3 tensor", "e5m2 tensor", {"weight_grad.input": None})
+    layer = layer_of(how, w)
+    for step in range(2):
+        with training_step(layer, step=step):
+            _, _, dw = run(layer, x * (step + 1), dy)
+    assert layer.input_history[:2].tolist() == [2 * x.abs().amax(), x.abs().amax()]
+    close(dw, (cast(dy, how.grad, 0, "grad", 0).T, 2 * x.double().T))
 
 
 def test_a_layer_can_change_its_precision_and_its_dtype() -> None:

@@ -1,17 +1,21 @@
 """Products of cast operands: the reference against float64, and what the kernels hand to the matrix units."""
 
+import dataclasses
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import dither
-from dither import Cast, UserError
-from dither.engines import CONTAINED, Engine, container, engine_for
+from dither import Cast, UserError, devices, doctor
+from dither.engines import CAPABILITIES, CONTAINED, VERIFIABLE, Engine, container, engine_for, support
 from dither.formats import Format
 from dither.reference import matmul as reference
 from dither.reference.matmul import Operand
 
-HOPPER, ADA, AMPERE, BLACKWELL = (9, 0), (8, 9), (8, 0), (10, 0)
+VOLTA, HOPPER, BLACKWELL = (7, 0), (9, 0), (10, 0)
 SIZE = (256, 512, 384)
 
 
@@ -54,6 +58,8 @@ PAIRS = [
     ("e2m1 tile(16) nvfp4", "e2m1 block(16) nvfp4"),
     ("mxfp4", "mxfp6"),
     ("int8 tensor", "int8 row"),
+    ("int8 row", "int8"),
+    ("int8 row", "e4m3 row"),
     ("e4m3", ""),
     ("", "mxfp8"),
 ]
@@ -107,42 +113,88 @@ def test_the_operator_keeps_the_rules_of_torch(a: str, b: str) -> None:
         ("e5m2 tensor", "e5m2 tensor", "bf16", ""),
         ("mxfp8", "mxfp4", "bf16", ""),
         ("nvfp4", "e2m1 block(16) nvfp4", "bf16", ""),
-        ("int8 tensor", "int8 row", "bf16", ""),
+        ("int8 tensor", "int8 row", "int8", ""),
+        ("int8 row", "e4m3 row", "bf16", ""),
+        ("int8 row", "int8 tile(128)", "bf16", "group"),
         ("e4m3 block(128) pow2", "e4m3 block(128) pow2", "bf16", ""),
         ("mxfp4", "", "bf16", ""),
         ("e4m3 row", "", "bf16", ""),
-        ("", "", "bf16", ""),
+        ("e4m3 tile(64)", "e4m3 block(64)", "bf16", "group"),
+        ("e5m2 tile(128)", "e4m3 block(128)", "bf16", "group"),
+        ("e4m3 block(128)", "e4m3 block(128)", "bf16", "group"),
+        ("e4m3 tensor", "e4m3 tile(128)", "bf16", "group"),
+        ("", "e4m3 block(128)", "bf16", "group"),
+        ("int8 tile(128)", "int8 tile(128)", "bf16", "group"),
+        ("fp16", "e4m3 row", "fp16", ""),
+        ("e3m4 tile(16) nvfp4", "e2m1 tile(16) nvfp4", "fp16", ""),
+        ("fp16 tile(32)", "mxfp8", "fp16", "group"),
+        ("", "", "torch", ""),
     ],
 )
 def test_engines_on_a_hopper_gpu(a: str, b: str, name: str, scaling: str) -> None:
     casts = [Cast.parse(text) if text else None for text in (a, b)]
     assert engine_for(*casts, SIZE, HOPPER) == Engine(name, scaling)
-    assert engine_for(*casts, SIZE, None) == Engine("fp32")
+    assert engine_for(*casts, SIZE, None) == Engine(name if name in ("int8", "torch") else "fp32")
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "size", "capability", "says"),
+    ("a", "b", "engines"),
     [
-        ("e4m3 tensor", "e4m3 tensor", SIZE, AMPERE, "8.9 or more, and this one has 8.0"),
-        ("e4m3 tile(128)", "e4m3 block(128)", SIZE, ADA, "Hopper"),
-        ("e4m3 tile(128)", "e4m3 tile(128)", SIZE, BLACKWELL, "this one has 10.0"),
-        ("e4m3 tensor", "e4m3 tensor", (256, 40, 384), HOPPER, "multiples of 16, not 40 x 384"),
-        ("e4m3 row", "e4m3 row", (256, 512, 100), HOPPER, "multiples of 16, not 512 x 100"),
-        ("e4m3 tile(64)", "e4m3 block(64)", SIZE, HOPPER, "no matrix units"),
-        ("e5m2 tile(128)", "e4m3 block(128)", SIZE, HOPPER, "no matrix units"),
-        ("e4m3 block(128)", "e4m3 block(128)", SIZE, HOPPER, "no matrix units"),
-        ("e4m3 tensor", "e4m3 tile(128)", SIZE, HOPPER, "no matrix units"),
-        ("fp16", "e4m3 row", SIZE, HOPPER, "no matrix units"),
-        ("", "e4m3 block(128)", SIZE, HOPPER, "uncast bf16"),
-        ("e3m4 tile(16) nvfp4", "e2m1 tile(16) nvfp4", SIZE, HOPPER, "no matrix units"),
-        ("int8 tile(128)", "int8 tile(128)", SIZE, HOPPER, "no matrix units"),
+        # Volta, Turing, Ampere, Ada, Hopper, Blackwell (B200), Blackwell (RTX)
+        ("e4m3 tensor", "e5m2 tensor", "fp16 fp16 bf16 bf16 fp8 bf16 bf16"),
+        ("e4m3 tile(128)", "e4m3 block(128)", "fp16-group fp16-group bf16-group bf16-group fp8 bf16-group bf16-group"),
+        ("mxfp8", "mxfp8", "fp16-group fp16-group bf16 bf16 bf16 bf16 bf16"),
+        ("nvfp4", "e2m1 block(16) nvfp4", "fp16 fp16 bf16 bf16 bf16 bf16 bf16"),
+        ("int8 row", "int8 row", "fp16 int8 int8 int8 int8 int8 int8"),
+        ("e4m3 row", "", "- - bf16 bf16 bf16 bf16 bf16"),
+        ("e4m3 tile(8)", "e4m3 tile(8)", "- - - - - - -"),
+        ("bf16", "e4m3 row", "- - bf16 bf16 bf16 bf16 bf16"),
+        ("fp16", "bf16", "- - - - - - -"),
     ],
 )
-def test_what_no_engine_takes(a: str, b: str, size: tuple, capability: tuple, says: str) -> None:
+def test_engines_by_capability(a: str, b: str, engines: str) -> None:
     casts = [Cast.parse(text) if text else None for text in (a, b)]
-    with pytest.raises(UserError, match=says):
-        engine_for(*casts, size, capability)
-    assert engine_for(*casts, size, None) == Engine("fp32")
+    for capability, name in zip(list(CAPABILITIES)[1:], engines.split(), strict=True):
+        if name == "-":
+            with pytest.raises(UserError, match=f"of compute capability {capability[0]}.{capability[1]} multiply"):
+                engine_for(*casts, SIZE, capability)
+        else:
+            assert str(engine_for(*casts, SIZE, capability)) == name
+
+
+def test_fp16_is_multiplied_where_it_is_not_cast() -> None:
+    for capability in (VOLTA, HOPPER):
+        assert engine_for(Cast.parse("e4m3 tile(128)"), None, SIZE, capability, "fp16") == Engine("fp16", "group")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "verified", "name"),
+    [
+        ("mxfp8", "e4m3 tile(32) pow2_ceil", "mxfp8", "mxfp8"),
+        ("mxfp4", "mxfp4", "mxfp4", "mxfp4"),
+        ("nvfp4", "e2m1 block(16) nvfp4", "nvfp4", "nvfp4"),
+        ("mxfp8", "mxfp4", "mxfp8 mxfp4", "bf16"),  # torch multiplies only pairs of a kind
+        ("mxfp8", "mxfp8", "mxfp4", "bf16"),
+        ("e4m3 row", "e4m3 row", "fp8-row", "fp8"),
+        ("e4m3 row", "e4m3 row", "fp8-tensor", "bf16"),
+        ("e4m3 tile(128)", "e2m1 block(128)", "fp8-group", "fp8-container"),
+    ],
+)
+def test_native_units_are_used_once_they_are_verified(a: str, b: str, verified: str, name: str) -> None:
+    casts = [Cast.parse(text) for text in (a, b)]
+    assert engine_for(*casts, SIZE, BLACKWELL, verified=verified.split()).name == name
+    assert engine_for(*casts, SIZE, BLACKWELL).name == "bf16"
+    for size in ((256, 40, 384), (256, 512, 100)):  # not in steps of 16 bytes
+        assert engine_for(*casts, size, BLACKWELL, verified=verified.split()).name == "bf16"
+
+
+def test_what_no_engine_takes() -> None:
+    """On the CPU everything is multiplied in float32."""
+    for a, b in (("e4m3 tile(8)", "e4m3 block(128)"), ("fp16", "bf16")):
+        casts = [Cast.parse(text) for text in (a, b)]
+        with pytest.raises(UserError, match=r"no matrix units .* multiply 'e4m3 tile\(8\) fp32 nearest' by|'fp16 nearest' by"):
+            engine_for(*casts, SIZE, HOPPER)
+        assert engine_for(*casts, SIZE, None) == Engine("fp32")
 
 
 def test_an_operand_in_float32_is_multiplied_in_float32() -> None:
@@ -164,7 +216,7 @@ def test_every_value_of_the_small_formats_is_an_e4m3_value() -> None:
 def kernels(monkeypatch: pytest.MonkeyPatch):
     """The kernels' product with the engines of a Hopper GPU; torch multiplies FP8 by tensor and row scales on the CPU too."""
     module = pytest.importorskip("dither.kernels.matmul", reason="the kernels need Triton")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
+    monkeypatch.setattr(devices, "capability_of", lambda device: HOPPER)
     module._engine.cache_clear()
     yield module
     module._engine.cache_clear()
@@ -232,31 +284,187 @@ def test_scales_of_tensors_and_rows(kernels, a: str, b: str, with_bias: bool) ->
     close(result, exact(x, a), exact(y, b), bias if with_bias else None)
 
 
-@pytest.mark.parametrize(
-    ("a", "b"),
-    [("mxfp8", "mxfp4"), ("nvfp4", "e2m1 block(16) nvfp4"), ("int8 tensor", "int8 row"), ("e5m2 row", "e5m2 tensor")],
-)
-def test_bf16_units_get_numbers_that_bf16_holds(kernels, a: str, b: str) -> None:
+SIXTEEN_BITS = [
+    ("mxfp8", "mxfp4"),
+    ("nvfp4", "e2m1 block(16) nvfp4"),
+    ("int8 tensor", "int8 row"),
+    ("e5m2 row", "e5m2 tensor"),
+    ("e4m3 tile(128)", "e4m3 block(128)"),
+    ("e2m1 tile(128)", "e2m1 tile(128)"),
+    ("e2m3 tile(16)", "int8 block(32)"),
+    ("e4m3 row", "e5m2 tile(1024)"),
+    ("nvfp4", "e4m3 block(64) pow2"),
+]
+
+
+@pytest.mark.parametrize("units", ["bf16", "fp16"])
+@pytest.mark.parametrize(("a", "b"), SIXTEEN_BITS)
+def test_units_of_16_bits_get_numbers_that_they_hold(kernels, units: str, a: str, b: str) -> None:
     """The numbers are exact, and so are the scales outside of them: together they are the dequantized operand."""
-    for x, text in zip(data(48, 64, 96)[:2], (a, b), strict=True):
-        inside, outer = kernels._bf16_numbers(operand(x, text))
-        assert inside.dtype == torch.bfloat16
-        whole = inside.float() if outer is None else inside.float() * outer
-        assert torch.equal(whole.double(), exact(x, text))
+    for x, text in zip(data(48, 64, 160)[:2], (a, b), strict=True):
+        inside, groups, outer = kernels._sixteen_bit_numbers(operand(x, text), units)
+        assert inside.dtype == kernels.UNITS[units]
+        whole = inside.float()
+        if groups is not None:
+            group = Cast.parse(text).group
+            lines = group.size if group.kind == "block" else 1
+            whole = whole * groups.repeat_interleave(lines, 0)[: len(x)].repeat_interleave(group.size, 1)[:, :160]
+        assert torch.equal((whole if outer is None else whole * outer).double(), exact(x, text))
 
 
-def test_a_product_that_no_unit_takes_names_its_layer(kernels) -> None:
-    x, y, _ = data(16, 40, 96)
-    with pytest.raises(UserError, match=r"^The layer 'up': FP8 units take .* multiples of 16, not 40 x 96.*float32\.$"):
-        kernels.product(
-            operand(x, "e4m3 row"),
-            operand(y, "e4m3 row"),
-            None,
-            torch.float32,
-            fast=False,
-            emulate=False,
-            where="The layer 'up'",
-        )
+@pytest.mark.parametrize(
+    ("units", "a", "b", "size"),
+    [
+        ("bf16", "e4m3 tile(128)", "e4m3 block(128)", (5, 130, 136)),
+        ("bf16", "e2m1 tile(128)", "e2m1 tile(128)", (130, 5, 144)),
+        ("bf16", "e2m3 tile(16)", "int8 block(32)", (3, 40, 72)),
+        ("bf16", "e4m3 row", "e5m2 tile(1024)", (4, 20, 80)),
+        ("fp16", "e4m3 block(128)", "e4m3 tile(128)", (5, 8, 136)),
+        ("fp16", "nvfp4", "e4m3 block(64) pow2", (4, 70, 80)),
+    ],
+)
+def test_scales_of_groups_are_applied_to_float32_sums(kernels, units: str, a: str, b: str, size: tuple) -> None:
+    """What an A100 does with fp8-block: nothing but the order of float32 additions differs from the reference."""
+    x, y, bias = data(*size)
+    assert engine_for(Cast.parse(a), Cast.parse(b), size, (8, 0) if units == "bf16" else VOLTA) == Engine(units, "group")
+    found = kernels.product_on(Engine(units, "group"), operand(x, a), operand(y, b), bias, torch.float32)
+    close(found, exact(x, a), exact(y, b), bias)
+
+
+@pytest.mark.parametrize("cast", ["e4m3 block(128)", "e2m1 tile(32)"])
+@pytest.mark.parametrize(("units", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_an_uncast_operand_beside_groups(kernels, units: str, dtype: torch.dtype, cast: str) -> None:
+    x, y, bias = data(4, 6, 136)
+    x = x.to(dtype)
+    assert kernels._plain(operand(x, ""), operand(y, cast)) == units
+    found = kernels.product_on(Engine(units, "group"), operand(x, ""), operand(y, cast), bias, torch.float32)
+    close(found, exact(x.float(), ""), exact(y, cast), bias)
+
+
+# INT8 ------------------------------------------------------------------------------------------------------------------
+
+INT8 = [("int8 row", "int8 row"), ("int8 tensor", "int8 row"), ("int8", "int8 tensor")]
+
+
+def integer_product(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The definition, in Python's integers and numpy's float32: exact sums, then A's scale, B's scale and the bias."""
+    sums = np.array(a.values.tolist(), dtype=object) @ np.array(b.values.tolist(), dtype=object).T
+    result = sums.astype(np.float64).astype(np.float32)
+    for scale, shape in ((a.scale, (-1, 1)), (b.scale, (1, -1))):
+        if scale is not None:
+            result = result * scale.numpy().reshape(shape)
+    result = torch.from_numpy(result)
+    return (result if bias is None else result + bias).to(dtype)
+
+
+@pytest.mark.parametrize(("a", "b"), INT8)
+@pytest.mark.parametrize("size", [(1, 1, 1), (5, 13, 200), (40, 16, 96)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_products_are_the_same_bits_everywhere(kernels, a: str, b: str, size: tuple, dtype: torch.dtype) -> None:
+    x, y, bias = data(*size)
+    left, right = operand(30 * x, a), operand(30 * y, b)
+    expected = integer_product(left, right, bias, dtype)
+    options = {"fast": True, "where": "here"}
+    for emulate in (False, True):
+        for code in (reference, kernels):
+            assert torch.equal(code.product(left, right, bias, dtype, emulate=emulate, **options), expected)
+
+
+def test_int8_sums_that_int32_does_not_hold(kernels) -> None:
+    """140,000 products of 127 and 127 are more than 2^31; the true sum, an odd number, is rounded once."""
+    length = 140_000
+    ones = torch.full((1, length), 127, dtype=torch.int8)
+    ones[0, 0] = 126
+    a, b = (Operand(ones, None, None, Cast("int8"), length) for _ in range(2))
+    expected = float(np.float32(127 * 127 * (length - 1) + 126 * 126))
+    assert expected > 2**31
+    for code in (reference, kernels):
+        assert code.product(a, b, None, torch.float32, fast=False, emulate=False, where="").item() == expected
+
+
+# Units that scale groups of 32 and 16 ----------------------------------------------------------------------------------
+
+
+def blackwell_scaled_mm(a, b, scale_a, kind_a, scale_b, kind_b, swizzle_a, swizzle_b, *, output_dtype) -> Tensor:
+    """scaled_mm as cuBLAS documents it: scale (row, group) lies in tile (row // 128, group // 4) of 512 bytes, there at
+    (row % 32) * 16 + (row % 128) // 32 * 4 + group % 4. FP4 codes are two to a byte, the low one first.
+    """
+    assert swizzle_a == swizzle_b
+    assert str(swizzle_a).endswith("SWIZZLE_32_4_4")
+
+    def numbers(x: Tensor, scale: Tensor, kind) -> Tensor:
+        size = 32 if str(kind).endswith("1x32") else 16
+        assert x.stride(1) == 1
+        octets = x.view(torch.uint8)
+        if x.dtype == torch.float8_e4m3fn:
+            codes = x.double()
+        else:
+            values = torch.tensor([(-1) ** (code >> 3) * Format.parse("e2m1").decode(code & 7) for code in range(16)])
+            codes = values[torch.stack([octets & 15, octets >> 4], -1).flatten(1).int()].double()
+        rows, groups = codes.shape[0], codes.shape[1] // size
+        exponent = scale.view(torch.uint8).double()
+        memory = torch.where(exponent == 255, torch.nan, torch.exp2(exponent - 127)) if size == 32 else scale.double()
+        row, group = torch.arange(rows)[:, None], torch.arange(groups)[None, :]
+        tile = row // 128 * -(-groups // 4) + group // 4
+        where = tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + group % 4
+        return codes * memory[where].repeat_interleave(size, 1)
+
+    return (numbers(a, scale_a, kind_a) @ numbers(b.T, scale_b, kind_b).T).to(output_dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "a", "b"),
+    [
+        ("mxfp8", "mxfp8", "e4m3 tile(32) pow2_ceil"),
+        ("mxfp4", "mxfp4", "mxfp4"),
+        ("nvfp4", "nvfp4", "nvfp4"),
+        ("nvfp4", "nvfp4", "e2m1 block(16) nvfp4"),
+    ],
+)
+@pytest.mark.parametrize("size", [(16, 48, 64), (150, 304, 288)])
+def test_scales_lie_where_blackwell_reads_them(kernels, monkeypatch, name: str, a: str, b: str, size: tuple) -> None:
+    monkeypatch.setattr(kernels, "scaled_mm", blackwell_scaled_mm)
+    x, y, bias = data(*size)
+    found = kernels.product(
+        operand(x, a), operand(y, b), bias, torch.float32, fast=False, emulate=False, where="here", verified=name
+    )
+    close(found, exact(x, a), exact(y, b), bias)
+
+
+# The self-test of native units -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", doctor.UNITS)
+def test_the_self_test_passes_units_that_are_right_and_no_others(kernels, monkeypatch, name: str) -> None:
+    """Units that read a scale elsewhere, or lose a NaN, or the smallest codes, are not right."""
+    monkeypatch.setattr(doctor, "UNIT_SIZES", ((48, 144, 192),))
+    fake = blackwell_scaled_mm if name in ("mxfp8", "mxfp4", "nvfp4") else cublas_scaled_mm
+    monkeypatch.setattr(kernels, "scaled_mm", fake)
+    assert doctor.units_check(name, "cpu", kernels.product_on).passed
+
+    def moved(engine, a, b, *rest):
+        scale = dither.ops._bytes(a.scale).roll(1, 0).view(a.scale.dtype)
+        return kernels.product_on(engine, dataclasses.replace(a, scale=scale), b, *rest)
+
+    def flushing(engine, a, b, *rest):
+        result = kernels.product_on(engine, a, b, *rest)
+        return torch.where(result.abs() < 1e-4 if "8" in name else result.abs() < 0.3, 0.0, result)
+
+    def without_nan(engine, a, b, *rest):
+        return kernels.product_on(engine, a, b, *rest).nan_to_num()
+
+    def failing(*_):
+        raise RuntimeError("no such units\nstack")
+
+    for wrong in (flushing, without_nan, *([] if name == "fp8-tensor" else [moved])):
+        assert not doctor.units_check(name, "cpu", wrong).passed
+    assert doctor.units_check(name, "cpu", failing) == doctor.UnitsCheck(name, False, "no such units")
+
+
+def test_the_support_matrix_in_the_docs_is_that_of_the_engines() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "engines.md").read_text()
+    for table in (support(), support(VERIFIABLE)):
+        assert table in page
 
 
 @pytest.mark.parametrize(("a", "b"), PAIRS)

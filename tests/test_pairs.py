@@ -11,9 +11,11 @@ import pytest
 import torch
 
 import dither
-from dither import Cast
+from dither import Cast, doctor
+from dither.engines import Engine
 from dither.formats import Format
 from dither.reference import adamw, dynamic, loss, sampling
+from dither.reference import matmul as reference_matmul
 from dither.reference import quantize as reference_quantize
 from dither.update import Update
 
@@ -23,6 +25,7 @@ tl = pytest.importorskip("triton.language", reason="the kernels need Triton")
 from dither.kernels import adamw as kernel_adamw  # noqa: E402
 from dither.kernels import dynamic as kernel_dynamic  # noqa: E402
 from dither.kernels import loss as kernel_loss  # noqa: E402
+from dither.kernels import matmul as kernel_matmul  # noqa: E402
 from dither.kernels import quantize as kernel_quantize  # noqa: E402
 from dither.kernels import sampling as kernel_sampling  # noqa: E402
 
@@ -526,3 +529,13 @@ def test_cross_entropy(V: int, dtype: torch.dtype, device: str) -> None:
     given = pairs.logits_of(12, V, dtype, device, seed=V)
     assert pairs.check_cross_entropy(*given, loss) <= 1
     assert pairs.check_cross_entropy(*given, kernel_loss) <= 1
+
+
+@pytest.mark.parametrize(("a", "b"), [("e4m3 tile(128)", "e2m1 block(128)"), ("e2m3 tile(64)", "e4m3 tile(16)")])
+def test_grouped_products(device, a, b):
+    """Small integers with scales that are powers of two: every sum is exact, so the order of additions does not show."""
+    operands = []
+    for seed, text, rows in ((0, a, 5), (1, b, 140)):
+        operands.append(doctor._moved(doctor.unit_operand(Cast.parse(text), rows, 272, "sums", seed), device))
+    expected = reference_matmul.product(*operands, None, torch.float32, fast=False, emulate=True, where="")
+    assert torch.equal(kernel_matmul.product_on(Engine("bf16", "group"), *operands, None, torch.float32), expected)

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dither import Cast, UserError
-from dither.precision import OPERANDS, PLAN_KEYS, PLAN_VERSION, LayerPrecision, Plan, matches
+from dither.precision import OPERANDS, PLAN_KEYS, PLAN_VERSION, LayerPrecision, Override, Plan, matches
+from dither.recipes import recipe
 
 # Fixed examples: the suite says the same thing every time.
 quick = settings(max_examples=200, deadline=None, derandomize=True, database=None)
@@ -21,7 +22,12 @@ CASTS = [None, *map(Cast.parse, ("e4m3 tile(128)", "mxfp4 stochastic(16)", "bf16
 FP8 = LayerPrecision.of("e4m3 tile(128)", "e4m3 block(128)", "e4m3 tile(128)")
 UNCAST = LayerPrecision()
 
-precisions = st.builds(LayerPrecision, *[st.sampled_from(CASTS)] * 3)
+overrides = [
+    (),
+    (Override("weight_grad", "input"),),
+    (Override("input_grad", "weight", CASTS[2]), Override("forward", "input")),
+]
+precisions = st.builds(LayerPrecision, *[st.sampled_from(CASTS)] * 3, overrides=st.sampled_from(overrides))
 maybe = st.one_of(st.none(), precisions)
 names = st.text(st.characters(codec="utf-8", exclude_characters="[", exclude_categories=["Cs"]), min_size=1, max_size=12)
 types = st.sampled_from(["fp32", "bf16", "fp16"])
@@ -63,7 +69,8 @@ def test_a_layer_from_strings_is_the_layer_from_casts():
 @given(precisions)
 def test_a_layer_goes_through_json(precision):
     assert LayerPrecision.from_dict(json.loads(json.dumps(precision.to_dict()))) == precision
-    assert [name for name in OPERANDS if name in str(precision)] == [n for n in OPERANDS if getattr(precision, n) is not None]
+    plain = str(dataclasses.replace(precision, overrides=()))
+    assert [name for name in OPERANDS if name in plain] == [n for n in OPERANDS if getattr(precision, n) is not None]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +86,7 @@ def test_a_layer_goes_through_json(precision):
         ),
         (lambda: LayerPrecision.from_dict({"sampling": {"nose": "none"}}), "no key 'nose' (did you mean 'noise'?)"),
         (lambda: LayerPrecision.from_dict({"input": {"format": "e4m3"}}), "A cast is written as text"),
-        (lambda: LayerPrecision.from_dict(["e4m3"]), "input, weight, grad, sampling, input_sampling, not ['e4m3']"),
+        (lambda: LayerPrecision.from_dict(["e4m3"]), "input, weight, grad, sampling, input_sampling, overrides, not ['e4m3']"),
     ],
 )
 def test_what_is_no_layer_is_an_error(call, said):
@@ -277,10 +284,91 @@ def test_what_is_no_plan_in_json_is_an_error(text, said, tmp_path):
     assert said in str(caught.value)
 
 
+OVERRIDDEN = LayerPrecision.of(
+    "e2m1 tile(128)",
+    "e2m1 block(128)",
+    "e5m2 tensor",
+    {"weight_grad": "bf16", "input_grad.weight": "e4m3 tensor"},
+)
+
+
+def test_overrides_change_one_operand_of_one_product():
+    fp4, grad = OVERRIDDEN.input, OVERRIDDEN.grad
+    assert OVERRIDDEN.casts("forward") == (fp4, OVERRIDDEN.weight)
+    assert OVERRIDDEN.casts("input_grad") == (grad, Cast.parse("e4m3 tensor"))
+    assert OVERRIDDEN.casts("weight_grad") == (None, None)
+    assert OVERRIDDEN.casts_of("weight") == (OVERRIDDEN.weight, Cast.parse("e4m3 tensor"))
+    assert OVERRIDDEN.casts_of("input") == (fp4, None)
+    assert OVERRIDDEN.cell("input") == f"{fp4}, weight_grad: uncast"
+    assert str(OVERRIDDEN).endswith(
+        ", input_grad.weight e4m3 tensor fp32 nearest, weight_grad.grad uncast, weight_grad.input uncast"
+    )
+    plan = Plan(default=OVERRIDDEN)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    assert hash(OVERRIDDEN) == hash(LayerPrecision.from_dict(OVERRIDDEN.to_dict()))
+    words = {word: LayerPrecision.of("e4m3", "e4m3", "e4m3", {"forward": word}) for word in ("bf16", "plain", "uncast")}
+    assert set(words.values()) == {LayerPrecision.of("e4m3", "e4m3", "e4m3", {"forward": None})}
+
+
+def test_overrides_that_change_nothing_are_left_out():
+    same = LayerPrecision.of("e4m3", "e4m3", "e4m3", {"forward.input": "e4m3", "weight_grad.input": "e5m2"})
+    assert [each.place for each in same.overrides] == ["weight_grad.input"]
+    backwards = tuple(reversed(OVERRIDDEN.overrides))
+    assert dataclasses.replace(OVERRIDDEN, overrides=backwards) == OVERRIDDEN
+    only = LayerPrecision.of(overrides={"weight_grad.grad": "e4m3"})
+    assert not only.uncast
+    assert not only.plain
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: LayerPrecision.of(overrides={"backward": "e4m3"}), "no product 'backward': choose one of forward, input_grad"),
+        (lambda: LayerPrecision.of(overrides={"weightgrad.input": "e4m3"}), "(did you mean 'weight_grad'?)"),
+        (
+            lambda: LayerPrecision.of(overrides={"forward.grad": "e4m3"}),
+            "The forward product takes input and weight, not 'grad'",
+        ),
+        (lambda: LayerPrecision.of(overrides={"forward": "e4m3", "forward.input": None}), "two overrides of forward.input"),
+        (lambda: LayerPrecision.of(overrides=["forward"]), "casts by place, such as {'weight_grad.input': 'e4m3 row'}"),
+        (lambda: LayerPrecision.of(overrides={"forward": 8}), "An Override takes a Cast or None, not 8"),
+        (lambda: LayerPrecision.of(overrides={"forward": "e4m3 tensor delayed(4)"}), "keeps one history for each operand"),
+        (lambda: LayerPrecision(overrides={"forward": None}), "LayerPrecision.of takes a dictionary"),
+        (lambda: LayerPrecision.from_dict({"overrides": ["e4m3"]}), "Overrides are casts by place"),
+    ],
+)
+def test_overrides_that_are_none_are_errors(make, said):
+    with pytest.raises(UserError) as caught:
+        make()
+    assert said in str(caught.value)
+
+
 def test_keys_of_a_plan_may_be_missing():
     assert Plan.from_json('{"version": 3}') == Plan.from_json('{"version": 2}') == Plan.from_json('{"version": 1}') == Plan()
     assert Plan.from_json('{"version": 1, "default": {}}') == Plan(default=UNCAST)
     assert PLAN_VERSION == 3
+
+
+def test_plans_of_earlier_versions_mean_what_they_meant():
+    """Written by Dither 0.1: fp4-forward had FP4 operands in all products."""
+    old = {
+        "version": 1,
+        "layers": [["head", None]],
+        "default": {
+            "input": "e2m1 tile(128) fp32 nearest",
+            "weight": "e2m1 block(128) fp32 nearest",
+            "grad": "e4m3 tile(128) fp32 nearest",
+        },
+        "compute": "bf16",
+        "provenance": {"recipe": "fp4-forward"},
+    }
+    plan = Plan.from_dict(old)
+    assert plan.default == recipe("fp4-fp8grad").default != recipe("fp4-forward").default
+    assert plan.provenance["recipe"] == "fp4-forward"
+    default = {**old["default"], "sampling": None, "input_sampling": None}
+    assert Plan.from_dict({**old, "version": 2, "default": default}) == plan
+    assert plan.to_dict()["version"] == 3
 
 
 def test_a_plan_that_cannot_be_read(tmp_path):

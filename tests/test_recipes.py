@@ -29,10 +29,13 @@ CASTS = {
     "mxfp4": ("e2m1 tile(32) pow2", "e2m1 tile(32) pow2", "e2m1 tile(32) pow2_ceil stochastic(16)"),
     "nvfp4": ("e2m1 tile(16) nvfp4", "e2m1 block(16) nvfp4", "e2m1 tile(16) nvfp4 stochastic(16)"),
     "fp4-block": ("e2m1 tile(128) fp32", "e2m1 block(128) fp32", "e2m1 tile(128) fp32 stochastic(16)"),
-    "fp4-forward": ("e2m1 tile(128) fp32", "e2m1 block(128) fp32", "e4m3 tile(128) fp32"),
+    "fp4-forward": ("e2m1 tile(128) fp32", "e2m1 block(128) fp32", "e5m2 tensor fp32"),
+    "fp4-fp8grad": ("e2m1 tile(128) fp32", "e2m1 block(128) fp32", "e4m3 tile(128) fp32"),
     "int8": ("int8 tensor fp32",) * 3,
+    "int8-row": ("int8 row fp32",) * 3,
 }
 """The casts of input, weight and gradient, written a second time."""
+OVERRIDES = {"fp4-forward": {"input_grad.weight": "e4m3 tensor fp32", "weight_grad.input": "e4m3 tensor fp32"}}
 
 
 def test_every_recipe_is_here():
@@ -43,6 +46,8 @@ def test_every_recipe_is_here():
 def test_casts_of_a_recipe(name):
     plan = recipe(name)
     assert [getattr(plan.default, operand) for operand in OPERANDS] == [Cast.parse(text) for text in CASTS[name]]
+    overrides = {each.place: each.cast for each in plan.default.overrides}
+    assert overrides == {place: Cast.parse(text) for place, text in OVERRIDES.get(name, {}).items()}
     assert (plan.layers, plan.compute, plan.parameters, plan.master, plan.loss_scaling) == ((), "bf16", None, False, False)
 
 
@@ -175,8 +180,8 @@ def test_bf16_learns():
     assert trained(BF16) < 0.75 * entropy
 
 
-@pytest.mark.parametrize("name", ["fp8-delayed", "fp8-current", "fp8-row", "fp8-block", "mxfp8"])
-def test_fp8_learns_as_well_as_bf16(name):
+@pytest.mark.parametrize("name", ["fp8-delayed", "fp8-current", "fp8-row", "fp8-block", "mxfp8", "int8-row"])
+def test_eight_bits_learn_as_well_as_bf16(name):
     assert trained(recipe(name)) == pytest.approx(trained(BF16), rel=0.01)
 
 

@@ -45,7 +45,7 @@ def formats(
     return 0
 
 
-def check_machine(elements: int = doctor.ELEMENTS) -> int:
+def check_machine(elements: int = doctor.ELEMENTS, engines: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None) -> int:
     """Show versions and devices, try matrix products, test that kernels and devices agree bit for bit, and give advice.
 
     The exit code is 0 when all bits agree and 1 when any differ. Without a GPU the kernels run in Triton's interpreter,
@@ -54,8 +54,9 @@ def check_machine(elements: int = doctor.ELEMENTS) -> int:
 
     Args:
         elements: How many elements each cast of the self-test gets; the time grows with it.
+        engines: A file to record the GPU's native matrix units in, those whose every bit was right: precision.engines names it.
     """
-    return doctor.run(elements)
+    return doctor.run(elements, engines)
 
 
 COMMANDS: dict[str, Callable[..., int]] = {

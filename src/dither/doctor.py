@@ -24,11 +24,17 @@ from torch import Tensor
 
 from dither.advice.machine import advice_here
 from dither.advice.recommend import Advice
+from dither.devices import describe
+from dither.devices import version as version
+from dither.engines import TRIED, VERIFIABLE, Engine
 from dither.errors import UserError
 from dither.formats import TABLE, Format
+from dither.layout import storage_dtype
 from dither.precision import Cast, Rounding
 from dither.random import Draw, Stream
-from dither.reference import packing, philox, quantize, rounding
+from dither.reference import matmul, packing, philox, quantize, rounding
+from dither.reference.matmul import Operand
+from dither.reference.scaling import stored_scale
 
 ELEMENTS = 1900
 """How many elements each cast of the self-test gets: one program of most kernels, so that the interpreter is quick."""
@@ -84,6 +90,17 @@ class Product:
 
 
 @dataclass(frozen=True)
+class UnitsCheck:
+    """Native matrix units, held against the reference."""
+
+    name: str
+    """As `dither.engines.VERIFIABLE` has it."""
+    passed: bool
+    note: str
+    """How many bits differ, or why nothing could be compared."""
+
+
+@dataclass(frozen=True)
 class Check:
     """One operation of the self-test; the counts are None where nothing was compared."""
 
@@ -132,8 +149,15 @@ class Report:
     """The device that the products were tried on."""
     products: tuple[Product, ...]
     self_test: SelfTest
+    units: tuple[UnitsCheck, ...] = ()
+    """Empty without a GPU."""
     advice: Advice = Advice((), ())  # noqa: RUF009 (frozen)
     """Which precision to use here."""
+
+    @property
+    def verified(self) -> tuple[str, ...]:
+        """The native units whose every bit was right."""
+        return tuple(check.name for check in self.units if check.passed)
 
     @property
     def exit_code(self) -> int:
@@ -148,18 +172,11 @@ def examine(elements: int = ELEMENTS) -> Report:
     on = best_device()
     # The products come last: one that crashes the GPU must not spoil the self-test.
     tested = self_test(elements)
-    return Report(versions(), devices(), on, products(on), tested, advice_here())
+    units = units_checks(on) if on == "cuda" else ()
+    return Report(versions(), devices(), on, products(on), tested, units, advice_here())
 
 
 # The machine ----------------------------------------------------------------------------------------------------------
-
-
-def version() -> str:
-    """The installed version of Dither."""
-    try:
-        return importlib.metadata.version("dither")
-    except importlib.metadata.PackageNotFoundError:
-        return "of this source tree, not installed"
 
 
 def has_triton() -> bool:
@@ -305,6 +322,94 @@ def _mx_product(name: str, size: int, device: str) -> tuple[Tensor, Tensor]:
     swizzle = SwizzleType.SWIZZLE_32_4_4
     got = scaled_mm(a, b.t(), twos, recipe, twos, recipe, swizzle, swizzle)  # M = N, so one tensor serves both
     return got, 4 * a_MK @ b_NK.t()
+
+
+# Native matrix units ---------------------------------------------------------------------------------------------------
+
+UNITS: dict[str, tuple[Engine, tuple[tuple[str, str], ...]]] = {
+    "fp8-tensor": (Engine("fp8", "tensor"), (("e4m3 tensor", "e4m3 tensor"), ("e5m2 tensor", "e4m3 tensor"))),
+    "fp8-row": (Engine("fp8", "row"), (("e4m3 row", "e4m3 row"), ("e5m2 row", "e4m3 row"))),
+    "fp8-group": (Engine("fp8", "group"), (("e4m3 tile(128)", "e4m3 block(128)"), ("e4m3 tile(128)", "e4m3 tile(128)"))),
+    "mxfp8": (Engine("mxfp8"), (("e4m3 tile(32) pow2", "e4m3 tile(32) pow2"),)),
+    "mxfp4": (Engine("mxfp4"), (("e2m1 tile(32) pow2", "e2m1 tile(32) pow2"),)),
+    "nvfp4": (Engine("nvfp4"), (("nvfp4", "e2m1 block(16) nvfp4"), ("nvfp4", "nvfp4"))),
+}
+"""The engine that each name switches on, and pairs of casts that it must multiply."""
+
+UNIT_SIZES = ((304, 384, 512), (160, 304, 1408))
+"""(P, Q, L): several blocks each way, rows that fill none, and a number of groups of 128 that is no multiple of four."""
+
+
+def units_checks(device: str) -> tuple[UnitsCheck, ...]:
+    """Hold every kind of native units against the reference, bit for bit, on numbers whose sums they must get exactly."""
+    if not has_triton():
+        return tuple(UnitsCheck(name, False, "not run: Triton is not installed") for name in VERIFIABLE)
+    from dither.kernels.matmul import product_on
+
+    return tuple(units_check(name, device, product_on) for name in VERIFIABLE)
+
+
+def units_check(name: str, device: str, product_on: Callable[..., Tensor]) -> UnitsCheck:
+    """Compare one kind of units with the reference on the CPU: sums of small integers, single products of all codes, NaN."""
+    engine, pairs = UNITS[name]
+    different = compared = 0
+    try:
+        for casts in pairs:
+            for number, size in enumerate(UNIT_SIZES):
+                for kind in ("sums", "codes", "nan"):
+                    a, b = (
+                        unit_operand(
+                            Cast.parse(text), rows, size[2], kind if kind != "codes" or side else "single", 2 * number + side
+                        )
+                        for side, (text, rows) in enumerate(zip(casts, size[:2], strict=True))
+                    )
+                    for dtype in (torch.float32, torch.bfloat16):
+                        expected = matmul.product(a, b, None, dtype, fast=False, emulate=True, where="")
+                        got = product_on(engine, _moved(a, device), _moved(b, device), None, dtype)
+                        different += differing_bits([expected], [got])
+                        compared += expected.numel()
+    except Exception as problem:  # whatever stops it on some machine, its first line is the answer here
+        return UnitsCheck(name, False, _first_line(problem))
+    return UnitsCheck(name, different == 0, f"{different:,} bits differ in {compared:,} results")
+
+
+def unit_operand(cast: Cast, rows: int, length: int, kind: str, seed: int) -> Operand:
+    """An operand [rows, length] whose products have one right result, however units add.
+
+    sums: integers up to 2, scaled by 1 or 2, so that a sum has at most 12 bits. codes: any code; single: one code a row, and
+    otherwise zeros, so that a sum has one term. nan: as sums, with one scale lost.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    element = cast.element
+    if kind in ("sums", "nan"):
+        codes = rounding.encode(torch.randint(-2, 3, (rows, length), generator=generator).float(), element)
+    else:
+        numbers = torch.tensor(element.values(), dtype=torch.float32)
+        drawn = numbers[torch.randint(len(numbers), (rows, length), generator=generator)]
+        if kind == "single":
+            place = torch.randint(length, (rows, 1), generator=generator)
+            drawn = torch.zeros_like(drawn).scatter(1, place, drawn.gather(1, place))
+        codes = rounding.encode(drawn, element)
+    values = packing.pack(codes, element).view(storage_dtype(element))
+    size, group = cast.group.size, cast.group.kind
+    shape = {
+        "tensor": (),
+        "row": (rows, 1),
+        "tile": (rows, -(-length // max(size, 1))),
+        "block": (-(-rows // max(size, 1)), -(-length // max(size, 1))),
+    }[group]
+    scale = torch.randint(1, 3, shape, generator=generator).float()
+    if kind == "nan":
+        scale = scale.clone()
+        scale.view(-1)[-1] = torch.nan
+    tensor = torch.tensor(0.5) if cast.scaling.kind == "nvfp4" else None
+    return Operand(values, stored_scale(scale, cast.scaling), tensor, cast, length)
+
+
+def _moved(x: Operand, device: str) -> Operand:
+    tensor = None if x.tensor_scale is None else x.tensor_scale.to(device)
+    assert x.scale is not None
+    return Operand(x.values.to(device), x.scale.to(device), tensor, x.cast, x.length)
 
 
 # The self-test --------------------------------------------------------------------------------------------------------
@@ -585,6 +690,8 @@ def print_report(report: Report) -> None:
     if report.products_on == "cpu":
         print("  On a CPU this says what can be computed, not that it is fast.")
     print()
+    if report.units:
+        _print_units(report)
     _print_self_test(report.self_test)
     if report.advice.rows:
         print()
@@ -597,6 +704,24 @@ def print_advice(advice: Advice) -> None:
     print_table("Advice (`dither memory MODEL` says more)", header, advice.rows, right=[3, 4])
     for note in advice.notes:
         print(f"  {note}")
+
+
+def _print_units(report: Report) -> None:
+    here = describe(torch.device(report.products_on))
+    known = () if here is None else TRIED.get(here.capability, ())
+    print_table(
+        f"Native matrix units of {report.products_on} against the reference",
+        ("units", "right", "note", "used"),
+        [(u.name, "yes" if u.passed else "no", u.note, _when_used(u, u.name in known)) for u in report.units],
+    )
+    print(
+        "  `dither doctor --engines FILE` records those that are right; convert(engines=FILE) and precision.engines use them."
+    )
+    print()
+
+
+def _when_used(units: UnitsCheck, known: bool) -> str:
+    return "always" if known else "if recorded" if units.passed else "no"
 
 
 def _print_self_test(test: SelfTest) -> None:
@@ -638,23 +763,42 @@ def _count(checks: Sequence[Check], which: str) -> str:
     return "not run" if not counts or None in counts else f"{sum(counts):,}"
 
 
-def run(elements: int = ELEMENTS) -> int:
-    """Examine, print, and return the exit code: 0 when all bits agree, 1 when any differ."""
+def run(elements: int = ELEMENTS, engines: str | None = None) -> int:
+    """Examine, print, and return the exit code: 0 when all bits agree, 1 when any differ.
+
+    `engines` is a file to record the native units in that passed, for this GPU and these versions.
+    """
+    if engines is not None and best_device() == "cpu":
+        raise UserError("--engines records the native units of a GPU, and torch sees none here.")
     report = examine(elements)
     print_report(report)
+    if engines is not None:
+        record_units(report, engines)
     return report.exit_code
+
+
+def record_units(report: Report, path: str) -> None:
+    """Write the native units that passed to a file, with the machine that they count for."""
+    here = describe(torch.device(report.products_on), report.verified)
+    assert here is not None
+    try:
+        here.save(path)
+    except OSError as error:
+        raise UserError(f"{path!r} cannot be written: {error}.") from None
+    print(f"Recorded in {path}: {', '.join(here.engines) or 'no native units'}.")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """`python -m dither.doctor`."""
     parser = argparse.ArgumentParser(prog="python -m dither.doctor", description=__doc__)
     parser.add_argument("--elements", type=int, default=ELEMENTS, help="elements a cast of the self-test gets")
+    parser.add_argument("--engines", help="a file to record the native matrix units in that passed")
     parser.add_argument("--interpret", action="store_true", help="only compare, on the CPU, and print JSON")
     parser.add_argument("--share", default="0/1", help="with --interpret: which part of the work, such as 0/2")
     given = parser.parse_args(arguments)
     if not given.interpret:
         try:
-            return run(given.elements)
+            return run(given.elements, given.engines)
         except UserError as error:
             print(f"dither.doctor: error: {error}", file=sys.stderr)
             return 2

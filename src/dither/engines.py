@@ -2,15 +2,24 @@
 
 Every product is A B^T, with A [P, L] and B [Q, L] both stored along the axis L that it sums over. An engine multiplies the same
 numbers whichever it is; only the order and the width of the additions differ.
+
+`engine_for` is a pure function. Units that this project has run are taken by the GPU's compute capability; others only where
+the self-test of `dither doctor` has passed them on the user's machine, which `Verified` records.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 from dither.errors import UserError
-from dither.precision import Cast
+from dither.files import Refused, from_json, read_text
+from dither.precision import PRODUCTS as OPERANDS_OF
+from dither.precision import Cast, LayerPrecision, did_you_mean
+from dither.recipes import RECIPES
 
-PRODUCTS = ("forward", "input_grad", "weight_grad")
+PRODUCTS = tuple(OPERANDS_OF)
 """The products of a linear layer, in the order in which they are computed."""
 
 CONTAINED = ("e2m1", "e2m3", "e3m2")
@@ -22,19 +31,39 @@ FP8_GROUPS = 128
 ALIGNMENT = 16
 """FP8 units take matrices whose L and Q are multiples of this."""
 
+SHORTEST_GROUP = 16
+"""BF16 and FP16 units multiply runs of at least so many elements, so float32 scales of shorter groups have no place there."""
+
+INT8_CAPABILITY = (7, 5)
+"""The first GPUs with INT8 matrix units: Turing."""
+
+SIXTEEN_BITS: dict[Literal["bf16", "fp16"], tuple[int, int]] = {"bf16": (8, 0), "fp16": (7, 0)}
+"""The first GPUs with units of 16 bits: Ampere and Volta. The first that hold both operands are taken."""
+
+VERIFIABLE = ("fp8-tensor", "fp8-row", "fp8-group", "mxfp8", "mxfp4", "nvfp4")
+"""Native units that are used only where they were tried: by this project, or by `dither doctor` on the user's machine."""
+
+TRIED = {(9, 0): ("fp8-tensor", "fp8-row", "fp8-group")}
+"""Native units that this project has held against the reference, by compute capability: those of an H200."""
+
 
 @dataclass(frozen=True)
 class Engine:
     """How a product is computed.
 
-    `fp8`: FP8 units, which apply the scales. `fp8-container`: the same, FP4 or FP6 values in E4M3 codes. `bf16`: BF16 units
-    on values that BF16 holds exactly; a scale of a tensor or a row is applied after them. `fp32`: dequantized numbers,
-    multiplied in float32.
+    `fp8`: FP8 units, which apply the scales. `fp8-container`: the same, FP4 or FP6 values in E4M3 codes. `mxfp8`, `mxfp4`,
+    `nvfp4`: units that scale groups of 32 or 16 themselves. `int8`: exact integer sums, scaled afterwards. `bf16` and `fp16`:
+    16-bit units on values that these formats hold exactly; scales of tensors and rows are applied after them, float32 scales
+    of groups (`scaling="group"`) to the float32 sum of each group. `fp32`: dequantized numbers, multiplied in float32. `torch`:
+    torch's own product of two operands that are not cast.
     """
 
-    name: Literal["fp8", "fp8-container", "bf16", "fp32"]
+    name: Literal["torch", "fp8", "fp8-container", "mxfp8", "mxfp4", "nvfp4", "int8", "bf16", "fp16", "fp32"]
     scaling: Literal["", "tensor", "row", "group"] = ""
-    """How FP8 units scale: by tensor, by row, or by groups of 128 along L."""
+    """How FP8 units scale: by tensor, by row, or by groups of 128 along L; or that 16-bit units scale sums of groups."""
+
+    def __str__(self) -> str:
+        return f"{self.name}-group" if self.name in ("bf16", "fp16") and self.scaling else self.name
 
 
 def container(cast: Cast) -> str:
@@ -52,38 +81,111 @@ def engine_for(
     size: tuple[int, int, int],
     capability: tuple[int, int] | None,
     plain: str = "bf16",
+    verified: Collection[str] = (),
 ) -> Engine:
-    """The engine of A B^T for operands cast by `a` and `b`: a pure function of them, `size` (P, Q, L) and the GPU.
+    """Choose the engine of A B^T for operands cast by `a` and `b`: a pure function of them, `size` (P, Q, L) and the GPU.
 
-    `capability` is that of the CUDA device, None for the CPU, which always emulates. `plain` is the format of an operand that
-    is not cast. What the GPU cannot run as asked is a UserError: nothing runs in another precision, or slowly, unasked.
+    `capability` is that of the CUDA device, None for the CPU. `plain` is the format of an operand that is not cast: bf16, fp16
+    or fp32. `verified` names native units that passed the self-test on this machine, out of VERIFIABLE. The first that takes
+    the operands unchanged is chosen: INT8 units, native FP8 or FP4 units, BF16 units, FP16 units where there are no BF16 ones.
+    The CPU multiplies in float32. What no units of the GPU take is a UserError.
 
     >>> fp4, fp8 = Cast.parse("e2m1 tile(128)"), Cast.parse("e4m3 block(128)")
-    >>> engine_for(fp4, fp8, (4096, 512, 1024), (9, 0)).name
-    'fp8-container'
-    >>> engine_for(Cast.parse("mxfp4"), Cast.parse("mxfp4"), (4096, 512, 1024), (9, 0)).name
-    'bf16'
+    >>> str(engine_for(fp4, fp8, (4096, 512, 1024), (9, 0))), str(engine_for(fp4, fp8, (4096, 512, 1024), (8, 0)))
+    ('fp8-container', 'bf16-group')
+    >>> mxfp4 = Cast.parse("mxfp4")
+    >>> [engine_for(mxfp4, mxfp4, (4096, 512, 1024), (10, 0), verified=ok).name for ok in ([], ["mxfp4"])]
+    ['bf16', 'mxfp4']
     """
-    if capability is None:
+    if a is None and b is None:
+        return Engine("torch")
+    integers = a is not None and b is not None and _takes_int8(a) and _takes_int8(b)
+    if integers and (capability is None or capability >= INT8_CAPABILITY):
+        return Engine("int8")
+    if capability is None or (plain == "fp32" and (a is None or b is None)):
         return Engine("fp32")
-    if a is None or b is None:
-        if plain != "bf16":
-            return Engine("fp32")
-        if all(cast is None or _exact_in_bf16(cast) for cast in (a, b)):
-            return Engine("bf16")
-    else:
-        scaling = _joint_scaling(a, b)
-        if scaling:
-            _check_fp8(scaling, size, capability)
-            return Engine("fp8-container" if {a.format, b.format} & set(CONTAINED) else "fp8", scaling)
-        if _exact_in_bf16(a) and _exact_in_bf16(b):
-            return Engine("bf16")
+    if a is not None and b is not None:
+        native = _native(a, b, size, {*TRIED.get(capability, ()), *verified})
+        if native is not None:
+            return native
+    for units, first in SIXTEEN_BITS.items():
+        plain_fits = plain == units or (a is not None and b is not None)
+        if plain_fits and capability >= first and all(each is None or _exact(each, units) for each in (a, b)):
+            inside = any(each is not None and scales_inside(each, units) for each in (a, b))
+            return Engine(units, "group" if inside else "")
+    has = f"a GPU of compute capability {capability[0]}.{capability[1]}"
     raise UserError(
-        f"no matrix units of the GPU multiply {_described(a, plain)} by {_described(b, plain)} exactly: FP8 units take e4m3 "
-        "and e5m2 (not both e5m2) scaled by tensor or row, and e4m3, e2m1, e2m3 and e3m2 in tile(128) by tile(128) or "
-        "block(128); "
-        "BF16 units take scales that are powers of two or nvfp4, or one a tensor or row; emulate=True multiplies in float32"
+        f"no matrix units of {has} multiply {_described(a, plain)} by {_described(b, plain)} exactly: "
+        + _taken(capability)
+        + "; emulate=True multiplies in float32"
     )
+
+
+def engines_of(
+    precision: LayerPrecision,
+    size: tuple[int, int, int],
+    capability: tuple[int, int] | None,
+    plain: str = "bf16",
+    verified: Collection[str] = (),
+    transposed: bool = False,
+) -> dict[str, Engine]:
+    """Return the engine of each product of a layer with `size` (M tokens, N outputs, K inputs).
+
+    >>> fp8 = LayerPrecision.of("e4m3 tile(128)", "e4m3 block(128)", "e4m3 tile(128)")
+    >>> {product: str(engine) for product, engine in engines_of(fp8, (64, 128, 256), (8, 9)).items()}
+    {'forward': 'bf16-group', 'input_grad': 'bf16-group', 'weight_grad': 'bf16-group'}
+    """
+    M, N, K = size
+    sizes = {"forward": (M, N, K), "input_grad": (M, K, N), "weight_grad": (K, N, M) if transposed else (N, K, M)}
+    found = {}
+    for product in PRODUCTS:
+        a, b = precision.casts(product)
+        if product == "weight_grad" and transposed:
+            a, b = b, a
+        try:
+            found[product] = engine_for(a, b, sizes[product], capability, plain, verified)
+        except UserError as error:
+            raise UserError(f"{product.replace('_', ' ')} product: {error}") from None
+    return found
+
+
+def scales_inside(cast: Cast, units: str) -> bool:
+    """Say whether 16-bit units apply this cast's scales to sums of groups: float32 scales, and powers of two in FP16.
+
+    BF16 has float32's range, so code times power of two is a BF16 number. FP16 has not.
+    """
+    grouped = cast.group.kind in ("tile", "block") and cast.scaling.kind != "nvfp4"
+    return grouped and (units == "fp16" or cast.scaling.kind == "fp32")
+
+
+def _takes_int8(cast: Cast) -> bool:
+    return cast.format == "int8" and cast.group.kind in ("none", "tensor", "row")
+
+
+def _native(a: Cast, b: Cast, size: tuple[int, int, int], usable: Collection[str]) -> Engine | None:
+    """The units that scale by themselves, if there are some that take these operands, and this size."""
+    _, q, length = size
+    kinds = {_mx_kind(a), _mx_kind(b)}
+    kind = kinds.pop()
+    # Two FP4 codes share a byte, and units read 16 bytes at a time.
+    if kind and not kinds and kind in usable and not (q % ALIGNMENT or length % (2 * ALIGNMENT)):
+        return Engine(kind)
+    scaling = _joint_scaling(a, b)
+    if scaling and f"fp8-{scaling}" in usable and not (q % ALIGNMENT or length % ALIGNMENT):
+        return Engine("fp8-container" if {a.format, b.format} & set(CONTAINED) else "fp8", scaling)
+    return None
+
+
+def _mx_kind(cast: Cast) -> Literal["", "mxfp8", "mxfp4", "nvfp4"]:
+    """Which of Blackwell's formats this is, or none. Their scales lie in rows: 16 x 16 blocks repeat theirs."""
+    scale = "pow2" if cast.scaling.kind == "pow2_ceil" else cast.scaling.kind
+    known: dict[tuple[str, str, str], Literal["mxfp8", "mxfp4", "nvfp4"]] = {
+        ("e4m3", "tile(32)", "pow2"): "mxfp8",
+        ("e2m1", "tile(32)", "pow2"): "mxfp4",
+        ("e2m1", "tile(16)", "nvfp4"): "nvfp4",
+        ("e2m1", "block(16)", "nvfp4"): "nvfp4",
+    }
+    return known.get((cast.format, cast.granularity, scale), "")
 
 
 def _fp8_scaling(cast: Cast) -> str:
@@ -110,35 +212,152 @@ def _joint_scaling(a: Cast, b: Cast) -> Literal["", "tensor", "row", "group"]:
     return "group" if kinds in ({"tile"}, {"tile", "block"}) else ""
 
 
-def _check_fp8(scaling: str, size: tuple[int, int, int], capability: tuple[int, int]) -> None:
-    _, q, length = size
-    if scaling == "group" and capability[0] != 9:
-        raise UserError(
-            f"groups of 128 are scaled by the FP8 units of Hopper GPUs (compute capability 9.0), and this one has "
-            f"{capability[0]}.{capability[1]}: scale by tensor or row, or pass emulate=True to multiply in float32"
-        )
-    if capability < (8, 9):
-        raise UserError(
-            f"FP8 needs a GPU of compute capability 8.9 or more, and this one has {capability[0]}.{capability[1]}: "
-            "leave the layer in bf16, or pass emulate=True to multiply in float32"
-        )
-    if q % ALIGNMENT or length % ALIGNMENT:
-        raise UserError(
-            f"FP8 units take dimensions that are multiples of {ALIGNMENT}, not {q} x {length}: "
-            "pad the layer, leave it in bf16, or pass emulate=True to multiply in float32"
-        )
-
-
-def _exact_in_bf16(cast: Cast) -> bool:
-    """Whether code * scale has at most BF16's 8 significant bits; a scale of a tensor or a row stays outside the product."""
+def _exact(cast: Cast, units: str) -> bool:
+    """Whether 16-bit units can hold what they are given of this operand: codes, times those scales that stay with them."""
     element = cast.element
     bits = element.bits - 1 if element.is_integer else element.mantissa_bits + 1
-    if cast.group.kind in ("tile", "block"):
-        if cast.scaling.kind == "fp32":
-            return False
-        bits += 4 if cast.scaling.kind == "nvfp4" else 0  # an E4M3 scale brings its own four bits
-    return bits <= 8
+    largest, smallest = element.max, element.min_subnormal
+    if cast.scaling.kind == "nvfp4":  # an E4M3 scale brings its own four bits, and goes from 2^-9 to 448
+        bits, largest, smallest = bits + 4, largest * 448, smallest * 2.0**-9
+    if scales_inside(cast, units) and cast.group.size < SHORTEST_GROUP:
+        return False
+    return bits <= 8 if units == "bf16" else bits <= 11 and largest <= 65504 and smallest >= 2.0**-24
+
+
+def _taken(capability: tuple[int, int]) -> str:
+    """What would run, in a few words."""
+    if capability < SIXTEEN_BITS["fp16"]:
+        return f"matrix units begin with compute capability {_shown(SIXTEEN_BITS['fp16'])}"
+    units, bits = ("BF16", 8) if capability >= SIXTEEN_BITS["bf16"] else ("FP16", 11)
+    return f"{units} units take formats of up to {bits} significant bits in groups of {SHORTEST_GROUP} or more"
 
 
 def _described(cast: Cast | None, plain: str) -> str:
     return f"uncast {plain}" if cast is None else repr(str(cast))
+
+
+# What a self-test has passed ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The native units that passed the self-test of `dither doctor`, and where: they count there alone."""
+
+    gpu: str
+    """The GPU's name, such as NVIDIA B200."""
+    capability: tuple[int, int]
+    torch: str
+    """Versions: the code that reaches the units is torch's and CUDA's."""
+    cuda: str
+    dither: str
+    engines: tuple[str, ...]
+    """Out of VERIFIABLE."""
+
+    def __post_init__(self) -> None:
+        for name in self.engines:
+            if name not in VERIFIABLE:
+                raise UserError(
+                    f"There are no matrix units {name!r} to verify{did_you_mean(name, VERIFIABLE)}: "
+                    f"choose from {', '.join(VERIFIABLE)}."
+                )
+
+    def check(self, here: "Verified") -> None:
+        """Raise unless this was recorded on such a machine as `here`, whose engines do not matter."""
+        for field in ("gpu", "capability", "torch", "cuda", "dither"):
+            then, now = getattr(self, field), getattr(here, field)
+            if then != now:
+                raise UserError(
+                    f"These engines passed their self-test with {field} {_shown(then)}, and here it is {_shown(now)}: "
+                    "run `dither doctor --engines FILE` again on this machine."
+                )
+
+    def to_json(self) -> str:
+        """A few lines of JSON."""
+        return json.dumps({"version": VERIFIED_VERSION, **asdict(self)}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Verified":
+        """The inverse of `to_json`.
+
+        >>> here = Verified("NVIDIA B200", (10, 0), "2.11.0", "12.8", "0.1.0", ("mxfp8",))
+        >>> Verified.from_json(here.to_json()) == here
+        True
+        """
+        try:
+            data: Any = from_json(text.encode())
+        except (Refused, UnicodeEncodeError) as error:
+            raise UserError(f"This cannot be read as a list of engines: {error}.") from None
+        texts = ("gpu", "torch", "cuda", "dither")
+        known = {"version", "capability", "engines", *texts}
+        whole = isinstance(data, dict) and set(data) == known and data["version"] == VERIFIED_VERSION
+        whole = whole and all(isinstance(data[name], str) for name in texts)
+        whole = whole and _is_list(data["engines"], str) and _is_list(data["capability"], int) and len(data["capability"]) == 2
+        if not whole:
+            raise UserError("This is no list of engines: `dither doctor --engines FILE` writes one.")
+        major, minor = data["capability"]
+        return cls(data["gpu"], (major, minor), data["torch"], data["cuda"], data["dither"], tuple(data["engines"]))
+
+    def save(self, path: str | Path) -> None:
+        """Write the list as JSON."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Verified":
+        """Read a list that `save` wrote."""
+        try:
+            return cls.from_json(read_text(path))
+        except Refused as error:
+            raise UserError(f"The engines {str(path)!r} cannot be read: {error}.") from None
+        except UserError as error:
+            raise UserError(f"In {str(path)!r}: {error}") from None
+
+
+VERIFIED_VERSION = 1
+
+
+def _is_list(given: object, kind: type) -> bool:
+    return isinstance(given, list) and all(isinstance(each, kind) and not isinstance(each, bool) for each in given)
+
+
+def _shown(value: object) -> str:
+    return ".".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+# The support matrix ---------------------------------------------------------------------------------------------------
+
+CAPABILITIES: dict[tuple[int, int] | None, str] = {
+    None: "CPU",
+    (7, 0): "7.0 Volta",
+    (7, 5): "7.5 Turing",
+    (8, 0): "8.0 Ampere",
+    (8, 9): "8.9 Ada",
+    (9, 0): "9.0 Hopper",
+    (10, 0): "10.0 Blackwell",
+    (12, 0): "12.0 Blackwell",
+}
+"""What the documentation lists."""
+
+
+def support(verified: Sequence[str] = ()) -> str:
+    """Return a Markdown table: the engines of each recipe that casts, by compute capability, for sizes in multiples of 128.
+
+    Engines stand in the order forward, input gradient, weight gradient; one stands for all three where they are the same.
+
+    >>> print(support().splitlines()[2])
+    | `fp8-delayed` | fp32 | fp16 | fp16 | bf16 | bf16 | fp8 | bf16 | bf16 |
+    """
+    lines = [["recipe", *CAPABILITIES.values()], ["---"] * (len(CAPABILITIES) + 1)]
+    for name, recipe in RECIPES.items():
+        precision = recipe.plan.default
+        if precision is None or precision.uncast:
+            continue
+        cells = []
+        for capability in CAPABILITIES:
+            try:
+                plain = "bf16" if capability is None or capability >= SIXTEEN_BITS["bf16"] else "fp16"
+                found = [str(each) for each in engines_of(precision, (1024,) * 3, capability, plain, verified).values()]
+                cells.append(", ".join(found if len(set(found)) > 1 else found[:1]))
+            except UserError:
+                cells.append("emulated")
+        lines.append([f"`{name}`", *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -167,12 +167,14 @@ def _product_op(
     fast: bool,
     emulate: bool,
     where: str,
+    verified: str = "",
 ) -> Tensor:
     """A B^T + bias in `dtype`, for A [P, L] and B [Q, L] as `Operand` describes them; an uncast one has the cast ""."""
     code = implementation("matmul", a.device, "auto")
     left = _operand(a, a_scale, a_tensor, a_cast, length)
     right = _operand(b, b_scale, b_tensor, b_cast, length)
-    return code.product(left, right, bias, dtype, fast=fast, emulate=emulate, where=where)  # type: ignore[no-any-return]
+    options = {"fast": fast, "emulate": emulate, "where": where, "verified": verified}
+    return code.product(left, right, bias, dtype, **options)  # type: ignore[no-any-return]
 
 
 @_fake_of("product")
@@ -191,6 +193,7 @@ def _(
     fast: bool,
     emulate: bool,
     where: str,
+    verified: str = "",
 ) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
 

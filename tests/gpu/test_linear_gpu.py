@@ -32,7 +32,7 @@ PRECISIONS = {
     "mxfp4": ("mxfp4", "mxfp4", "mxfp4 stochastic(16)"),
     "nvfp4": ("nvfp4", "e2m1 block(16) nvfp4", "nvfp4 stochastic(16)"),
     "fp4-block": ("e2m1 tile(128)", "e2m1 block(128)", "e2m1 tile(128) stochastic(16)"),
-    "fp4-forward": ("e2m1 tile(128)", "e2m1 block(128)", "e4m3 tile(128)"),
+    "fp4-fp8grad": ("e2m1 tile(128)", "e2m1 block(128)", "e4m3 tile(128)"),
     "fp6-row": ("e2m3 row", "e3m2 row", "e3m2 row"),
     "int8": ("int8 tensor", "int8 tensor", "int8 tensor"),
     "input only": ("mxfp8", None, None),
@@ -43,8 +43,9 @@ ENGINES = {
     "fp8-row": "fp8",
     "fp8-block": "fp8",
     "fp4-block": "fp8-container",
-    "fp4-forward": "fp8-container",
+    "fp4-fp8grad": "fp8-container",
     "fp6-row": "fp8-container",
+    "int8": "int8",
 }
 SEED, NAME, STEP, ROW = 3, "layers.0.up", 7, 1000
 
@@ -261,14 +262,18 @@ def test_no_tokens() -> None:
         assert not dw.any()
 
 
-def test_what_the_units_cannot_take_is_said_and_can_be_emulated() -> None:
+def test_what_fp8_units_cannot_take_runs_on_others_or_is_emulated() -> None:
     _, w, b, _ = data(16, 200, 96, torch.float32)
     layer = layer_of(precision("fp8-row"), w, b)
     x = torch.randn(32, 200, device="cuda")
-    with pytest.raises(UserError, match=r"'layers.0.up', forward product: .* multiples of 16, not 96 x 200"):
-        layer(x)
+    expected = products(x, w, torch.zeros(32, 96, device="cuda"), precision("fp8-row"))["forward"]
+    assert layer.engines("cuda")["forward"] == "bf16"
+    within(layer(x), expected, share("bf16", 200), b)
+    small = layer_of(LayerPrecision.of("e4m3 tile(8)", "e4m3 tile(8)"), w, b)
+    with pytest.raises(UserError, match=r"'layers.0.up', forward product: no matrix units"):
+        small(x)
     emulated = layer_of(precision("fp8-row"), w, b, emulate=True)
-    within(emulated(x), products(x, w, torch.zeros(32, 96, device="cuda"), precision("fp8-row"))["forward"], 2.0**-15, b)
+    within(emulated(x), expected, 2.0**-15, b)
 
 
 # Compiled and captured -------------------------------------------------------------------------------------------------

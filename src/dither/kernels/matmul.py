@@ -8,37 +8,69 @@ import functools
 from dataclasses import replace
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.functional import ScalingType, scaled_mm
+from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
-from dither.engines import Engine, engine_for
+from dither import devices
+from dither.engines import Engine, engine_for, scales_inside
 from dither.errors import UserError
-from dither.kernels import quantize
+from dither.kernels import interpreted, quantize
 from dither.layout import storage_dtype
 from dither.precision import Cast
 from dither.reference import matmul as reference
 from dither.reference.matmul import Operand
 from dither.reference.scaling import loaded_scale
 
+UNITS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+INT8_LENGTH = 1 << 17
+"""INT8 units add in int32: 2^17 products of at most 127^2 stay below 2^31."""
+
 
 def product(
-    a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, *, fast: bool, emulate: bool, where: str
+    a: Operand,
+    b: Operand,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    fast: bool,
+    emulate: bool,
+    where: str,
+    verified: str = "",
 ) -> Tensor:
     """A B^T + bias, [P, Q] in `dtype`, from A [P, L], B [Q, L] and bias [Q], on the engine that the operands allow.
 
     `fast` lets FP8 units keep their sums in narrow accumulators where the scales are those of tensors or rows. `emulate`
-    multiplies in float32 instead. `where` names the product in errors.
+    multiplies in float32 instead. `where` names the product in errors. `verified` names, with commas between, the units that
+    passed the self-test on this machine.
     """
     if (a.cast is None and b.cast is None) or 0 in (*a.shape, *b.shape):
         return reference.product(a, b, bias, dtype, fast=fast, emulate=emulate, where=where)
-    plain = "bf16" if all(x.cast is not None or x.values.dtype == torch.bfloat16 for x in (a, b)) else "fp32"
     size = (a.shape[0], b.shape[0], a.length)
-    engine = Engine("fp32") if emulate else _engine(a.cast, b.cast, size, a.values.device, plain, where)
+    if emulate:  # as the CPU multiplies
+        engine = engine_for(a.cast, b.cast, size, None)
+        if engine.name == "int8":  # not float32: integers have one product
+            return reference.product(a, b, bias, dtype, fast=fast, emulate=emulate, where=where)
+    else:
+        engine = _engine(a.cast, b.cast, size, a.values.device, _plain(a, b), verified, where)
+    return product_on(engine, a, b, bias, dtype, fast=fast, where=where)
+
+
+def product_on(
+    engine: Engine, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, *, fast: bool = False, where: str = ""
+) -> Tensor:
+    """The same on a given engine, which must take the operands."""
     if engine.name == "fp32":
         return _fp32_product(a, b, bias, dtype, where)
-    if engine.name == "bf16":
-        return _bf16_product(a, b, bias, dtype)
+    if engine.name == "int8":
+        return reference.scaled_sums(_int8_sums(a.values, b.values), a, b, bias, dtype)
+    if engine.name in UNITS:
+        return _sixteen_bit_product(engine, a, b, bias, dtype)
+    if engine.name in ("mxfp8", "mxfp4", "nvfp4"):
+        return _mx_product(engine, a, b, bias, dtype)
     if engine.scaling == "group":
         result = scaled_mm(_codes(a), _codes(b).T, *_group_scale(a), *_group_scale(b), output_dtype=dtype)
         return result if bias is None else result + bias.to(dtype)
@@ -51,10 +83,18 @@ def product(
     return result if bias is None or inside is not None else result + bias
 
 
+def _plain(a: Operand, b: Operand) -> str:
+    """The format of an operand that is not cast."""
+    kinds = {x.values.dtype for x in (a, b) if x.cast is None}
+    return "bf16" if kinds <= {torch.bfloat16} else "fp16" if kinds == {torch.float16} else "fp32"
+
+
 @functools.lru_cache(maxsize=4096)
-def _engine(a: Cast | None, b: Cast | None, size: tuple[int, int, int], device: torch.device, plain: str, where: str) -> Engine:
+def _engine(
+    a: Cast | None, b: Cast | None, size: tuple[int, int, int], device: torch.device, plain: str, verified: str, where: str
+) -> Engine:
     try:
-        return engine_for(a, b, size, torch.cuda.get_device_capability(device), plain)
+        return engine_for(a, b, size, devices.capability_of(device), plain, tuple(filter(None, verified.split(","))))
     except UserError as error:
         raise UserError(f"{where}: {error}.") from None
 
@@ -102,11 +142,17 @@ def _fp32_product(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtyp
     return (result if bias is None else result + bias.float()).to(dtype)
 
 
-def _bf16_product(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    left, outer_a = _bf16_numbers(a)
-    right, outer_b = _bf16_numbers(b)
-    # A bfloat16 result would let cuBLAS add parts of it in bfloat16.
-    result = torch.mm(left, right.T, out_dtype=torch.float32)
+# 16-bit units -----------------------------------------------------------------------------------------------------------
+
+
+def _sixteen_bit_product(engine: Engine, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    left, groups_a, outer_a = _sixteen_bit_numbers(a, engine.name)
+    right, groups_b, outer_b = _sixteen_bit_numbers(b, engine.name)
+    if groups_a is None and groups_b is None:
+        # A bfloat16 result would let cuBLAS add parts of it in bfloat16.
+        result = torch.mm(left, right.T, out_dtype=torch.float32)
+    else:
+        result = _grouped_product(left, groups_a, a.cast, right, groups_b, b.cast)
     if outer_a is not None:
         result = result * outer_a
     if outer_b is not None:
@@ -114,14 +160,19 @@ def _bf16_product(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtyp
     return (result if bias is None else result + bias.float()).to(dtype)
 
 
-def _bf16_numbers(x: Operand) -> tuple[Tensor, Tensor | None]:
-    """Numbers that BF16 holds exactly [P, L], and the float32 scale outside of them: of the tensor, or [P, 1]."""
+def _sixteen_bit_numbers(x: Operand, units: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Numbers that the units' format holds exactly [P, L], the float32 scales of groups, and the scale outside of all.
+
+    The latter is that of the tensor, or [P, 1].
+    """
     if x.cast is None:
-        return x.values, None
+        return x.values, None, None
+    plain, dtype = Cast(x.cast.format), UNITS[units]
+    if scales_inside(x.cast, units):
+        return _numbers(x, plain, dtype), _float_scale(x), None
     if x.cast.group.kind in ("tensor", "row"):
-        assert x.scale is not None
-        return _numbers(x, Cast(x.cast.format), torch.bfloat16), loaded_scale(x.scale)
-    return _numbers(replace(x, tensor_scale=None), x.cast, torch.bfloat16), x.tensor_scale
+        return _numbers(x, plain, dtype), None, _float_scale(x)
+    return _numbers(replace(x, tensor_scale=None), x.cast, dtype), None, x.tensor_scale
 
 
 def _numbers(x: Operand, cast: Cast, dtype: torch.dtype) -> Tensor:
@@ -129,3 +180,170 @@ def _numbers(x: Operand, cast: Cast, dtype: torch.dtype) -> Tensor:
     one = x.values.new_ones((), dtype=torch.float32)
     scale, tensor = (one if given is None else given for given in (x.scale, x.tensor_scale))
     return quantize.dequantize(x.values, scale, tensor, cast, x.shape, 1, dtype)
+
+
+def _grouped_product(
+    a: Tensor, scale_a: Tensor | None, cast_a: Cast | None, b: Tensor, scale_b: Tensor | None, cast_b: Cast | None
+) -> Tensor:
+    """float32 [P, Q]: the sum over groups of (A's scale * B's scale * A_group B_group^T); no scale is 1."""
+    (P, L), Q = a.shape, b.shape[0]
+    lengths = [
+        cast.group.size for cast, scale in ((cast_a, scale_a), (cast_b, scale_b)) if cast is not None and scale is not None
+    ]
+    a, b = a.contiguous(), b.contiguous()
+    out = a.new_empty((P, Q), dtype=torch.float32)
+    # Tiles of 128 x 128 in steps of 64 take 96 KiB of shared memory in three stages: what the smallest of these GPUs has.
+    block_p, block_q, step = 128, 128, min(64, *lengths)
+    _group_product_kernel[(triton.cdiv(P, block_p) * triton.cdiv(Q, block_q),)](
+        a,
+        b,
+        out if scale_a is None else scale_a,
+        out if scale_b is None else scale_b,
+        out,
+        P,
+        Q,
+        L,
+        *((0, 0) if scale_a is None else scale_a.stride()),
+        *((0, 0) if scale_b is None else scale_b.stride()),
+        **_group_constants("A", cast_a, scale_a),
+        **_group_constants("B", cast_b, scale_b),
+        BLOCK_P=block_p,
+        BLOCK_Q=block_q,
+        STEP=step,
+        WIDEN=interpreted(),  # Triton's interpreter would multiply the bits of BF16 numbers as integers
+        num_warps=8,
+        num_stages=3,
+    )
+    return out
+
+
+def _group_constants(side: str, cast: Cast | None, scale: Tensor | None) -> dict[str, int]:
+    """LENGTH: elements along L that share a scale, 0 without scales; LINES: rows that do."""
+    if cast is None or scale is None:
+        return {f"LENGTH_{side}": 0, f"LINES_{side}": 1}
+    return {f"LENGTH_{side}": cast.group.size, f"LINES_{side}": cast.group.size if cast.group.kind == "block" else 1}
+
+
+@triton.jit
+def _group_product_kernel(
+    a_ptr,
+    b_ptr,
+    scale_a_ptr,
+    scale_b_ptr,
+    out_ptr,
+    P,
+    Q,
+    L,
+    scale_a_row,
+    scale_a_group,
+    scale_b_row,
+    scale_b_group,
+    LENGTH_A: tl.constexpr,
+    LINES_A: tl.constexpr,
+    LENGTH_B: tl.constexpr,
+    LINES_B: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    STEP: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """One tile of out = sum over steps of s_a s_b (A_step B_step^T), A [P, L] and B [Q, L] in 16 bits, all sums in float32.
+
+    A step is no longer than a group, so each sum has one scale per row of A and one per row of B. Example with STEP 2,
+    A = [1, 2 | 3, 4] with scales [10 | 100], B = [1, 1 | 1, 1] without: 10 * 3 + 100 * 7 = 730.
+    """
+    program = tl.program_id(0)
+    across = tl.cdiv(Q, BLOCK_Q)
+    row = (program // across) * BLOCK_P + tl.arange(0, BLOCK_P)
+    column = (program % across) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    row64, column64 = row.to(tl.int64), column.to(tl.int64)
+    in_row, in_column = row < P, column < Q
+    total = tl.zeros([BLOCK_P, BLOCK_Q], dtype=tl.float32)
+    for start in range(0, L, STEP):
+        at = start + tl.arange(0, STEP)
+        a = tl.load(a_ptr + row64[:, None] * L + at[None, :], mask=in_row[:, None] & (at < L)[None, :], other=0.0)
+        b = tl.load(b_ptr + column64[:, None] * L + at[None, :], mask=in_column[:, None] & (at < L)[None, :], other=0.0)
+        if WIDEN:
+            part = tl.dot(a.to(tl.float32), tl.trans(b.to(tl.float32)))
+        else:
+            part = tl.dot(a, tl.trans(b))
+        if LENGTH_A:
+            group = scale_a_ptr + (start // LENGTH_A) * scale_a_group
+            part *= tl.load(group + (row64 // LINES_A) * scale_a_row, mask=in_row, other=0.0)[:, None]
+        if LENGTH_B:
+            group = scale_b_ptr + (start // LENGTH_B) * scale_b_group
+            part *= tl.load(group + (column64 // LINES_B) * scale_b_row, mask=in_column, other=0.0)[None, :]
+        total += part
+    place = row64[:, None] * Q + column64[None, :]
+    tl.store(out_ptr + place, total, mask=in_row[:, None] & in_column[None, :])
+
+
+# INT8 units -------------------------------------------------------------------------------------------------------------
+
+
+def _int8_sums(a: Tensor, b: Tensor) -> Tensor:
+    """The exact sums of integer products [P, Q], rounded once to float32.
+
+    torch._int_mm takes more than 16 rows, and a length and columns that are multiples of 8: zeros fill them up.
+    """
+    P, Q, L = len(a), len(b), a.shape[1]
+    a = functional.pad(a, (0, -L % 16, 0, max(32 - P, 0)))
+    b = functional.pad(b, (0, -L % 16, 0, -Q % 16))
+    parts = [
+        torch._int_mm(a[:, start : start + INT8_LENGTH].contiguous(), b[:, start : start + INT8_LENGTH].contiguous().T)
+        for start in range(0, L, INT8_LENGTH)
+    ]
+    if len(parts) == 1:
+        return parts[0][:P, :Q].float()
+    return functools.reduce(torch.add, [part.double() for part in parts])[:P, :Q].float()
+
+
+# Units that scale groups of 32 or 16 ------------------------------------------------------------------------------------
+
+
+def _mx_product(engine: Engine, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """By Blackwell's own formats, which take scales in the order of `swizzled`; nvfp4's scales of tensors come after."""
+    recipe = ScalingType.BlockWise1x16 if engine.name == "nvfp4" else ScalingType.BlockWise1x32
+    code = torch.float8_e4m3fn if engine.name == "mxfp8" else torch.float4_e2m1fn_x2
+    swizzle = SwizzleType.SWIZZLE_32_4_4
+    result = scaled_mm(
+        a.values.contiguous().view(code),
+        b.values.contiguous().view(code).T,
+        swizzled(_scale_of_rows(a)),
+        recipe,
+        swizzled(_scale_of_rows(b)),
+        recipe,
+        swizzle,
+        swizzle,
+        output_dtype=torch.float32,
+    )
+    for outer in (a.tensor_scale, b.tensor_scale):
+        result = result if outer is None else result * outer
+    return (result if bias is None else result + bias.float()).to(dtype)
+
+
+def _scale_of_rows(x: Operand) -> Tensor:
+    """Stored scales [P, groups], a line for each row: the rows of a square block repeat theirs."""
+    assert x.cast is not None
+    assert x.scale is not None
+    if x.cast.group.kind != "block":
+        return x.scale
+    octets = x.scale.view(torch.uint8).repeat_interleave(x.cast.group.size, 0)[: x.shape[0]]
+    return octets.view(x.scale.dtype)
+
+
+def swizzled(scale: Tensor) -> Tensor:
+    """Scales [P, G] of one byte each in the order that Blackwell's units read, flat, filled up to 128 rows and 4 columns.
+
+    Tiles of 128 x 4 follow each other, row of tiles by row of tiles. In a tile, scale (r, g) lies at (r % 32) * 16 +
+    (r // 32) * 4 + g.
+
+    >>> import torch
+    >>> order = swizzled(torch.arange(128 * 4).reshape(128, 4).to(torch.uint8))
+    >>> [int(code) for code in order[:8]]
+    [0, 1, 2, 3, 128, 129, 130, 131]
+    """
+    rows, columns = scale.shape
+    octets = functional.pad(scale.view(torch.uint8), (0, -columns % 4, 0, -rows % 128))
+    tiles = octets.reshape(octets.shape[0] // 128, 4, 32, octets.shape[1] // 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(scale.dtype)

@@ -14,7 +14,8 @@ import io
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import torch
 from rich import box
@@ -22,7 +23,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from torch import nn
 
-from dither.engines import PRODUCTS
+from dither import devices
+from dither.engines import PRODUCTS, Verified
 from dither.errors import UserError
 from dither.nn import experts, hints
 from dither.nn.conv1d import Conv1D
@@ -33,6 +35,11 @@ from dither.nn.norms import cast_parameters, wide_parameters
 from dither.nn.output import Output
 from dither.precision import OPERANDS, PARTS, SAMPLINGS, LayerPrecision, Plan, Sampling, did_you_mean, matches
 from dither.recipes import recipe
+
+Fallback = Literal["error", "bf16", "emulate"]
+
+FALLBACKS: tuple[Fallback, ...] = get_args(Fallback)
+"""What becomes of a layer that cannot run as the plan says."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -100,7 +107,8 @@ class Conversion:
             engines = first.engines[0] if len(set(first.engines)) == 1 else ", ".join(first.engines)
             size = f"{first.out_features} x {first.in_features}"
             table.add_row(pattern, str(len(layers)), size, *casts, engines, f"{sum(layer.share for layer in layers):.1%}")
-            rest += [f"runs uncast: {pattern} ({len(layers)}): {first.note}"] * bool(first.note)
+            how = "runs uncast" if first.precision.uncast else "multiplies in float32"
+            rest += [f"{how}: {pattern} ({len(layers)}): {first.note}"] * bool(first.note)
         for pattern, modules in _alike(self.left_alone, _name, lambda module: module.reason):
             share = f", {sum(module.share for module in modules):.1%}" if modules[0].share else ""
             rest.append(f"left alone: {pattern} ({len(modules)}{share}): {modules[0].reason}")
@@ -119,18 +127,21 @@ def convert(
     *,
     skip: str | Iterable[str] = (),
     only: str | Iterable[str] = (),
-    fallback: Literal["error", "bf16"] = "error",
+    fallback: Fallback = "error",
     all_layers: bool = False,
     seed: int = 0,
     emulate: bool = False,
+    engines: Verified | str | Path | None = None,
 ) -> Conversion:
     """Turn a model's linear layers into low-precision ones, in place, and say what was done.
 
     `plan` is a Plan or a recipe's name. Parameters stay the same objects under the same names. `skip` and `only` are patterns
     of layer names, as in a plan's rules. The output layer, adapters, routers and other narrow layers are left alone unless the
     plan or `only` names them; `all_layers=True` converts them too. A layer that cannot run as the plan says is an error, and
-    nothing is changed; with `fallback="bf16"` it runs uncast, and the record says why.
-    `seed` is that of stochastic casts; `emulate` multiplies dequantized numbers in float32 on a GPU too.
+    nothing is changed; with `fallback="bf16"` it runs uncast, with `fallback="emulate"` it multiplies dequantized numbers in
+    float32, and the record says why. `emulate` does the latter to all layers.
+    `seed` is that of stochastic casts. `engines` are the native units that passed the self-test of this machine, or the file
+    in which `dither doctor --engines FILE` recorded them; units that this project has run need no such record.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
@@ -150,16 +161,17 @@ def convert(
     reasons = _reasons(model, plan, sites, skip, only, all_layers)
     chosen = {site.name: plan.for_layer(site.name) or LayerPrecision() for site in sites if site.name not in reasons}
     _check_parts(plan, chosen)
-    adopted = {site.name: site.adopt(seed, emulate) for site in sites if site.name in chosen}
+    verified = _verified(model, engines)
+    adopted = {site.name: site.adopt(seed, emulate, verified, fallback) for site in sites if site.name in chosen}
     if not adopted and (plan.default is not None or any(precision is not None for _, precision in plan.layers)):
         raise UserError(f"{type(model).__name__} has nothing to convert: {_why_nothing(sites, reasons)}.")
-    notes = _switch(adopted, chosen, fallback, plan.compute)
+    notes = _switch(adopted, chosen, None, plan.compute)
     if plan.parameters is not None:
         cast_parameters(model, DTYPES[plan.parameters], all_norms=plan.master)
     for site in sites:
         if site.name in adopted:
             site.install(model, adopted[site.name])
-            for layer in _each(adopted[site.name]):
+            for layer in _all(adopted[site.name]):
                 layer.belong_to(model)
     watch_guidance(model)
     record = _record(model, plan, sites, adopted, notes, reasons)
@@ -169,10 +181,11 @@ def convert(
     return record
 
 
-def apply(model: nn.Module, plan: Plan | str, *, fallback: Literal["error", "bf16"] = "error") -> Conversion:
+def apply(model: nn.Module, plan: Plan | str, *, fallback: Fallback | None = None) -> Conversion:
     """Switch the precision of a converted model's layers to another plan, between steps; weights are not touched.
 
-    A layer that the plan leaves alone runs uncast. A plan that asks for parameters of another type is an error.
+    A layer that the plan leaves alone runs uncast. A plan that asks for parameters of another type is an error. `fallback` is
+    that of `convert`, and stays as it was there unless it is given.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
@@ -226,11 +239,17 @@ class _Site:
     def work(self) -> int:
         return self.out_features * self.in_features * self.uses
 
-    def adopt(self, seed: int, emulate: bool) -> "Layer":
+    def adopt(self, seed: int, emulate: bool, verified: tuple[str, ...], fallback: Fallback) -> "Layer":
         """A layer in place of this one, uncast yet."""
+        options: dict[str, Any] = {"name": self.name, "seed": seed, "emulate": emulate, "verified": verified}
+        layer: Layer
         if self.parameter:
-            return ExpertsLinear(self.module, self.parameter, LayerPrecision(), name=self.name, seed=seed, emulate=emulate)
-        return Linear.adopt(self.module, LayerPrecision(), name=self.name, seed=seed, emulate=emulate)
+            layer = ExpertsLinear(self.module, self.parameter, LayerPrecision(), **options)
+        else:
+            layer = Linear.adopt(self.module, LayerPrecision(), **options)
+        for each in _all(layer):
+            each.fallback = fallback
+        return layer
 
     def install(self, model: nn.Module, layer: "Layer") -> None:
         if isinstance(layer, ExpertsLinear):
@@ -245,9 +264,9 @@ Layer = Linear | ExpertsLinear
 """What a plan calls a layer, converted."""
 
 
-def _each(layer: Layer) -> Iterable[Linear]:
+def _all(layer: Layer) -> list[Linear]:
     """Return a layer itself, or all of its experts."""
-    return (layer,) if isinstance(layer, Linear) else layer.experts  # type: ignore[return-value]
+    return [layer] if isinstance(layer, Linear) else list(layer.experts)  # type: ignore[arg-type]
 
 
 def _one(layer: Layer) -> Linear:
@@ -375,7 +394,20 @@ def _experts_beside(model: nn.Module, name: str) -> int:
 # Choices --------------------------------------------------------------------------------------------------------------
 
 
-def _check_arguments(model: nn.Module, plan: Plan, fallback: str) -> None:
+def _verified(model: nn.Module, given: Verified | str | Path | None) -> tuple[str, ...]:
+    """The native units of a record, if it was made on such a GPU as the model is on."""
+    if given is None:
+        return ()
+    found = given if isinstance(given, Verified) else Verified.load(given)
+    for device in {parameter.device for parameter in model.parameters()}:
+        here = devices.describe(device)
+        if here is None:
+            raise UserError(f"The engines are those of {found.gpu}, and the model is on {str(device)!r}: leave engines= away.")
+        found.check(here)
+    return found.engines
+
+
+def _check_arguments(model: nn.Module, plan: Plan, fallback: str | None) -> None:
     if not isinstance(model, nn.Module):
         raise UserError(f"A model is a torch.nn.Module, not {type(model).__name__}.")
     if isinstance(model, nn.Linear):
@@ -384,8 +416,8 @@ def _check_arguments(model: nn.Module, plan: Plan, fallback: str) -> None:
         )
     if not isinstance(plan, Plan):
         raise UserError(f"A plan is a dither.Plan or the name of a recipe, not {plan!r}.")
-    if fallback not in ("error", "bf16"):
-        raise UserError(f"fallback is 'error' or 'bf16', not {fallback!r}.")
+    if fallback is not None and fallback not in FALLBACKS:
+        raise UserError(f"fallback is {', '.join(map(repr, FALLBACKS[:-1]))} or {FALLBACKS[-1]!r}, not {fallback!r}.")
 
 
 def _reasons(
@@ -454,38 +486,54 @@ def _check_parts(plan: Plan, chosen: dict[str, LayerPrecision]) -> None:
                 )
 
 
-def _switch(layers: dict[str, Layer], chosen: dict[str, LayerPrecision], fallback: str, compute: str) -> dict[str, str]:
-    """Give layers their precision, or none of them if one cannot have it; why some now run uncast, by name, else ""."""
-    notes = {name: _obstructed(layer, chosen[name], fallback) for name, layer in layers.items()}
+def _switch(
+    layers: dict[str, Layer], chosen: dict[str, LayerPrecision], fallback: Fallback | None, compute: str
+) -> dict[str, str]:
+    """Apply all precisions, or none if any of them fails. Return {layer: why it does not run as the plan says, or ""}."""
+    notes = {name: _obstructed(layer, chosen[name], fallback, compute) for name, layer in layers.items()}
     for name, layer in layers.items():
-        if isinstance(layer, Linear):
-            layer.compute = compute  # type: ignore[assignment]
-        precision = LayerPrecision() if notes[name] else chosen[name]
-        if precision != _one(layer).precision:  # a layer that stays keeps its state
+        one = _one(layer)
+        how = fallback or one.fallback
+        precision = LayerPrecision() if notes[name] and how == "bf16" else chosen[name]
+        emulates = bool(notes[name]) and how == "emulate"
+        changed = (precision, emulates) != (one.precision, one._emulates)
+        for each in _all(layer):
+            each.compute, each.fallback, each._emulates = compute, how, emulates  # type: ignore[assignment]
+        if changed:  # a layer that stays keeps its state
             layer.set_precision(precision)
     return notes
 
 
-def _obstructed(layer: Layer, precision: LayerPrecision, fallback: str) -> str:
-    """Why the layer cannot run in that precision where it is, if `fallback` allows it to run uncast then, or nothing."""
+def _obstructed(layer: Layer, precision: LayerPrecision, fallback: Fallback | None, compute: str) -> str:
+    """Why the layer cannot run in that precision where it is, if `fallback` allows it to run otherwise then, or nothing."""
     one = _one(layer)
+    how = fallback or one.fallback
     try:
         if isinstance(layer, ExpertsLinear) and precision.sampled:
             raise UserError(
                 f"The layer {layer.name!r} has its experts in one parameter of 3 dimensions, and matrices are sampled."
             )
-        _try_engines(one, precision, layer.name)
     except UserError as error:
         reason = str(error).rstrip(".")
-        if fallback == "error":
+        if how != "bf16":  # to multiply in float32 would not help
             raise UserError(f"{reason}; or skip={layer.name!r}, or fallback='bf16' to run it uncast.") from None
         return reason
+    try:
+        _try_engines(one, precision, layer.name, compute)
+    except UserError as error:
+        reason = str(error).rstrip(".")
+        if how == "error":
+            raise UserError(
+                f"{reason}; or skip={layer.name!r}, or fallback='emulate' to do so only here, or 'bf16' to run it uncast."
+            ) from None
+        return reason.partition("; emulate=True")[0]
     return ""
 
 
-def _try_engines(one: Linear, precision: LayerPrecision, name: str) -> None:
+def _try_engines(one: Linear, precision: LayerPrecision, name: str, compute: str) -> None:
     # A layer of that size without memory, so that the layer itself stays as it is.
-    trial = Linear(one.in_features, one.out_features, False, "meta", precision=precision, name=name, emulate=one.emulate)
+    options: dict[str, Any] = {"emulate": one.emulate, "verified": one.verified, "compute": compute}
+    trial = Linear(one.in_features, one.out_features, False, "meta", precision=precision, name=name, **options)
     trial.transposed = one.transposed
     trial.engines(one.weight.device)
 

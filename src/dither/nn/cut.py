@@ -47,7 +47,7 @@ def linear(x: Tensor, weight: DTensor, bias: Tensor | None, has: Settings, state
         return DTensor.from_local(y, mesh, [Replicate()], run_check=False)
     if not isinstance(placement, Shard):
         raise UserError(f"The weight of the layer {has.name!r} is placed as {placement}, and only parts of it can be cast.")
-    check(has.name, weight, has.transposed, {operand: filter(None, [getattr(precision, operand)]) for operand in OPERANDS})
+    check(has.name, weight, has.transposed, {operand: filter(None, precision.casts_of(operand)) for operand in OPERANDS})
     outputs, part, size = _cut_of(weight, has.transposed)
     first = part * mesh.get_local_rank()
     if outputs:
@@ -70,7 +70,7 @@ def linear(x: Tensor, weight: DTensor, bias: Tensor | None, has: Settings, state
 
 def _begun(has: Settings, operand: str, row: int, column: int) -> Settings:
     """The settings of a part whose operand begins there in the whole one."""
-    return has._replace(**{operand: getattr(has, operand)._replace(row=row, column=column)})
+    return has._replace(**{operand: getattr(has, operand).begun(row, column)})
 
 
 def _placed(x: Tensor, mesh: DeviceMesh, placement: Replicate | Shard) -> DTensor:

@@ -9,6 +9,7 @@ Shapes: x_TH are T tokens of H features, each sent to k experts: S = T * k pairs
 
 import copy
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,12 +61,22 @@ class ExpertsLinear(nn.Module):
     """The same matrix of every expert, in one precision: what a plan calls a layer."""
 
     def __init__(
-        self, home: nn.Module, parameter: str, precision: LayerPrecision, *, name: str, seed: int, emulate: bool
+        self,
+        home: nn.Module,
+        parameter: str,
+        precision: LayerPrecision,
+        *,
+        name: str,
+        seed: int,
+        emulate: bool,
+        verified: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.name = name
         self.experts = nn.ModuleList(
-            ExpertLinear(home, parameter, index, precision, name=f"{name}.{index}", seed=seed, emulate=emulate)
+            ExpertLinear(
+                home, parameter, index, precision, name=f"{name}.{index}", seed=seed, emulate=emulate, verified=verified
+            )
             for index in range(len(getattr(home, parameter)))
         )
 

@@ -8,18 +8,20 @@ with both operands stored along the axis they are summed over, so a matrix in tw
     weight grad   dw_NK = dy_NM (x_KM)^T     sums over M     dy_NM, x_KM: the codes of dY^T and X^T
 
 x is cast for both of its products in forward, from one reading, and x_KM is what waits for backward: 1 byte an element or less.
+A precision's overrides may cast a matrix otherwise for one of its two products: then each layout is a cast of its own.
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from dither import engines, operators
+from dither import devices, engines, operators
 from dither.errors import UserError
 from dither.ops import INPUT_DTYPES
-from dither.precision import Cast, LayerPrecision
+from dither.precision import OPERANDS, Cast, LayerPrecision
 from dither.random import Stream
 
 
@@ -41,6 +43,32 @@ class Casting(NamedTuple):
     row: int = 0
     column: int = 0
     """Where the operand begins in the whole one, whose random bits it draws: see `dither.nn.cut`."""
+
+
+class Castings(NamedTuple):
+    """How an operand is cast in its two layouts, [R, C] along C and along R: alike, unless an override says otherwise."""
+
+    along: Casting = Casting()
+    across: Casting = Casting()
+
+    @property
+    def cast(self) -> bool:
+        """Whether either layout is cast."""
+        return bool(self.along.cast or self.across.cast)
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether either cast draws random bits."""
+        return self.along.stochastic or self.across.stochastic
+
+    @property
+    def whole(self) -> bool:
+        """Whether one call casts along both axes."""
+        return self.along == self.across and self.along.whole
+
+    def begun(self, row: int, column: int) -> "Castings":
+        """Return the same for a part that begins there in the whole operand."""
+        return Castings(*(each._replace(row=row, column=column) for each in self))
 
 
 class Codes(NamedTuple):
@@ -84,17 +112,38 @@ class State(NamedTuple):
 class Settings(NamedTuple):
     """A layer's precision, ready for use."""
 
-    input: Casting
-    weight: Casting
-    grad: Casting
+    input: Castings
+    """x_MK in the forward product, and x_KM in the weight gradient."""
+    weight: Castings
+    """As it is stored, [N, K] or [K, N]: along its rows, and along its columns."""
+    grad: Castings
+    """dy_MN in the input gradient, and dy_NM in the weight gradient."""
     name: str
     transposed: bool
     """Whether the weight is stored [K, N]."""
     emulate: bool
+    verified: str = ""
+    """Native units that passed the self-test on this machine, with commas between: see `dither.engines.Verified`."""
+
+    @property
+    def forward_weight(self) -> Casting:
+        """The cast of the weight in the forward product."""
+        return self.weight.across if self.transposed else self.weight.along
+
+    @property
+    def input_grad_weight(self) -> Casting:
+        """The cast of the weight in the input gradient."""
+        return self.weight.along if self.transposed else self.weight.across
 
 
 def settings(
-    precision: LayerPrecision, *, name: str = "", transposed: bool = False, emulate: bool = False, gpu: bool
+    precision: LayerPrecision,
+    *,
+    name: str = "",
+    transposed: bool = False,
+    emulate: bool = False,
+    verified: Iterable[str] = (),
+    gpu: bool,
 ) -> Settings:
     """What `linear` needs to know of a layer; `gpu` says whether codes will be made for the matrix units of one."""
 
@@ -115,7 +164,10 @@ def settings(
             measured=cast.group.kind == "tensor" and kind != "delayed" and cast.element.nan,
         )
 
-    return Settings(casting(precision.input), casting(precision.weight), casting(precision.grad), name, transposed, emulate)
+    x, w, dy = (Castings(*map(casting, precision.casts_of(operand))) for operand in OPERANDS)
+    if transposed:
+        w = Castings(w.across, w.along)
+    return Settings(x, w, dy, name, transposed, emulate, ",".join(verified))
 
 
 PURPOSES = ("input", "weight", "grad", "sample", "sample_input")
@@ -175,10 +227,7 @@ def linear(
         x_codes = _both(
             x_MK, has.input, state.input_amax, _drawn(has.input, state, 0), True, learns, dtype if autocast else None
         )
-        w_codes = state.weight
-        if w_codes is None:
-            ahead, back = (passes, True) if has.transposed else (True, passes)
-            w_codes = cast_weight(weight, has.weight, state, ahead, back, dtype if autocast else None)
+        w_codes = _weight(weight, has, state, passes, dtype if autocast else None)
         w_NK, w_KN = (w_codes.across, w_codes.along) if has.transposed else w_codes
     y_MN: Tensor = _Products.apply(  # type: ignore[no-untyped-call]
         x_MK,
@@ -230,8 +279,8 @@ class _Products(torch.autograd.Function):
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         return _product(
             "forward",
-            Codes(x_MK, x_MK_scale, x_MK_tensor), has.input,
-            Codes(w_NK, w_NK_scale, w_NK_tensor), has.weight,
+            Codes(x_MK, x_MK_scale, x_MK_tensor), has.input.along,
+            Codes(w_NK, w_NK_scale, w_NK_tensor), has.forward_weight,
             x.shape[1], bias, dtype, has,
         )  # fmt: skip
 
@@ -251,10 +300,12 @@ class _Products(torch.autograd.Function):
         along, across = _both(dy, has.grad, amax, place, need_x, need_w, None)
         if along is not None:  # dx_MK = dy_MN (w_KN)^T
             w = Codes(w_KN, w_KN_scale, w_KN_tensor)
-            dx = _product("input_grad", along, has.grad, w, has.weight, dy.shape[1], None, x_dtype, has)
+            dx = _product("input_grad", along, has.grad.along, w, has.input_grad_weight, dy.shape[1], None, x_dtype, has)
         if across is not None:  # dw_NK = dy_NM (x_KM)^T, or its transpose
             x = Codes(x_KM, x_KM_scale, x_KM_tensor)
-            left, right = ((x, has.input), (across, has.grad)) if has.transposed else ((across, has.grad), (x, has.input))
+            left, right = (across, has.grad.across), (x, has.input.across)
+            if has.transposed:
+                left, right = right, left
             dw = _product("weight_grad", *left, *right, dy.shape[0], None, w_dtype, has)
         if need_bias:
             dbias = dy.sum(0, dtype=bias_dtype)
@@ -271,10 +322,30 @@ def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> 
 
 
 def cast_weight(
-    weight: Tensor, how: Casting, state: State, along: bool, across: bool, dtype: torch.dtype | None = None
+    weight: Tensor, how: Castings, state: State, along: bool, across: bool, dtype: torch.dtype | None = None
 ) -> Layouts:
     """A weight's layouts. Its rows are its own, not those of a batch."""
     return _both(weight, how, state.weight_amax, _drawn(how, state, 1, moved=False), along, across, dtype)
+
+
+def only_cast(layouts: Layouts, how: Castings) -> Layouts:
+    """Layouts without those that are not cast: the weight itself is at hand when it is multiplied."""
+    return Layouts(layouts.along if how.along.cast else None, layouts.across if how.across.cast else None)
+
+
+def _weight(weight: Tensor, has: Settings, state: State, passes: bool, dtype: torch.dtype | None) -> Layouts:
+    """The weight's layouts: those that somebody holds, and the others cast now; one that is not cast is taken in `dtype`."""
+    along, across = (passes, True) if has.transposed else (True, passes)
+    if state.weight is None:
+        return cast_weight(weight, has.weight, state, along, across, dtype)
+    if has.weight.along.cast and has.weight.across.cast:
+        return state.weight
+    held = [
+        Codes(codes.values if dtype is None else codes.values.to(dtype)) if codes is not None and not how.cast else codes
+        for codes, how in zip(state.weight, has.weight, strict=True)
+    ]
+    made = cast_weight(weight, has.weight, state, along and held[0] is None, across and held[1] is None, dtype)
+    return Layouts(held[0] or made.along, held[1] or made.across)
 
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -291,13 +362,13 @@ def outputs(held: Layouts) -> Outputs:
     return along.values, along.scale, across.values.T, _turned(across.scale)
 
 
-def cast_weight_again(weight: Tensor, how: Casting, state: State, out: Outputs) -> None:
-    """Both layouts of a weight into those of an earlier cast, which stay where they are."""
+def cast_weight_again(weight: Tensor, how: Castings, state: State, out: Outputs) -> None:
+    """Both layouts of a weight, which are cast alike, into those of an earlier cast, which stay where they are."""
     (given, largest), drawn = state.weight_amax, _drawn(how, state, 1, moved=False)
-    operators.quantize_both_into(weight.detach(), how.cast, given, how.container, drawn, largest, out)
+    operators.quantize_both_into(weight.detach(), how.along.cast, given, how.along.container, drawn, largest, out)
 
 
-def _drawn(how: Casting, state: State, operand: int, *, moved: bool = True) -> Tensor | None:
+def _drawn(how: Castings, state: State, operand: int, *, moved: bool = True) -> Tensor | None:
     """Where a stochastic cast draws; None for others."""
     return drawn(state, operand, moved=moved) if how.stochastic else None
 
@@ -311,9 +382,25 @@ def drawn(state: State, purpose: int, *, moved: bool = True) -> Tensor:
 
 
 def _both(
-    x: Tensor, how: Casting, amax: Amax, place: Tensor | None, along: bool, across: bool, dtype: torch.dtype | None
+    x: Tensor, how: Castings, amax: Amax, place: Tensor | None, along: bool, across: bool, dtype: torch.dtype | None
 ) -> Layouts:
     """The matrix x [R, C] cast along C, along R, or both, as asked; uncast it is taken in `dtype` (its own, if None)."""
+    if how.along == how.across:
+        return _alike(x, how.along, amax, place, along, across, dtype)
+    # Magnitudes of earlier steps are for delayed scaling alone, and random bits for stochastic casts.
+    one, other = (
+        _alike(x, each, amax if each.delayed else Amax(), place if each.stochastic else None, *asked, dtype)
+        for each, asked in ((how.along, (along, False)), (how.across, (False, across)))
+    )
+    return Layouts(one.along, other.across)
+
+
+def _alike(
+    x: Tensor, how: Casting, amax: Amax, place: Tensor | None, along: bool, across: bool, dtype: torch.dtype | None
+) -> Layouts:
+    """The same for layouts that are cast alike."""
+    if not (along or across):
+        return Layouts(None, None)
     if not how.cast:
         x = x.detach() if dtype is None else x.detach().to(dtype)
         return Layouts(Codes(x) if along else None, Codes(x.T) if across else None)
@@ -369,7 +456,7 @@ def _product(
     # Fast accumulation in forward only, and only of what is FP8 by itself: gradients and FP4 sums keep all their bits.
     fast = which == "forward" and not a_how.container and not b_how.container
     if torch.compiler.is_compiling() and a.values.is_cuda and not has.emulate and a.scale is not None and b.scale is not None:
-        scaling = _compiled_scaling(a_how.stored, b_how.stored, a.values.device.index)
+        scaling = _compiled_scaling(a_how.stored, b_how.stored, a.values.device, has.verified)
         if scaling and not (b.values.shape[0] % engines.ALIGNMENT or length % engines.ALIGNMENT) and a.values.numel():
             # What the operator below would call: as torch's own operation it costs the host a fraction of the time.
             inside = None if bias is None or dtype == torch.float32 else bias.to(dtype)
@@ -380,13 +467,13 @@ def _product(
     where = f"{_where(has)}, {which.replace('_', ' ')} product"
     result: Tensor = torch.ops.dither.product(
         a.values, a.scale, a.tensor_scale, a_how.stored, b.values, b.scale, b.tensor_scale, b_how.stored,
-        length, bias, dtype, fast, has.emulate, where,
+        length, bias, dtype, fast, has.emulate, where, has.verified,
     )  # fmt: skip
     return result
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _compiled_scaling(a: str, b: str, device: int) -> str:
+def _compiled_scaling(a: str, b: str, device: torch.device, verified: str) -> str:
     """How FP8 units scale these operands, if by tensor or by row both of them; else "", and the operator decides."""
     if not a or not b:
         return ""
@@ -395,9 +482,10 @@ def _compiled_scaling(a: str, b: str, device: int) -> str:
     if kinds not in ({"tensor"}, {"row"}):
         return ""
     try:
-        return engines.engine_for(left, right, (16, 16, 16), torch.cuda.get_device_capability(device)).scaling
+        engine = engines.engine_for(left, right, (16, 16, 16), devices.capability_of(device), verified=verified.split(","))
     except UserError:
         return ""
+    return engine.scaling if engine.name.startswith("fp8") else ""
 
 
 def _where(has: Settings) -> str:

@@ -1,15 +1,15 @@
 """A linear layer with a precision."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dither import operators
-from dither.engines import ALIGNMENT, PRODUCTS, engine_for
+from dither import devices, operators
+from dither.engines import ALIGNMENT, engines_of
 from dither.errors import UserError
 from dither.nn import cut, functional, hints, histories, sampling
 from dither.nn.cut import local
@@ -44,8 +44,9 @@ class Linear(nn.Linear):
     """`nn.Linear` whose three products run in the precision of a `LayerPrecision`; with no casts it is `nn.Linear`.
 
     `name` and `seed` say which random bits casts and samplings draw: give each layer its name in the model. `emulate`
-    multiplies dequantized numbers in float32 on a GPU too. `compute` is what a sampled weight is kept in for a step: that of
-    autocast, or "fp32" for the weight's own type. Input [..., in_features], output [..., out_features].
+    multiplies dequantized numbers in float32 on a GPU too; `verified` names native units that passed the self-test there
+    (`dither.engines`). `compute` is what a sampled weight is kept in for a step: that of autocast, or "fp32" for the weight's
+    own type. Input [..., in_features], output [..., out_features].
 
     >>> import torch, dither
     >>> from dither.precision import LayerPrecision
@@ -88,16 +89,24 @@ class Linear(nn.Linear):
         seed: int = 0,
         emulate: bool = False,
         compute: Literal["fp32", "bf16", "fp16"] = "fp32",
+        verified: Sequence[str] = (),
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         if compute not in COMPUTE:
             raise UserError(f"The compute of the layer {name!r} is one of {', '.join(map(repr, COMPUTE))}, not {compute!r}.")
-        self._begin(precision, name, seed, emulate, transposed=False)
+        self._begin(precision, name, seed, emulate, transposed=False, verified=verified)
         self.compute = compute
 
     @classmethod
     def adopt(
-        cls, module: nn.Module, precision: LayerPrecision, *, name: str = "", seed: int = 0, emulate: bool = False
+        cls,
+        module: nn.Module,
+        precision: LayerPrecision,
+        *,
+        name: str = "",
+        seed: int = 0,
+        emulate: bool = False,
+        verified: Sequence[str] = (),
     ) -> "Linear":
         """A Linear in place of `module`: the same Parameter objects, hooks and mode.
 
@@ -126,12 +135,23 @@ class Linear(nn.Linear):
             new.__dict__[owned] = dict(module.__dict__[owned])
         new._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
         new.in_features, new.out_features = weight.shape if transposed else reversed(weight.shape)
-        new._begin(precision, name, seed, emulate, transposed)
+        new._begin(precision, name, seed, emulate, transposed, verified)
         return new
 
-    def _begin(self, precision: LayerPrecision, name: str, seed: int, emulate: bool, transposed: bool) -> None:
+    def _begin(
+        self,
+        precision: LayerPrecision,
+        name: str,
+        seed: int,
+        emulate: bool,
+        transposed: bool,
+        verified: Sequence[str] = (),
+    ) -> None:
         self.name, self.seed, self.emulate, self.transposed = name, seed, emulate, transposed
         self._begin_draws()
+        self.verified = tuple(verified)
+        self.fallback: Literal["error", "bf16", "emulate"] = "error"  # what conversion does where no units take the precision
+        self._emulates = False  # whether it did so by emulation
         self._inside = False  # whether a training_step is under way
         self._holds = False  # whether the held buffers are those of this step
         self._held_version = 0
@@ -158,14 +178,21 @@ class Linear(nn.Linear):
         self._begin_state(self.weight.device)
         self._hows = {
             (of, dtype, master): sampling.how(chosen, cast, dtype, master)
-            for of, cast in (("sampling", precision.weight), ("input_sampling", precision.input))
+            for of, cast in (("sampling", self._forward_cast("weight")), ("input_sampling", self._forward_cast("input")))
             if (chosen := getattr(precision, of)) is not None
             for dtype in sampling.FORMATS
             for master in sampling.FORMATS
         }
         self._settings, self._nameless = (
             tuple(
-                functional.settings(precision, name=name, transposed=self.transposed, emulate=self.emulate, gpu=gpu)
+                functional.settings(
+                    precision,
+                    name=name,
+                    transposed=self.transposed,
+                    emulate=self.emulate or self._emulates,
+                    verified=self.verified,
+                    gpu=gpu,
+                )
                 for gpu in (False, True)
             )
             for name in (self.name, "")
@@ -231,7 +258,12 @@ class Linear(nn.Linear):
             self.register_buffer(f"{operand}_history", history)
             self.register_buffer(f"_{operand}_amax", zero if delayed else None, persistent=False)
             self.register_buffer(f"_{operand}_largest", zero.clone() if delayed else None, persistent=False)
-        stochastic = {operand for operand, cast in casts.items() if cast is not None and cast.round.kind == "stochastic"}
+        stochastic = {
+            operand
+            for operand in OPERANDS
+            for cast in self.precision.casts_of(operand)
+            if cast is not None and cast.round.kind == "stochastic"
+        }
         draws = bool(stochastic) or self.precision.sampled
         # Whether bits depend on the rows of the batch; those of a weight depend on the step alone.
         self._draws_rows = bool(stochastic & {"input", "grad"}) or self.precision.input_sampling is not None
@@ -243,19 +275,14 @@ class Linear(nn.Linear):
 
     def engines(self, device: torch.device | str, tokens: int = ALIGNMENT) -> dict[str, str]:
         """The engine of each product on `device`; a UserError says why one cannot run there."""
-        device = torch.device(device)
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" and not self.emulate else None
-        x, w, dy = (getattr(self.precision, operand) for operand in OPERANDS)
-        K, N, M = self.in_features, self.out_features, -(-tokens // ALIGNMENT) * ALIGNMENT
-        pairs: tuple[tuple[Cast | None, Cast | None, tuple[int, int, int]], ...]
-        pairs = ((x, w, (M, N, K)), (dy, w, (M, K, N)), (x, dy, (K, N, M)) if self.transposed else (dy, x, (N, K, M)))
-        found: dict[str, str] = {}
-        for product, (a, b, size) in zip(PRODUCTS, pairs, strict=True):
-            try:
-                found[product] = engine_for(a, b, size, capability).name
-            except UserError as error:
-                raise UserError(f"The layer {self.name!r}, {product.replace('_', ' ')} product: {error}.") from None
-        return found
+        capability = None if self.emulate or self._emulates else devices.capability_of(torch.device(device))
+        size = (-(-tokens // ALIGNMENT) * ALIGNMENT, self.out_features, self.in_features)
+        plain = "fp16" if self.compute == "fp16" else "bf16"
+        try:
+            found = engines_of(self.precision, size, capability, plain, self.verified, self.transposed)
+        except UserError as error:
+            raise UserError(f"The layer {self.name!r}, {error}.") from None
+        return {product: str(engine) for product, engine in found.items()}
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
@@ -287,7 +314,7 @@ class Linear(nn.Linear):
         assert bitwidth is not None
         self._check_sampled(bitwidth, dtype or weight.dtype)
         # A cast takes w_hat before it has been rounded to any other type.
-        kept = torch.float32 if settings.weight.cast else dtype or weight.dtype
+        kept = torch.float32 if self._forward_cast("weight") else dtype or weight.dtype
         has = self._how_of("sampling", kept, weight.dtype)
         draw = self._draw if self._inside else functional.drawn(state, functional.PURPOSES.index("sample"), moved=False)
         if isinstance(weight, DTensor):
@@ -330,7 +357,7 @@ class Linear(nn.Linear):
 
     def _check_sampled(self, bitwidth: Tensor, dtype: torch.dtype) -> None:
         self._check_float32("bitwidth", bitwidth)
-        if self._inside and self.precision.weight is None and dtype != self._kept_dtype():
+        if self._inside and self._forward_cast("weight") is None and dtype != self._kept_dtype():
             raise UserError(
                 f"The layer {self.name!r} computes in {dtype}, and this training_step samples its weight for "
                 f"compute={self.compute!r}: convert by a plan whose compute is what autocast has, or 'fp32' without autocast."
@@ -349,7 +376,7 @@ class Linear(nn.Linear):
 
     def _how(self, of: str) -> How:
         """The sampling as a training_step does it."""
-        cast = self.precision.weight if of == "sampling" else self.precision.input
+        cast = self._forward_cast("weight" if of == "sampling" else "input")
         master = self.weight.dtype if of == "sampling" else torch.float32
         return self._how_of(of, self._kept_dtype() if cast is None else torch.float32, master)
 
@@ -361,6 +388,10 @@ class Linear(nn.Linear):
                 f"{master if master not in sampling.FORMATS else kept}: convert the model to one of these."
             )
         return self._hows[of, kept, master]
+
+    def _forward_cast(self, operand: str) -> Cast | None:
+        """Return what becomes of a sampled operand in the forward product: it is sampled for that, also where backward casts it."""
+        return self.precision.cast("forward", operand)
 
     def _state(self, settings: Settings, tokens: int) -> State:
         if not self._delayed and self._place is None and not self._inside:
@@ -429,7 +460,8 @@ class Linear(nn.Linear):
                 functional.cast_weight_again(weight, settings.weight, state, self._outputs)
             else:
                 layouts = functional.cast_weight(weight, settings.weight, state, along=True, across=True)
-                for name, new in zip(HELD, (part for codes in layouts for part in codes), strict=True):  # type: ignore[union-attr]
+                layouts = layouts if samples else functional.only_cast(layouts, settings.weight)
+                for name, new in zip(HELD, (part for codes in layouts for part in codes or [None] * 3), strict=True):
                     old = getattr(self, name)
                     if old is not None and new is not None and old.shape == new.shape and old.dtype == new.dtype:
                         old.copy_(new)
@@ -440,20 +472,19 @@ class Linear(nn.Linear):
     def _hold_sample(self) -> Tensor:
         """This step's w_hat; it is kept, unless it is cast and only its codes will be."""
         has, weight = self._how("sampling"), self.weight.detach()
-        dtype = self._kept_dtype() if self.precision.weight is None else torch.float32
+        dtype = self._kept_dtype() if self._forward_cast("weight") is None else torch.float32
         if self._w_hat is not None and self._w_hat.dtype == dtype and self._w_hat.shape == weight.shape:
             operators.sample_into(weight, self._b_t, self._draw, has.kind, has.block, (self._w_hat, self._w_amax))
             return self._w_hat
         w_hat, amax = sampling.sample(weight, self._b_t, self._draw, has, dtype)
         keep([(self, "_w_amax", amax)])
-        if self.precision.weight is None:
+        if self._forward_cast("weight") is None:
             self._w_hat = w_hat
         return w_hat
 
     def _held(self) -> Layouts:
-        if self._held_along_values is None:
-            return Layouts(None, None)
-        return Layouts(*(Codes(*(getattr(self, name) for name in half)) for half in (HELD[:3], HELD[3:])))
+        halves = [[getattr(self, name) for name in half] for half in (HELD[:3], HELD[3:])]
+        return Layouts(*(None if half[0] is None else Codes(*half) for half in halves))
 
     def _check_held(self) -> None:
         if self._holds and self.weight._version != self._held_version:
@@ -516,7 +547,7 @@ class Linear(nn.Linear):
         """What follows from the histories."""
         histories = {operand: getattr(self, f"{operand}_history") for operand in self._delayed}
         for operand, history in histories.items():
-            cast: Cast = getattr(self.precision, operand)
+            cast: Cast = getattr(self.precision, operand)  # overrides have no history
             getattr(self, f"_{operand}_amax").copy_(scaling.delayed_amax(history, cast.scaling))
         self._measures = not all(bool(history.any()) for history in histories.values())
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import tyro
 
-from dither.compare import BASE, precision_of
+from dither.arms import precision_of
 from dither.doctor import print_table
 from dither.errors import UserError
 from dither.evaluate.command import parse_cast
@@ -23,6 +23,7 @@ from dither.train import config as configs
 from dither.train.config import Config, Precision
 from dither.train.distributed import joined
 from dither.train.job import Job, open_corpus
+from dither.trials import BASE
 
 CASTS = ("e4m3", "e2m1")
 """What weights are inspected for unless casts are named."""

@@ -19,7 +19,7 @@ from dither.numerics.report import WeightUpdate, finite
 from dither.numerics.updates import weight_and_update
 from dither.operators import implementation
 from dither.optim import AdamMini, AdamW, roles
-from dither.optim.adamw import MEANING
+from dither.optim.options import MEANING
 from dither.precision import Cast, LayerPrecision, Plan
 from dither.reference.adamw import FORMATS
 from dither.reference.numerics import COUNTS, SAMPLE, cast_counts, update_counts

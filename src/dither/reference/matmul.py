@@ -1,4 +1,8 @@
-"""What a product of cast operands means: dequantize both to float32, multiply and add in float32, round once at the end."""
+"""What a product of cast operands means: dequantize both to float32, multiply and add in float32, round once at the end.
+
+Two INT8 operands with scales of tensors or rows have a sharper meaning, which every engine gives bit for bit: the sums of
+their integers are exact, and are scaled afterwards, by A's scale first.
+"""
 
 from dataclasses import dataclass
 
@@ -6,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dither.engines import engine_for
 from dither.precision import Cast
 from dither.reference import quantize
+from dither.reference.scaling import loaded_scale
 
 
 @dataclass(frozen=True)
@@ -39,16 +45,40 @@ def numbers(operand: Operand) -> Tensor:
 
 
 def product(
-    a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, *, fast: bool, emulate: bool, where: str
+    a: Operand,
+    b: Operand,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    fast: bool,
+    emulate: bool,
+    where: str,
+    verified: str = "",
 ) -> Tensor:
     """A B^T + bias, [P, Q] in `dtype`, from A [P, L], B [Q, L] and bias [Q]. Two plain operands are nn.Linear's product.
 
-    This is what other engines are held against: `fast` would allow narrow accumulators, `emulate` asks for float32, and `where`
-    names the product in errors.
+    This is what other engines are held against: `fast` would allow narrow accumulators, `emulate` asks for float32, `verified`
+    names units of GPUs, and `where` names the product in errors.
     """
     # Under autocast torch would quietly multiply in 16 bits.
     with torch.autocast(a.values.device.type, enabled=False):
         if a.cast is None and b.cast is None:
             return functional.linear(a.values, b.values, None if bias is None else bias.to(a.values.dtype)).to(dtype)
+        if engine_for(a.cast, b.cast, (*a.shape, b.shape[0]), None).name == "int8":
+            # float64 holds integers up to 2^53, so these sums are exact in any order.
+            return scaled_sums((a.values.double() @ b.values.double().T).float(), a, b, bias, dtype)
         result = numbers(a) @ numbers(b).T
     return (result if bias is None else result + bias.float()).to(dtype)
+
+
+def scaled_sums(sums: Tensor, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """((sums * A's scale) * B's scale + bias) in `dtype`: each operation rounds to float32, the last one to `dtype`.
+
+    `sums` [P, Q] are float32, so integers above 2^24 have been rounded. A scale is that of the tensor, or [P, 1].
+    """
+    if a.scale is not None:
+        sums = sums * loaded_scale(a.scale)
+    if b.scale is not None:
+        scale = loaded_scale(b.scale)
+        sums = sums * (scale.T if scale.dim() == 2 else scale)
+    return (sums if bias is None else sums + bias.float()).to(dtype)

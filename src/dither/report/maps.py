@@ -99,10 +99,10 @@ def _grid(cells: Mapping[tuple[str, str, str], Cell]) -> Grid:
 
 
 def _cast_cell(precision: LayerPrecision, operand: str, compute: str) -> Cell:
-    cast = getattr(precision, operand)
+    texts = [compute if cast is None else cast.format for cast in precision.casts_of(operand)]
     sampling = {"input": precision.input_sampling, "weight": precision.sampling}.get(operand)
-    text = compute if cast is None else cast.format
-    style = f"bits{_family(text)}" + (" second" if text in ("e5m2", "e3m4", "int8", "e3m2", "int4", "fp16") else "")
+    text = "|".join(dict.fromkeys(texts))  # both where its two products differ
+    style = f"bits{_family(texts[0])}" + (" second" if texts[0] in ("e5m2", "e3m4", "int8", "e3m2", "int4", "fp16") else "")
     if sampling is not None:
         text, style = f"{text} sampled", f"{style} sampled"
     return Cell(text, precision.cell(operand), style)

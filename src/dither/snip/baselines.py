@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from dither.errors import UserError
-from dither.precision import OPERANDS, PARTS, matches
+from dither.precision import OPERANDS, PARTS, PRODUCTS, Cast, matches
 from dither.random import Stream
 from dither.snip.efficiency import efficiency
 from dither.snip.options import Option
@@ -115,16 +115,19 @@ def _until(order: Sequence[int], statistics: Statistics, options: Sequence[Optio
 
 
 def _ends(options: Sequence[Option]) -> tuple[int, int]:
-    """The options with the most and with the fewest bits in all operands together."""
-    bits = [sum(16 if cast is None else cast.element.bits for cast in option.casts.values()) for option in options]
+    """The options with the most and with the fewest bits in all operands of all products together."""
+    bits = [
+        sum(16 if cast is None else cast.element.bits for product in PRODUCTS for cast in option.precision.casts(product))
+        for option in options
+    ]
     return bits.index(max(bits)), bits.index(min(bits))
 
 
 def _errors(statistics: Statistics, options: Sequence[Option], *, relative: bool) -> list[list[float]]:
-    """The sum of the errors of an option's casts, for each layer."""
+    """The sum of the errors of an option's casts, for each layer; an operand counts with the mean of its two products."""
 
-    def error(layer: int, operand: str, option: Option) -> float:
-        cast, of = option.casts[operand], statistics.layers[layer]
+    def error(layer: int, operand: str, cast: Cast | None) -> float:
+        of = statistics.layers[layer]
         if cast is None:
             return 0.0
         found = of.errors.get(operand, {}).get(str(cast))
@@ -134,7 +137,12 @@ def _errors(statistics: Statistics, options: Sequence[Option], *, relative: bool
         return found / norm if norm else 0.0  # a tensor of zeros is cast without error
 
     return [
-        [math.fsum(error(layer, operand, option) for operand in OPERANDS) for option in options]
+        [
+            math.fsum(
+                sum(error(layer, operand, cast) for cast in option.precision.casts_of(operand)) / 2 for operand in OPERANDS
+            )
+            for option in options
+        ]
         for layer in range(len(statistics.layers))
     ]
 

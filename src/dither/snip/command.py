@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dither import doctor
 from dither.data import Batch
 from dither.errors import UserError
+from dither.nn.convert import Fallback
 from dither.precision import Plan, did_you_mean, matches
 from dither.random import Stream
 from dither.snip.baselines import BASELINES, random
@@ -54,6 +55,8 @@ def plan(
     seed: int = 0,
     batches: int = 1,
     device: str | None = None,
+    emulate: bool = False,
+    fallback: Fallback | None = None,
     times: str = "times.json",
     scores: str | None = None,
     output: Output = None,
@@ -82,6 +85,8 @@ def plan(
         seed: Of the noise, of stochastic casts, and of the method random.
         batches: How many micro-batches are tried.
         device: Where, in place of the run's own device.
+        emulate: Multiply dequantized numbers in float32 on a GPU too, whatever the run's own setting is.
+        fallback: What becomes of a layer that no matrix units take as the run casts it, in place of the run's own setting.
         times: With --cost time, the file that keeps what was measured.
         scores: A file to write the estimates to, as JSON.
         output: A file to write the plan to.
@@ -92,7 +97,7 @@ def plan(
         raise UserError(f"--rows, --loss-weight and --update-weight are SNIP's, and --method {method} has no use for them.")
     given = combinations(options)
     goal = Goal(target=target, stages=_stages(stages), balance=balance, pinned=pins(pin))
-    with _opened(run, device) as opened:
+    with _opened(run, device, emulate, fallback) as opened:
         found = opened.score(given, "direct" if method != "snip" else probe, batches, seed, rows)
     if cost == "time":
         shapes = [(layer.M, layer.N, layer.K) for layer in found.statistics.layers]
@@ -151,6 +156,8 @@ def verify(
     batches: int = 4,
     loss_batches: int = 12,
     device: str | None = None,
+    emulate: bool = False,
+    fallback: Fallback | None = None,
     output: Output = None,
 ) -> int:
     """Try every option of every layer for real and say how well each probe ranks them, or try a whole plan.
@@ -168,10 +175,12 @@ def verify(
         batches: How many micro-batches the truth is measured on.
         loss_batches: How many more that of the loss alone is measured on, which varies more from one to the next.
         device: Where, in place of the run's own device.
+        emulate: Multiply dequantized numbers in float32 on a GPU too, whatever the run's own setting is.
+        fallback: What becomes of a layer that no matrix units take as the run casts it, in place of the run's own setting.
         output: A file to write all numbers to, as JSON.
     """
     given = combinations(options)
-    with _opened(run, device) as opened:
+    with _opened(run, device, emulate, fallback) as opened:
         if plan is not None:
             print(_tried(opened, Plan.load(plan), given, probe[0], batches, seed, rows))
             return 0
@@ -208,6 +217,8 @@ def trade_off(
     seed: int = 0,
     batches: int = 1,
     device: str | None = None,
+    emulate: bool = False,
+    fallback: Fallback | None = None,
 ) -> int:
     """Show what every target costs: plans from nothing to all that can be saved, from one estimate.
 
@@ -224,10 +235,12 @@ def trade_off(
         seed: Of the noise and of stochastic casts.
         batches: How many micro-batches are tried.
         device: Where, in place of the run's own device.
+        emulate: Multiply dequantized numbers in float32 on a GPU too, whatever the run's own setting is.
+        fallback: What becomes of a layer that no matrix units take as the run casts it, in place of the run's own setting.
     """
     _check_quality(power, loss_weight, update_weight)
     given, sizes = combinations(options), _stages(stages)
-    with _opened(run, device) as opened:
+    with _opened(run, device, emulate, fallback) as opened:
         found = opened.score(given, probe, batches, seed, rows)
     layers = found.statistics.layers
     shares = efficiency(layers, given)
@@ -284,7 +297,7 @@ class _Opened:
 
 
 @contextmanager
-def _opened(path: str, device: str | None) -> Iterator[_Opened]:
+def _opened(path: str, device: str | None, emulate: bool, fallback: Fallback | None) -> Iterator[_Opened]:
     """A run's newest whole checkpoint, or the checkpoint that is named, loaded as training loads it."""
     given = Path(path)
     folder = next((each for each in (given, given.parent.parent) if (each / CONFIG).is_file()), None)
@@ -292,6 +305,8 @@ def _opened(path: str, device: str | None) -> Iterator[_Opened]:
         raise UserError(f"{path!r} is neither a run's folder, with its {CONFIG}, nor a checkpoint of one.")
     changes = [f"run.out={config.toml(str(folder))}", "run.compile=false"]
     changes += [] if device is None else [f"run.device={config.toml(device)}"]
+    changes += ["precision.emulate=true"] if emulate else []
+    changes += [] if fallback is None else [f"precision.fallback={config.toml(fallback)}"]
     run = config.override(config.load(folder / CONFIG), changes)
     with joined(run.run.device) as ranks:
         if ranks.world > 1:

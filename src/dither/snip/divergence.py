@@ -31,7 +31,7 @@ def loss_divergence(layer: LayerStatistics, option: Option, loss: float, *, rows
     """
     parts = []
     for operand, gradient in (("input", "dx"), ("weight", "dw")):
-        cast = getattr(option, operand)
+        cast = option.cast("forward", operand)
         if rows:
             parts.append(0.0 if cast is None else layer.rows[operand][str(cast)])
         else:
@@ -46,8 +46,8 @@ def gradient_error(layer: LayerStatistics, option: Option) -> float:
 
     With M = 4, |dY| = 2, |err X| = 0.4, |X| = 5 and |err dY| = 0.1 that is sqrt((0.64 + 0.25) / 4) = 0.4717.
     """
-    x = layer.norms["dy"] * layer.error("input", option.input)
-    dy = layer.norms["x"] * layer.error("grad", option.grad)
+    x = layer.norms["dy"] * layer.error("input", option.cast("weight_grad", "input"))
+    dy = layer.norms["x"] * layer.error("grad", option.cast("weight_grad", "grad"))
     return math.hypot(x, dy) / math.sqrt(layer.M)
 
 
@@ -56,8 +56,8 @@ def output_deviation(layer: LayerStatistics, option: Option) -> float:
 
     With s_X = 0.1, |W| = 4, N = 2, s_W = 0.05, |X| = 6 and M = 4 that is sqrt(0.08 + 0.0225) = 0.3202.
     """
-    x = layer.deviation("input", option.input) * layer.norms["w"] / math.sqrt(layer.N)
-    w = layer.deviation("weight", option.weight) * layer.norms["x"] / math.sqrt(layer.M)
+    x = layer.deviation("input", option.cast("forward", "input")) * layer.norms["w"] / math.sqrt(layer.N)
+    w = layer.deviation("weight", option.cast("forward", "weight")) * layer.norms["x"] / math.sqrt(layer.M)
     return math.hypot(x, w)
 
 
@@ -66,8 +66,8 @@ def input_gradient_deviation(layer: LayerStatistics, option: Option) -> float:
 
     With s_dY = 0.1, |W| = 4, K = 4, s_W = 0.05, |dY| = 6 and M = 4 that is sqrt(0.04 + 0.0225) = 0.25.
     """
-    dy = layer.deviation("grad", option.grad) * layer.norms["w"] / math.sqrt(layer.K)
-    w = layer.deviation("weight", option.weight) * layer.norms["dy"] / math.sqrt(layer.M)
+    dy = layer.deviation("grad", option.cast("input_grad", "grad")) * layer.norms["w"] / math.sqrt(layer.K)
+    w = layer.deviation("weight", option.cast("input_grad", "weight")) * layer.norms["dy"] / math.sqrt(layer.M)
     return math.hypot(dy, w)
 
 

@@ -20,7 +20,7 @@ import torch
 
 from dither.errors import UserError
 from dither.nn import Linear
-from dither.precision import Cast
+from dither.precision import PRODUCTS, Cast
 from dither.snip.options import Option
 from dither.snip.statistics import LayerStatistics
 
@@ -29,9 +29,6 @@ Shape = tuple[int, int, int]
 
 SPEEDS: Mapping[int, float] = MappingProxyType({32: 0.5, 16: 1.0, 8: 2.0, 6: 2.0, 4: 4.0})
 """How fast matrix units multiply operands of so many bits, BF16 = 1. FP6 runs as fast as FP8 on the GPUs that have it."""
-
-PRODUCTS = (("input", "weight"), ("grad", "weight"), ("grad", "input"))
-"""The operands of the forward product, the input gradient and the weight gradient."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,10 @@ def costs(
         return [[cost.of(layer, option) for option in options] for layer in layers]
     if cost != "flops":
         raise UserError(f"A cost is 'flops' or the Times of dither.snip.measure_times, not {cost!r}.")
-    per_product = [[1 / min(_speed(getattr(option, each), speeds) for each in pair) for pair in PRODUCTS] for option in options]
+    per_product = [
+        [1 / min(_speed(cast, speeds) for cast in option.precision.casts(product)) for product in PRODUCTS]
+        for option in options
+    ]
     return [[share * math.fsum(products) / 3 for products in per_product] for share in shares(layers)]
 
 
@@ -92,7 +92,7 @@ def efficiency(
     if isinstance(cost, Times):
         possible = math.fsum(slow - min(row) for slow, row in zip(most, taken, strict=True))
     else:  # that of the narrowest format for all operands, whether or not there is an option of it
-        found = {_speed(cast, speeds) for option in options for cast in option.casts.values()}
+        found = {_speed(cast, speeds) for option in options for each in PRODUCTS for cast in option.precision.casts(each)}
         possible = 1 / min(found) - 1 / max(found)
         most = [share / min(found) for share in shares(layers)]
     if possible <= 0:

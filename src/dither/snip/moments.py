@@ -569,16 +569,12 @@ def _moments(
     optimizer: torch.optim.Optimizer, weight: Tensor, state: dict[str, Any], group: dict[str, Any], number: int
 ) -> Moments:
     found = stored(optimizer, weight, group, number)
-    numbers: Any = (int(state["step"]) + 1, float(group["lr"]), tuple(group["betas"]), group["eps"])
+    t, lr, betas, eps = int(state["step"]) + 1, float(group["lr"]), tuple(group["betas"]), group["eps"]
+    decay = largest = None
     if isinstance(optimizer, torch.optim.Adam):  # torch's AdamW is one, with decoupled decay
         decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
-        return Moments(
-            found.m,
-            found.v,
-            *numbers,
-            largest=_wide(state, "max_exp_avg_sq") if group["amsgrad"] else None,
-            decay=None if decoupled else _coupled(weight, group),
-            maximize=group["maximize"],
-        )
+        decay = None if decoupled else _coupled(weight, group)
+        largest = _wide(state, "max_exp_avg_sq") if group["amsgrad"] else None
     # One of another library that has AdamW's states is taken for AdamW.
-    return Moments(found.m, found.v, *numbers, found.runs, found.transposed, maximize=bool(group.get("maximize")))
+    maximize = bool(group.get("maximize"))
+    return Moments(found.m, found.v, t, lr, betas, eps, found.runs, found.transposed, largest, decay, maximize)

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from dither.engines import engine_for
+from dither.engines import engines_of
 from dither.errors import UserError
-from dither.precision import OPERANDS, Cast, LayerPrecision, did_you_mean
+from dither.precision import OPERANDS, Cast, LayerPrecision, Override, did_you_mean
 from dither.recipes import RECIPES
 
 LEVELS: Mapping[str, LayerPrecision] = MappingProxyType(
@@ -33,43 +33,51 @@ class Option:
     """A cast for each operand of a layer; None leaves one uncast."""
 
     name: str
-    """The levels of input, weight and gradient, such as "fp4/fp8/fp4"."""
+    """The levels of input, weight and gradient, such as "fp4/fp8/fp4", or the level whose casts differ by product."""
     input: Cast | None
     weight: Cast | None
     grad: Cast | None
-
-    @property
-    def casts(self) -> dict[str, Cast | None]:
-        """The casts by operand."""
-        return {operand: getattr(self, operand) for operand in OPERANDS}
+    overrides: tuple[Override, ...] = ()
+    """Other casts of single operands in single products."""
 
     @property
     def precision(self) -> LayerPrecision:
         """The option as a plan has it."""
-        return LayerPrecision(self.input, self.weight, self.grad)
+        return LayerPrecision(self.input, self.weight, self.grad, overrides=self.overrides)
+
+    def cast(self, product: str, operand: str) -> Cast | None:
+        """Return the cast of an operand in a product."""
+        return self.precision.cast(product, operand)
 
     @property
     def runs(self) -> bool:
-        """Whether some matrix units multiply the operands of all three products exactly, if dimensions are multiples of 16."""
-        pairs = (self.input, self.weight), (self.grad, self.weight), (self.grad, self.input)
+        """Whether matrix units multiply all three products as they are, if dimensions are multiples of 128.
+
+        Units of 16 bits that scale the sums of groups are for GPUs without FP8 units: a mixture that needs them on a Hopper GPU
+        saves nothing there.
+        """
         try:
-            return all(engine_for(a, b, (128, 128, 128), HOPPER) for a, b in pairs)
+            found = engines_of(self.precision, (128, 128, 128), HOPPER)
         except UserError:
             return False
+        return not any(engine.name in ("bf16", "fp16") and engine.scaling == "group" for engine in found.values())
 
 
 def options(given: "str | Iterable[str | LayerPrecision | Option]") -> tuple[Option, ...]:
     """Combinations of levels for input, weight and gradient, the first level's first: FP8 and FP4 give 8 options.
 
     Levels are mixed where matrix units multiply the mixture: an uncast operand beside one in groups with float32 scales, as
-    those of "fp8", has no exact product in BF16 or FP8, so "bf16,fp8" are two options.
+    those of "fp8", is multiplied no faster than two uncast ones, so "bf16,fp8" are two options. A level whose casts differ by
+    product, such as "fp4-forward", is one option, and is not mixed.
 
     `given` is names with commas between, or a list of names (`bf16`, `fp8`, `fp6`, `fp4`, or a recipe's), of LayerPrecision,
-    or of both; a list of Option is taken as it is. What two levels have in common counts once: "fp4-forward" casts gradients
+    or of both; a list of Option is taken as it is. What two levels have in common counts once: "fp4-fp8grad" casts gradients
     as "fp8" does, so the two have 2 x 2 x 1 options.
 
-    >>> len(options("fp8,fp6,fp4")), len(options(["fp8", "fp4-forward"])), len(options("bf16,fp8,fp4"))
+    >>> len(options("fp8,fp6,fp4")), len(options(["fp8", "fp4-fp8grad"])), len(options("bf16,fp8,fp4"))
     (27, 4, 9)
+    >>> [option.name for option in options("fp8,fp4-forward")]
+    ['fp8/fp8/fp8', 'fp4-forward']
     >>> print(options("bf16,fp4")[1].grad)
     e2m1 tile(128) fp32 stochastic(16)
     """
@@ -77,7 +85,8 @@ def options(given: "str | Iterable[str | LayerPrecision | Option]") -> tuple[Opt
     if listed and all(isinstance(each, Option) for each in listed):
         made: tuple[Option, ...] = tuple(listed)  # type: ignore[arg-type]
     else:
-        levels = [_level(each) for each in listed]
+        every = [_level(each) for each in listed]
+        levels = [level for level in every if not level[1].overrides]
         choices: list[list[tuple[str, Cast | None]]] = []
         for operand in OPERANDS:
             found: dict[Cast | None, str] = {}
@@ -89,11 +98,16 @@ def options(given: "str | Iterable[str | LayerPrecision | Option]") -> tuple[Opt
             clear = {cast: str(cast) if names.count(name) > 1 else name for cast, name in found.items()}
             choices.append([(name, cast) for cast, name in clear.items()])
         all_of_them = (
-            Option("/".join(name for name, _ in chosen), *(cast for _, cast in chosen))
-            for chosen in itertools.product(*choices)
+            Option("/".join(names), x, w, dy)
+            for names, (x, w, dy) in (zip(*chosen, strict=True) for chosen in itertools.product(*choices))
         )
         whole = [LayerPrecision(level.input, level.weight, level.grad) for _, level in levels]
-        made = tuple(option for option in all_of_them if option.precision in whole or option.runs)
+        made = tuple(option for option in all_of_them if option.precision in whole or option.runs) if levels else ()
+        made += tuple(
+            Option(label or _formats(level), level.input, level.weight, level.grad, level.overrides)
+            for label, level in dict.fromkeys(every)
+            if level.overrides
+        )
     if len(made) < 2:
         raise UserError(f"There is nothing to choose between in {given!r}: give two levels or more, such as 'fp8,fp4'.")
     if len({option.name for option in made}) < len(made):
@@ -120,14 +134,25 @@ def _level(given: "str | LayerPrecision | Option") -> tuple[str, LayerPrecision]
     return label, precision
 
 
+def _formats(precision: LayerPrecision) -> str:
+    """The formats of input, weight and gradient; where its two products differ, both."""
+    found = []
+    for operand in OPERANDS:
+        names = ["bf16" if cast is None else cast.format for cast in precision.casts_of(operand)]
+        found.append("|".join(dict.fromkeys(names)))
+    return "/".join(found)
+
+
 def casts_of(given: Iterable[Option]) -> dict[str, tuple[Cast, ...]]:
-    """The different casts of each operand, in the options' order.
+    """The different casts of each operand in either of its products, in the options' order.
 
     >>> {operand: len(casts) for operand, casts in casts_of(options("bf16,fp8,fp4")).items()}
     {'input': 2, 'weight': 2, 'grad': 2}
     """
     given = tuple(given)
     return {
-        operand: tuple(dict.fromkeys(cast for option in given if (cast := getattr(option, operand)) is not None))
+        operand: tuple(
+            dict.fromkeys(cast for option in given for cast in option.precision.casts_of(operand) if cast is not None)
+        )
         for operand in OPERANDS
     }

@@ -196,9 +196,8 @@ def choice_of(layers: Sequence[str], options: Sequence[Option], given: Plan) -> 
     """The option of each layer that a plan has, or None where it has casts that are no option."""
     found = []
     for name in layers:
-        precision = given.for_layer(name) or LayerPrecision()
-        casts = {operand: getattr(precision, operand) for operand in OPERANDS}
-        place = next((place for place, option in enumerate(options) if option.casts == casts), None)
+        precision = replace(given.for_layer(name) or LayerPrecision(), sampling=None, input_sampling=None)
+        place = next((place for place, option in enumerate(options) if option.precision == precision), None)
         if place is None:
             return None
         found.append(place)
@@ -260,12 +259,18 @@ def picture(given: Plan) -> str:
 
 
 def bits_of(precision: LayerPrecision) -> str:
-    """The bits of input, weight and gradient; 16 where one is uncast.
+    """The bits of input, weight and gradient; 16 where one is uncast, and both where its two products differ.
 
     >>> bits_of(LayerPrecision.of("e4m3 tile(128)", None, "e2m1 tile(128)"))
     '8/16/4'
+    >>> bits_of(LayerPrecision.of("e2m1 tile(128)", "e2m1 block(128)", "e4m3 tile(128)", {"input_grad.weight": "e4m3 row"}))
+    '4/4|8/8'
     """
-    return "/".join("16" if (cast := getattr(precision, each)) is None else str(cast.element.bits) for each in OPERANDS)
+    found = []
+    for operand in OPERANDS:
+        bits = ["16" if cast is None else str(cast.element.bits) for cast in precision.casts_of(operand)]
+        found.append("|".join(dict.fromkeys(bits)))
+    return "/".join(found)
 
 
 def _parts(name: str) -> tuple[str, str, str]:

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy
 import torch
@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor
 from dither.errors import UserError
 from dither.nn import functional
 from dither.nn.cut import first_column, local
-from dither.precision import OPERANDS, LayerPrecision, did_you_mean
+from dither.precision import PRODUCTS, Cast, LayerPrecision, Override, did_you_mean
 from dither.random import Stream
 from dither.snip import divergence
 from dither.snip.divergence import Scores
-from dither.snip.options import Option, casts_of
+from dither.snip.options import Option
 from dither.snip.options import options as all_options
 from dither.snip.passes import Forward, Pass, Passes, plain_forward
 from dither.snip.statistics import LayerStatistics, Statistics, collecting
@@ -188,6 +188,8 @@ def _layer(passes: Passes, statistics: Statistics, options: Sequence[Option], ba
 def _measure(passes: Passes, statistics: Statistics, options: Sequence[Option], base: Pass, rows: bool) -> Found:
     """Each operand of each layer in its coarsest cast, one at a time: the change of every layer's step, and loss by curvature.
 
+    An operand that some option casts otherwise for one of its two products is tried in each of them by itself.
+
     An error e moves the loss by g e + e H e / 2, slope and curvature. The slope's part belongs to this batch: on others it has
     another size and sign, of which the closed form knows the deviation. The curvature's part is the same everywhere, and is
     half of what the slope along e differs by, from the near end of e, g e, to the far end, (g + H e) e. Differences of losses
@@ -196,37 +198,79 @@ def _measure(passes: Passes, statistics: Statistics, options: Sequence[Option], 
     and squares of changes.
     """
     updates, base_loss = passes.updates(base), float(base.loss)
-    closed, casts = _closed_loss(statistics, options, rows), casts_of(options)
+    closed, slots = _closed_loss(statistics, options, rows), _slots(options)
     loss, weights = [], []
     for place, layer in enumerate(statistics.layers):
         coarsest = {
-            operand: max(casts[operand], key=lambda cast, operand=operand: layer.error(operand, cast), default=None)  # type: ignore[misc]
-            for operand in OPERANDS
+            slot: max(
+                (slot.cast(option) for option in options),
+                key=lambda cast, slot=slot: layer.error(slot.operand, cast),  # type: ignore[misc]
+            )
+            for slot in slots
         }
-        errors = {operand: layer.error(operand, cast) for operand, cast in coarsest.items()}
-        bend = dict.fromkeys(OPERANDS, 0.0)
-        moved = {operand: torch.zeros(len(statistics.layers), dtype=torch.float64) for operand in OPERANDS}
+        errors = {slot: layer.error(slot.operand, cast) for slot, cast in coarsest.items()}
+        bend = dict.fromkeys(slots, 0.0)
+        moved = {slot: torch.zeros(len(statistics.layers), dtype=torch.float64) for slot in slots}
         slopes = _Slopes(passes, layer.name)
-        # First that of the gradient, which leaves the loss and its gradient dY of this layer as they are.
-        for operand in ("grad", "input", "weight"):
-            if errors[operand] > 0 or (operand == "grad" and any(errors.values())):
-                cast = coarsest[operand] if errors[operand] > 0 else None
-                with passes.cast(layer.name, LayerPrecision(**{operand: cast})), slopes.watched(operand):  # type: ignore[arg-type]
+        for number, slot in enumerate(slots):
+            # The first is not in the forward product: it leaves the loss and its gradient dY of this layer as they are.
+            if errors[slot] > 0 or (number == 0 and any(errors.values())):
+                cast = coarsest[slot] if errors[slot] > 0 else None
+                with passes.cast(layer.name, slot.precision(cast)), slopes.watched(slot.operand if slot.forward else "grad"):
                     found = passes.run()
-                bend[operand] = slopes.curvature()
-                moved[operand] = passes.change(found, updates).square().cpu()
+                bend[slot] = slopes.curvature()
+                moved[slot] = passes.change(found, updates).square().cpu()
         row_loss, row_weights = [], []
         for number, option in enumerate(options):
             shares = {
-                operand: (layer.error(operand, cast) / errors[operand]) ** 2 if errors[operand] else 0.0
-                for operand, cast in option.casts.items()
+                slot: (layer.error(slot.operand, slot.cast(option)) / errors[slot]) ** 2 if errors[slot] else 0.0
+                for slot in slots
             }
-            rise = sum(shares[operand] * bend[operand] for operand in OPERANDS)
+            rise = sum(share * bend[slot] for slot, share in shares.items())
             row_loss.append(math.hypot(rise / base_loss, closed[place][number]))
-            row_weights.append(float(sum(share * moved[operand] for operand, share in shares.items()).sqrt().mean()))  # type: ignore[union-attr]
+            row_weights.append(float(sum(share * moved[slot] for slot, share in shares.items()).sqrt().mean()))  # type: ignore[union-attr]
         loss.append(row_loss)
         weights.append(row_weights)
     return loss, weights
+
+
+class _Slot(NamedTuple):
+    """An operand in both of its products, or in one of them, where options cast it otherwise in the other."""
+
+    operand: str
+    products: tuple[str, ...]
+
+    @property
+    def forward(self) -> bool:
+        """Whether its cast changes the loss."""
+        return "forward" in self.products
+
+    def cast(self, option: Option) -> Cast | None:
+        """What an option makes of it."""
+        return option.cast(self.products[0], self.operand)
+
+    def precision(self, cast: Cast | None) -> LayerPrecision:
+        """A layer with this cast alone."""
+        if len(self.products) == 2:
+            return LayerPrecision(**{self.operand: cast})  # type: ignore[arg-type]
+        return LayerPrecision(overrides=(Override(self.products[0], self.operand, cast),))  # type: ignore[arg-type]
+
+
+def _slots(options: Sequence[Option]) -> list[_Slot]:
+    """What is tried by itself, the gradient first and what is in the forward product last.
+
+    >>> from dither.snip.options import options as levels
+    >>> [slot.operand for slot in _slots(levels("fp8,fp4"))]
+    ['grad', 'input', 'weight']
+    >>> [slot.products for slot in _slots(levels("fp8,fp4-forward"))][1:]
+    [('weight_grad',), ('input_grad',), ('forward',), ('forward',)]
+    """
+    found = []
+    for operand in ("grad", "input", "weight"):
+        products = tuple(product for product, pair in PRODUCTS.items() if operand in pair)
+        alike = all(first == second for first, second in (option.precision.casts_of(operand) for option in options))
+        found += [_Slot(operand, products)] if alike else [_Slot(operand, (product,)) for product in products]
+    return sorted(found, key=lambda slot: slot.forward)
 
 
 class _Slopes:

@@ -193,7 +193,7 @@ def verify(
             for layer in layers:
                 known: dict[Any, torch.Tensor] = {}  # a gradient's cast changes no loss
                 for option in chosen:
-                    casts = option.input, option.weight
+                    casts = option.precision.casts("forward")
                     if casts not in known:
                         with passes.cast(layer, LayerPrecision(*casts)):
                             known[casts] = passes.loss() - plain

@@ -147,6 +147,12 @@ class Precision:
     """What gradients are accumulated and reduced in: fp32, bf16, or bf16-sr, rounded stochastically; by default the mode's."""
     sampling: Sampling | None = None
     """Noise in place of quantization, with learned bitwidths; by default none."""
+    emulate: bool = False
+    """Whether a GPU, too, multiplies dequantized numbers in float32, as the CPU does: right everywhere, and slow."""
+    fallback: Literal["error", "bf16", "emulate"] = "error"
+    """What becomes of a layer that no matrix units of the GPU take as it is cast: error, uncast (bf16), or emulated."""
+    engines: str | None = None
+    """The file in which `dither doctor --engines FILE` recorded native units that passed their self-test on this machine."""
 
     def __post_init__(self) -> None:
         _check_types("precision", self)
@@ -383,7 +389,7 @@ def schedule(config: Config, step: int) -> float:
     return optim.min_lr + (optim.lr - optim.min_lr) * share
 
 
-FREE = ("data.sources", "data.micro_batch", "guard", "monitor", "run")
+FREE = ("data.sources", "data.micro_batch", "precision.emulate", "precision.engines", "guard", "monitor", "run")
 """Sections and fields that a resumed run may change: they decide nothing about the steps done, and a corpus has a SHA-256."""
 
 RATES = ("optim.lr", "optim.min_lr", "optim.schedule", "optim.warmup", "optim.decay", "run.steps")

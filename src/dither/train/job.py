@@ -102,7 +102,15 @@ class Job:
         self.held_out = held_out(corpus.held_out, data.sequence, self._held_out_count())
         self.plan = config.precision.load_plan()
         self.model = _model(config, corpus, ranks.device)
-        self.conversion = convert(self.model, self.plan, seed=config.run.seed)
+        precision = config.precision
+        self.conversion = convert(
+            self.model,
+            self.plan,
+            fallback=precision.fallback,
+            seed=config.run.seed,
+            emulate=precision.emulate,
+            engines=precision.engines,
+        )
         scaled = MODES[config.precision.mode].plan.loss_scaling
         self.training = training(
             self.model,

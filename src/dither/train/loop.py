@@ -543,6 +543,7 @@ def _conversion(job: Job) -> dict[str, Any]:
                 "precision": str(layer.precision),
                 "engine": ", ".join(dict.fromkeys(layer.engines)),
                 "share": layer.share,
+                "note": layer.note,
             }
             for layer in job.conversion.layers
         ],

@@ -1,0 +1,29 @@
+"""What torch says of a device, in one place: tests put another GPU's answers here."""
+
+import importlib.metadata
+
+import torch
+
+from dither.engines import Verified
+
+
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of a CUDA device, None for any other."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def describe(device: torch.device, engines: tuple[str, ...] = ()) -> Verified | None:
+    """Return the record of a GPU on which these engines passed their self-test; None where there is no GPU."""
+    capability = capability_of(device)
+    if capability is None:
+        return None
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    return Verified(name, capability, torch.__version__, torch.version.cuda or "none", version(), engines)
+
+
+def version() -> str:
+    """Return the installed version of Dither."""
+    try:
+        return importlib.metadata.version("dither")
+    except importlib.metadata.PackageNotFoundError:
+        return "of this source tree, not installed"
