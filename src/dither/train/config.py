@@ -360,7 +360,7 @@ def schedule(config: Config, step: int) -> float:
     return optim.min_lr + (optim.lr - optim.min_lr) * share
 
 
-FREE = ("data.sources", "data.micro_batch", "precision.emulate", "precision.engines", "guard", "run")
+FREE = ("data.sources", "data.micro_batch", "precision.emulate", "precision.fallback", "precision.engines", "guard", "run")
 """Sections and fields that a resumed run may change: they decide nothing about the steps done, and a corpus has a SHA-256."""
 
 RATES = ("optim.lr", "optim.min_lr", "optim.schedule", "optim.warmup", "optim.decay", "run.steps")
