@@ -24,6 +24,12 @@ RANDOM = LayerPrecision.of(
     grad="e2m1 tile(16) pow2_ceil stochastic(8)",
 )
 PLAIN = LayerPrecision.of(input="e4m3 tile(8)", weight="e4m3 block(16)", grad="e5m2 tile(16) pow2")
+BY_PRODUCT = LayerPrecision.of(
+    "e2m1 tile(16) stochastic(8)",
+    "e2m1 block(16)",
+    "e4m3 tile(8)",
+    {"input_grad.weight": "e4m3 tile(16) stochastic(8)", "weight_grad.grad": None},
+)
 MIXED = LayerPrecision.of(weight="e3m2 tile(16) stochastic(16)", grad="bf16 stochastic(16)")
 
 
@@ -71,7 +77,7 @@ def run(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def check_casts() -> None:
     """Random bits that were drawn elsewhere, or a scale of other numbers, would show in the first digit."""
-    for name, precision in {"random": RANDOM, "plain": PLAIN, "mixed": MIXED}.items():
+    for name, precision in {"random": RANDOM, "plain": PLAIN, "mixed": MIXED, "by product": BY_PRODUCT}.items():
         plan = Plan(default=precision)
         expected, found = run(block(plan, False)), run(block(plan, True))
         assert expected.keys() == found.keys()

@@ -10,6 +10,7 @@ import json
 import math
 import shutil
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -270,6 +271,9 @@ VARIANTS = {
     "both": LayerPrecision(sampling=GAUSS, input_sampling=Sampling(block=16)),
     "cast": LayerPrecision(
         weight=Cast.parse("e4m3 block(32)"), grad=Cast.parse("e4m3 row stochastic(8)"), sampling=Sampling(b_init=4, b_target=3)
+    ),
+    "cast backward": replace(
+        LayerPrecision.of(grad="e4m3 tile(16)", overrides={"input_grad.weight": "e4m3 block(16)"}), sampling=GAUSS
     ),
     "input cast": LayerPrecision(input=Cast.parse("e4m3 row"), sampling=GAUSS, input_sampling=Sampling(b_init=4, b_target=3)),
 }

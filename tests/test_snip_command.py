@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dither import LayerPrecision, Plan, UserError, cli, recipe
+from dither import LayerPrecision, Plan, UserError, cli, devices, recipe
 from dither.snip import Scores, efficiency, options
 from dither.snip.planning import choice_of
 from dither.train import Config, checkpoint, train
@@ -349,3 +349,22 @@ def test_estimates_are_made_on_so_many_tokens(tokens, compiled, sizes, text, tmp
     assert [len(part.tokens) for part in parts] == sizes
     assert torch.equal(torch.cat([part.tokens for part in parts]), batch.tokens[: sum(sizes)])
     assert [part.first for part in parts] == [sum(sizes[:at]) for at in range(len(sizes))]
+
+
+def test_a_plan_is_made_where_no_units_take_the_run(run, monkeypatch, capsys):
+    """As on a GPU without matrix units, where the run's newest plan casts a layer."""
+    monkeypatch.setattr(devices, "capability_of", lambda device: (6, 1))
+    assert plan(run, "--probe", "direct", "--target", "0.2") == 2
+    said = capsys.readouterr().err
+    assert "no matrix units of a GPU of compute capability 6.1" in said
+    assert "fallback='emulate'" in said
+    for how in (["--emulate"], ["--fallback", "emulate"], ["--fallback", "bf16"]):
+        assert plan(run, "--probe", "direct", "--target", "0.2", *how) == 0
+
+
+def test_a_level_with_casts_by_product_is_chosen_and_shown(run, tmp_path, capsys):
+    chosen = tmp_path / "plan.json"
+    assert plan(run, "--options", "bf16,fp4-forward", "--target", "0.1", "--probe", "direct", "-o", chosen) == 0
+    assert "4|8/4|8/8" in capsys.readouterr().out
+    found = {precision for _, precision in Plan.load(chosen).layers}
+    assert found == {LayerPrecision(), recipe("fp4-forward").default}

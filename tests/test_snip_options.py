@@ -9,7 +9,9 @@ import torch
 
 from dither import LayerPrecision, Plan, Sampling, UserError, convert, recipe
 from dither.snip import Goal, LayerStatistics, Solution, Times, choose, efficiency, measure_times, options, plan
+from dither.recipes import RECIPES
 from dither.snip.efficiency import SPEEDS, costs
+from dither.snip.options import LEVELS, Option, casts_of
 from dither.snip.planning import choice_of, picture, stage_sizes
 
 PARTS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
@@ -300,3 +302,33 @@ def test_the_picture_of_a_plan():
     assert "target: 0.5" in lines[-1]
     assert "step: 7" in lines[-1]
     assert picture(recipe("fp8-block")) == str(recipe("fp8-block"))
+
+
+# Casts by product ------------------------------------------------------------------------------------------------------
+
+
+def test_a_level_with_overrides_is_an_option_of_its_own():
+    given = options("fp8,fp4,fp4-forward")
+    assert [option.name for option in given] == [*(option.name for option in options("fp8,fp4")), "fp4-forward"]
+    assert given[-1].precision == RECIPES["fp4-forward"].plan.default
+    assert given[-1].runs
+    by_hand = LayerPrecision.of("e4m3 row", "e4m3 row", "e4m3 row", {"weight_grad": "bf16"})
+    assert options(["fp8", by_hand])[-1].name == "e4m3|bf16/e4m3/e4m3|bf16"
+    assert {cast.format for cast in casts_of(given)["weight"]} == {"e4m3", "e2m1"}
+
+
+def test_a_product_counts_by_its_own_operands():
+    """FP4 forward alone is a third of the FLOPs in FP4; FP4 weights beside BF16 gradients save nothing in that product."""
+    forward = options("fp8,fp4-forward")
+    fp4 = Option("fp4", *(LEVELS["fp4"].cast("forward", operand) for operand in ("input", "weight")), LEVELS["fp4"].grad)
+    one = layers(1)[:1]
+    assert efficiency(one, [*forward, fp4])[0] == pytest.approx([0.0, 1 / 3, 1.0])
+    wide = LayerPrecision.of("e2m1 tile(128)", "e2m1 block(128)", "e2m1 tile(128)", {"weight_grad.grad": "bf16"})
+    assert costs(one, options([LayerPrecision(), wide]))[0] == pytest.approx([1.0, (1 / 4 + 1 / 4 + 1) / 3])
+
+
+def test_the_option_of_a_plan_has_its_overrides():
+    given = options("fp8,fp4-forward")
+    plan = Plan(default=RECIPES["fp4-forward"].plan.default)
+    assert choice_of(["a"], given, plan) == (1,)
+    assert choice_of(["a"], given, Plan(default=RECIPES["fp4-fp8grad"].plan.default)) is None

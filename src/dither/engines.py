@@ -8,7 +8,7 @@ the self-test of `dither doctor` has passed them on the user's machine, which `V
 """
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -338,26 +338,34 @@ CAPABILITIES: dict[tuple[int, int] | None, str] = {
 """What the documentation lists."""
 
 
-def support(verified: Sequence[str] = ()) -> str:
+HAVE: dict[tuple[int, int], tuple[str, ...]] = {
+    (8, 9): ("fp8-tensor", "fp8-row"),
+    (10, 0): ("fp8-tensor", "fp8-row", "mxfp8", "mxfp4", "nvfp4"),
+    (12, 0): ("fp8-tensor", "fp8-row", "mxfp8", "mxfp4", "nvfp4"),
+}
+"""Native units that other GPUs have according to NVIDIA, and that the self-test may pass there."""
+
+
+def support(*, verified: bool = False) -> str:
     """Return a Markdown table: the engines of each recipe that casts, by compute capability, for sizes in multiples of 128.
 
-    Engines stand in the order forward, input gradient, weight gradient; one stands for all three where they are the same.
+    Engines stand in the order forward, input gradient, weight gradient; one stands for all three where they are the same. With
+    `verified`, the table is about GPUs whose native units have all passed the self-test.
 
     >>> print(support().splitlines()[2])
     | `fp8-delayed` | fp32 | fp16 | fp16 | bf16 | bf16 | fp8 | bf16 | bf16 |
     """
-    lines = [["recipe", *CAPABILITIES.values()], ["---"] * (len(CAPABILITIES) + 1)]
+    columns = [capability for capability in CAPABILITIES if not verified or capability in HAVE]
+    lines = [["recipe", *(CAPABILITIES[capability] for capability in columns)], ["---"] * (len(columns) + 1)]
     for name, recipe in RECIPES.items():
         precision = recipe.plan.default
-        if precision is None or precision.uncast:
-            continue
-        cells = []
-        for capability in CAPABILITIES:
-            try:
-                plain = "bf16" if capability is None or capability >= SIXTEEN_BITS["bf16"] else "fp16"
-                found = [str(each) for each in engines_of(precision, (1024,) * 3, capability, plain, verified).values()]
-                cells.append(", ".join(found if len(set(found)) > 1 else found[:1]))
-            except UserError:
-                cells.append("emulated")
-        lines.append([f"`{name}`", *cells])
+        if precision is not None and not precision.uncast:
+            lines.append([f"`{name}`", *(_cell(precision, capability, verified) for capability in columns)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(precision: LayerPrecision, capability: tuple[int, int] | None, verified: bool) -> str:
+    passed = HAVE[capability] if verified and capability is not None else ()
+    plain = "bf16" if capability is None or capability >= SIXTEEN_BITS["bf16"] else "fp16"
+    found = [str(engine) for engine in engines_of(precision, (1024, 1024, 1024), capability, plain, passed).values()]
+    return found[0] if len(set(found)) == 1 else ", ".join(found)

@@ -41,6 +41,11 @@ class Option:
     """Other casts of single operands in single products."""
 
     @property
+    def casts(self) -> dict[str, Cast | None]:
+        """The casts by operand, without overrides."""
+        return {operand: getattr(self, operand) for operand in OPERANDS}
+
+    @property
     def precision(self) -> LayerPrecision:
         """The option as a plan has it."""
         return LayerPrecision(self.input, self.weight, self.grad, overrides=self.overrides)

@@ -389,7 +389,16 @@ def schedule(config: Config, step: int) -> float:
     return optim.min_lr + (optim.lr - optim.min_lr) * share
 
 
-FREE = ("data.sources", "data.micro_batch", "precision.emulate", "precision.engines", "guard", "monitor", "run")
+FREE = (
+    "data.sources",
+    "data.micro_batch",
+    "precision.emulate",
+    "precision.fallback",
+    "precision.engines",
+    "guard",
+    "monitor",
+    "run",
+)
 """Sections and fields that a resumed run may change: they decide nothing about the steps done, and a corpus has a SHA-256."""
 
 RATES = ("optim.lr", "optim.min_lr", "optim.schedule", "optim.warmup", "optim.decay", "run.steps")
