@@ -6,11 +6,12 @@ JOBS ?= 1
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check soak gpu-test
+.PHONY: help demo test test-exhaustive check soak gpu-test
 
 help:
 	@echo 'make demo      set up $(VENV) and train a tiny model on real text, in minutes on two CPU cores, with a report'
 	@echo 'make test      set up $(VENV) and run the tests'
+	@echo 'make test-exhaustive  the sweeps over every combination, which make test samples'
 	@echo 'make check     ruff and mypy'
 	@echo 'make soak      kills, flipped bits, full disks, hostile input: a scoreboard, in about ten minutes (SOAK="--scale 10": more)'
 	@echo 'make gpu-test  run the tests marked gpu with $(PYTHON) as it is, installing nothing (JOBS=8: in eight processes)'
@@ -22,6 +23,9 @@ demo: $(INSTALLED)
 # A process a core, each with one thread, or they would fight over the cores.
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto --maxprocesses=8 --dist worksteal
+
+test-exhaustive: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto --maxprocesses=8 --dist worksteal -m exhaustive
 
 check: $(INSTALLED)
 	$(VENV)/bin/ruff check .

@@ -39,7 +39,7 @@ def main() -> None:
     device = torch.device(options.device)
     torch.manual_seed(0)
     model = Llama(PRESETS[options.preset]).to(device)
-    optimizer = dither.optim.AdamW(model.named_parameters(), lr=1e-4, max_norm=1.0, nonfinite="skip")
+    optimizer = dither.optim.AdamW(model.named_parameters(), lr=1e-4, betas=(0.9, 0.95), max_norm=1.0, nonfinite="skip")
     vocabulary = model.config.vocab_size
 
     def step() -> None:

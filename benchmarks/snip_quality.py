@@ -80,7 +80,9 @@ class Seed:
         self.seed, self.text, self.arguments = seed, text, arguments
         self.model = build(WHOLE["fp8"], seed, arguments)
         groups = param_groups(self.model, weight_decay=arguments.weight_decay)
-        self.optimizer = dither.optim.AdamW(groups, lr=arguments.lr, states="fp32", max_norm=1.0, nonfinite="unchecked")
+        self.optimizer = dither.optim.AdamW(
+            groups, lr=arguments.lr, betas=(0.9, 0.95), states="fp32", max_norm=1.0, nonfinite="unchecked"
+        )
         self.order = text.order(seed, arguments.steps, arguments.batch)
         self.scores: dict[str, Scores] = {}
         path = arguments.state and arguments.state / f"seed-{seed}.pt"

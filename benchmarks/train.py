@@ -3,6 +3,7 @@
     PYTHONPATH=src python3 benchmarks/train.py --sizes 1b,3b,8b4 --modes o1,bf16-nearest,bf16-sr,recipe:fp8-block
     PYTHONPATH=src python3 benchmarks/train.py --modes o1,torchao-tensorwise,torchao-rowwise --peer FOLDER  # an unpacked wheel
     PYTHONPATH=src python3 benchmarks/train.py --sizes 1b --modes recipe:fp8-block --profile  # where a step's time goes
+    PYTHONPATH=src python3 benchmarks/train.py --table-1 --prepare  # GaussWS and DiffQ with AdamW and with Adam-mini
     PYTHONPATH=src python3 benchmarks/train.py --prepare          # compile everything first, side by side, then time
     PYTHONPATH=src python3 benchmarks/train.py --device cpu --sizes tiny --modes o1 --steps 2 --sequence 64
 
@@ -20,6 +21,12 @@ process of its own, so that neither memory nor a failure reaches the next one; d
     recipe:NAME+sr       bf16-sr with dither.convert(model, NAME)
     gaussws:PARTS        o1 with sampled weights, parts all, od, qkv, out, up or down; +recompute keeps no copy of them
     diffq:PARTS          the same with uniform noise
+    MODE+adam-mini       o1, gaussws:PARTS or diffq:PARTS with dither.optim.AdamMini in place of torch's AdamW
+    MODE+adamw           the same with dither.optim.AdamW: what Adam-mini differs from in its second moments alone
+
+--table-1 measures the rows of Table 1 of the paper on GaussWS: autocast, GaussWS[od], GaussWS[all] and DiffQ[all], each with
+AdamW and with Adam-mini, for Llamas of 134M, 360M, 1B and 3B. It prints the overhead of each row over autocast with the same
+optimizer: how much more time per token, and how much more memory.
 """
 
 import argparse
@@ -59,8 +66,12 @@ SIZES = {
 }
 """Model and sequences a step."""
 
-MODES = r"o1|bf16-nearest|bf16-sr|torchao-(tensorwise|rowwise)|recipe:[\w-]+?(\+sr)?"
-MODES += r"|(gaussws|diffq):(all|od|qkv|out|up|down)(\+recompute)?"
+SAMPLED = r"(gaussws|diffq):(all|od|qkv|out|up|down)(\+recompute)?"
+OPTIMIZER = r"\+(adamw|adam-mini)"
+MODES = r"bf16-nearest|bf16-sr|torchao-(tensorwise|rowwise)|recipe:[\w-]+?(\+sr)?"
+MODES += rf"|(o1|{SAMPLED})({OPTIMIZER})?"
+TABLE_1 = ["o1", "gaussws:od", "gaussws:all", "diffq:all"]
+"""The methods of Table 1 of the paper on GaussWS, with AdamW; `+adam-mini` makes the other half."""
 LEARNING_RATE = 1e-4
 
 KERNELS = {
@@ -87,7 +98,8 @@ def build(size: str, mode: str, device: str, peer: str | None, compiled: bool, l
         model = model.bfloat16()
     if recipe:
         dither.convert(model, recipe[1])
-    if sampled := re.fullmatch(r"(gaussws|diffq):(\w+?)(\+recompute)?", mode):
+    method, _, chosen_optimizer = re.sub(f"{OPTIMIZER}$", r"|\1", mode).partition("|")
+    if sampled := re.fullmatch(SAMPLED, method):
         noise = "rounded_normal" if sampled[1] == "gaussws" else "uniform"
         # Uniform noise at 6 bits is beyond what BF16 is sure to show; it is measured as the paper runs it.
         how = Sampling(noise=noise, parts=sampled[2], recompute=sampled[3] is not None, beyond="warn")
@@ -105,7 +117,19 @@ def build(size: str, mode: str, device: str, peer: str | None, compiled: bool, l
     if sr:
         from dither.optim import AdamW
 
-        optimizer = AdamW(model.named_parameters(), lr=LEARNING_RATE, nonfinite="unchecked")  # nobody looks at gradients here
+        # Gradients are not checked here, as torch's optimizers do not check them.
+        optimizer = AdamW(model.named_parameters(), LEARNING_RATE, (0.9, 0.95), weight_decay=0.1, nonfinite="unchecked")
+    elif chosen_optimizer:
+        from dither.nn import param_groups
+        from dither.optim import AdamMini, AdamW, roles
+
+        groups = param_groups(model, weight_decay=0.1)
+        options = {"betas": (0.9, 0.95), "nonfinite": "unchecked"}
+        optimizer = (
+            AdamMini(groups, roles(model), LEARNING_RATE, **options)
+            if chosen_optimizer == "adam-mini"
+            else AdamW(groups, LEARNING_RATE, **options)
+        )
     else:
         bitwidths = sampling_parameters(model)
         known = {id(bitwidth) for bitwidth in bitwidths}
@@ -303,6 +327,24 @@ def print_table(results: list[dict]) -> None:
         )
 
 
+def print_table_1(results: list[dict]) -> None:
+    """Thousand tokens per second and peak memory of Table 1's rows, with the overhead over autocast with the same optimizer."""
+    found = {(result["size"], result["mode"]): result for result in results if "failure" not in result}
+    sizes = list(dict.fromkeys(result["size"] for result in results))
+    for title, key, unit in (("k tokens/s", "tokens_per_second", 1e-3), ("peak GiB", "peak_gib", 1.0)):
+        print(f"\n{title:<12}{'method':<16}" + "".join(f"{size:>10}{'overhead':>10}" for size in sizes))
+        for ending, name in (("", "AdamW"), ("+adam-mini", "Adam-mini")):
+            for method in TABLE_1:
+                cells = ""
+                for size in sizes:
+                    row, base = found.get((size, method + ending)), found.get((size, f"o1{ending}"))
+                    value, of = (each and each[key] for each in (row, base))
+                    over = (of / value if key == "tokens_per_second" else value / of) - 1 if value and of else None
+                    cells += f"{value * unit:>10.2f}" if value else f"{'-':>10}"
+                    cells += f"{over:>10.2%}" if over is not None and method != "o1" else f"{'':>10}"
+                print(f"{name:<12}{method:<16}{cells}")
+
+
 def listed(pattern: str):
     """A parser of comma-separated words, each of which matches the pattern."""
 
@@ -317,8 +359,9 @@ def listed(pattern: str):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=listed("|".join(SIZES)), default=["1b", "3b", "8b4"], help=", ".join(SIZES))
-    parser.add_argument("--modes", type=listed(MODES), default=["o1", "bf16-nearest", "bf16-sr"])
+    parser.add_argument("--sizes", type=listed("|".join(SIZES)), help=f"of {', '.join(SIZES)} (default: 1b,3b,8b4)")
+    parser.add_argument("--modes", type=listed(MODES), help="see above (default: o1,bf16-nearest,bf16-sr)")
+    parser.add_argument("--table-1", action="store_true", help="sizes and modes of Table 1 of the paper on GaussWS")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--warmup", type=int, default=5, help="steps before the timed ones; the first compiles")
     parser.add_argument("--steps", type=int, default=20, help="timed steps, of which the median counts")
@@ -335,6 +378,13 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("torch sees no GPU here; --device cpu --sizes tiny --sequence 64 shows that the script runs")
+    if arguments.table_1 and arguments.modes:
+        parser.error("--table-1 says which modes are measured: leave --modes out")
+    arguments.modes = arguments.modes or ["o1", "bf16-nearest", "bf16-sr"]
+    if arguments.table_1:
+        arguments.modes = [method + ending for ending in ("", "+adam-mini") for method in TABLE_1]
+        arguments.sizes = arguments.sizes or ["134m", "360m", "1b", "3b"]
+    arguments.sizes = arguments.sizes or ["1b", "3b", "8b4"]
     if arguments.compile is None:
         arguments.compile = arguments.device != "cpu"  # there it takes longer than it saves
     if arguments.prepare:
@@ -350,6 +400,8 @@ def main() -> None:
             if arguments.json:
                 arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     print_table(results)
+    if arguments.table_1:
+        print_table_1(results)
 
 
 if __name__ == "__main__":

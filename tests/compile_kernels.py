@@ -164,12 +164,13 @@ UPDATES = [
     (Update("nearest", "fp32"), torch.float32),
     (Update("kahan", "dynamic8"), torch.bfloat16),
     (Update("nearest", "e4m3", "stochastic", 128, True), torch.float16),
+    (Update("stochastic", "dynamic8", block=2048), torch.bfloat16),
 ]
 
 
 def optimizer_calls() -> Iterator[str]:
     """A step of AdamW with whole rows of blocks and with ragged ones, and of Adam-mini."""
-    hyper, count = torch.zeros(2, 6, dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
+    hyper, count = torch.zeros(2, 7, dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
     one, scale = torch.ones((), dtype=torch.float64), torch.ones(())
     for squares, loss_scale, max_norm in ((None, None, 0.0), (one, None, 1.0), (one, scale, 0.0)):
         constants, _, skip = adamw.prepare(hyper, count, count[0], squares, loss_scale, loss_scale, max_norm)

@@ -354,7 +354,7 @@ def differing_pieces(a: Sequence[Piece], b: Sequence[Piece], update: Update) -> 
     return wrong
 
 
-HYPER_ROWS = [[1e-2, 0.9, 0.95, 1e-8, 0.1, 1.0], [3e-3, 0.8, 0.999, 1e-12, 0.0, 1.0]]
+HYPER_ROWS = [[1e-2, 0.9, 0.95, 1e-8, 0.1, 1.0, 1.0], [3e-3, 0.8, 0.999, 1e-12, 0.0, 1.0, -1.0]]
 
 
 def gradients_of(

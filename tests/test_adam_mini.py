@@ -144,7 +144,7 @@ def test_roles_of_hugging_face_models(kind: str) -> None:
     if kind == "qwen2":
         assert found[f"{layer}q_proj.bias"] == Role.whole()
 
-    optimizer = AdamMini(model.named_parameters(), found, lr=1e-2)
+    optimizer = AdamMini(model.named_parameters(), found, lr=1e-2, betas=(BETA1, BETA2))
     model(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer.step()
@@ -167,7 +167,7 @@ def test_roles_of_gpt2() -> None:
     assert found[f"{block}attn.c_proj.weight"] == found[f"{block}mlp.c_fc.weight"] == Role.rows_each(1, transposed=True)
     assert found["transformer.wte.weight"] == found["transformer.wpe.weight"] == Role.rows_each(1)
     assert found[f"{block}ln_1.weight"] == found[f"{block}attn.c_attn.bias"] == Role.whole()
-    optimizer = AdamMini(model.named_parameters(), found, lr=1e-2)
+    optimizer = AdamMini(model.named_parameters(), found, lr=1e-2, betas=(BETA1, BETA2))
     model(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
     optimizer.step()
     weight = model.transformer.h[0].attn.c_attn.weight  # 24 inputs, then 6 + 6 heads of 4 outputs and 24 outputs

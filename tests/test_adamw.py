@@ -58,7 +58,7 @@ def test_clipping_is_that_of_torch() -> None:
     shapes = {"a": (20, 30), "b": (9,)}
     ours, theirs = parameters(shapes), parameters(shapes)
     mine = dither.optim.AdamW(ours.items(), lr=1e-2, max_norm=0.5)
-    torchs = torch.optim.AdamW(theirs.values(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    torchs = torch.optim.AdamW(theirs.values(), lr=1e-2)
     generator = torch.Generator().manual_seed(2)
     for step in range(20):
         for name, shape in shapes.items():
@@ -160,7 +160,7 @@ def test_quotients_below_the_normal_numbers_lose_nothing() -> None:
     """Moments of 10^-38 over eps = 10^5 are subnormal numbers of few bits; with the factor 2^48 they have all of them."""
     for size in (1e-36, 3e-38, 7e-40):
         parameter = torch.zeros(1, 1, requires_grad=True)
-        optimizer = dither.optim.AdamW([("w", parameter)], lr=1e10, eps=1e5, weight_decay=0.0)
+        optimizer = dither.optim.AdamW([("w", parameter)], lr=1e10, betas=(0.9, 0.95), eps=1e5, weight_decay=0.0)
         parameter.grad = torch.full((1, 1), size)
         optimizer.step()
         c = oracles.adamw_constants(1, 1e10, (0.9, 0.95), 1e5, 0.0)
@@ -173,7 +173,7 @@ def test_bias_corrections_of_many_steps() -> None:
     """Powers by squaring are those of logarithms, as near as float32 can tell."""
     for beta1, beta2 in ((0.9, 0.95), (0.95, 0.999), (0.0, 0.9999)):
         for t in (1, 2, 3, 10, 777, 10**5, 2**31 + 5):
-            hyper = torch.tensor([[1e-3, beta1, beta2, 1e-8, 0.1, 1.0]], dtype=torch.float64)
+            hyper = torch.tensor([[1e-3, beta1, beta2, 1e-8, 0.1, 1.0, 1.0]], dtype=torch.float64)
             constants, _, _ = adamw.prepare(hyper, torch.tensor([t - 1]), torch.tensor(0), None, None, None, 0.0)
             left1, left2 = (np.float32(-math.expm1(t * math.log(beta)) if beta else 1.0) for beta in (beta1, beta2))
             assert constants[0, 7].item() == pytest.approx(float(np.float32(1e-3) / left1) * 2.0**-48, rel=1.2e-7)

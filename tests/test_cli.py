@@ -36,11 +36,12 @@ def test_version_is_that_of_the_project():
 def test_formats_lists_every_format(capsys):
     assert cli.main(["formats"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    cells = {line.split()[0]: line.split()[1:] for line in lines[2:-1]}
+    cells = {line.split()[0]: line.split()[1:] for line in lines[2:-2]}
     assert list(cells) == list(TABLE)
-    assert cells["e4m3"] == ["8", "4/3", "7", "448", "2^-6", "2^-9", "no", "yes", "256"]
-    assert cells["e2m1"] == ["4", "2/1", "1", "6", "1", "2^-1", "no", "no", "16"]
-    assert cells["e8m0"] == ["8", "8/0", "127", "2^127", "2^-127", "-", "no", "yes", "256"]
+    assert cells["e4m3"] == ["8", "4/3", "7", "448", "2^-6", "2^-9", "2^-4", "1.2", "17.8", "no", "yes", "256"]
+    assert cells["e2m1"] == ["4", "2/1", "1", "6", "1", "2^-1", "2^-2", "0.6", "3.6", "no", "no", "16"]
+    assert cells["e8m0"] == ["8", "8/0", "127", "2^127", "2^-127", "-", "2^-1", "0.3", "254.0", "no", "yes", "256"]
+    assert cells["int8"][4:10] == ["1", "-", "-", "-", "7.0", "no"]
 
 
 @pytest.mark.parametrize("name", [name for name, format in TABLE.items() if format.bits <= 8])

@@ -1,4 +1,4 @@
-"""`dither data`, `dither eval` and `dither compare`, on a few documents and a few steps."""
+"""`dither data` and `dither eval`, on a few documents and a few steps."""
 
 import json
 import math
@@ -9,12 +9,11 @@ import shutil
 import pytest
 import torch
 
-from dither import UserError, cli, compare
+from dither import UserError, cli
 from dither.data import open_tokens, train_bpe
 from dither.evaluate import command, perplexity
 from dither.models import build, preset, save_pretrained
 from dither.train import checkpoint
-from dither.train import config as configs
 from dither.train.config import Config, Data, Precision, Run
 from dither.train.loop import train
 
@@ -217,119 +216,3 @@ def test_casts_as_the_command_line_spells_them():
     assert str(command.parse_cast("e4m3:block(128):pow2")) == "e4m3 block(128) pow2 nearest"
     with pytest.raises(UserError):
         command.parse_cast("")
-
-
-# compare ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "mode", "recipe", "sampling"),
-    [
-        ("fp32", "fp32", None, None),
-        ("bf16", "o1", None, None),
-        ("o1", "o1", None, None),
-        ("bf16-pure", "bf16", None, None),
-        ("bf16-sr", "bf16-sr", None, None),
-        ("fp8-block", "o1", "fp8-block", None),
-        ("bf16-sr+fp8-block", "bf16-sr", "fp8-block", None),
-        ("fp8-block+bf16-sr", "bf16-sr", "fp8-block", None),
-        ("gaussws:od", "o1", None, ("rounded_normal", "od")),
-        ("diffq:all+bf16-sr+mxfp8", "bf16-sr", "mxfp8", ("uniform", "all")),
-    ],
-)
-def test_what_names_mean(name, mode, recipe, sampling):
-    found = compare.precision_of(name)
-    assert (found.mode, found.recipe) == (mode, recipe)
-    assert (found.sampling and (found.sampling.noise, found.sampling.parts)) == sampling
-
-
-@pytest.mark.parametrize("name", ["fp7", "", "gaussws", "gaussws:heads", "bf16-sr+o1", "fp8-block+mxfp8", "bf16-sr+", "../x"])
-def test_names_that_mean_nothing(name):
-    with pytest.raises(UserError, match=r"There is no precision|two of one kind"):
-        compare.precision_of(name)
-
-
-SMALL = ("data.sequence=16", "data.batch=2", "run.steps=2", "run.eval_sequences=3", "run.device=cpu", "data.held_out=0.2")
-
-
-def test_a_comparison(text, tmp_path, capsys, monkeypatch):
-    trained = []
-    monkeypatch.setattr(compare, "run", lambda config, **options: trained.append(config) or train(config, **options))
-    out = tmp_path / "runs"
-    arguments = ("--out", out, "--set", *SMALL, f'data.sources=["{text}"]')
-    first = said(capsys, "compare", "fp32", "bf16-sr+fp8-block", *arguments)
-    assert [config.run.out for config in trained] == [str(out / "fp32"), str(out / "bf16-sr+fp8-block")]
-    assert {config.data.sources for config in trained} == {(str(out / "tokens"),)}
-    assert {config.run.seed for config in trained} == {config.data.seed for config in trained} == {0}
-    assert first.endswith(f"report: {out / 'report.html'}\n")
-    assert "bf16-sr+fp8-block" in (out / "report.html").read_text()
-
-    # What is done is not done again; a third name is, and the table has all three, the lowest loss first.
-    again = said(capsys, "compare", "fp32", "bf16-sr+fp8-block", "gaussws:od", *arguments)
-    assert len(trained) == 3
-    assert "fp32 (1 of 3) is done already." in again
-    rows = [line.split() for line in again.split("lowest first\n")[1].splitlines()[1:4]]
-    assert sorted(row[1] for row in rows) == ["bf16-sr+fp8-block", "fp32", "gaussws:od"]
-    losses = [float(row[2]) for row in rows]
-    assert losses == sorted(losses)
-    ends = [json.loads((out / name / "metrics.jsonl").read_text().splitlines()[-1]) for name in ("fp32", "gaussws-od")]
-    written = {row[1]: row[2] for row in rows}
-    assert [f"{end['loss']:.4f}" for end in ends] == [written["fp32"], written["gaussws:od"]]
-
-    # Another config is another comparison, and what was begun is gone on with only if that is asked for.
-    assert "has a run of another config" in said(capsys, "compare", "fp32", *arguments, "optim.lr=1e-2", code=2)
-    status = out / "fp32" / "status.json"
-    status.write_text(status.read_text().replace("done", "interrupted"))
-    assert "go on with --resume" in said(capsys, "compare", "fp32", "gaussws:od", *arguments, code=2)
-    said(capsys, "compare", "fp32", "gaussws:od", "--resume", *arguments)
-    assert len(trained) == 4
-    assert json.loads((out / "fp32" / "metrics.jsonl").read_text().splitlines()[-1])["loss"] == ends[0]["loss"]
-
-    # One that was killed while it was built has a config and nothing else.
-    for path in (out / "fp32").iterdir():
-        if path.name != "config.toml":
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    assert "go on with --resume" in said(capsys, "compare", "fp32", *arguments, code=2)
-    said(capsys, "compare", "fp32", "--resume", *arguments)
-    assert json.loads((out / "fp32" / "metrics.jsonl").read_text().splitlines()[-1])["loss"] == ends[0]["loss"]
-
-
-def test_a_comparison_of_several_seeds(text, tmp_path, capsys, monkeypatch):
-    trained = []
-    monkeypatch.setattr(compare, "run", lambda config, **options: trained.append(config) or train(config, **options))
-    out = tmp_path / "runs"
-    arguments = ("fp32", "bf16-sr", "--out", out, "--set", *SMALL, f'data.sources=["{text}"]', "run.seed=5")
-    said(capsys, "compare", *arguments)
-    told = said(capsys, "compare", "--seeds", "2", *arguments)  # seeds can be added later
-    assert [(config.run.seed, config.data.seed) for config in trained] == [(5, 0), (5, 0), (6, 1), (6, 1)]
-    assert "fp32 (1 of 4) is done already." in told
-    assert "bf16-sr, seed 6 (4 of 4)" in told
-    losses = {}
-    for name in ("fp32", "fp32-seed-6", "bf16-sr", "bf16-sr-seed-6"):
-        losses[name] = json.loads((out / name / "metrics.jsonl").read_text().splitlines()[-1])["loss"]
-    rows = {line.split()[1]: line for line in told.split("mean of 2 seeds, lowest first\n")[1].splitlines()[1:3]}
-    assert f"{(losses['fp32'] + losses['fp32-seed-6']) / 2:.4f}" in rows["fp32"]
-    differences = [losses[f"bf16-sr{seed}"] - losses[f"fp32{seed}"] for seed in ("", "-seed-6")]
-    error = abs(differences[0] - differences[1]) / 2
-    assert f"{sum(differences) / 2:+.4f} ± {error:.4f}" in rows["bf16-sr"].replace("\u2212", "-")
-
-
-def test_mistakes_in_compare_come_before_anything_is_run(text, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(compare, "run", None)
-    out = ("--out", tmp_path / "out")
-    assert "did you mean 'fp8-block'" in said(capsys, "compare", "fp32", "fp8-blok", *out, code=2)
-    assert "named twice" in said(capsys, "compare", "fp32", "fp32", *out, code=2)
-    assert "optim" in said(capsys, "compare", "fp32", *out, "--set", "optim.learning=1", code=2)
-    assert "would be replaced" in said(capsys, "compare", "fp32", *out, "--set", "precision.mode=o2", code=2)
-    assert "nowhere.toml" in said(capsys, "compare", "fp32", *out, "--base", "nowhere.toml", code=2)
-    assert "at least 1, not 0" in said(capsys, "compare", "fp32", *out, "--seeds", "0", code=2)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_base_is_what_all_have_in_common(text, tmp_path):
-    base = Config(data=Data(sources=(str(text),)), run=Run(steps=7, out="elsewhere"))
-    (tmp_path / "run.toml").write_text(configs.dumps(base))
-    jobs = compare.plan(configs.load(tmp_path / "run.toml"), ["o1", "o2"], tmp_path / "out")
-    assert [job.config.precision.mode for job in jobs] == ["o1", "o2"]
-    assert {job.config.run.steps for job in jobs} == {7}
-    assert [job.folder.name for job in jobs] == ["o1", "o2"]

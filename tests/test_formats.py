@@ -99,11 +99,35 @@ def test_properties_agree_with_the_codes(name):
     assert f.min_subnormal == finite[finite > 0].min()
     assert f.inf == np.isinf(values).any()
     assert f.max_exponent == math.floor(math.log2(f.max))
+    assert f.binades == pytest.approx(math.log2(finite.max() / finite[finite > 0].min()), rel=1e-12)
+    if f.is_integer:
+        assert f.unit_roundoff is f.digits is None
+    else:
+        assert f.unit_roundoff == (finite[finite > 1].min() - 1) / 2
+        assert f.digits == pytest.approx(-math.log10(f.unit_roundoff), rel=1e-12)
     if f.nan:
         assert math.isnan(f.decode(f.nan_code))
         assert f.nan_code < 1 << (f.bits - f.signed)  # without a sign, as GPUs write it
     elif not f.is_integer:
         assert not np.isnan(values).any()
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs"),
+    [
+        ("fp32", np.float32),
+        ("fp16", np.float16),
+        ("bf16", ml_dtypes.bfloat16),
+        ("e4m3", ml_dtypes.float8_e4m3fn),
+        ("e5m2", ml_dtypes.float8_e5m2),
+        ("e2m1", ml_dtypes.float4_e2m1fn),
+    ],
+)
+def test_precision_and_range_are_those_of_finfo(name, theirs):
+    f, info = Format.parse(name), ml_dtypes.finfo(theirs)
+    assert 2 * f.unit_roundoff == float(info.eps)
+    smallest, largest = np.longdouble(info.smallest_subnormal), np.longdouble(info.max)
+    assert f.binades == pytest.approx(float(np.log2(largest) - np.log2(smallest)), rel=1e-12)
 
 
 @pytest.mark.parametrize(

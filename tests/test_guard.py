@@ -40,6 +40,46 @@ def test_skipped_steps_are_counted_and_not_endless():
     assert why == "Step 1: the loss is nan, after 0 skipped steps in a row, so the run stops."
 
 
+def test_too_large_a_share_of_skipped_steps_stops_the_run():
+    """NaN in every second step never is ten in a row; and an overflow of scaled gradients is judged by its share alone."""
+    guard = Guard(Policy(nonfinite="skip"))
+    decisions = [guard.judge(step, loss=1.0 if step % 2 else NAN) for step in range(1, 23)]
+    assert [decision.action for decision in decisions] == ["go", "skip"] * 10 + ["go", "stop"]
+    assert decisions[-1].why == (
+        "Step 22: the loss is nan; 11 of the last 22 steps were skipped, and guard.skip_share=0.1 of guard.skip_window=100 "
+        "allows 10, so the run stops."
+    )
+    assert (guard.skips, guard.overflows) == (11, 0)
+    seldom = Guard(Policy(nonfinite="skip"))
+    assert {seldom.judge(step, loss=1.0 if step % 10 else NAN).action for step in range(1, 1000)} == {"go", "skip"}
+    never = Guard(Policy(nonfinite="skip", skip_share=1.0, most_skips=1000))
+    assert {never.judge(step, loss=NAN).action for step in range(300)} == {"skip"}
+    none = Guard(Policy(nonfinite="skip", skip_share=0))
+    assert none.judge(1, loss=NAN).action == "stop"
+
+
+def test_overflows_are_skipped_and_not_endless():
+    guard = Guard()  # nonfinite is "stop", which is about losses here
+    scales = [2.0**k for k in range(60, 40, -1)]
+    decisions = [guard.judge(step, loss=1.0, grad_norm=INF, loss_scale=scale) for step, scale in enumerate(scales[:11], 1)]
+    assert [decision.action for decision in decisions] == ["skip"] * 10 + ["stop"]
+    assert decisions[0].why == (
+        "Step 1: the gradients overflowed at a loss scale of 1.15292e+18, so the step was skipped, the 1st of this run."
+    )
+    assert "11 of the last 11 steps were skipped" in decisions[-1].why
+    assert "loss_scaling.init_scale" in decisions[-1].why
+    assert (guard.skips, guard.overflows) == (11, 11)
+    assert Guard().judge(1, loss=NAN, grad_norm=NAN, loss_scale=1.0).action == "stop"
+    assert Guard().judge(1, loss=1.0, grad_norm=1.0, loss_scale=1.0).action == "go"
+
+
+def test_a_state_of_an_earlier_version():
+    earlier = {"skips": 2, "rollbacks": 1, "in_a_row": 0, "losses": [3.0], "outliers": [False]}
+    guard = Guard()
+    guard.restore(earlier)
+    assert guard.state() == {**earlier, "overflows": 0, "skipped": []}
+
+
 def test_the_first_tensor_is_named():
     good, bad = torch.ones(3), torch.tensor([1.0, -INF])
     assert first_nonfinite([("a", good), ("none", None), ("b", bad), ("c", bad)]) == "b"
@@ -104,7 +144,7 @@ def test_rollbacks_are_counted_and_not_endless():
 def test_a_resumed_guard_decides_as_the_straight_one():
     draw = random.Random(1)
     losses = [draw.choice([3.0, 3.1, 2.9, 3.0, 8.0, NAN]) if step > 80 else 3.0 for step in range(400)]
-    policy = Policy(nonfinite="skip", spike="rollback", most_rollbacks=1000)
+    policy = Policy(nonfinite="skip", skip_share=0.35, skip_window=40, spike="rollback", most_rollbacks=1000)
     straight = Guard(policy)
     expected = run(straight, losses)
     assert {"go", "skip", "rollback"} == set(expected)
@@ -132,6 +172,8 @@ def test_a_resumed_guard_decides_as_the_straight_one():
         {**Guard().state(), "losses": [[]]},
         {**Guard().state(), "outliers": [1]},
         {**Guard().state(), "outliers": None},
+        {**Guard().state(), "overflows": -1},
+        {**Guard().state(), "skipped": [1]},
     ],
 )
 def test_a_wrong_state_is_refused(state):
@@ -146,6 +188,10 @@ def test_a_wrong_state_is_refused(state):
         ({"spike": 1}, "guard.spike is one of"),
         ({"most_skips": -1}, "guard.most_skips is an integer of at least 0"),
         ({"most_skips": 1.0}, "guard.most_skips is an integer"),
+        ({"skip_share": 1.5}, "guard.skip_share is a number from 0 to 1, not 1.5"),
+        ({"skip_share": "half"}, "guard.skip_share is a number from 0 to 1"),
+        ({"skip_share": NAN}, "guard.skip_share is a number from 0 to 1"),
+        ({"skip_window": 0}, "guard.skip_window is an integer of at least 1"),
         ({"spike_factor": NAN}, "guard.spike_factor is a number above 1"),
         ({"spike_factor": "2"}, "guard.spike_factor is a number above 1"),
         ({"spike_window": 1}, "guard.spike_window is an integer of at least 2"),

@@ -15,6 +15,7 @@ from dither import UserError
 from dither.models import (
     PRESETS,
     GPT2Config,
+    GPTNeoConfig,
     LlamaConfig,
     build,
     compile_blocks,
@@ -40,6 +41,9 @@ CONFIGS = {
         max_position_embeddings=64,
     ),
     "gpt2": GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=32, layer_norm_epsilon=1e-2),
+    "gpt-neo": GPTNeoConfig(
+        hidden_size=32, num_layers=3, num_heads=2, window_size=4, vocab_size=64, max_position_embeddings=32
+    ),
     "gpt2 untied": GPT2Config(
         n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=32, n_inner=48, tie_word_embeddings=False
     ),
@@ -141,9 +145,36 @@ def test_old_checkpoints(kind, tmp_path):
     prefix = "model." if kind.startswith("llama") else "transformer."
     tensors = {name.removeprefix(prefix): t for name, t in safetensors.torch.load_file(tmp_path / WEIGHTS).items()}
     stale = "layers.1.self_attn.rotary_emb.inv_freq" if kind.startswith("llama") else "h.1.attn.bias"
+    stale = "h.1.attn.attention.masked_bias" if kind == "gpt-neo" else stale
     tensors[stale] = torch.ones(3)
     safetensors.torch.save_file(tensors, tmp_path / WEIGHTS)
     assert same(load_pretrained(tmp_path), model)
+
+
+def test_a_gpt_neo_whose_blocks_do_not_alternate(tmp_path):
+    model = made("gpt-neo")
+    save_pretrained(model, tmp_path)
+    data = json.loads((tmp_path / CONFIG).read_text())
+    layers = data.pop("attention_layers")  # what only transformers' later versions write
+    assert layers == ["global", "local", "global"]
+    (tmp_path / CONFIG).write_text(json.dumps(data))
+    assert same(load_pretrained(tmp_path), model)
+    for types in ([[["global"], 3]], [[["global", "local"], 3]], "global", [1]):
+        (tmp_path / CONFIG).write_text(json.dumps(data | {"attention_types": types}))
+        with pytest.raises(UserError, match=r"blocks here are global and local in turn; hf\(folder\) runs it"):
+            load_pretrained(tmp_path)
+
+
+def test_a_model_of_o2_is_saved_in_one_dtype(tmp_path):
+    """Its norms are float32 while it trains; a config has one dtype."""
+    model = made("gpt-neo")
+    dither.optim.training(model, "o2", lr=1e-3)
+    assert model.transformer.ln_f.weight.dtype == torch.float32
+    save_pretrained(model, tmp_path)
+    assert json.loads((tmp_path / CONFIG).read_text())["dtype"] == "bfloat16"
+    back = load_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert torch.equal(back.transformer.ln_f.weight, model.transformer.ln_f.weight.bfloat16())
+    assert torch.equal(back.embedding.weight, model.embedding.weight)
 
 
 def test_a_config_without_what_is_default(tmp_path):

@@ -24,6 +24,7 @@ from dither.data import Batch, prepare
 from dither.nn.step import TrainingStep
 from dither.train import Config, Progress, Status, checkpoint, loop, train
 from dither.train import config as configs
+from dither.train.command import summary
 from dither.train.job import Job
 from dither.train.metrics import Metrics
 
@@ -88,14 +89,23 @@ def assert_same(one: Path, other: Path) -> None:
 
 # Resuming -------------------------------------------------------------------------------------------------------------
 
+TINY = ("data.sequence=4", "data.batch=2", "run.eval_sequences=2")
+
+SNIP = ("snip.target=0.2", "snip.start=1", "snip.delay=1", "snip.every=99", "snip.probe=direct", "snip.options='bf16,fp4'")
+
 KINDS = {
     "fp32": ["data.micro_batch=2"],
     "fp8-delayed": ["precision.recipe=fp8-delayed"],
     "sampled": ["precision.sampling.guidance=[{kind='bitwidth_loss', weight=0.1}]"],
-    "bf16-sr": ["precision.mode=bf16-sr", "data.sequence=4", "data.batch=2", "run.eval_sequences=2"],
+    "bf16-sr": ["precision.mode=bf16-sr", *TINY],
     "8-bit states": ["precision.states=dynamic8", "optim.schedule=wsd"],
     "adam-mini": ["optim.optimizer=adam-mini", "model.preset=tiny"],
-    "fp16": ["precision.mode=fp16", "data.sequence=4", "data.batch=2", "run.eval_sequences=2"],
+    # The scale overflows at first, is halved, and grows again on both sides of the checkpoint.
+    "fp16": ["precision.mode=fp16", *TINY, "loss_scaling.init_scale=524288.0", "loss_scaling.growth_interval=2"],
+    "fp16-o2": ["precision.mode=fp16-o2", *TINY, "data.micro_batch=1", "loss_scaling.growth_interval=2"],
+    # A plan that changes before the checkpoint is applied again to a model whose norms are wide.
+    "snip in o2": ["precision.mode=o2", *TINY, "data.micro_batch=1", *SNIP],
+    "kahan": ["precision.mode=bf16-kahan", *TINY, "precision.gradients=bf16-sr", "data.micro_batch=1"],
 }
 
 
@@ -619,3 +629,48 @@ def test_mistakes_are_one_sentence(change: str, text: Path, tmp_path: Path) -> N
         train(settings(text, tmp_path / "run", *change.split(" ")))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()  # the next try needs no other name
+
+
+# Loss scaling ---------------------------------------------------------------------------------------------------------
+
+FP16 = ("precision.mode=fp16", *TINY)
+
+
+@SLOW_BF16
+def test_a_run_whose_steps_all_overflow_stops_with_a_sentence(text: Path, tmp_path: Path) -> None:
+    """A first scale of 2^60 overflows FP16 in every step: that is not a run that is done."""
+    out, first = tmp_path / "run", 2.0**60
+    scales = [f"loss_scaling.init_scale={first}", f"loss_scaling.max_scale={first}"]
+    shown = io.StringIO()
+    outcome = train(settings(text, out, *FP16, *scales, "run.steps=12"), progress=Progress(shown, steps=12))
+    assert (outcome.code, outcome.how, outcome.step, outcome.skipped, outcome.overflows) == (3, "guard", 11, 11, 11)
+    assert outcome.why.startswith("Step 11: the gradients overflowed at a loss scale of 1.1259e+15; 11 of the last 11 steps")
+    assert Status.load(out).why == outcome.why
+    train_lines, guard_lines = lines(out, "train"), lines(out, "guard")
+    assert [line["loss_scale"] for line in train_lines] == [first / 2**step for step in range(10)]
+    assert [line["skipped"] for line in train_lines] == [line["overflows"] for line in train_lines] == list(range(1, 11))
+    assert all(line["grad_norm"] is None and "grad_norm was" in line["text"] for line in train_lines)
+    assert [line["event"] for line in guard_lines] == ["overflow"] * 10 + ["stop"]
+    assert "so the step was skipped, the 1st of this run" in guard_lines[0]["text"]
+    assert "loss scale 1.15292e+18  1 skipped" in shown.getvalue()
+    assert outcome.why in shown.getvalue()
+    assert "skipped steps    11 of 11, 11 of them for overflows" in summary(outcome)
+
+
+@SLOW_BF16
+def test_the_norm_is_that_of_unscaled_gradients_and_skips_are_told(text: Path, tmp_path: Path) -> None:
+    """A first scale that overflows twice costs two steps; the norm of later ones knows nothing of the scale."""
+    plain = train(settings(text, tmp_path / "plain", *FP16, "loss_scaling.init_scale=1.0", "optim.max_norm=0.0"))
+    assert (plain.why, plain.skipped) == ("All 6 steps are done.", 0)
+    first = lines(tmp_path / "plain", "train")[0]
+    high = train(settings(text, tmp_path / "high", *FP16, "loss_scaling.init_scale=524288.0", "optim.schedule=constant"))
+    found = lines(tmp_path / "high", "train")
+    assert high.why == f"All 6 steps are done, {high.skipped} of them skipped ({high.skipped} for overflows)."
+    assert 0 < high.skipped < 6
+    assert high.code == 0
+    overflowed = [line["grad_norm"] is None for line in found]
+    assert sum(overflowed) == high.overflows
+    assert [line["loss_scale"] for line in found] == [2.0 ** (19 - sum(overflowed[:step])) for step in range(6)]
+    # Weights have hardly moved yet: the first good step has other tokens, but a norm of the same size.
+    assert 0.3 < found[overflowed.index(False)]["grad_norm"] / first["grad_norm"] < 3
+    assert lines(tmp_path / "high", "end")[-1]["skipped"] == high.skipped

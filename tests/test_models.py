@@ -17,7 +17,10 @@ from dither.models import (
     CausalLM,
     Config,
     GPT2Config,
+    GPTNeo,
+    GPTNeoConfig,
     Llama,
+    LlamaConfig,
     build,
     compile_blocks,
     flops_per_token,
@@ -29,7 +32,8 @@ from dither.models.causal import IGNORE, cross_entropy
 
 TINY = PRESETS["tiny"]
 SMALL = GPT2Config(n_embd=128, n_layer=2, n_head=4, vocab_size=256, n_positions=128)
-BOTH = {"llama": TINY, "gpt2": SMALL}
+NEO = GPTNeoConfig(hidden_size=128, num_layers=3, num_heads=4, window_size=5, vocab_size=256, max_position_embeddings=128)
+BOTH = {"llama": TINY, "gpt2": SMALL, "gpt-neo": NEO}
 VARIANTS = {
     "shared keys": TINY,
     "own keys": dataclasses.replace(TINY, num_key_value_heads=None),
@@ -38,6 +42,9 @@ VARIANTS = {
     "other constants": dataclasses.replace(TINY, rope_theta=500.0, rms_norm_eps=1e-2, vocab_size=77),
     "gpt2": SMALL,
     "gpt2 untied": dataclasses.replace(SMALL, tie_word_embeddings=False),
+    "gpt-neo": NEO,
+    "gpt-neo untied": dataclasses.replace(NEO, tie_word_embeddings=False, window_size=64),
+    "gpt-neo other constants": dataclasses.replace(NEO, intermediate_size=200, layer_norm_epsilon=1e-2, vocab_size=77),
     "gpt2 other constants": dataclasses.replace(SMALL, n_inner=200, layer_norm_epsilon=1e-2, n_positions=19, vocab_size=77),
 }
 """Constants far from their defaults: one that was ignored would show."""
@@ -49,7 +56,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 def make(config: Config, seed: int = 0) -> CausalLM:
     """A model whose norms are not all ones, nor all alike, or their weights would not be tested."""
-    family = GPT2 if isinstance(config, GPT2Config) else Llama
+    family = {GPT2Config: GPT2, GPTNeoConfig: GPTNeo, LlamaConfig: Llama}[type(config)]
     model, generator = family(config, generator=seeded(seed)), seeded(seed + 1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -69,6 +76,10 @@ def hugging_face(config: Config):
     fields = dataclasses.asdict(config)
     if isinstance(config, GPT2Config):
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**fields, bos_token_id=0, eos_token_id=0)).eval()
+    if isinstance(config, GPTNeoConfig):
+        kinds = [[[kind], 1] for kind in config.attention_layers]
+        fields |= {"attention_types": kinds, "bos_token_id": 0, "eos_token_id": 0}
+        return transformers.GPTNeoForCausalLM(transformers.GPTNeoConfig(**fields)).eval()
     theta = fields.pop("rope_theta")
     fields["num_key_value_heads"] = config.key_value_heads
     return transformers.LlamaForCausalLM(
@@ -186,7 +197,8 @@ def test_gpt2_written_out():
 
 
 @pytest.mark.parametrize(
-    ("name", "millions"), [("llama-134m", 134), ("llama-360m", 364), ("llama-1b", 1262), ("llama-3b", 3368), ("llama-8b", 7242)]
+    ("name", "millions"),
+    [("llama-34m", 34), ("llama-134m", 134), ("llama-360m", 364), ("llama-1b", 1262), ("llama-3b", 3368), ("llama-8b", 7242)],
 )
 def test_presets_have_the_sizes_they_are_named_for(name, millions):
     config = PRESETS[name]
@@ -206,9 +218,27 @@ def test_gpt2_presets_have_the_sizes_of_the_published_models(name, count):
     assert parameter_count(PRESETS[name]) == count
 
 
+@pytest.mark.parametrize(
+    ("name", "count"), [("gpt-neo-125m", 125_198_592), ("gpt-neo-1.3b", 1_315_575_808), ("gpt-neo-2.7b", 2_651_307_520)]
+)
+def test_gpt_neo_presets_have_the_sizes_of_the_published_models(name, count):
+    """And are what transformers makes of the same sizes, whose defaults are those of the model of 1.3 billion."""
+    transformers = pytest.importorskip("transformers", reason="compares with transformers, which is not installed")
+    c = PRESETS[name]
+    sizes = {"hidden_size": c.hidden_size, "num_layers": c.num_layers, "num_heads": c.num_heads}
+    theirs = transformers.GPTNeoConfig(**sizes, attention_types=[[["global", "local"], c.num_layers // 2]])
+    with torch.device("meta"):
+        peer = transformers.GPTNeoForCausalLM(theirs)
+    assert sum(parameter.numel() for parameter in peer.parameters()) == parameter_count(c) == count
+    assert tuple(theirs.attention_layers) == c.attention_layers
+    for field in ("window_size", "vocab_size", "max_position_embeddings", "layer_norm_epsilon", "initializer_range"):
+        assert getattr(theirs, field) == getattr(c, field)
+
+
 def test_presets_of_the_measured_sizes():
     """(d, layers, heads, ffn), by which benchmarks are quoted."""
     sizes = {
+        "llama-34m": (512, 8, 8, 1408),
         "llama-134m": (768, 12, 12, 2048),
         "llama-1b": (2048, 22, 32, 5632),
         "llama-3b": (3072, 28, 24, 8192),
@@ -217,7 +247,8 @@ def test_presets_of_the_measured_sizes():
     for name, size in sizes.items():
         c = PRESETS[name]
         assert (c.hidden_size, c.num_hidden_layers, c.num_attention_heads, c.intermediate_size) == size
-    assert set(PRESETS) == {*sizes, "tiny", "llama-360m", "gpt2-124m", "gpt2-350m", "gpt2-770m"}
+    others = {"tiny", "llama-360m", "gpt2-124m", "gpt2-350m", "gpt2-770m", "gpt-neo-125m", "gpt-neo-1.3b", "gpt-neo-2.7b"}
+    assert set(PRESETS) == {*sizes, *others}
 
 
 def test_tied_weights_are_one_parameter_with_both_gradients():
@@ -336,7 +367,8 @@ def test_one_graph(blocks, config):
         run = torch.compile(model, backend=backend, fullgraph=True)
     loss = run(tokens, targets)
     loss.backward()
-    assert len(graphs) == 1  # for the two blocks together, too
+    # One for all blocks together, too; GPT-Neo's are of two kinds, of which the local has a mask.
+    assert len(graphs) == (2 if blocks and isinstance(config, GPTNeoConfig) else 1)
     torch.testing.assert_close(loss, expected)
     for parameter, slope in zip(model.parameters(), slopes, strict=True):
         torch.testing.assert_close(parameter.grad, slope, rtol=1e-4, atol=1e-5)
@@ -421,7 +453,7 @@ def test_first_weights_are_normal(config):
             assert bool((weight == (0 if name.endswith("bias") else 1)).all()), name
             continue
         # GPT-2's four sublayers that add to the residual stream start at half the deviation.
-        x = weight.double().flatten() / (0.005 if "c_proj" in name else 0.01)
+        x = weight.double().flatten() / (0.005 if "c_proj" in name and isinstance(config, GPT2Config) else 0.01)
         n = x.numel()
         # Five standard errors of the mean, the deviation, and the share below -1 (which is 0.1587).
         assert abs(x.mean()) < 5 / n**0.5, name
@@ -541,6 +573,28 @@ def test_gpt2_converts_and_learns(recipe):
     assert 0 < abs(losses[0] - plain) < 0.05
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0] - 0.5
+
+
+def test_gpt_neo_converts_and_learns():
+    """In O2 and FP8, with Adam-mini; attention is local in the second block, over 5 of 16 tokens."""
+    config = dataclasses.replace(NEO, hidden_size=64, num_layers=2, max_position_embeddings=16)
+    model, tokens, targets = build(config), tokens_of(config, (2, 16)), tokens_of(config, (2, 16), seed=3)
+    record = dither.convert(model, "fp8-block")
+    parts = [f"attn.attention.{name}" for name in ("k_proj", "v_proj", "q_proj", "out_proj")] + ["mlp.c_fc", "mlp.c_proj"]
+    assert [layer.name for layer in record.layers] == [f"transformer.h.{i}.{part}" for i in (0, 1) for part in parts]
+    taken = [part for part in parts if dither.Sampling(parts="od").takes(f"transformer.h.0.{part}")]
+    assert taken == ["attn.attention.out_proj", "mlp.c_proj"]
+    run = dither.optim.training(model, "o2", lr=1e-2, roles=dither.optim.roles(model))
+    losses = []
+    for step in range(4):
+        with dither.training_step(model, step=step):
+            with run.forward():
+                loss = model(tokens, targets)
+            run.backward(loss)
+        run.step()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0] - 0.3
 
 
 def test_gpt2_without_casts_is_the_model():

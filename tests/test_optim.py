@@ -389,8 +389,7 @@ def named(dtype: torch.dtype = torch.bfloat16) -> list[tuple[str, Tensor]]:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"lr": 0.0}, "learning rate is a positive number, not 0.0"),
-        ({"lr": -1e-3}, "learning rate is a positive number, not -0.001"),
+        ({"lr": -1e-3}, "learning rate is a number from 0 on, such as 1e-3, not -0.001"),
         ({"lr": float("nan")}, "learning rate"),
         ({"lr": True}, "learning rate"),
         ({"lr": torch.ones(2)}, r"one number, not a tensor of shape \(2,\)"),
@@ -402,7 +401,7 @@ def named(dtype: torch.dtype = torch.bfloat16) -> list[tuple[str, Tensor]]:
         ({"states": "e4m4"}, r"no state format 'e4m4' \(did you mean 'e4m3'\?\)"),
         ({"states": "bf16", "state_rounding": "up"}, "state_rounding is 'stochastic' or 'nearest', not 'up'"),
         ({"states": "dynamic8", "state_rounding": "stochastic"}, "use state_rounding='nearest'"),
-        ({"states": "int8", "block": 48}, "power of two from 16 to 1024, not 48"),
+        ({"states": "int8", "block": 48}, "power of two from 16 to 2048, not 48"),
         ({"master": "bf16"}, "master is None or 'fp32'"),
         ({"master": "fp32", "weights": "kahan"}, "choose one of them"),
         ({"max_norm": 0.0}, "max_norm is a positive number, or None"),
@@ -421,8 +420,6 @@ def test_parameters_that_cannot_be() -> None:
     net = model()
     with pytest.raises(UserError, match="no parameters to optimize: the list is empty"):
         AdamW([])
-    with pytest.raises(UserError, match=r"shape \(40, 24\) has none: pass model.named_parameters\(\)"):
-        AdamW(net.parameters())
     with pytest.raises(UserError, match="A parameter group is empty"):
         AdamW([{"params": []}])
     with pytest.raises(UserError, match=r"'w' is torch\.float64"):
@@ -504,7 +501,8 @@ def test_every_mode_trains_and_resumes(mode: str) -> None:
     run, x = start()
     losses = [step(run, x) for _ in range(30)]
     assert losses[-1] < 0.3 * losses[0], losses
-    assert {p.dtype for p in run.model.parameters()} == {MODES[mode].parameters}
+    wide = {torch.float32} if MODES[mode].plan.master else set()  # norms
+    assert {p.dtype for p in run.model.parameters()} == {MODES[mode].parameters} | wide
     assert all(p.grad is None for p in run.model.parameters())
     if MODES[mode].plan.loss_scaling:
         run.scaler.update(1024.0)
@@ -518,7 +516,7 @@ def test_every_mode_trains_and_resumes(mode: str) -> None:
 
 
 def test_modes_that_cannot_be() -> None:
-    with pytest.raises(UserError, match="no mode 'o3': choose from fp32, o1, o2, bf16, bf16-sr, fp16"):
+    with pytest.raises(UserError, match="no mode 'o3': choose from fp32, o1, o2, bf16, bf16-sr, bf16-kahan, fp16, fp16-o2"):
         dither.optim.training(model(), "o3", lr=1e-2)
     with pytest.raises(UserError, match="Identity has no parameters"):
         dither.optim.training(nn.Identity(), "o1", lr=1e-2)

@@ -307,6 +307,14 @@ def test_adamw_with_blocks_of_subnormal_moments(states: str, device: str) -> Non
     assert pairs.check_adamw([pairs.Size(6, 64)], torch.bfloat16, update, device) == 0
 
 
+@pytest.mark.usefixtures("short_programs")
+@pytest.mark.parametrize("states", ["dynamic8", "e4m3"])
+def test_adamw_in_blocks_of_2048(states: str, device: str) -> None:
+    """A block is a tile then: whole rows of blocks, rows that end within one, and rows shorter than one."""
+    sizes = [pairs.Size(2, 4096), pairs.Size(2, 2500, row=1, column=2048), pairs.Size(3, 40)]
+    assert pairs.check_adamw(sizes, torch.bfloat16, Update("stochastic", states, block=2048), device) == 0
+
+
 def test_adamw_of_several_programs_and_tiles(device: str) -> None:
     """The numbering goes on from tile to tile and from program to program, where rows end within them and where they do not."""
     sizes = [pairs.Size(12, 1200, row=3, column=16), pairs.Size(101, 104), pairs.Size(3, 4001, column=7)]
@@ -371,13 +379,20 @@ def test_adam_mini_of_shards(device: str) -> None:
     assert pairs.differing_pieces(after[0][0], after[1][0], update) == 0
 
 
+PREPARED = [
+    [1e-3, 0.9, 0.95, 1e-8, 0.1, 1.0, 1.0],
+    [0.5, 0.0, 0.999, 1e-30, 0.0, 0.0, 1.0],
+    [7e-5, 0.99, 0.9999, 1.0, 3.0, 1.0, -1.0],
+]
+"""Rows of hyperparameters: the second takes no part, the third maximizes."""
+
+
 @pytest.mark.parametrize("squares", [None, 0.0, 4.0, 1e60, torch.inf, torch.nan])
 @pytest.mark.parametrize("scaler", [None, (65536.0, 0.0), (3.0, 1.0)])
 @pytest.mark.parametrize("max_norm", [0.0, 0.7])
 def test_prepare(squares: float | None, scaler: tuple[float, float] | None, max_norm: float, device: str) -> None:
     """Constants, norm and counts, with loss scaling, clipping, skipped steps and rows that take no part."""
-    rows = [[1e-3, 0.9, 0.95, 1e-8, 0.1, 1.0], [0.5, 0.0, 0.999, 1e-30, 0.0, 0.0], [7e-5, 0.99, 0.9999, 1.0, 3.0, 1.0]]
-    hyper = torch.tensor(rows, dtype=torch.float64, device=device)
+    hyper = torch.tensor(PREPARED, dtype=torch.float64, device=device)
     given = None if squares is None else torch.tensor(squares, dtype=torch.float64, device=device)
     scale, found = (None, None) if scaler is None else (torch.tensor(x, device=device) for x in scaler)
     results = []
@@ -386,6 +401,20 @@ def test_prepare(squares: float | None, scaler: tuple[float, float] | None, max_
         constants, norm, skip = code.prepare(hyper, counted, skipped, given, scale, found, max_norm)
         results.append([constants.contiguous(), norm, skip, counted.int(), skipped.int()])
     assert sum(map(pairs.differing, *results)) == 0
+
+
+@pytest.mark.parametrize(("column", "value"), [(0, -1e-3), (0, torch.nan), (0, torch.inf), (1, 1.0), (2, -0.1), (2, torch.nan)])
+@pytest.mark.parametrize("row", [0, 1])
+def test_prepare_skips_for_hyperparameters_that_cannot_be(column: int, value: float, row: int, device: str) -> None:
+    """Where a tensor on the device holds them nobody else can look; a row that takes no part does not count."""
+    hyper = torch.tensor(PREPARED, dtype=torch.float64, device=device)
+    hyper[row, column] = value
+    results = []
+    for code in (adamw, kernel_adamw):
+        counted, skipped = torch.tensor([0, 5, 123456], device=device), torch.tensor(2, device=device)
+        skip = code.prepare(hyper, counted, skipped, None, None, None, 0.0)[2]
+        results.append((skip.item(), counted.tolist(), skipped.item()))
+    assert results == [(1, [0, 5, 123456], 3) if row == 0 else (0, [1, 5, 123457], 2)] * 2
 
 
 @pytest.mark.usefixtures("short_programs")

@@ -18,7 +18,7 @@ from dither.nn import convert, training_step
 from dither.precision import OPERANDS, LayerPrecision, Plan
 from dither.recipes import RECIPES, recipe
 
-UNCAST = ("fp32", "bf16", "bf16-o2", "bf16-pure", "fp16")
+UNCAST = ("fp32", "bf16", "bf16-o2", "bf16-pure", "fp16", "fp16-o2")
 CASTS = {
     "fp8-delayed": ("e4m3 tensor delayed(1024)", "e4m3 tensor delayed(1024)", "e5m2 tensor delayed(1024)"),
     "fp8-current": ("e4m3 tensor fp32", "e4m3 tensor fp32", "e5m2 tensor fp32"),
@@ -59,6 +59,7 @@ def test_casts_of_a_recipe(name):
         ("bf16-o2", "bf16", "bf16", True, False),
         ("bf16-pure", "bf16", "bf16", False, False),
         ("fp16", "fp16", "fp32", False, True),
+        ("fp16-o2", "fp16", "fp16", True, True),
     ],
 )
 def test_recipes_without_casts(name, compute, parameters, master, loss_scaling):

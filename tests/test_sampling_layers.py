@@ -161,7 +161,7 @@ def test_the_gradient_of_a_bitwidth_is_its_finite_difference() -> None:
 
 
 def test_a_bitwidth_that_is_held_at_the_limit_has_no_gradient() -> None:
-    made = layer(Sampling(b_init=30, b_target=4))
+    made = layer(Sampling(b_init=30, b_target=4, beyond="clamp"))
     with torch.no_grad():
         made.bitwidth.copy_(torch.tensor([1.0, 0.0, 1.0] * 4).view(4, 3))
     x, dy = data()
@@ -670,7 +670,8 @@ def test_an_infinite_weight_stops_the_step_and_is_named() -> None:
 
 
 def test_bitwidths_beyond_the_safe_range_are_held_there_and_reported_once() -> None:
-    model = nn.Sequential(layer(Sampling(b_init=4, b_target=1), k=64, n=64), layer(Sampling(b_init=4, b_target=1), k=64, n=64))
+    held = Sampling(b_init=4, b_target=1, beyond="clamp")
+    model = nn.Sequential(layer(held, k=64, n=64), layer(held, k=64, n=64))
     for made, cast in zip(model, ("e2m1 block(32)", "e4m3 block(32)"), strict=True):
         made.set_precision(LayerPrecision(weight=Cast.parse(cast), sampling=made.precision.sampling))
         made.name = cast
@@ -686,8 +687,8 @@ def test_bitwidths_beyond_the_safe_range_are_held_there_and_reported_once() -> N
     assert model[1].bitwidths().eq(4).all()
     with training_step(model, step=1):  # warnings are errors here
         pass
-    model[0].set_precision(LayerPrecision(weight=Cast.parse("e2m1 block(32)"), sampling=Sampling(beyond="warn", b_init=4)))
-    assert model[0].bitwidths().eq(4).all()
+    model[0].set_precision(LayerPrecision(weight=Cast.parse("e2m1 block(32)"), sampling=Sampling(b_init=4)))
+    assert model[0].bitwidths().eq(4).all()  # the default clamps nothing
 
 
 @SLOW_BF16
@@ -754,7 +755,30 @@ def test_a_sampling_goes_through_json_with_its_plan() -> None:
         assert plan.diff(Plan(compute="bf16").with_sampling(sampling)) != {}
     fewer = json.loads(plan.to_json())
     fewer["default"]["sampling"] = {}
-    assert Plan.from_dict(fewer).default.sampling == Sampling()
+    assert Plan.from_dict(fewer).default.sampling == Sampling() == Sampling(beyond="warn")
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_plan_keeps_what_it_meant_when_it_was_written(version: int) -> None:
+    """Up to version 2 a sampling without the key `beyond` clamped; what a key says holds in every version."""
+    silent = {"noise": "uniform", "parts": "od"}
+    written = {"sampling": silent, "input_sampling": silent | {"beyond": "warn"}}
+    rule = {"input": None, "sampling": silent | {"beyond": "clamp"}}
+    plan = Plan.from_dict({"version": version, "layers": [["*.0", rule], ["*.1", None]], "default": written})
+    assert plan.default.sampling == Sampling(noise="uniform", parts="od", beyond="clamp" if version == 2 else "warn")
+    assert plan.default.input_sampling.beyond == "warn"
+    assert plan.layers[0][1].sampling.beyond == "clamp"
+    assert plan.layers[0][1].input_sampling is plan.layers[1][1] is None
+    again = json.loads(plan.to_json())
+    assert again["version"] == 3
+    assert again["default"]["sampling"]["beyond"] == plan.default.sampling.beyond  # written, whatever the default is
+    assert Plan.from_dict(again) == plan
+    assert "beyond" not in silent
+
+
+def test_only_a_clamp_is_told() -> None:
+    assert "beyond" not in str(Sampling())
+    assert str(Sampling(beyond="clamp")).endswith("beyond='clamp'")
 
 
 LLAMA = [

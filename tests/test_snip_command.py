@@ -140,6 +140,8 @@ def test_an_estimate_that_fails_does_not_stop_a_run(text, tmp_path):
         ("snip.start=0", "snip.start is an integer of at least 1"),
         ("snip.tokens=0", "snip.tokens is"),
         ("snip.power=0.5", "snip.power is"),
+        ("snip.loss_weight=-1.0", "snip.loss_weight and snip.update_weight are numbers that are not negative, not -1 and 1"),
+        ("snip.rows=2", "snip.rows is"),
         ("snip.hysteresis=-1.0", "snip.hysteresis is"),
         ('snip.pinned=["down"]', "A pinned layer is written pattern=option"),
         ("snip.stages=[0]", r"In \[snip\]: Stages are numbers of blocks"),
@@ -192,6 +194,39 @@ def test_baselines_by_name(run, method, tmp_path):
     chosen = Plan.load(tmp_path / "plan.json")
     assert (chosen.provenance["method"], "probe" in chosen.provenance) == (method, False)
     assert chosen.provenance["efficiency"] >= 0.5
+
+
+def test_weights_and_the_row_wise_formula_reach_the_plan(run, text, tmp_path, capsys):
+    """Each of them changes what is minimised, and the plan says so; in the command, in the trainer and in `Snip` alike."""
+    ways = {"both": [], "loss": ["--update-weight", "0"], "update": ["--loss-weight", "0"], "rows": ["--rows"]}
+    costs, chosen, found = {}, {}, {}
+    for name, given in ways.items():
+        out, scores = tmp_path / f"{name}.json", tmp_path / f"{name}-scores.json"
+        assert plan(run, "--target", "0.5", "--probe", "direct", "--power", "1", *given, "-o", out, "--scores", scores) == 0
+        chosen[name], found[name] = Plan.load(out), Scores.from_json(scores.read_text())
+        choice = choice_of(found[name].layers, BOTH, chosen[name])
+        tables = [[row[at] for row, at in zip(table, choice, strict=True)] for table in (found[name].loss, found[name].weights)]
+        costs[name] = tuple(map(sum, tables))
+        counted = {"loss": costs[name][:1], "update": costs[name][1:]}.get(name, costs[name])
+        assert chosen[name].provenance["quality"] == pytest.approx(sum(counted))
+    assert costs["loss"][0] <= costs["both"][0]
+    assert costs["update"][1] <= costs["both"][1]
+    assert chosen["loss"].provenance["update_weight"] == 0
+    assert "loss_weight" not in chosen["loss"].provenance
+    assert (found["rows"].probe, chosen["rows"].provenance["probe"]) == ("direct by rows", "direct by rows")
+    assert found["rows"].loss != found["both"].loss
+    assert found["rows"].weights == found["both"].weights
+    assert plan("frontier", run, "--probe", "direct", "--rows", "--update-weight", "0", "--targets", "2") == 0
+    assert plan(run, "--method", "random", "--rows") == 2
+    assert "--method random has no use for them" in capsys.readouterr().err
+    assert plan(run, "--loss-weight", "0", "--update-weight", "0") == 2
+    assert "are both 0: nothing would be left to tell options apart by" in capsys.readouterr().err
+    out = tmp_path / "run"
+    more = ["snip.rows=true", "snip.update_weight=0.0", "run.steps=6", "run.save_every=0"]
+    assert train(settings(text, out, *SNIP, *more)).code == 0
+    line = lines(out, "plan")[-1]
+    assert line["scores"]["probe"] == "direct by rows"
+    assert line["plan"]["provenance"]["update_weight"] == 0
 
 
 def test_a_plan_trains(run, text, tmp_path):

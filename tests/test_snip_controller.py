@@ -99,6 +99,16 @@ def test_the_plan_is_the_best_for_the_target():
     assert json.loads(json.dumps(decision.to_dict()))["scores"]["layers"] == list(NAMES)
 
 
+def test_a_choice_for_other_weights_is_not_kept():
+    """A plan that was chosen by other weights of dL and dW is no reason to stay: hysteresis begins anew."""
+    first = make()
+    train(first, range(8))
+    for given, keeps in (({}, True), ({"loss_weight": 2.0}, False), ({"rows": True}, False)):
+        again = make(**given)
+        again.load_state_dict(first.state_dict())
+        assert again._chosen is keeps, given
+
+
 @pytest.mark.parametrize(("given", "chosen"), [({"power": 1}, {0}), ({}, {1, 2}), ({"power": 2}, {1, 2})])
 def test_squares_of_divergences_are_added_up_unless_told_otherwise(given, chosen):
     """One layer that costs 3, or two that cost 2 each and are half as large: 3 < 2 + 2, and 9 > 4 + 4."""
@@ -279,7 +289,10 @@ def test_a_state_that_is_none_is_refused_and_changes_nothing(spoil):
         ({"delay": 1.5}, "snip's delay is"),
         ({"delay": 10}, "delay of 10 steps is not below every=10"),
         ({"hysteresis": -0.1}, "snip's hysteresis is"),
-        ({"weights": math.inf}, "snip's weights is"),
+        ({"update_weight": math.inf}, "snip's update_weight is"),
+        ({"loss_weight": -1.0}, "snip's loss_weight is"),
+        ({"loss_weight": 0.0, "update_weight": 0}, "both 0: nothing would be left"),
+        ({"rows": 1}, "snip's rows is True or False, not 1"),
         ({"power": 0.5}, "snip's power is at least 1"),
         ({"stages": (0,)}, "Stages are numbers of blocks"),
         ({"cost": "money"}, "A cost is"),

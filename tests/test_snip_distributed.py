@@ -5,6 +5,7 @@ from itertools import chain
 import pytest
 import torch
 import torch.distributed as dist
+from test_monitor import check_ranks
 from test_optim_distributed import pytestmark as pytestmark
 from test_optim_distributed import spread
 from test_snip_probes import FP4, STREAM, Net, batches, same
@@ -326,4 +327,4 @@ def test_two_processes() -> None:
 
 def test_three_processes() -> None:
     """Rows that do not divide evenly, of means that do not either; a stage without a layer."""
-    spread(3, check_scores, check_tensor_parallel, check_pipeline)
+    spread(3, check_scores, check_tensor_parallel, check_pipeline, check_ranks)

@@ -122,9 +122,10 @@ def scores(**changed) -> Scores:
 
 def test_quality_is_a_weighted_sum_of_powers():
     assert [*chain(*scores().quality(power=1))] == pytest.approx([0.3, 0.7, 0.2, 1.5])
-    assert [*chain(*scores().quality(loss=0.0, weights=2.0, power=1))] == pytest.approx([0.4, 0.6, 0.0, 2.0])
-    assert [*chain(*scores().quality(loss=0.0, weights=2.0))] == pytest.approx([0.16, 0.36, 0.0, 4.0])
-    both = [a + b for a, b in zip(chain(*scores().quality(weights=0)), chain(*scores().quality(loss=0)), strict=True)]
+    assert [*chain(*scores().quality(loss_weight=0.0, update_weight=2.0, power=1))] == pytest.approx([0.4, 0.6, 0.0, 2.0])
+    assert [*chain(*scores().quality(loss_weight=0.0, update_weight=2.0))] == pytest.approx([0.16, 0.36, 0.0, 4.0])
+    parts = scores().quality(update_weight=0), scores().quality(loss_weight=0)
+    both = [a + b for a, b in zip(*(chain(*part) for part in parts), strict=True)]
     assert [*chain(*scores().quality())] == pytest.approx(both)
 
 

@@ -1,6 +1,7 @@
 """Training by two processes (gloo): the same data and the same numbers as one, within the order of additions."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -13,8 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from dither import UserError, cli
+from dither.optim import GRADIENTS, Gradients, training
 from dither.train import Config, Status, checkpoint, train
 from dither.train import config as configs
 from dither.train.distributed import TIMEOUT, Ranks
@@ -61,7 +64,33 @@ def _rank(rank: int, port: int, folder: Path) -> None:
         train(settings(text, folder / "odd", "data.batch=3", "data.micro_batch=1"))
     except UserError as error:
         (folder / f"refused-{rank}.txt").write_text(str(error))
+    _reduce(rank, folder)
+    assert train(settings(text, folder / "stochastic", *STOCHASTIC)).step == 2
     dist.destroy_process_group()
+
+
+STOCHASTIC = ("precision.mode=bf16-sr", "precision.gradients=bf16-sr", "run.steps=2", "run.eval_every=0")
+STOCHASTIC += ("run.eval_sequences=1", "data.sequence=4", "data.micro_batch=1")
+
+
+def _reduce(rank: int, folder: Path) -> None:
+    """Rank 0 has gradients of 1 and rank 1 of 2^-9, whose sum is between the bfloat16 numbers 1 and 1 + 2^-7."""
+    found = {}
+    for kind in GRADIENTS:
+        layer = torch.nn.Linear(4097, 1, bias=False)  # an odd number, which two ranks do not share evenly
+        run = training(layer, "bf16-sr", lr=1e-2, gradients=kind)
+        run.backward((layer.weight * (2.0**-9 if rank else 1.0)).float().sum())
+        run.gradients.all_reduce()
+        found[kind] = layer.weight.grad
+    torch.save(found, folder / f"reduced-{rank}.pt")
+    mesh = dist.init_device_mesh("cpu", (2,))
+    sharded = torch.nn.Linear(8, 8, bias=False)
+    sharded.weight = torch.nn.Parameter(distribute_tensor(sharded.weight.detach().bfloat16(), mesh, [Shard(0)]))
+    Gradients(sharded, "bf16")  # its own type, which is nothing to ask for
+    try:
+        Gradients(sharded, "fp32")
+    except UserError as error:
+        (folder / f"sharded-{rank}.txt").write_text(str(error))
 
 
 def _dying(rank: int, port: int, folder: Path) -> None:
@@ -171,6 +200,31 @@ def test_a_batch_that_cannot_be_shared(runs: Path) -> None:
     with pytest.raises(UserError, match="micro_batch=4 does not divide the 6 sequences that each of 2 processes has"):
         Ranks(torch.device("cpu"), 0, 2).share(12, 4)
     assert Ranks(torch.device("cpu"), 1, 2).share(12, 6) == 1
+
+
+def test_gradients_are_reduced_in_their_type(runs: Path) -> None:
+    found = [torch.load(runs / f"reduced-{rank}.pt") for rank in (0, 1)]
+    for kind, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("bf16-sr", torch.bfloat16)):
+        assert found[0][kind].dtype == dtype
+        assert torch.equal(found[0][kind], found[1][kind])  # the same bits on all ranks
+    assert torch.equal(found[0]["fp32"], torch.full((1, 4097), 1 + 2.0**-9))
+    assert torch.equal(found[0]["bf16"], torch.ones(1, 4097, dtype=torch.bfloat16))  # what rank 1 had is lost
+    stochastic = found[0]["bf16-sr"].double()
+    assert set(stochastic.unique().tolist()) == {1.0, 1 + 2.0**-7}
+    share = (stochastic > 1).double().mean().item()  # a quarter, with a deviation of 0.0068
+    assert abs(share - 0.25) < 5 * math.sqrt(0.25 * 0.75 / 4097)
+
+
+def test_sharded_gradients_are_fsdp_s(runs: Path) -> None:
+    said = (runs / "sharded-1.txt").read_text()
+    assert said.startswith("gradients='fp32' is for parameters that one process holds, and 'weight' is sharded")
+    assert "reduce_dtype" in said
+
+
+def test_two_ranks_train_with_stochastic_gradients(runs: Path) -> None:
+    found = curve(runs / "stochastic")
+    assert len(found) == 2
+    assert found[1] < found[0]
 
 
 def test_only_one_rank_writes(runs: Path) -> None:

@@ -4,6 +4,7 @@ from dither import nn as nn
 from dither import optim as optim
 from dither.bitwidths import safe_bitwidth as safe_bitwidth
 from dither.errors import DitherError as DitherError
+from dither.errors import PerformanceWarning as PerformanceWarning
 from dither.errors import UserError as UserError
 from dither.formats import Format as Format
 from dither.nn import Conversion as Conversion
@@ -17,6 +18,7 @@ from dither.nn import effective_precision as effective_precision
 from dither.nn import plan_from_bitwidths as plan_from_bitwidths
 from dither.nn import sampling_parameters as sampling_parameters
 from dither.nn import training_step as training_step
+from dither.numerics import Monitor as Monitor
 from dither.ops import AmaxHistory as AmaxHistory
 from dither.ops import Quantized as Quantized
 from dither.ops import amax as amax

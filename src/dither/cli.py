@@ -9,11 +9,13 @@ from typing import Annotated
 import tyro
 
 from dither import doctor
+from dither.advice.command import memory
 from dither.compare import compare
 from dither.data.command import data
 from dither.errors import DitherError, UserError
 from dither.evaluate.command import evaluate
 from dither.formats import TABLE, Format
+from dither.numerics.command import bisect, inspect
 from dither.report.command import report
 from dither.snip import command as plans
 from dither.train.command import train
@@ -21,7 +23,11 @@ from dither.train.command import train
 SHORT = 8
 """Formats of up to this many bits are listed whole."""
 
-FIELDS = ("name", "bits", "e/m", "bias", "max", "min normal", "min subnormal", "Inf", "NaN", "codes")
+FIELDS = (
+    *("name", "bits", "e/m", "bias", "max", "min normal", "min subnormal"),
+    *("unit roundoff", "digits", "range (binades)", "Inf", "NaN", "codes"),
+)
+"""Columns of the table of formats."""
 
 
 def formats(
@@ -40,10 +46,11 @@ def formats(
 
 
 def check_machine(elements: int = doctor.ELEMENTS, engines: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None) -> int:
-    """Show versions and devices, try matrix products, and test that kernels and devices agree bit for bit.
+    """Show versions and devices, try matrix products, test that kernels and devices agree bit for bit, and give advice.
 
     The exit code is 0 when all bits agree and 1 when any differ. Without a GPU the kernels run in Triton's interpreter,
-    in about 20 seconds on two cores. On a GPU the first run compiles them, which takes minutes.
+    in about 20 seconds on two cores. On a GPU the first run compiles them, which takes minutes. The advice at the end is which
+    precision to use on this machine, for models of several sizes, and why.
 
     Args:
         elements: How many elements each cast of the self-test gets; the time grows with it.
@@ -56,6 +63,8 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "train": train,
     "compare": compare,
     "eval": evaluate,
+    "inspect": inspect,
+    "bisect": bisect,
     "data": data,
     "report": report,
     "plan": plans.plan,
@@ -63,6 +72,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "plan-diff": plans.diff,
     "plan-verify": plans.verify,
     "plan-frontier": plans.trade_off,
+    "memory": memory,
     "formats": formats,
     "doctor": check_machine,
 }
@@ -120,6 +130,9 @@ def _row(format: Format) -> tuple[str, ...]:
         _number(format.max),
         _number(format.min_normal),
         _number(format.min_subnormal) if format.mantissa_bits and not format.is_integer else "-",
+        "-" if format.unit_roundoff is None else _number(format.unit_roundoff),
+        "-" if format.digits is None else f"{format.digits:.1f}",
+        f"{format.binades:.1f}",
         "yes" if format.inf else "no",
         "yes" if format.nan else "no",
         _number(float(1 << format.bits)),
@@ -127,7 +140,11 @@ def _row(format: Format) -> tuple[str, ...]:
 
 
 def _print_formats(rows: Sequence[Format]) -> None:
-    doctor.print_table("Number formats", FIELDS, [_row(format) for format in rows], right=[1, 2, 3, 4, 5, 6, 9])
+    doctor.print_table("Number formats", FIELDS, [_row(format) for format in rows], right=[1, 2, 3, 4, 5, 6, 7, 8, 9, 12])
+    print(
+        "Unit roundoff: half the distance from 1 to the next value. Digits: decimal. "
+        "Range: log2(max / smallest positive value)."
+    )
     print("eXmY for other X from 2 to 8 and Y from 1 to 23 is a format too; e8m0 holds scales only.")
 
 

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dither.advice.machine import advice_here
+from dither.advice.recommend import Advice
 from dither.devices import describe
 from dither.devices import version as version
 from dither.engines import TRIED, VERIFIABLE, Engine
@@ -149,6 +151,8 @@ class Report:
     self_test: SelfTest
     units: tuple[UnitsCheck, ...] = ()
     """Empty without a GPU."""
+    advice: Advice = Advice((), ())  # noqa: RUF009 (frozen)
+    """Which precision to use here."""
 
     @property
     def verified(self) -> tuple[str, ...]:
@@ -169,7 +173,7 @@ def examine(elements: int = ELEMENTS) -> Report:
     # The products come last: one that crashes the GPU must not spoil the self-test.
     tested = self_test(elements)
     units = units_checks(on) if on == "cuda" else ()
-    return Report(versions(), devices(), on, products(on), tested, units)
+    return Report(versions(), devices(), on, products(on), tested, units, advice_here())
 
 
 # The machine ----------------------------------------------------------------------------------------------------------
@@ -689,6 +693,17 @@ def print_report(report: Report) -> None:
     if report.units:
         _print_units(report)
     _print_self_test(report.self_test)
+    if report.advice.rows:
+        print()
+        print_advice(report.advice)
+
+
+def print_advice(advice: Advice) -> None:
+    """Print which precision to use on this machine, and why."""
+    header = ("device", "model", "use", "tokens in a pass", "GiB")
+    print_table("Advice (`dither memory MODEL` says more)", header, advice.rows, right=[3, 4])
+    for note in advice.notes:
+        print(f"  {note}")
 
 
 def _print_units(report: Report) -> None:

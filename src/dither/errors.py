@@ -7,3 +7,7 @@ class DitherError(Exception):
 
 class UserError(DitherError, ValueError):
     """A mistake in what the caller passed in; the command line prints it as one line and exits with code 2."""
+
+
+class PerformanceWarning(UserWarning):
+    """Something that works as asked and is slower than it need be; given once."""

@@ -76,6 +76,35 @@ class Format:
         """The smallest positive number."""
         return math.ldexp(1.0, self.min_exponent - self.mantissa_bits) if self.mantissa_bits else self.min_normal
 
+    @property
+    def unit_roundoff(self) -> float | None:
+        """Half the distance from 1 to the next larger value, which bounds the relative error of rounding to nearest.
+
+        None for integers: their spacing does not grow with the value, so nothing bounds their relative error.
+
+        >>> Format.parse("bf16").unit_roundoff == 2**-8
+        True
+        """
+        return None if self.is_integer else math.ldexp(1.0, -self.mantissa_bits - 1)
+
+    @property
+    def digits(self) -> float | None:
+        """Decimal digits of a normal number's significand: log10(2^(mantissa_bits + 1)); None for integers.
+
+        >>> round(Format.parse("fp16").digits, 1)
+        3.3
+        """
+        return None if self.is_integer else (self.mantissa_bits + 1) * math.log10(2)
+
+    @property
+    def binades(self) -> float:
+        """Dynamic range in powers of two: log2(largest value / smallest positive value), subnormals included.
+
+        >>> Format.parse("e4m3").binades == math.log2(448 / 2**-9)
+        True
+        """
+        return math.log2(self.max) - math.log2(self.min_subnormal)
+
     def spacing(self, x: float) -> float:
         """The distance between the two neighbours of `x` in this format (in the binade of `x`, if it is one of them).
 

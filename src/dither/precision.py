@@ -240,8 +240,8 @@ class Sampling:
     """Whether w_hat is sampled again in the backward pass instead of kept."""
     guidance: "WeightDecay | BitwidthLoss | tuple[WeightDecay | BitwidthLoss, ...]" = WeightDecay()
     """What leads b_t to b_target: one, both in a tuple, or () for nothing but the loss itself."""
-    beyond: Literal["clamp", "warn"] = "clamp"
-    """What becomes of a b_t above `safe_bitwidth`, where noise may vanish in rounding: held there, or only reported."""
+    beyond: Literal["clamp", "warn"] = "warn"
+    """Treatment of a b_t above `safe_bitwidth`, where noise can vanish in rounding: warn once, or also clamp it there."""
 
     def __post_init__(self) -> None:
         for name, choices in (("noise", NOISES), ("beyond", BEYOND)):
@@ -313,7 +313,7 @@ class Sampling:
     def __str__(self) -> str:
         words = [f"{self.noise}({self.block}) {self.b_init:g} to {self.b_target:g}", *map(str, self.guides)]
         words += [f"parts={self.parts!r}"] * (self.parts != "all") + ["recompute"] * self.recompute
-        return " ".join(words + [f"beyond={self.beyond!r}"] * (self.beyond != "clamp"))
+        return " ".join(words + [f"beyond={self.beyond!r}"] * (self.beyond != "warn"))
 
 
 NOISES = ("rounded_normal", "rounded_normal_exact", "uniform", "none")
@@ -669,8 +669,8 @@ class Plan:
             raise UserError(f"A plan's layers in JSON are a list of [pattern, precision], not {rules!r}.")
         given = {key: value for key, value in data.items() if key not in ("version", "layers", "default")}
         return cls(
-            layers=tuple((pattern, _precision(precision)) for pattern, precision in rules),
-            default=_precision(data.get("default")),
+            layers=tuple((pattern, _precision(precision, version)) for pattern, precision in rules),
+            default=_precision(data.get("default"), version),
             **given,
         )
 
@@ -721,7 +721,10 @@ class Plan:
 
 
 PLAN_VERSION = 3
-"""The version of a plan in JSON; a change that older readers would misread makes it one more. 2: samplings, 3: overrides."""
+"""The version of a plan in JSON; a change that older readers would misread makes it one more.
+
+2: samplings. 3: overrides; a sampling without the key `beyond` warns, where in versions 1 and 2 it clamps.
+"""
 
 PLAN_KEYS = ("version", "layers", "default", "compute", "parameters", "master", "loss_scaling", "provenance")
 
@@ -814,7 +817,11 @@ def _overrides(given: Any) -> tuple[Override, ...]:
     return tuple(found)
 
 
-def _precision(data: Any) -> LayerPrecision | None:
+def _precision(data: Any, version: int) -> LayerPrecision | None:
+    """Return a layer's precision from a plan of that version; None leaves the layer alone."""
+    if version < 3 and isinstance(data, dict):  # the default of `beyond` was "clamp" when these were written
+        old = {name: data[name] for name in SAMPLINGS if isinstance(data.get(name), dict)}
+        data = data | {name: {"beyond": "clamp"} | sampling for name, sampling in old.items()}
     return None if data is None else LayerPrecision.from_dict(data)
 
 

@@ -49,7 +49,7 @@ _RECIPES = {
         "Mixed precision (O1): fp32 parameters, operations under autocast to bf16.", compute="bf16", parameters="fp32"
     ),
     "bf16-o2": _uncast(
-        "Mixed precision (O2): bf16 parameters, of which the optimizer keeps fp32 masters.",
+        "Mixed precision (O2): bf16 parameters, of which the optimizer keeps fp32 masters; norms stay fp32.",
         compute="bf16",
         parameters="bf16",
         master=True,
@@ -63,6 +63,13 @@ _RECIPES = {
         "fp32 parameters, operations under autocast to fp16, the loss scaled.",
         compute="fp16",
         parameters="fp32",
+        loss_scaling=True,
+    ),
+    "fp16-o2": _uncast(
+        "fp16 parameters, of which the optimizer keeps fp32 masters; norms stay fp32, the loss is scaled.",
+        compute="fp16",
+        parameters="fp16",
+        master=True,
         loss_scaling=True,
     ),
     "fp8-delayed": _cast(

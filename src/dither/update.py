@@ -25,6 +25,9 @@ WHOLE = ("fp32", "bf16")
 BLOCKS = ("dynamic8", *(name for name, row in TABLE.items() if row.bits == 8 and row.signed))
 """State formats of 8 bits: stored as codes, with one float32 scale for each block of neighbours in a row."""
 
+MOST_BLOCK = 2048
+"""The most neighbours that share a scale of an 8-bit state: the block of the first 8-bit optimizers."""
+
 WEIGHTS = ("stochastic", "nearest", "kahan")
 """What becomes of the bits that a 16-bit weight has no room for: see `Update.weights`."""
 
@@ -63,8 +66,8 @@ class Update:
             raise UserError(f"state_rounding is 'stochastic' or 'nearest', not {self.state_rounding!r}.")
         if self.states == "dynamic8" and self.state_rounding == "stochastic":
             raise UserError("dynamic8 states are rounded to the nearest value of their table: use state_rounding='nearest'.")
-        if not isinstance(self.block, int) or not 16 <= self.block <= 1024 or self.block & (self.block - 1):
-            raise UserError(f"The block of an 8-bit state is a power of two from 16 to 1024, not {self.block!r}.")
+        if not isinstance(self.block, int) or not 16 <= self.block <= MOST_BLOCK or self.block & (self.block - 1):
+            raise UserError(f"The block of an 8-bit state is a power of two from 16 to {MOST_BLOCK}, not {self.block!r}.")
         if self.master and self.weights == "kahan":
             raise UserError("weights='kahan' keeps what a rounding loses, and master='fp32' loses nothing: choose one of them.")
         object.__setattr__(self, "format", None if self.states == "dynamic8" else TABLE[self.states])
@@ -80,8 +83,9 @@ class Update:
         return self.state_rounding == "stochastic" and self.states != "fp32"
 
 
-HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "active")
-"""The columns of `hyper`, float64, a row for each tensor; `active` is 1 for those that have a gradient in this step, else 0."""
+HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "active", "sign")
+"""The columns of `hyper`, float64, a row for each tensor. `active` is 1 for those that have a gradient in this step, else 0;
+`sign` is 1, or -1 to maximize."""
 
 CONSTANTS = ("scale", "beta1", "rest1", "beta2", "rest2", "decay", "shrink", "size", "root", "eps")
 """The columns of `constants`, float32, one row for each row of `hyper`: see `dither.reference.adamw`."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dither import Cast, UserError
 from dither.models import Llama, LlamaConfig, compile_blocks
-from dither.nn import Linear, convert, sampling_parameters, training_step
+from dither.nn import Linear, convert, param_groups, sampling_parameters, training_step
 from dither.precision import LayerPrecision, Plan, Sampling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -66,7 +66,7 @@ def build(sampling: Sampling, **options: object) -> Llama:
 
 def train(model: Llama, steps: int = 3) -> list[Tensor]:
     """Losses, and the gradients of the sampled layers, over steps of two micro-batches."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    optimizer = torch.optim.AdamW(param_groups(model), lr=1e-3, fused=True)
     found = []
     for step in range(steps):
         with training_step(model, step=step) as at:

@@ -29,7 +29,17 @@ def config(folder: Path, name: str, steps: int, **precision: str) -> Config:
 
 
 @pytest.mark.parametrize(
-    "precision", [{"mode": "o1"}, {"mode": "o1", "recipe": "fp8-block"}, {"mode": "bf16-sr", "states": "dynamic8"}], ids=str
+    "precision",
+    [
+        {"mode": "o1"},
+        {"mode": "o1", "recipe": "fp8-block"},
+        {"mode": "o2"},
+        {"mode": "bf16-sr", "states": "dynamic8"},
+        {"mode": "bf16-sr", "gradients": "bf16-sr"},
+        {"mode": "bf16-kahan", "gradients": "fp32"},
+        {"mode": "fp16-o2"},
+    ],
+    ids=str,
 )
 def test_a_run_is_saved_and_goes_on(tmp_path, precision):
     """Backward passes of attention and embedding add in no fixed order on a GPU, so what is compared is what was saved."""

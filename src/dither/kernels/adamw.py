@@ -29,7 +29,7 @@ from dither.kernels.rounding import (
 from dither.kernels.scaling import Scaling, group_factors, scaling_fields
 from dither.precision import Cast
 from dither.reference.adamw import FORMATS, UNIT
-from dither.update import BITS, CONSTANTS, ODD_FACTOR, Piece, Update
+from dither.update import BITS, CONSTANTS, HYPER, ODD_FACTOR, Piece, Update
 
 N, TILES, WARPS, REGISTERS = 1024, 8, 4, 64
 """Elements of a tile, tiles of a program, and what it may use: the best of a sweep over 16 tensors of 4096 x 4096."""
@@ -45,6 +45,9 @@ Of a tensor: 0 to 2 the addresses of w, m and v; 3 and 4 those of their scales, 
 master or remainder; 6 and 7 the keys of weight and moments; 9 Adam-mini's lead; 10 elements; 11 columns; 12 and 13 row and
 column in the whole parameter; 14 its row of constants; 15 its first program. Of constants: as `dither.update.CONSTANTS`.
 """
+
+HYPER_COLUMNS = tl.constexpr(len(HYPER))
+"""Columns of the table of hyperparameters, as `dither.update.HYPER`."""
 
 ADDRESSES = 64
 """How many addresses one launch writes."""
@@ -451,24 +454,28 @@ def _prepare_kernel(
             factor = tl.where(quotient > 1.0, 1.0, quotient) * inverse  # NaN stays
     if found_inf_ptr is not None:
         skip = tl.where(tl.load(found_inf_ptr) != 0.0, 1, skip)
+
+    row = tl.arange(0, ROWS)
+    inside = row < rows
+    hyper = hyper_ptr + row * HYPER_COLUMNS
+    lr = tl.load(hyper, mask=inside, other=0.0)
+    beta1 = tl.load(hyper + 1, mask=inside, other=0.0)
+    beta2 = tl.load(hyper + 2, mask=inside, other=0.0)
+    active = tl.load(hyper + 5, mask=inside, other=0.0)
+    sound = (lr >= 0.0) & (lr < float("inf")) & (beta1 >= 0.0) & (beta1 < 1.0) & (beta2 >= 0.0) & (beta2 < 1.0)
+    skip = tl.maximum(skip, tl.max(tl.where((active != 0.0) & (sound == 0), 1, 0)))
     tl.store(skipped_ptr, tl.load(skipped_ptr) + skip)
     tl.store(norm_ptr, norm)
     tl.store(skip_ptr, skip)
 
-    row = tl.arange(0, ROWS)
-    inside = row < rows
-    hyper = hyper_ptr + row * 6
-    lr = tl.load(hyper, mask=inside, other=0.0)
-    beta1 = tl.load(hyper + 1, mask=inside, other=0.0)
-    beta2 = tl.load(hyper + 2, mask=inside, other=0.0)
     done = tl.load(steps_ptr + row, mask=inside, other=0)
-    done += tl.load(hyper + 5, mask=inside, other=0.0).to(tl.int64) * (1 - skip)
+    done += active.to(tl.int64) * (1 - skip)
     tl.store(steps_ptr + row, done, mask=inside)
     t = tl.maximum(done, 1)
     root = tl.sqrt_rn((1 - _power(beta2, t)).to(tl.float32))
     shrink = lr * tl.load(hyper + 4, mask=inside, other=0.0)
     out = constants_ptr + row * COLUMNS
-    tl.store(out, factor + lr.to(tl.float32) * 0.0, mask=inside)
+    tl.store(out, factor * tl.load(hyper + 6, mask=inside, other=1.0).to(tl.float32), mask=inside)
     tl.store(out + 1, beta1.to(tl.float32), mask=inside)
     tl.store(out + 2, (1 - beta1).to(tl.float32), mask=inside)
     tl.store(out + 3, beta2.to(tl.float32), mask=inside)
@@ -717,6 +724,8 @@ class Batch:
         self.pieces = tuple(pieces)
         self.update = update
         self.group = update.block if update.in_blocks else LANES.value
+        self.tile = max(N, self.group)  # a block lies within a tile
+        self.tiles = max(1, N * TILES // self.tile)
         self.launches = []
         for flat in (True, False):
             places = [i for i, piece in enumerate(pieces) if _is_flat(piece, self.group) == flat]
@@ -728,7 +737,7 @@ class Batch:
         rows, columns = piece.w.shape
         if not flat and self.update.in_blocks:
             columns = -(-columns // self.group) * self.group
-        return -(-rows * columns // (N * TILES))
+        return -(-rows * columns // (self.tile * self.tiles))
 
     def square_sum(self, grads: Sequence[Tensor]) -> Tensor:
         """float64, 0-d: the sum of the squares of the gradients; not finite exactly when one of them is not."""
@@ -738,7 +747,7 @@ class Batch:
             out = torch.empty(launch.programs, dtype=torch.float64, device=launch.table.device)
             if launch.squares is None:
                 constants = {"G_TYPE": TYPES[kept[0].dtype], "NATIVE": native(out.device)}
-                constants |= {"ALIGNED": launch.flat, "TILE": N * TILES}
+                constants |= {"ALIGNED": launch.flat, "TILE": self.tile * self.tiles}
                 launch.squares = Launch(
                     _squares_kernel, launch.programs, (), constants, num_warps=WARPS, enable_fp_fusion=False
                 )
@@ -761,11 +770,11 @@ class Batch:
                         "KIND": "dynamic8" if self.update.format is None else "codes" if self.update.in_blocks else "whole",
                         "GROUP": self.group if self.update.in_blocks else 1,
                         "FLAT": launch.flat,
-                        "TILE": N,
-                        "TILES": TILES,
+                        "TILE": self.tile,
+                        "TILES": self.tiles,
                         **_kinds(self.pieces[0], kept[0], self.update, launch.flat, native(device)),
                     },
-                    num_warps=WARPS,
+                    num_warps=WARPS * self.tile // N,
                     maxnreg=REGISTERS,
                     enable_fp_fusion=False,
                 )

@@ -5,6 +5,8 @@ from dither.models.causal import compile_blocks as compile_blocks
 from dither.models.generation import generate as generate
 from dither.models.gpt2 import GPT2 as GPT2
 from dither.models.gpt2 import GPT2Config as GPT2Config
+from dither.models.gpt_neo import GPTNeo as GPTNeo
+from dither.models.gpt_neo import GPTNeoConfig as GPTNeoConfig
 from dither.models.hub import HuggingFace as HuggingFace
 from dither.models.hub import hf as hf
 from dither.models.hub import load_pretrained as load_pretrained

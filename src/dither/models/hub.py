@@ -26,8 +26,10 @@ from dither.errors import UserError
 from dither.files import Refused, from_json, read, sync
 from dither.models.causal import CausalLM
 from dither.models.gpt2 import GPT2, GPT2Config
+from dither.models.gpt_neo import GPTNeo, GPTNeoConfig
 from dither.models.llama import Llama, LlamaConfig
 from dither.models.presets import Config, check_place, check_seed, empty, skeleton
+from dither.nn.norms import wide_parameters
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
@@ -76,6 +78,14 @@ _FAMILIES: Mapping[str, _Family] = {
         {},
         r"transformer\.h\.\d+\.attn\.(masked_)?bias",
     ),
+    "gpt_neo": _Family(
+        GPTNeoConfig,
+        "GPTNeoForCausalLM",
+        "transformer.",
+        {"activation_function": "gelu_new"},
+        {},
+        r"transformer\.h\.\d+\.attn\.attention\.(masked_)?bias",
+    ),
 }
 
 
@@ -89,7 +99,8 @@ def save_pretrained(
 
     `folder` is new or empty; it appears whole or not at all. `extra` are further fields of config.json, such as
     `{"eos_token_id": 0}`. Weights go into files of up to `shard_bytes`. A converted model is written in its parameters'
-    own dtype, without what training added (bitwidths, histories of delayed scaling): checkpoints have that.
+    own dtype, without what training added (bitwidths, histories of delayed scaling): checkpoints have that. Norms that a
+    training keeps in float32 beside 16-bit parameters (O2) are rounded to those, since a config has one dtype.
 
     >>> import tempfile
     >>> from dither.models import build, load_pretrained, save_pretrained
@@ -113,7 +124,12 @@ def save_pretrained(
 
 
 def _write(model: CausalLM, place: Path, extra: dict[str, Any], shard_bytes: int) -> None:
-    weights = {name: parameter for name, parameter in model.named_parameters() if name in _names(model.config)}
+    names, wide, dtype = _names(model.config), wide_parameters(model, all_norms=True), model.embedding.weight.dtype
+    weights = {
+        name: parameter.detach().to(dtype) if id(parameter) in wide else parameter
+        for name, parameter in model.named_parameters()
+        if name in names
+    }
     shards: list[dict[str, Tensor]] = [{}]
     room = shard_bytes
     for name, weight in weights.items():
@@ -147,6 +163,12 @@ def _described(config: Config) -> dict[str, Any]:
         described |= {"num_key_value_heads": config.key_value_heads, "head_dim": config.head_dim}
         # Versions from 5 on read the first, earlier ones the second.
         described["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    elif isinstance(config, GPTNeoConfig):
+        # Both are said: the first is what transformers reads, and the second must have as many entries as there are blocks.
+        described["attention_types"] = [[[kind], 1] for kind in config.attention_layers]
+        described["attention_layers"] = list(config.attention_layers)
+        described |= {"attention_dropout": 0.0, "embed_dropout": 0.0, "resid_dropout": 0.0}
+        described |= {"bos_token_id": None, "eos_token_id": None}
     else:
         described |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
     return {"architectures": [family.architecture], "model_type": config.model_type, **described}
@@ -186,7 +208,7 @@ def _appearing(folder: Path) -> Iterator[Path]:
 
 def load_pretrained(
     folder: str | os.PathLike[str], *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
-) -> Llama | GPT2:
+) -> Llama | GPT2 | GPTNeo:
     """The Llama or GPT-2 in a folder of Hugging Face's, one file of weights or several, in `dtype` or in that of the weights.
 
     What our models do not have, such as biases in a Llama's attention or scaled rotary embeddings, is refused; `hf(folder)`
@@ -351,12 +373,27 @@ def _read_config(folder: Path) -> tuple[_Family, Config]:
         config = family.config(**chosen)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
+    if isinstance(config, GPTNeoConfig):
+        _check_attention(path, data, config)
     if kind == "llama" and data.get("head_dim") not in (None, config.head_dim):
         raise UserError(
             f"{path} has head_dim={_short(data['head_dim'])}, and heads here are hidden_size / num_attention_heads = "
             f"{config.head_dim} wide; hf(folder) runs it."
         )
     return family, config
+
+
+def _check_attention(path: Path, data: dict[str, Any], config: GPTNeoConfig) -> None:
+    """Raise unless the blocks of a GPT-Neo alternate between global and local attention, as those here do."""
+    types, layers = data.get("attention_types", [[["global", "local"], config.num_layers // 2]]), data.get("attention_layers")
+    try:
+        said = layers if layers is not None else [kind for kinds, count in types for _ in range(count) for kind in kinds]
+    except (TypeError, ValueError):
+        said = None
+    if not isinstance(said, list) or tuple(map(str, said)) != config.attention_layers:
+        raise UserError(
+            f"{path} has attention_types={_short(types)}, and blocks here are global and local in turn; hf(folder) runs it."
+        )
 
 
 def _rotary(path: Path, data: dict[str, Any]) -> dict[str, Any]:

@@ -85,6 +85,7 @@ def _preset(hidden: int, layers: int, heads: int, intermediate: int, **fields: A
 PRESETS: Mapping[str, LlamaConfig] = MappingProxyType(
     {
         "tiny": _preset(128, 2, 4, 384, num_key_value_heads=2, vocab_size=256),
+        "llama-34m": _preset(512, 8, 8, 1408, vocab_size=8192),
         "llama-134m": _preset(768, 12, 12, 2048),
         "llama-360m": _preset(1024, 24, 16, 2688),
         "llama-1b": _preset(2048, 22, 32, 5632),
@@ -92,7 +93,7 @@ PRESETS: Mapping[str, LlamaConfig] = MappingProxyType(
         "llama-8b": _preset(4096, 32, 32, 14336, num_key_value_heads=8),
     }
 )
-"""Sizes by name, with untied output layers and, but for `tiny` (256), 32,000 words."""
+"""Sizes by name, with untied output layers and 32,000 words, but for `tiny` (256) and `llama-34m` (8192)."""
 
 
 class RMSNorm(nn.Module):

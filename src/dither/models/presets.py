@@ -11,16 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from dither.errors import UserError
-from dither.models import gpt2, llama
+from dither.models import gpt2, gpt_neo, llama
 from dither.models.gpt2 import GPT2, GPT2Config
+from dither.models.gpt_neo import GPTNeo, GPTNeoConfig
 from dither.models.llama import Llama, LlamaConfig
 from dither.nn.convert import _sites
 from dither.precision import did_you_mean
 from dither.random import Stream
 
-Config = LlamaConfig | GPT2Config
+Config = LlamaConfig | GPT2Config | GPTNeoConfig
 
-PRESETS: Mapping[str, Config] = MappingProxyType({**llama.PRESETS, **gpt2.PRESETS})
+PRESETS: Mapping[str, Config] = MappingProxyType({**llama.PRESETS, **gpt2.PRESETS, **gpt_neo.PRESETS})
 """Configs by name."""
 
 DRAWN_AT_ONCE = 1 << 24
@@ -53,7 +54,7 @@ def build(
     seed: int = 0,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-) -> Llama | GPT2:
+) -> Llama | GPT2 | GPTNeo:
     """A model with first weights: those of `seed`, the same on every device; of narrower dtypes they are the rounded ones.
 
     A matrix's element is a function of the seed, the matrix's name, and the element's row and column, and of nothing else:
@@ -73,13 +74,15 @@ def build(
     return model
 
 
-def skeleton(config: Config) -> Llama | GPT2:
+def skeleton(config: Config) -> Llama | GPT2 | GPTNeo:
     """The model of a config on the meta device: names and shapes without memory."""
     with torch.device("meta"):
-        return Llama(config) if isinstance(_known(config), LlamaConfig) else GPT2(config)  # type: ignore[arg-type]
+        if isinstance(_known(config), LlamaConfig):
+            return Llama(config)  # type: ignore[arg-type]
+        return GPT2(config) if isinstance(config, GPT2Config) else GPTNeo(config)  # type: ignore[arg-type]
 
 
-def empty(config: Config, device: torch.device | str, dtype: torch.dtype) -> Llama | GPT2:
+def empty(config: Config, device: torch.device | str, dtype: torch.dtype) -> Llama | GPT2 | GPTNeo:
     """The model of a config in memory that holds anything yet."""
     check_place(device, dtype)
     model = skeleton(config).to(dtype).to_empty(device=device)
@@ -105,8 +108,10 @@ def check_place(device: torch.device | str, dtype: torch.dtype) -> None:
 
 
 def _known(config: Config) -> Config:
-    if not isinstance(config, LlamaConfig | GPT2Config):
-        raise UserError(f"A model is built from the name of a preset, a LlamaConfig or a GPT2Config, not {config!r}.")
+    if not isinstance(config, Config):
+        raise UserError(
+            f"A model is built from the name of a preset, a LlamaConfig, a GPT2Config or a GPTNeoConfig, not {config!r}."
+        )
     return config
 
 

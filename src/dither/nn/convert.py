@@ -1,7 +1,13 @@
 """Conversion of a model: its linear layers become `dither.nn.Linear`, in place, and a record says which, how, and why not.
 
-The output layer is left alone unless a rule of the plan or `only=` names it. It is what `model.get_output_embeddings()` says;
-else any linear layer that shares its weight with an embedding; else the last one with as many outputs as an embedding has rows.
+Some layers are left alone unless a rule of the plan or `only=` names them, or `all_layers=True`:
+
+- the output layer: what `model.get_output_embeddings()` says; else any linear layer that shares its weight with an embedding;
+  else the last one with as many outputs as an embedding has rows;
+- adapters: layers that a PEFT tuner added beside the layer it adapts;
+- routers: layers beside a module of experts that have one output for each of them;
+- narrow layers, with at most 64 inputs or outputs and at least 16 times as many of the other: adapters, routers and
+  classifiers of other libraries, whose products are too small to be any faster in few bits.
 """
 
 import io
@@ -20,11 +26,12 @@ from torch import nn
 from dither import devices
 from dither.engines import PRODUCTS, Verified
 from dither.errors import UserError
-from dither.nn import experts
+from dither.nn import experts, hints
 from dither.nn.conv1d import Conv1D
 from dither.nn.experts import ExpertLinear, ExpertsLinear
-from dither.nn.guidance import sampling_parameters
+from dither.nn.guidance import sampling_parameters, watch_guidance
 from dither.nn.linear import Linear
+from dither.nn.norms import cast_parameters, wide_parameters
 from dither.nn.output import Output
 from dither.precision import OPERANDS, PARTS, SAMPLINGS, LayerPrecision, Plan, Sampling, did_you_mean, matches
 from dither.recipes import recipe
@@ -35,6 +42,9 @@ FALLBACKS: tuple[Fallback, ...] = get_args(Fallback)
 """What becomes of a layer that cannot run as the plan says."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+NARROW, LONG = 64, 16
+"""A narrow layer has at most NARROW inputs or outputs, and at least LONG times as many of the other."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +128,7 @@ def convert(
     skip: str | Iterable[str] = (),
     only: str | Iterable[str] = (),
     fallback: Fallback = "error",
+    all_layers: bool = False,
     seed: int = 0,
     emulate: bool = False,
     engines: Verified | str | Path | None = None,
@@ -125,9 +136,10 @@ def convert(
     """Turn a model's linear layers into low-precision ones, in place, and say what was done.
 
     `plan` is a Plan or a recipe's name. Parameters stay the same objects under the same names. `skip` and `only` are patterns
-    of layer names, as in a plan's rules; `only` converts the output layer too if it matches. A layer that cannot run as the
-    plan says is an error, and nothing is changed; with `fallback="bf16"` it runs uncast, with `fallback="emulate"` it
-    multiplies dequantized numbers in float32, and the record says why. `emulate` does the latter to all layers.
+    of layer names, as in a plan's rules. The output layer, adapters, routers and other narrow layers are left alone unless the
+    plan or `only` names them; `all_layers=True` converts them too. A layer that cannot run as the plan says is an error, and
+    nothing is changed; with `fallback="bf16"` it runs uncast, with `fallback="emulate"` it multiplies dequantized numbers in
+    float32, and the record says why. `emulate` does the latter to all layers.
     `seed` is that of stochastic casts. `engines` are the native units that passed the self-test of this machine, or the file
     in which `dither doctor --engines FILE` recorded them; units that this project has run need no such record.
 
@@ -146,7 +158,7 @@ def convert(
         )
     sites = _sites(model)
     skip, only = _patterns("skip", skip, sites), _patterns("only", only, sites)
-    reasons = _reasons(model, plan, sites, skip, only)
+    reasons = _reasons(model, plan, sites, skip, only, all_layers)
     chosen = {site.name: plan.for_layer(site.name) or LayerPrecision() for site in sites if site.name not in reasons}
     _check_parts(plan, chosen)
     verified = _verified(model, engines)
@@ -155,11 +167,18 @@ def convert(
         raise UserError(f"{type(model).__name__} has nothing to convert: {_why_nothing(sites, reasons)}.")
     notes = _switch(adopted, chosen, None, plan.compute)
     if plan.parameters is not None:
-        _change_parameters(model, DTYPES[plan.parameters])
+        cast_parameters(model, DTYPES[plan.parameters], all_norms=plan.master)
     for site in sites:
         if site.name in adopted:
             site.install(model, adopted[site.name])
-    return _record(model, plan, sites, adopted, notes, reasons)
+            for layer in _all(adopted[site.name]):
+                layer.belong_to(model)
+    watch_guidance(model)
+    record = _record(model, plan, sites, adopted, notes, reasons)
+    if any(_one(layer).weight.is_cuda for layer in adopted.values()):
+        cast = [layer for layer in record.layers if not layer.precision.uncast]
+        hints.slow_engines([(layer.out_features, layer.in_features, layer.engines, layer.share) for layer in cast])
+    return record
 
 
 def apply(model: nn.Module, plan: Plan | str, *, fallback: Fallback | None = None) -> Conversion:
@@ -179,9 +198,10 @@ def apply(model: nn.Module, plan: Plan | str, *, fallback: Fallback | None = Non
     layers = _converted(model)
     if not layers:
         raise UserError(f"{type(model).__name__} has no converted layer: dither.convert(model, plan) comes first.")
-    bitwidths = {id(bitwidth) for bitwidth in sampling_parameters(model)}  # these stay float32
+    wide = {id(bitwidth) for bitwidth in sampling_parameters(model)}  # these stay float32, and so do some norms
+    wide |= wide_parameters(model, all_norms=plan.master)
     for parameter_name, parameter in model.named_parameters():
-        changes = plan.parameters is not None and parameter.is_floating_point() and id(parameter) not in bitwidths
+        changes = plan.parameters is not None and parameter.is_floating_point() and id(parameter) not in wide
         if changes and parameter.dtype != DTYPES[plan.parameters]:  # type: ignore[index]
             raise UserError(
                 f"dither.apply switches casts and leaves parameters as they are, and the plan asks for {plan.parameters} "
@@ -245,7 +265,7 @@ Layer = Linear | ExpertsLinear
 
 
 def _all(layer: Layer) -> list[Linear]:
-    """A layer itself, or all of its experts."""
+    """Return a layer itself, or all of its experts."""
     return [layer] if isinstance(layer, Linear) else list(layer.experts)  # type: ignore[arg-type]
 
 
@@ -334,6 +354,43 @@ def _output_layers(model: nn.Module, sites: list[_Site]) -> list[str]:
     return [site.name for site in sites if not site.parameter and site.out_features in rows][-1:]
 
 
+def _special(model: nn.Module, sites: list[_Site]) -> dict[str, str]:
+    """Return what is special about layers that are not converted unless somebody asks for it: see the top of this file."""
+    output = set(_output_layers(model, sites))
+    found = {}
+    for site in sites:
+        small, large = sorted((site.out_features, site.in_features))
+        if site.name in output:
+            found[site.name] = "the output layer"
+        elif not site.parameter and (tuner := _tuner_of(model, site.name)):
+            found[site.name] = f"an adapter of {tuner}"
+        elif not site.parameter and site.out_features == _experts_beside(model, site.name):
+            found[site.name] = f"a router to {site.out_features} experts"
+        elif 0 < small <= NARROW and large >= LONG * small:
+            found[site.name] = f"narrow, {site.out_features} x {site.in_features}, as adapters and routers are"
+    return found
+
+
+def _tuner_of(model: nn.Module, name: str) -> str:
+    """Return the class of the PEFT layer that `name` is an adapter in, or nothing; the layer it adapts is none."""
+    base = _loaded("peft.tuners.tuners_utils", "BaseTunerLayer")
+    parts = name.split(".")
+    for end in range(len(parts) - 1, 0, -1) if base is not None else ():
+        above = model.get_submodule(".".join(parts[:end]))
+        if isinstance(above, base):
+            return "" if parts[end] == "base_layer" else type(above).__name__
+    return ""
+
+
+def _experts_beside(model: nn.Module, name: str) -> int:
+    """Return the number of experts of the module that `name` lies in; 0 if it has none."""
+    beside = getattr(model.get_submodule(name.rpartition(".")[0]), "experts", None)
+    if isinstance(beside, nn.ModuleList):
+        return len(beside)
+    found = experts.projections(beside) if isinstance(beside, nn.Module) else []
+    return len(getattr(beside, found[0].parameter)) if found else 0
+
+
 # Choices --------------------------------------------------------------------------------------------------------------
 
 
@@ -363,8 +420,10 @@ def _check_arguments(model: nn.Module, plan: Plan, fallback: str | None) -> None
         raise UserError(f"fallback is {', '.join(map(repr, FALLBACKS[:-1]))} or {FALLBACKS[-1]!r}, not {fallback!r}.")
 
 
-def _reasons(model: nn.Module, plan: Plan, sites: list[_Site], skip: Sequence[str], only: Sequence[str]) -> dict[str, str]:
-    """Why layers are left alone, by name; the others are converted."""
+def _reasons(
+    model: nn.Module, plan: Plan, sites: list[_Site], skip: Sequence[str], only: Sequence[str], all_layers: bool = False
+) -> dict[str, str]:
+    """Return why layers are left alone, by name; the others are converted."""
     for pattern, precision in plan.layers:
         _check_pattern("The plan's rule", pattern, [site.name for site in sites])
         named = [site for site in sites if matches(pattern, site.name)]
@@ -372,7 +431,7 @@ def _reasons(model: nn.Module, plan: Plan, sites: list[_Site], skip: Sequence[st
             raise UserError(
                 f"The plan's rule {pattern!r} names no layer that can be converted: {named[0].name!r}: {named[0].obstacle}."
             )
-    output = set() if only else set(_output_layers(model, sites))
+    special = {} if only or all_layers else _special(model, sites)
     reasons = {}
     for site in sites:
         ruled = any(matches(pattern, site.name) for pattern, _ in plan.layers)
@@ -384,8 +443,8 @@ def _reasons(model: nn.Module, plan: Plan, sites: list[_Site], skip: Sequence[st
             reasons[site.name] = "the plan leaves it alone"
         elif site.obstacle:
             reasons[site.name] = site.obstacle
-        elif site.name in output and not ruled:
-            reasons[site.name] = "the output layer"
+        elif site.name in special and not ruled:
+            reasons[site.name] = special[site.name]
     return reasons
 
 
@@ -479,14 +538,6 @@ def _try_engines(one: Linear, precision: LayerPrecision, name: str, compute: str
     trial.engines(one.weight.device)
 
 
-def _change_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters in another type: the same objects, so that optimizers and ties hold. Buffers stay as they are."""
-    for parameter in model.parameters():
-        if parameter.is_floating_point() and parameter.dtype != dtype:
-            parameter.data = parameter.data.to(dtype)
-            parameter.grad = None if parameter.grad is None else parameter.grad.to(dtype)
-
-
 # The record -----------------------------------------------------------------------------------------------------------
 
 
@@ -501,7 +552,7 @@ def _record(
     total = sum(site.work for site in sites)
     converted, left = [], []
     for site in sites:
-        share = site.work / total
+        share = site.work / total if total else 0.0
         if site.name in reasons:
             left.append(LeftAlone(site.name, reasons[site.name], share))
             continue

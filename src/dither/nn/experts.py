@@ -44,10 +44,17 @@ class ExpertLinear(Linear):
         whole: Tensor = getattr(self._home[0], self._parameter)
         return whole.detach()[self._index]
 
-    def forward(self, input: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
-        """[..., in_features] to [..., out_features] by `weight`, this expert's part of the parameter, which learns."""
+    def forward(self, input: Tensor, weight: Tensor, tokens: int) -> Tensor:  # type: ignore[override]
+        """Map [..., in_features] to [..., out_features] by `weight`, this expert's part of the parameter, which learns.
+
+        `tokens` is the number of tokens of the whole batch, of which `input` has some.
+        """
         settings = self._settings_for(input)
-        return functional.linear(input, weight, None, settings, state=self._state(settings))
+        return functional.linear(input, weight, None, settings, state=self._state(settings, tokens))
+
+    def _learner(self) -> Tensor:
+        whole: Tensor = getattr(self._home[0], self._parameter)
+        return whole
 
 
 class ExpertsLinear(nn.Module):
@@ -142,9 +149,12 @@ def experts_forward(self: Any, x_TH: Tensor, expert_Tk: Tensor, share_Tk: Tensor
     outputs = []
     for expert, x_SH in enumerate(torch.split(x_TH[order_S // k], counts)):
         if counts[expert]:
-            inner = _product(self, up, expert, x_SH, ups[expert])
+            inner = _product(self, up, expert, x_SH, ups[expert], tokens)
             inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
-            outputs.append(_product(self, "down_proj", expert, inner, downs[expert]))
+            outputs.append(_product(self, "down_proj", expert, inner, downs[expert], tokens))
+        else:
+            for layer in self.get_submodule(NAME).values():
+                layer.experts[expert]._draws.pass_over(tokens, training=self.training)
     y_SH = torch.cat(outputs)
     if getattr(self, "has_post_expert_norm", False):
         y_SH = self.post_expert_norm(y_SH)
@@ -154,10 +164,10 @@ def experts_forward(self: Any, x_TH: Tensor, expert_Tk: Tensor, share_Tk: Tensor
     return y_SH.view(tokens, k, -1).sum(dim=1).to(x_TH.dtype)
 
 
-def _product(self: Any, parameter: str, expert: int, x: Tensor, weight: Tensor) -> Tensor:
+def _product(self: Any, parameter: str, expert: int, x: Tensor, weight: Tensor, tokens: int) -> Tensor:
     layers = self.get_submodule(NAME)
     if parameter in layers:
-        y: Tensor = layers[parameter].experts[expert](x, weight)
+        y: Tensor = layers[parameter].experts[expert](x, weight, tokens)
     else:
         y = F.linear(x, weight.T if self.is_transposed else weight)
     return y + getattr(self, f"{parameter}_bias")[expert] if self.has_bias else y

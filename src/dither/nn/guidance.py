@@ -1,11 +1,14 @@
 """What leads learned bitwidths to their target: a weight decay, in a parameter group of their own, or a term of the loss."""
 
+import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dither.errors import UserError
 from dither.nn.linear import BITWIDTHS, Linear
@@ -95,6 +98,30 @@ def param_groups(model: nn.Module, *, weight_decay: float = 0.1, bitwidth_lr: fl
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
     own = {} if bitwidth_lr is None else {"lr": bitwidth_lr}
     return [group for group in groups if group["params"]] + [group | own for group in bitwidth_groups(model)]
+
+
+def watch_guidance(model: nn.Module) -> None:
+    """Have the first optimizer step warn if a model's bitwidths are decayed otherwise than their guidance says."""
+    if not sampling_parameters(model):
+        return
+    reference, looked = weakref.ref(model), False
+
+    def look(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        nonlocal looked
+        alive = None if looked else reference()
+        wanted = {} if alive is None else {id(bitwidth): (name, guided.decay) for name, bitwidth, guided in _bitwidths(alive)}
+        found = [(wanted[id(p)], group) for group in optimizer.param_groups for p in group["params"] if id(p) in wanted]
+        looked = looked or bool(found)
+        for (name, decay), group in found:
+            if group.get("weight_decay", 0.0) != decay:
+                warnings.warn(
+                    f"The bitwidths {name!r} are optimized with weight_decay={group.get('weight_decay', 0.0):g}, and their "
+                    f"guidance asks for {decay:g}: give the optimizer dither.nn.param_groups(model).",
+                    stacklevel=4,
+                )
+                return
+
+    register_optimizer_step_pre_hook(look)
 
 
 def bitwidth_groups(model: nn.Module) -> list[dict[str, Any]]:

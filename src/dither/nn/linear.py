@@ -1,5 +1,6 @@
 """A linear layer with a precision."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -10,8 +11,9 @@ from torch.distributed.tensor import DTensor
 from dither import devices, operators
 from dither.engines import ALIGNMENT, engines_of
 from dither.errors import UserError
-from dither.nn import cut, functional, sampling
+from dither.nn import cut, functional, hints, histories, sampling
 from dither.nn.cut import local
+from dither.nn.draws import Draws
 from dither.nn.functional import Amax, Codes, Layouts, Settings, State
 from dither.nn.output import Output
 from dither.nn.sampling import How
@@ -27,15 +29,15 @@ HELD = tuple(f"_held_{layout}_{part}" for layout in ("along", "across") for part
 SAMPLED = ("_w_hat", "_w_amax", "_b_t", "_input_b_t", "_draw")
 """Buffers of what is sampled once a step: a weight and its blocks' magnitudes, bitwidths, and where noise is drawn."""
 
+STEP = ("_inside", "_holds", "_holds_sample", "_prepared")
+"""Attributes that say what a training_step under way has done to a layer."""
+
 BITWIDTHS = {"bitwidth": "sampling", "input_bitwidth": "input_sampling"}
 """The parameters of learned bitwidths, and what in a precision asks for them."""
 
-STATE = ("_place", "_counted", "_keys", *(f"{operand}_history" for operand in OPERANDS))
+STATE = ("_place", "_keys", *(f"{operand}_history" for operand in OPERANDS))
 STATE += tuple(f"_{operand}_{what}" for operand in OPERANDS for what in ("amax", "largest"))
 """Buffers of what the layer remembers from step to step, where its precision asks for them."""
-
-FIRST_COUNTED = 1 << 31
-"""Where the numbers of calls outside a training_step begin: no run has so many steps, so they never meet."""
 
 
 class Linear(nn.Linear):
@@ -73,7 +75,6 @@ class Linear(nn.Linear):
     _draw: Tensor
     _place: Tensor | None
     _keys: Tensor | None
-    _counted: Tensor | None
 
     def __init__(
         self,
@@ -147,6 +148,7 @@ class Linear(nn.Linear):
         verified: Sequence[str] = (),
     ) -> None:
         self.name, self.seed, self.emulate, self.transposed = name, seed, emulate, transposed
+        self._begin_draws()
         self.verified = tuple(verified)
         self.fallback: Literal["error", "bf16", "emulate"] = "error"  # what conversion does where no units take the precision
         self._emulates = False  # whether it did so by emulation
@@ -256,14 +258,19 @@ class Linear(nn.Linear):
             self.register_buffer(f"{operand}_history", history)
             self.register_buffer(f"_{operand}_amax", zero if delayed else None, persistent=False)
             self.register_buffer(f"_{operand}_largest", zero.clone() if delayed else None, persistent=False)
-        every = [cast for operand in OPERANDS for cast in self.precision.casts_of(operand)]
-        draws = any(cast is not None and cast.round.kind == "stochastic" for cast in every) or self.precision.sampled
-        place, counted = (torch.tensor([first, 0], device=device) if draws else None for first in (0, FIRST_COUNTED))
-        self.register_buffer("_place", place, persistent=False)
+        stochastic = {
+            operand
+            for operand in OPERANDS
+            for cast in self.precision.casts_of(operand)
+            if cast is not None and cast.round.kind == "stochastic"
+        }
+        draws = bool(stochastic) or self.precision.sampled
+        # Whether bits depend on the rows of the batch; those of a weight depend on the step alone.
+        self._draws_rows = bool(stochastic & {"input", "grad"}) or self.precision.input_sampling is not None
+        self.register_buffer("_place", torch.zeros(2, dtype=torch.int64, device=device) if draws else None, persistent=False)
         self.register_buffer(
             "_keys", torch.tensor(functional.keys(self.name, self.seed), device=device) if draws else None, persistent=False
         )
-        self.register_buffer("_counted", counted, persistent=False)
         self._delayed = tuple(operand for operand in OPERANDS if getattr(self, f"{operand}_history") is not None)
 
     def engines(self, device: torch.device | str, tokens: int = ALIGNMENT) -> dict[str, str]:
@@ -279,8 +286,9 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
+        hints.slow_autocast(input)
         settings = self._settings_for(input)
-        state = self._state(settings)
+        state = self._state(settings, rows_of(input))
         if self.training and self.precision.sampled:
             return self._sampled_forward(input, settings, state)
         return self._product(input, self.weight, settings, state)
@@ -307,7 +315,7 @@ class Linear(nn.Linear):
         self._check_sampled(bitwidth, dtype or weight.dtype)
         # A cast takes w_hat before it has been rounded to any other type.
         kept = torch.float32 if self._forward_cast("weight") else dtype or weight.dtype
-        has = self._hows["sampling", kept, weight.dtype]
+        has = self._how_of("sampling", kept, weight.dtype)
         draw = self._draw if self._inside else functional.drawn(state, functional.PURPOSES.index("sample"), moved=False)
         if isinstance(weight, DTensor):
             part = sampling.sample_spread(weight, bitwidth, local(draw), has, kept, self.name)
@@ -342,7 +350,7 @@ class Linear(nn.Linear):
             raise UserError(
                 f"The input of the layer {self.name!r} is spread over processes, and only weights are sampled there."
             )
-        has = self._how("input_sampling") if self._prepared else self._hows["input_sampling", dtype, torch.float32]
+        has = self._how("input_sampling") if self._prepared else self._how_of("input_sampling", dtype, torch.float32)
         b_t = self._input_b_t if self._prepared else sampling.bitwidths(self.input_bitwidth, has)
         draw = functional.drawn(state, functional.PURPOSES.index("sample_input"))
         return sampling.sample_input(x, self.input_bitwidth, b_t, draw, has, dtype)
@@ -370,18 +378,24 @@ class Linear(nn.Linear):
         """The sampling as a training_step does it."""
         cast = self._forward_cast("weight" if of == "sampling" else "input")
         master = self.weight.dtype if of == "sampling" else torch.float32
-        return self._hows[of, self._kept_dtype() if cast is None else torch.float32, master]
+        return self._how_of(of, self._kept_dtype() if cast is None else torch.float32, master)
+
+    def _how_of(self, of: str, kept: torch.dtype, master: torch.dtype) -> How:
+        """Return a sampling of numbers of type `master` that are kept as `kept`."""
+        if (of, kept, master) not in self._hows:
+            raise UserError(
+                f"The layer {self.name!r} samples numbers of {', '.join(map(str, sampling.FORMATS))}, and has "
+                f"{master if master not in sampling.FORMATS else kept}: convert the model to one of these."
+            )
+        return self._hows[of, kept, master]
 
     def _forward_cast(self, operand: str) -> Cast | None:
-        """What becomes of a sampled operand in the forward product: it is sampled for that, also where backward casts it."""
+        """Return the cast of a sampled operand in the forward product, for which it is sampled even if backward casts it."""
         return self.precision.cast("forward", operand)
 
-    def _state(self, settings: Settings) -> State:
+    def _state(self, settings: Settings, tokens: int) -> State:
         if not self._delayed and self._place is None and not self._inside:
             return State()
-        place = self._place if self._inside else self._counted
-        if place is not None and not self._inside and self.training and torch.is_grad_enabled():
-            self._count(place)
         held = None
         if self._holds:
             if not torch.compiler.is_compiling():
@@ -389,32 +403,44 @@ class Linear(nn.Linear):
             sampled = self.training and self.precision.sampling is not None
             held = self._held() if settings.weight.cast and sampled == self._holds_sample else None
         if self._delayed and self.training and not self._inside:
-            self._check_declared()
-        return State(place, self._keys, held, *(self._amax(operand) for operand in OPERANDS))
+            self._notice_step()
+        return State(self._drawn_at(tokens), self._keys, held, *(self._amax(operand) for operand in OPERANDS))
+
+    def _drawn_at(self, tokens: int) -> Tensor | None:
+        """Return the step and the first row of this call, int64[2] on the device; None where nothing is drawn."""
+        if self._place is None:
+            return None
+        if self._inside and not self._draws_rows:
+            return local(self._place)
+        grad = torch.is_grad_enabled()
+        if torch.compiler.is_compiling():
+            place: Tensor = torch.ops.dither.place(self._handle, local(self._keys), tokens, self.training, grad)
+            return place
+        return self._draws.place(tokens, training=self.training, grad=grad)
 
     def _amax(self, operand: str) -> Amax:
         given: Tensor | None = getattr(self, f"_{operand}_amax")
         largest: Tensor | None = getattr(self, f"_{operand}_largest")
         return Amax(None if self._measures else given, largest if self.training and torch.is_grad_enabled() else None)
 
-    def _count(self, place: Tensor) -> None:
-        """Without a training_step each call in training is a step of its own, so that no bits are drawn twice."""
-        if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+    def _notice_step(self) -> None:
+        """Outside of a training_step, move the histories of delayed scaling on when the weight has changed."""
+        several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        if torch.compiler.is_compiling() or several:
             raise UserError(
-                f"The layer {self.name!r} rounds stochastically on several ranks, which would draw the same bits for different "
-                "tokens: run forward and backward inside `with dither.nn.training_step(model, step=..., row=...)`."
-            )
-        place[0] += 1
-
-    def _check_declared(self) -> None:
-        if torch.compiler.is_compiling() or self._seen_version not in (None, self.weight._version):
-            raise UserError(
-                f"The layer {self.name!r} scales by the magnitudes of earlier steps and has not been told of a step: "
+                f"The layer {self.name!r} scales by the magnitudes of earlier steps, and "
+                f"{'several ranks' if several else 'compiled code'} cannot tell where a step ends: "
                 "run forward and backward inside `with dither.nn.training_step(model, step=...)`."
             )
+        if self._seen_version not in (None, self.weight._version):
+            histories.push([self], None)
         self._seen_version = self.weight._version
 
     # What a training step does to a layer ------------------------------------------------------------------------------
+
+    def _learner(self) -> Tensor:
+        """Return the parameter that an optimizer has of this layer's weight."""
+        return self.weight
 
     def _hold(self) -> None:
         """Sample and cast the weight once for all calls of the step, in both layouts, into buffers that stay where they are."""
@@ -464,8 +490,8 @@ class Linear(nn.Linear):
         if self._holds and self.weight._version != self._held_version:
             raise UserError(
                 f"The weight of the layer {self.name!r} changed inside a training_step, which holds "
-                f"{'a sample of it' if self._holds_sample else 'its codes'}: "
-                "let the training_step end before the optimizer's step."
+                f"{'a sample of it' if self._holds_sample else 'its codes'}. A torch.optim.Optimizer may change it there; "
+                "make other changes after the training_step."
             )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Linear":
@@ -492,6 +518,26 @@ class Linear(nn.Linear):
             if moved.dtype != buffer.dtype:
                 self._buffers[name] = buffer.to(moved.device)
         return self
+
+    def _begin_draws(self) -> None:
+        self._draws = Draws(self)
+        self._handle = self._draws.handle()
+
+    def belong_to(self, model: nn.Module) -> None:
+        """Say which model the layer is part of; how that is parallelized decides which rows a rank draws for."""
+        self._draws.root = weakref.ref(model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs: nothing of a training_step that is under way."""
+        state = dict(self.__dict__)
+        del state["_draws"], state["_handle"]
+        made_again = (*HELD, *SAMPLED)
+        state["_buffers"] = {name: None if name in made_again else kept for name, kept in self._buffers.items()}
+        return state | dict.fromkeys(STEP, False) | {"_outputs": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._begin_draws()
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
@@ -521,6 +567,11 @@ def keep(found: list[tuple[Linear, str, Tensor]]) -> None:
             stay.append((old, new))
     if stay:
         torch._foreach_copy_([old for old, _ in stay], [new for _, new in stay])
+
+
+def rows_of(x: Tensor) -> int:
+    """Return the number of rows of x [..., K], viewed as a matrix."""
+    return x.numel() // x.shape[-1] if x.shape[-1] else x.shape[:-1].numel()
 
 
 def _is_matrix(weight: object) -> bool:

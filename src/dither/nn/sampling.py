@@ -39,6 +39,8 @@ class How(NamedTuple):
     b_target: float
     limit: float
     """Where b_t stops; infinite where it does not."""
+    clamped: bool
+    """Whether b_t stops anywhere."""
     safe: float
     """Above this noise can vanish in rounding to `format`."""
     format: str
@@ -50,8 +52,10 @@ def how(sampling: Sampling, cast: Cast | None, dtype: torch.dtype, master: torch
     format = FORMATS[dtype] if cast is None else cast.format
     same = cast is None and master == dtype
     safe = safe_bitwidth(format, sampling.noise, master="same" if same else "fp32")
-    limit = safe if sampling.beyond == "clamp" else math.inf
-    return How(sampling.noise, sampling.block, sampling.b_init, sampling.b_target, limit, safe, format, sampling.recompute)
+    clamped = sampling.beyond == "clamp"
+    limit = safe if clamped else math.inf
+    own = (sampling.noise, sampling.block, sampling.b_init, sampling.b_target)
+    return How(*own, limit, clamped, safe, format, sampling.recompute)
 
 
 def bitwidths(bitwidth: Tensor, has: How) -> Tensor:
@@ -68,7 +72,7 @@ def _bitwidth_grad(grad: Tensor, bitwidth: Tensor, has: How) -> Tensor:
     """The gradient of b_i from that of b_t; none where b_t is held at its limit, and so does not follow."""
     slope = has.b_init - has.b_target
     grad = grad * slope
-    if not slope or math.isinf(has.limit):
+    if not has.clamped or not slope:
         return grad
     return torch.where(bitwidth <= (has.limit - has.b_target) / slope, grad, 0.0)
 

@@ -9,36 +9,102 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dither.errors import UserError
-from dither.nn import functional, sampling
+from dither.nn import functional, histories, sampling
 from dither.nn.cut import local
-from dither.nn.linear import BITWIDTHS, FIRST_COUNTED, Linear, keep
+from dither.nn.draws import FIRST_COUNTED, batch_rank
+from dither.nn.linear import BITWIDTHS, STEP, Linear, keep
 from dither.nn.sampling import How
 
 
 class TrainingStep:
-    """What `training_step` gives: the place to say which rows of the global batch come next."""
+    """A step under way; `.row(...)` says which rows of the global batch come next, where they are not to be counted."""
 
-    def __init__(self, layers: list[Linear], step: int) -> None:
-        self._layers = layers
+    def __init__(self, model: nn.Module, step: int, row: int | None, group: torch.distributed.ProcessGroup | None) -> None:
+        self.step, self.group = step, group
+        self.given = False
+        """Whether rows are given, and not counted."""
+        self.rank, self.world = batch_rank(model, group)
+        self._layers = [module for module in model.modules() if isinstance(module, Linear) and not module.precision.plain]
+        self._outer = list({id(outer): outer for layer in self._layers if (outer := layer._draws.step) is not None}.values())
+        self._counts = [(layer, layer._draws.rows) for layer in self._layers]
         self._places: list[Tensor] = []
-        for layer in layers:
+        self._row = 0
+        self.ended = False
+        """Whether an optimizer has changed the weights, which ends the step."""
+        if row is not None:
+            self.row(row)
+
+    def row(self, row: int) -> None:
+        """Say at which row of the global batch the next forward passes begin: (micro-batch * ranks + rank) * tokens, say.
+
+        Without it, rows are counted: over the forward passes of the step, with those of the other ranks in between.
+        """
+        if not isinstance(row, int) or isinstance(row, bool) or not 0 <= row < 1 << 32:
+            raise UserError(f"A row is the index of a token in the global batch, from 0 to 2^32 - 1, not {row!r}.")
+        if self.ended:
+            raise UserError(f"The training_step {self.step} has ended, since an optimizer changed its weights: begin another.")
+        self.given, self._row = True, row
+        for place in self._places:
+            place[1].fill_(row)
+
+    # Begin and end -----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Sample and cast the weights, and have the layers draw the bits of this step."""
+        self._places = []
+        for layer in self._layers:
             if layer._place is None:
                 continue
             layer._place = local(layer._place)  # parallelizing a module spreads its buffers: all of them everywhere
-            # One tensor a device for all layers, so that moving on is one small write.
+            # One tensor per device for all layers, so that moving on is one small write.
             shared = next((place for place in self._places if place.device == layer._place.device), None)
             if shared is None:
                 self._places.append(layer._place)
             else:
                 layer._place = shared
         for place in self._places:
-            place[0].fill_(step)
+            place[0].fill_(self.step)
+            place[1].fill_(self._row)
         self._watched: list[tuple[How, list[tuple[Linear, str]]]] = []
         self._ranges: list[Tensor] = []
         self._seen: tuple[Tensor, torch.cuda.Event | None] | None = None
-        self._prepare_sampling(step)
+        self._prepare_sampling(self.step)
+        for layer in self._layers:
+            layer._inside, layer._draws.step = True, self
+            layer._hold()
+        self._watch()
+
+    def resume(self) -> None:
+        """Begin again after a step inside this one has ended: with the weights as they are now, and the rows counted so far."""
+        if not self.ended:
+            self.begin()
+
+    def finish(self) -> None:
+        """Take the step's magnitudes into the histories of delayed scaling; raise if weights or bitwidths went wrong."""
+        self._look()
+        histories.push(self._layers, self.group)
+
+    def release(self) -> None:
+        """Leave nothing of the step in the layers."""
+        for layer in self._layers:
+            layer._draws.step, layer._draws.rows, layer._draws.captured = None, 0, 0
+            for name in STEP:
+                setattr(layer, name, False)
+
+    def after_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """End the step if `optimizer` has these layers' weights: what is held is no longer theirs."""
+        weights = {id(layer._learner()) for layer in self._layers}
+        if not self.ended and any(
+            id(parameter) in weights for group in optimizer.param_groups for parameter in group["params"]
+        ):
+            self.ended = True
+            self.release()
+            self.finish()
+
+    # Sampling ----------------------------------------------------------------------------------------------------------
 
     def _prepare_sampling(self, step: int) -> None:
         """The step's bitwidths, and where its noise is drawn: a few launches for all layers together."""
@@ -118,40 +184,6 @@ class TrainingStep:
                         "largest weight: the step is stopped before it is made."
                     )
 
-    def row(self, row: int) -> None:
-        """The next micro-batch begins at this token of the global batch: (micro-batch * ranks + rank) * tokens, say."""
-        if not isinstance(row, int) or isinstance(row, bool) or not 0 <= row < 1 << 32:
-            raise UserError(f"A row is the index of a token in the global batch, from 0 to 2^32 - 1, not {row!r}.")
-        for place in self._places:
-            place[1].fill_(row)
-
-    def _push(self, group: torch.distributed.ProcessGroup | None) -> None:
-        """The step's largest magnitudes into the histories, after one reduction over the ranks of `group`."""
-        found = [(layer, operand) for layer in self._layers for operand in layer._delayed]
-        if not found:
-            return
-        largest = torch.stack([getattr(layer, f"_{operand}_largest") for layer, operand in found])
-        if group is not None:
-            torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group)
-        by_scale: dict[Any, list[int]] = {}
-        for index, (layer, operand) in enumerate(found):
-            by_scale.setdefault(getattr(layer.precision, operand).scaling, []).append(index)
-        for scale, members in by_scale.items():
-            histories = [getattr(found[index][0], f"{found[index][1]}_history") for index in members]
-            new, old = largest[members], torch.stack(histories)
-            # A step without a number to remember, because the layer was not used or met a NaN, repeats the last one.
-            new = torch.where(new.isfinite() & (new > 0), new, old[:, 0])
-            pushed = torch.cat([new[:, None], old[:, :-1]], dim=1)
-            amax = pushed[:, 0] if scale.algo == "most_recent" else pushed.amax(dim=1)
-            torch._foreach_copy_(histories, list(pushed.unbind()))
-            torch._foreach_copy_([getattr(found[i][0], f"_{found[i][1]}_amax") for i in members], list(amax.unbind()))
-        torch._foreach_zero_([getattr(layer, f"_{operand}_largest") for layer, operand in found])
-        if any(layer._measures for layer, _ in found):  # only in the first steps does the host look
-            amax = torch.stack([getattr(layer, f"_{operand}_amax") for layer, operand in found])
-            empty = {id(layer) for (layer, _), known in zip(found, (amax > 0).tolist(), strict=True) if not known}
-            for layer, _ in found:
-                layer._measures = id(layer) in empty
-
 
 def _wrong_bitwidths(members: list[tuple[Linear, str]]) -> str:
     for layer, name in members:
@@ -184,43 +216,45 @@ def _warn_unsafe(has: How, members: list[tuple[Linear, str]]) -> None:
 
 @contextmanager
 def training_step(
-    model: nn.Module, *, step: int, row: int = 0, group: torch.distributed.ProcessGroup | None = None
+    model: nn.Module, *, step: int, row: int | None = None, group: torch.distributed.ProcessGroup | None = None
 ) -> Iterator[TrainingStep]:
-    """Forward and backward of one optimizer step, all its micro-batches, happen inside; the optimizer's step comes after.
+    """Run the forward and backward passes of one optimizer step inside: weights are sampled and cast once for all of them.
 
-    On entering, the weights of the model's `Linear` layers are sampled and cast once and held. Inside, random bits are those of
-    optimizer step `step` and of the rows from `row` on; say `.row(...)` before each further micro-batch. On leaving, histories
-    of delayed scaling take the largest magnitudes of the step, reduced over the ranks of `group` if one is given.
+    Random bits are those of optimizer step `step`, and of rows that are counted over the forward passes, so that the
+    micro-batches of gradient accumulation draw fresh bits. Ranks of `group`, or of the default process group, count their
+    rows in turn, as equally large parts of one batch. `row` or `.row(...)` gives rows instead. On leaving, histories of
+    delayed scaling take the largest magnitudes of the step, reduced over the ranks of `group` if one is given.
+
+    An optimizer's step inside ends the training step there. Without a `training_step` everything works as well: each forward
+    pass then casts the weights itself, and is a step of its own to the random bits.
 
     >>> import torch
     >>> from dither import Cast, LayerPrecision
     >>> layer = Linear(8, 4, precision=LayerPrecision(grad=Cast.parse("e2m1 tile(4) stochastic(8)")), name="up")
     >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     >>> for step in range(2):
-    ...     with training_step(layer, step=step) as at:
-    ...         for start in (0, 16):  # two micro-batches of 16 tokens
-    ...             at.row(start)
+    ...     with training_step(layer, step=step):
+    ...         for _ in range(2):  # two micro-batches of 16 tokens: rows 0 to 15 and 16 to 31
     ...             layer(torch.randn(16, 8)).square().mean().backward()
-    ...     optimizer.step()
+    ...         optimizer.step()
     ...     optimizer.zero_grad()
     """
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < FIRST_COUNTED:
         raise UserError(f"A training step is an integer from 0 to 2^31 - 1, not {step!r}.")
-    layers = [module for module in model.modules() if isinstance(module, Linear) and not module.precision.plain]
-    if any(layer._inside for layer in layers):
-        raise UserError(f"The training_step {step} begins inside another one of the same model: end that one first.")
-    now = TrainingStep(layers, step)
-    now.row(row)
+    now = TrainingStep(model, step, row, group)
+    hook = register_optimizer_step_post_hook(now.after_optimizer)
     try:
-        for layer in layers:
-            layer._inside = True
-            layer._hold()
-        now._watch()
+        now.release()  # from a step around this one
+        now.begin()
         yield now
-        now._look()
-        for layer in layers:
-            layer._check_held()
-        now._push(group)
+        if not now.ended:
+            for layer in now._layers:
+                layer._check_held()
+            now.finish()
     finally:
-        for layer in layers:
-            layer._inside = layer._holds = layer._holds_sample = layer._prepared = False
+        hook.remove()
+        now.release()
+        for outer in now._outer:
+            outer.resume()
+        for layer, rows in now._counts:
+            layer._draws.rows = rows

@@ -2,10 +2,17 @@
 
 from dither.optim.adam_mini import AdamMini as AdamMini
 from dither.optim.adamw import AdamW as AdamW
+from dither.optim.adamw import AdamW8bit as AdamW8bit
 from dither.optim.adamw import NonFiniteError as NonFiniteError
+from dither.optim.export import bitsandbytes_state_dict as bitsandbytes_state_dict
+from dither.optim.export import torch_state_dict as torch_state_dict
+from dither.optim.gradients import GRADIENTS as GRADIENTS
+from dither.optim.gradients import Gradients as Gradients
 from dither.optim.modes import MODES as MODES
 from dither.optim.modes import Mode as Mode
 from dither.optim.modes import Training as Training
 from dither.optim.modes import training as training
 from dither.optim.roles import Role as Role
 from dither.optim.roles import roles as roles
+from dither.optim.scaling import LossScaler as LossScaler
+from dither.optim.scaling import LossScaling as LossScaling

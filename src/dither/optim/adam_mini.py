@@ -12,12 +12,14 @@ from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
 from dither.nn.cut import local
-from dither.optim.adamw import AdamW, Part, Slot
+from dither.optim.adamw import AdamW, count_of
+from dither.optim.launches import Part, Slot
+from dither.optim.peers import Moments
 from dither.optim.roles import Role, role_of, sections
 from dither.optim.shards import as_matrix, like, reduce_cuts, shards, spread_over
 from dither.random import matrix_size
-from dither.reference.adamw import second_moment, zero_state
-from dither.update import Piece
+from dither.reference.adamw import second_moment, store_state, zero_state
+from dither.update import Piece, Update
 
 
 class AdamMini(AdamW):
@@ -40,13 +42,13 @@ class AdamMini(AdamW):
 
     def _check_slot(self, slot: Slot) -> None:
         super()._check_slot(slot)
+        if not slot.named:
+            raise UserError("Adam-mini finds roles by name: pass model.named_parameters() instead of model.parameters().")
         if slot.update.in_blocks:
             raise UserError(
                 f"Adam-mini keeps its first moments in fp32 or bf16, not in states={slot.update.states!r}: its second moments "
                 "are few already; use AdamW for 8-bit states."
             )
-        if not slot.name:
-            raise UserError("Adam-mini finds roles by name: pass model.named_parameters() instead of model.parameters().")
         role = role_of(self.roles, slot.name)
         if role.transposed and (slot.parameter.dim() != 2 or isinstance(slot.parameter, DTensor)):
             raise UserError(
@@ -69,12 +71,54 @@ class AdamMini(AdamW):
             "step": torch.zeros((), dtype=torch.int64, device=work.device),
             "exp_avg": like(slot.parameter, moment.view(work.shape)),
             "exp_avg_sq": torch.zeros(runs, device=work.device),  # whole on every process: it is small
-            **self._extra_state(slot),
+            **self._extra_state(slot, {}),
         }
 
-    def _extra_state(self, slot: Slot) -> dict[str, Tensor]:
-        role = role_of(self.roles, slot.name)
-        return {k: v.t().contiguous() if role.transposed else v for k, v in super()._extra_state(slot).items()}
+    def _extra_state(self, slot: Slot, old: dict[str, Tensor]) -> dict[str, Tensor]:
+        turn = role_of(self.roles, slot.name).transposed
+        known = {k: old[k].t() if turn else old[k] for k in ("master", "remainder") if k in old}
+        return {k: v.t().contiguous() if turn else v for k, v in super()._extra_state(slot, known).items()}
+
+    def _layout(self, slot: Slot) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        shape = self._moment_shape(slot)
+        first = torch.float32 if slot.update.states == "fp32" else torch.bfloat16
+        runs = sum((end - start) // run for start, end, run in self._sections(slot))
+        layout = {"exp_avg": (first, shape), "exp_avg_sq": (torch.float32, torch.Size((runs,)))}
+        return layout | self._extra_layout(slot, shape)
+
+    def _moment_shape(self, slot: Slot) -> torch.Size:
+        return self._work(slot, local(slot.parameter)).shape
+
+    def _encode(self, slot: Slot, found: Moments) -> dict[str, Tensor]:
+        """As AdamW's; a second moment is the mean of those that share it: averages of squares are linear."""
+        v = like(slot.parameter, found.v)
+        whole = self._work(slot, v.full_tensor() if isinstance(v, DTensor) else v)
+        rows = whole.reshape(matrix_size(whole)).double()
+        means = [rows[start:end].reshape((end - start) // run, -1).mean(1) for start, end, run in self._sections(slot)]
+        work, device = self._work(slot, found.m), local(slot.parameter).device
+        moment, _ = zero_state(matrix_size(work), slot.update, True, device)
+        values, _ = store_state(as_matrix(work.to(device).contiguous()), slot.update, True)
+        return {
+            "step": count_of(found.step, slot.name).to(device),
+            "exp_avg": like(slot.parameter, moment.copy_(values).view(work.shape)),
+            "exp_avg_sq": torch.cat(means).float().to(device),
+        }
+
+    def _decode(self, slot: Slot, state: dict[str, Tensor], update: Update) -> Moments:
+        """As AdamW's, with the second moment that an element shares for each of them."""
+        m, v = self._work(slot, local(state["exp_avg"]).float()), state["exp_avg_sq"]
+        if v.shape == slot.parameter.shape and v.shape != self._layout(slot)["exp_avg_sq"][1]:  # torch's
+            return Moments(state["step"], m, local(v).float())
+        if isinstance(slot.parameter, DTensor):
+            raise UserError(
+                f"The parameter {slot.name!r} is a DTensor, whose second moments are shared between processes: "
+                "gather it before its state is brought to another format."
+            )
+        counts = torch.cat([torch.full(((end - start) // run,), run) for start, end, run in self._sections(slot)])
+        rows = v.float().repeat_interleave(counts.to(v.device))
+        work = self._work(slot, slot.parameter)
+        columns = rows[:, None].expand(matrix_size(work)).reshape(work.shape)
+        return Moments(state["step"], m, self._work(slot, columns))
 
     def _work(self, slot: Slot, part: Tensor) -> Tensor:
         return part.t() if role_of(self.roles, slot.name).transposed else part

@@ -38,12 +38,12 @@ class Role:
         return cls(((0, 0),))
 
 
-LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose attention has q_proj, k_proj, v_proj and o_proj."""
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "gpt_neo")
+"""Model types whose attention has q_proj, k_proj and v_proj, stored as [outputs, inputs]."""
 
 
 def roles(model: nn.Module) -> dict[str, Role]:
-    """The role of every parameter of a Llama, Mistral, Qwen or GPT-2 (Dither's or Hugging Face's), by name.
+    """The role of every parameter of a Llama, Mistral, Qwen, GPT-Neo or GPT-2 (Dither's or Hugging Face's), by name.
 
     Other models need a dictionary of their own: `{name: Role.rows_each(1), ...}`.
     """
@@ -80,7 +80,7 @@ def _llama_role(name: str, parameter: Tensor, config: Any) -> Role | None:
     if layer in ("q_proj", "k_proj"):
         shared = getattr(config, "num_key_value_heads", None) if layer == "k_proj" else None
         return Role.rows_each(parameter.shape[0] // (shared or config.num_attention_heads))
-    known = ("v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
+    known = ("v_proj", "o_proj", "out_proj", "gate_proj", "up_proj", "down_proj", "c_fc", "c_proj", "lm_head")
     return Role.rows_each(1) if layer in known else None
 
 

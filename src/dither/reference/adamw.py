@@ -1,7 +1,7 @@
 """One AdamW step (Loshchilov and Hutter, 2019), as it is meant: float32 arithmetic in a fixed order, then one rounding each for
 weight and moments.
 
-    g = grad * scale                       the gradient, without the loss scale, clipped
+    g = grad * scale                       the gradient, without the loss scale, clipped; negated to maximize
     m = beta1 m + (1 - beta1) g
     v = beta2 v + (1 - beta2) g g
     w = decay w - size * (m / (sqrt(v) * root + eps))
@@ -38,12 +38,13 @@ def prepare(
     found_inf: Tensor | None,
     max_norm: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(constants, norm, skip): what the tensors of a step need to know, from float64[rows, 6] `hyper`.
+    """(constants, norm, skip): what the tensors of a step need to know, from float64[rows, 7] `hyper`.
 
     `steps` (int64[rows], of active rows) or `skipped` (0-d int64) becomes one more: the step is skipped, int32 `skip` is 1, if
-    `squares` (of the gradients as they come) is not finite or `found_inf` (float32) is not 0. `norm` (0-d float32) is that of
-    the gradients without the `loss_scale` (float32, 0-d) and before clipping to `max_norm`, which 0 turns off; 0 without
-    `squares`.
+    `squares` (of the gradients as they come) is not finite, if `found_inf` (float32) is not 0, or if the rate of an active row
+    is negative or not finite or one of its betas is not in [0, 1): rates on a device are checked here, where it costs nothing.
+    `norm` (0-d float32) is that of the gradients without the `loss_scale` (float32, 0-d) and before clipping to `max_norm`,
+    which 0 turns off; 0 without `squares`.
     """
     inverse = torch.ones((), dtype=torch.float32, device=hyper.device)
     if loss_scale is not None:
@@ -57,15 +58,16 @@ def prepare(
             factor = torch.minimum(torch.div(limit, norm + 1e-6), torch.ones_like(norm)) * inverse
     if found_inf is not None:
         bad = bad | (found_inf != 0)
-    skip = bad.int()
-    lr, beta1, beta2, eps, weight_decay, active = hyper.unbind(1)
+    lr, beta1, beta2, eps, weight_decay, active, sign = hyper.unbind(1)
+    sound = (lr >= 0) & (lr < torch.inf) & (beta1 >= 0) & (beta1 < 1) & (beta2 >= 0) & (beta2 < 1)
+    skip = (bad | ((active != 0) & ~sound).any()).int()
     steps += active.long() * (1 - skip)
     skipped += skip
     t = steps.clamp(min=1)  # rows that are not active are not used
     size = torch.div(lr.float(), (1 - _power(beta1, t)).float()) * 2.0**-48
     root = _sqrt((1 - _power(beta2, t)).float())
     columns = [
-        factor.expand_as(size),
+        factor * sign.float(),
         beta1,
         1 - beta1,
         beta2,
@@ -215,31 +217,38 @@ def load_state(state: Tensor, scale: Tensor | None, update: Update, signed: bool
 
 def _store(piece: Piece, state: Tensor, scale: Tensor | None, value: Tensor, step: Tensor, update: Update, which: int) -> None:
     """Round the first or second moment, float32, into its storage."""
-    if update.states == "fp32":
-        state.copy_(value)  # nothing to round, and a CPU would take two thirds of the step to find that out
-        return
     random = _random(piece, step, piece.keys[1]) if update.draws_states else None
     if random is not None and which == 2:
         random = random * ODD_FACTOR & 0xFFFF
+    stored, restore = store_state(value, update, which == 1, random)
+    state.copy_(stored)
+    if scale is not None and restore is not None:
+        scale.copy_(restore)
+
+
+def store_state(value: Tensor, update: Update, signed: bool, random: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """(what is stored, scales) of a moment, float32[rows, columns]; rounded by `random` bits, or to nearest without them.
+
+    Of formats without blocks: float32 numbers that the storage holds exactly, and None.
+    """
+    if update.states == "fp32":
+        return value, None  # nothing to round, and a CPU would take two thirds of the step to find that out
     rule = Rounding("nearest") if random is None else Rounding("stochastic", BITS)
     if not update.in_blocks:
         assert update.format is not None
-        state.copy_(rounding.round_values(value, update.format, rule, False, random))
-        return
-    assert scale is not None
+        return rounding.round_values(value, update.format, rule, False, random), None
     rows, columns = value.shape
-    count = scale.shape[1]
+    count = math.ceil(columns / update.block)
     padded = torch.nn.functional.pad(value.abs(), (0, count * update.block - columns))
     amax = padded.reshape(rows, count, update.block).amax(2)
     format = update.format or UNIT
     known = scaling.factors(amax, None, format, Scale("fp32"), rule)
     scaled = value * known.multiply.repeat_interleave(update.block, 1)[:, :columns]
     if update.format is None:
-        codes = dynamic.encode(scaled, signed=which == 1)
+        codes = dynamic.encode(scaled, signed)
     else:
         codes = rounding.encode(rounding.round_values(scaled, format, rule, True, random), format)
-    state.copy_(codes.to(torch.uint8))
-    scale.copy_(known.restore)
+    return codes.to(torch.uint8), known.restore
 
 
 UNIT = Format("unit", 8, 0, 0, 0, 1.0)

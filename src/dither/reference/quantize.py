@@ -102,19 +102,28 @@ def _scaled_values(
     random = None
     if draw is not None:
         random = place.matrices(philox.random_bits(draw, *matrix_size(x), cast.round.width).reshape(x.shape))
-    found = None
-    if cast.group.kind != "none":
-        tensor_amax = None
-        if cast.scaling.kind == "nvfp4":
-            tensor_amax = amax(x) if given_amax is None else given_amax
-            groups = scaling.group_amax(x_BRC, place)
-        elif given_amax is not None:
-            groups = given_amax.reshape(1, 1, 1)
-        else:
-            groups = scaling.group_amax(x_BRC, place)
-        found = scaling.factors(groups, tensor_amax, cast.element, cast.scaling, cast.round)
+    found = factors_of(x_BRC, cast, place, given_amax)
+    if found is not None:
         x_BRC = _product(x_BRC, scaling.spread(found.multiply, place))
     return rounding.round_values(x_BRC, cast.element, cast.round, True, random), found
+
+
+def factors_of(x_BRC: Tensor, cast: Cast, place: Layout, given_amax: Tensor | None) -> scaling.Factors | None:
+    """Return the factors of each group of `x_BRC`, or None for an unscaled cast.
+
+    `given_amax` (0-d) takes the place of the tensor's own largest magnitude.
+    """
+    if cast.group.kind == "none":
+        return None
+    tensor_amax = None
+    if cast.scaling.kind == "nvfp4":
+        tensor_amax = amax(x_BRC) if given_amax is None else given_amax
+        groups = scaling.group_amax(x_BRC, place)
+    elif given_amax is not None:
+        groups = given_amax.reshape(1, 1, 1)
+    else:
+        groups = scaling.group_amax(x_BRC, place)
+    return scaling.factors(groups, tensor_amax, cast.element, cast.scaling, cast.round)
 
 
 def _product(x: Tensor, multiply: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ from typing import Any
 from dither.errors import UserError
 from dither.precision import Plan
 from dither.report import maps, plots
+from dither.report.comparison import Comparison, shown
+from dither.report.estimates import Estimate, paired
 from dither.report.load import Run, read_all
 from dither.report.summary import Summary, summarize
 
@@ -30,6 +32,8 @@ class _Section:
 
     run: Run
     summary: Summary
+    difference: Estimate | None
+    """Held-out loss less that of the first run; None for the first run itself."""
     precision: maps.Grid | None
     later: tuple[tuple[int, str, maps.Grid], ...]
     """Plans that came later: the step, the reason, the map."""
@@ -43,14 +47,18 @@ class _Section:
     missing: tuple[str, ...]
 
 
-def render(runs: Sequence[Run]) -> str:
-    """The page of one run or several, as HTML; the same runs give the same bytes."""
+def render(runs: Sequence[Run], comparison: Comparison | None = None) -> str:
+    """Return the page of one run or several as HTML; the same runs give the same bytes.
+
+    With a comparison of the runs, its tables, sentences and figure come first.
+    """
     import jinja2
 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"fixed": fixed, "short": short, "size": size, "duration": duration}
+    environment.filters |= {"estimate": _estimate, "value": shown}
     template = environment.from_string(resources.files("dither.report").joinpath("page.html").read_text(encoding="utf-8"))
-    sections = tuple(_section(run, index) for index, run in enumerate(runs))
+    sections = tuple(_section(run, index, runs[0]) for index, run in enumerate(runs))
     ranked = sorted((each.summary for each in sections if each.summary.loss is not None), key=lambda each: each.loss or 0.0)
     return template.render(
         title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
@@ -58,15 +66,18 @@ def render(runs: Sequence[Run]) -> str:
         first=sections[0].summary,
         best=ranked[0] if ranked else None,
         charts=plots.charts(runs),
+        comparison=comparison,
+        sweep_chart=None if comparison is None else plots.sweep_chart(comparison),
         colours=plots.COLOURS,
-        data=_embedded(runs, sections),
+        data=_embedded(runs, sections, comparison),
     )
 
 
-def write(folders: Sequence[str | Path], out: str | Path | None = None) -> Path:
-    """Read the runs in `folders` and write their page; its path. Whoever reads the old page meanwhile sees all of it.
+def write(folders: Sequence[str | Path], out: str | Path | None = None, comparison: Comparison | None = None) -> Path:
+    """Read the runs in `folders`, write their page in one piece, and return its path.
 
-    Without `out` it is report.html in the folder of the run, or, of several, in the folder that they have in common.
+    Without `out` it is report.html in the folder of the run, or, of several, in the folder that they have in common. With a
+    comparison of the runs the page shows it first.
     """
     runs = read_all(folders)
     parents = [Path(folder).resolve() if len(folders) == 1 else Path(folder).resolve().parent for folder in folders]
@@ -75,7 +86,7 @@ def write(folders: Sequence[str | Path], out: str | Path | None = None) -> Path:
         raise UserError(f"The page {str(path)!r} is a folder: name a file, such as {str(path / 'report.html')!r}.")
     if os.path.lexists(path) and (path.is_symlink() or not os.path.isfile(path)):
         raise UserError(f"{str(path)!r} is a link, a pipe or a device, which a page does not replace: name another file.")
-    page = render(runs).encode()
+    page = render(runs, comparison).encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -95,7 +106,7 @@ def write(folders: Sequence[str | Path], out: str | Path | None = None) -> Path:
 # What is shown --------------------------------------------------------------------------------------------------------
 
 
-def _section(run: Run, index: int) -> _Section:
+def _section(run: Run, index: int, first: Run) -> _Section:
     names, missing = [layer.name for layer in run.layers], list(run.missing)
     precision, later = None, list[tuple[int, str, maps.Grid]]()
     if run.plan is not None and names:
@@ -110,9 +121,11 @@ def _section(run: Run, index: int) -> _Section:
     bits = plots.layer_bits(run)
     command = run.environment.get("command")
     words = [word for word in command if isinstance(word, str)] if isinstance(command, list) else []
+    summary = summarize(run)
     return _Section(
         run=run,
-        summary=summarize(run),
+        summary=summary,
+        difference=None if run is first else paired([summary.loss], [summarize(first).loss]),
         precision=precision,
         later=tuple(later[-MOST_SHOWN:]),
         bitwidths=maps.bitwidth_map(bits) if bits else None,
@@ -148,7 +161,7 @@ def _words(value: object) -> str:
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]} ... ({len(text):,} characters)"
 
 
-def _embedded(runs: Sequence[Run], sections: Sequence[_Section]) -> str:
+def _embedded(runs: Sequence[Run], sections: Sequence[_Section], comparison: Comparison | None) -> str:
     """The figures and curves as JSON for programs that read the page, in a form that no HTML parser can leave early."""
     curves = (("train", "loss"), ("train", "loss_ema"), ("train", "tokens_per_s"), ("eval", "loss"), ("eval", "bits_per_byte"))
     data = [
@@ -158,7 +171,8 @@ def _embedded(runs: Sequence[Run], sections: Sequence[_Section]) -> str:
         }
         for run, section in zip(runs, sections, strict=True)
     ]
-    text = json.dumps({"runs": data}, allow_nan=False)
+    compared = {} if comparison is None else {"comparison": comparison.to_dict()}
+    text = json.dumps({"runs": data} | compared, allow_nan=False)
     for letter in "<>&\u2028\u2029":
         text = text.replace(letter, f"\\u{ord(letter):04x}")
     return text
@@ -178,6 +192,10 @@ def fixed(value: float | None, digits: int = 4, sign: bool = False) -> str:
     if value is None:
         return ABSENT
     return f"{value:+.{digits}f}" if sign else f"{value:.{digits}f}" if abs(value) < 1e9 else f"{value:.4g}"
+
+
+def _estimate(value: Estimate | None, sign: bool = False) -> str:
+    return ABSENT if value is None else value.text(sign=sign)
 
 
 def short(value: float | None) -> str:

@@ -10,8 +10,11 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dither.errors import UserError
+from dither.report.comparison import Comparison, shown
 from dither.report.load import Run, number
 
 if TYPE_CHECKING:
@@ -22,6 +25,9 @@ COLOURS = 8
 
 MOST_POINTS = 1500
 """Points of a curve that are drawn: about two for each pixel of its width."""
+
+PALETTE = ("#2563b8", "#c2410c", "#15803d", "#7e3fb8", "#a16207", "#0f7c8a", "#be185d", "#52606d")
+"""The colours --c0 to --c7 of the page in files of their own."""
 
 INK, GRID = "#010203", "#040506"
 """What becomes var(--muted) and var(--line)."""
@@ -64,6 +70,66 @@ def charts(runs: Sequence[Run]) -> tuple[Chart, ...]:
         lines = [_Line(thin(run.curve("train", key)), index) for index, run in enumerate(runs)]
         found.append(_chart(title, "steps", lines, from_zero=key in ("tokens_per_s", "memory")))
     return tuple(chart for chart in found if chart is not None)
+
+
+def sweep_chart(comparison: Comparison) -> Chart | None:
+    """Return the losses of each arm over the values of the sweep, for the page; None without a sweep or without losses."""
+    if comparison.field is None or not any(row.loss for curve in comparison.curves() for row in curve.rows):
+        return None
+    title = f"Held-out loss by {comparison.field}"
+    return Chart(title, _svg(title, 0, lambda axes: _draw_sweep(axes, comparison)), _about_sweep(comparison))
+
+
+def sweep_file(comparison: Comparison, path: Path) -> Path:
+    """Write the same drawing as an SVG file of its own, with a legend, and return its path."""
+
+    def draw(axes: "Axes") -> None:
+        _draw_sweep(axes, comparison)
+        axes.set_ylabel("held-out loss, nats per token")
+        axes.legend(frameon=False)
+
+    svg = _svg(f"Held-out loss by {comparison.field}", 0, draw, page=False)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(svg, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"The figure {str(path)!r} cannot be written: {error}.") from None
+    return path
+
+
+def _about_sweep(comparison: Comparison) -> str:
+    bars = f" over {len(comparison.seeds)} seeds, bars are its standard error" if len(comparison.seeds) > 1 else ""
+    about = f"A point is the mean loss{bars}." if bars else "A point is the loss of one run."
+    absent = any(row.loss is None for curve in comparison.curves() for row in curve.rows)
+    return about + (" Values at which a run did not reach its last step have no point." if absent else "")
+
+
+def _draw_sweep(axes: "Axes", comparison: Comparison) -> None:
+    """Draw a line per arm: numbers where they lie, on a logarithmic axis if they span a factor of 4; text evenly."""
+    numbers = [value for value in comparison.values if isinstance(value, float)]
+    numeric = len(numbers) == len(comparison.values)
+    places = {value: value if isinstance(value, float) and numeric else float(n) for n, value in enumerate(comparison.values)}
+    if numeric and min(numbers) > 0 and max(numbers) >= 4 * min(numbers):
+        axes.set_xscale("log")
+    for index, curve in enumerate(comparison.curves()):
+        points = [(places[row.value], row.loss) for row in curve.rows if row.loss is not None]
+        points.sort(key=lambda point: point[0])
+        if points:
+            axes.errorbar(
+                [x for x, _ in points],
+                [loss.mean for _, loss in points],
+                yerr=[loss.error or 0.0 for _, loss in points],
+                color=_mark(index % COLOURS),
+                linestyle="-" if index < COLOURS else "--",
+                linewidth=1.5,
+                marker="o",
+                markersize=3.5,
+                capsize=2.5,
+                label=curve.arm,
+            )
+    axes.set_xticks(list(places.values()), [shown(value) for value in places])
+    axes.set_xticks([], minor=True)
+    axes.set_xlabel(comparison.field or "")
 
 
 def bitwidth_charts(run: Run, index: int = 0) -> tuple[Chart, ...]:
@@ -185,8 +251,11 @@ def _mark(colour: int) -> str:
     return f"#0a0b0{colour}"
 
 
-def _svg(title: str, run: int, draw: "Callable[[Axes], None]") -> str:
-    """An `<svg>` element of what `draw` puts on a pair of axes; title and run make its ids its own."""
+def _svg(title: str, run: int, draw: "Callable[[Axes], None]", page: bool = True) -> str:
+    """Return what `draw` puts on a pair of axes: an `<svg>` element for a page, or a file.
+
+    Title and run make its ids its own.
+    """
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -220,7 +289,14 @@ def _svg(title: str, run: int, draw: "Callable[[Axes], None]") -> str:
         file = io.StringIO()
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         canvas.print_svg(file, metadata=nothing)  # type: ignore[no-untyped-call]
-    return _for_page(file.getvalue(), title)
+    return _for_page(file.getvalue(), title) if page else _for_file(file.getvalue())
+
+
+def _for_file(document: str) -> str:
+    """Return the drawing with colours of its own, on white."""
+    for mark, colour in ((INK, "#5b6570"), (GRID, "#d9dee4"), *((_mark(c), colour) for c, colour in enumerate(PALETTE))):
+        document = document.replace(mark, colour)
+    return "\n".join(line.rstrip() for line in document.splitlines()) + "\n"
 
 
 def _for_page(document: str, title: str) -> str:

@@ -7,7 +7,12 @@ from dither.snip.divergence import Scores as Scores
 from dither.snip.efficiency import Times as Times
 from dither.snip.efficiency import efficiency as efficiency
 from dither.snip.efficiency import measure_times as measure_times
+from dither.snip.moments import AdagradRule as AdagradRule
 from dither.snip.moments import Moments as Moments
+from dither.snip.moments import MuonRule as MuonRule
+from dither.snip.moments import RmspropRule as RmspropRule
+from dither.snip.moments import SgdRule as SgdRule
+from dither.snip.moments import UpdateRule as UpdateRule
 from dither.snip.moments import moments_of as moments_of
 from dither.snip.options import Option as Option
 from dither.snip.options import options as options

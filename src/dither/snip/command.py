@@ -22,10 +22,10 @@ from dither.snip.efficiency import efficiency, measure_times
 from dither.snip.options import Option
 from dither.snip.options import options as combinations
 from dither.snip.passes import Passes
-from dither.snip.planning import Goal, bits_of, choice_of, choose, picture, pins, stage_sizes
+from dither.snip.planning import Goal, bits_of, check_weights, choice_of, choose, picture, pins, stage_sizes, weights_said
 from dither.snip.planning import plan as plan_of
 from dither.snip.probes import PROBES, score
-from dither.snip.solve import Solution, frontier
+from dither.snip.solve import Rows, Solution, frontier
 from dither.snip.verify import verify as verify_scores
 from dither.train import checkpoint, config
 from dither.train.distributed import joined
@@ -49,6 +49,9 @@ def plan(
     probe: Probe = "measure",
     method: str = "snip",
     power: float = 2.0,
+    loss_weight: float = 1.0,
+    update_weight: float = 1.0,
+    rows: bool = False,
     seed: int = 0,
     batches: int = 1,
     device: str | None = None,
@@ -76,6 +79,9 @@ def plan(
         method: snip, or what it is compared with: uniform, random, min-abs-err, min-rel-err, E-layer-id or E-layer-type.
         power: What layers' divergences are raised to before they are added up: errors are independent, so squares do; the paper
             has 1.
+        loss_weight: The factor of the loss divergence dL; 0 chooses by the weights alone.
+        update_weight: The factor of the weight divergence dW, the change of the next update; 0 chooses by the loss alone.
+        rows: Take the row-wise form of the loss divergence (section 6.3 of the paper).
         seed: Of the noise, of stochastic casts, and of the method random.
         batches: How many micro-batches are tried.
         device: Where, in place of the run's own device.
@@ -86,17 +92,19 @@ def plan(
         output: A file to write the plan to.
     """
     _choose("--method", method, ("snip", *BASELINES))
-    if not 1 <= power < math.inf:
-        raise UserError(f"--power is a number of at least 1, not {power:g}.")
+    _check_quality(power, loss_weight, update_weight)
+    if method != "snip" and (rows or weights_said(loss_weight, update_weight)):
+        raise UserError(f"--rows, --loss-weight and --update-weight are SNIP's, and --method {method} has no use for them.")
     given = combinations(options)
     goal = Goal(target=target, stages=_stages(stages), balance=balance, pinned=pins(pin))
     with _opened(run, device, emulate, fallback) as opened:
-        found = opened.score(given, "direct" if method != "snip" else probe, batches, seed)
+        found = opened.score(given, "direct" if method != "snip" else probe, batches, seed, rows)
     if cost == "time":
         shapes = [(layer.M, layer.N, layer.K) for layer in found.statistics.layers]
         goal = Goal(**{**vars(goal), "cost": measure_times(shapes, given, path=times, device=opened.job.ranks.device)})
-    solution = _solution(method, found, given, goal, power, seed)
-    ways: dict[str, dict[str, Any]] = {"snip": {"probe": found.probe, "power": power}, "random": {"seed": seed}}
+    solution = _solution(method, found, given, goal, found.quality(loss_weight, update_weight, power), seed)
+    snip = {"probe": found.probe, "power": power, **weights_said(loss_weight, update_weight)}
+    ways: dict[str, dict[str, Any]] = {"snip": snip, "random": {"seed": seed}}
     said = ways.get(method, {})
     chosen = plan_of(found.layers, given, solution, opened.job.plan, method=method, step=found.step, **said, **goal.provenance)
     _write(output, chosen.to_json())
@@ -143,6 +151,7 @@ def verify(
     options: str = "fp8,fp4",
     plan: str | None = None,
     probe: tuple[Probe, ...] = PROBES,  # type: ignore[assignment]
+    rows: bool = False,
     seed: int = 0,
     batches: int = 4,
     loss_batches: int = 12,
@@ -161,6 +170,7 @@ def verify(
         options: The levels that each operand may take.
         plan: A plan to try as a whole instead: what it does to the loss and to the next weights, beside what was estimated.
         probe: The probes to judge.
+        rows: Judge them with the row-wise form of the loss divergence (section 6.3 of the paper).
         seed: Of the noise and of stochastic casts.
         batches: How many micro-batches the truth is measured on.
         loss_batches: How many more that of the loss alone is measured on, which varies more from one to the next.
@@ -172,9 +182,9 @@ def verify(
     given = combinations(options)
     with _opened(run, device, emulate, fallback) as opened:
         if plan is not None:
-            print(_tried(opened, Plan.load(plan), given, probe[0], batches, seed))
+            print(_tried(opened, Plan.load(plan), given, probe[0], batches, seed, rows))
             return 0
-        found = [opened.score(given, each, 1, seed) for each in probe]
+        found = [opened.score(given, each, 1, seed, rows) for each in probe]
         _check_count("--batches", batches, 1)
         _check_count("--loss-batches", loss_batches, 0)
         parts = opened.parts(batches + loss_batches, after=1)
@@ -200,6 +210,10 @@ def trade_off(
     targets: int = 11,
     stages: str | None = None,
     probe: Probe = "measure",
+    power: float = 2.0,
+    loss_weight: float = 1.0,
+    update_weight: float = 1.0,
+    rows: bool = False,
     seed: int = 0,
     batches: int = 1,
     device: str | None = None,
@@ -214,24 +228,37 @@ def trade_off(
         targets: How many, equally spaced.
         stages: Blocks on each pipeline stage, each of which then saves its share.
         probe: How estimates are made.
+        power: What layers' divergences are raised to before they are added up.
+        loss_weight: The factor of the loss divergence dL.
+        update_weight: The factor of the weight divergence dW.
+        rows: Take the row-wise form of the loss divergence.
         seed: Of the noise and of stochastic casts.
         batches: How many micro-batches are tried.
         device: Where, in place of the run's own device.
         emulate: Multiply dequantized numbers in float32 on a GPU too, whatever the run's own setting is.
         fallback: What becomes of a layer that no matrix units take as the run casts it, in place of the run's own setting.
     """
+    _check_quality(power, loss_weight, update_weight)
     given, sizes = combinations(options), _stages(stages)
     with _opened(run, device, emulate, fallback) as opened:
-        found = opened.score(given, probe, batches, seed)
+        found = opened.score(given, probe, batches, seed, rows)
     layers = found.statistics.layers
     shares = efficiency(layers, given)
     split = None if sizes is None else stage_sizes(found.layers, sizes)
-    rows = [
+    lines = [
         (f"{each.target:.3f}", f"{each.efficiency:.3f}", f"{each.quality:.4g}", f"{each.gap:g}")
-        for each in frontier(found.quality(), shares, targets=targets, stages=split)
+        for each in frontier(found.quality(loss_weight, update_weight, power), shares, targets=targets, stages=split)
     ]
-    doctor.print_table(f"Step {found.step}, {len(layers)} layers", ("target", "saved", "cost", "gap"), rows, right=[0, 1, 2, 3])
+    doctor.print_table(
+        f"Step {found.step}, {len(layers)} layers", ("target", "saved", "cost", "gap"), lines, right=[0, 1, 2, 3]
+    )
     return 0
+
+
+def _check_quality(power: float, loss_weight: float, update_weight: float) -> None:
+    if not 1 <= power < math.inf:
+        raise UserError(f"--power is a number of at least 1, not {power:g}.")
+    check_weights(loss_weight, update_weight, "--loss-weight and --update-weight")
 
 
 def _check_count(option: str, count: int, least: int) -> None:
@@ -262,10 +289,10 @@ class _Opened:
         """The loss of a micro-batch as training computes it."""
         return self.job.loss(model, part)
 
-    def score(self, options: Sequence[Option], probe: Probe, batches: int, seed: int) -> Scores:
+    def score(self, options: Sequence[Option], probe: Probe, batches: int, seed: int, rows: bool = False) -> Scores:
         """Estimates at the run's step."""
         stream, optimizer = Stream(seed, "snip", str(self.job.done)), self.job.training.optimizer
-        how: dict[str, Any] = {"stream": stream, "forward": self.loss, "probe": probe, "step": self.job.done}
+        how: dict[str, Any] = {"stream": stream, "forward": self.loss, "probe": probe, "step": self.job.done, "rows": rows}
         return score(self.job.model, self.parts(batches), optimizer, options, **how)
 
 
@@ -292,17 +319,17 @@ def _opened(path: str, device: str | None, emulate: bool, fallback: Fallback | N
         yield _Opened(job)
 
 
-def _solution(method: str, scores: Scores, options: Sequence[Option], goal: Goal, power: float, seed: int) -> Solution:
+def _solution(method: str, scores: Scores, options: Sequence[Option], goal: Goal, quality: Rows, seed: int) -> Solution:
     if method == "snip":
-        return choose(scores.quality(power=power), scores.statistics.layers, options, goal)
+        return choose(quality, scores.statistics.layers, options, goal)
     if method == "random":
         return random(scores.statistics, options, goal, seed=seed)
     return BASELINES[method](scores.statistics, options, goal)
 
 
-def _tried(opened: _Opened, plan: Plan, options: Sequence[Option], probe: Probe, batches: int, seed: int) -> str:
+def _tried(opened: _Opened, plan: Plan, options: Sequence[Option], probe: Probe, batches: int, seed: int, rows: bool) -> str:
     """What a plan does to the loss and to the next weights, as estimated and as it is."""
-    scores = opened.score(options, probe, 1, seed)
+    scores = opened.score(options, probe, 1, seed, rows)
     choice = choice_of(scores.layers, options, plan)
     if choice is None:
         names = ", ".join(option.name for option in options[:3])
@@ -327,7 +354,7 @@ def _tried(opened: _Opened, plan: Plan, options: Sequence[Option], probe: Probe,
     sums = [sum(row[at] for row, at in zip(table, choice, strict=True)) for table in (scores.loss, scores.weights)]
     return (
         f"loss     {base:.4f} uncast, {loss:+.4g} with the plan: {loss / abs(base):+.3e} of it; "
-        f"estimated {sums[0]:.3e} in all layers together ({probe})\n"
+        f"estimated {sums[0]:.3e} in all layers together ({scores.probe})\n"
         f"weights  their next step changes by {moved:.3e} of them; estimated {sums[1]:.3e}"
     )
 

@@ -25,7 +25,7 @@ from dither.recipes import recipe
 from dither.snip.divergence import Scores
 from dither.snip.efficiency import Times, measure_times
 from dither.snip.options import options as combinations
-from dither.snip.planning import Goal, check_finite, choice_of, choose, plan
+from dither.snip.planning import Goal, check_finite, check_weights, choice_of, choose, plan, weights_said
 from dither.snip.probes import score
 from dither.snip.solve import Solution
 from dither.snip.statistics import cut_by_tensor_parallelism, layers_of
@@ -126,9 +126,10 @@ class Snip:
         balance: Literal["slowest", "share"] = "slowest",
         pinned: Mapping[str, str] | None = None,
         hysteresis: float = 0.0,
-        loss: float = 1.0,
-        weights: float = 1.0,
+        loss_weight: float = 1.0,
+        update_weight: float = 1.0,
         power: float = 2.0,
+        rows: bool = False,
         forward: Callable[..., Any] | None = None,
         max_norm: float | None = None,
         seed: int = 0,
@@ -140,10 +141,11 @@ class Snip:
     ) -> None:
         """`every`, `start` and `delay` count optimizer steps, `delay` from the statistics to the change.
 
-        `hysteresis` is the part of the quality's cost that a change must save to be made: 0 changes for any gain. `loss` and
-        `weights` weigh the two divergences, and `power` is what layers' divergences are raised to before they are added up, as
-        `Scores.quality` says: 1 is the paper's. `forward(model, batch)` gives a batch's loss, `probe` is how it is estimated,
-        and `max_norm` what gradients are clipped to, all as `dither.snip.score` takes them; `estimate` may take its place.
+        `hysteresis` is the part of the quality's cost that a change must save to be made: 0 changes for any gain. `loss_weight`
+        and `update_weight` weigh dL and dW, and `power` is what layers' divergences are raised to before they are added up, as
+        `Scores.quality` says: 1 is the paper's. `rows` takes the row-wise form of the loss divergence (section 6.3).
+        `forward(model, batch)` gives a batch's loss, `probe` is how it is estimated, and `max_norm` what gradients are clipped
+        to, all as `dither.snip.score` takes them; `estimate` may take its place.
         `cost="time"` measures this GPU, and `times` is a file to keep that in. `tell` is called on rank 0
         with a sentence when something goes wrong, and otherwise nothing is said.
 
@@ -156,9 +158,13 @@ class Snip:
                 raise UserError(f"snip's {name} is a number of steps, at least {least}, not {number!r}.")
         if delay >= every:
             raise UserError(f"snip's delay of {delay} steps is not below every={every}: one plan would overtake another.")
-        for name, share in (("hysteresis", hysteresis), ("loss", loss), ("weights", weights), ("power", power)):
+        shares = {"hysteresis": hysteresis, "loss_weight": loss_weight, "update_weight": update_weight, "power": power}
+        for name, share in shares.items():
             if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share < float("inf"):
                 raise UserError(f"snip's {name} is a number that is not negative, not {share!r}.")
+        check_weights(loss_weight, update_weight, "snip's loss_weight and update_weight")
+        if not isinstance(rows, bool):
+            raise UserError(f"snip's rows is True or False, not {rows!r}.")
         if power < 1:
             raise UserError(
                 f"snip's power is at least 1, not {power!r}: below it, one error would count less than its two halves."
@@ -175,12 +181,13 @@ class Snip:
             pinned=pinned or {},
         )
         self.every, self.start, self.delay = every, start, delay
-        self.hysteresis, self.loss, self.weights, self.power, self.seed = hysteresis, loss, weights, power, seed
+        self.hysteresis, self.power, self.seed = hysteresis, power, seed
+        self.loss_weight, self.update_weight = loss_weight, update_weight
         self.plan = self.base
         self._timed, self._times, self._estimate, self._tell = cost == "time", times, estimate, tell
         self._pipeline, self._cut = pipeline, pipeline is not None or cut_by_tensor_parallelism(model)
         self._group = None if self._cut else group  # those that a choice is common to
-        how = {"forward": forward, "probe": probe, "max_norm": max_norm, "pipeline": pipeline}
+        how = {"forward": forward, "probe": probe, "max_norm": max_norm, "pipeline": pipeline, "rows": rows or None}
         if self._cut:
             how["group"] = group
         self._how: dict[str, Any] = {key: given for key, given in how.items() if given is not None}
@@ -225,7 +232,7 @@ class Snip:
         return measure_times(shapes, self.options, path=self._times, device=next(self.model.parameters()).device)
 
     def _quality(self, scores: Scores) -> list[list[float]]:
-        return scores.quality(loss=self.loss, weights=self.weights, power=self.power)
+        return scores.quality(self.loss_weight, self.update_weight, self.power)
 
     def _begin(self, scores: Scores, goal: Goal) -> _Pending:
         """Statistics, and on rank 0 a thread that makes a choice of them."""
@@ -281,7 +288,7 @@ class Snip:
 
     def _apply(self, scores: Scores, solution: Solution) -> str:
         """Take the plan on every rank, or on none; what the first of them has against it, or nothing."""
-        said = {"probe": scores.probe, "power": self.power, "step": scores.step, **self.goal.provenance}
+        said = {"probe": scores.probe, "power": self.power, **self._weights, "step": scores.step, **self.goal.provenance}
         mine = ""
         try:
             chosen = plan(scores.layers, self.options, solution, self.base, **said)
@@ -377,7 +384,14 @@ class Snip:
             "balance": goal.balance,
             "pinned": dict(goal.pinned),
             "options": [option.name for option in self.options],
+            **self._weights,
+            **({"rows": True} if self._how.get("rows") else {}),
         }
+
+    @property
+    def _weights(self) -> dict[str, float]:
+        """The weights of dL and dW, where they are not 1."""
+        return weights_said(self.loss_weight, self.update_weight)
 
 
 def _plain(scores: Scores) -> Any:

@@ -124,18 +124,18 @@ class Scores:
                 if not all(isinstance(number, int | float) and math.isfinite(number) for number in row):
                     raise UserError(f"The scores of the layer {layer!r} hold a number that is not finite in {name}.")
 
-    def quality(self, loss: float = 1.0, weights: float = 1.0, power: float = 2.0) -> list[list[float]]:
-        """q = (loss * dL)^power + (weights * dW)^power of each layer and option: what `solve` makes small.
+    def quality(self, loss_weight: float = 1.0, update_weight: float = 1.0, power: float = 2.0) -> list[list[float]]:
+        """Return q = (loss_weight dL)^power + (update_weight dW)^power of each layer and option, which `solve` makes small.
 
         Errors of two layers are independent, so squares of what they do add up, and the root of their sum is what a plan does.
         The paper adds up divergences as they are: power=1. docs/results/snip.md tells what training says to either.
 
         >>> one = Scores(0, "direct", ("up",), ("fp8", "fp4"), ((0.5, 2.0),), ((0.5, 1.0),), Statistics(0, 1.0, ()))
-        >>> one.quality(), one.quality(weights=2.0, power=1)
+        >>> one.quality(), one.quality(update_weight=2.0, power=1)
         ([[0.5, 5.0]], [[1.5, 4.0]])
         """
         return [
-            [(loss * a) ** power + (weights * b) ** power for a, b in zip(one, other, strict=True)]
+            [(loss_weight * a) ** power + (update_weight * b) ** power for a, b in zip(one, other, strict=True)]
             for one, other in zip(self.loss, self.weights, strict=True)
         ]
 

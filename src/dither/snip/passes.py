@@ -25,7 +25,7 @@ from dither.nn.step import TrainingStep, training_step
 from dither.optim.shards import reduce_cuts, spread_over
 from dither.precision import LayerPrecision
 from dither.random import Stream
-from dither.snip.moments import Moments, moments_of
+from dither.snip.moments import UpdateRule, moments_of
 from dither.snip.statistics import Collector, Statistics, cut_by_tensor_parallelism, layers_of
 
 Forward = Callable[[nn.Module, Any], Tensor | None]
@@ -99,7 +99,7 @@ class Passes:
         _put_away(self.model)
         self.layers: dict[str, Linear] = {}
         self.weights: dict[str, Tensor] = {}
-        self.moments: Mapping[str, Moments] = {}
+        self.moments: Mapping[str, UpdateRule] = {}
         self.parallel = cut_by_tensor_parallelism(self.model)
         stages = self._of_all_stages(partial(self._find_layers, optimizer))
         self.names: list[str] = [name for names in stages for name in names]
@@ -150,8 +150,8 @@ class Passes:
 
     @property
     def steps(self) -> int:
-        """How many steps the optimizer has taken."""
-        return int(max(self._of_all_stages(lambda: next((each.t - 1 for each in self.moments.values()), 0))))
+        """How many steps the optimizer has taken; 0 for one that does not count them, as SGD."""
+        return int(max(self._of_all_stages(lambda: next(((each.t or 1) - 1 for each in self.moments.values()), 0))))
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:

@@ -102,6 +102,24 @@ def check_finite(quality: Rows, layers: Sequence[str], options: Sequence[Option]
                 )
 
 
+def check_weights(loss_weight: float, update_weight: float, names: str) -> None:
+    """Raise unless the weights of dL and dW are finite, not negative, and not both 0."""
+    if not all(0 <= weight < math.inf for weight in (loss_weight, update_weight)):
+        raise UserError(f"{names} are numbers that are not negative, not {loss_weight:g} and {update_weight:g}.")
+    if not loss_weight and not update_weight:
+        raise UserError(f"{names} are both 0: nothing would be left to tell options apart by.")
+
+
+def weights_said(loss_weight: float, update_weight: float) -> dict[str, float]:
+    """Return the weights of dL and dW that are not 1, for a plan's provenance.
+
+    >>> weights_said(1.0, 0.5)
+    {'update_weight': 0.5}
+    """
+    given = {"loss_weight": float(loss_weight), "update_weight": float(update_weight)}
+    return {name: weight for name, weight in given.items() if weight != 1}
+
+
 def plan(layers: Sequence[str], options: Sequence[Option], solution: Solution, base: Plan, **provenance: Value) -> Plan:
     """`base` with a rule for each layer by its name: the chosen casts, and the samplings that `base` has for it.
 

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from dither.operators import implementation
 from dither.optim.shards import like
 from dither.precision import Cast
 from dither.random import Stream
-from dither.snip.moments import Moments
+from dither.snip.moments import UpdateRule
 from dither.snip.options import Option, casts_of
 
 TENSORS = ("x", "w", "y", "dy", "dx", "dw")
@@ -54,7 +54,7 @@ class LayerStatistics:
     rows: Mapping[str, Mapping[str, float]]
     """sqrt(sum over rows of |gradient's row|^2 |error's row|^2 / K) of input and weight: the row-wise loss change."""
     update: float
-    """|h'|: see `Moments.slope`. With clipping it is that of the unclipped gradient."""
+    """|h'|: see `UpdateRule.slope_norm`. With clipping it is that of the unclipped gradient."""
 
     def error(self, operand: str, cast: Cast | None) -> float:
         """The norm of what a cast of an operand changes; 0 for none."""
@@ -215,7 +215,7 @@ class Collector:
     @torch.no_grad()
     def statistics(
         self,
-        moments: Mapping[str, Moments],
+        moments: Mapping[str, UpdateRule],
         *,
         step: int,
         loss: Tensor | float,
@@ -276,14 +276,17 @@ class Collector:
             found_of[name] |= {key: next(numbers) for key in names}
         return Statistics(step, mean, tuple(self._layer(name, layer, found_of[name]) for name, layer in self._layers.items()))
 
-    def _of_weight(self, name: str, layer: Linear, g: Tensor, moments: Moments, scale: Tensor | float) -> dict[str, Tensor]:
+    def _of_weight(self, name: str, layer: Linear, g: Tensor, moments: UpdateRule, scale: Tensor | float) -> dict[str, Tensor]:
         """Norms of a weight, its gradient and its casts' errors; what is spread over processes is gathered, one at a time."""
         weight = layer.weight.detach()
         if isinstance(weight, DTensor):
-            g, m, v = (like(weight, part).full_tensor() for part in (local(g), moments.m, moments.v))  # type: ignore[attr-defined]
-            weight, moments = weight.full_tensor(), replace(moments, m=m, v=v)
+
+            def gather(part: Tensor, spread: DTensor = weight) -> Tensor:
+                return like(spread, part).full_tensor()  # type: ignore[attr-defined,no-any-return]
+
+            g, weight, moments = gather(local(g)), weight.full_tensor(), moments.whole(gather)
         w_NK, dw_N = weight.T if layer.transposed else weight, _row_norms(Part(g.T if layer.transposed else g))
-        found = {"w": _norm(w_NK), "dw": _norm(dw_N), "update": _norm(scale * moments.slope(scale * g))}
+        found = {"w": _norm(w_NK), "dw": _norm(dw_N), "update": scale * moments.slope_norm(scale * g)}
         for cast in self._casts["weight"]:
             error_N = self._errors(name, Part(w_NK), cast)
             found |= {f"weight {cast}": _norm(error_N), f"rows weight {cast}": _norm(error_N * dw_N)}

@@ -87,6 +87,8 @@ def summary(outcome: Outcome) -> str:
         lines.append(f"held-out loss    {outcome.loss:.4f} nats a token{bits}")
     if outcome.unigram is not None:
         lines.append(f"unigram entropy  {outcome.unigram:.4f} nats, {outcome.unigram / math.log(2):.3f} bits, without context")
+    if outcome.skipped and outcome.how != "done":  # which says so itself
+        lines.append(f"skipped steps    {outcome.skipped} of {outcome.step}, {outcome.overflows} of them for overflows")
     lines.append(f"folder           {outcome.folder} after {outcome.step} steps in {duration(outcome.seconds)}")
     if outcome.how == "done":
         lines.append(f"report           dither report {outcome.folder}")

@@ -21,12 +21,12 @@ from typing import Any, Literal, NamedTuple
 from dither.errors import UserError
 from dither.files import Refused, read_text
 from dither.models import PRESETS
-from dither.optim import MODES
-from dither.optim.adamw import MOST_NORM
+from dither.optim import GRADIENTS, MODES, LossScaling
+from dither.optim.options import MOST_NORM
 from dither.precision import Plan, Sampling, did_you_mean
 from dither.recipes import RECIPES, recipe
 from dither.snip import options
-from dither.snip.planning import Goal, pins
+from dither.snip.planning import Goal, check_weights, pins
 from dither.train.guard import Policy
 from dither.update import BLOCKS
 
@@ -136,13 +136,15 @@ class Precision:
     """In how many bits."""
 
     mode: str = "fp32"
-    """The dtype of parameters and optimizer states: fp32, o1, o2, bf16, bf16-sr or fp16, as dither.optim.training has them."""
+    """The dtype of parameters and states: fp32, o1, o2, bf16, bf16-sr, bf16-kahan, fp16 or fp16-o2, see docs/optimizers.md."""
     recipe: str | None = None
     """The casts of linear layers by a recipe's name, such as fp8-block; by default none."""
     plan: str | None = None
     """Or by a plan's file."""
     states: str | None = None
     """The format of the optimizer's moments, such as dynamic8; by default the mode's."""
+    gradients: str | None = None
+    """What gradients are accumulated and reduced in: fp32, bf16, or bf16-sr, rounded stochastically; by default the mode's."""
     sampling: Sampling | None = None
     """Noise in place of quantization, with learned bitwidths; by default none."""
     emulate: bool = False
@@ -157,6 +159,7 @@ class Precision:
         _choose("precision.mode", self.mode, MODES)
         _choose("precision.recipe", self.recipe, RECIPES)
         _choose("precision.states", self.states, ("fp32", "bf16", *BLOCKS))
+        _choose("precision.gradients", self.gradients, GRADIENTS)
         if self.recipe is not None and self.plan is not None:
             raise UserError(
                 f"precision.recipe={self.recipe!r} and precision.plan={self.plan!r} both say how to cast: give one."
@@ -212,6 +215,12 @@ class Snip:
     """Layers whose option is given, as pattern=option, such as *.down_proj=fp8."""
     power: float = 2.0
     """What layers' divergences are raised to before they are added up: squares of independent errors do; the paper has 1."""
+    loss_weight: float = 1.0
+    """The factor of the loss divergence dL; 0 chooses by the weights alone."""
+    update_weight: float = 1.0
+    """The factor of the weight divergence dW, the change of the next update; 0 chooses by the loss alone."""
+    rows: bool = False
+    """Take the row-wise form of the loss divergence (section 6.3 of the paper)."""
     hysteresis: float = 0.0
     """The part of a plan's cost that another must save to take its place."""
 
@@ -222,6 +231,7 @@ class Snip:
         _at_least("snip.delay", self.delay, 0)
         _within("snip.hysteresis", self.hysteresis, 0, math.inf)
         _within("snip.power", self.power, 1, math.inf)
+        check_weights(self.loss_weight, self.update_weight, "snip.loss_weight and snip.update_weight")
         if self.delay >= self.every:
             raise UserError(f"snip.delay={self.delay} is not below snip.every={self.every}: one plan would overtake another.")
         try:
@@ -234,6 +244,21 @@ class Snip:
         """What plans are to reach."""
         target = 0.0 if self.target is None else self.target
         return Goal(target=target, stages=self.stages or None, balance=self.balance, pinned=pins(self.pinned))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Monitor:
+    """What is looked at of casts, gradients and updates on the way."""
+
+    every: int = 0
+    """Steps between looks at what casts clip and flush to zero and at what rounding does to updates; 0 means never."""
+    tokens: int = 2048
+    """Tokens of a look at most, over all processes: whole sequences of the step, at least one per process."""
+
+    def __post_init__(self) -> None:
+        _check_types("monitor", self)
+        _at_least("monitor.every", self.every, 0)
+        _at_least("monitor.tokens", self.tokens, 1)
 
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
@@ -317,10 +342,14 @@ class Config:
     """How weights learn."""
     precision: Precision = field(default_factory=Precision)
     """In how many bits."""
+    loss_scaling: LossScaling = field(default_factory=LossScaling)
+    """How losses are scaled in the modes fp16 and fp16-o2."""
     snip: Snip = field(default_factory=Snip)
     """Which layers take fewer bits, chosen while training runs."""
     guard: Policy = field(default_factory=Policy)
     """What happens when a step goes wrong."""
+    monitor: Monitor = field(default_factory=Monitor)
+    """What is looked at of casts, gradients and updates on the way."""
     run: Run = field(default_factory=Run)
     """How long, where, and what is told on the way."""
 
@@ -360,7 +389,16 @@ def schedule(config: Config, step: int) -> float:
     return optim.min_lr + (optim.lr - optim.min_lr) * share
 
 
-FREE = ("data.sources", "data.micro_batch", "precision.emulate", "precision.fallback", "precision.engines", "guard", "run")
+FREE = (
+    "data.sources",
+    "data.micro_batch",
+    "precision.emulate",
+    "precision.fallback",
+    "precision.engines",
+    "guard",
+    "monitor",
+    "run",
+)
 """Sections and fields that a resumed run may change: they decide nothing about the steps done, and a corpus has a SHA-256."""
 
 RATES = ("optim.lr", "optim.min_lr", "optim.schedule", "optim.warmup", "optim.decay", "run.steps")

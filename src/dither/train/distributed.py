@@ -5,7 +5,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -69,20 +69,6 @@ class Ranks:
         if self.world > 1:
             dist.all_reduce(tensor)
         return tensor
-
-    def add_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Add up the gradients of all processes, one collective a dtype; each has divided its loss by their number."""
-        if self.world == 1:
-            return
-        kinds: dict[torch.dtype, list[Tensor]] = {}
-        for parameter in parameters:
-            if parameter.grad is not None:
-                kinds.setdefault(parameter.grad.dtype, []).append(parameter.grad)
-        for gradients in kinds.values():
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
-            dist.all_reduce(flat)
-            parts = torch.split(flat, [gradient.numel() for gradient in gradients])
-            torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
 
     def agree(self, number: int) -> int:
         """Rank 0's number, on every rank: a decision that only one process can make. Waits for the device."""

@@ -29,7 +29,11 @@ class Policy:
     nonfinite: Literal["stop", "skip"] = "stop"
     """What a loss or gradient norm of NaN or Inf does before any weight changes: stop the run, or skip the step."""
     most_skips: int = 10
-    """How many steps in a row may be skipped before the run stops after all."""
+    """How many steps in a row may be skipped for NaN or Inf before the run stops after all."""
+    skip_share: float = 0.1
+    """The largest share of skip_window steps that may be skipped, overflows of loss scaling included; 1 never stops a run."""
+    skip_window: int = 100
+    """How many of the last steps skip_share looks at."""
     spike: Literal["ignore", "warn", "rollback"] = "warn"
     """What a loss spike does: nothing, a warning, or a return to the last good checkpoint."""
     spike_factor: float = 2.0
@@ -45,11 +49,14 @@ class Policy:
         for name, choices in (("nonfinite", ("stop", "skip")), ("spike", ("ignore", "warn", "rollback"))):
             if (given := getattr(self, name)) not in choices:
                 raise UserError(f"guard.{name} is one of {', '.join(map(repr, choices))}, not {given!r}.")
-        for name, least in (("most_skips", 0), ("spike_window", 2), ("spike_count", 1), ("most_rollbacks", 0)):
+        least_values = {"most_skips": 0, "skip_window": 1, "spike_window": 2, "spike_count": 1, "most_rollbacks": 0}
+        for name, least in least_values.items():
             if type(given := getattr(self, name)) is not int or not least <= given < 1 << 31:
                 raise UserError(f"guard.{name} is an integer of at least {least} and below 2^31, not {given!r:.40}.")
         if type(self.spike_factor) not in (int, float) or not 1 < self.spike_factor < math.inf:
             raise UserError(f"guard.spike_factor is a number above 1, not {self.spike_factor!r}.")
+        if type(self.skip_share) not in (int, float) or not 0 <= self.skip_share <= 1:
+            raise UserError(f"guard.skip_share is a number from 0 to 1, not {self.skip_share!r:.40}.")
         if self.spike_count > self.spike_window:
             raise UserError(
                 f"guard.spike_count={self.spike_count} outliers never fit into guard.spike_window={self.spike_window} steps: "
@@ -81,23 +88,33 @@ class Guard:
     def __init__(self, policy: Policy | None = None) -> None:
         self.policy = policy or Policy()
         self.skips = 0
-        """How many steps were skipped."""
+        """How many steps were skipped, for whatever reason."""
+        self.overflows = 0
+        """How many of them were skipped because scaled gradients overflowed."""
         self.rollbacks = 0
         """How many spikes led back to a checkpoint."""
         self._in_a_row = 0
+        self._skipped: deque[bool] = deque(maxlen=self.policy.skip_window)
         self._losses: deque[float] = deque(maxlen=self.policy.spike_window)
         self._outliers: deque[bool] = deque(maxlen=self.policy.spike_window)
 
-    def judge(self, step: int, *, loss: float, grad_norm: float | None = None, where: str = "") -> Decision:
+    def judge(
+        self, step: int, *, loss: float, grad_norm: float | None = None, where: str = "", loss_scale: float | None = None
+    ) -> Decision:
         """The decision on a step. `where` names the first tensor that is not finite, if the caller looked for it.
 
-        After "rollback" the caller loads a checkpoint and goes on with other data or another rate: with the same ones, the same
-        numbers would come again.
+        With a `loss_scale`, a gradient norm that is not finite is an overflow: the step was skipped and the scale is lowered.
+        That stops a run only when too many steps are skipped. After "rollback" the caller loads a checkpoint and goes on with
+        other data or another rate: with the same ones, the same numbers would come again.
         """
+        if loss_scale is not None and math.isfinite(loss) and grad_norm is not None and not math.isfinite(grad_norm):
+            self.overflows += 1
+            return self._skip(step, f"the gradients overflowed at a loss scale of {loss_scale:g}", OVERFLOWS)
         for what, value in (("loss", loss), ("gradient norm", grad_norm)):
             if value is not None and not math.isfinite(value):
                 return self._not_finite(step, f"the {what} is {value}" + (f", first in {where}" if where else ""))
         self._in_a_row = 0
+        self._skipped.append(False)
         return self._spike(step, loss)
 
     def _not_finite(self, step: int, what: str) -> Decision:
@@ -105,8 +122,20 @@ class Guard:
             return Decision("stop", f"Step {step}: {what}, so the run stops before any weight changes.")
         if self._in_a_row >= self.policy.most_skips:
             return Decision("stop", f"Step {step}: {what}, after {self._in_a_row} skipped steps in a row, so the run stops.")
-        self.skips += 1
         self._in_a_row += 1
+        return self._skip(step, what)
+
+    def _skip(self, step: int, what: str, advice: str = "") -> Decision:
+        """Count a step that changed no weight, and stop if there are too many of them."""
+        share, window = self.policy.skip_share, self.policy.skip_window
+        self.skips += 1
+        self._skipped.append(True)
+        if (count := sum(self._skipped)) > share * window:
+            return Decision(
+                "stop",
+                f"Step {step}: {what}; {count} of the last {len(self._skipped)} steps were skipped, and guard.skip_share="
+                f"{share:g} of guard.skip_window={window} allows {math.floor(share * window)}, so the run stops.{advice}",
+            )
         return Decision("skip", f"Step {step}: {what}, so the step was skipped, the {_ordinal(self.skips)} of this run.")
 
     def _spike(self, step: int, loss: float) -> Decision:
@@ -139,25 +168,34 @@ class Guard:
         """Plain values for a checkpoint."""
         return {
             "skips": self.skips,
+            "overflows": self.overflows,
             "rollbacks": self.rollbacks,
             "in_a_row": self._in_a_row,
+            "skipped": list(self._skipped),
             "losses": list(self._losses),
             "outliers": list(self._outliers),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over what `state` returned. After a rollback, the rollbacks since the checkpoint still count."""
-        counts = [state.get(key) for key in ("skips", "rollbacks", "in_a_row")] if isinstance(state, Mapping) else []
-        lists = [state.get(key) for key in ("losses", "outliers")] if counts else []
-        right = len(counts) == 3 and all(type(count) is int and count >= 0 for count in counts)
-        for each, kinds in zip(lists, ((int, float), (bool,)), strict=False):
-            right = right and isinstance(each, list) and all(type(value) in kinds for value in each)
+        saved = {"overflows": 0, "skipped": [], **state} if isinstance(state, Mapping) else {}  # which early versions lack
+        right = all(
+            type(count := saved.get(key)) is int and count >= 0 for key in ("skips", "overflows", "rollbacks", "in_a_row")
+        )
+        for key, kinds in (("losses", (int, float)), ("outliers", (bool,)), ("skipped", (bool,))):
+            values = saved.get(key)
+            right = right and isinstance(values, list) and all(type(value) in kinds for value in values)
         if not right:
             raise UserError(f"The saved state of the guard is not one that Guard.state gave: {state!r:.200}.")
-        self.skips, self._in_a_row = state["skips"], state["in_a_row"]
-        self.rollbacks = max(self.rollbacks, state["rollbacks"])
-        self._losses = deque(lists[0] or [], maxlen=self.policy.spike_window)
-        self._outliers = deque(lists[1] or [], maxlen=self.policy.spike_window)
+        self.skips, self.overflows, self._in_a_row = saved["skips"], saved["overflows"], saved["in_a_row"]
+        self.rollbacks = max(self.rollbacks, saved["rollbacks"])
+        self._skipped = deque(saved["skipped"], maxlen=self.policy.skip_window)
+        self._losses = deque(saved["losses"], maxlen=self.policy.spike_window)
+        self._outliers = deque(saved["outliers"], maxlen=self.policy.spike_window)
+
+
+OVERFLOWS = " Start from a smaller loss_scaling.init_scale, lower the learning rate, or train in bfloat16."
+"""What helps where the gradients of too many steps overflow."""
 
 
 def _ordinal(number: int) -> str:

@@ -17,7 +17,9 @@ from dither.errors import UserError
 from dither.evaluate.perplexity import summed_loss
 from dither.models import CausalLM, build, compile_blocks, generate, hf, preset
 from dither.nn import Linear, apply, bitwidth_loss, convert, effective_precision, param_groups, training_step
-from dither.optim import roles, training
+from dither.numerics import Monitor, Report
+from dither.optim import MODES, roles, training
+from dither.optim.options import MOST_NORM
 from dither.random import Stream
 from dither.snip import Decision, Snip
 from dither.train import checkpoint
@@ -40,8 +42,11 @@ class Numbers(NamedTuple):
     """Of the step, from 1 on."""
     loss: float
     grad_norm: float
+    """Of the gradients without the loss scale, before clipping."""
     signals: float
     """The sum of all ranks' signals, in the units that they were given in."""
+    loss_scale: float
+    """What the loss was multiplied by; 1 where losses are not scaled."""
 
 
 class Evaluation(NamedTuple):
@@ -106,15 +111,19 @@ class Job:
             emulate=precision.emulate,
             engines=precision.engines,
         )
+        scaled = MODES[config.precision.mode].plan.loss_scaling
         self.training = training(
             self.model,
             config.precision.mode,
             config.optim.lr,
+            gradients=config.precision.gradients,
+            loss_scaling=config.loss_scaling if scaled else None,
             groups=param_groups(self.model, weight_decay=config.optim.weight_decay),
             roles=roles(self.model) if config.optim.optimizer == "adam-mini" else None,
             betas=config.optim.betas,
             eps=config.optim.eps,
-            max_norm=config.optim.max_norm or None,
+            # A scaled step takes its norm only where it clips; the largest float32 never does.
+            max_norm=config.optim.max_norm or (MOST_NORM if scaled else None),
             nonfinite="skip",  # on the device, before any weight changes; the guard hears of it when the host looks
             seed=config.run.seed,
             **({} if config.precision.states is None else {"states": config.precision.states}),
@@ -125,6 +134,7 @@ class Job:
             compile_blocks(self.model)
         self.guard = Guard(config.guard)
         self.snip = self._snip()
+        self.monitor = self._monitor()
         self.done = 0
         """Steps done, skipped ones too."""
         self.offset = 0
@@ -160,6 +170,9 @@ class Job:
             balance=snip.balance,
             pinned=snip.goal.pinned,
             power=snip.power,
+            loss_weight=snip.loss_weight,
+            update_weight=snip.update_weight,
+            rows=snip.rows,
             hysteresis=snip.hysteresis,
             forward=self.loss,
             seed=self.config.run.seed,
@@ -170,21 +183,45 @@ class Job:
         """Before a step: statistics on its batch, or the plan that follows from earlier ones, if it is time for that."""
         if self.snip is None:
             return None
-        decision = self.snip.before_step(self.done, lambda: self._for_estimates(batch))
+        decision = self.snip.before_step(self.done, lambda: self._for_estimates(batch, self.config.snip.tokens))
         self.plan = self.snip.plan
         return decision
 
-    def _for_estimates(self, batch: Batch) -> list[Batch]:
+    def _for_estimates(self, batch: Batch, tokens: int) -> list[Batch]:
         """What estimates are made on, in micro-batches of equal size: no larger than a step's, or a quarter of them.
 
         A quarter where blocks are compiled: estimates run uncompiled, which needs half as much memory again for what is kept
         between forward and backward, and they hold gradients to compare with. A run that just fits would not fit any more.
         """
-        wanted = self.config.snip.tokens // self.config.data.sequence // self.ranks.world
+        wanted = tokens // self.config.data.sequence // self.ranks.world
         rows = max(1, min(wanted, len(batch.tokens)))
         largest = math.ceil(len(batch.tokens) / self.parts / (4 if self.compiled else 1))
         pieces = math.ceil(rows / largest)
         return list(replace(batch, tokens=batch.tokens[: rows - rows % pieces]).split(pieces))
+
+    def _monitor(self) -> Monitor | None:
+        """Return what looks at numerics on the way, if something does."""
+        every = self.config.monitor.every
+        if not every:
+            return None
+        optimizer, scaler = self.training.optimizer, self.training.scaler
+        # The loop tells what is wrong.
+        return Monitor(self.model, optimizer, every=every, scaler=scaler, group=self.ranks.group, tell=lambda _: None)
+
+    def look(self, batch: Batch) -> Report | None:
+        """After a step: look at the numerics of the model, in an extra pass over a part of its batch that leaves no trace.
+
+        With loss scaling the pass computes in float32: gradients in FP16 no longer show what was too small for it.
+        """
+        if self.monitor is None:
+            return None
+        pieces = self._for_estimates(batch, self.config.monitor.tokens)
+        with self.monitor.aside(self.done), training_step(self.model, step=self.done - 1) as at:
+            for part in pieces:
+                at.row(part.first * self.config.data.sequence)
+                loss = self.model(part.inputs, part.targets) if self.scaled else self.loss(self.model, part)
+                self.training.backward(loss / len(pieces))
+        return self.monitor.report
 
     def _layers(self) -> Iterator[Linear]:
         return (module for module in self.model.modules() if isinstance(module, Linear))
@@ -202,7 +239,7 @@ class Job:
     # A step ------------------------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch, signal: float = 0.0) -> Tensor:
-        """One optimizer step: float32[3] on the device with mean loss, gradient norm and the sum of all ranks' signals.
+        """One optimizer step: float32[4] on the device: mean loss, gradient norm, the sum of all ranks' signals, loss scale.
 
         A loss or gradient that is not finite changes no weight: it makes all gradients NaN, and the optimizer skips those.
         Where the guard's policy is to stop, no later step changes one either: a GPU has begun the next before the host looks.
@@ -212,13 +249,15 @@ class Job:
             group["lr"] = self.lr
         torch.manual_seed((self._dropout + self.done) % (1 << 63))
         total = self._gradients(batch)
-        self.ranks.add_gradients(self.model.parameters())
+        self.training.gradients.all_reduce(self.ranks.group)
         self.training.step()
-        norm = torch.zeros_like(total) if optimizer.grad_norm is None or self.scaled else optimizer.grad_norm
+        norm = torch.zeros_like(total) if optimizer.grad_norm is None else optimizer.grad_norm
+        scale = torch.ones_like(total) if self.training.loss_scale is None else self.training.loss_scale
         numbers = self.ranks.add(torch.stack([total, torch.full_like(total, signal)]))
-        numbers = torch.stack([numbers[0], norm, numbers[1]])
+        numbers = torch.stack([numbers[0], norm, numbers[1], scale])
         if self.config.guard.nonfinite == "stop":
-            self._sound &= numbers.isfinite().all()
+            # Scaled gradients may overflow: the scale is lowered then, and the run goes on.
+            self._sound &= numbers[0].isfinite() if self.scaled else numbers.isfinite().all()
         self.done += 1
         return numbers
 

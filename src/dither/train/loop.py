@@ -58,6 +58,10 @@ class Outcome:
     seconds: float
     """Since the run began, all its lives together."""
     folder: Path
+    skipped: int = 0
+    """Steps that changed no weight, overflows included."""
+    overflows: int = 0
+    """Those of them in which scaled gradients overflowed."""
 
 
 def train(config: Config, *, resume: bool = False, command: Sequence[str] = (), progress: Progress | None = None) -> Outcome:
@@ -212,7 +216,7 @@ class _Run:
                     if outcome is not None or job.offset != offset:
                         break
         if outcome is None:
-            outcome = self.end(0, "done", f"All {steps} steps are done.", "done")
+            outcome = self.end(0, "done", f"All {steps} steps are done{self.skips()}.", "done")
         return outcome
 
     def one(self, batch: Batch) -> Outcome | None:
@@ -231,6 +235,8 @@ class _Run:
         outcome, heard = self.settle(0 if any(due.values()) or last else self.behind)
         if outcome is not None or job.offset != offset:  # the run ends, or went back
             return outcome
+        if due["numerics"]:
+            self.look(batch)
         if due["log"] or last:
             self.log()
         received = heard if several else self.signals.received
@@ -253,10 +259,19 @@ class _Run:
                     self.write("plan", plan=found.plan.to_dict(), reason=found.reason, scores=found.to_dict()["scores"])
                     self.say(f"Step {self.the_job.done}: {'a new plan' if found.changed else 'the same plan'}: {found.reason}")
 
+    def look(self, batch: Batch) -> None:
+        """Write what the monitor sees in the step that is done."""
+        with self.pause():
+            if (report := self.the_job.look(batch)) is not None:
+                found = report.to_dict()
+                del found["step"]
+                self.write("numerics", lr=self.the_job.training.optimizer.param_groups[0]["lr"], **found)
+
     def intervals(self) -> dict[str, int]:
         """How often each thing is done; 0 is never."""
         run = self.config.run
-        return {"log": run.log_every, "eval": run.eval_every, "sample": run.sample_every, "save": run.save_every}
+        intervals = {"log": run.log_every, "eval": run.eval_every, "sample": run.sample_every, "save": run.save_every}
+        return {**intervals, "numerics": self.config.monitor.every}
 
     def settle(self, behind: int) -> tuple[Outcome | None, str]:
         """Judge the steps that are done, all but the last `behind`: how the run ends by it, and which signal ranks got."""
@@ -275,17 +290,21 @@ class _Run:
     def judge(self, numbers: Numbers) -> Outcome | None:
         """What the guard says about a step: nothing, a word, a return to a checkpoint, or the end."""
         job = self.the_job
-        sound = math.isfinite(numbers.loss) and math.isfinite(numbers.grad_norm)
+        finite = math.isfinite(numbers.loss)
+        sound = finite and (job.scaled or math.isfinite(numbers.grad_norm))  # what overflows is a matter of the scale
         unchanged = self.behind == 0 or self.config.guard.nonfinite == "stop"  # weights are still those of that step
         where = job.culprit(numbers.number) if not sound and unchanged else ""
-        norm = None if job.scaled else numbers.grad_norm
-        decision = job.guard.judge(numbers.number, loss=numbers.loss, grad_norm=norm, where=where)
+        scale, overflows = numbers.loss_scale if job.scaled else None, job.guard.overflows
+        decision = job.guard.judge(
+            numbers.number, loss=numbers.loss, grad_norm=numbers.grad_norm, where=where, loss_scale=scale
+        )
         self.last = numbers
-        if sound:
+        if finite:
             job.learn(numbers.loss)
         if decision.action == "go":
             return None
-        event = "spike" if decision.action == "warn" else decision.action
+        overflow = decision.action == "skip" and job.guard.overflows > overflows
+        event = "overflow" if overflow else "spike" if decision.action == "warn" else decision.action
         self.write("guard", step=numbers.number, event=event, text=decision.why)
         if decision.action == "stop":
             return self.end(3, "guard", decision.why, "stopped")
@@ -322,12 +341,14 @@ class _Run:
             loss=self.last.loss,
             loss_ema=job.loss_ema,
             lr=config.schedule(self.config, job.done - 1),
-            grad_norm=None if job.scaled else self.last.grad_norm,
+            grad_norm=self.last.grad_norm,
             tokens=job.tokens,
             tokens_per_s=round(rate, 1),
             mfu=rate * self.flops / (self.peak * self.ranks.world) if self.peak else None,
             memory=torch.cuda.max_memory_allocated(self.ranks.device) if cuda else None,
             skipped=job.guard.skips,
+            loss_scale=self.last.loss_scale if job.scaled else None,
+            overflows=job.guard.overflows,
         )
         self.logged, self.logged_step, self.paused = time.monotonic(), job.done, 0.0
 
@@ -418,9 +439,17 @@ class _Run:
             if self.saver is not None:
                 self.saver.wait()
         loss, bits = (None, None) if self.evaluation is None else self.evaluation[1][:2]
-        self.write("end", how=how, loss=loss, bits_per_byte=bits, text=why)
+        skipped, overflows = job.guard.skips, job.guard.overflows
+        self.write("end", how=how, loss=loss, bits_per_byte=bits, text=why, skipped=skipped, overflows=overflows)
         self.status(state, why)
-        return Outcome(code, how, why, job.done, loss, bits, self.unigram, self.seconds, self.folder)
+        return Outcome(code, how, why, job.done, loss, bits, self.unigram, self.seconds, self.folder, skipped, overflows)
+
+    def skips(self) -> str:
+        """Return how many steps were skipped, as the end of a sentence, or nothing."""
+        guard = self.the_job.guard
+        if not guard.skips:
+            return ""
+        return f", {guard.skips} of them skipped" + (f" ({guard.overflows} for overflows)" if guard.overflows else "")
 
     def failed(self, error: BaseException, resume: bool) -> None:
         """An error ends the run: the folder says which. A run that never began leaves nothing, and its folder is free again."""

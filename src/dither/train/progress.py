@@ -58,6 +58,9 @@ class Progress:
                 self.say(f"{at}  sample: {(line['prompt'] + line['text'])[:200]!r}")
             case "guard":
                 self.say(line["text"])
+            case "numerics":
+                for problem in line["problems"]:
+                    self.say(f"{at}  numerics: {problem}")
 
     def _train(self, line: dict[str, Any]) -> str:
         words = [f"loss {_number(line['loss'])}", f"ema {_number(line['loss_ema'])}", f"lr {line['lr']:.2e}"]
@@ -65,6 +68,8 @@ class Progress:
             left = line["tokens"] / max(line["step"], 1) * (self.steps - line["step"]) / rate
             mfu = [] if line["mfu"] is None else [f"MFU {line['mfu']:.1%}"]
             words += [f"{rate:,.0f} tok/s", *mfu, f"{duration(left)} left"]
+        scale = line.get("loss_scale")
+        words += [] if scale is None else [f"loss scale {scale:g}"]
         return "  ".join(words + [f"{line['skipped']} skipped"] * bool(line["skipped"]))
 
     def __enter__(self) -> "Progress":

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dither.errors import UserError
 from dither.nn.linear import Linear
+from dither.nn.norms import wide_parameters
 from dither.precision import Plan
 
 KEYS = ("step", "same", "layers", "optimizer", "scaler", "plan", "others")
@@ -86,7 +87,7 @@ def unpack(
     """
     step = _check_keys(plain)
     _check_layers(model, plain["layers"])
-    weights = _check_weights(model, tensors, plain["same"])
+    weights = _check_weights(model, _widened(model, optimizer, tensors), plain["same"])
     resting = {f"resting:{name}:{key}": (layer, key) for name, layer, key in _resting(model)}
     for name in (name for name in tensors if name.startswith("resting:")):
         resting.setdefault(name, _resting_place(model, name))
@@ -212,6 +213,17 @@ def _check_weights(model: nn.Module, tensors: Mapping[str, Tensor], same: Any) -
                 f"{value.dtype} {tuple(value.shape)}: build it as the saved one was."
             )
     return theirs | {name: theirs[first] for name, first in tied.items()}
+
+
+def _widened(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors, with norms that an earlier O2 saved in 16 bits as their float32 masters have them."""
+    wide, found = wide_parameters(model, all_norms=True), dict(tensors)
+    indices = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    for name, parameter in model.named_parameters():
+        saved, master = tensors.get(f"model:{name}"), tensors.get(f"optimizer:{indices.get(id(parameter))}:master")
+        if id(parameter) in wide and saved is not None and master is not None and master.dtype == parameter.dtype:
+            found[f"model:{name}"] = master if saved.dtype != parameter.dtype else saved
+    return found
 
 
 # The optimizer --------------------------------------------------------------------------------------------------------

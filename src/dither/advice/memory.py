@@ -1,0 +1,404 @@
+"""Estimate the memory that a training step needs on one GPU, part by part: pure functions of sizes, without a model.
+
+Shapes: M tokens in a forward pass, L blocks, d the width of the residual stream, q the width of all query heads, k that of all
+key heads (and of all value heads), f the feed-forward width, V words, P parameters. Bytes of a number: p of parameters, c of
+products (2 under autocast to BF16), x of a code of an input, with its share of the scale.
+
+A step has three moments that may be its peak, and the estimate is the largest of them:
+
+    loss        the forward pass is done: all activations wait for backward, logits and their gradients exist
+    recompute   with checkpointing: the last block is computed again, logits are gone
+    update      backward is at its end: gradients exist, activations are those of the first block
+
+Activations are those that Inductor keeps of a block that is compiled by itself, or those that autograd keeps of one that is
+not. docs/memory.md has every formula, and the peaks that they are held against.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal
+
+from dither.engines import container
+from dither.errors import UserError
+from dither.formats import TABLE, Format
+from dither.precision import Cast, LayerPrecision, did_you_mean
+from dither.update import BLOCKS, WHOLE
+
+GIB = 2**30
+
+ALIGNED = 64
+"""Rows of logits begin at multiples of so many numbers, where the number of words is odd: `dither.nn.output`."""
+
+WORKSPACE = 64 * 2**20
+"""Bytes that matrix products keep for themselves. Peaks on an H200 are 70 to 110 MiB above the sum of all other parts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The sizes of a decoder-only transformer that its memory depends on.
+
+    >>> Shape(width=2048, layers=22, heads=32, feed_forward=5632, vocab=32000).parameters
+    1261529088
+    """
+
+    width: int
+    """d, the width of the residual stream."""
+    layers: int
+    """L, blocks."""
+    heads: int
+    """Query heads."""
+    feed_forward: int
+    """f, the width of the feed-forward layers."""
+    vocab: int
+    """V, different tokens."""
+    head_size: int | None = None
+    """Width of one head; None: width / heads."""
+    key_value_heads: int | None = None
+    """Key heads, and as many value heads; None: as many as query heads."""
+    gated: bool = True
+    """Whether the feed-forward layer has a gate (SwiGLU, as in Llama) beside its two matrices, and norms are RMSNorm."""
+    biases: bool = False
+    """Whether linear layers and norms have biases, as GPT-2's have."""
+    positions: int = 0
+    """Learned vectors of positions, 0 for none."""
+    tied: bool = False
+    """Whether the output layer has the embedding's weight."""
+    counted: int | None = None
+    """Parameters, if they are known otherwise; None: by the sizes above."""
+
+    def __post_init__(self) -> None:
+        for name in ("width", "layers", "heads", "feed_forward", "vocab"):
+            given = getattr(self, name)
+            if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+                raise UserError(f"The {name} of a model is a positive integer, not {given!r}.")
+
+    @property
+    def query_width(self) -> int:
+        """q, the width of all query heads together."""
+        return self.heads * (self.head_size or self.width // self.heads)
+
+    @property
+    def key_width(self) -> int:
+        """k, the width of all key heads together, and of all value heads."""
+        return (self.key_value_heads or self.heads) * (self.head_size or self.width // self.heads)
+
+    @property
+    def block_weights(self) -> int:
+        """Weights of the linear layers of all blocks: those that recipes cast."""
+        attention = 2 * self.width * (self.query_width + self.key_width)
+        return self.layers * (attention + (3 if self.gated else 2) * self.width * self.feed_forward)
+
+    @property
+    def output_weights(self) -> int:
+        """Weights of the output layer, tied or not."""
+        return self.vocab * self.width
+
+    @property
+    def parameters(self) -> int:
+        """P: all weights, a tied output layer once."""
+        if self.counted is not None:
+            return self.counted
+        norms = (2 * self.layers + 1) * self.width * (2 if self.biases else 1)
+        ups = 2 if self.gated else 1
+        biases = self.query_width + 2 * self.key_width + 2 * self.width + ups * self.feed_forward if self.biases else 0
+        embeddings = self.output_weights * (1 if self.tied else 2) + self.positions * self.width
+        return self.block_weights + self.layers * biases + norms + embeddings
+
+
+def llama_of(parameters: float, *, vocab: int = 32000) -> Shape:
+    """Return the shape of a Llama of about that many parameters: width / 128 blocks, a feed-forward width of 8/3 of the width.
+
+    >>> llama_of(7e9).width, llama_of(7e9).layers, round(llama_of(7e9).parameters / 1e9, 1)
+    (4160, 32, 6.9)
+    """
+    if not 1e6 <= parameters <= 1e13:
+        raise UserError(f"A number of parameters is from 1e6 to 1e13, such as 7e9, not {parameters:g}.")
+
+    def of(step: int) -> Shape:
+        width = 64 * step
+        feed_forward = 128 * math.ceil(8 * width / 3 / 128)
+        return Shape(
+            width=width, layers=max(2, width // 128), heads=max(1, width // 128), feed_forward=feed_forward, vocab=vocab
+        )
+
+    return min((of(step) for step in range(1, 2048)), key=lambda shape: abs(shape.parameters - parameters))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """The types that a mode keeps its numbers in, by names of formats; `STORAGE` has them all."""
+
+    parameters: str = "fp32"
+    """Of the weights that products read."""
+    compute: str = "bf16"
+    """Of products; autocast where it is narrower than the parameters."""
+    master: bool = False
+    """Whether the optimizer keeps float32 weights beside them."""
+    compensation: bool = False
+    """Whether it keeps Kahan's compensation, as wide as a parameter."""
+    gradients: str = "fp32"
+    """Of gradients."""
+    states: str = "fp32"
+    """Of the optimizer's moments."""
+
+    @property
+    def autocast(self) -> bool:
+        """Whether products read narrower copies of the parameters."""
+        return _bytes(self.compute) < _bytes(self.parameters)
+
+
+_NARROW = {"parameters": "bf16", "gradients": "bf16", "states": "bf16"}
+
+STORAGE: Mapping[str, Storage] = MappingProxyType(
+    {
+        "fp32": Storage(compute="fp32"),
+        "o1": Storage(),
+        "o2": Storage(parameters="bf16", master=True),
+        "bf16": Storage(**_NARROW),  # type: ignore[arg-type]
+        "bf16-sr": Storage(**_NARROW),  # type: ignore[arg-type]
+        "bf16-kahan": Storage(**_NARROW, compensation=True),  # type: ignore[arg-type]
+        "fp16": Storage(compute="fp16"),
+        "fp16-o2": Storage(parameters="fp16", compute="fp16", master=True),
+    }
+)
+"""Types by mode, as `dither.optim.training` has them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How a model is trained, as far as memory depends on it."""
+
+    mode: str = "o1"
+    """A precision mode: fp32, o1, o2, bf16, bf16-sr, bf16-kahan, fp16 or fp16-o2."""
+    precision: LayerPrecision | None = None
+    """The casts of linear layers in blocks, such as `recipe("fp8-current").default`; None: none."""
+    states: str | None = None
+    """The format of the optimizer's moments, such as dynamic8; None: the mode's."""
+    state_block: int = 128
+    """How many neighbours share the scale of an 8-bit state."""
+    gradients: str | None = None
+    """The format of gradients, fp32 or bf16; None: the mode's."""
+    optimizer: Literal["adamw", "adam-mini"] = "adamw"
+    """adam-mini has one moment for each parameter, and next to nothing for the other."""
+    sampling: Literal["none", "kept", "recomputed"] = "none"
+    """Sampled weights (GaussWS, DiffQ): none, kept from forward to backward, or computed again (`recompute`)."""
+    checkpointing: bool = False
+    """Whether each block keeps its input only and is computed again in backward (`torch.utils.checkpoint`)."""
+    compiled: bool = True
+    """Whether each block is compiled by itself, as `dither train` does on a GPU."""
+    accumulate: bool = False
+    """Whether a step has several backward passes, so that gradients exist while activations do."""
+
+    def __post_init__(self) -> None:
+        _choose("mode", self.mode, STORAGE)
+        if self.states is not None:
+            _choose("format of optimizer states", self.states, (*WHOLE, *BLOCKS))
+        if self.gradients is not None:
+            _choose("format of gradients", self.gradients, ("fp32", "bf16"))
+        _choose("optimizer", self.optimizer, ("adamw", "adam-mini"))
+        _choose("kind of sampling", self.sampling, ("none", "kept", "recomputed"))
+
+    @property
+    def storage(self) -> Storage:
+        """The types that everything is kept in."""
+        found = STORAGE[self.mode]
+        found = found if self.states is None else replace(found, states=self.states)
+        return found if self.gradients is None else replace(found, gradients=self.gradients)
+
+
+PARTS = MappingProxyType(
+    {
+        "weights": "parameters",
+        "masters": "float32 copies that the optimizer keeps, or Kahan's compensation",
+        "gradients": "gradients of all parameters",
+        "states": "the optimizer's moments",
+        "weight_codes": "codes of weights, or the 16-bit copies that autocast or sampling makes",
+        "activations": "what blocks keep for backward, besides codes",
+        "input_codes": "codes of the inputs of linear layers",
+        "logits": "logits and their gradients",
+        "temporaries": "the last norm, the block at hand, workspaces of products",
+    }
+)
+"""The parts of an estimate, and what each of them is."""
+
+MOMENTS = ("loss", "recompute", "update")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of each part at each moment of a step that may be its peak."""
+
+    moments: Mapping[str, Mapping[str, int]]
+    """{moment: {part: bytes}}."""
+
+    @property
+    def moment(self) -> str:
+        """The moment of the peak."""
+        return max(self.moments, key=lambda moment: sum(self.moments[moment].values()))
+
+    @property
+    def parts(self) -> Mapping[str, int]:
+        """Bytes of each part at the peak."""
+        return self.moments[self.moment]
+
+    @property
+    def peak(self) -> int:
+        """Bytes of all parts at the peak."""
+        return sum(self.parts.values())
+
+
+def estimate(shape: Shape, setting: Setting, *, batch: int, sequence: int) -> Estimate:
+    """Return what a training step needs on one GPU; `batch` counts the sequences of one forward pass.
+
+    >>> shape = Shape(width=2048, layers=22, heads=32, feed_forward=5632, vocab=32000)
+    >>> round(estimate(shape, Setting(mode="o1"), batch=8, sequence=2048).peak / GIB, 1)  # an H200 measures 42.42
+    42.4
+    >>> round(estimate(shape, Setting(mode="bf16-sr"), batch=8, sequence=2048).peak / GIB, 1)  # 31.7
+    31.7
+    """
+    for name, given in (("batch", batch), ("sequence", sequence)):
+        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+            raise UserError(f"The {name} is a positive integer, not {given!r}.")
+    storage, tokens = setting.storage, batch * sequence
+    still = _still(shape, setting)
+    gradients = round(shape.parameters * _bytes(storage.gradients))
+    kept, codes = (tokens * each for each in _block(shape, setting))
+    copies = _weight_codes(shape, setting)
+    held = copies if _casts_weight(setting) else 0  # codes lie in buffers that stay; copies are freed by backward
+    logits = 2 * tokens * math.ceil(shape.vocab / ALIGNED) * ALIGNED * _bytes(storage.compute)
+    last = tokens * _last_norm(shape, setting)
+    while_forward = {**still, "gradients": gradients if setting.accumulate else 0, "weight_codes": copies}
+    everything = {"activations": shape.layers * kept, "input_codes": shape.layers * codes}
+    moments = {}
+    if setting.checkpointing:
+        inputs = tokens * shape.layers * shape.width * _bytes(storage.parameters)
+        # A compiled block makes its copies of weights again; autocast outside of one keeps them all.
+        copies = copies if held or not setting.compiled else copies // shape.layers
+        again = {**while_forward, "weight_codes": copies, "activations": inputs, "input_codes": codes, "logits": 0}
+        again["gradients"] = max(again["gradients"], shape.output_weights * _bytes(storage.gradients))
+        moments["recompute"] = {**again, "temporaries": kept + WORKSPACE}
+        everything = {"activations": inputs, "input_codes": 0}
+        while_forward["weight_codes"] = copies
+    moments["loss"] = {**while_forward, **everything, "logits": logits, "temporaries": last + WORKSPACE}
+    # The last gradient is made in the type of products before it is kept in its own; and while the first block goes back, all
+    # gradients but its own exist.
+    widest = shape.output_weights * _bytes(storage.compute)
+    first = kept + codes - gradients * shape.block_weights / shape.parameters / shape.layers
+    nothing = {"activations": 0, "input_codes": 0, "logits": 0, "temporaries": max(widest, first) + WORKSPACE}
+    moments["update"] = {**still, "gradients": gradients, "weight_codes": held, **nothing}
+    rounded = {
+        moment: MappingProxyType({part: round(moments[moment][part]) for part in PARTS})
+        for moment in MOMENTS
+        if moment in moments
+    }
+    return Estimate(MappingProxyType(rounded))
+
+
+def largest_batch(shape: Shape, setting: Setting, *, sequence: int, memory: int, most: int = 1024) -> int:
+    """Return the largest power of two of sequences whose estimate is within `memory` bytes; 0 if not even one fits.
+
+    >>> largest_batch(llama_of(1e9), Setting(mode="bf16-sr"), sequence=2048, memory=80 * GIB)
+    16
+    """
+    batch = 0
+    while 2 * batch <= most and estimate(shape, setting, batch=max(1, 2 * batch), sequence=sequence).peak <= memory:
+        batch = max(1, 2 * batch)
+    return batch
+
+
+def code_bytes(cast: Cast, rows: int, columns: int) -> float:
+    """Return the bytes of one code of a [rows, columns] matrix on a GPU, with its share of the scales.
+
+    FP4 and FP6 that run on FP8 units are kept in E4M3 codes; others are packed. Scales are float32, but E8M0 and E4M3 scales
+    have a byte.
+
+    >>> [code_bytes(Cast.parse(text), 4096, 4096) for text in ("e4m3 tile(128)", "e2m1 tile(128)", "mxfp4")]
+    [1.03125, 1.03125, 0.53125]
+    """
+    kept: Format = TABLE.get(container(cast)) or Format.parse(container(cast))
+    scale = 4 if cast.scaling.kind in ("fp32", "delayed") else 1
+    size = cast.group.size
+    share = {"tensor": rows * columns, "row": columns, "block": size * size, "tile": size}.get(cast.group.kind)
+    return kept.bits / 8 + (scale / share if share else 0.0)
+
+
+# The parts -------------------------------------------------------------------------------------------------------------
+
+
+def _still(shape: Shape, setting: Setting) -> dict[str, int]:
+    """Return weights, masters and states: what stays from step to step."""
+    storage, count = setting.storage, shape.parameters
+    own = 4 if storage.master else _bytes(storage.parameters) if storage.compensation else 0
+    moments = 1 if setting.optimizer == "adam-mini" else 2
+    one = _bytes(storage.states) if storage.states in WHOLE else 1 + 4 / setting.state_block
+    return {
+        "weights": round(count * _bytes(storage.parameters)),
+        "masters": round(count * own),
+        "states": round(count * moments * one),
+    }
+
+
+def _block(shape: Shape, setting: Setting) -> tuple[float, float]:
+    """Return (activations, codes of inputs) that one block keeps, in bytes per token."""
+    storage, precision = setting.storage, setting.precision
+    p, c = _bytes(storage.parameters), _bytes(storage.compute)
+    d, q, k, f = shape.width, shape.query_width, shape.key_width, shape.feed_forward
+    cast = precision.cast("weight_grad", "input") if precision is not None else None  # the layout that waits for backward
+    attention = c * (q + 2 * k) + c * q + 4 * shape.heads  # queries, keys and values, the result, logarithms of sums
+    ups = 2 if shape.gated else 1
+    if setting.compiled:
+        # The block's input, and the sum with attention's result as its second term; norms are computed again.
+        residual = p * d + c * d
+        up = ups * c * f
+        inputs = 0 if cast is not None else 2 * c * d + c * f  # of q, k, v; of gate and up; of down
+        codes = 0.0 if cast is None else (2 * d + q) * code_bytes(cast, d, d) + f * code_bytes(cast, d, f)
+        return residual + attention + up + inputs, codes
+    # Two norms. RMSNorm, written out, keeps x in float32 and the quotient in the type of x; LayerNorm keeps x.
+    residual = 2 * (max(4, p) + p) * d + 8 if shape.gated else 2 * p * d + 4 * p
+    up = (2 * ups) * c * f if shape.gated else 2 * c * f  # gate, silu(gate), up and their product, or before and after GELU
+    readers = (3, 2) if shape.gated else (1, 1)  # layers that read the first and the second norm
+    if cast is not None:
+        # Each layer casts its own input; attention's result is there for attention itself.
+        codes = (sum(readers) * d + q) * code_bytes(cast, d, d) + f * code_bytes(cast, d, f)
+        return residual + attention + up - c * f, codes
+    return residual + attention + up + c * d * (sum(readers) if storage.autocast else 2), 0.0
+
+
+def _weight_codes(shape: Shape, setting: Setting) -> float:
+    """Return the bytes of what is made of weights for products: codes in both layouts, or narrower copies."""
+    storage, weights = setting.storage, shape.block_weights
+    copies = _bytes(storage.compute) if storage.autocast else 0
+    output = shape.output_weights * copies
+    if _casts_weight(setting):
+        assert setting.precision is not None
+        layouts = (
+            copies if cast is None else code_bytes(cast, shape.width, shape.width)
+            for cast in setting.precision.casts_of("weight")
+        )
+        return weights * sum(layouts) + output
+    if setting.sampling != "none":
+        return output + (weights * _bytes(storage.compute) if setting.sampling == "kept" else 0)
+    return output + weights * copies
+
+
+def _casts_weight(setting: Setting) -> bool:
+    return setting.precision is not None and setting.precision.casts_of("weight") != (None, None)
+
+
+def _last_norm(shape: Shape, setting: Setting) -> int:
+    """Return the bytes per token of the last norm, which is not compiled, and of the output layer's input."""
+    p, c = _bytes(setting.storage.parameters), _bytes(setting.storage.compute)
+    norm = max(4, p) + p if shape.gated else p
+    return shape.width * (norm + c)
+
+
+def _bytes(name: str) -> int:
+    return TABLE[name].bits // 8
+
+
+def _choose(what: str, given: object, known: Mapping[str, object] | tuple[str, ...]) -> None:
+    if given not in known:
+        hint = did_you_mean(given, known) if isinstance(given, str) else ""
+        raise UserError(f"There is no {what} {given!r}{hint}: choose from {', '.join(known)}.")

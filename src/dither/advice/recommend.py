@@ -1,0 +1,282 @@
+"""Recommend a precision for a model on a GPU, with reasons: pure functions of sizes and compute capabilities.
+
+What is recommended rests on what was measured (docs/benchmarks.md, on an H200) and says where it does not. `recommend` answers
+for one GPU; parts of `dither.advice.memory` serve those who divide a model over several.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal
+
+from dither.advice.memory import GIB, Estimate, Setting, Shape, estimate, largest_batch
+from dither.errors import UserError
+from dither.precision import did_you_mean
+from dither.recipes import recipe
+
+Risk = Literal["none", "low", "high"]
+
+FP8_FROM = 9e8
+"""Parameters from which FP8 pays: measured 0.89 of BF16's speed at 134M and 1.255 at 1B; between them nothing was measured."""
+
+MARGIN, CONTEXT = 0.04, GIB
+"""The share of a GPU's memory, and the bytes, that are left to the allocator's fragments and to CUDA itself."""
+
+PASS, MOST = 8192, 64
+"""Tokens that a forward pass is asked to have, and sequences that are recommended at most."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, or a CPU with `capability=None`."""
+
+    name: str
+    capability: tuple[int, int] | None
+    memory: int
+    """Bytes."""
+
+    @property
+    def usable(self) -> int:
+        """Bytes that tensors may take."""
+        return max(0, round(self.memory * (1 - MARGIN) - CONTEXT))
+
+
+def _gpus(*rows: tuple[str, tuple[int, int], float]) -> Mapping[str, Gpu]:
+    return MappingProxyType({name.lower(): Gpu(name, capability, round(gib * GIB)) for name, capability, gib in rows})
+
+
+GPUS = _gpus(
+    ("V100-32GB", (7, 0), 32),
+    ("T4", (7, 5), 15),
+    ("A100-40GB", (8, 0), 40),
+    ("A100-80GB", (8, 0), 80),
+    ("A40", (8, 6), 45),
+    ("RTX-3090", (8, 6), 24),
+    ("L4", (8, 9), 22.5),
+    ("L40S", (8, 9), 45),
+    ("RTX-4090", (8, 9), 24),
+    ("H100-80GB", (9, 0), 80),
+    ("H200", (9, 0), 140),
+    ("B200", (10, 0), 180),
+    ("RTX-5090", (12, 0), 32),
+)
+"""GPUs by name, with their compute capability and about the memory that CUDA reports."""
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """How to train a model on a GPU."""
+
+    mode: str
+    """For `precision.mode`."""
+    recipe: str | None
+    """For `precision.recipe`."""
+    states: str | None
+    """For `precision.states`."""
+    checkpointing: bool
+    """Whether blocks should be computed again in backward."""
+    batch: int
+    """The largest power of two of sequences that fits into a forward pass; 0 if nothing fits."""
+    estimate: Estimate
+    """Memory with that batch, or with one sequence if nothing fits."""
+    reasons: tuple[str, ...]
+    """Sentences, the most important first."""
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """What to pass to `dither train --set`."""
+        given = {"precision.mode": self.mode, "precision.recipe": self.recipe, "precision.states": self.states}
+        return tuple(f"{key}={value}" for key, value in given.items() if value is not None)
+
+    @property
+    def summary(self) -> str:
+        """The choice in a few words."""
+        parts = [self.mode, self.recipe, self.states and f"{self.states} states", self.checkpointing and "checkpointing"]
+        return " + ".join(str(part) for part in parts if part)
+
+
+def gpu_named(name: str) -> Gpu:
+    """Return the GPU of that name, in any case of letters.
+
+    >>> gpu_named("a100-80gb").capability
+    (8, 0)
+    """
+    if name.lower() not in GPUS:
+        known = [gpu.name for gpu in GPUS.values()]
+        raise UserError(f"There is no GPU {name!r}{did_you_mean(name, known)} in the list: {', '.join(known)}.")
+    return GPUS[name.lower()]
+
+
+def recommend(shape: Shape, gpu: Gpu, *, sequence: int = 2048, tokens: int = PASS, risk: Risk = "low") -> Recommendation:
+    """Return the precision to train a model in on one GPU, and why.
+
+    The first of a ladder of settings is taken that fits with `tokens` tokens in a forward pass, from plain to lean. Where none
+    does, it is the leanest with fewer tokens, and where that does not fit, checkpointing. With risk="none" numerics stay those
+    of mixed precision in BF16 (FP16 where a GPU has no BF16). "low" also takes FP8, stochastic rounding and 8-bit states, and
+    "high" FP4 where a GPU has units for it.
+
+    >>> from dither.advice.memory import llama_of
+    >>> found = recommend(llama_of(3e9), GPUS["h100-80gb"])
+    >>> found.summary, found.settings
+    ('o1 + fp8-current', ('precision.mode=o1', 'precision.recipe=fp8-current'))
+    """
+    if risk not in ("none", "low", "high"):
+        raise UserError(f"The risk is none, low or high, not {risk!r}.")
+    ladder, reasons = _ladder(shape, gpu, risk)
+    wanted = max(1, -(-tokens // sequence))
+    plain, again = ([rung for rung in ladder if rung.checkpointing is kind] for kind in (False, True))
+    for least, rungs in ((wanted, plain), (1, plain[::-1]), (wanted, again), (1, again)):
+        for rung in rungs:
+            setting = replace(rung.setting, accumulate=least < wanted)  # gradients wait for further passes
+            batch = largest_batch(shape, setting, sequence=sequence, memory=gpu.usable, most=MOST)
+            if batch >= least:
+                why = [before.given_up(shape, gpu, sequence, least) for before in ladder[: ladder.index(rung)]]
+                fits = estimate(shape, setting, batch=batch, sequence=sequence)
+                small = [f"Only {batch * sequence} tokens fit into a pass: accumulate gradients."] if batch < wanted else []
+                return rung.chosen(batch, fits, (*reasons, *why, *rung.reasons, *small))
+    leanest = ladder[-1]
+    needs = estimate(shape, leanest.setting, batch=1, sequence=sequence)
+    no = (
+        f"It does not fit: one sequence of {sequence} tokens needs {needs.peak / GIB:.0f} GiB in the leanest setting here, and "
+        f"{gpu.name} has {gpu.usable / GIB:.0f} GiB to use. Shard the model over several GPUs."
+    )
+    return leanest.chosen(0, needs, (no, *reasons))
+
+
+@dataclass(frozen=True)
+class _Rung:
+    """One setting to try."""
+
+    mode: str
+    recipe: str | None = None
+    states: str | None = None
+    checkpointing: bool = False
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def setting(self) -> Setting:
+        precision = None if self.recipe is None else recipe(self.recipe).default
+        return Setting(mode=self.mode, precision=precision, states=self.states, checkpointing=self.checkpointing)
+
+    def chosen(self, batch: int, fits: Estimate, reasons: Sequence[str]) -> Recommendation:
+        return Recommendation(self.mode, self.recipe, self.states, self.checkpointing, batch, fits, tuple(reasons))
+
+    def given_up(self, shape: Shape, gpu: Gpu, sequence: int, batch: int) -> str:
+        """Say why this was not taken."""
+        setting = replace(self.setting, accumulate=batch * sequence < PASS)
+        needs = estimate(shape, setting, batch=batch, sequence=sequence).peak / GIB
+        name = Recommendation(self.mode, self.recipe, self.states, self.checkpointing, 0, Estimate({}), ()).summary
+        return f"{name} needs {needs:.0f} GiB for {batch} x {sequence} tokens, and {gpu.usable / GIB:.0f} GiB can be used."
+
+
+STOCHASTIC = (
+    "bf16-sr keeps weights, gradients and states in BF16: 0.585 of the memory of o1 and 1.09 times its speed at 3B. Give it 2 "
+    "to 4 times the usual learning rate."
+)
+EIGHT_BITS = "States of 8 bits (dynamic8) take 2 bytes per parameter less than BF16's."
+AGAIN = (
+    "Checkpointing computes each block twice, about a third more work, and changes no number. `dither train` has no switch for "
+    "it: in a loop of your own, torch.utils.checkpoint does it."
+)
+SMALL = "FP8 does not pay well below 1B parameters: it ran at 0.89 of BF16's speed at 134M, and at 1.255 at 1B (H200)."
+EIGHT = "fp8-current ran at 1.255 (1B), 1.275 (3B) and 1.344 times (8B with 4 layers) the speed of BF16 on an H200."
+UNTRIED = "FP8 was not measured on this kind of GPU: compare it with `--set precision.mode=o1` first."
+FOUR = "FP4 has no units on this kind of GPU: it runs on FP8 units, at 0.96 to 0.99 of the speed of FP8."
+EXPERIMENT = (
+    "NVFP4 is an experiment: this project has not run FP4 products on this kind of GPU. Choose layers by `dither plan`, and "
+    "compare with fp8-current."
+)
+GENERAL = (STOCHASTIC, EIGHT_BITS, AGAIN, SMALL, EIGHT, UNTRIED, FOUR, EXPERIMENT)
+"""Reasons that hold for any model."""
+
+
+def _ladder(shape: Shape, gpu: Gpu, risk: Risk) -> tuple[list[_Rung], list[str]]:
+    """Return the settings to try, from plain to lean, and what is true of all of them."""
+    if gpu.capability is None:
+        said = "A CPU has no matrix units for few bits: train in float32; recipes are emulated exactly, for experiments."
+        return [_Rung("fp32")], [said]
+    if gpu.capability < (7, 0):
+        said = f"{gpu.name} has no matrix units for 16 bits: train in float32."
+        return [_Rung("fp32"), _Rung("fp32", checkpointing=True, reasons=(AGAIN,))], [said]
+    if gpu.capability < (8, 0):
+        said = f"{gpu.name} has matrix units for FP16 and not for BF16: train in FP16, whose loss is scaled."
+        lean = [] if risk == "none" else [_Rung("fp16", states="dynamic8", reasons=(EIGHT_BITS,))]
+        last = replace((lean or [_Rung("fp16")])[-1], checkpointing=True)
+        return [_Rung("fp16"), *lean, replace(last, reasons=(*last.reasons, AGAIN))], [said]
+    if risk == "none":
+        said = "Mixed precision in BF16 (o1) has the numerics that most models were trained with."
+        return [_Rung("o1"), _Rung("o1", checkpointing=True, reasons=(AGAIN,))], [said]
+    name, reasons = _casts(shape, gpu, risk)
+    narrow = _Rung("bf16-sr", name, reasons=(STOCHASTIC,))
+    eight = replace(narrow, states="dynamic8", reasons=(STOCHASTIC, EIGHT_BITS))
+    # Weights are read as they are without casts, so that no codes of them lie beside them.
+    plain = replace(eight, recipe=None)
+    again = replace(plain, checkpointing=True, reasons=(STOCHASTIC, EIGHT_BITS, AGAIN))
+    return list(dict.fromkeys([_Rung("o1", name), narrow, eight, plain, again])), reasons
+
+
+def _casts(shape: Shape, gpu: Gpu, risk: Risk) -> tuple[str | None, list[str]]:
+    """Return the recipe for linear layers, if one pays, and why or why not."""
+    assert gpu.capability is not None
+    if gpu.capability < (8, 9):
+        return None, [f"{gpu.name} has no FP8 units: products run in BF16."]
+    if shape.parameters < FP8_FROM:
+        return None, [SMALL]
+    if gpu.capability[0] == 9:
+        return "fp8-current", [EIGHT, FOUR] if risk == "high" else [EIGHT]
+    if gpu.capability >= (10, 0) and risk == "high":
+        return "nvfp4", [EXPERIMENT]
+    return "fp8-current", [EIGHT, UNTRIED]
+
+
+def selection(gpus: Sequence[Gpu], sizes: Mapping[str, Shape], *, risk: Risk = "low") -> list[tuple[str, ...]]:
+    """Return a table of what to use: one row per GPU, one column per size, each the summary of a recommendation.
+
+    >>> from dither.advice.memory import llama_of
+    >>> selection([GPUS["t4"], GPUS["h200"]], {"134M": llama_of(134e6), "7B": llama_of(7e9)})
+    [('T4', 'fp16', 'does not fit'), ('H200', 'o1', 'o1 + fp8-current')]
+    """
+
+    def cell(gpu: Gpu, shape: Shape) -> str:
+        found = recommend(shape, gpu, risk=risk)
+        return found.summary if found.batch else "does not fit"
+
+    return [(gpu.name, *(cell(gpu, shape) for shape in sizes.values())) for gpu in gpus]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to use on a machine: a row for each device and size of model, and sentences that say why."""
+
+    rows: tuple[tuple[str, ...], ...]
+    """(device, model, what to use, tokens in a pass, estimated GiB)."""
+    notes: tuple[str, ...]
+
+
+def advise(gpus: Sequence[Gpu], sizes: Mapping[str, Shape], *, bf16_slowdown: float | None = None) -> Advice:
+    """Return what to use on a machine for models of these sizes; GPUs that are alike count once.
+
+    `bf16_slowdown` is the time of a BF16 product over that of a float32 one on the CPU, if it was measured.
+
+    >>> from dither.advice.memory import llama_of
+    >>> found = advise([Gpu("cpu", None, 8 * GIB)], {"134M": llama_of(134e6)}, bf16_slowdown=300.0)
+    >>> found.rows
+    (('cpu', '134M', 'fp32', '4096', '4.8'),)
+    >>> print(found.notes[1])
+    BF16 products take 300 times as long as float32 ones here: `dither train` computes them in float32 and rounds.
+    """
+    rows, notes = [], list[str]()
+    for gpu in dict.fromkeys(gpus):
+        for size, shape in sizes.items():
+            best = recommend(shape, gpu)
+            fits = (f"{best.batch * 2048}", f"{best.estimate.peak / GIB:.1f}") if best.batch else ("-", "-")
+            rows.append((gpu.name, size, best.summary if best.batch else "does not fit on one", *fits))
+            # What is about one size only stands in the table.
+            notes += [reason for reason in best.reasons if reason in GENERAL or reason.startswith(gpu.name)]
+        notes += _ladder(next(iter(sizes.values())), gpu, "low")[1] if gpu.capability is None else []
+    if bf16_slowdown is not None and bf16_slowdown > 2:
+        notes.append(
+            f"BF16 products take {bf16_slowdown:.0f} times as long as float32 ones here: `dither train` computes them in "
+            "float32 and rounds."
+        )
+    return Advice(tuple(rows), tuple(dict.fromkeys(notes)))

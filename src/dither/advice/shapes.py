@@ -1,0 +1,93 @@
+"""Find the sizes of a model: of a config, a preset, a folder of Hugging Face's, or a number of parameters."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dither.advice.memory import Shape, llama_of
+from dither.errors import UserError
+from dither.files import Refused, from_json, read
+from dither.models import PRESETS
+from dither.models.presets import Config
+from dither.precision import did_you_mean
+
+CONFIG = "config.json"
+
+UNGATED = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "phi", "starcoder2", "falcon")
+"""Architectures of Hugging Face whose feed-forward layers have no gate; their linear layers have biases."""
+
+NAMES = {
+    "width": ("hidden_size", "n_embd", "d_model"),
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "heads": ("num_attention_heads", "n_head", "num_heads"),
+    "feed_forward": ("intermediate_size", "n_inner", "ffn_dim"),
+    "vocab": ("vocab_size",),
+    "key_value_heads": ("num_key_value_heads",),
+    "head_size": ("head_dim",),
+}
+"""What architectures call a size."""
+
+
+def shape_of(config: Config | Mapping[str, Any]) -> Shape:
+    """Return the sizes of one of dither's configs, or of a Hugging Face config as a dictionary.
+
+    >>> from dither.models import PRESETS
+    >>> shape_of(PRESETS["gpt2-124m"]).parameters
+    124439808
+    """
+    if isinstance(config, Mapping):
+        data: Mapping[str, Any] = config
+    else:
+        known = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "num_key_value_heads")
+        data = {name: getattr(config, name) for name in (*known, "vocab_size", "tie_word_embeddings") if hasattr(config, name)}
+        data |= {"model_type": config.model_type, "n_positions": getattr(config, "n_positions", 0)}
+    kind = str(data.get("model_type", ""))
+    if data.get("num_local_experts") or data.get("num_experts") or data.get("n_routed_experts"):
+        raise UserError(f"The model {kind!r} has experts, which are not estimated here: give --params for what does not move.")
+    found: dict[str, Any] = {}
+    for size, names in NAMES.items():
+        value = next((data[name] for name in names if data.get(name) is not None), None)
+        if value is not None:
+            found[size] = value
+    if "width" in found:
+        found.setdefault("feed_forward", 4 * found["width"])
+    if missing := [size for size in ("width", "layers", "heads", "vocab") if size not in found]:
+        raise UserError(f"The model's config does not say its {missing[0]}: {' or '.join(NAMES[missing[0]])} would.")
+    ungated = kind in UNGATED
+    positions = int(data.get("n_positions") or data.get("max_position_embeddings") or 0) if kind in ("gpt2", "gpt_neo") else 0
+    tied = bool(data.get("tie_word_embeddings", kind in ("gpt2", "gpt_neo")))
+    return Shape(**found, gated=not ungated, biases=ungated, positions=positions, tied=tied)
+
+
+def model_shape(model: str | None, parameters: float | None = None) -> Shape:
+    """Return the sizes of a preset or a folder with a config.json, or those of a Llama of that many parameters.
+
+    >>> model_shape("llama-1b").layers
+    22
+    """
+    if (model is None) == (parameters is None):
+        raise UserError("Give a model (a preset, a Hugging Face folder or a run) or --params, and not both.")
+    if parameters is not None:
+        return llama_of(parameters)
+    assert model is not None
+    if model in PRESETS:
+        return shape_of(PRESETS[model])
+    path = Path(model)
+    path = path / CONFIG if path.is_dir() else path
+    if not path.is_file():
+        raise UserError(
+            f"There is no model {model!r}{did_you_mean(model, PRESETS)}: give a preset ({', '.join(PRESETS)}), a Hugging Face "
+            "folder, or a run."
+        )
+    return shape_of(_config(path))
+
+
+def _config(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    try:
+        found = from_json(read(Path(path), follow=True))
+    except Refused as error:
+        raise UserError(f"{path} is not JSON that can be read: {error}.") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} does not hold a model's config.")
+    return found

@@ -1,0 +1,268 @@
+"""Where a layer draws its random bits: the optimizer step and the first row of each forward pass, and of its recomputation.
+
+A place is int64[2] on the device: the step, and the index of the call's first row in the global batch. Inside a `training_step`
+rows are counted, so that the micro-batches of a step draw fresh bits, or given by `.row(...)`. Outside of one, each forward
+pass in training is a step of its own.
+
+Activation checkpointing runs a forward pass again during backward, and the second run must draw what the first drew. Places are
+therefore remembered by whatever will cause the second run:
+
+    non-reentrant checkpointing   both runs have saved-tensor hooks that refer to the same `_CheckpointFrame`
+    an autograd function          such as reentrant checkpointing or a compiled graph that recomputes in its backward: the first
+                                  run is inside its `forward(ctx)`, the second executes the node `ctx`
+
+A forward pass during backward that neither explains raises an error: it never draws other bits.
+"""
+
+import inspect
+import itertools
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils import checkpoint
+
+from dither.errors import UserError
+from dither.nn.cut import local
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+FIRST_COUNTED = 1 << 31
+"""The first step number outside of a `training_step`. No run has so many steps, so the two kinds never draw the same bits."""
+
+ROWS = 1 << 32
+"""The number of rows that a step can tell apart."""
+
+PLACES = "dither_places"
+"""The attribute of an autograd function's context that remembers places."""
+
+
+class Step(Protocol):
+    """A training step, as its layers see it."""
+
+    given: bool
+    """Whether rows are given, and not counted."""
+    rank: int
+    world: int
+
+    def resume(self) -> None:
+        """Begin again after a step inside this one."""
+
+
+class Layer(Protocol):
+    """A layer that draws."""
+
+    name: str
+    _place: Tensor | None
+    """Where `training_step` writes the step and, if it is given, the row."""
+    _handle: Tensor
+    """What compiled code gives to the operator `place`."""
+
+
+class Draws:
+    """The places at which one layer draws."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.layer = weakref.ref(layer)
+        self.number = next(_numbers)
+        self.step: Step | None = None
+        """The training step under way, or None."""
+        self.rows = 0
+        """Rows drawn in this training step by this rank."""
+        self.captured = 0
+        """Rows drawn in this training step while a CUDA graph was captured."""
+        self.calls = 0
+        """Forward passes in training outside of training steps."""
+        self.root: weakref.ref[nn.Module] | None = None
+        """The converted model that the layer is part of, if there is one."""
+        self._rank: tuple[int, int] | None = None
+        _draws[self.number] = self
+
+    def handle(self) -> Tensor:
+        """Return what the operator `place` finds this object by: a tensor, so that layers share a compiled graph."""
+        return torch.tensor(self.number, device="cpu")
+
+    def place(self, tokens: int, *, training: bool, grad: bool) -> Tensor:
+        """Return the place of a forward pass over `tokens` rows, int64[2] on the layer's device.
+
+        `grad` says whether gradients are recorded; inside of an autograd function and of a compiled graph, torch does not.
+        """
+        frame, again = _checkpoint_frame()
+        contexts = [] if torch.is_grad_enabled() else list(_function_contexts())
+        if again:
+            place = self._recall(_frames.get(frame, {}))
+        elif torch._C._current_graph_task_id() != -1:
+            place = self._recall(getattr(torch._C._current_autograd_node(), PLACES, {}))
+        else:
+            place = self._new(tokens, counts=training and (grad or bool(contexts)))
+            if frame is not None:
+                self._remember(_frames.setdefault(frame, {}), place)
+        for context in contexts:
+            if not hasattr(context, PLACES):
+                setattr(context, PLACES, {})
+            self._remember(getattr(context, PLACES), place)
+        return place
+
+    def pass_over(self, tokens: int, *, training: bool) -> None:
+        """Count rows of a forward pass that this layer has no part in, as an expert that gets none of the tokens."""
+        learns = torch.is_grad_enabled() or any(True for _ in _function_contexts())
+        if self.step is not None and training and learns and torch._C._current_graph_task_id() == -1:
+            self.rows += tokens
+
+    def _new(self, tokens: int, counts: bool) -> Tensor:
+        layer, step = self._layer(), self.step
+        assert layer._place is not None
+        base = local(layer._place)
+        if step is None:
+            self.calls += counts
+            if self._rank is None:
+                self._rank = batch_rank(self.root() if self.root is not None else None)
+            place = torch.full((2,), FIRST_COUNTED + self.calls, dtype=torch.int64, device=base.device)
+            return _filled(place, self._rank[0] * tokens)
+        if step.given:
+            return base.clone()
+        if base.is_cuda and torch.cuda.is_current_stream_capturing():
+            # A replay draws for the rows that its own step gives, and for those behind them that were captured before.
+            place = base.clone()
+            place[1:].add_(self.captured * step.world + step.rank * tokens)
+            self.captured += tokens * counts
+            return place
+        row = self.rows * step.world + step.rank * tokens
+        if row + tokens > ROWS:
+            raise UserError(
+                f"The layer {layer.name!r} meets row {row + tokens} of a training step, and draws for 2^32 rows at most."
+            )
+        self.rows += tokens * counts
+        return _filled(base.clone(), row)
+
+    def _layer(self) -> Layer:
+        layer = self.layer()
+        assert layer is not None  # it is being called
+        return layer
+
+    def _remember(self, records: "dict[int, _Record]", place: Tensor) -> None:
+        records.setdefault(self.number, _Record()).places.append(place)
+
+    def _recall(self, records: "dict[int, _Record]") -> Tensor:
+        record = records.get(self.number)
+        place = None if record is None else record.next(torch._C._current_graph_task_id())
+        if place is None:
+            raise UserError(
+                f"The layer {self._layer().name!r} draws random bits and is called during backward, where it must repeat the "
+                "bits of an earlier forward pass that cannot be found: recompute by torch.utils.checkpoint, nested only with "
+                "use_reentrant=True, and call backward in the training_step of the forward pass."
+            )
+        return place
+
+
+class _Record:
+    """The places of a layer's calls in one checkpointed region, in order, and how many of them each backward has read."""
+
+    def __init__(self) -> None:
+        self.places: list[Tensor] = []
+        self.read: dict[int, int] = {}
+
+    def next(self, task: int) -> Tensor | None:
+        index = self.read.get(task, 0)
+        self.read[task] = index + 1
+        return self.places[index] if index < len(self.places) else None
+
+
+_numbers = itertools.count()
+_draws: weakref.WeakValueDictionary[int, Draws] = weakref.WeakValueDictionary()
+_frames: weakref.WeakKeyDictionary[Any, dict[int, _Record]] = weakref.WeakKeyDictionary()
+
+
+def _filled(place: Tensor, row: int) -> Tensor:
+    place[1:].fill_(row)  # a launch with a constant; torch.tensor would copy from the host
+    return place
+
+
+def _checkpoint_frame() -> tuple[Any, bool]:
+    """Return the frame of the innermost non-reentrant checkpoint, and whether it is being recomputed; (None, False) outside."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        return None, False
+    for cell in getattr(inspect.unwrap(hooks[0]), "__closure__", None) or ():
+        held = cell.cell_contents
+        again = isinstance(held, weakref.ref)
+        frame = held() if again else held
+        if isinstance(frame, checkpoint._CheckpointFrame):
+            return frame, again
+    return None, False
+
+
+def _function_contexts() -> Iterator[Any]:
+    """Yield the contexts of the autograd functions whose forward is running on this thread."""
+    frame = sys._getframe()
+    while frame is not None:
+        if "ctx" in frame.f_code.co_varnames and isinstance(frame.f_locals.get("ctx"), BackwardCFunction):
+            yield frame.f_locals["ctx"]
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+_LIBRARY = torch.library.Library("dither", "FRAGMENT")  # type: ignore[no-untyped-call]
+# An operator that changes its handle stays in the forward graph, in order, even where only backward needs the place. Each call
+# has a result of its own, so that none is merged with another, or captured in a CUDA graph for all replays.
+_LIBRARY.define(
+    "place(Tensor(a!) handle, Tensor keys, SymInt tokens, bool training, bool grad) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe),
+)  # type: ignore[no-untyped-call]
+
+
+def _place_op(handle: Tensor, keys: Tensor, tokens: int, training: bool, grad: bool) -> Tensor:
+    """Return what `Draws.place` returns, when a compiled graph runs. `keys` is a tensor of the layer, on its device."""
+    draws = _draws[int(handle)]
+    # The next call takes another handle: a graph that recomputes keeps this one, which must not change any more.
+    draws._layer()._handle = draws.handle()
+    return draws.place(tokens, training=training, grad=grad)
+
+
+_LIBRARY.impl("place", _place_op, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+
+
+@torch.library.register_fake("dither::place", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _(handle: Tensor, keys: Tensor, tokens: int, training: bool, grad: bool) -> Tensor:
+    return keys.new_empty(2)
+
+
+# Ranks ----------------------------------------------------------------------------------------------------------------
+
+
+def batch_rank(model: nn.Module | None, group: "ProcessGroup | None" = None) -> tuple[int, int]:
+    """Return (rank, number of ranks) among the ranks that see different tokens: those of `group`, or else all.
+
+    Ranks that share a layer by tensor parallelism see the same tokens and count as one.
+    """
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 0, 1
+    rank, world = distributed.get_rank(group), distributed.get_world_size(group)
+    if group is not None or world == 1 or model is None:
+        return rank, world
+    ranks = next(_shared_by(model, False), None)
+    if ranks is None:
+        return rank, world
+    # The ranks of a mesh dimension are first, first + stride, first + 2 * stride, ...
+    first, stride = ranks[0], ranks[1] - ranks[0]
+    return first // (stride * len(ranks)) * stride + first % stride, world // len(ranks)
+
+
+def _shared_by(module: nn.Module, sharded: bool) -> Iterator[list[int]]:
+    """Yield the ranks that share each tensor-parallel parameter; FSDP2's own sharding of parameters is not such a sharing."""
+    sharded = sharded or isinstance(module, FSDPModule)
+    for parameter in module.parameters(recurse=False):
+        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > int(sharded):
+            mesh = parameter.device_mesh
+            ranks = torch.distributed.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
+            if len(ranks) > 1:
+                yield ranks
+    for child in module.children():
+        yield from _shared_by(child, sharded)

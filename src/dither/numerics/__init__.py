@@ -1,0 +1,8 @@
+"""Numerics of training: what casts do to operands, what rounding does to updates, and which layer makes a run diverge."""
+
+from dither.numerics.monitor import Monitor as Monitor
+from dither.numerics.report import LayerNumerics as LayerNumerics
+from dither.numerics.report import LossScale as LossScale
+from dither.numerics.report import Operand as Operand
+from dither.numerics.report import Report as Report
+from dither.numerics.report import WeightUpdate as WeightUpdate

@@ -1,0 +1,347 @@
+"""Two precisions in lockstep: the same model, data, seeds and weights, to find the layer and step where they part.
+
+A is the reference. In each step, B's weights are set to A's. Then, micro-batch by micro-batch,
+
+    1. A runs forward and backward, and the operands of every linear layer are kept: x, and dy, the gradient of its output
+    2. each layer of A and of B computes its three products on those same operands, y = x W^T, dx = dy W and dw = dy^T x: the
+       *local* difference of a layer comes from this layer alone
+    3. B runs forward and backward by itself: its *total* difference in y and dy is what all layers before have added up
+
+and both optimizers take their step, whose changes of the weights are compared as well. Since weights are set anew in each step,
+a fault in one layer shows in this layer, at the first step at which it has an effect.
+
+A difference is taken row by row, so that rows of small numbers count as much as those of large ones: a row is a token of y and
+dx, an output of dw and of W's update. With the rows a_r and b_r,
+
+    difference = sqrt(mean over rows of min(|b_r - a_r| / |a_r|, 1)^2)
+
+is the relative error of a typical row; 1 means that nothing is right, and a row that is finite in A alone makes it infinite.
+
+The bound. Every layer of B differs, by as much as its formats are coarse, and layers of one format do so alike. In each step
+and product, a layer is beyond the bound if its local difference is
+
+    more than median + 10 times the median deviation from it, over all layers, and
+    more than 1.25 times the median, and
+    more than 2^-7, the spacing of bfloat16;
+    or, but for updates, more than 1/2, which is as if a quarter of the rows were lost.
+
+Updates of the first steps depend on little but the signs of gradients, so that coarse formats differ in many of them by right.
+`bound=` replaces all of this by one number.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dither.data import Batch
+from dither.errors import UserError
+from dither.nn import bitwidth_loss, training_step
+from dither.nn.conv1d import Conv1D
+from dither.numerics.observe import untouched
+from dither.numerics.report import finite
+from dither.train.job import Job
+
+DEVIATIONS, FACTOR, FLOOR, LOST = 10.0, 1.25, 2.0**-7, 0.5
+"""The bound that is computed: see above."""
+
+PRODUCTS = ("forward", "input gradient", "weight gradient", "update")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far B is from A in one product of one layer in one step."""
+
+    step: int
+    """From 1 on."""
+    layer: str
+    product: str
+    """forward, input gradient, weight gradient, or update: the optimizer's change of the weight."""
+    local: float
+    """The difference where both layers are given A's operands: see the top of this file."""
+    total: float | None
+    """The same where each layer has its own operands, of y (forward) and dy (input gradient); None for the others."""
+    bound: float
+    """What `local` must not exceed."""
+
+    @property
+    def ratio(self) -> float:
+        """How many times the bound it is."""
+        return self.local / self.bound if self.bound else math.inf if self.local else 0.0
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """What two precisions in lockstep showed."""
+
+    a: str
+    b: str
+    steps: int
+    """How many were run: the one that went beyond the bound is the last."""
+    bound: float | None
+    """The bound that was given; None for the computed one."""
+    differences: tuple[Difference, ...]
+    """Of the last step, in the order of the model's layers."""
+    losses: tuple[tuple[float, float], ...]
+    """The losses of A and B in each step."""
+
+    @property
+    def beyond(self) -> tuple[Difference, ...]:
+        """Those beyond the bound, the farthest first."""
+        return tuple(sorted((each for each in self.differences if each.ratio > 1), key=lambda each: -each.ratio))
+
+    @property
+    def culprit(self) -> Difference | None:
+        """The one farthest beyond the bound in the first step that has one; None if nothing is."""
+        return self.beyond[0] if self.beyond else None
+
+    @property
+    def sentence(self) -> str:
+        """What was found, in one sentence."""
+        worst = self.culprit
+        if worst is None:
+            return f"No layer of {self.b} differs from {self.a} beyond the bound in {self.steps} steps."
+        what = {"update": "update of the weight"}.get(worst.product, f"{worst.product} product")
+        others = len({each.layer for each in self.beyond}) - 1
+        more = f"; beyond their bounds are {others} more layer{'s' * (others > 1)}" if others else ""
+        return (
+            f"At step {worst.step} the {what} of {worst.layer} differs by {worst.local:.3g} of its size between {self.a} and "
+            f"{self.b}, beyond the bound of {worst.bound:.3g}{more}."
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        found = [{**asdict(each), "ratio": each.ratio} for each in self.differences]
+        named = None if self.culprit is None else asdict(self.culprit)
+        data = {"a": self.a, "b": self.b, "steps": self.steps, "bound": self.bound, "culprit": named, "sentence": self.sentence}
+        plain: dict[str, Any] = finite({**data, "losses": self.losses, "differences": found})
+        return plain
+
+
+def bisect(
+    a: Job,
+    b: Job,
+    *,
+    names: tuple[str, str],
+    steps: int,
+    bound: float | None = None,
+    free: bool = False,
+    tell: Callable[[str], object] = print,
+) -> Bisection:
+    """Run two jobs in lockstep until a layer is beyond the bound or all steps are done.
+
+    The jobs have the same model, data and seeds; `tell` hears of each step. Their weights, states and steps change. With `free`
+    B keeps the weights that it learns, so that differences grow from step to step as they do in two runs.
+    """
+    if steps < 1:
+        raise UserError(f"A bisection takes at least one step, not {steps}.")
+    if bound is not None and not 0 < bound < math.inf:
+        raise UserError(f"The bound is a relative difference above 0, such as 0.1, not {bound}.")
+    pair = _Pair(a, b)
+    losses: list[tuple[float, float]] = []
+    found: tuple[Difference, ...] = ()
+    for step in range(steps):
+        if not step or not free:
+            pair.set_weights()
+        seen, loss = pair.step(a.loader.batch(step).to(a.ranks.device))
+        losses.append(loss)
+        found = _bounded(step + 1, seen, bound)
+        worst = max(found, key=lambda each: each.ratio)
+        tell(
+            f"step {step + 1}/{steps}  losses {loss[0]:.4f} and {loss[1]:.4f}  largest: {worst.product} of {worst.layer}, "
+            f"{worst.local:.3g} ({worst.ratio:.2g} of its bound)"
+        )
+        if worst.ratio > 1:
+            break
+    return Bisection(*names, len(losses), bound, found, tuple(losses))
+
+
+Seen = dict[tuple[str, str], tuple[float, float | None]]
+"""The local and the total difference of each layer and product."""
+
+
+def _bounded(step: int, seen: Seen, bound: float | None) -> tuple[Difference, ...]:
+    found = {product: [local for (_, each), (local, _) in seen.items() if each == product] for product in PRODUCTS}
+    most = {product: math.inf if product == "update" else LOST for product in PRODUCTS}
+    bounds = {product: bound or default_bound(values, most[product]) for product, values in found.items() if values}
+    return tuple(
+        Difference(step, layer, product, local, total, bounds[product]) for (layer, product), (local, total) in seen.items()
+    )
+
+
+def default_bound(differences: Sequence[float], most: float = LOST) -> float:
+    """Return the bound of a product, at most `most`, from the local differences of all layers.
+
+    >>> default_bound([0.036, 0.036, 0.036, 0.037, 0.070])  # 1.25 times the median
+    0.045
+    >>> default_bound([0.02, 0.03, 0.04, 0.05, 0.06])  # median + 10 deviations
+    0.14
+    """
+    median = statistics.median(differences)
+    if not math.isfinite(median):
+        return LOST
+    deviation = statistics.median(abs(each - median) for each in differences)
+    return round(min(max(median + DEVIATIONS * deviation, FACTOR * median, FLOOR), most), 9)
+
+
+class _Pair:
+    """Two jobs whose layers are compared."""
+
+    def __init__(self, a: Job, b: Job) -> None:
+        self.a, self.b = a, b
+        self.layers = {
+            name: (module, other)
+            for name, module in a.model.named_modules()
+            if isinstance(module, nn.Linear | Conv1D) and (other := dict(b.model.named_modules()).get(name)) is not None
+        }
+        if not self.layers:
+            raise UserError("The two models have no linear layer in common to compare.")
+
+    def step(self, batch: Batch) -> tuple[Seen, tuple[float, float]]:
+        """One step of both: differences of every layer and product, and both losses."""
+        a, b = self.a, self.b
+        sums: dict[tuple[str, str, str], list[Tensor]] = {}
+        losses: tuple[list[Tensor], list[Tensor]] = ([], [])
+        with ExitStack() as stack:
+            at = [stack.enter_context(training_step(job.model, step=job.done)) for job in (a, b)]
+            for part in batch.split(a.parts):
+                for each in at:
+                    each.row(part.first * a.config.data.sequence)
+                kept: dict[str, list[_Operands]] = {}
+                losses[0].append(self._pass(a, part, partial(_keep, kept)))
+                self._local(kept, sums)
+                at[1].row(part.first * a.config.data.sequence)
+                own: dict[str, list[_Operands]] = {}
+                losses[1].append(self._pass(b, part, partial(_keep, own)))
+                self._total(kept, own, sums)
+            for job in (a, b):
+                if job.guided:
+                    job.training.backward(bitwidth_loss(job.model))
+        before = {name: (x.weight.detach().clone(), y.weight.detach().clone()) for name, (x, y) in self.layers.items()}
+        for job in (a, b):
+            for group in job.training.optimizer.param_groups:
+                group["lr"] = job.lr
+            job.training.step()
+            job.done += 1
+        for name, (x, y) in self.layers.items():
+            first, second = before[name]
+            _add(sums, (name, "update", "local"), x.weight.detach().float() - first, y.weight.detach().float() - second.float())
+        keys = list(sums)
+        numbers = torch.stack([torch.stack(sums[key]) for key in keys]).tolist()  # the one place where the host waits
+        relative = {key: math.sqrt(total / max(rows, 1)) for key, (total, rows) in zip(keys, numbers, strict=True)}
+        seen: Seen = {
+            (name, product): (relative[name, product, "local"], relative.get((name, product, "total")))
+            for name in self.layers
+            for product in PRODUCTS
+            if (name, product, "local") in relative
+        }
+        mean = [float(torch.stack(each).mean()) for each in losses]
+        return seen, (mean[0], mean[1])
+
+    def set_weights(self) -> None:
+        """Give B the weights of A, rounded to its own format, and its masters too."""
+        theirs = dict(self.b.model.named_parameters())
+        with torch.no_grad():
+            for name, parameter in self.a.model.named_parameters():
+                if name in theirs and theirs[name].shape == parameter.shape:
+                    theirs[name].copy_(parameter)
+                    state = self.b.training.optimizer.state.get(theirs[name], {})
+                    if "master" in state:
+                        wide = parameter.float()
+                        state["master"].copy_(wide if state["master"].shape == wide.shape else wide.T)
+
+    def _pass(self, job: Job, part: Batch, keep: Callable[..., None]) -> Tensor:
+        """Forward and backward of a micro-batch, while `keep` sees the operands of every layer."""
+        scale = job.training.scaler.get_scale() if job.scaled else 1.0
+        layers = [(name, pair[0] if job is self.a else pair[1]) for name, pair in self.layers.items()]
+        with _watched(layers, partial(keep, scale)):
+            loss = job.loss(job.model, part)
+            job.training.backward(loss / job.parts)
+        return loss.detach()
+
+    def _local(self, kept: "dict[str, list[_Operands]]", sums: "Sums") -> None:
+        """Each layer's own products, in A and in B, on the operands that A had."""
+        with untouched(self.a.model), untouched(self.b.model):
+            for name, (first, second) in self.layers.items():
+                for operands in kept.get(name, ()):
+                    results = [_products(job, layer, operands) for job, layer in ((self.a, first), (self.b, second))]
+                    for product, x, y in zip(PRODUCTS[:3], *results, strict=True):
+                        if x is not None and y is not None:
+                            _add(sums, (name, product, "local"), x, y)
+
+    def _total(self, kept: "dict[str, list[_Operands]]", own: "dict[str, list[_Operands]]", sums: "Sums") -> None:
+        for name in self.layers:
+            for mine, theirs in zip(kept.get(name, ()), own.get(name, ()), strict=True):
+                _add(sums, (name, "forward", "total"), mine.y, theirs.y)
+                if mine.dy is not None and theirs.dy is not None:
+                    _add(sums, (name, "input gradient", "total"), mine.dy, theirs.dy)
+
+
+@dataclass
+class _Operands:
+    """What a call of a layer was given and gave; dy comes with the backward pass, without the loss scale."""
+
+    x: Tensor
+    y: Tensor
+    dy: Tensor | None = None
+
+
+Sums = dict[tuple[str, str, str], list[Tensor]]
+"""By layer, product and local or total: see `_add`."""
+
+
+def _keep(kept: dict[str, list[_Operands]], scale: float, name: str, x: Tensor, y: Tensor) -> None:
+    operands = _Operands(x.detach(), y.detach())
+    kept.setdefault(name, []).append(operands)
+
+    def gradient(dy: Tensor) -> None:
+        operands.dy = dy.detach().float() / scale
+
+    if y.requires_grad:
+        y.register_hook(gradient)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _watched(layers: Sequence[tuple[str, nn.Module]], keep: Callable[[str, Tensor, Tensor], None]) -> Iterator[None]:
+    def look(name: str, _: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
+        if torch._C._current_graph_task_id() == -1:  # else a checkpointed block is computed again, in backward
+            keep(name, args[0], y)
+
+    hooks = [layer.register_forward_hook(partial(look, name)) for name, layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _products(job: Job, layer: nn.Module, operands: _Operands) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """y, dx and dw of a layer on given operands, in what the job computes in; dx and dw are None where dy never came."""
+    weight: Tensor = layer.weight  # type: ignore[assignment]
+    x = operands.x if job.training.mode.autocast is not None else operands.x.to(weight.dtype)
+    x = x.clone().requires_grad_()
+    scale = job.training.scaler.get_scale() if job.scaled else 1.0
+    with torch.enable_grad(), job.training.forward():
+        y = layer(x)
+    if operands.dy is None:
+        return y.detach(), None, None
+    with job.training._products():
+        dx, dw = torch.autograd.grad(y, (x, weight), (operands.dy * scale).to(y.dtype))
+    return y.detach(), dx.float() / scale, dw.float() / scale
+
+
+def _add(sums: Sums, key: tuple[str, str, str], a: Tensor, b: Tensor) -> None:
+    """Add the squares of rows' relative differences, each at most 1, and how many rows there are; rows of zeros in both do not
+    count, and one that is finite in a alone counts as infinite."""
+    a, b = (x.reshape(-1, x.shape[-1]).float() for x in (a, b))
+    size, error = a.square().sum(1, dtype=torch.float64), (b - a).square().sum(1, dtype=torch.float64)
+    known = (size > 0) & (size < torch.inf) | (size == 0) & (error != 0)
+    ratio = torch.where(error.isfinite(), (error / size).clamp(max=1), torch.inf)
+    both = [torch.where(known, ratio, 0.0).sum(), known.sum().double()]
+    sums[key] = [old + new for old, new in zip(sums[key], both, strict=True)] if key in sums else both

@@ -1,0 +1,188 @@
+"""Looking at the operands of a model's converted layers while it computes, and passes that leave no trace.
+
+Hooks are there only while somebody looks: other steps run the code that they would run without this file. Numbers stay on the
+device until `Observer.lines` brings them together.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dither.formats import TABLE
+from dither.layout import storage_dtype
+from dither.nn import cut
+from dither.nn.experts import ExpertLinear
+from dither.nn.linear import HELD, SAMPLED, Linear
+from dither.numerics.report import OPERANDS
+from dither.precision import Cast
+from dither.reference import numerics, scaling
+from dither.snip.statistics import cut_by_tensor_parallelism
+
+LINE = len(numerics.COUNTS) + 4
+"""Numbers of an operand: see `dither.reference.numerics.summary`."""
+
+FORMATS = {storage_dtype(TABLE[name]): name for name in ("fp32", "bf16", "fp16")}
+
+
+def layers_of(model: nn.Module) -> dict[str, Linear]:
+    """Return every converted layer by its name in the model, experts by the names that plans give them."""
+    return {
+        module.name if isinstance(module, ExpertLinear) else name: module
+        for name, module in model.named_modules()
+        if isinstance(module, Linear)
+    }
+
+
+@dataclass
+class Observer:
+    """Collects numbers of layers' operands; `observing` shows it a model."""
+
+    layers: Mapping[str, Linear]
+    compute: str | None = None
+    """The format of operands without a cast; None: that of autocast or of the tensors."""
+    exponents: bool = False
+    """Whether to count the exponents of output gradients, for the loss scale."""
+    found: dict[tuple[str, str], list[Tensor]] = field(default_factory=dict)
+    casts: dict[tuple[str, str], tuple[str, bool]] = field(default_factory=dict)
+    """The cast of each operand, and whether the tensor came in that format already."""
+    gradients: list[Tensor] = field(default_factory=list)
+    """float64[256] each: exponents of output gradients."""
+    narrow: bool = False
+    """Whether an output gradient came in FP16, so that what was too small for it is zero already."""
+
+    def forward(self, name: str, layer: nn.Module, args: Any, named: Any, y: Tensor) -> None:
+        """Look at the input and, at the first call, at the weight; be called with the output's gradient."""
+        assert isinstance(layer, Linear)
+        if not layer.training:
+            return
+        x: Tensor = args[0] if args else named["input"]
+        computed = torch._C._current_graph_task_id() == -1  # else a checkpointed block is computed again, in backward
+        if computed:
+            product = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+            self._look(name, layer, "input", cut.part_of(x.detach()).matrix, product, 1)
+            if (name, "weight") not in self.found:
+                axis = 0 if layer.transposed else 1
+                self._look(name, layer, "weight", cut.local(layer.weight.detach()), product, axis)
+        if y.requires_grad:
+            y.register_hook(partial(self._gradient, name, layer))  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def _gradient(self, name: str, layer: Linear, dy: Tensor) -> None:
+        dy_MN = cut.part_of(dy).matrix
+        self._look(name, layer, "grad", dy_MN, dy.dtype, 1)
+        if self.exponents:
+            self.narrow = self.narrow or dy.dtype == torch.float16
+            self.gradients.append(numerics.exponent_counts(dy_MN))
+
+    @torch.no_grad()
+    def _look(self, name: str, layer: Linear, operand: str, x: Tensor, product: torch.dtype, axis: int) -> None:
+        cast = layer.precision.casts_of(operand)[0]  # in the first of its products, along the axis that is looked at
+        came = False
+        if cast is None:
+            cast = Cast(self.compute or FORMATS[product])
+            came = FORMATS.get(x.dtype) == cast.format
+        given = delayed_amax(layer, operand) if cast.scaling.kind == "delayed" else None
+        if given is not None:
+            given = torch.where(given > 0, given, x.abs().amax().float())
+        self.casts.setdefault((name, operand), (str(cast), came))
+        self.found.setdefault((name, operand), []).append(numerics.summary(numerics.cast_counts(x, cast, axis, given)))
+
+    def lines(self, device: torch.device) -> Tensor:
+        """float64[layers, 3, 10]: the numbers of each operand, over all that was seen of it."""
+        unseen = torch.zeros(LINE, dtype=torch.float64, device=device)
+        unseen[-3:] = torch.nan
+        keys = [(name, operand) for name in self.layers for operand in OPERANDS]
+        each = [
+            merged(torch.stack([line.to(device) for line in self.found[key]])) if key in self.found else unseen for key in keys
+        ]
+        return torch.stack(each).view(len(self.layers), len(OPERANDS), LINE)
+
+
+def merged(lines: Tensor) -> Tensor:
+    """float64[..., 10] of float64[n, ..., 10]: counts are added up, magnitudes and scales keep their extremes.
+
+    The median of scales is the median of their medians.
+    """
+    if len(lines) == 1:
+        return lines[0]
+    count = len(numerics.COUNTS)
+    counts, amax, low, middle, high = torch.split(lines, [count, 1, 1, 1, 1], dim=-1)
+    extremes = [
+        amax.amax(0),
+        low.nan_to_num(nan=torch.inf).amin(0),
+        middle.nanmedian(0).values,
+        high.nan_to_num(nan=-torch.inf).amax(0),
+    ]
+    none = middle.isnan().all(0)
+    extremes[1:] = [torch.where(none, torch.nan, each) for each in extremes[1:]]
+    return torch.cat([counts.sum(0), *extremes], dim=-1)
+
+
+def delayed_amax(layer: Linear, operand: str) -> Tensor:
+    """The magnitude that a layer's history scales an operand by, 0-d; 0 while one of its histories is empty."""
+    scales = {
+        each: getattr(layer.precision, each).scaling for each in OPERANDS if getattr(layer, f"{each}_history") is not None
+    }
+    known = {each: scaling.delayed_amax(cut.local(getattr(layer, f"{each}_history")), scale) for each, scale in scales.items()}
+    full = torch.stack([amax > 0 for amax in known.values()]).all()
+    return torch.where(full, known[operand], 0.0)
+
+
+@contextmanager
+def observing(model: nn.Module, observer: Observer) -> Iterator[None]:
+    """Show the forward and backward passes inside to an observer; they compute what they would without it."""
+    hooks = [
+        # Before the hooks of tensor parallelism, which hand out parts of a result as if they were all of it.
+        layer.register_forward_hook(partial(observer.forward, name), with_kwargs=True, prepend=cut_by_tensor_parallelism(model))
+        for name, layer in observer.layers.items()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Leave no trace of the passes inside: gradients, buffers, generators and what layers remember are as they were.
+
+    Compiled blocks run uncompiled inside, and DistributedDataParallel reduces nothing.
+    """
+    parameters = list(model.parameters())
+    gradients = [parameter.grad for parameter in parameters]
+    layers = [module for module in model.modules() if isinstance(module, Linear)]
+    # What a layer holds for a step is made anew in every step, and is large.
+    held = {id(layer._buffers.get(name)) for layer in layers for name in (*HELD, *SAMPLED)}
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if id(buffer) not in held]
+    plain = [{key: value for key, value in vars(layer).items() if isinstance(value, bool | int | None)} for layer in layers]
+    devices = sorted({parameter.device.index for parameter in parameters if parameter.is_cuda})
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if isinstance(model, DistributedDataParallel):
+            stack.enter_context(model.no_sync())
+        try:
+            for parameter in parameters:
+                parameter.grad = None
+            yield
+        finally:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            with torch.no_grad():
+                for buffer, saved in buffers:
+                    buffer.copy_(saved)
+            for layer, values in zip(layers, plain, strict=True):
+                vars(layer).update(values)
+
+
+def compiled_modules(model: nn.Module) -> Sequence[str]:
+    """The names of the modules that torch.compile has compiled."""
+    whole = [""] if isinstance(model, torch._dynamo.OptimizedModule) else []
+    return whole + [name for name, module in model.named_modules() if module._compiled_call_impl is not None]

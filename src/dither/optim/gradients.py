@@ -1,0 +1,161 @@
+"""The type that gradients are kept in: what backward passes accumulate in, what processes reduce in, what the optimizer reads.
+
+`parameter.grad` has that type, whichever the parameter's is, so clipping, scaling and inspection work as they always do.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.tensor import DTensor
+
+from dither.errors import UserError
+from dither.nn.guidance import sampling_parameters
+from dither.precision import did_you_mean
+from dither.random import Stream, matrix_size
+
+GRADIENTS = ("fp32", "bf16", "bf16-sr")
+"""Types of gradients: float32, bfloat16 (sums rounded to nearest), or bfloat16 with sums rounded stochastically."""
+
+Count = Callable[[], Tensor]
+"""Returns the number of the optimizer step, 0-d int64."""
+
+
+class Gradients:
+    """The gradients of a model's parameters, kept in one type; those of bitwidths are always float32.
+
+    >>> import torch
+    >>> layer = torch.nn.Linear(2, 1, bias=False).bfloat16()
+    >>> gradients = Gradients(layer, "fp32")
+    >>> for _ in range(1024):
+    ...     (layer.weight / 1024).sum().backward()
+    >>> layer.weight.grad  # bfloat16 would have stopped at 0.25
+    tensor([[1., 1.]])
+    """
+
+    def __init__(self, model: nn.Module, kind: str, *, seed: int = 0, step: Count | None = None) -> None:
+        """Stochastic sums draw by `seed`, the parameter's name, the optimizer's `step`, the rank and the backward pass."""
+        if kind not in GRADIENTS:
+            raise UserError(f"There are no gradients={kind!r}{did_you_mean(kind, GRADIENTS)}: choose from {_listed()}.")
+        self.model, self.kind, self.seed = model, kind, seed
+        self.passes = 0
+        """Backward passes since the last step."""
+        self._step: Count = step or (lambda: torch.zeros((), dtype=torch.int64))
+        self._nodes: list[Any] = []  # a node that nobody holds is made anew by the next backward pass, without its hooks
+        self._sums: dict[int, Tensor] = {}
+        bitwidths = {id(bitwidth) for bitwidth in sampling_parameters(model)}
+        for name, parameter in model.named_parameters():
+            if parameter.is_floating_point() and parameter.requires_grad and id(parameter) not in bitwidths:
+                self._keep(name, parameter)
+
+    def _keep(self, name: str, parameter: Tensor) -> None:
+        dtype = torch.float32 if self.kind == "fp32" else torch.bfloat16
+        if isinstance(parameter, DTensor):
+            if parameter.dtype == dtype and self.kind != "bf16-sr":
+                return
+            raise UserError(
+                f"gradients={self.kind!r} is for parameters that one process holds, and {name!r} is sharded, in "
+                f"{parameter.dtype}: FSDP2 reduces in its MixedPrecisionPolicy's reduce_dtype, and keeps the parameter's type."
+            )
+        gradient, parameter.grad = parameter.grad, None
+        # None: the gradient of a pass comes as it is, and the hooks round its sum with those before it.
+        parameter.grad_dtype = None if self.kind == "bf16-sr" else dtype
+        parameter.grad = None if gradient is None else gradient.to(dtype)
+        if self.kind == "bf16-sr":
+            self._round_sums(name, parameter)
+
+    # Stochastic sums ---------------------------------------------------------------------------------------------------
+
+    def _round_sums(self, name: str, parameter: Tensor) -> None:
+        """Hooks around the accumulation of one parameter: before it the sum is put aside, after it both are added."""
+        node = get_gradient_edge(parameter).node
+        # Weak references: a node holds its parameter, which holds its hooks, and no collector would see that circle.
+        us, it = weakref.ref(self), weakref.ref(parameter)
+
+        def before(_: object) -> None:
+            found, ours = it(), us()
+            if ours is not None and found is not None and found.grad is not None:
+                ours._sums[id(found)] = found.grad
+                found.grad = None
+
+        def after(found: Tensor) -> None:
+            ours = us()
+            if ours is not None:
+                ours._add(name, found)
+
+        node.register_prehook(before)
+        self._nodes.append(node)
+        parameter.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def _add(self, name: str, parameter: Tensor) -> None:
+        earlier, new = self._sums.pop(id(parameter), None), parameter.grad
+        assert new is not None
+        if earlier is None and new.dtype == torch.bfloat16:
+            return
+        total = new.float() if earlier is None else earlier.float().add_(new)
+        purpose = f"gradient {_rank()}.{self.passes}"
+        parameter.grad = _rounded(total, Stream(self.seed, purpose, name), self._step())
+
+    # Several processes -------------------------------------------------------------------------------------------------
+
+    def _present(self) -> Iterator[Tensor]:
+        return (parameter.grad for parameter in self.model.parameters() if parameter.grad is not None)
+
+    @torch.no_grad()
+    def all_reduce(self, group: Any = None) -> None:
+        """Sum the gradients over the processes of `group`, in their own type, one collective per type.
+
+        Sums of "bf16-sr" travel in bfloat16, are added up in float32, and are rounded stochastically once.
+        """
+        if not dist.is_initialized() or dist.get_world_size(group) == 1:
+            return
+        kinds: dict[torch.dtype, list[Tensor]] = {}
+        for gradient in self._present():
+            kinds.setdefault(gradient.dtype, []).append(gradient)
+        for dtype, gradients in kinds.items():
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            if self.kind == "bf16-sr" and dtype == torch.bfloat16:
+                flat = self._stochastic_sum(flat, group)
+            else:
+                dist.all_reduce(flat, group=group)
+            parts = torch.split(flat, [gradient.numel() for gradient in gradients])
+            torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
+
+    def _stochastic_sum(self, flat: Tensor, group: Any) -> Tensor:
+        """Return the sum over processes: each adds up and rounds its part of all, and gives it to the others."""
+        world, rank = dist.get_world_size(group), dist.get_rank(group)
+        size = -(-flat.numel() // world)
+        sent = torch.nn.functional.pad(flat, (0, world * size - flat.numel()))
+        received, whole = torch.empty_like(sent), torch.empty_like(sent)
+        # As bytes: not every backend moves bfloat16.
+        dist.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8), group=group)
+        parts = received.view(world, size)
+        total = functools.reduce(torch.Tensor.add_, parts[1:], parts[0].float())  # in the order of ranks
+        stream = Stream(self.seed, "gradient reduction", "")
+        rounded = _rounded(total[None], stream, self._step(), (0, rank * size))[0]
+        dist.all_gather_into_tensor(whole.view(torch.uint8), rounded.view(torch.uint8), group=group)
+        return whole[: flat.numel()]
+
+
+def _rounded(total: Tensor, stream: Stream, step: Tensor, offset: tuple[int, int] = (0, 0)) -> Tensor:
+    """Return float32 sums as bfloat16, rounded stochastically."""
+    draw = stream.draw(step, matrix_size(total), offset, total.device)
+    # Not `round_to`, which would wait for the device to check for NaN: here NaN and Inf pass, and the optimizer sees them.
+    rounded: Tensor = torch.ops.dither.round_to(
+        total, "bf16", "stochastic(16)", False, draw.key, draw.step, draw.row, draw.column, "auto"
+    )
+    return rounded.to(torch.bfloat16)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _listed() -> str:
+    return ", ".join(GRADIENTS)

@@ -1,0 +1,130 @@
+"""States of other libraries' AdamW, read and written by their layouts: torch's, and that of bitsandbytes with 8 bits.
+
+torch keeps `exp_avg` and `exp_avg_sq` of the parameter's shape and dtype. bitsandbytes keeps `state1` and `state2`: float32 of
+the parameter's shape, or codes of 8 bits with the values that these stand for in `qmap1` and `qmap2`, and the largest
+magnitude of each 256 neighbours of the flattened tensor in `absmax1` and `absmax2`. Newer versions save these as one entry.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dither.errors import UserError
+from dither.nn.cut import local
+from dither.reference import dynamic
+from dither.reference.adamw import store_state
+from dither.update import Update
+
+BLOCK = 256
+"""bitsandbytes: how many neighbours of the flattened tensor share a scale."""
+
+SMALLEST = 4096
+"""bitsandbytes: tensors with fewer elements keep float32 moments."""
+
+WRAPPED = "__bnb_optimizer_quant_state__"
+"""bitsandbytes: where a saved state has what belongs to its codes."""
+
+THEIRS = ("amsgrad", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "alpha", "t_alpha", "t_beta3")
+"""What groups of other libraries have that is theirs alone; it is left out where their states are loaded."""
+
+
+class Moments(NamedTuple):
+    """A state without a format: how many steps were taken, and both moments as float32 of the parameter's local shape."""
+
+    step: Any
+    m: Tensor
+    v: Tensor
+
+
+def check_saved_group(group: Mapping[str, Any]) -> None:
+    """Raise if a group of another library's state says that its moments mean something else."""
+    if group.get("amsgrad"):
+        raise UserError("The state was saved with amsgrad=True, whose largest second moments this optimizer does not keep.")
+    if group.get("decoupled_weight_decay") is False and group.get("weight_decay"):
+        raise UserError(
+            f"The state was saved by Adam with weight_decay={group['weight_decay']!r}, which went into the gradients, and here "
+            "the decay is decoupled: load a state of AdamW, or set its weight_decay to 0."
+        )
+
+
+def read_moments(saved: Mapping[str, Any], shape: torch.Size, name: str) -> Moments:
+    """Return the moments of a parameter from a state of torch's AdamW or of bitsandbytes'."""
+    entries = {**saved, **saved.get(WRAPPED, {})}
+    if {"step", "exp_avg", "exp_avg_sq"} <= set(entries):
+        if "max_exp_avg_sq" in entries:
+            raise UserError(f"The state of {name} has max_exp_avg_sq, amsgrad's, which this optimizer does not keep.")
+        found = Moments(entries["step"], local(entries["exp_avg"]), local(entries["exp_avg_sq"]))
+    elif {"step", "state1", "state2"} <= set(entries):
+        found = Moments(entries["step"], _decoded(entries, 1, name), _decoded(entries, 2, name))
+    else:
+        raise UserError(
+            f"The state of {name} has {', '.join(sorted(map(str, saved)))}, which is neither torch's AdamW's (step, exp_avg, "
+            "exp_avg_sq) nor bitsandbytes' (step, state1, state2)."
+        )
+    for moment in found[1:]:
+        if moment.shape != shape or not moment.is_floating_point():
+            raise UserError(
+                f"The state of {name} has moments of {moment.dtype} {tuple(moment.shape)}, and the parameter is "
+                f"{tuple(shape)}: it belongs to another model."
+            )
+    return found._replace(m=found.m.float(), v=found.v.float())
+
+
+def _decoded(entries: Mapping[str, Any], which: int, name: str) -> Tensor:
+    codes: Tensor = entries[f"state{which}"]
+    if codes.dtype != torch.uint8:
+        return codes
+    needed = (f"qmap{which}", f"absmax{which}")
+    if not all(isinstance(entries.get(key), Tensor) for key in needed):
+        raise UserError(f"The state of {name} has codes of 8 bits in state{which} without {' and '.join(needed)}.")
+    values, largest = (entries[key].to(codes.device) for key in needed)
+    if values.numel() != 256 or largest.numel() != -(-codes.numel() // BLOCK):
+        raise UserError(
+            f"The state of {name} has {largest.numel()} scales for {codes.numel()} codes: blocks of {BLOCK} are what is known."
+        )
+    scales = largest.repeat_interleave(BLOCK)[: codes.numel()]
+    return (values[codes.flatten().long()] * scales).view(codes.shape)
+
+
+def same_codes(saved: Mapping[str, Any], shape: torch.Size, update: Update) -> dict[str, Tensor] | None:
+    """Return bitsandbytes' codes and scales as this library's, where they are the same numbers; else None.
+
+    They are in dynamic8 with blocks of 256, where rows are whole blocks: neighbours of the flattened tensor are then
+    neighbours of a row.
+    """
+    entries = {**saved, **saved.get(WRAPPED, {})}
+    if not _alike(shape, update) or not all(f"absmax{which}" in entries for which in (1, 2)):
+        return None
+    state = {}
+    for which, key, signed in ((1, "exp_avg", True), (2, "exp_avg_sq", False)):
+        values = dynamic.decode(torch.arange(256), signed)
+        if not torch.allclose(entries[f"qmap{which}"].cpu(), values, rtol=1e-6, atol=1e-12):
+            return None
+        state[key] = entries[f"state{which}"]
+        state[f"{key}_scale"] = entries[f"absmax{which}"].view(*shape[:-1], shape[-1] // BLOCK)
+    return state
+
+
+def _alike(shape: torch.Size, update: Update) -> bool:
+    return update.states == "dynamic8" and update.block == BLOCK and len(shape) > 1 and shape[-1] % BLOCK == 0
+
+
+def bitsandbytes_state(state: Mapping[str, Tensor], moments: Moments, update: Update) -> dict[str, Any]:
+    """Return bitsandbytes' state of a parameter: this library's codes where they are the same, else rounded to nearest."""
+    made: dict[str, Any] = {"step": int(moments.step)}
+    for which, key, moment, signed in ((1, "exp_avg", moments.m, True), (2, "exp_avg_sq", moments.v, False)):
+        if moment.numel() < SMALLEST:
+            made[f"state{which}"] = moment.clone()
+            continue
+        if _alike(moment.shape, update):
+            codes, largest = state[key].clone(), state[f"{key}_scale"].flatten()
+        else:
+            flat = torch.nn.functional.pad(moment.flatten(), (0, -moment.numel() % BLOCK)).view(-1, BLOCK)
+            codes, scales = store_state(flat, Update("nearest", "dynamic8", block=BLOCK), signed)
+            assert scales is not None
+            codes, largest = codes.flatten()[: moment.numel()].view(moment.shape), scales.flatten()
+        made[f"state{which}"], made[f"absmax{which}"] = codes, largest.clone()
+        made[f"qmap{which}"] = dynamic.decode(torch.arange(256, device=codes.device), signed)
+    return made

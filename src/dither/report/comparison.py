@@ -1,0 +1,273 @@
+"""A comparison of arms over seeds, with or without a sweep: tables, and sentences that name a winner only beyond chance.
+
+`dither compare` makes a `Comparison` from its run folders; the terminal, the page, the figure and comparison.json show it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from dither.errors import UserError
+from dither.report.estimates import BOUND, Estimate, estimate, paired
+from dither.report.load import Run
+from dither.report.summary import summarize
+
+VERSION = 1
+"""The version of comparison.json."""
+
+Value = str | float
+"""A value of the swept field."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One run of a comparison."""
+
+    arm: str
+    """The arm as the user wrote it."""
+    value: Value | None = None
+    """The value of the swept field; None without a sweep."""
+    seed: int = 0
+    """The seed of the initial weights, by which runs are paired."""
+    run: str = ""
+    """The name of the run's folder."""
+    state: str = "done"
+    """How the run ended."""
+    loss: float | None = None
+    """Held-out loss after the last step, in nats per token; None for a run that did not reach it."""
+    bits_per_byte: float | None = None
+    """The same loss per byte of text, in bits."""
+    tokens_per_s: float | None = None
+    """Median over the lines of metrics."""
+    memory: float | None = None
+    """Peak bytes."""
+
+    @classmethod
+    def of(cls, run: Run, *, arm: str, seed: int, value: Value | None = None) -> "Entry":
+        """Return the entry of a run.
+
+        A run that stopped before its last step has no final loss: the last one it measured is that of an earlier step.
+        """
+        found = summarize(run)
+        done = found.state == "done"
+        return cls(
+            arm=arm,
+            value=value,
+            seed=seed,
+            run=run.name,
+            state=found.state,
+            loss=found.loss if done else None,
+            bits_per_byte=found.bits_per_byte if done else None,
+            tokens_per_s=found.tokens_per_s,
+            memory=found.memory,
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """An arm, at one value of a sweep if there is one, over all its seeds."""
+
+    arm: str
+    value: Value | None
+    loss: Estimate | None
+    """Held-out loss; None if a run of the arm did not reach its last step."""
+    difference: Estimate | None
+    """Loss less that of the row it is compared with, within seeds; None for that row itself."""
+    bits_per_byte: float | None
+    tokens_per_s: float | None
+    memory: float | None
+    """Peak bytes of the largest run."""
+    state: str
+
+
+@dataclass(frozen=True)
+class Curve:
+    """An arm over the values of a sweep."""
+
+    arm: str
+    rows: tuple[Row, ...]
+    """One per value, in the order of the sweep; differences are to the row with the lowest mean."""
+    lowest: Row | None
+    """The row with the lowest mean loss; None if no value has one."""
+    tied: tuple[Row, ...]
+    """Other rows whose difference to the lowest is not decided."""
+
+    @property
+    def at_an_end(self) -> bool:
+        """Whether the lowest of several numbers is the first or last of them, so that a better one may lie beyond."""
+        known = [row.value for row in self.rows if isinstance(row.value, float)]
+        return self.lowest is not None and len(known) > 1 and self.lowest.value in (min(known), max(known))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Runs of several arms, each with the same seeds and, in a sweep, the same values of one field.
+
+    >>> from itertools import product
+    >>> losses = {("o1", 0): 3.0, ("o1", 1): 3.2, ("bf16-sr", 0): 2.9, ("bf16-sr", 1): 3.1}
+    >>> entries = tuple(Entry(arm=arm, seed=seed, loss=losses[arm, seed]) for arm, seed in product(("o1", "bf16-sr"), (0, 1)))
+    >>> for row in Comparison(entries=entries).ranking():
+    ...     print(row.arm, row.loss.text(), row.difference and row.difference.text(sign=True))
+    bf16-sr 3.0000 ± 0.1000 -0.1000 ± 0.0000
+    o1 3.1000 ± 0.1000 None
+    """
+
+    entries: tuple[Entry, ...]
+    field: str | None = None
+    """The path of the swept field; None without a sweep."""
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """The arms in the order in which they were named."""
+        return tuple(dict.fromkeys(entry.arm for entry in self.entries))
+
+    @property
+    def values(self) -> tuple[Value | None, ...]:
+        """The values of the sweep in their order; (None,) without one."""
+        return tuple(dict.fromkeys(entry.value for entry in self.entries))
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The seeds in their order."""
+        return tuple(dict.fromkeys(entry.seed for entry in self.entries))
+
+    def runs(self, arm: str, value: Value | None) -> tuple[Entry, ...]:
+        """Return the runs of an arm at a value, one per seed; a run that is missing is left out."""
+        return tuple(entry for entry in self.entries if entry.arm == arm and entry.value == value)
+
+    def losses(self, arm: str, value: Value | None) -> list[float | None]:
+        """Return one loss per seed, None where there is none."""
+        known = {entry.seed: entry.loss for entry in self.runs(arm, value)}
+        return [known.get(seed) for seed in self.seeds]
+
+    def ranking(self) -> tuple[Row, ...]:
+        """Return a row per arm, in a sweep at its lowest loss, the lowest first; differences are to the first arm named.
+
+        Arms without a loss come last.
+        """
+        best = {curve.arm: curve.rows[0].value if curve.lowest is None else curve.lowest.value for curve in self.curves()}
+        base = self.losses(self.arms[0], best[self.arms[0]])
+        rows = [self._row(arm, value, None if arm == self.arms[0] else base) for arm, value in best.items()]
+        return tuple(sorted(rows, key=_by_loss))
+
+    def curves(self) -> tuple[Curve, ...]:
+        """Return each arm over the values of the sweep."""
+        return tuple(self._curve(arm) for arm in self.arms)
+
+    def _curve(self, arm: str) -> Curve:
+        plain = [self._row(arm, value, None) for value in self.values]
+        lowest = min((row for row in plain if row.loss is not None), key=_by_loss, default=None)
+        if lowest is None:
+            return Curve(arm, tuple(plain), None, ())
+        base = self.losses(arm, lowest.value)
+        rows = tuple(row if row is lowest else self._row(arm, row.value, base) for row in plain)
+        return Curve(arm, rows, lowest, tuple(row for row in rows if row.difference and not row.difference.decided))
+
+    def _row(self, arm: str, value: Value | None, base: Sequence[float | None] | None) -> Row:
+        runs, losses = self.runs(arm, value), self.losses(arm, value)
+        bits, speed = (estimate([getattr(run, name) for run in runs]) for name in ("bits_per_byte", "tokens_per_s"))
+        return Row(
+            arm=arm,
+            value=value,
+            loss=estimate(losses),
+            difference=None if base is None else paired(losses, base),
+            bits_per_byte=None if bits is None else bits.mean,
+            tokens_per_s=None if speed is None else speed.mean,
+            memory=max((run.memory for run in runs if run.memory is not None), default=None),
+            state=", ".join(dict.fromkeys(run.state for run in runs)) or "not run",
+        )
+
+    def sentences(self) -> tuple[str, ...]:
+        """Return what the numbers say: the best value of each arm and the best arm, if seeds tell them from chance."""
+        found = [self._about(curve) for curve in self.curves()] if self.field is not None else []
+        if len(self.arms) > 1:
+            found.append(self._winner())
+        if len(self.seeds) == 1 and len(self.entries) > 1:
+            found.append("One seed: differences may be chance, and no winner is named. More seeds give standard errors.")
+        return tuple(found)
+
+    def _about(self, curve: Curve) -> str:
+        if curve.lowest is None or curve.lowest.loss is None:
+            return f"{curve.arm}: no value of {self.field} has a loss for every seed."
+        lowest, loss = shown(curve.lowest.value), curve.lowest.loss.text()
+        if curve.lowest.loss.count == 1:
+            said = f"{curve.arm}: lowest held-out loss {loss} at {self.field} = {lowest}"
+        elif curve.tied:
+            others = _listed([shown(row.value) for row in curve.tied])
+            said = f"{curve.arm}: lowest held-out loss {loss} at {self.field} = {lowest}, statistically tied with {others}"
+        else:
+            said = f"{curve.arm}: best at {self.field} = {lowest}, held-out loss {loss}"
+        return said + (f"; {lowest} is an end of the sweep." if curve.at_an_end else ".")
+
+    def _winner(self) -> str:
+        first, *others = self.ranking()
+        if first.loss is None:
+            return "No arm has a loss for every seed."
+        rivals = [row for row in others if row.loss is not None]
+        if first.loss.count == 1 or not rivals:
+            return f"Lowest held-out loss: {self._called(first)} with {first.loss.text()}."
+        base = self.losses(first.arm, first.value)
+        behind = [(row, paired(self.losses(row.arm, row.value), base)) for row in rivals]
+        tied = [self._called(row) for row, difference in behind if difference and not difference.decided]
+        if tied:
+            return (
+                f"No winner: {_listed([self._called(first), *tied])} are statistically tied, within {BOUND:g} standard errors "
+                "of their differences."
+            )
+        nearest, difference = min(behind, key=lambda pair: _mean(pair[1]))
+        assert difference is not None
+        return (
+            f"Lowest held-out loss: {self._called(first)} with {first.loss.text()}; {self._called(nearest)} is "
+            f"{difference.text()} behind."
+        )
+
+    def _called(self, row: Row) -> str:
+        return row.arm if row.value is None else f"{row.arm} at {shown(row.value)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, ready for JSON; what follows from the entries is included for readers, and not read back."""
+        rows = [row for curve in self.curves() for row in curve.rows]
+        return {
+            "version": VERSION,
+            "field": self.field,
+            "entries": [asdict(entry) for entry in self.entries],
+            "rows": [asdict(row) for row in rows],
+            "ranking": [asdict(row) for row in self.ranking()],
+            "sentences": list(self.sentences()),
+        }
+
+    @classmethod
+    def from_dict(cls, data: object) -> "Comparison":
+        """Return the comparison that `to_dict` wrote.
+
+        >>> made = Comparison(entries=(Entry(arm="o1", loss=2.5),))
+        >>> Comparison.from_dict(made.to_dict()) == made
+        True
+        """
+        entries = data.get("entries") if isinstance(data, dict) and data.get("version") == VERSION else None
+        known = {each.name for each in fields(Entry)}
+        if not isinstance(entries, list) or not entries or not all(isinstance(e, dict) and set(e) == known for e in entries):
+            raise UserError(f"This is no comparison.json of version {VERSION}, as `dither compare` writes it.")
+        assert isinstance(data, dict)
+        return cls(entries=tuple(Entry(**each) for each in entries), field=data.get("field"))
+
+
+def shown(value: Value | None) -> str:
+    """Return a value of a sweep as text.
+
+    >>> shown(5e-4), shown("wsd"), shown(8.0)
+    ('0.0005', 'wsd', '8')
+    """
+    return "" if value is None else value if isinstance(value, str) else f"{value:.6g}"
+
+
+def _by_loss(row: Row) -> float:
+    return _mean(row.loss)
+
+
+def _mean(found: Estimate | None) -> float:
+    return float("inf") if found is None else found.mean
+
+
+def _listed(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

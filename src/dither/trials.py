@@ -1,0 +1,393 @@
+"""The runs of a comparison: planned from arms, seeds and a sweep, trained one by one or in parallel, and collected.
+
+Nothing here needs the command line's packages: `benchmarks/sweep.py` runs comparisons where those are missing.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+
+from dither import files
+from dither.arms import Arm, Sweep, axis_value, value_of
+from dither.data import is_prepared, load_tokenizer, open_tokens, prepare
+from dither.data.text import STDLIB
+from dither.doctor import print_table
+from dither.errors import UserError
+from dither.report.comparison import Comparison, Entry, Value, shown
+from dither.report.load import read_all
+from dither.report.page import ABSENT, fixed, short, size
+from dither.train import config as configs
+from dither.train.config import Config, Data, Optim, Run
+from dither.train.guard import Signals, Status
+from dither.train.loop import CONFIG, Outcome, train
+from dither.train.progress import Progress
+
+BASE = Config(
+    data=Data(sequence=128, batch=8),
+    optim=Optim(lr=2e-3),
+    run=Run(steps=80, eval_every=40, sample_every=0, save_every=40, log_every=5, out="runs/compare"),
+)
+"""The config of a comparison that is given none: the six default arms on the tiny Llama take minutes on two CPU cores."""
+
+LOGS = "logs"
+"""The folder, beside those of the runs, of what runs in parallel print."""
+
+POLL = 0.5
+"""Seconds between looks at processes that run in parallel."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a comparison: an arm at a value of the sweep, with a seed."""
+
+    arm: str
+    config: Config
+    value: Value | None = None
+    """The value of the swept field; None without a sweep."""
+    sweep: str | None = None
+    """The path of the swept field."""
+    first: bool = True
+    """Whether its seeds are the config's own."""
+
+    def __str__(self) -> str:
+        """Return the arm, the value and the seed, unless there is no sweep, and unless it is the first seed."""
+        swept = "" if self.sweep is None else f", {self.sweep}={shown(self.value)}"
+        return f"{self.arm}{swept}" + ("" if self.first else f", seed {self.config.run.seed}")
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run."""
+        return Path(self.config.run.out)
+
+    @property
+    def begun(self) -> bool:
+        """Whether its folder holds a run."""
+        return os.path.isfile(self.folder / CONFIG)
+
+
+def plan(common: Config, names: Sequence[str], folder: Path, seeds: int = 1, sweep: str | None = None) -> list[Trial]:
+    """Return a run for each seed, arm and value of the sweep, each in a folder of its own, on tokens that they share.
+
+    >>> [str(trial) for trial in plan(BASE, ["o1", "bf16-sr@eps=1e-6"], Path("runs/a"), sweep="lr=1e-3,2e-3")]
+    ['o1, optim.lr=0.001', 'o1, optim.lr=0.002', 'bf16-sr@eps=1e-6, optim.lr=0.001', 'bf16-sr@eps=1e-6, optim.lr=0.002']
+    """
+    if seeds < 1:
+        raise UserError(f"--seeds is how many times each is trained, at least 1, not {seeds}.")
+    if twice := [name for name in names if list(names).count(name) > 1]:
+        raise UserError(f"{twice[0]!r} is named twice: name each once.")
+    arms = [Arm.parse(name) for name in names]
+    swept = None if sweep is None else Sweep.parse(sweep)
+    sources = common.data.sources or (STDLIB,)
+    shared = sources if len(sources) == 1 and is_prepared(sources[0]) else (str(folder / "tokens"),)
+    found: list[Trial] = []
+    for number in range(seeds):
+        data = replace(common.data, sources=shared, seed=common.data.seed + number)
+        seeded = replace(common, data=data, run=replace(common.run, seed=common.run.seed + number))
+        for arm in arms:
+            cases = [arm] if swept is None else [arm.at(swept.path, value) for value in swept.values]
+            found += [_trial(case, seeded, folder, swept, first=not number) for case in cases]
+    _check_different(found)
+    return found
+
+
+def _trial(arm: Arm, common: Config, folder: Path, sweep: Sweep | None, *, first: bool) -> Trial:
+    config = arm.config(common)
+    name = arm.folder(config) + ("" if first else f"-seed-{config.run.seed}")
+    value = None if sweep is None else axis_value(value_of(config, sweep.path))
+    placed = replace(config, run=replace(config.run, out=str(folder / name)))
+    return Trial(arm.text, placed, value, None if sweep is None else sweep.path, first)
+
+
+def _check_different(trials: Sequence[Trial]) -> None:
+    """Raise if two runs differ in nothing but their folder."""
+    seen: list[tuple[Config, Trial]] = []
+    for trial in trials:
+        bare = replace(trial.config, run=replace(trial.config.run, out="anywhere"))
+        if same := next((other for config, other in seen if config == bare), None):
+            if same.arm == trial.arm:
+                raise UserError(f"The sweep has {trial.sweep}={shown(trial.value)} twice: name each value once.")
+            raise UserError(f"{same.arm!r} and {trial.arm!r} mean the same run: name one of them.")
+        seen.append((bare, trial))
+
+
+def is_done(trial: Trial, resume: bool) -> bool:
+    """Return whether a run has come to its end. A run of another config, or an unfinished one, is an error unless resumed."""
+    if not trial.begun:
+        return False
+    saved = configs.load(trial.folder / CONFIG)
+    if saved != trial.config:
+        raise UserError(
+            f"The folder {str(trial.folder)!r} has a run of another config ({_changes(saved, trial.config)}): name another by "
+            "--out, or take the change back."
+        )
+    # A run that was killed while it was built has a config and no status yet.
+    if (trial.folder / Status.FILE).exists() and Status.load(trial.folder).state in ("done", "stopped"):
+        return True
+    if not resume:
+        raise UserError(
+            f"The run in {str(trial.folder)!r} was begun and is not done: go on with --resume, or name another --out."
+        )
+    return False
+
+
+def _changes(saved: Config, now: Config, most: int = 3) -> str:
+    found = []
+    for section in fields(now):
+        old, new = getattr(saved, section.name), getattr(now, section.name)
+        for name in (each.name for each in fields(new)):
+            if getattr(old, name) != getattr(new, name):
+                found.append(f"{section.name}.{name} is {getattr(old, name)!s:.80}, not {getattr(new, name)!s:.80}")
+    return ", ".join(found[:most]) + (f", and {len(found) - most} more" if len(found) > most else "")
+
+
+def prepare_once(common: Config, folder: Path) -> None:
+    """Tokenize the text that all runs read, unless that is done."""
+    sources, own = common.data.sources or (STDLIB,), folder / "tokens"
+    if len(sources) == 1 and is_prepared(sources[0]):
+        return
+    if not is_prepared(own):
+        prepare(sources, own, load_tokenizer(common.data.tokenizer), held_out=common.data.held_out)
+    elif open_tokens(own).sources != sources:
+        raise UserError(f"The tokens in {str(own)!r} were made from other text: name another folder by --out.")
+
+
+def collect(trials: Sequence[Trial]) -> Comparison:
+    """Return the comparison of runs that are there, by what their folders hold."""
+    entries = tuple(
+        Entry.of(run, arm=trial.arm, seed=trial.config.run.seed, value=trial.value)
+        for trial, run in zip(trials, read_all([trial.folder for trial in trials]), strict=True)
+    )
+    return Comparison(entries=entries, field=trials[0].sweep)
+
+
+def write_json(comparison: Comparison, path: Path) -> Path:
+    """Write comparison.json: the runs, and the tables and sentences that follow from them."""
+    try:
+        files.replace(path, files.to_json(comparison.to_dict(), path.name))
+    except OSError as error:
+        raise UserError(f"{str(path)!r} cannot be written: {error}.") from None
+    return path
+
+
+def print_comparison(comparison: Comparison) -> None:
+    """Print the tables and what they say."""
+    seeds = f", mean of {len(comparison.seeds)} seeds ± standard error" if len(comparison.seeds) > 1 else ""
+    if comparison.field is not None:
+        rows = [
+            (
+                row.arm,
+                shown(row.value),
+                ABSENT if row.loss is None else row.loss.text(),
+                "" if row.difference is None else row.difference.text(sign=True),
+                row.state,
+            )
+            for curve in comparison.curves()
+            for row in curve.rows
+        ]
+        columns = ("arm", comparison.field, "held-out loss", "to the arm's lowest", "how it ended")
+        print_table(f"Held-out loss by {comparison.field}{seeds}", columns, rows, right=[1, 2, 3])
+        print()
+    first = comparison.arms[0]
+    ranked = [
+        (
+            str(rank),
+            row.arm,
+            *([shown(row.value)] if comparison.field else []),
+            ABSENT if row.loss is None else row.loss.text(),
+            "" if row.difference is None else row.difference.text(sign=True),
+            fixed(row.bits_per_byte),
+            short(row.tokens_per_s),
+            size(row.memory),
+            row.state,
+        )
+        for rank, row in enumerate(comparison.ranking(), 1)
+    ]
+    swept = [comparison.field] if comparison.field else []
+    header = ("", "arm", *swept, "held-out loss", f"to {first}", "bits per byte", "tokens/s", "memory", "how it ended")
+    title = "Each arm at its lowest held-out loss" if comparison.field else "Held-out loss"
+    print_table(f"{title}{seeds}, lowest first", header, ranked, right=list(range(2, len(header) - 1)))
+    for sentence in comparison.sentences():
+        print(sentence)
+
+
+# Training -------------------------------------------------------------------------------------------------------------
+
+
+def run_all(
+    trials: Sequence[Trial],
+    *,
+    resume: bool = False,
+    parallel: int = 1,
+    command: Sequence[str] = (),
+    seconds: float | None = None,
+    say: Callable[[str], None] = print,
+) -> int:
+    """Train the runs that are not done, `parallel` at a time; return 0, or the exit code of a signal that ended it.
+
+    After `seconds`, unfinished runs are saved and stopped as by SIGTERM (143); `resume` continues them.
+    """
+    if parallel < 1:
+        raise UserError(f"--parallel is how many runs are trained at the same time, at least 1, not {parallel}.")
+    numbered = [(f"{trial} ({number} of {len(trials)})", trial) for number, trial in enumerate(trials, 1)]
+    done = {label: is_done(trial, resume) for label, trial in numbered}
+    for label in (label for label, over in done.items() if over):
+        say(f"{label} is done already.")
+    todo = [(label, trial) for label, trial in numbered if not done[label]]
+    if parallel == 1 and seconds is None:
+        return _one_by_one(todo, resume, command, say)
+    return _Pool(todo, resume, command, seconds, say).run(parallel)
+
+
+def _one_by_one(todo: Sequence[tuple[str, Trial]], resume: bool, command: Sequence[str], say: Callable[[str], None]) -> int:
+    for label, trial in todo:
+        say(label)
+        sys.stdout.flush()
+        with Progress(sys.stdout, steps=trial.config.run.steps) as progress:
+            outcome = train(trial.config, resume=resume and trial.begun, command=command, progress=progress)
+        if outcome.how == "signal":
+            say(f"{outcome.why} Go on with --resume.")
+            return outcome.code
+    return 0
+
+
+@dataclass(frozen=True, eq=False)
+class _Running:
+    label: str
+    trial: Trial
+    process: BaseProcess
+    log: Path
+
+
+class _Pool:
+    """Runs in processes of their own, a few at a time."""
+
+    def __init__(
+        self,
+        todo: Sequence[tuple[str, Trial]],
+        resume: bool,
+        command: Sequence[str],
+        seconds: float | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self.waiting, self.resume, self.command, self.say = list(todo), resume, tuple(command), say
+        self.deadline = None if seconds is None else monotonic() + seconds
+        self.running: list[_Running] = []
+        self.context: Any = multiprocessing.get_context("spawn")  # a fork would share CUDA's state, which cannot be
+
+    def run(self, parallel: int) -> int:
+        """Keep `parallel` processes busy until all runs have ended, one fails, a signal comes or time is up."""
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            raise UserError("--parallel starts processes itself: run it without torchrun, or leave --parallel out.")
+        failed = ""
+        with Signals() as signals:
+            try:
+                while self.running or self.waiting:
+                    while self.waiting and len(self.running) < parallel:
+                        self._start(*self.waiting.pop(0), parallel)
+                    connection.wait([each.process.sentinel for each in self.running], timeout=POLL)
+                    failed = next(filter(None, [self._end(each) for each in self._over()]), "")
+                    if failed or signals.received or self._late():
+                        break
+            finally:  # an error in here too must leave no process behind
+                stopped = self._stop(signal.SIGINT if signals.received == "SIGINT" else signal.SIGTERM)
+            if failed:
+                raise UserError(f"{failed} Runs that were not done are saved: go on with --resume.")
+            if signals.received or stopped or self.waiting:
+                self.say(f"{signals.received or 'The time is up'}: runs that were not done are saved. Go on with --resume.")
+                return signals.exit_code or 143
+        return 0
+
+    def _start(self, label: str, trial: Trial, parallel: int) -> None:
+        log = trial.folder.parent / LOGS / f"{trial.folder.name}.txt"
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"The folder {str(log.parent)!r} cannot be made: {error}.") from None
+        threads = max(1, torch.get_num_threads() // parallel)  # or the processes would fight over the cores
+        arguments = (trial.config, self.resume and trial.begun, self.command, str(log), threads)
+        process = self.context.Process(target=_work, args=arguments, name=str(trial))
+        process.start()
+        self.running.append(_Running(label, trial, process, log))
+        self.say(f"{label} begins; it prints to {log}")
+
+    def _over(self) -> list[_Running]:
+        """Take those that have ended out of those that run; each is asked once, since it may end at any time."""
+        alive = {each: each.process.is_alive() for each in self.running}
+        self.running = [each for each in self.running if alive[each]]
+        return [each for each in alive if not alive[each]]
+
+    def _end(self, each: _Running) -> str:
+        """Say how a run ended; return a sentence if it failed."""
+        each.process.join()
+        code = each.process.exitcode
+        if code in (0, 3):
+            self.say(f"{each.label}: {Status.load(each.trial.folder).why or 'done.'}")
+            return ""
+        if code in (130, 143):
+            return ""  # saved: somebody stopped it
+        return f"{each.label} failed: {_last_line(each.log) or f'its process ended with code {code}'} (all of it: {each.log})."
+
+    def _late(self) -> bool:
+        return self.deadline is not None and monotonic() > self.deadline
+
+    def _stop(self, how: signal.Signals) -> bool:
+        """Ask what still runs to save and stop, and wait for it; return whether anything did."""
+        running, self.running = self.running, []
+        for each in running:
+            if each.process.pid is not None and each.process.is_alive():
+                os.kill(each.process.pid, how)
+        for each in running:
+            each.process.join()
+        return bool(running)
+
+
+def _work(config: Config, resume: bool, command: tuple[str, ...], log: str, threads: int) -> None:
+    """Train one run in this process, which `_Pool` started; what it prints goes to `log`."""
+    os.setpgid(0, 0)  # Ctrl-C on the terminal reaches the parent alone, which passes it on once
+    with open(log, "a", encoding="utf-8") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    threading.Thread(target=_stop_without_parent, daemon=True).start()
+    torch.set_num_threads(threads)
+    sys.exit(_trained(config, resume, command))
+
+
+def _trained(config: Config, resume: bool, command: tuple[str, ...]) -> int:
+    try:
+        outcome: Outcome = train(config, resume=resume, command=command, progress=Progress(sys.stdout, steps=config.run.steps))
+    except UserError as error:
+        print(error, flush=True)
+        return 2
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    print(outcome.why, flush=True)
+    return outcome.code
+
+
+def _stop_without_parent() -> None:
+    """Save and stop, as by SIGTERM, if the parent dies."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _last_line(log: Path) -> str:
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError:
+        return ""
+    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")

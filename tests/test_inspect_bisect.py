@@ -1,0 +1,208 @@
+"""`dither inspect`: a model at rest. `dither bisect`: two precisions in lockstep, and a fault that was put into one layer."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dither import LayerPrecision, Plan, UserError, cli, fake_quantize, recipe
+from dither.models import build, save_pretrained
+from dither.numerics import lockstep, rest
+from dither.numerics.command import arm
+from dither.numerics.lockstep import default_bound
+from dither.precision import Cast
+from dither.train import Config, checkpoint, train
+from dither.train import config as configs
+from dither.train.distributed import joined
+from dither.train.job import Job, open_corpus
+
+SMALL = ("data.sequence=16", "data.batch=2", "run.eval_every=0", "run.sample_every=0", "run.save_every=0")
+SMALL += ("run.eval_sequences=1", "run.device=cpu", "optim.warmup=0.0")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("numerics") / "text"
+    folder.mkdir()
+    for index in range(60):
+        (folder / f"{index}.txt").write_text(f"{index} bottles of beer on the wall, {index} bottles of beer. " * 8)
+    return folder
+
+
+def settings(text: Path, *more: str) -> list[str]:
+    return [f'data.sources=["{text}"]', *SMALL, *more]
+
+
+# At rest --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(text) -> Path:
+    out = text.parent / "run"
+    more = ("run.steps=2", f'run.out="{out}"', "precision.mode=bf16", "optim.optimizer=adam-mini", "optim.schedule=constant")
+    train(configs.override(Config(), settings(text, *more)))
+    return out
+
+
+def test_a_run_at_rest(run, capsys):
+    assert cli.main(["inspect", str(run), "--cast", "e2m1:block(32)", "e4m3:row", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["step"] == 2
+    assert len(found["layers"]) == 14
+    tensors, _ = checkpoint.load(run / "checkpoints" / "step-00000002")
+    worst = found["layers"][0]
+    weight = tensors[f"model:{worst['name']}.weight"]
+    for text_of, cast in (("e2m1 block(32) fp32 nearest", "e2m1 block(32)"), ("e4m3 row fp32 nearest", "e4m3 row")):
+        stored = fake_quantize(weight.float(), cast, axis=-1).double()
+        noise = (stored - weight.double()).square().sum()
+        assert worst["casts"][text_of]["sqnr"] == pytest.approx(10 * math.log10(weight.double().square().sum() / noise))
+        zero = ((stored == 0) & (weight != 0)).sum().item() / (weight != 0).sum().item()
+        assert worst["casts"][text_of]["flushed"] == pytest.approx(zero)
+    order = [layer["casts"]["e2m1 block(32) fp32 nearest"]["sqnr"] for layer in found["layers"]]
+    assert order == sorted(order)
+    assert worst["amax"] == weight.abs().max().item()
+    assert worst["update"]["format"] == "bf16"
+    assert worst["update"]["rounding"] == "nearest"
+
+
+def test_updates_at_rest_are_those_of_the_optimizer(run):
+    # The last step of a run of three is what its stored moments after three say, at the rate that was saved.
+    found = rest.inspect(run, [Cast("e4m3")])
+    tensors, plain = checkpoint.load(run / "checkpoints" / "step-00000002")
+    group = plain["optimizer"]["groups"][0]
+    index = group["param_names"].index("model.layers.0.mlp.up_proj.weight")
+    m = tensors[f"optimizer:{group['params'][index]}:exp_avg"].float()
+    v = tensors[f"optimizer:{group['params'][index]}:exp_avg_sq"].float()[:, None]  # Adam-mini: one a row
+    w = tensors["model:model.layers.0.mlp.up_proj.weight"].float()
+    b1, b2 = group["betas"]
+    update = group["lr"] * (m / (1 - b1**2) / ((v / (1 - b2**2)).sqrt() + group["eps"]) + group["weight_decay"] * w)
+    spacing = torch.exp2(torch.floor(torch.log2(w.abs())) - 7)
+    mine = next(layer.update for layer in found.layers if layer.name == "model.layers.0.mlp.up_proj")
+    assert mine.ratio == pytest.approx((update.abs() / spacing).median().item(), rel=1e-3)
+    assert mine.stagnant == pytest.approx(((w - update).bfloat16().float() == w).double().mean().item(), abs=1e-3)
+
+
+def test_the_table_and_a_model_of_hugging_face(tmp_path, capsys):
+    model = build("tiny", vocab_size=257, seed=1)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[::32, ::32] = 0.5  # outliers cost their blocks most others
+    save_pretrained(model, tmp_path / "model")
+    assert cli.main(["inspect", str(tmp_path / "model")]) == 0
+    out = capsys.readouterr().out
+    tables = out.split("\n\n")
+    assert "weights in e4m3 block(32) fp32 nearest" in tables[0]
+    assert "weights in e2m1 block(32) fp32 nearest" in tables[1]
+    assert tables[1].splitlines()[2].split()[0] == "model.layers.0.mlp.up_proj"
+    assert "lm_head" not in out
+    assert "Updates" not in out
+
+
+def test_what_cannot_be_inspected_is_a_sentence(tmp_path, capsys):
+    for arguments, said in (
+        ([str(tmp_path)], "is neither a run (config.toml), nor a checkpoint (manifest.json), nor a model (config.json)"),
+        ([str(tmp_path), "--cast", "e9m9"], "There is no number format 'e9m9'"),
+    ):
+        assert cli.main(["inspect", *arguments]) == 2
+        assert said in capsys.readouterr().err
+
+
+# In lockstep ----------------------------------------------------------------------------------------------------------
+
+FAULT = "model.layers.1.self_attn.v_proj"
+
+
+@pytest.fixture(scope="module")
+def faulty(text) -> Path:
+    """FP8 in blocks, but the gradients of one layer in INT8 with one scale."""
+    plan = recipe("fp8-block")
+    wrong = replace(plan.default, grad=Cast.parse("int8 tensor"))
+    path = text.parent / "faulty.json"
+    Plan(((FAULT, wrong),), plan.default, compute="bf16").save(path)
+    return path
+
+
+def bisect(text: Path, *arguments: str) -> int:
+    return cli.main(["bisect", *arguments, "--set", *settings(text, "data.sequence=32", "data.batch=4")])
+
+
+def test_a_layer_with_int8_gradients_is_found(text, faulty, capsys):
+    assert bisect(text, "--a", "fp32", "--b", str(faulty), "--steps", "3") == 1
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1].startswith(f"At step 1 the input gradient product of {FAULT} differs by 0.0")
+    assert out.splitlines()[-1].endswith("beyond the bound of 0.0455.")  # and no other layer is
+
+
+def test_a_sound_precision_has_no_culprit(text, capsys):
+    assert bisect(text, "--b", "fp8-block", "--steps", "1", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["culprit"] is None
+    assert len(found["differences"]) == 4 * 15  # the output layer is compared as well
+    of_fault = [each for each in found["differences"] if each["layer"] == FAULT]
+    assert [each["product"] for each in of_fault] == ["forward", "input gradient", "weight gradient", "update"]
+    # e4m3 has a relative error of about 2.6 % an operand, and a product takes two of them.
+    assert all(0.02 < each["local"] < 0.06 for each in of_fault[:2])
+
+
+@pytest.fixture(scope="module")
+def jobs(text):
+    """Makes pairs of jobs by their precisions."""
+    common = configs.override(Config(), settings(text, "run.steps=20"))
+    with joined("cpu") as ranks:
+        corpus = open_corpus(common, text.parent, ranks)
+        yield lambda *names: [Job(replace(common, precision=arm(name, common)), corpus, ranks) for name in names]
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+def test_equal_precisions_never_differ_and_weights_are_set_anew(jobs):
+    same = lockstep.bisect(*jobs("fp32", "fp32"), names=("a", "b"), steps=2, tell=quiet)
+    assert {each.local for each in same.differences} == {0.0}
+    assert {each.total for each in same.differences if each.total is not None} == {0.0}
+    a, b = jobs("fp32", "bf16-pure")
+    lockstep.bisect(a, b, names=("a", "b"), steps=2, tell=quiet)
+    apart = (a.model.lm_head.weight - b.model.lm_head.weight.float()).norm()
+    free = jobs("fp32", "bf16-pure")
+    lockstep.bisect(*free, names=("a", "b"), steps=2, free=True, tell=quiet)
+    assert (free[0].model.lm_head.weight - free[1].model.lm_head.weight.float()).norm() > apart
+
+
+def test_weights_that_are_not_finite_and_a_given_bound(jobs):
+    a, b = jobs("fp32", "fp32")
+    layer = b.model.get_submodule(FAULT)
+    layer.register_forward_hook(lambda _, __, y: y * math.inf)
+    found = lockstep.bisect(a, b, names=("a", "b"), steps=2, tell=quiet)
+    assert (found.culprit.step, found.culprit.layer, found.culprit.product) == (1, FAULT, "forward")
+    assert found.culprit.local == math.inf
+    json.dumps(found.to_dict(), allow_nan=False)
+    tight = lockstep.bisect(*jobs("fp32", "o1"), names=("fp32", "o1"), steps=2, bound=1e-4, tell=quiet)
+    assert tight.steps == 1
+    assert len(tight.beyond) == len(tight.differences)
+
+
+def test_bounds():
+    assert default_bound([0.0, 0.0, 0.0, 0.1]) == 2**-7
+    assert default_bound([0.4, 0.4, 0.4, 0.6]) == 0.5
+    assert default_bound([math.inf, math.inf]) == 0.5
+    assert default_bound([0.4, 0.5, 0.6], math.inf) == 1.5
+
+
+def test_arms_and_mistakes(jobs, text, capsys):
+    common = Config()
+    assert (arm("o1+plan.json", common).plan, arm("plan.json", common).mode) == ("plan.json", "o1")
+    assert arm("gaussws:od", common) == arm("o1+gaussws:od", common)
+    for arguments, said in (
+        (("--b", "fp9"), "There is no precision 'fp9'"),
+        (("--b", "a.json+b.json"), "names two plans"),
+        (("--b", "fp8-block", "--steps", "0"), "--steps is from 1 to run.steps=80"),
+        (("--b", "fp8-block", "--bound", "-1"), "The bound is a relative difference above 0"),
+    ):
+        assert bisect(text, *arguments) == 2
+        assert said in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"nowhere\.json"):
+        jobs("nowhere.json")
+    assert LayerPrecision() == common.precision.load_plan().default

@@ -1,0 +1,205 @@
+"""Estimated memory beside measured peaks, and beside what autograd keeps."""
+
+import contextlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+import dither
+from dither.advice.memory import GIB, PARTS, STORAGE, Setting, Shape, code_bytes, estimate, largest_batch, llama_of
+from dither.advice.shapes import shape_of
+from dither.errors import UserError
+from dither.models import PRESETS, GPT2Config, LlamaConfig, build, parameter_count
+from dither.nn.step import training_step
+from dither.optim.modes import MODES
+from dither.precision import Cast
+from dither.recipes import recipe
+
+SIZES = {
+    "134m": (shape_of(PRESETS["llama-134m"]), 24),
+    "360m": (shape_of(PRESETS["llama-360m"]), 16),
+    "1b": (shape_of(PRESETS["llama-1b"]), 8),
+    "3b": (shape_of(PRESETS["llama-3b"]), 3),
+    "8b4": (shape_of(replace(PRESETS["llama-8b"], num_hidden_layers=4)), 4),
+}
+"""The sizes of benchmarks/train.py: model, and sequences of 2048 tokens in a step."""
+
+MEASURED = [
+    # docs/benchmarks.md, "Training steps": peaks on an H200, blocks compiled, fused cross entropy
+    ("1b", "o1", None, 42.42),
+    ("1b", "o1", "fp8-current", 39.97),
+    ("1b", "o1", "fp8-block", 40.10),
+    ("1b", "o1", "fp4-block", 40.10),
+    ("3b", "o1", None, 61.46),
+    ("3b", "o1", "fp8-current", 59.66),
+    ("3b", "o1", "fp8-block", 59.76),
+    ("8b4", "o1", None, 20.41),
+    ("8b4", "o1", "fp8-current", 19.85),
+    ("8b4", "o1", "fp8-block", 19.87),
+    ("134m", "o1", None, 22.36),
+    ("360m", "o1", None, 34.38),
+    # runs of the same kind, one mode beside the other
+    ("1b", "bf16-sr", None, 31.7),
+    ("1b", "bf16-sr", "fp8-current", 31.3),
+    ("3b", "bf16-sr", None, 35.5),
+    ("3b", "bf16-sr", "fp8-current", 39.6),
+    # docs/benchmarks.md, sampled weights
+    ("134m", "o1", "kept", 22.31),
+    ("134m", "o1", "recomputed", 22.14),
+    ("360m", "o1", "kept", 34.32),
+    ("360m", "o1", "recomputed", 33.74),
+    ("1b", "o1", "kept", 42.38),
+    ("1b", "o1", "recomputed", 40.27),
+    ("3b", "o1", "kept", 61.45),
+]
+"""(size, mode, recipe or kind of sampling, peak in GiB)."""
+
+
+def setting(mode: str, what: str | None) -> Setting:
+    if what in ("kept", "recomputed"):
+        return Setting(mode=mode, sampling=what)
+    return Setting(mode=mode, precision=None if what is None else recipe(what).default)
+
+
+@pytest.mark.parametrize(("size", "mode", "what", "peak"), MEASURED)
+def test_estimates_are_within_a_percent_of_measured_peaks(size, mode, what, peak):
+    shape, batch = SIZES[size]
+    found = estimate(shape, setting(mode, what), batch=batch, sequence=2048)
+    assert found.moment == "loss"
+    assert found.peak / GIB == pytest.approx(peak, rel=0.01)
+
+
+LLAMA = LlamaConfig(
+    hidden_size=64, intermediate_size=176, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=256
+)
+GPT2 = GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=256)
+B, S = 3, 32
+
+
+def kept_by_autograd(config, mode: str, what: str | None) -> int:
+    """Bytes that autograd keeps of one more block, besides parameters and what layers hold."""
+    totals = []
+    for layers in (1, 2):
+        model = build(replace(config, **{"n_layer" if config is GPT2 else "num_hidden_layers": layers}))
+        model = model.bfloat16() if mode == "bf16-sr" else model
+        if what is not None:
+            dither.convert(model, what)
+        found: dict[int, torch.UntypedStorage] = {}
+
+        def pack(x, found=found):
+            found[x.untyped_storage().data_ptr()] = x.untyped_storage()
+            return x
+
+        autocast = torch.autocast("cpu", torch.bfloat16) if mode == "o1" else contextlib.nullcontext()
+        text = torch.randint(256, (B, S + 1), generator=torch.Generator().manual_seed(0))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), training_step(model, step=0), autocast:
+            model(text[:, :-1], text[:, 1:])
+            own = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
+        totals.append(sum(storage.nbytes() for place, storage in found.items() if place not in own))
+    return totals[1] - totals[0]
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("mode", "what"), [("fp32", None), ("o1", None), ("bf16-sr", None), ("o1", "fp8-current"), ("o1", "fp8-block")]
+)
+def test_uncompiled_activations_are_what_autograd_keeps(config, mode, what):
+    """Exactly, but for the scales of ragged groups."""
+    shapes = [shape_of(replace(config, **{"n_layer" if config is GPT2 else "num_hidden_layers": n})) for n in (1, 2)]
+    made = [estimate(each, replace(setting(mode, what), compiled=False), batch=B, sequence=S) for each in shapes]
+    ours = [sum(found.moments["loss"][part] for part in ("activations", "input_codes")) for found in made]
+    if what is None:  # copies of weights are kept by autograd too; codes are held by layers
+        ours = [total + found.moments["loss"]["weight_codes"] for total, found in zip(ours, made, strict=True)]
+    assert ours[1] - ours[0] == pytest.approx(kept_by_autograd(config, mode, what), rel=1e-9 if what is None else 0.02)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_parameters_of_shapes_are_those_of_models(name):
+    assert shape_of(PRESETS[name]).parameters == parameter_count(PRESETS[name])
+
+
+def test_every_mode_has_its_types():
+    """What a mode's plan says is what the table says, so that a new mode cannot be forgotten."""
+    for name, mode in MODES.items():
+        storage, plan = STORAGE[name], mode.plan
+        assert (storage.parameters, storage.compute, storage.master) == (plan.parameters, plan.compute, plan.master), name
+        assert storage.states == mode.states, name
+        assert storage.compensation == (mode.weights == "kahan"), name
+
+
+def test_static_parts_are_bytes_per_parameter():
+    """Resident bytes per parameter of the table of optimizer steps in docs/benchmarks.md: 16, 8, 10, 16 and 6.06."""
+    shape = SIZES["1b"][0]
+
+    def resident(**given) -> float:
+        parts = estimate(shape, Setting(**given), batch=1, sequence=64).moments["update"]
+        return sum(parts[part] for part in ("weights", "masters", "states", "gradients")) / shape.parameters
+
+    assert resident(mode="fp32") == resident(mode="o1") == 16
+    assert resident(mode="bf16-sr") == 8
+    assert resident(mode="bf16-kahan") == 10
+    assert resident(mode="o2", gradients="bf16") == 16
+    assert resident(mode="bf16-sr", states="dynamic8") == pytest.approx(6.0625)
+    assert resident(mode="bf16-sr", optimizer="adam-mini") == 6
+    # The guide: AdamW in FP32 has 12 bytes of states and weights, in INT8 6 (blocks of 2048).
+    guide = estimate(shape, Setting(mode="o1", states="int8", state_block=2048), batch=1, sequence=64).parts
+    assert (guide["weights"] + guide["states"]) / shape.parameters == pytest.approx(6, abs=0.01)
+
+
+def test_moments_of_a_step():
+    """Few tokens: gradients are the peak; many: activations; accumulation needs both; checkpointing trades them for a block."""
+    shape, _ = SIZES["1b"]
+    small, large = (estimate(shape, Setting(), batch=batch, sequence=128) for batch in (1, 64))
+    assert (small.moment, large.moment) == ("update", "loss")
+    assert small.parts["gradients"] == 4 * shape.parameters
+    assert large.parts["gradients"] == 0
+    both = estimate(shape, Setting(accumulate=True), batch=64, sequence=128)
+    assert both.peak == large.peak + 4 * shape.parameters
+    again = estimate(shape, Setting(checkpointing=True), batch=64, sequence=128)
+    assert again.moments["loss"]["activations"] == 64 * 128 * 22 * 2048 * 4
+    assert again.moments["recompute"]["temporaries"] > large.parts["activations"] / 22
+    assert again.peak < large.peak
+    assert set(PARTS) == set(large.parts)
+
+
+def test_codes():
+    for text, expected in {
+        "e4m3 tensor": 1 + 4 / 4096**2,
+        "e4m3 block(128)": 1 + 4 / 128**2,
+        "e4m3 row": 1 + 4 / 4096,
+        "e2m1 tile(128)": 1 + 4 / 128,  # in E4M3 codes, for FP8 units
+        "mxfp8": 1 + 1 / 32,
+        "mxfp4": 0.5 + 1 / 32,
+        "nvfp4": 0.5 + 1 / 16,
+    }.items():
+        assert code_bytes(Cast.parse(text), 4096, 4096) == expected, text
+
+
+def test_the_largest_batch_fits_and_the_next_does_not():
+    shape, how = SIZES["3b"][0], Setting(mode="bf16-sr")
+    batch = largest_batch(shape, how, sequence=2048, memory=80 * GIB)
+    assert estimate(shape, how, batch=batch, sequence=2048).peak <= 80 * GIB
+    assert estimate(shape, how, batch=2 * batch, sequence=2048).peak > 80 * GIB
+    assert largest_batch(shape, how, sequence=2048, memory=10 * GIB) == 0
+
+
+@pytest.mark.parametrize("parameters", [5e7, 1.3e9, 13e9, 70e9])
+def test_a_llama_of_a_size_has_about_that_size(parameters):
+    assert llama_of(parameters).parameters == pytest.approx(parameters, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda: Setting(mode="bf61"), "There is no mode 'bf61'.*did you mean 'bf16'"),
+        (lambda: Setting(states="int3"), "There is no format of optimizer states 'int3'"),
+        (lambda: Setting(gradients="fp8"), "There is no format of gradients 'fp8'"),
+        (lambda: estimate(SIZES["1b"][0], Setting(), batch=0, sequence=1), "The batch is a positive integer, not 0"),
+        (lambda: llama_of(12), "from 1e6 to 1e13"),
+        (lambda: Shape(width=0, layers=1, heads=1, feed_forward=1, vocab=1), "The width of a model is a positive integer"),
+    ],
+)
+def test_mistakes_are_sentences(wrong, said):
+    with pytest.raises(UserError, match=said):
+        wrong()

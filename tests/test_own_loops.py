@@ -1,0 +1,641 @@
+"""Loops that Dither does not own: however they recompute, accumulate and compile, the bits are those of the plain run.
+
+A run is compared with one that differs in a single respect: it recomputes activations, or its blocks are compiled. Weights and
+gradients after two optimizer steps must be equal bit for bit.
+"""
+
+import contextlib
+import copy
+import io
+import itertools
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import dither
+from dither import UserError
+from dither.nn import Linear, convert, draws, hints, param_groups, training_step
+from dither.nn.guidance import watch_guidance
+from dither.precision import Cast, LayerPrecision, Plan, Sampling
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[test]'")
+
+SIZE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+IDS = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(1))
+
+PLANS = {
+    "fp4-block": dither.recipe("fp4-block"),
+    "gaussws": Plan(default=LayerPrecision(sampling=Sampling(b_init=4.0, b_target=3.0))),
+    "inputs": Plan(default=LayerPrecision(input_sampling=Sampling(b_init=4.0, b_target=3.0))),
+    "everything": Plan(
+        default=LayerPrecision.of("e2m1 tile(32) stochastic(16)", "e2m1 block(32)", "e2m1 tile(32) stochastic(16)")
+    ).with_sampling(Sampling(b_init=1.5, b_target=1.0)),
+    "bf16-sr": None,
+}
+CHECKPOINTS = {"none": None, "non-reentrant": {"use_reentrant": False}, "reentrant": {"use_reentrant": True}}
+REMARKS = [
+    "ignore:mkldnn_matmul failed",
+    "ignore:The .grad attribute of a Tensor that is not a leaf",  # Dynamo looks at it
+    "ignore:.*use_reentrant parameter should be passed explicitly",
+    "ignore:None of the inputs have requires_grad=True",
+    "ignore:.*does not have many workers",
+    "ignore:.*tensorboardX",
+    "ignore:.*isinstance.treespec",
+    "ignore:.*pin_memory",
+    "ignore:The dataloader",
+]
+pytestmark = [pytest.mark.filterwarnings(remark) for remark in REMARKS]
+
+
+def build(method: str, checkpointing: str = "none", compiled: bool = False) -> nn.Module:
+    """A tiny Llama of Hugging Face, converted; its gradient checkpointing is theirs."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        **SIZE, num_key_value_heads=1, max_position_embeddings=32, bos_token_id=0, eos_token_id=1, pad_token_id=2
+    )
+    config.loss_type = "ForCausalLM"
+    model = transformers.LlamaForCausalLM(config).train()
+    if PLANS[method] is not None:
+        convert(model, PLANS[method])
+    if method == "bf16-sr":
+        model.bfloat16()
+    if CHECKPOINTS[checkpointing] is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTS[checkpointing])
+        if checkpointing == "reentrant":  # which needs an input with a gradient
+            model.enable_input_require_grads()
+    if compiled:
+        torch._dynamo.reset()
+        for block in model.model.layers:
+            block.compile(backend="aot_eager")
+    return model
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return dither.optim.AdamW(param_groups(model), lr=1e-2, betas=(0.9, 0.95))
+
+
+def own_loop(model: nn.Module, parts: int) -> None:
+    optimizer = optimizer_of(model)
+    for step in range(2):
+        with training_step(model, step=step):
+            for ids in IDS.chunk(parts):
+                (model(ids, labels=ids).loss / parts).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+def loop_without_steps(model: nn.Module, parts: int) -> None:
+    optimizer = optimizer_of(model)
+    for _ in range(2):
+        for ids in IDS.chunk(parts):
+            (model(ids, labels=ids).loss / parts).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+def accelerate_loop(model: nn.Module, parts: int) -> None:
+    """In accelerate's usual order: the optimizer's step is inside."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed: pip install -e '.[test]'")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=parts)
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    for step in range(2):
+        with training_step(model, step=step):
+            for ids in IDS.chunk(parts):
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(ids, labels=ids).loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+
+def hf_trainer(model: nn.Module, parts: int, tmp_path) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed: pip install -e '.[test]'")
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=len(IDS) // parts,
+        gradient_accumulation_steps=parts,
+        max_steps=2,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        logging_strategy="no",
+        gradient_checkpointing=model.is_gradient_checkpointing,
+        gradient_checkpointing_kwargs=CHECKPOINTS[model.checkpointing],
+        train_sampling_strategy="sequential",
+        dataloader_pin_memory=False,
+    )
+    rows = [{"input_ids": row, "labels": row} for row in IDS] * 2
+    transformers.Trainer(model, arguments, train_dataset=rows, optimizers=(optimizer_of(model), None)).train()
+
+
+def lightning_loop(model: nn.Module, parts: int, tmp_path) -> None:
+    lightning = pytest.importorskip("lightning", reason="lightning is not installed: pip install -e '.[test]'")
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, ids: Tensor, _: int) -> Tensor:
+            return self.model(ids, labels=ids).loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return optimizer_of(self.model)
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = lightning.Trainer(
+        max_steps=2, accelerator="cpu", accumulate_grad_batches=parts, default_root_dir=str(tmp_path), **quiet
+    )
+    rows = torch.utils.data.DataLoader(torch.cat([IDS, IDS]), batch_size=len(IDS) // parts)
+    trainer.fit(Module(), rows)
+
+
+LOOPS = {
+    "own loop": own_loop,
+    "own loop without training_step": loop_without_steps,
+    "accelerate": accelerate_loop,
+    "transformers.Trainer": hf_trainer,
+    "Lightning": lightning_loop,
+}
+
+
+def trained(loop: str, method: str, checkpointing: str, parts: int, compiled: bool, tmp_path) -> list[Tensor]:
+    model = build(method, checkpointing, compiled)
+    model.checkpointing = checkpointing
+    folder = (tmp_path,) if loop in ("transformers.Trainer", "Lightning") else ()
+    with contextlib.redirect_stdout(io.StringIO()):
+        LOOPS[loop](model, parts, *folder)
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+EVERY = list(itertools.product(LOOPS, PLANS, ("non-reentrant", "reentrant"), (1, 2)))
+FEW = [  # each loop with each kind of checkpointing, each method twice
+    ("own loop", "fp4-block", "non-reentrant", 2),
+    ("own loop", "inputs", "reentrant", 2),
+    ("own loop", "bf16-sr", "non-reentrant", 2),
+    ("own loop without training_step", "gaussws", "non-reentrant", 1),
+    ("own loop without training_step", "everything", "reentrant", 2),
+    ("accelerate", "everything", "non-reentrant", 2),
+    ("accelerate", "fp4-block", "reentrant", 1),
+    ("transformers.Trainer", "gaussws", "non-reentrant", 2),
+    ("transformers.Trainer", "inputs", "reentrant", 1),
+    ("Lightning", "inputs", "non-reentrant", 2),
+    ("Lightning", "bf16-sr", "reentrant", 1),
+]
+
+
+def cases(few: list[tuple]) -> list:
+    return [pytest.param(*case, marks=() if case in few else pytest.mark.exhaustive) for case in EVERY]
+
+
+@pytest.mark.parametrize(("loop", "method", "checkpointing", "parts"), cases(FEW))
+def test_recomputation_draws_what_forward_drew(loop, method, checkpointing, parts, tmp_path):
+    plain = trained(loop, method, "none", parts, False, tmp_path)
+    assert same(trained(loop, method, checkpointing, parts, False, tmp_path), plain)
+
+
+COMPILED = [("own loop", "everything", "non-reentrant", 2), ("own loop without training_step", "gaussws", "reentrant", 2)]
+
+
+@pytest.mark.parametrize(("loop", "method", "checkpointing", "parts"), cases(COMPILED))
+def test_compiled_blocks_draw_what_eager_blocks_draw(loop, method, checkpointing, parts, tmp_path):
+    """Checkpointing is around the compiled blocks: what is recomputed is compiled code."""
+    plain = trained(loop, method, "none", parts, False, tmp_path)
+    assert same(trained(loop, method, "none", parts, True, tmp_path), plain)
+    assert same(trained(loop, method, checkpointing, parts, True, tmp_path), plain)
+
+
+@pytest.mark.parametrize("method", ["everything", "inputs"])
+def test_checkpointing_within_a_compiled_graph(method):
+    """The compiled backward recomputes by itself."""
+    found = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        block = nn.Sequential(nn.Linear(32, 48), nn.SiLU(), nn.Linear(48, 32))
+        torch.manual_seed(0)
+        for parameter in block.parameters():
+            nn.init.normal_(parameter)
+        convert(block, PLANS[method])
+        call = (lambda x, block=block: checkpoint(block, x, use_reentrant=False)) if compiled else block
+        call = torch.compile(call, backend="aot_eager") if compiled else call
+        with training_step(block, step=3):
+            outputs = [call(x) for x in inputs(3, grad=True)]
+            for y in (outputs[1], outputs[0], outputs[2]):  # in any order
+                y.square().sum().backward()
+        found.append([parameter.grad for parameter in block.parameters()])
+    # Autograd adds up gradients in the order of backward; both runs have the same.
+    assert same(*found)
+
+
+# Rows -------------------------------------------------------------------------------------------------------------------
+
+
+def inputs(count: int, *, grad: bool = False, tokens: int = 8) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(tokens, 32, generator=generator).requires_grad_(grad) for _ in range(count)]
+
+
+def layer_of(method: str = "fp4-block", features: int = 32) -> Linear:
+    torch.manual_seed(0)
+    return Linear(32, features, precision=PLANS[method].default, name="up", seed=3)
+
+
+def gradient(layer: nn.Module, x: Tensor, call=None) -> Tensor:
+    x = x.clone().requires_grad_()
+    y = layer(x) if call is None else call(x)
+    y.square().sum().backward()
+    return x.grad
+
+
+def test_equal_micro_batches_draw_different_bits():
+    layer, x = layer_of(), inputs(1)[0]
+    with training_step(layer, step=0):
+        first, second = gradient(layer, x), gradient(layer, x)
+    assert not torch.equal(first, second)
+
+
+def test_counted_rows_are_those_of_the_whole_batch():
+    """Accumulation without a word about rows draws what explicit rows draw, and what the whole batch draws."""
+    layer, batch = layer_of(), torch.cat(inputs(3))
+    with training_step(layer, step=4):
+        counted = torch.cat([gradient(layer, x) for x in batch.split(8)])
+    with training_step(layer, step=4) as at:
+        given = []
+        for start in range(0, 24, 8):
+            at.row(start)
+            given.append(gradient(layer, batch[start : start + 8]))
+    assert torch.equal(counted, torch.cat(given))
+    with training_step(layer, step=4):
+        whole = gradient(layer, batch)
+    assert torch.allclose(counted, whole, rtol=1e-5, atol=1e-6)  # only sums within a product may differ in their order
+
+
+def test_given_rows_are_not_counted_on():
+    layer, x = layer_of(), inputs(1)[0]
+    with training_step(layer, step=4, row=16):
+        first, second = gradient(layer, x), gradient(layer, x)
+    assert torch.equal(first, second)
+
+
+def test_ranks_draw_their_rows_in_turn(monkeypatch):
+    """Two ranks with two micro-batches each draw together what one process draws for four."""
+    layer, batch = layer_of(), torch.cat(inputs(4))
+    with training_step(layer, step=2):
+        whole = [gradient(layer, x) for x in batch.split(8)]
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
+    for rank in range(2):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None, rank=rank: rank)
+        with training_step(layer, step=2):
+            assert [torch.equal(gradient(layer, batch.split(8)[2 * i + rank]), whole[2 * i + rank]) for i in range(2)] == [
+                True
+            ] * 2
+    outside = []
+    for rank in range(2):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None, rank=rank: rank)
+        outside.append(gradient(layer_of(), batch[:8]))
+    assert not torch.equal(*outside)
+
+
+def test_a_pipeline_recomputes_with_the_rows_of_each_forward():
+    """Two forward passes before their backward passes, as pipelines do, with rows given, in either order."""
+    for method, reentrant, order in itertools.product(("fp4-block", "everything", "inputs"), (False, True), ((0, 1), (1, 0))):
+        found = []
+        for call in (None, lambda layer, x, reentrant=reentrant: checkpoint(layer, x, use_reentrant=reentrant)):
+            layer, xs = layer_of(method), inputs(2, grad=True)
+            with training_step(layer, step=1) as at:
+                outputs = []
+                for index, x in enumerate(xs):
+                    at.row(index * 8)
+                    outputs.append(layer(x) if call is None else call(layer, x))
+                for index in order:
+                    outputs[index].square().sum().backward()
+            found.append([x.grad for x in xs] + [parameter.grad for parameter in layer.parameters()])
+        assert same(*found), (method, reentrant, order)
+
+
+def test_a_layer_that_is_used_twice_in_a_region_recomputes_both_calls():
+    for reentrant in (False, True):
+        found = []
+        for again in (False, True):
+            layer, x = layer_of(), inputs(1, grad=True)[0]
+            twice = lambda x, layer=layer: layer(layer(x))  # noqa: E731
+            with training_step(layer, step=1):
+                y = checkpoint(twice, x, use_reentrant=reentrant) if again else twice(x)
+                y.square().sum().backward()
+            found.append([x.grad, layer.weight.grad])
+        assert same(*found)
+
+
+def test_nested_reentrant_checkpoints():
+    found = []
+    for again in (False, True):
+        layer, x = layer_of("everything"), inputs(1, grad=True)[0]
+        inner = (lambda x, layer=layer: checkpoint(layer, x, use_reentrant=True)) if again else layer
+        outer = lambda x, inner=inner, layer=layer: layer(torch.relu(inner(x)))  # noqa: E731
+        with training_step(layer, step=1):
+            y = checkpoint(outer, x, use_reentrant=True) if again else outer(x)
+            y.square().sum().backward()
+        found.append([x.grad, layer.weight.grad])
+    assert same(*found)
+
+
+def test_what_cannot_be_recomputed_says_so():
+    """Nested non-reentrant checkpoints hide one frame behind another; a backward hook is no recomputation at all."""
+    layer, x = layer_of(), inputs(1, grad=True)[0]
+    inner = lambda x: checkpoint(layer, x, use_reentrant=False)  # noqa: E731
+    y = checkpoint(lambda x: torch.sin(inner(torch.sin(x))), x, use_reentrant=False)
+    with pytest.raises(UserError, match="'up' draws random bits and is called during backward"):
+        y.sum().backward()
+    y = torch.sin(x)
+    y.register_hook(lambda grad: layer(grad))
+    with pytest.raises(UserError, match="during backward"):
+        y.sum().backward()
+
+
+def test_a_backward_after_the_step_recomputes_or_says_so():
+    for method, known in (("fp4-block", True), ("gaussws", False)):
+        found = []
+        for again in (False, True):
+            layer, x = layer_of(method), inputs(1, grad=True)[0]
+            with training_step(layer, step=1):
+                y = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
+            if again and not known:  # a sampled weight is drawn once per step, which is over
+                with pytest.raises(UserError, match="in the training_step of the forward pass"):
+                    y.square().sum().backward()
+                continue
+            y.square().sum().backward()
+            found.append([x.grad, layer.weight.grad])
+        assert not known or same(*found)
+
+
+def test_two_backward_passes_recompute_alike():
+    layer, x = layer_of(), inputs(1, grad=True)[0]
+    y = checkpoint(layer, x, use_reentrant=False).square().sum()
+    y.backward(retain_graph=True)
+    first = x.grad.clone()
+    y.backward()
+    assert torch.equal(x.grad, 2 * first)
+
+
+def test_nothing_is_kept_of_a_graph_that_is_gone():
+    layer, x = layer_of(), inputs(1, grad=True)[0]
+    before = len(draws._frames)
+    for _ in range(3):
+        checkpoint(layer, x, use_reentrant=False).square().sum().backward()
+    assert len(draws._frames) == before
+
+
+def test_experts_count_the_rows_of_the_whole_batch():
+    """An expert that got no token of one micro-batch draws for the next what it would have drawn anyway."""
+    config = transformers.MixtralConfig(**SIZE, num_local_experts=4, num_experts_per_tok=1, num_key_value_heads=2)
+    config.loss_type = "ForCausalLM"
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(config).train()
+    convert(model, "fp4-block")
+    experts = [layer for layer in model.modules() if isinstance(layer, Linear) and ".experts." in layer.name]
+    with training_step(model, step=0):
+        for ids in IDS:
+            model(ids[None], labels=ids[None]).loss.backward()
+        assert {layer._draws.rows for layer in experts} == {IDS.numel()}
+
+
+# The step ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, dither.optim.AdamW, torch.optim.SGD])
+def test_an_optimizer_inside_ends_the_step(make):
+    """What follows is cast from the new weights."""
+    layer, x = layer_of(), inputs(1)[0]
+    optimizer = make(layer.named_parameters(), lr=0.1)
+    with training_step(layer, step=0) as at:
+        gradient(layer, x)
+        held = layer(x)
+        optimizer.step()
+        after = layer(x)
+        with pytest.raises(UserError, match="training_step 0 has ended"):
+            at.row(8)
+    assert not torch.equal(held, after)
+    assert torch.equal(after, layer(x))
+    with training_step(layer, step=1):  # the optimizer of other weights ends nothing
+        other = make(nn.Linear(2, 2).named_parameters(), lr=0.1)
+        other.step()
+        assert layer._holds
+
+
+def test_compiled_code_notices_an_optimizer_inside():
+    torch._dynamo.reset()
+    layer, x = layer_of(), inputs(1)[0]
+    call = torch.compile(layer, backend="aot_eager")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with training_step(layer, step=0):
+        gradient(layer, x, call)
+        optimizer.step()
+        assert torch.equal(call(x), layer(x))
+
+
+def test_steps_inside_steps():
+    """The outer one goes on where it was."""
+    layer, x = layer_of(), inputs(1)[0]
+    with training_step(layer, step=5):
+        wanted = [gradient(layer, x) for _ in range(2)]
+    with training_step(layer, step=5):
+        found = [gradient(layer, x)]
+        with training_step(layer, step=7):
+            inner = gradient(layer, x)
+        found.append(gradient(layer, x))
+    assert same(found, wanted)
+    with training_step(layer, step=7):
+        assert torch.equal(gradient(layer, x), inner)
+    assert not layer._inside
+
+
+def test_errors_and_evaluation_leave_nothing_behind():
+    layer, x = layer_of("everything"), inputs(1)[0]
+    with training_step(layer, step=0):
+        wanted = [gradient(layer, x) for _ in range(2)]
+    with contextlib.suppress(RuntimeError), training_step(layer, step=0):
+        raise RuntimeError
+    assert not layer._inside
+    with training_step(layer, step=0):
+        found = [gradient(layer, x)]
+        layer.eval()
+        with torch.no_grad():
+            layer(x)
+        layer.train()
+        with torch.no_grad():
+            layer(x)
+        found.append(gradient(layer, x))
+    assert same(found, wanted)
+
+
+@pytest.mark.parametrize("method", ["fp4-block", "everything"])
+def test_copies_inside_a_step_are_outside(method):
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    convert(model, PLANS[method])
+    x = inputs(1)[0]
+    with training_step(model, step=0):
+        gradient(model, x)
+        copies = [copy.deepcopy(model), torch.optim.swa_utils.AveragedModel(model).module, pickle.loads(pickle.dumps(model))]
+    for made in copies:
+        assert not made[0]._inside
+        assert not made[0]._holds
+        assert made[0]._draws is not model[0]._draws
+        assert made[0]._handle != model[0]._handle
+        with training_step(made, step=4), training_step(model, step=4):
+            assert torch.equal(gradient(made, x), gradient(model, x))
+        buffer = io.BytesIO()
+        torch.save(made, buffer)  # after a step
+
+
+def test_delayed_scaling_follows_the_weights_without_a_step():
+    """Histories move on when the weight has changed, as they do at the end of a training_step."""
+    told, untold = (Linear(32, 24, precision=dither.recipe("fp8-delayed").default, name="up") for _ in range(2))
+    untold.load_state_dict(told.state_dict())
+    for step, x in enumerate(inputs(4)):
+        with training_step(told, step=step):
+            wanted = gradient(told, x)
+        assert torch.equal(gradient(untold, x), wanted)
+        for layer in (told, untold):
+            with torch.no_grad():
+                layer.weight.mul_(1.5)
+    assert untold.weight_history.count_nonzero() == 3  # the last step is taken in by the next call
+    with pytest.raises(Exception, match="compiled code cannot tell where a step ends"):
+        torch.compile(untold, backend="aot_eager", fullgraph=True)(inputs(1)[0])
+
+
+def test_delayed_scaling_on_several_ranks_wants_a_step(monkeypatch):
+    layer = Linear(32, 24, precision=dither.recipe("fp8-delayed").default, name="up")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(UserError, match="several ranks cannot tell where a step ends"):
+        layer(inputs(1)[0])
+
+
+def test_dynamic_shapes_of_sampled_layers_compile_whole():
+    torch._dynamo.reset()
+    eager, compiled = layer_of("gaussws"), layer_of("gaussws")
+    call = torch.compile(compiled, backend="aot_eager", dynamic=True, fullgraph=True)
+    for step, tokens in enumerate((8, 12)):
+        x = inputs(1, tokens=tokens)[0]
+        with training_step(eager, step=step), training_step(compiled, step=step):
+            assert torch.equal(gradient(compiled, x, call), gradient(eager, x))
+    assert torch.equal(eager.bitwidth.grad, compiled.bitwidth.grad)
+
+
+# What is converted, and what is said ---------------------------------------------------------------------------------------
+
+
+def test_adapters_of_peft_are_left_alone():
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install -e '.[test]'")
+    adapt = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+    model = peft.get_peft_model(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZE)), adapt)
+    record = convert(model, "fp8-block")
+    assert not any("lora" in layer.name for layer in record.layers)
+    assert sum(layer.name.endswith("q_proj.base_layer") for layer in record.layers) == 2
+    reasons = {module.name: module.reason for module in record.left_alone}
+    assert {why for name, why in reasons.items() if "lora" in name} == {"an adapter of Linear"}
+    model(IDS, labels=IDS).loss.backward()
+    assert all(p.grad is not None for name, p in model.named_parameters() if "lora" in name)
+
+
+def test_narrow_layers_and_routers_are_left_alone_unless_asked_for():
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(64, 8, bias=False)
+            self.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+            self.down, self.up = nn.Linear(64, 4), nn.Linear(4, 64)
+
+    reasons = {module.name: module.reason for module in convert(Mixture(), "fp8-block").left_alone}
+    assert reasons == {
+        "gate": "a router to 8 experts",
+        "down": "narrow, 4 x 64, as adapters and routers are",
+        "up": "narrow, 64 x 4, as adapters and routers are",
+    }
+    assert convert(Mixture(), "fp8-block", all_layers=True).left_alone == ()
+    named = convert(Mixture(), Plan(default=LayerPrecision(), layers=(("gate", LayerPrecision()),)))
+    assert "gate" in [layer.name for layer in named.layers]
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_layer_without_inputs_is_converted():
+    model = nn.Sequential(nn.Linear(0, 4))
+    assert [layer.share for layer in convert(model, "fp8-block").layers] == [0.0]
+
+
+def test_a_sampled_model_in_float64_says_so():
+    layer = layer_of("gaussws").double()
+    for context in (contextlib.nullcontext(), training_step(layer, step=0)):
+        with pytest.raises(UserError, match=r"'up' samples numbers of torch.float32, .* and has torch.float64"), context:
+            layer(inputs(1)[0].double())
+
+
+def test_bitwidths_in_the_wrong_group_are_noticed_once():
+    model = nn.Sequential(nn.Linear(32, 32))
+    convert(model, PLANS["gaussws"])
+    model(inputs(1)[0]).sum().backward()
+    optimizer = torch.optim.AdamW(model.named_parameters(), weight_decay=0.3)
+    with pytest.warns(UserWarning, match=r"'0.bitwidth' are optimized with weight_decay=0.3, and their guidance asks for 0.1"):
+        optimizer.step()
+    optimizer.step()  # warnings are errors here
+    right = nn.Sequential(nn.Linear(32, 32))
+    convert(right, PLANS["gaussws"])
+    right(inputs(1)[0]).sum().backward()
+    torch.optim.AdamW(param_groups(right)).step()
+    forgotten = weakref.ref(right)
+    watch_guidance(right)
+    del right
+    assert forgotten() is None
+    optimizer.step()
+
+
+def test_slow_autocast_is_said_once(monkeypatch):
+    monkeypatch.setattr(hints, "slowdown", lambda dtype: 300.0)
+    hints._warn_of_autocast.cache_clear()
+    layer = Linear(32, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.warns(dither.PerformanceWarning, match="about 300 times slower than in float32"):
+            layer(inputs(1)[0])
+        layer(inputs(1)[0])
+    hints._warn_of_autocast.cache_clear()
+    monkeypatch.setattr(hints, "slowdown", lambda dtype: 1.0)
+    run = dither.optim.training(nn.Sequential(layer), "o1", lr=1e-3)
+    with run.forward(), torch.autocast("cpu", torch.bfloat16):
+        layer(inputs(1)[0])
+    assert hints._warn_of_autocast.cache_info().currsize == 0  # dither.optim's own way is not slow
+    assert hints.slowdown(torch.float32) < 20
+
+
+def test_engines_that_save_no_time_are_said():
+    fp8, bf16 = ("fp8",) * 3, ("bf16",) * 3
+    with pytest.warns(
+        dither.PerformanceWarning, match="100% of the model's multiplications are in layers with fewer than 1024"
+    ):
+        hints.slow_engines([(768, 768, fp8, 1.0)])
+    with pytest.warns(
+        dither.PerformanceWarning, match="60% .* in formats that this GPU multiplies on BF16 units or in float32"
+    ):
+        hints.slow_engines([(4096, 4096, bf16, 0.6), (4096, 4096, fp8, 0.4)])
+    hints.slow_engines([(2048, 2048, fp8, 1.0)])
+
+
+def test_places_are_found_where_torch_keeps_them():
+    """What the identification of recomputations reads in torch; if this fails, recomputing raises, and nothing else changes."""
+    assert hasattr(torch.utils.checkpoint, "_CheckpointFrame")
+    assert torch._C._current_graph_task_id() == -1
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert "ctx" in torch.utils.checkpoint.CheckpointFunction.forward.__code__.co_varnames
+
+
+def test_a_cast_that_rounds_to_nearest_asks_for_no_place():
+    layer = Linear(32, 32, precision=LayerPrecision(input=Cast.parse("e4m3 tile(32)")))
+    assert layer._drawn_at(8) is None
