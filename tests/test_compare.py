@@ -352,19 +352,19 @@ def test_the_figure_of_a_sweep(values, tmp_path):
 
 
 def test_a_sweep_in_parallel(text, tmp_path, capsys):
-    """A run that fails stops the others, saved; --resume goes on; the terminal, the page and the numbers say the same."""
+    """A run that fails is a sentence; the terminal, the page and the numbers say the same; each run is as it is alone."""
     out = tmp_path / "runs"
-    arguments = ("compare", "bf16-sr", "--sweep", "optim.lr=1e-3,4e-3", "--parallel", "2", "--out", out)
-    arguments += ("--set", *SMALL, f'data.sources=["{text}"]')
+    common = ("--parallel", "2", "--out", out, "--set", *SMALL, f'data.sources=["{text}"]')
     stray = out / "bf16-sr@optim.lr=0.004" / "stray.txt"
     stray.parent.mkdir(parents=True)
     stray.write_text("not a run")
-    failed = said(capsys, *arguments, code=2)
-    assert "bf16-sr, optim.lr=0.004 (2 of 2) failed: The folder" in failed
+    failed = said(capsys, "compare", "bf16-sr@lr=4e-3", *common, code=2)
+    assert "bf16-sr@lr=4e-3 (1 of 1) failed: The folder" in failed
     assert "has other files already" in failed
-    assert (out / "logs" / "bf16-sr@optim.lr=0.004.txt").exists()
+    assert str(out / "logs" / "bf16-sr@optim.lr=0.004.txt") in failed
     stray.unlink()
-    told = said(capsys, *arguments, "--resume")
+    told = said(capsys, "compare", "bf16-sr", "--sweep", "optim.lr=1e-3,4e-3", *common)
+    assert told.count(": All 2 steps are done.") == 2
     losses = [
         json.loads((out / f"bf16-sr@optim.lr={lr}" / "metrics.jsonl").read_text().splitlines()[-1])["loss"]
         for lr in ("0.001", "0.004")
@@ -376,7 +376,6 @@ def test_a_sweep_in_parallel(text, tmp_path, capsys):
         assert said_twice in told
         assert said_twice in page
     assert (out / "sweep.svg").read_text().startswith("<?xml")
-    # The same run in this process has the same bits.
     alone = configs.override(configs.load(out / "bf16-sr@optim.lr=0.001" / "config.toml"), [f"run.out={tmp_path / 'alone'}"])
     assert train(alone).loss == losses[0]
 

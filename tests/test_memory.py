@@ -116,7 +116,11 @@ def test_uncompiled_activations_are_what_autograd_keeps(config, mode, what):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_parameters_of_shapes_are_those_of_models(name):
-    assert shape_of(PRESETS[name]).parameters == parameter_count(PRESETS[name])
+    """By sizes alone for Llama and GPT-2; others may have fewer biases, and are then counted."""
+    shape = shape_of(PRESETS[name])
+    assert shape.parameters == parameter_count(PRESETS[name])
+    assert shape.counted is None or PRESETS[name].model_type not in ("llama", "gpt2")
+    assert replace(shape, counted=None).parameters == pytest.approx(shape.parameters, rel=0.01)
 
 
 def test_every_mode_has_its_types():

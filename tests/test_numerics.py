@@ -18,7 +18,8 @@ from dither.reference.numerics import COUNTS, cast_counts, exponent_counts, requ
 def points(name: str) -> np.ndarray:
     """Every value of a format of up to 8 bits, midpoints, numbers beside both, and numbers beyond the largest; float32."""
     values = oracles.finite_values(name)
-    values = np.concatenate([values, values[-1] * np.array([1.0625, 1.125, 1.25, 1.5, 2, 4])])
+    half = (values[-1] - values[-2]) / 2  # a tie between the largest and what would come next
+    values = np.concatenate([values, [values[-1] + half], values[-1] * np.array([1.25, 1.5, 2, 4])])
     values = np.concatenate([values, (values[:-1] + values[1:]) / 2]).astype(np.float32)
     beside = [np.nextafter(values, np.float32(way)) for way in (-np.inf, np.inf)]
     return np.concatenate([values, *beside, -values]).astype(np.float32)

@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dither.advice.memory import Shape, llama_of
 from dither.errors import UserError
 from dither.files import Refused, from_json, read
-from dither.models import PRESETS
+from dither.models import PRESETS, parameter_count
 from dither.models.presets import Config
 from dither.precision import did_you_mean
 
@@ -40,8 +41,9 @@ def shape_of(config: Config | Mapping[str, Any]) -> Shape:
         data: Mapping[str, Any] = config
     else:
         known = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "num_key_value_heads")
-        data = {name: getattr(config, name) for name in (*known, "vocab_size", "tie_word_embeddings") if hasattr(config, name)}
-        data |= {"model_type": config.model_type, "n_positions": getattr(config, "n_positions", 0)}
+        more = ("vocab_size", "tie_word_embeddings", "max_position_embeddings")
+        data = {name: getattr(config, name) for name in (*known, *more) if hasattr(config, name)}
+        data |= {"model_type": config.model_type}
     kind = str(data.get("model_type", ""))
     if data.get("num_local_experts") or data.get("num_experts") or data.get("n_routed_experts"):
         raise UserError(f"The model {kind!r} has experts, which are not estimated here: give --params for what does not move.")
@@ -57,7 +59,11 @@ def shape_of(config: Config | Mapping[str, Any]) -> Shape:
     ungated = kind in UNGATED
     positions = int(data.get("n_positions") or data.get("max_position_embeddings") or 0) if kind in ("gpt2", "gpt_neo") else 0
     tied = bool(data.get("tie_word_embeddings", kind in ("gpt2", "gpt_neo")))
-    return Shape(**found, gated=not ungated, biases=ungated, positions=positions, tied=tied)
+    shape = Shape(**found, gated=not ungated, biases=ungated, positions=positions, tied=tied)
+    if isinstance(config, Mapping):
+        return shape
+    exact = parameter_count(config)  # architectures differ in a few biases
+    return shape if exact == shape.parameters else replace(shape, counted=exact)
 
 
 def model_shape(model: str | None, parameters: float | None = None) -> Shape:

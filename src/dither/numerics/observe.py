@@ -56,20 +56,22 @@ class Observer:
     narrow: bool = False
     """Whether an output gradient came in FP16, so that what was too small for it is zero already."""
 
-    def forward(self, name: str, layer: nn.Module, args: Any, named: Any, y: Tensor) -> None:
-        """Look at the input and, at the first call, at the weight; be called with the output's gradient."""
+    @torch.no_grad()
+    def before(self, name: str, layer: nn.Module, args: Any, named: Any) -> None:
+        """Look at the input and, at the first call, at the weight, which FSDP2 has gathered then."""
         assert isinstance(layer, Linear)
-        if not layer.training:
+        # While a backward pass runs, a checkpointed block is computed again.
+        if not layer.training or torch._C._current_graph_task_id() != -1:
             return
         x: Tensor = args[0] if args else named["input"]
-        computed = torch._C._current_graph_task_id() == -1  # else a checkpointed block is computed again, in backward
-        if computed:
-            product = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-            self._look(name, layer, "input", cut.part_of(x.detach()).matrix, product, 1)
-            if (name, "weight") not in self.found:
-                axis = 0 if layer.transposed else 1
-                self._look(name, layer, "weight", cut.local(layer.weight.detach()), product, axis)
-        if y.requires_grad:
+        product = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        self._look(name, layer, "input", cut.part_of(x.detach()).matrix, product, 1)
+        if (name, "weight") not in self.found:
+            self._look(name, layer, "weight", cut.local(layer.weight.detach()), product, 0 if layer.transposed else 1)
+
+    def after(self, name: str, layer: nn.Module, _: Any, y: Tensor) -> None:
+        """Be called with the gradient of the output."""
+        if layer.training and y.requires_grad:
             y.register_hook(partial(self._gradient, name, layer))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
@@ -137,11 +139,11 @@ def delayed_amax(layer: Linear, operand: str) -> Tensor:
 @contextmanager
 def observing(model: nn.Module, observer: Observer) -> Iterator[None]:
     """Show the forward and backward passes inside to an observer; they compute what they would without it."""
-    hooks = [
+    parallel, hooks = cut_by_tensor_parallelism(model), []
+    for name, layer in observer.layers.items():
+        hooks.append(layer.register_forward_pre_hook(partial(observer.before, name), with_kwargs=True))
         # Before the hooks of tensor parallelism, which hand out parts of a result as if they were all of it.
-        layer.register_forward_hook(partial(observer.forward, name), with_kwargs=True, prepend=cut_by_tensor_parallelism(model))
-        for name, layer in observer.layers.items()
-    ]
+        hooks.append(layer.register_forward_hook(partial(observer.after, name), prepend=parallel))
     try:
         yield
     finally:
