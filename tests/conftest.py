@@ -12,6 +12,11 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Ignore hints about speed. In pyproject.toml this line would import dither, and with it triton, before the choice above."""
+    config.addinivalue_line("filterwarnings", "ignore::dither.errors.PerformanceWarning")
+
+
 @pytest.fixture
 def device() -> str:
     """Where kernels run in this session: CUDA, or the CPU through the interpreter."""

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dither import LayerPrecision, Plan, Sampling, UserError, convert, recipe
-from dither.snip import Goal, LayerStatistics, Solution, Times, choose, efficiency, measure_times, options, plan
 from dither.recipes import RECIPES
+from dither.snip import Goal, LayerStatistics, Solution, Times, choose, efficiency, measure_times, options, plan
 from dither.snip.efficiency import SPEEDS, costs
 from dither.snip.options import LEVELS, Option, casts_of
 from dither.snip.planning import choice_of, picture, stage_sizes

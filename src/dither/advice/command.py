@@ -138,7 +138,7 @@ def _words(config: configs.Config, folder: Path) -> int:
 
 def _casts(precision: LayerPrecision | None) -> LayerPrecision | None:
     """Return the casts of a precision, or None where there are none."""
-    return None if precision is None or (precision.input, precision.weight, precision.grad) == (None, None, None) else precision
+    return None if precision is None or precision.uncast else precision
 
 
 def _columns(modes: Sequence[str], recipes: Sequence[str], states: Sequence[str], own: Setting | None) -> dict[str, Setting]:

@@ -345,7 +345,7 @@ def _block(shape: Shape, setting: Setting) -> tuple[float, float]:
     storage, precision = setting.storage, setting.precision
     p, c = _bytes(storage.parameters), _bytes(storage.compute)
     d, q, k, f = shape.width, shape.query_width, shape.key_width, shape.feed_forward
-    cast = precision.input if precision is not None else None
+    cast = precision.cast("weight_grad", "input") if precision is not None else None  # the layout that waits for backward
     attention = c * (q + 2 * k) + c * q + 4 * shape.heads  # queries, keys and values, the result, logarithms of sums
     ups = 2 if shape.gated else 1
     if setting.compiled:
@@ -373,15 +373,18 @@ def _weight_codes(shape: Shape, setting: Setting) -> float:
     output = shape.output_weights * copies
     if _casts_weight(setting):
         assert setting.precision is not None
-        assert setting.precision.weight is not None
-        return 2 * weights * code_bytes(setting.precision.weight, shape.width, shape.width) + output
+        layouts = (
+            copies if cast is None else code_bytes(cast, shape.width, shape.width)
+            for cast in setting.precision.casts_of("weight")
+        )
+        return weights * sum(layouts) + output
     if setting.sampling != "none":
         return output + (weights * _bytes(storage.compute) if setting.sampling == "kept" else 0)
     return output + weights * copies
 
 
 def _casts_weight(setting: Setting) -> bool:
-    return setting.precision is not None and setting.precision.weight is not None
+    return setting.precision is not None and setting.precision.casts_of("weight") != (None, None)
 
 
 def _last_norm(shape: Shape, setting: Setting) -> int:

@@ -390,7 +390,7 @@ class Linear(nn.Linear):
         return self._hows[of, kept, master]
 
     def _forward_cast(self, operand: str) -> Cast | None:
-        """Return what becomes of a sampled operand in the forward product: it is sampled for that, also where backward casts it."""
+        """Return the cast of a sampled operand in the forward product, for which it is sampled even if backward casts it."""
         return self.precision.cast("forward", operand)
 
     def _state(self, settings: Settings, tokens: int) -> State:

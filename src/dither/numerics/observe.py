@@ -85,7 +85,7 @@ class Observer:
 
     @torch.no_grad()
     def _look(self, name: str, layer: Linear, operand: str, x: Tensor, product: torch.dtype, axis: int) -> None:
-        cast: Cast | None = getattr(layer.precision, operand)
+        cast = layer.precision.casts_of(operand)[0]  # in the first of its products, along the axis that is looked at
         came = False
         if cast is None:
             cast = Cast(self.compute or FORMATS[product])
