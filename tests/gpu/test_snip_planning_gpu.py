@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import dither
-from dither import UserError, convert
+from dither import convert
 from dither.snip import LayerStatistics, Snip, efficiency, measure_times, options
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -53,9 +53,9 @@ def test_more_tokens_take_longer_in_proportion():
         assert 3 < many[cast] / seconds < 5  # clocks differ between two measurements
 
 
-def test_what_the_gpu_cannot_run_is_refused():
-    with pytest.raises(UserError, match="multiples of 16"):
-        measure_times([(64, 24, 40)], options("bf16,fp8"))
+def test_sizes_that_fp8_units_do_not_take_are_measured_on_others():
+    (found,) = measure_times([(64, 24, 40)], options("bf16,fp8")).seconds.values()
+    assert all(seconds > 0 for seconds in found.values())
 
 
 def test_plans_by_time_while_a_model_trains():

@@ -85,6 +85,15 @@ class Draws:
         self._rank: tuple[int, int] | None = None
         _draws[self.number] = self
 
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """What was counted so far; assign it to go back there."""
+        return self.rows, self.captured, self.calls
+
+    @counts.setter
+    def counts(self, counts: tuple[int, int, int]) -> None:
+        self.rows, self.captured, self.calls = counts
+
     def handle(self) -> Tensor:
         """Return what the operator `place` finds this object by: a tensor, so that layers share a compiled graph."""
         return torch.tensor(self.number, device="cpu")

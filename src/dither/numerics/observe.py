@@ -165,6 +165,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     held = {id(layer._buffers.get(name)) for layer in layers for name in (*HELD, *SAMPLED)}
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if id(buffer) not in held]
     plain = [{key: value for key, value in vars(layer).items() if isinstance(value, bool | int | None)} for layer in layers]
+    counts = [layer._draws.counts for layer in layers]
     devices = sorted({parameter.device.index for parameter in parameters if parameter.is_cuda})
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=devices))
@@ -181,8 +182,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
             with torch.no_grad():
                 for buffer, saved in buffers:
                     buffer.copy_(saved)
-            for layer, values in zip(layers, plain, strict=True):
+            for layer, values, count in zip(layers, plain, counts, strict=True):
                 vars(layer).update(values)
+                layer._draws.counts = count
 
 
 def compiled_modules(model: nn.Module) -> Sequence[str]:

@@ -131,6 +131,7 @@ class Job:
         self.guided = any(each.precision.sampling and each.precision.sampling.loss for each in self._layers())
         self.compiled = config.run.compile or (config.run.compile is None and ranks.device.type == "cuda")
         if self.compiled:
+            torch._dynamo.reset()  # graphs of an earlier run in this process would count towards Dynamo's limit
             compile_blocks(self.model)
         self.guard = Guard(config.guard)
         self.snip = self._snip()
