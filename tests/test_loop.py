@@ -455,12 +455,13 @@ def test_the_run_folder(text: Path, tmp_path: Path) -> None:
         "plan": {"plan", "reason"},
         "train": {
             *("loss", "loss_ema", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "memory", "skipped"),
+            *("overflows", "loss_scale"),
         },
         "eval": {"loss", "bits_per_byte", "tokens"},
         "bitwidths": {"layers"},
         "sample": {"prompt", "text"},
         "save": {"path", "seconds"},
-        "end": {"how", "loss", "bits_per_byte", "text"},
+        "end": {"how", "loss", "bits_per_byte", "text", "skipped", "overflows"},
     }
     assert {line["kind"] for line in found} == set(keys)
     for line in found:

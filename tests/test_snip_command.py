@@ -345,7 +345,7 @@ def test_estimates_are_made_on_so_many_tokens(tokens, compiled, sizes, text, tmp
         job = Job(config, corpus, ranks)
         job.compiled = compiled  # as it is on a GPU
         batch = job.loader.batch(0)
-        parts = job._for_estimates(batch)
+        parts = job._for_estimates(batch, job.config.snip.tokens)
     assert [len(part.tokens) for part in parts] == sizes
     assert torch.equal(torch.cat([part.tokens for part in parts]), batch.tokens[: sum(sizes)])
     assert [part.first for part in parts] == [sum(sizes[:at]) for at in range(len(sizes))]

@@ -141,7 +141,7 @@ class Adam:
 
         >>> adam = Adam(alpha=1e-3, beta2=0.999, epsilon=1e-8, R=1.0, L=1.0, d=1, gap=1.0)
         >>> round(adam.stochastic_bound(10**6, 0.01), 3), round(adam.adam_gap(), 3)
-        (0.144, 0.129)
+        (0.145, 0.129)
         """
         return self.exact_bound(T) + self.rounding_error(T, Delta)
 
@@ -154,7 +154,7 @@ class Adam:
 
         >>> adam = Adam(alpha=1e-3, beta2=0.999, epsilon=1e-8, R=1.0, L=1.0, d=1, gap=1.0)
         >>> round(adam.nearest_bound(10**6, 0.01), 2), round(adam.nearest_bound(10**6, 0.01, as_printed=True), 2)
-        (20.35, 0.47)
+        (20.36, 0.48)
         """
         factor = self._root if as_printed else 2 * self.R
         bias = factor * self.d * (self.R * Delta + self.L * Delta**2) / self.alpha

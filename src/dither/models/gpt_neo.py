@@ -88,7 +88,7 @@ PRESETS: Mapping[str, GPTNeoConfig] = MappingProxyType(
         "gpt-neo-2.7b": GPTNeoConfig(hidden_size=2560, num_layers=32, num_heads=20),
     }
 )
-"""The published GPT-Neos: 2048 positions, windows of 256 tokens, 50,257 words, tied output layers."""
+"""The published GPT-Neos: 2048 positions, windows of 256 tokens, a vocabulary of 50,257, tied output layers."""
 
 
 class SelfAttention(nn.Module):

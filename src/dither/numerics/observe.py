@@ -71,6 +71,7 @@ class Observer:
 
     def after(self, name: str, layer: nn.Module, _: Any, y: Tensor) -> None:
         """Be called with the gradient of the output."""
+        assert isinstance(layer, Linear)
         if layer.training and y.requires_grad:
             y.register_hook(partial(self._gradient, name, layer))  # type: ignore[no-untyped-call]
 

@@ -46,7 +46,7 @@ class Gradients:
         self.passes = 0
         """Backward passes since the last step."""
         self._step: Count = step or (lambda: torch.zeros((), dtype=torch.int64))
-        self._nodes: list[Any] = []  # a node that nobody holds is made anew by the next backward pass, without its hooks
+        self._nodes: list[Any] = []  # held here: torch makes a node that is not referenced anew, without hooks
         self._sums: dict[int, Tensor] = {}
         bitwidths = {id(bitwidth) for bitwidth in sampling_parameters(model)}
         for name, parameter in model.named_parameters():

@@ -133,7 +133,7 @@ class Training:
         self.gradients.passes = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Of optimizer and loss scaling: tensors and plain numbers."""
+        """Return the state of optimizer and loss scaling: tensors and plain numbers."""
         return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -464,7 +464,8 @@ class _Run:
             return
         why = str(error) if isinstance(error, DitherError) else f"{type(error).__name__}: {error}"
         with suppress(UserError):  # the disk may be what failed
-            self.write("end", how="error", loss=None, bits_per_byte=None, text=why)
+            skipped, overflows = self.the_job.guard.skips, self.the_job.guard.overflows
+            self.write("end", how="error", loss=None, bits_per_byte=None, text=why, skipped=skipped, overflows=overflows)
             self.status("failed", why)
 
     # Small things ------------------------------------------------------------------------------------------------------
