@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Ignore hints about speed. In pyproject.toml this line would import dither, and with it triton, before the choice above."""
+    """Ignore hints about speed. In pyproject.toml this would import dither, and with it triton, before the choice above."""
     config.addinivalue_line("filterwarnings", "ignore::dither.errors.PerformanceWarning")
 
 

@@ -358,8 +358,11 @@ def test_a_plan_is_made_where_no_units_take_the_run(run, monkeypatch, capsys):
     said = capsys.readouterr().err
     assert "no matrix units of a GPU of compute capability 6.1" in said
     assert "fallback='emulate'" in said
-    for how in (["--emulate"], ["--fallback", "emulate"], ["--fallback", "bf16"]):
+    for how in (["--emulate"], ["--fallback", "emulate"]):
         assert plan(run, "--probe", "direct", "--target", "0.2", *how) == 0
+    # To run uncast is another precision than the checkpoint's.
+    assert plan(run, "--probe", "direct", "--target", "0.2", "--fallback", "bf16") == 2
+    assert "when it was saved" in capsys.readouterr().err
 
 
 def test_a_level_with_casts_by_product_is_chosen_and_shown(run, tmp_path, capsys):
