@@ -139,7 +139,7 @@ def test_a_look_aside_leaves_no_trace(plan):
     results = []
     for watched in (False, True):
         model = net(plan)
-        optimizer = AdamW(model.named_parameters(), lr=1e-2)
+        optimizer = AdamW(dither.nn.param_groups(model), lr=1e-2)
         generator = torch.get_rng_state()
         results.append(learn(model, optimizer, 3, Monitor(model, optimizer) if watched else None))
         assert torch.equal(generator, torch.get_rng_state())

@@ -16,9 +16,7 @@ import dither
 from dither import LayerPrecision, Plan
 from dither.nn.draws import batch_rank
 
-PLAN = Plan(
-    default=LayerPrecision.of("e2m1 tile(16) stochastic(16)", "e2m1 block(16)", "e2m1 tile(16) stochastic(16)")
-)
+PLAN = Plan(default=LayerPrecision.of("e2m1 tile(16) stochastic(16)", "e2m1 block(16)", "e2m1 tile(16) stochastic(16)"))
 MICRO, TOKENS = 2, 8
 
 

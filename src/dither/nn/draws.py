@@ -30,6 +30,7 @@ from torch.utils import checkpoint
 
 from dither.errors import UserError
 from dither.nn.cut import local
+from dither.precision import LayerPrecision
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -60,6 +61,7 @@ class Layer(Protocol):
     """A layer that draws."""
 
     name: str
+    precision: LayerPrecision
     _place: Tensor | None
     """Where `training_step` writes the step and, if it is given, the row."""
     _handle: Tensor
@@ -157,12 +159,14 @@ class Draws:
         return layer
 
     def _remember(self, records: "dict[int, _Record]", place: Tensor) -> None:
-        records.setdefault(self.number, _Record()).places.append(place)
+        records.setdefault(self.number, _Record()).calls.append((place, self.step))
 
     def _recall(self, records: "dict[int, _Record]") -> Tensor:
         record = records.get(self.number)
-        place = None if record is None else record.next(torch._C._current_graph_task_id())
-        if place is None:
+        place, step = (None, None) if record is None else record.next(torch._C._current_graph_task_id())
+        # Inside of a training step, the noise of a sampled weight is that of the step, whatever the place.
+        other = self.step is not None and step is not self.step and self._layer().precision.sampling is not None
+        if place is None or other:
             raise UserError(
                 f"The layer {self._layer().name!r} draws random bits and is called during backward, where it must repeat the "
                 "bits of an earlier forward pass that cannot be found: recompute by torch.utils.checkpoint, nested only with "
@@ -172,16 +176,17 @@ class Draws:
 
 
 class _Record:
-    """The places of a layer's calls in one checkpointed region, in order, and how many of them each backward has read."""
+    """A layer's calls in one checkpointed region, in order, and how many of them each backward has read."""
 
     def __init__(self) -> None:
-        self.places: list[Tensor] = []
+        self.calls: list[tuple[Tensor, Step | None]] = []
         self.read: dict[int, int] = {}
 
-    def next(self, task: int) -> Tensor | None:
+    def next(self, task: int) -> tuple[Tensor | None, Step | None]:
+        """Return place and step of the next call that the backward pass `task` recomputes; (None, None) after the last."""
         index = self.read.get(task, 0)
         self.read[task] = index + 1
-        return self.places[index] if index < len(self.places) else None
+        return self.calls[index] if index < len(self.calls) else (None, None)
 
 
 _numbers = itertools.count()

@@ -410,10 +410,12 @@ class Linear(nn.Linear):
         """Return the step and the first row of this call, int64[2] on the device; None where nothing is drawn."""
         if self._place is None:
             return None
-        if self._inside and not self._draws_rows:
+        compiling = torch.compiler.is_compiling()
+        # What depends on the step alone needs no row, but must be told from another step's when it is recomputed.
+        if self._inside and not self._draws_rows and (compiling or self.precision.sampling is None):
             return local(self._place)
         grad = torch.is_grad_enabled()
-        if torch.compiler.is_compiling():
+        if compiling:
             place: Tensor = torch.ops.dither.place(self._handle, local(self._keys), tokens, self.training, grad)
             return place
         return self._draws.place(tokens, training=self.training, grad=grad)

@@ -586,7 +586,9 @@ class AdamW(Optimizer):
             for found in self._parts(place, slot, as_matrix(work)) if work.numel() else []:
                 kinds.setdefault(key, []).append(found)
         self._launches = [
-            Launch(self._batch(self._code)([part.piece for part in parts], key[0]), tuple(parts), active[parts[0].place].parameter)
+            Launch(
+                self._batch(self._code)([part.piece for part in parts], key[0]), tuple(parts), active[parts[0].place].parameter
+            )
             for key, parts in kinds.items()
         ]
 
@@ -705,7 +707,9 @@ class AdamW(Optimizer):
         for slot, place in zip(slots, places, strict=True):
             if saved_states.get(place):
                 states[slot.parameter] = load(slot, saved_states[place])
-        steps = saved_groups[0].get("steps", 0) if own else max((int(s["step"]) for s in states.values() if "step" in s), default=0)
+        steps = (
+            saved_groups[0].get("steps", 0) if own else max((int(s["step"]) for s in states.values() if "step" in s), default=0)
+        )
 
         for group, loaded in zip(self.param_groups, groups, strict=True):
             for key, value in loaded.items():
@@ -839,14 +843,18 @@ class AdamW8bit(AdamW):
         if options.get("states", "dynamic8") != "dynamic8":
             raise UserError(f"AdamW8bit has states='dynamic8': use AdamW for states={options['states']!r}.")
         if block_size is not None and options.get("block", block_size) != block_size:
-            raise UserError(f"block_size={block_size!r} and block={options['block']!r} are two names of one option: choose one.")
+            raise UserError(
+                f"block_size={block_size!r} and block={options['block']!r} are two names of one option: choose one."
+            )
         options = {"states": "dynamic8", "block": 256 if block_size is None else block_size, **options}
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
 
 
 def _listed(params: Iterable[Any]) -> list[Any]:
     if isinstance(params, Tensor):
-        raise UserError("An optimizer takes a list of parameters, or of groups of them, and one tensor was given: write [tensor].")
+        raise UserError(
+            "An optimizer takes a list of parameters, or of groups of them, and one tensor was given: write [tensor]."
+        )
     listed = list(params)
     if not listed:
         raise UserError("There are no parameters to optimize: the list is empty (was an iterator used up before?).")
@@ -869,7 +877,13 @@ def count_of(step: Any, name: str) -> Tensor:
     count = step if isinstance(step, Tensor) else torch.tensor(step)
     if count.dtype == torch.int64 and count.dim() == 0:
         return count
-    if count.numel() != 1 or count.is_complex() or count.dtype == torch.bool or not float(count).is_integer() or float(count) < 0:
+    if (
+        count.numel() != 1
+        or count.is_complex()
+        or count.dtype == torch.bool
+        or not float(count).is_integer()
+        or float(count) < 0
+    ):
         raise UserError(f"The state of {name} has step={step!r}, which is no number of steps.")
     return count.to(torch.int64).reshape(())
 

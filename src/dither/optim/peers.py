@@ -26,7 +26,17 @@ SMALLEST = 4096
 WRAPPED = "__bnb_optimizer_quant_state__"
 """bitsandbytes: where a saved state has what belongs to its codes."""
 
-THEIRS = ("amsgrad", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "alpha", "t_alpha", "t_beta3")
+THEIRS = (
+    "amsgrad",
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+    "decoupled_weight_decay",
+    "alpha",
+    "t_alpha",
+    "t_beta3",
+)
 """What groups of other libraries have that is theirs alone; it is left out where their states are loaded."""
 
 
