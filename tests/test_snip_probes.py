@@ -56,7 +56,7 @@ def trained(plan: Plan | str = Plan(default=LayerPrecision()), steps: int = 3, *
     torch.manual_seed(0)
     model = Net()
     dither.convert(model, plan)
-    optimizer = AdamW(model.named_parameters(), lr=1e-2, **how)
+    optimizer = AdamW(model.named_parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, **how)
     for step, batch in enumerate(batches(steps, seed=9)):
         with dither.training_step(model, step=step):
             model(*batch).backward()

@@ -314,7 +314,7 @@ def test_slopes_are_derivatives_of_updates(kind):
 def test_transposed_roles_share_columns():
     model = net()
     roles = ROLES | {"left.weight": Role.rows_each(4, transposed=True)}
-    optimizer = stepped(model, lambda p: AdamMini(p, roles, lr=1e-2))
+    optimizer = stepped(model, lambda p: AdamMini(p, roles, lr=1e-2, weight_decay=0.1))
     moments = moments_of(optimizer, {"left": model.left.weight})["left"]
     old = model.left.weight.detach().clone()
     model(inputs()[0]).backward()

@@ -57,6 +57,9 @@ class AdamMini(AdamW):
             )
         self._sections(slot)
 
+    def _is_matrix(self, name: str, parameter: Tensor) -> bool:
+        return super()._is_matrix(name, parameter) and name in self.roles and not self.roles[name].transposed
+
     def _sections(self, slot: Slot) -> list[tuple[int, int, int]]:
         """(first row, end, run) of the whole parameter, in the orientation that is worked in."""
         role, shape = role_of(self.roles, slot.name), slot.parameter.shape
@@ -153,7 +156,7 @@ class AdamMini(AdamW):
                         (low - begin) % run,
                         run * self._work(slot, slot.parameter).shape[-1] if slot.parameter.dim() else 1,
                     )
-                    found.append(Part(place, rows.start, rows.stop, piece, runs.start))
+                    found.append(Part(place, rows.start, rows.stop, piece, high - low == work.shape[0], runs.start))
                 first += (end - begin) // run
         return found
 
