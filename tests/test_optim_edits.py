@@ -72,7 +72,10 @@ def test_states_that_cannot_be() -> None:
     for state, words in (
         ({"exp_avg": torch.zeros(4, 8)}, "has exp_avg and no step"),
         ({"step": 1, "exp_avg": torch.zeros(4, 8)}, "'exp_avg_sq' of w is None"),
-        ({"step": 1, "exp_avg": torch.zeros(3, 8), "exp_avg_sq": torch.zeros(3, 8)}, r"torch.float32 \(3, 8\), and the parameter"),
+        (
+            {"step": 1, "exp_avg": torch.zeros(3, 8), "exp_avg_sq": torch.zeros(3, 8)},
+            r"torch.float32 \(3, 8\), and the parameter",
+        ),
         ({"step": -1, "exp_avg": p.data, "exp_avg_sq": p.data}, "step=-1, which is no number of steps"),
     ):
         optimizer.state[p] = state
@@ -144,7 +147,9 @@ def test_data_that_is_swapped(make: Any) -> None:
     assert same(*runs)
     params["bias"].data = torch.zeros(11, dtype=torch.bfloat16)
     backward(params.values())
-    with pytest.raises(UserError, match=r"'exp_avg' of bias .*\(10,\), and the parameter is torch.bfloat16 \(11,\)|does not fit"):
+    with pytest.raises(
+        UserError, match=r"'exp_avg' of bias .*\(10,\), and the parameter is torch.bfloat16 \(11,\)|does not fit"
+    ):
         optimizer.step()
 
 
@@ -188,7 +193,10 @@ def test_options_that_change_take_effect(first: dict[str, Any], then: dict[str, 
     optimizer = AdamW(params.items(), lr=1e-2, **first)
     train(params.values(), optimizer, range(3))
     moments = {slot.name: optimizer._moments(slot) for slot in optimizer._stored_slots()}
-    extras = {name: {k: optimizer.state[p][k] for k in ("master", "remainder") if k in optimizer.state[p]} for name, p in params.items()}
+    extras = {
+        name: {k: optimizer.state[p][k] for k in ("master", "remainder") if k in optimizer.state[p]}
+        for name, p in params.items()
+    }
     others = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
     fresh = AdamW(others.items(), **{"lr": 1e-2, **first, **then})
     fresh.steps += 3
@@ -224,7 +232,11 @@ def test_a_group_that_comes_to_have_an_option_that_cannot_be() -> None:
     params = parameters(torch.bfloat16)
     optimizer = AdamW(params.values(), lr=1e-2)
     train(params.values(), optimizer, range(1))
-    for key, value, words in (("states", "e9m9", "no state format"), ("seed", -1, "seed is an integer"), ("master", 3, "master is")):
+    for key, value, words in (
+        ("states", "e9m9", "no state format"),
+        ("seed", -1, "seed is an integer"),
+        ("master", 3, "master is"),
+    ):
         held = optimizer.param_groups[0][key]
         optimizer.param_groups[0][key] = value
         with pytest.raises(UserError, match=words):
@@ -294,7 +306,7 @@ def test_names_that_are_given_later_are_those_given_at_once() -> None:
 def test_names_that_come_too_late_or_from_elsewhere() -> None:
     net = nn.Linear(16, 16).bfloat16()
     optimizer = AdamW(net.parameters(), lr=1e-2)
-    with pytest.raises(UserError, match="'group 0, parameter 0' of shape .* is not one of the model's"):
+    with pytest.raises(UserError, match=r"'group 0, parameter 0' of shape .* is not one of the model's"):
         optimizer.name_parameters(nn.Linear(16, 16))
     with pytest.raises(UserError, match="Two parameters are called 'w'"):
         optimizer.name_parameters([("w", p) for p in net.parameters()])
@@ -313,7 +325,9 @@ def test_a_resumed_run_has_the_names_that_it_had() -> None:
     places, named = AdamW(net.parameters(), lr=1e-2), AdamW(net.named_parameters(), lr=1e-2)
     for optimizer in (places, named):
         train(net.parameters(), optimizer, range(1))
-    with pytest.raises(UserError, match=r"random bits go by their places, and this optimizer has names: make it from model\.param"):
+    with pytest.raises(
+        UserError, match=r"random bits go by their places, and this optimizer has names: make it from model\.param"
+    ):
         AdamW(net.named_parameters(), lr=1e-2).load_state_dict(places.state_dict())
     other = AdamW(net.parameters(), lr=1e-2)
     other.load_state_dict(named.state_dict())

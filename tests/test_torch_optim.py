@@ -91,7 +91,11 @@ def test_a_run_is_that_of_torch(maximize: bool, noncontiguous: bool) -> None:
     for optimizer_class in (AdamW, torch.optim.AdamW):
         generator = torch.Generator().manual_seed(0)
         params = {
-            name: (torch.randn(*shape, 2, generator=generator)[..., 0] if noncontiguous else torch.randn(shape, generator=generator))
+            name: (
+                torch.randn(*shape, 2, generator=generator)[..., 0]
+                if noncontiguous
+                else torch.randn(shape, generator=generator)
+            )
             for name, shape in SHAPES.items()
         }
         params = {name: p.detach().requires_grad_() for name, p in params.items()}
@@ -283,7 +287,11 @@ def test_empty_parameters(make: Callable[..., AdamW]) -> None:
 def test_several_dtypes_in_one_group() -> None:
     """Each as in an optimizer of its own."""
     together, apart = (
-        {f"{name} {dtype}": p for dtype in (torch.float32, torch.bfloat16, torch.float16) for name, p in parameters(dtype).items()}
+        {
+            f"{name} {dtype}": p
+            for dtype in (torch.float32, torch.bfloat16, torch.float16)
+            for name, p in parameters(dtype).items()
+        }
         for _ in range(2)
     )
     train(together.values(), AdamW(together.items(), lr=1e-2), range(3))
@@ -378,7 +386,7 @@ def test_hooks_of_saving_and_loading(make: Callable[..., AdamW]) -> None:
 @every
 @pytest.mark.parametrize("named", [False, True])
 def test_states_go_on_where_they_were(make: Callable[..., AdamW], named: bool) -> None:
-    """Through torch.save with weights_only; a state is deterministic, is not changed by loading, and copies of one are equal."""
+    """Through torch.save with weights_only; a state is deterministic, loading does not change it, and copies are equal."""
     if make is MAKERS["mini"] and not named:
         pytest.skip("Adam-mini takes named parameters")
     runs = []
@@ -424,7 +432,10 @@ def test_states_of_other_forms(make: Callable[..., AdamW]) -> None:
     train(params.values(), optimizer, range(2, 4))
     train(other.values(), again, range(2, 4))
     assert same(numbers(params, optimizer), numbers(other, again))
-    for key, value, words in (("step", 1.5, r"step=1\.5, which is no number of steps"), ("ema", 1.0, "has ema, .*keeps exp_avg")):
+    for key, value, words in (
+        ("step", 1.5, r"step=1\.5, which is no number of steps"),
+        ("ema", 1.0, "has ema, .*keeps exp_avg"),
+    ):
         with pytest.raises(UserError, match=words):
             again.load_state_dict({**saved, "state": {**saved["state"], 0: {**saved["state"][0], key: value}}})
 
@@ -473,7 +484,8 @@ def test_a_state_that_cannot_be_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"foreach": True}, {"foreach": False}, {"fused": True}, {"fused": False}, {"capturable": True}, {"amsgrad": False}]
+    "options",
+    [{"foreach": True}, {"foreach": False}, {"fused": True}, {"fused": False}, {"capturable": True}, {"amsgrad": False}],
 )
 def test_choices_between_implementations_change_nothing(options: dict[str, Any]) -> None:
     runs = []
@@ -504,7 +516,9 @@ def test_options_that_would_lie(options: dict[str, Any], words: str) -> None:
         AdamW(parameters().values(), **options)
 
 
-@pytest.mark.parametrize("options", [{"amsgrad": True}, {"differentiable": True}, {"max_norm": 1.0}, {"nonfinite": "skip"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"amsgrad": True}, {"differentiable": True}, {"max_norm": 1.0}, {"nonfinite": "skip"}], ids=str
+)
 def test_options_of_a_group_that_would_lie(options: dict[str, Any]) -> None:
     key = next(iter(options))
     with pytest.raises(UserError, match=key):

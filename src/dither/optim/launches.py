@@ -56,6 +56,4 @@ class Launch:
 
     def gradients(self, matrices: Sequence[Tensor]) -> list[Tensor]:
         """Return the gradients of the parts, from the matrices of the active parameters."""
-        return [
-            matrices[part.place] if part.whole else matrices[part.place][part.start : part.end] for part in self.parts
-        ]
+        return [matrices[part.place] if part.whole else matrices[part.place][part.start : part.end] for part in self.parts]

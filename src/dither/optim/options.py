@@ -36,7 +36,13 @@ MOST_NORM = torch.finfo(torch.float32).max
 
 @functools.lru_cache(maxsize=1024)
 def update_for(
-    weights: str, states: str | None, state_rounding: str | None, block: int, master: str | None, dtype: torch.dtype, small: bool
+    weights: str,
+    states: str | None,
+    state_rounding: str | None,
+    block: int,
+    master: str | None,
+    dtype: torch.dtype,
+    small: bool,
 ) -> Update:
     """Return how a parameter is kept; a `small` one (a norm, a bias) has fp32 moments where others have 8 bits."""
     chosen = states or ("fp32" if dtype == torch.float32 else "bf16")
@@ -91,11 +97,15 @@ def check_torchs(group: Mapping[str, Any]) -> None:
     if group.get("amsgrad"):
         raise UserError("amsgrad=True keeps the largest second moments, which this optimizer does not: use torch.optim.AdamW.")
     if group.get("differentiable"):
-        raise UserError("differentiable=True needs a step that autograd records, and this one is a kernel: use torch.optim.AdamW.")
+        raise UserError(
+            "differentiable=True needs a step that autograd records, and this one is a kernel: use torch.optim.AdamW."
+        )
     if not isinstance(group.get("maximize"), bool):
         raise UserError(f"maximize is True or False, not {group.get('maximize')!r}.")
     if group.get("bf16_stochastic_round") is not None:
-        raise UserError("bf16_stochastic_round is another name for weights when an optimizer is made: set the group's 'weights'.")
+        raise UserError(
+            "bf16_stochastic_round is another name for weights when an optimizer is made: set the group's 'weights'."
+        )
     for key in IMPLEMENTATIONS:
         if group.get(key) not in (None, True, False):
             raise UserError(f"{key} is True, False or None, not {group[key]!r}.")

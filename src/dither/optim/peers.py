@@ -26,7 +26,17 @@ SMALLEST = 4096
 WRAPPED = "__bnb_optimizer_quant_state__"
 """bitsandbytes: where a saved state has what belongs to its codes."""
 
-THEIRS = ("amsgrad", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "alpha", "t_alpha", "t_beta3")
+THEIRS = (
+    "amsgrad",
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+    "decoupled_weight_decay",
+    "alpha",
+    "t_alpha",
+    "t_beta3",
+)
 """What groups of other libraries have that is theirs alone; it is left out where their states are loaded."""
 
 
@@ -85,7 +95,8 @@ def _decoded(entries: Mapping[str, Any], which: int, name: str) -> Tensor:
             f"The state of {name} has {largest.numel()} scales for {codes.numel()} codes: blocks of {BLOCK} are what is known."
         )
     scales = largest.repeat_interleave(BLOCK)[: codes.numel()]
-    return (values[codes.flatten().long()] * scales).view(codes.shape)
+    decoded: Tensor = values[codes.flatten().long()] * scales
+    return decoded.view(codes.shape)
 
 
 def same_codes(saved: Mapping[str, Any], shape: torch.Size, update: Update) -> dict[str, Tensor] | None:
