@@ -328,6 +328,8 @@ def test_optimizers_without_moments_are_refused():
     weights = {"left": model.left.weight}
     with pytest.raises(UserError, match="no state of the layer 'left' yet"):
         moments_of(AdamW(model.named_parameters()), weights)
+    with pytest.raises(UserError, match="maximizes with the weight of the layer"):
+        moments_of(stepped(model, lambda p: AdamW(p, maximize=True)), weights)
     with pytest.raises(UserError, match="does not have the weight of the layer 'left'"):
         moments_of(torch.optim.AdamW(model.out.parameters()), weights)
     optimizer = torch.optim.Adagrad(model.parameters())

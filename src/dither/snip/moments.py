@@ -117,6 +117,8 @@ def moments_of(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) 
     """
     places = {id(p): (group, number) for group in optimizer.param_groups for number, p in enumerate(group["params"])}
     found: dict[str, Callable[[], Moments]] = {}
+    if isinstance(optimizer, AdamW):
+        optimizer._stored_slots()  # in the formats that its groups have now
     for name, weight in weights.items():
         if isinstance(weight, DTensor) and isinstance(optimizer, AdamMini):
             raise UserError(
@@ -140,6 +142,10 @@ def _check_state(optimizer: torch.optim.Optimizer, name: str, state: dict[str, A
         raise UserError(
             f"{type(optimizer).__name__} keeps {', '.join(sorted(map(str, state)))} of the layer {name!r}, and what a step "
             "does follows from exp_avg, exp_avg_sq, lr, betas and eps: use AdamW or AdamMini."
+        )
+    if group.get("maximize"):
+        raise UserError(
+            f"The optimizer maximizes with the weight of the layer {name!r}, and divergences are of a loss that falls."
         )
 
 
