@@ -314,7 +314,7 @@ def test_slopes_are_derivatives_of_updates(kind):
 def test_transposed_roles_share_columns():
     model = net()
     roles = ROLES | {"left.weight": Role.rows_each(4, transposed=True)}
-    optimizer = stepped(model, lambda p: AdamMini(p, roles, lr=1e-2))
+    optimizer = stepped(model, lambda p: AdamMini(p, roles, lr=1e-2, weight_decay=0.1))
     moments = moments_of(optimizer, {"left": model.left.weight})["left"]
     old = model.left.weight.detach().clone()
     model(inputs()[0]).backward()
@@ -328,6 +328,8 @@ def test_optimizers_without_moments_are_refused():
     weights = {"left": model.left.weight}
     with pytest.raises(UserError, match="no state of the layer 'left' yet"):
         moments_of(AdamW(model.named_parameters()), weights)
+    with pytest.raises(UserError, match="maximizes with the weight of the layer"):
+        moments_of(stepped(model, lambda p: AdamW(p, maximize=True)), weights)
     with pytest.raises(UserError, match="does not have the weight of the layer 'left'"):
         moments_of(torch.optim.AdamW(model.out.parameters()), weights)
     with pytest.raises(UserError, match="does not know that of Adadelta"):

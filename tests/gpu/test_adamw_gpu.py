@@ -71,6 +71,19 @@ def test_every_mode(update: Update, dtype: torch.dtype) -> None:
     assert pairs.check_adamw([*SMALL, *more], dtype, update, "cuda", special=SPECIAL[:6], steps=3, also_on_cpu=True) == 0
 
 
+@pytest.mark.parametrize("states", ["dynamic8", "e4m3", "int8"])
+def test_blocks_of_2048(states: str) -> None:
+    """A block is a tile of its own size, of more warps: whole rows of blocks, rows that end within one, rows below one."""
+    sizes = [
+        pairs.Size(512, 8192),
+        pairs.Size(100, 3001, row=5, column=2048),
+        pairs.Size(64, 40),
+        pairs.Size(129, 4096, shift=1),
+    ]
+    update = Update("stochastic", states, block=2048)
+    assert pairs.check_adamw(sizes, torch.bfloat16, update, "cuda", special=SPECIAL, also_on_cpu=True) == 0
+
+
 def test_gradients_of_another_dtype() -> None:
     update = Update("stochastic", "bf16")
     assert pairs.check_adamw(SMALL, torch.bfloat16, update, "cuda", grad_dtype=torch.float32, also_on_cpu=True) == 0
@@ -230,6 +243,123 @@ def test_a_captured_step_cannot_wait() -> None:
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         optimizer.step()
+
+
+@pytest.mark.parametrize("value", [-1e-3, math.nan, math.inf])
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_rate_on_the_device_that_cannot_be(value: float, captured: bool) -> None:
+    """Checked where it lies: the step is skipped and counted, under every policy; `raise` says why."""
+    net = network()
+    rate = torch.tensor(1e-2, device="cuda")
+    optimizer = AdamW(net.named_parameters(), lr=rate, capturable=True)
+    for p in net.parameters():
+        p.grad = gradient(p, 0)
+    optimizer.step()
+    step = optimizer.step
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            optimizer.step()
+        step = graph.replay
+    before = [p.detach().clone() for p in net.parameters()]
+    rate.fill_(value)
+    step()
+    assert (int(optimizer.steps), int(optimizer.skipped)) == (1, 1)
+    assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+    optimizer.nonfinite = "unchecked"
+    optimizer.step()
+    assert int(optimizer.skipped) == 2
+    optimizer.nonfinite = "raise"
+    with pytest.raises(dither.UserError, match="learning rate is a number from 0 on"):
+        optimizer.step()
+    rate.fill_(1e-2)
+    step()
+    assert int(optimizer.steps) == 2
+    with pytest.raises(dither.UserError, match="learning rate is a number from 0 on"):
+        AdamW(net.named_parameters(), lr=torch.tensor(value, device="cuda"))
+
+
+def cleared(net: nn.Module, optimizer: AdamW) -> None:
+    optimizer.state.clear()
+
+
+def moment_swapped(net: nn.Module, optimizer: AdamW) -> None:
+    moment = optimizer.state[net[0].bias]["exp_avg"]
+    moment.data = torch.zeros_like(moment)
+
+
+def count_replaced(net: nn.Module, optimizer: AdamW) -> None:
+    optimizer.state[net[0].bias]["step"] = 9
+
+
+def format_changed(net: nn.Module, optimizer: AdamW) -> None:
+    optimizer.param_groups[0].update(states="fp32", seed=3, maximize=True)
+
+
+def weight_swapped(net: nn.Module, optimizer: AdamW) -> None:
+    net[2].weight.data = net[2].weight.detach() * 2
+
+
+@pytest.mark.parametrize("edit", [cleared, moment_swapped, count_replaced, format_changed, weight_swapped])
+@pytest.mark.parametrize("kind", ["bf16", "dynamic8", "mini"])
+def test_edits_between_steps(kind: str, edit: Callable[[nn.Module, AdamW], None]) -> None:
+    """Kernels that are launched through addresses see them as the reference on a CPU does."""
+    runs = []
+    for device in ("cpu", "cuda"):
+        net = network().to(device)
+        optimizer = MAKERS[kind](net, lr=1e-2, nonfinite="skip")
+        for step in range(4):
+            for p in net.parameters():
+                p.grad = gradient(p, step)
+            if step == 2:
+                edit(net, optimizer)
+            optimizer.step()
+        runs.append((net, optimizer))
+    assert_same(*runs)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_model_that_moves_takes_its_states_along(kind: str) -> None:
+    runs = []
+    for moves in (False, True):
+        net = network().cpu()
+        optimizer = MAKERS[kind](net, lr=1e-2)
+        for step in range(4):
+            if moves and step in (1, 3):
+                net.to("cuda" if step == 1 else "cpu")
+            for p in net.parameters():
+                p.grad = gradient(p, step)
+            optimizer.step()
+        runs.append((net, optimizer))
+    assert_same(*runs)
+
+
+def test_a_compiled_training_function() -> None:
+    """The graph breaks at the step; with Inductor too, weights are what eager steps make of the same gradients."""
+    net = network()
+    optimizer = AdamW(net.parameters(), lr=1e-2, nonfinite="skip")
+    kept: list[list[Tensor]] = []
+    optimizer.register_step_pre_hook(lambda o, args, kwargs: kept.append([p.grad.clone() for p in net.parameters()]))
+    start = [p.detach().clone() for p in net.parameters()]
+
+    @torch.compile
+    def train(x: Tensor) -> None:
+        net(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for step in range(3):
+        train(torch.full((4, 256), 1.0 + step, device="cuda", dtype=torch.bfloat16))
+    again = network()
+    for p, value in zip(again.parameters(), start, strict=True):
+        p.data.copy_(value)
+    eager = AdamW(again.parameters(), lr=1e-2, nonfinite="skip")
+    for grads in kept:
+        for p, grad in zip(again.parameters(), grads, strict=True):
+            p.grad = grad
+        eager.step()
+    assert len(kept) == 3
+    assert_same((net, optimizer), (again, eager))
 
 
 @pytest.fixture

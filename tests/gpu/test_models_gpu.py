@@ -38,7 +38,7 @@ def test_compiled_blocks_learn_in_few_bits(config, recipe):
     compile_blocks(model)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    optimizer = dither.optim.AdamW(model.named_parameters(), lr=3e-3)
+    optimizer = dither.optim.AdamW(model.named_parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     x, y = tokens(0), tokens(1)
     losses = []
     for step in range(12):

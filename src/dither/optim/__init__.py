@@ -2,8 +2,8 @@
 
 from dither.optim.adam_mini import AdamMini as AdamMini
 from dither.optim.adamw import AdamW as AdamW
-from dither.optim.adamw import AdamW8bit as AdamW8bit
 from dither.optim.adamw import NonFiniteError as NonFiniteError
+from dither.optim.adamw8bit import AdamW8bit as AdamW8bit
 from dither.optim.export import bitsandbytes_state_dict as bitsandbytes_state_dict
 from dither.optim.export import torch_state_dict as torch_state_dict
 from dither.optim.gradients import GRADIENTS as GRADIENTS

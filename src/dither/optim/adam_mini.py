@@ -12,11 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
 from dither.nn.cut import local
-from dither.optim.adamw import AdamW, count_of
+from dither.optim.adamw import AdamW
 from dither.optim.launches import Part, Slot
 from dither.optim.peers import Moments
 from dither.optim.roles import Role, role_of, sections
 from dither.optim.shards import as_matrix, like, reduce_cuts, shards, spread_over
+from dither.optim.states import count_of
 from dither.random import matrix_size
 from dither.reference.adamw import second_moment, store_state, zero_state
 from dither.update import Piece, Update
@@ -57,6 +58,9 @@ class AdamMini(AdamW):
             )
         self._sections(slot)
 
+    def _is_matrix(self, name: str, parameter: Tensor) -> bool:
+        return super()._is_matrix(name, parameter) and name in self.roles and not self.roles[name].transposed
+
     def _sections(self, slot: Slot) -> list[tuple[int, int, int]]:
         """(first row, end, run) of the whole parameter, in the orientation that is worked in."""
         role, shape = role_of(self.roles, slot.name), slot.parameter.shape
@@ -76,7 +80,7 @@ class AdamMini(AdamW):
 
     def _extra_state(self, slot: Slot, old: dict[str, Tensor]) -> dict[str, Tensor]:
         turn = role_of(self.roles, slot.name).transposed
-        known = {k: old[k].t() if turn else old[k] for k in ("master", "remainder") if k in old}
+        known = {k: v.t() if turn else v for k, v in old.items() if k in ("master", "remainder")}
         return {k: v.t().contiguous() if turn else v for k, v in super()._extra_state(slot, known).items()}
 
     def _layout(self, slot: Slot) -> dict[str, tuple[torch.dtype, torch.Size]]:
@@ -153,7 +157,7 @@ class AdamMini(AdamW):
                         (low - begin) % run,
                         run * self._work(slot, slot.parameter).shape[-1] if slot.parameter.dim() else 1,
                     )
-                    found.append(Part(place, rows.start, rows.stop, piece, runs.start))
+                    found.append(Part(place, rows.start, rows.stop, piece, high - low == work.shape[0], runs.start))
                 first += (end - begin) // run
         return found
 

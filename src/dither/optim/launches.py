@@ -20,6 +20,8 @@ class Slot:
     update: Update
     named: bool = True
     """Whether the name is the parameter's own; else it is its place."""
+    is_matrix: bool = False
+    """Whether its gradients are worked on as they are: a contiguous one needs no view."""
 
     @property
     def draws(self) -> bool:
@@ -37,6 +39,8 @@ class Part:
     start: int
     end: int
     piece: Piece
+    whole: bool
+    """Whether that is all of the local matrix."""
     run: int = 0
     """Adam-mini: the number of the piece's first run in the parameter."""
 
@@ -52,9 +56,4 @@ class Launch:
 
     def gradients(self, matrices: Sequence[Tensor]) -> list[Tensor]:
         """Return the gradients of the parts, from the matrices of the active parameters."""
-        return [
-            matrices[part.place]
-            if part.end - part.start == matrices[part.place].shape[0]
-            else matrices[part.place][part.start : part.end]
-            for part in self.parts
-        ]
+        return [matrices[part.place] if part.whole else matrices[part.place][part.start : part.end] for part in self.parts]

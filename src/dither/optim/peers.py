@@ -95,7 +95,8 @@ def _decoded(entries: Mapping[str, Any], which: int, name: str) -> Tensor:
             f"The state of {name} has {largest.numel()} scales for {codes.numel()} codes: blocks of {BLOCK} are what is known."
         )
     scales = largest.repeat_interleave(BLOCK)[: codes.numel()]
-    return (values[codes.flatten().long()] * scales).view(codes.shape)
+    decoded: Tensor = values[codes.flatten().long()] * scales
+    return decoded.view(codes.shape)
 
 
 def same_codes(saved: Mapping[str, Any], shape: torch.Size, update: Update) -> dict[str, Tensor] | None:

@@ -400,6 +400,8 @@ def moments_of(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) 
     0.1
     """
     places = {id(p): (group, number) for group in optimizer.param_groups for number, p in enumerate(group["params"])}
+    if isinstance(optimizer, AdamW):
+        optimizer._stored_slots()  # in the formats that its groups have now
     read = _reader(optimizer)
     found: dict[str, Callable[[], UpdateRule]] = {}
     for name, weight in weights.items():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dither.errors import UserError
 from dither.nn.linear import Linear
 from dither.nn.norms import wide_parameters
+from dither.optim.options import NEWER
 from dither.precision import Plan
 
 KEYS = ("step", "same", "layers", "optimizer", "scaler", "plan", "others")
@@ -249,6 +250,8 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Ten
         if not isinstance(theirs, dict) or theirs.get("params") != own["params"]:
             raise UserError(f"Parameter group {number} of the checkpoint does not hold the parameters of the optimizer's.")
         for key, value in own.items():
+            if key in NEWER and key not in theirs:
+                continue
             if key not in theirs or (_kind(theirs[key]) != _kind(value) and None not in (theirs[key], value)):
                 raise UserError(
                     f"Parameter group {number} of the checkpoint has {key}={theirs.get(key)!r:.80} "
