@@ -110,5 +110,5 @@ def test_the_host_waits_once():
             look(monitor, text)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    waits = [each for each in said if "synchroniz" in str(each.message)]
+    waits = [each for each in said if "called a synchronizing" in str(each.message)]
     assert len(waits) == 1, [f"{each.filename}:{each.lineno}" for each in waits]

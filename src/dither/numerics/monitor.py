@@ -118,7 +118,7 @@ class Monitor:
         found = {} if self.optimizer is None else updates.measured(self.optimizer, observer.layers)
         count = len(observer.layers)
         still = torch.zeros(UPDATE, dtype=torch.float64, device=device)  # filled there: a copy would wait for the device
-        still[-1] = math.nan
+        still[-1:].fill_(math.nan)
         moves = [torch.stack([n.double() for n in found[name].counts]) if name in found else still for name in observer.layers]
         empty = torch.zeros(EXPONENTS, dtype=torch.float64, device=device)
         exponents = torch.stack([empty, *observer.gradients]).sum(0)
