@@ -100,7 +100,7 @@ class Path(NamedTuple):
 
 
 def mean_path(runs: int, *, delta: float = 1 / 8, steps: int = 256, seed: int = 0) -> Path:
-    """Where stochastic rounding leads on average.
+    """Return where stochastic rounding leads on average.
 
     A step alpha x is below delta, so F_SR = x^2 / 2 + alpha/4 x^2 + (delta |x| - alpha x^2) / 4 = x^2 / 2 + delta/4 |x|, whose
     flow is dx/dt = -x - delta/4.

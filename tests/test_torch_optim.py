@@ -433,7 +433,7 @@ def test_states_of_other_forms(make: Callable[..., AdamW]) -> None:
     train(other.values(), again, range(2, 4))
     assert same(numbers(params, optimizer), numbers(other, again))
     for key, value, words in (
-        ("step", 1.5, r"step=1\.5, which is no number of steps"),
+        ("step", 1.5, r"step=1\.5, which is not a number of steps"),
         ("ema", 1.0, "has ema, .*keeps exp_avg"),
     ):
         with pytest.raises(UserError, match=words):

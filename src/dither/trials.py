@@ -73,7 +73,7 @@ class Trial:
 
     @property
     def begun(self) -> bool:
-        """Whether its folder holds a run."""
+        """Return whether its folder holds a run."""
         return os.path.isfile(self.folder / CONFIG)
 
 

@@ -128,7 +128,7 @@ def _run_of(model: str | None) -> _Run | None:
 
 
 def _words(config: configs.Config, folder: Path) -> int:
-    """Return how many words a run's tokenizer has."""
+    """Return the vocabulary size of a run's tokenizer."""
     sources = config.data.sources
     prepared = sources[0] if len(sources) == 1 and is_prepared(sources[0]) else folder / TOKENS
     if is_prepared(prepared):

@@ -6,7 +6,7 @@ products (2 under autocast to BF16), x of a code of an input, with its share of 
 
 A step has three moments that may be its peak, and the estimate is the largest of them:
 
-    loss        the forward pass is done: all activations wait for backward, logits and their gradients exist
+    loss        the forward pass is done: all activations are kept for backward, logits and their gradients exist
     recompute   with checkpointing: the last block is computed again, logits are gone
     update      backward is at its end: gradients exist, activations are those of the first block
 
@@ -29,7 +29,7 @@ from dither.update import BLOCKS, WHOLE
 GIB = 2**30
 
 ALIGNED = 64
-"""Rows of logits begin at multiples of so many numbers, where the number of words is odd: `dither.nn.output`."""
+"""Rows of logits begin at multiples of so many numbers, where the vocabulary has an odd size: `dither.nn.output`."""
 
 WORKSPACE = 64 * 2**20
 """Bytes that matrix products keep for themselves. Peaks on an H200 are 70 to 110 MiB above the sum of all other parts."""
@@ -145,7 +145,7 @@ class Storage:
 
     @property
     def autocast(self) -> bool:
-        """Whether products read narrower copies of the parameters."""
+        """Return whether products read narrower copies of the parameters."""
         return _bytes(self.compute) < _bytes(self.parameters)
 
 
@@ -345,7 +345,7 @@ def _block(shape: Shape, setting: Setting) -> tuple[float, float]:
     storage, precision = setting.storage, setting.precision
     p, c = _bytes(storage.parameters), _bytes(storage.compute)
     d, q, k, f = shape.width, shape.query_width, shape.key_width, shape.feed_forward
-    cast = precision.cast("weight_grad", "input") if precision is not None else None  # the layout that waits for backward
+    cast = precision.cast("weight_grad", "input") if precision is not None else None  # the layout that is kept for backward
     attention = c * (q + 2 * k) + c * q + 4 * shape.heads  # queries, keys and values, the result, logarithms of sums
     ups = 2 if shape.gated else 1
     if setting.compiled:

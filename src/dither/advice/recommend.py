@@ -84,7 +84,7 @@ class Recommendation:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """What to pass to `dither train --set`."""
+        """Return what to pass to `dither train --set`."""
         given = {"precision.mode": self.mode, "precision.recipe": self.recipe, "precision.states": self.states}
         return tuple(f"{key}={value}" for key, value in given.items() if value is not None)
 

@@ -89,7 +89,7 @@ class Draws:
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """What was counted so far; assign it to go back there."""
+        """Return what was counted so far; assign it to go back there."""
         return self.rows, self.captured, self.calls
 
     @counts.setter

@@ -72,7 +72,7 @@ class Difference:
 
     @property
     def ratio(self) -> float:
-        """How many times the bound it is."""
+        """Return how many times the bound it is."""
         return self.local / self.bound if self.bound else math.inf if self.local else 0.0
 
 
@@ -103,7 +103,7 @@ class Bisection:
 
     @property
     def sentence(self) -> str:
-        """What was found, in one sentence."""
+        """Return what was found, in one sentence."""
         worst = self.culprit
         if worst is None:
             return f"No layer of {self.b} differs from {self.a} beyond the bound in {self.steps} steps."

@@ -1,6 +1,6 @@
 """Looking at the operands of a model's converted layers while it computes, and passes that leave no trace.
 
-Hooks are there only while somebody looks: other steps run the code that they would run without this file. Numbers stay on the
+Hooks are registered only during a look: other steps run the code that they would run without this file. Numbers stay on the
 device until `Observer.lines` brings them together.
 """
 

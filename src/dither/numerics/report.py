@@ -67,7 +67,7 @@ class WeightUpdate:
 
     @property
     def stands_still(self) -> bool:
-        """Whether those updates are really lost: a 16-bit weight, rounded to nearest."""
+        """Return whether those updates are really lost: a 16-bit weight, rounded to nearest."""
         return self.rounding == "nearest" and self.format != "fp32"
 
 
@@ -124,7 +124,7 @@ class Report:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What is wrong, in sentences: one for each kind, of the layer that has it worst."""
+        """Return what is wrong, in sentences: one for each kind, of the layer that has it worst."""
         return tuple(filter(None, (self._nonfinite(), self._clipped(), self._flushed(), self._lost(), self._stands_still())))
 
     def _nonfinite(self) -> str:

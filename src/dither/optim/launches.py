@@ -25,7 +25,7 @@ class Slot:
 
     @property
     def draws(self) -> bool:
-        """Whether a step of this parameter takes random bits."""
+        """Return whether a step of this parameter takes random bits."""
         update = self.update
         rounds = self.parameter.itemsize < 4 and not update.master and update.weights == "stochastic"
         return rounds or update.draws_states

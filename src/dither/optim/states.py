@@ -181,7 +181,7 @@ class States(Members):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, of tensors and plain numbers; each group also has the optimizer's `steps` and `skipped`."""
+        """Return a dictionary like torch's; each group also has the optimizer's `steps` and `skipped`."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         self._stored_slots()
@@ -336,7 +336,7 @@ def count_of(step: Any, name: str) -> Tensor:
         return count  # this library's own, which nobody should wait for
     number = math.nan if count.numel() != 1 or count.is_complex() or count.dtype == torch.bool else float(count)
     if not number.is_integer() or number < 0:
-        raise UserError(f"The state of {name} has step={step!r}, which is no number of steps.")
+        raise UserError(f"The state of {name} has step={step!r}, which is not a number of steps.")
     return count if count.dtype == torch.int64 and count.dim() == 0 else count.to(torch.int64).reshape(())
 
 

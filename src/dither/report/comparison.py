@@ -94,7 +94,7 @@ class Curve:
 
     @property
     def at_an_end(self) -> bool:
-        """Whether the lowest of several numbers is the first or last of them, so that a better one may lie beyond."""
+        """Return whether the lowest of several numbers is the first or last of them, so that a better one may lie beyond."""
         known = [row.value for row in self.rows if isinstance(row.value, float)]
         return self.lowest is not None and len(known) > 1 and self.lowest.value in (min(known), max(known))
 

@@ -21,7 +21,7 @@ class Estimate:
 
     @property
     def decided(self) -> bool:
-        """Whether the mean differs from 0 by more than `BOUND` standard errors; never for a single seed."""
+        """Return whether the mean differs from 0 by more than `BOUND` standard errors; never for a single seed."""
         return self.error is not None and abs(self.mean) > BOUND * self.error
 
     def text(self, digits: int = 4, sign: bool = False) -> str:
