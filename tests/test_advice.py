@@ -194,7 +194,7 @@ def test_mistakes_are_one_line(given, said, capsys):
 def test_doctor_ends_with_advice(capsys):
     found = advice_here()
     test = doctor.SelfTest((), "here", "there", 0)
-    doctor.print_report(doctor.Report((), doctor.devices(), "cpu", (), test, found))
+    doctor.print_report(doctor.Report((), doctor.devices(), "cpu", (), test, advice=found))
     shown = capsys.readouterr().out
     assert shown.index("Advice") > shown.index("Self-test")
     assert found.notes[0] in shown

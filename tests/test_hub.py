@@ -494,7 +494,7 @@ def no_space(*_, **__):
 
 def test_a_model_of_two_dtypes_is_not_saved(tmp_path):
     model = build(CONFIGS["gpt2"])
-    model.transformer.ln_f.bfloat16()
+    model.transformer.wpe.bfloat16()
     with pytest.raises(UserError, match="one dtype, and its parameters have bfloat16, float32"):
         save_pretrained(model, tmp_path / "a")
     assert os.listdir(tmp_path) == []

@@ -144,7 +144,7 @@ def check_uneven() -> None:
     results = []
     for layer in (whole, cut):
         given = x.clone().requires_grad_()
-        with dither.training_step(layer, step=1):
+        with dither.training_step(layer, step=1, row=0):
             y = layer(given)
             y = y.full_tensor() if isinstance(y, DTensor) else y
             (y * dy).sum().backward()

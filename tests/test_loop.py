@@ -340,7 +340,7 @@ def test_random_bits_follow_the_place_in_the_batch(text: Path, tmp_path: Path, m
     original = TrainingStep.row
     monkeypatch.setattr(TrainingStep, "row", lambda self, row: (places.append(row), original(self, row))[1])
     train(settings(text, tmp_path / "run", "data.micro_batch=2", "run.steps=2", "precision.recipe=mxfp4"))
-    assert places == [0, 0, 32] * 2  # the step begins at 0; then 2 sequences of 16 tokens each
+    assert places == [0, 32] * 2  # two sequences of 16 tokens in each micro-batch
 
 
 def test_a_step_is_skipped(text: Path, tmp_path: Path, jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,7 +439,7 @@ def test_the_run_folder(text: Path, tmp_path: Path) -> None:
     assert Plan.load(out / "plan.json") == config.precision.load_plan()
     assert Status.load(out) == Status(state="done", step=STEPS, why=f"All {STEPS} steps are done.")
     conversion = json.loads((out / "conversion.json").read_text())
-    assert all(set(layer) == {"name", "precision", "engine", "share"} for layer in conversion["layers"])
+    assert all(set(layer) == {"name", "precision", "engine", "share", "note"} for layer in conversion["layers"])
     assert [module for module in conversion["left"] if module["name"] == "lm_head" and "output layer" in module["why"]]
     environment = json.loads((out / "environment.json").read_text())
     assert environment["command"] == ["dither", "train"]

@@ -510,7 +510,7 @@ def test_an_untrained_model_knows_nothing(config):
     ("call", "words"),
     [
         (lambda: build("lama-134m"), r"no model 'lama-134m' \(did you mean 'llama-134m'\?\): there are tiny, "),
-        (lambda: build(None), "name of a preset, a LlamaConfig or a GPT2Config, not None"),
+        (lambda: build(None), "name of a preset, a LlamaConfig, a GPT2Config or a GPTNeoConfig, not None"),
         (lambda: build({"n_embd": 8}), "not {'n_embd': 8}"),
         (lambda: build("tiny", vocab_size=0), "vocab_size is a positive integer, not 0"),
         (lambda: build(None, vocab_size=5), "not None"),

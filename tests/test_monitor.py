@@ -388,7 +388,7 @@ class Experts(nn.Module):
         self.dither = ExpertsLinear(self, "down_proj", precision, name="experts.down_proj", seed=0, emulate=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return sum(self.dither.experts[index](x, self.down_proj[index]).square().sum() for index in (0, 2))
+        return sum(self.dither.experts[index](x, self.down_proj[index], len(x)).square().sum() for index in (0, 2))
 
 
 def test_experts_are_layers_too():

@@ -54,7 +54,7 @@ def test_updates_and_slopes_are_those_of_torchs_own_step(kind, steps):
     (derivative,) = torch.autograd.grad(weight.sum(), g)  # torch differentiates its own step
     torch.testing.assert_close(update.double(), old - weight.detach(), rtol=1e-4, atol=1e-7)
     torch.testing.assert_close(slope.double(), derivative.abs(), rtol=1e-3, atol=1e-6 * float(derivative.abs().max()))
-    assert float(norm) == pytest.approx(float(derivative.norm()), rel=1e-4)
+    assert norm.item() == pytest.approx(derivative.norm().item(), rel=1e-4)
 
 
 def test_the_first_step_of_sgd_has_no_momentum_yet():

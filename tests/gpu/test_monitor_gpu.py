@@ -14,7 +14,7 @@ from dither.optim import AdamW
 from dither.precision import Cast
 from dither.reference.numerics import cast_counts, exponent_counts, summary, update_counts
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 CASTS = (
     "e4m3 tensor",
