@@ -5,7 +5,7 @@ groups, states and parameters may be edited at any time. Launches are kept for a
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -169,7 +169,7 @@ class AdamW(States):
 
         This and what follows runs for every tensor in every step: lists are built whole, which takes a third of the time.
         """
-        found = [slot.parameter.grad for slot in self._slots]
+        found = [p.grad for p in self._parameters]
         active = [slot for slot, gradient in zip(self._slots, found, strict=True) if gradient is not None]
         gradients = [gradient for gradient in found if gradient is not None]
         if {gradient.layout for gradient in gradients} - {torch.strided} or {g.dtype for g in gradients} - FORMATS.keys():
@@ -216,11 +216,7 @@ class AdamW(States):
 
         What launches were made of stays alive as long as they do, so that no other tensor can have come to its place.
         """
-        tensors: list[Any] = [self.steps, self.skipped]
-        state_of = self.state.get
-        for slot in active:
-            tensors.append(slot.parameter)
-            tensors += (state_of(slot.parameter) or {}).values()
+        tensors = self._tensors(active)
         signature = (self.backend, [slot.index for slot in active], [m.dtype for m in matrices], self._addresses(tensors))
         if signature == self._signature:
             return
@@ -239,10 +235,13 @@ class AdamW(States):
         mask = torch.zeros(len(self._slots), dtype=torch.float64)
         mask[[slot.index for slot in active]] = 1.0
         self._hyper[:-1, HYPER.index("active")] = mask.to(device)
-        tensors = [self.steps, self.skipped]
-        for slot in active:
-            tensors += [slot.parameter, *self.state[slot.parameter].values()]
-        self._signature = (*signature[:3], self._addresses(tensors))
+        self._signature = (*signature[:3], self._addresses(self._tensors(active)))
+
+    def _tensors(self, active: list[Slot]) -> list[Any]:
+        """Return all that launches are made of: counts, parameters, states."""
+        parameters = [slot.parameter for slot in active]
+        states = [state.values() for state in map(self.state.get, parameters) if state]
+        return [self.steps, self.skipped, *parameters, *chain.from_iterable(states)]
 
     def _addresses(self, tensors: list[Any]) -> list[Any]:
         """Return where tensors lie; what else somebody has put into a state stands for itself."""

@@ -88,6 +88,7 @@ class Members(Optimizer):
     def _forget(self) -> None:
         """Look anew, at the next step, at what takes part and where it lies."""
         self._slots: list[Slot] = []
+        self._parameters: list[Tensor] = []
         self._groups: Any = None
         self._signature: Any = None
         self._launches: list[Launch] = []
@@ -146,7 +147,8 @@ class Members(Optimizer):
         self._forget()
         for number in range(len(self.param_groups)):
             self._slots += self._slots_of(number, len(self._slots))
-        self._spread = any(isinstance(slot.parameter, DTensor) for slot in self._slots)
+        self._parameters = [slot.parameter for slot in self._slots]
+        self._spread = any(isinstance(p, DTensor) for p in self._parameters)
         present = {id(slot.parameter) for slot in self._slots}
         self._formats = {p: update for p, update in self._formats.items() if id(p) in present}
         # Names may be edited in place: what is compared must be a copy. Slots keep the parameters, so that ids stay theirs.
