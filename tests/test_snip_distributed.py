@@ -322,9 +322,17 @@ def check_pipeline_refused() -> None:
 
 
 def test_two_processes() -> None:
-    spread(2, check_scores, check_truth_and_plans, check_refused, check_tensor_parallel, check_pipeline, check_pipeline_refused)
+    spread(2, check_scores, check_truth_and_plans, check_refused)
+
+
+def test_two_processes_that_share_a_model() -> None:
+    spread(2, check_tensor_parallel, check_pipeline, check_pipeline_refused)
 
 
 def test_three_processes() -> None:
     """Rows that do not divide evenly, of means that do not either; a stage without a layer."""
-    spread(3, check_scores, check_tensor_parallel, check_pipeline, check_ranks)
+    spread(3, check_scores, check_tensor_parallel, check_pipeline)
+
+
+def test_ranks_bring_their_numerics_together() -> None:
+    spread(3, check_ranks)
