@@ -235,6 +235,26 @@ def test_checkpointing_within_a_compiled_graph(method):
     assert same(*found)
 
 
+def test_a_trainer_makes_the_optimizer_from_unnamed_parameters(tmp_path):
+    """BF16 weights with stochastic rounding, where the Trainer hands over groups without names; two runs draw the same bits."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed: pip install -e '.[test]'")
+    found = []
+    for number in range(2):
+        model = build("bf16-sr")
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path / str(number)), per_device_train_batch_size=2, max_steps=2, report_to=[], use_cpu=True,
+            save_strategy="no", disable_tqdm=True, logging_strategy="no", dataloader_pin_memory=False,
+            train_sampling_strategy="sequential",
+        )  # fmt: skip
+        rows = [{"input_ids": row, "labels": row} for row in IDS]
+        kinds = (dither.optim.AdamW, {"lr": 1e-2, "weights": "stochastic", "seed": 5})
+        with contextlib.redirect_stdout(io.StringIO()):
+            transformers.Trainer(model, arguments, train_dataset=rows, optimizer_cls_and_kwargs=kinds).train()
+        found.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert same(*found)
+    assert not same(found[0], [parameter.detach() for parameter in build("bf16-sr").parameters()])
+
+
 # Rows -------------------------------------------------------------------------------------------------------------------
 
 
