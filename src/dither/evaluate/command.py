@@ -145,7 +145,7 @@ def _opened(
                 corpus,
             )
             return
-        where = _checkpoint(path)
+        where = checkpoint_of(path)
         config = _config_of(where)
         home = where.parent.parent
         own = open_corpus(config, home if os.path.isfile(home / CONFIG) else scratch, ranks)
@@ -155,8 +155,8 @@ def _opened(
         yield job, step, str(where), corpus
 
 
-def _checkpoint(path: Path) -> Path:
-    """The checkpoint that a path means: itself, or the newest whole one of a run."""
+def checkpoint_of(path: Path) -> Path:
+    """Return the checkpoint that a path means: itself, or the newest whole one of a run."""
     if os.path.isfile(path / CONFIG):
         found, skipped = checkpoint.newest(path / CHECKPOINTS)
         for _, why in skipped:

@@ -2,7 +2,6 @@
 
 import math
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from dither.errors import UserError
+from dither.evaluate.command import checkpoint_of
 from dither.models import hf, load_pretrained, preset
 from dither.models.presets import skeleton
 from dither.nn.convert import _reasons, _sites
@@ -25,7 +25,6 @@ from dither.reference.adamw import FORMATS
 from dither.reference.numerics import COUNTS, SAMPLE, cast_counts, update_counts
 from dither.train import checkpoint
 from dither.train.config import Config, loads
-from dither.train.loop import CHECKPOINTS, CONFIG
 
 LOW = 0.01
 """The quantile of magnitudes that counts as their lower end."""
@@ -112,22 +111,6 @@ def inspect(path: str | Path, casts: Sequence[Cast]) -> ModelAtRest:
     weights = list(_of_checkpoint(where, tensors, plain))
     layers = tuple(_at_rest(each._replace(update=updates.get(each.name)), casts) for each in weights)
     return ModelAtRest(str(where), int(plain["step"]), layers, note)
-
-
-def checkpoint_of(path: Path) -> Path:
-    """Return the checkpoint that a path means: itself, or the newest whole one of a run."""
-    if os.path.isfile(path / CONFIG):
-        found, skipped = checkpoint.newest(path / CHECKPOINTS)
-        for _, why in skipped:
-            print(why, file=sys.stderr)
-        if found is None:
-            raise UserError(f"The run {str(path)!r} has no whole checkpoint yet.")
-        return found
-    if not os.path.isfile(path / checkpoint.MANIFEST):
-        raise UserError(
-            f"{str(path)!r} is neither a run (config.toml), nor a checkpoint (manifest.json), nor a model (config.json)."
-        )
-    return path
 
 
 def _of_huggingface(path: Path) -> Iterator[_Weight]:
