@@ -328,12 +328,21 @@ def test_optimizers_without_moments_are_refused():
     weights = {"left": model.left.weight}
     with pytest.raises(UserError, match="no state of the layer 'left' yet"):
         moments_of(AdamW(model.named_parameters()), weights)
-    with pytest.raises(UserError, match="maximizes with the weight of the layer"):
-        moments_of(stepped(model, lambda p: AdamW(p, maximize=True)), weights)
     with pytest.raises(UserError, match="does not have the weight of the layer 'left'"):
         moments_of(torch.optim.AdamW(model.out.parameters()), weights)
     with pytest.raises(UserError, match="does not know that of Adadelta"):
         moments_of(torch.optim.Adadelta(model.parameters()), weights)
+
+
+def test_an_optimizer_that_maximizes_adds_what_others_subtract():
+    model = net()
+    optimizer = stepped(model, lambda p: AdamW(p, lr=1e-2, weight_decay=0.0, states="fp32", maximize=True))
+    moments = moments_of(optimizer, {"left": model.left.weight})["left"]
+    old = model.left.weight.detach().clone()
+    model(inputs()[0]).backward()
+    expected = moments.update(model.left.weight.grad)
+    optimizer.step()
+    assert torch.allclose(old - model.left.weight.detach(), expected, rtol=1e-4, atol=2e-7)
 
 
 def test_moments_are_read_when_they_are_asked_for():
