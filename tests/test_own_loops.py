@@ -450,6 +450,17 @@ def test_an_optimizer_inside_ends_the_step(make):
         assert layer._holds
 
 
+def test_an_optimizer_inside_moves_histories_on_once():
+    layer = Linear(32, 24, precision=dither.recipe("fp8-delayed").default, name="up")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for step, x in enumerate(inputs(3)):
+        with training_step(layer, step=step):
+            gradient(layer, x)
+            optimizer.step()
+        assert layer.input_history.count_nonzero() == step + 1
+        assert layer.input_history[0] == x.abs().amax()
+
+
 def test_compiled_code_notices_an_optimizer_inside():
     torch._dynamo.reset()
     layer, x = layer_of(), inputs(1)[0]

@@ -101,8 +101,10 @@ class TrainingStep:
             id(parameter) in weights for group in optimizer.param_groups for parameter in group["params"]
         ):
             self.ended = True
-            self.release()
-            self.finish()
+            try:
+                self.finish()
+            finally:
+                self.release()
 
     # Sampling ----------------------------------------------------------------------------------------------------------
 
