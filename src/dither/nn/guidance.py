@@ -109,9 +109,11 @@ def watch_guidance(model: nn.Module) -> None:
     def look(optimizer: torch.optim.Optimizer, *_: object) -> None:
         nonlocal looked
         alive = None if looked else reference()
-        wanted = {} if alive is None else {id(bitwidth): (name, guided.decay) for name, bitwidth, guided in _bitwidths(alive)}
+        if alive is None:
+            return
+        wanted = {id(bitwidth): (name, guided.decay) for name, bitwidth, guided in _bitwidths(alive)}
         found = [(wanted[id(p)], group) for group in optimizer.param_groups for p in group["params"] if id(p) in wanted]
-        looked = looked or bool(found)
+        looked = bool(found)
         for (name, decay), group in found:
             if group.get("weight_decay", 0.0) != decay:
                 warnings.warn(
