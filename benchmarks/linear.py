@@ -22,7 +22,7 @@ from triton.testing import do_bench_cudagraph
 from dither.nn import functional
 from dither.nn.functional import Amax
 from dither.nn.linear import Linear
-from dither.nn.step import training_step
+from dither.nn.step import step_context
 from dither.precision import LayerPrecision
 from dither.recipes import recipe
 
@@ -88,9 +88,9 @@ def parts(precision: LayerPrecision, m: int, k: int, n: int) -> dict[str, float]
     layer = Linear(k, n, False, "cuda", precision=precision, name="bench")
     x.requires_grad_()
     with torch.autocast("cuda", bf16):
-        with training_step(layer, step=0):
+        with step_context(layer, step=0):
             step_of(layer, x, dy)()
-        with training_step(layer, step=1):  # with a history, where scaling is delayed
+        with step_context(layer, step=1):  # with a history, where scaling is delayed
             whole = micros(step_of(layer, x, dy))
     return {
         "cast w": micros(cast_w),

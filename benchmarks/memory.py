@@ -22,13 +22,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dither
+from dither.adam_update import BLOCKS
 from dither.advice.memory import GIB, PARTS, STORAGE, Setting, Shape, estimate
 from dither.advice.shapes import shape_of
 from dither.models import PRESETS, build, compile_blocks
 from dither.optim import training
 from dither.optim.modes import MODES
 from dither.recipes import RECIPES, recipe
-from dither.update import BLOCKS
 
 SIZES = {
     "tiny": (PRESETS["tiny"], 4, 128),
@@ -115,7 +115,7 @@ def measure(text: str, device: str) -> int:
         if step == 2 and device != "cpu":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        with dither.training_step(model, step=step):
+        with dither.step_context(model, step=step):
             for _ in range(2 if how.accumulate else 1):
                 words = torch.randint(config.vocab_size, (case.batch, case.sequence + 1), device=device)
                 with run.forward():

@@ -40,7 +40,7 @@ def main() -> None:
     monitor = dither.Monitor(model, optimizer, every=1 << 30, tell=lambda _: None)
 
     def step(number: int = 1) -> None:
-        with dither.training_step(model, step=number):
+        with dither.step_context(model, step=number):
             with context:
                 loss = model(text[:, :-1], text[:, 1:])
             loss.backward()
@@ -54,7 +54,7 @@ def main() -> None:
 
     def look() -> None:
         rows = text[: max(1, arguments.tokens // arguments.sequence)]
-        with monitor.aside(1), dither.training_step(model, step=1):
+        with monitor.aside(1), dither.step_context(model, step=1):
             with context:
                 loss = model(rows[:, :-1], rows[:, 1:])
             loss.backward()

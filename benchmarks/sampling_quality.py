@@ -43,10 +43,10 @@ import numpy as np
 import torch
 
 import dither
-from dither import LayerPrecision, Plan, training_step
+from dither import LayerPrecision, Plan, step_context
 from dither.models import Llama, LlamaConfig, compile_blocks
 from dither.nn import bitwidth_loss, param_groups, sampling_parameters
-from dither.nn.deploy import deploy, effective_precision, replaced
+from dither.nn.deployment import deploy, effective_precision, replaced
 from dither.nn.targets import choose_targets
 from dither.precision import BitwidthLoss, Sampling, WeightDecay
 
@@ -248,7 +248,7 @@ def train(model: Llama, text: Text, seed: int, arguments: argparse.Namespace) ->
     for step in range(arguments.steps):
         for group in scheduled:  # bitwidths keep their rate, so that their decay is what was asked for
             group["lr"] = arguments.lr * rate(step, arguments)
-        with training_step(model, step=step):
+        with step_context(model, step=step):
             with autocast(arguments.device):
                 loss = model(*text.windows(order[step]))
             (loss + bitwidth_loss(model) if guided else loss).backward()
@@ -273,7 +273,7 @@ def evaluate(model: Llama, text: Text, arguments: argparse.Namespace) -> dict:
         found["b_t_layers"] = {layer.name: round(layer.mean, 4) for layer in learned.layers}
     found["operator_loss"] = text.held_out_loss(model, arguments.batch)
     # From here on the weights alone are in few bits: what the operator would cast again hides what casting them costs.
-    dither.apply(model, Plan(default=LayerPrecision()))
+    dither.apply_plan(model, Plan(default=LayerPrecision()))
     found["loss"] = text.held_out_loss(model, arguments.batch)
     found["cast"] = {}
     for cast in CASTS:

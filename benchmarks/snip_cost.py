@@ -56,7 +56,7 @@ def main() -> None:
             return model(rows[:, :-1], rows[:, 1:])
 
     def step() -> None:
-        with dither.training_step(model, step=0):
+        with dither.step_context(model, step=0):
             loss(model, text).backward()
         optimizer.step()
         optimizer.zero_grad()

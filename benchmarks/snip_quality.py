@@ -43,7 +43,7 @@ import torch
 from sampling_quality import Text, arms_and_seeds, autocast, build, paired, rate, read_results
 
 import dither
-from dither import LayerPrecision, Plan, UserError, training_step
+from dither import LayerPrecision, Plan, UserError, step_context
 from dither.models import Llama
 from dither.nn import param_groups
 from dither.snip import BASELINES, PROBES, Goal, Scores, choose, options, plan, score
@@ -103,7 +103,7 @@ class Seed:
         for step in range(first, end):
             for group in self.optimizer.param_groups:
                 group["lr"] = arguments.lr * rate(step, arguments)
-            with training_step(self.model, step=step):
+            with step_context(self.model, step=step):
                 with autocast(arguments.device):
                     loss = self.model(*self.text.windows(self.order[step]))
                 loss.backward()
@@ -112,7 +112,7 @@ class Seed:
 
     def restore(self) -> None:
         """Back to where the arms part, in FP8."""
-        dither.apply(self.model, WHOLE["fp8"])
+        dither.apply_plan(self.model, WHOLE["fp8"])
         weights, moments = copy.deepcopy(self.kept)
         self.model.load_state_dict(weights)
         self.optimizer.load_state_dict(moments)
@@ -157,13 +157,13 @@ class Seed:
         chosen = self.plan(arm)
         began = time.perf_counter()
         self.restore()
-        dither.apply(self.model, chosen)
+        dither.apply_plan(self.model, chosen)
         self.train(self.arguments.before, self.arguments.steps)
         self.model.eval()
         found = {"arm": arm, "seed": self.seed, "parted": self.parted.hexdigest()[:12]}
         found["efficiency"] = chosen.provenance.get("efficiency")
         found["loss"] = self.text.held_out_loss(self.model, self.arguments.batch)
-        dither.apply(self.model, WHOLE["bf16"])
+        dither.apply_plan(self.model, WHOLE["bf16"])
         found["uncast"] = self.text.held_out_loss(self.model, self.arguments.batch)
         self.model.train()
         return found | {"seconds": time.perf_counter() - began, "layers": {name: str(p) for name, p in chosen.layers}}

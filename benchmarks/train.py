@@ -51,7 +51,7 @@ from pathlib import Path
 import torch
 
 import dither
-from dither import training_step
+from dither import step_context
 from dither.models import PRESETS, Llama, compile_blocks
 from dither.nn import sampling_parameters
 from dither.precision import Plan, Sampling
@@ -151,7 +151,7 @@ def warmed_step(size: str, mode: str, arguments: argparse.Namespace):
         shape = (arguments.batch or batch, arguments.sequence + 1)
         text = torch.randint(config.vocab_size, shape, device=arguments.device, generator=random)
         # Weights are cast once a step, and layers learn which step it is.
-        with training_step(model, step=next(steps)):
+        with step_context(model, step=next(steps)):
             with context:
                 loss = model(text[:, :-1], text[:, 1:])
             loss.backward()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import dither
-from dither import LayerPrecision, Plan, training_step
+from dither import LayerPrecision, Plan, step_context
 
 WORDS, WIDTH, BATCH, STEPS = 32, 32, 64, 140
 
@@ -76,7 +76,7 @@ def train(
     made, found = model(casts), list[float]()
     optimizer = torch.optim.Adam(made.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-16)
     for step in range(steps):
-        with training_step(made, step=step):
+        with step_context(made, step=step):
             each, ruled = losses(made, step)
             (each.mean() / divisor * loss_scale).backward()
         for parameter in made.parameters():

@@ -15,13 +15,13 @@ from triton.runtime.jit import JITFunction
 
 import dither
 from dither import Cast, Stream
+from dither.adam_update import Piece, Update
 from dither.formats import Format
 from dither.kernels import adamw, loss, matmul, philox, quantize, rounding, sampling
 from dither.precision import Rounding
 from dither.random import Draw
 from dither.reference.adamw import zero_state
 from dither.reference.sampling import DTYPES, NOISES
-from dither.update import Piece, Update
 
 
 class Hopper:

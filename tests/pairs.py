@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dither import Cast, Stream, UserError
+from dither.adam_update import BLOCKS, WHOLE, Piece, Update
 from dither.formats import TABLE, Format
 from dither.kernels import adamw as kernel_adamw
 from dither.kernels import philox as kernel_philox
@@ -18,7 +19,6 @@ from dither.kernels import sampling as kernel_sampling
 from dither.precision import Rounding
 from dither.random import Draw, matrix_size
 from dither.reference import adamw, loss, philox, quantize, rounding, sampling
-from dither.update import BLOCKS, WHOLE, Piece, Update
 
 STREAM = Stream(2024, "pairs", "x")
 FORMATS = [name for name in TABLE if name != "e8m0"]

@@ -37,7 +37,7 @@ import hostile
 import torch
 
 import dither
-from dither import UserError, cli, files
+from dither import UserError, cli, safe_files
 from dither.data import Batch
 from dither.train import Status, checkpoint, train
 from dither.train import config as configs
@@ -256,7 +256,7 @@ def full_disks(text: Path, folder: Path, count: int) -> list[Score]:
     """A disk that takes so many bytes and no more, then one with room again.
 
     Without a file system of our own, two seams stand in: every second time the kernel refuses files above a size
-    (RLIMIT_FSIZE), else `files.write_new` raises ENOSPC after so many bytes, as `write` does on a full disk.
+    (RLIMIT_FSIZE), else `safe_files.write_new` raises ENOSPC after so many bytes, as `write` does on a full disk.
     """
     expected, _, _ = straight(text, folder)
     largest = max(path.stat().st_size for path in (folder / "straight").rglob("*"))
@@ -267,7 +267,7 @@ def full_disks(text: Path, folder: Path, count: int) -> list[Score]:
             if hard:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
                 return work()
-            real, left = files.write_new, limit
+            real, left = safe_files.write_new, limit
 
             def write_new(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
                 nonlocal left
@@ -277,7 +277,7 @@ def full_disks(text: Path, folder: Path, count: int) -> list[Score]:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 return real(path, parts)
 
-            files.write_new = write_new
+            safe_files.write_new = write_new
             return work()
 
         return run

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dither
-from dither import Sampling, UserError, files
+from dither import Sampling, UserError, safe_files
 from dither.models import Llama, LlamaConfig
 from dither.train import checkpoint, tensorfile
 from dither.train.checkpoint import Saver, keep, leftovers, load, newest, save, verify
@@ -154,11 +154,11 @@ def test_too_many_levels(tmp_path):
 KILLER = """
 import os, signal, sys
 import torch
-from dither import files
+from dither import safe_files
 from dither.train import checkpoint, tensorfile
 
 torch.set_num_threads(1)
-OWN = {checkpoint.__file__, files.__file__, tensorfile.__file__}
+OWN = {checkpoint.__file__, safe_files.__file__, tensorfile.__file__}
 
 def lines(work, at):
     "Run `work` and count the lines of ours that it comes through; kill -9 before line number `at`."
@@ -273,7 +273,7 @@ def test_a_full_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
 @pytest.mark.parametrize("at", range(5))
 def test_a_disk_that_gets_full_on_the_way(at, tmp_path, monkeypatch):
     save(tmp_path, 100, tensors=some(1), plain={})
-    real, calls = files.write_new, []
+    real, calls = safe_files.write_new, []
 
     def write_new(path, chunks):
         calls.append(path)
@@ -282,7 +282,7 @@ def test_a_disk_that_gets_full_on_the_way(at, tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(path, chunks)
 
-    monkeypatch.setattr(files, "write_new", write_new)
+    monkeypatch.setattr(safe_files, "write_new", write_new)
     monkeypatch.setattr(checkpoint, "SHARD", 24)
     if at == 4:  # there are two files of tensors, plain.json and the manifest
         save(tmp_path, 200, tensors=some(2), plain={})
@@ -699,7 +699,7 @@ def build(kind: str, seed: int):
 def train(model, optimizer, scaler, steps) -> None:
     for step in steps:
         tokens = dither.Stream(1, "data", "tokens").bits(step, (2, 17), width=8) % 64
-        with dither.training_step(model, step=step):
+        with dither.step_context(model, step=step):
             loss = model(tokens[:, :-1].long(), tokens[:, 1:].long()) + dither.bitwidth_loss(model)
             (loss if scaler is None else scaler.scale(loss)).backward()
         if scaler is None:
@@ -746,7 +746,7 @@ def test_bitwidths_that_rest_come_back(tmp_path):
     learned = {name: p.detach().clone() for name, p in model.named_parameters() if "bitwidth" in name}
     assert all(bool((p != 1).any()) for p in learned.values())
     off = dither.Plan(default=dither.LayerPrecision())
-    dither.apply(model, off)
+    dither.apply_plan(model, off)
     tensors, plain = pack(model, optimizer, step=2, plan=off)
     path = save(tmp_path, 2, tensors=tensors, plain=plain)
 
@@ -754,9 +754,9 @@ def test_bitwidths_that_rest_come_back(tmp_path):
     tensors, plain = load(path)
     with pytest.raises(UserError, match="bring it to the saved plan"):
         unpack(model, optimizer, tensors, plain)
-    dither.apply(model, plan_of(plain))
+    dither.apply_plan(model, plan_of(plain))
     unpack(model, optimizer, tensors, plain)
-    dither.apply(model, plan)
+    dither.apply_plan(model, plan)
     for name, p in learned.items():
         assert same(dict(model.named_parameters())[name].detach(), p)
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from dither import Sampling, UserError, arms, cli, convert, training_step, trials
+from dither import Sampling, UserError, arms, cli, convert, step_context, trials
 from dither.report import estimates, plots
 from dither.report.comparison import Comparison, Entry
 from dither.train import config as configs
@@ -259,7 +259,7 @@ def test_a_diffq_arm_begins_at_six_bits_and_its_bitwidths_learn():
     """The paper does not clamp. BF16 bears 4 bits of uniform noise for sure, and DiffQ begins at 6."""
     model = torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False))
     convert(model, trial("diffq:all").config.precision.load_plan())
-    with training_step(model, step=0), torch.autocast("cpu", torch.bfloat16):
+    with step_context(model, step=0), torch.autocast("cpu", torch.bfloat16):
         model(torch.ones(2, 32)).float().sum().backward()
     assert model[0].bitwidths().eq(6).all()
     assert model[0].bitwidth.grad.abs().min() > 0

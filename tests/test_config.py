@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dither import BitwidthLoss, Plan, Sampling, UserError, WeightDecay, recipe
+from dither.adam_update import BLOCKS
 from dither.models import PRESETS
 from dither.optim import MODES
 from dither.train import config as configs
 from dither.train.config import Config, Data, Model, Optim, Precision, Run, describe, dumps, load, loads, override, schedule
 from dither.train.guard import Policy
-from dither.update import BLOCKS
 
 # Round trips ----------------------------------------------------------------------------------------------------------
 

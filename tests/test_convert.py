@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from dither import UserError, devices
 from dither.engines import PRODUCTS, Verified
-from dither.nn import Linear, apply, convert, training_step
+from dither.nn import Linear, apply_plan, convert, step_context
 from dither.precision import LayerPrecision, Plan
 from dither.recipes import RECIPES, recipe
 
@@ -180,7 +180,7 @@ def test_random_bits_follow_the_name_and_the_seed(model):
         twin = copy.deepcopy(model)
         convert(twin, "fp4-block", seed=seed)
         assert twin.blocks[0].up.name == "blocks.0.up"
-        with training_step(twin, step=3):
+        with step_context(twin, step=3):
             twin(IDS).square().mean().backward()
         return twin.blocks[0].up.weight.grad
 
@@ -408,37 +408,37 @@ def test_apply_switches_layers_and_leaves_weights(model):
     convert(model, "fp8-block")
     before = {name: (id(parameter), parameter._version) for name, parameter in model.named_parameters()}
     fp8 = model(IDS)
-    record = apply(model, Plan((("*.up", FP4), ("blocks.1.down", None)), FP8))
+    record = apply_plan(model, Plan((("*.up", FP4), ("blocks.1.down", None)), FP8))
     assert [layer.precision for layer in record.layers] == [FP4, FP8, FP4, LayerPrecision()]
     assert [model.get_submodule(name).precision for name in LAYERS] == [FP4, FP8, FP4, LayerPrecision()]
     assert reasons(record)["head"] == "it was not converted"
     assert not torch.equal(model(IDS), fp8)
-    apply(model, "fp8-block")
+    apply_plan(model, "fp8-block")
     assert torch.equal(model(IDS), fp8)
     assert {name: (id(parameter), parameter._version) for name, parameter in model.named_parameters()} == before
 
 
 def test_apply_keeps_the_histories_of_layers_that_do_not_change(model):
     convert(model, "fp8-delayed")
-    with training_step(model, step=0):
+    with step_context(model, step=0):
         model(IDS).sum().backward()
     seen = model.blocks[0].up.weight_history[0].clone()
     assert seen > 0
-    apply(model, dataclasses.replace(recipe("fp8-delayed"), layers=(("*.down", FP8),)))
+    apply_plan(model, dataclasses.replace(recipe("fp8-delayed"), layers=(("*.down", FP8),)))
     assert model.blocks[0].up.weight_history[0] == seen
     assert model.blocks[0].down.weight_history is None
 
 
 def test_apply_refuses_what_it_cannot_do(model):
     with pytest.raises(UserError, match=r"Model has no converted layer: dither.convert\(model, plan\) comes first"):
-        apply(model, "fp8-block")
+        apply_plan(model, "fp8-block")
     convert(model, "fp8-block")
     with pytest.raises(UserError, match=r"rule 'head' matches no converted layer: there are blocks\.\*\.up, blocks\.\*\.down"):
-        apply(model, Plan((("head", FP8),)))
+        apply_plan(model, Plan((("head", FP8),)))
     with pytest.raises(UserError, match=r"asks for bf16 parameters where 'embed.weight' is torch.float32"):
-        apply(model, "bf16-pure")
+        apply_plan(model, "bf16-pure")
     assert model.blocks[0].up.precision == FP8
-    apply(model, "bf16")  # whose parameters these are
+    apply_plan(model, "bf16")  # whose parameters these are
 
 
 # What is refused ------------------------------------------------------------------------------------------------------
@@ -491,7 +491,7 @@ def test_models_that_cannot_be_converted(model):
         convert(nn.Sequential(nn.ReLU()), "fp8-block")
     convert(model, "fp8-block")
     with pytest.raises(
-        UserError, match=r"Model is converted already: 'blocks.0.up' is a dither layer; dither.apply\(model, plan\)"
+        UserError, match=r"Model is converted already: 'blocks.0.up' is a dither layer; dither.apply_plan\(model, plan\)"
     ):
         convert(model, "fp8-block")
 
@@ -560,7 +560,7 @@ def test_what_the_gpu_cannot_take(model, gpu, capability):
         assert (layer.note != "") == (layer.name in wrong) == (layer.engines == ("fp32",) * 3)
         assert layer.precision == plan.for_layer(layer.name)
     assert "multiplies in float32: blocks.*.up (2): " in str(record)
-    apply(emulated, Plan(default=LayerPrecision.of("mxfp8", "mxfp8", "mxfp8")) if capability >= (7, 0) else Plan())
+    apply_plan(emulated, Plan(default=LayerPrecision.of("mxfp8", "mxfp8", "mxfp8")) if capability >= (7, 0) else Plan())
     assert not any(module._emulates for module in emulated.modules() if isinstance(module, Linear))
 
     record = convert(model, plan, fallback="bf16")
@@ -571,11 +571,11 @@ def test_what_the_gpu_cannot_take(model, gpu, capability):
         assert model.get_submodule(layer.name).precision == layer.precision
     assert said in record.layers[0].note
     assert "runs uncast: blocks.*.up (2): " in str(record)
-    assert any(layer.note for layer in apply(model, plan).layers)  # as at conversion
+    assert any(layer.note for layer in apply_plan(model, plan).layers)  # as at conversion
     with pytest.raises(UserError, match=said):
-        apply(model, plan, fallback="error")
+        apply_plan(model, plan, fallback="error")
     with pytest.raises(UserError, match="fallback is 'error', 'bf16' or 'emulate', not 'fp8'"):
-        apply(model, plan, fallback="fp8")
+        apply_plan(model, plan, fallback="fp8")
 
 
 def test_emulation_needs_no_units(model, gpu):

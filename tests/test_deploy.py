@@ -9,7 +9,7 @@ from torch import nn
 import dither
 from dither import Cast, LayerPrecision, Plan, UserError
 from dither.bitwidths import VARIANCE, capacity, deployable
-from dither.nn.deploy import deploy, deploy_blocks, effective_precision, plan_from_bitwidths, replaced, weight_cast
+from dither.nn.deployment import deploy, deploy_blocks, effective_precision, plan_from_bitwidths, replaced, weight_cast
 from dither.nn.targets import _noise, choose_targets, measure_rise
 from dither.precision import Sampling
 

@@ -5,8 +5,8 @@ import oracles
 import pytest
 import torch
 
+from dither.adam_update import Piece, Update
 from dither.reference import adamw, dynamic
-from dither.update import Piece, Update
 
 CODES = torch.arange(256).to(torch.uint8)
 

@@ -14,7 +14,7 @@ import torch
 
 import dither
 from dither import UserError, cli, report
-from dither.files import MOST, Refused, read_text
+from dither.safe_files import MOST, Refused, read_text
 
 SOAK = Path(__file__).with_name("soak.py")
 

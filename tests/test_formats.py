@@ -287,4 +287,4 @@ def test_imports_no_torch(name):
         elif isinstance(node, ast.ImportFrom):
             imported.add(node.module)
     foreign = {module for module in imported if module.split(".")[0] not in sys.stdlib_module_names}
-    assert foreign <= {"dither.errors", "dither.files", "dither.formats", "dither.precision", "dither.recipes"}
+    assert foreign <= {"dither.errors", "dither.safe_files", "dither.formats", "dither.precision", "dither.recipes"}

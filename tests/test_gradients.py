@@ -212,7 +212,7 @@ def test_sampled_weights_hand_their_gradients_on(mode: str) -> None:
 
     def gradients(parts: Tensor) -> tuple[Tensor, Tensor]:
         weight.grad = bitwidth.grad = None
-        with dither.training_step(model, step=3):
+        with dither.step_context(model, step=3):
             for part in parts:
                 with run.forward():
                     loss = model(part).float().square().sum()

@@ -575,7 +575,7 @@ def test_a_wrapped_model_is_converted_compiled_trained_and_saved(tmp_path):
     assert set(dither.optim.roles(model)) == {name for name, _ in model.named_parameters()}
     graphs = []
     compile_blocks(model, backend=lambda graph, _: graphs.append(graph) or graph.forward)
-    with dither.training_step(model, step=0):
+    with dither.step_context(model, step=0):
         model(TOKENS, TOKENS).backward()
     assert graphs
     save_pretrained(model, tmp_path)

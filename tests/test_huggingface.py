@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dither import Cast, UserError, fake_quantize
-from dither.nn import apply, convert, training_step
-from dither.nn.deploy import deploy
+from dither.nn import apply_plan, convert, step_context
+from dither.nn.deployment import deploy
 from dither.precision import LayerPrecision, Plan
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[test]'")
@@ -39,7 +39,7 @@ def build(kind: str) -> torch.nn.Module:
 
 
 def learn(model: torch.nn.Module) -> torch.Tensor:
-    with training_step(model, step=0):
+    with step_context(model, step=0):
         loss = model(IDS, labels=IDS).loss
         loss.backward()
     return loss.detach()
@@ -173,9 +173,9 @@ def test_experts_switch_and_only_where_they_were_converted():
     assert torch.equal(other(IDS).logits, uncast)
     with pytest.raises(UserError, match="converted already"):
         convert(model, "fp8-block")
-    apply(model, "bf16")
+    apply_plan(model, "bf16")
     assert torch.equal(model(IDS).logits, uncast)
-    apply(model, "fp8-block")
+    apply_plan(model, "fp8-block")
     assert torch.equal(model(IDS).logits, cast)
 
 

@@ -11,16 +11,22 @@ ROOT = Path(dither.__file__).parent
 
 ORDER = [
     "dither.errors",
-    "dither.files",
+    "dither.safe_files",
     "dither.formats",
+    "dither.precision.checks",
+    "dither.precision.patterns",
+    "dither.precision.cast",
+    "dither.precision.sampling",
+    "dither.precision.layer",
+    "dither.precision.plan",
     "dither.precision",
     "dither.bitwidths",
     "dither.recipes",
     "dither.engines",
     "dither.devices",
     "dither.random",
-    "dither.layout",
-    "dither.update",
+    "dither.grouping",
+    "dither.adam_update",
     "dither.reference",
     "dither.reference.philox",
     "dither.reference.rounding",
@@ -45,12 +51,12 @@ ORDER = [
     "dither.kernels.loss",
     "dither.kernels.dynamic",
     "dither.kernels.adamw",
-    "dither.operators",
+    "dither.torch_ops",
     "dither.ops",
     "dither.nn.functional",
     "dither.nn.sampling",
     "dither.nn.output",
-    "dither.nn.cut",
+    "dither.nn.tensor_parallel",
     "dither.nn.draws",
     "dither.nn.hints",
     "dither.nn.histories",
@@ -60,8 +66,8 @@ ORDER = [
     "dither.nn.conv1d",
     "dither.nn.guidance",
     "dither.nn.norms",
-    "dither.nn.convert",
-    "dither.nn.deploy",
+    "dither.nn.conversion",
+    "dither.nn.deployment",
     "dither.nn.targets",
     "dither.nn",
     "dither.optim.shards",
@@ -168,7 +174,7 @@ FILES = {module_of(path): path for path in sorted(ROOT.rglob("*.py"))}
 def imports(tree: ast.AST, module: str, package: bool) -> list[tuple[str, bool]]:
     """(imported module, whether inside a function) for everything of dither that a file imports, wherever it does.
 
-    `from dither import layout` names a module, `from dither.layout import Layout` a thing in one: the list tells which.
+    `from dither import layout` names a module, `from dither.grouping import Layout` a thing in one: the list tells which.
     """
     found: list[tuple[str, bool]] = []
 
@@ -227,7 +233,7 @@ def test_only_operators_import_by_string_and_only_kernels_import_triton(module):
         and getattr(node, "attr", getattr(node, "id", "")) in ("import_module", "__import__")
         for node in ast.walk(tree)
     )
-    assert not by_string or module == "dither.operators"
+    assert not by_string or module == "dither.torch_ops"
     if not module.startswith("dither.kernels"):
         loaded = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
         names = {alias.name for node in loaded if isinstance(node, ast.Import) for alias in node.names}
@@ -241,11 +247,11 @@ def test_only_operators_import_by_string_and_only_kernels_import_triton(module):
         ("from dither.errors import UserError", "dither.formats", False, []),
         ("from dither.formats import Format", "dither.errors", False, ["dither.formats"]),
         ("import dither.ops", "dither.random", False, ["dither.ops"]),
-        ("from dither import layout", "dither.reference.scaling", False, []),
+        ("from dither import grouping", "dither.reference.scaling", False, []),
         ("from dither import ops", "dither.reference.scaling", False, ["dither.ops"]),
         ("from dither import Cast", "dither.ops", False, ["dither"]),
         ("from dither.ops import quantize", "dither", True, []),
-        ("def f():\n    from dither.ops import quantize", "dither.layout", False, ["dither.ops"]),
+        ("def f():\n    from dither.ops import quantize", "dither.grouping", False, ["dither.ops"]),
         ("class A:\n    if True:\n        import dither.cli", "dither.ops", False, ["dither.cli"]),
         ("def f():\n    from dither.kernels import native", "dither.ops", False, []),
         ("from dither.kernels import native", "dither.ops", False, ["dither.kernels"]),

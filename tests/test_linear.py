@@ -22,7 +22,7 @@ from dither import Cast, Stream, UserError, devices
 from dither.nn import functional
 from dither.nn.functional import State
 from dither.nn.linear import Linear
-from dither.nn.step import training_step
+from dither.nn.step import step_context
 from dither.precision import LayerPrecision
 from dither.reference import quantize
 
@@ -142,7 +142,7 @@ def test_gradients_are_those_of_the_cast_operands(name: str, size: tuple[int, in
     x, w, b, dy = data(*size)
     how = precision(name)
     layer = layer_of(how, w, b if with_bias else None)
-    with training_step(layer, step=STEP, row=ROW):
+    with step_context(layer, step=STEP, row=ROW):
         y, dx, dw, *db = run(layer, x, dy)
     expected = products(x, w, dy, how)
     close(y, expected["forward"], b if with_bias else None)
@@ -171,7 +171,7 @@ def test_a_weight_stored_transposed_gives_the_same_products(name: str) -> None:
     layer = Linear.adopt(old, how, name=NAME, seed=SEED)
     assert layer.weight is old.weight
     assert (layer.in_features, layer.out_features, layer.nf) == (w.shape[1], w.shape[0], w.shape[0])
-    with training_step(layer, step=STEP, row=ROW):
+    with step_context(layer, step=STEP, row=ROW):
         y, dx, dw, _ = run(layer, x, dy)
     expected = products(x, w, dy, how)
     casts = how.casts_of("weight")  # forward sums over the stored rows, and the input gradient over the columns
@@ -200,7 +200,7 @@ def test_strides_do_not_matter(name: str) -> None:
     x, w, _, dy = data(*SIZES[0])
     layer = layer_of(precision(name), w)
     spread = dy[:1, :1].expand_as(dy)
-    with training_step(layer, step=STEP):
+    with step_context(layer, step=STEP):
         plain = run(layer, x, spread.contiguous())
         leaf = x.T.contiguous().T.requires_grad_()
         y = layer(leaf)
@@ -224,7 +224,7 @@ def test_without_casts_the_layer_is_nn_linear_bit_for_bit() -> None:
     layer, plain = layer_of(LayerPrecision(), w, b), nn.Linear(*w.shape[::-1])
     plain.load_state_dict(layer.state_dict())
     assert list(layer.state_dict()) == list(plain.state_dict())
-    with training_step(layer, step=0):
+    with step_context(layer, step=0):
         assert same(run(layer, x, dy), run(plain, x, dy))
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16
@@ -254,18 +254,18 @@ def test_only_what_is_asked_for_is_computed(monkeypatch: pytest.MonkeyPatch) -> 
     """Frozen weights and inputs without gradient; each needs one layout of the others."""
     x, w, b, dy = data(*SIZES[0])
     layer = layer_of(precision("nvfp4"), w, b)
-    with training_step(layer, step=STEP):
+    with step_context(layer, step=STEP):
         whole = run(layer, x, dy)
     layer.weight.requires_grad_(False)
     frozen = layer_of(precision("nvfp4"), w, b)
     frozen.weight.requires_grad_(False)
     leaf = x.clone().requires_grad_()
-    with training_step(frozen, step=STEP):
+    with step_context(frozen, step=STEP):
         frozen(leaf).backward(dy)
     assert torch.equal(leaf.grad, whole[1])
     assert frozen.weight.grad is None
     learning = layer_of(precision("nvfp4"), w, b)
-    with training_step(learning, step=STEP):
+    with step_context(learning, step=STEP):
         learning(x).backward(dy)
     assert torch.equal(learning.weight.grad, whole[2])
     casts = []
@@ -317,16 +317,16 @@ def test_micro_batches_draw_the_bits_of_their_tokens() -> None:
     """Cast along N, a token's gradient does not depend on its neighbours: parts of the batch give parts of dX."""
     x, w, _, dy = data(32, 40, 64)
     layer = layer_of(precision("fp4-block"), w)
-    with training_step(layer, step=4):
+    with step_context(layer, step=4):
         whole = run(layer, x, dy)[1]
-    with training_step(layer, step=4) as at:
+    with step_context(layer, step=4) as at:
         parts = []
         for start in (0, 8, 16, 24):
             at.row(start)
             parts.append(run(layer, x[start : start + 8], dy[start : start + 8])[1])
     # The same casts; only the order of additions may differ between products of 32 and of 8 rows.
     assert torch.allclose(torch.cat(parts), whole, rtol=1e-5, atol=1e-9)
-    with training_step(layer, step=4):
+    with step_context(layer, step=4):
         unmoved = run(layer, x[8:16], dy[8:16])[1]
     assert not torch.allclose(unmoved, whole[8:16], rtol=1e-3)
 
@@ -336,7 +336,7 @@ def test_backward_draws_where_its_forward_was() -> None:
     x, w, _, dy = data(16, 40, 32)
     layer = layer_of(precision("fp4-block"), w)
     x = x.requires_grad_()
-    with training_step(layer, step=4) as at:
+    with step_context(layer, step=4) as at:
         first, second = [], []
         for start in (0, 16):
             at.row(start)
@@ -344,17 +344,17 @@ def test_backward_draws_where_its_forward_was() -> None:
         for y in reversed(second):
             first.insert(0, torch.autograd.grad(y, x, dy)[0])
     for start, found in zip((0, 16), first, strict=True):
-        with training_step(layer, step=4, row=start):
+        with step_context(layer, step=4, row=start):
             assert torch.equal(found, torch.autograd.grad(layer(x), x, dy)[0])
 
 
 def test_no_bits_are_drawn_twice_outside_a_step() -> None:
     x, w, _, dy = data(16, 40, 32)
     layer = layer_of(precision("fp4-block"), w)
-    with training_step(layer, step=1):
+    with step_context(layer, step=1):
         runs = [run(layer, x, dy)[1]]
     runs += [run(layer, x, dy)[1] for _ in range(2)]
-    with training_step(layer, step=2):
+    with step_context(layer, step=2):
         runs.append(run(layer, x, dy)[1])
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(runs, 2))
     other = layer_of(precision("fp4-block"), w)
@@ -382,7 +382,7 @@ def train(net: Net, call: Callable[[Tensor], Tensor], steps: int = 2, micro: int
     found = []
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(steps):
-        with training_step(net, step=step) as at:
+        with step_context(net, step=step) as at:
             for part in range(micro):
                 at.row(part * 20)
                 generator = torch.Generator().manual_seed(step * micro + part)
@@ -425,7 +425,7 @@ def test_a_weight_is_cast_once_a_step(compiled: bool, monkeypatch: pytest.Monkey
 def test_held_weights_are_not_used_after_they_changed(name: str) -> None:
     x, w, b, _ = data(*SIZES[0])
     layer = layer_of(precision(name), w, b)
-    with training_step(layer, step=0):
+    with step_context(layer, step=0):
         before = layer(x)
     with torch.no_grad():
         layer.weight.mul_(3)
@@ -434,14 +434,14 @@ def test_held_weights_are_not_used_after_they_changed(name: str) -> None:
     assert not torch.equal(before, after)
 
     def change_and_call() -> None:
-        with training_step(layer, step=1), torch.no_grad():
+        with step_context(layer, step=1), torch.no_grad():
             layer.weight.mul_(2)
-            with pytest.raises(UserError, match="changed inside a training_step"):
+            with pytest.raises(UserError, match="changed inside a step_context"):
                 layer(x)
 
-    with pytest.raises(UserError, match="changed inside a training_step"):
+    with pytest.raises(UserError, match="changed inside a step_context"):
         change_and_call()
-    with pytest.raises(UserError, match="changed inside a training_step"), training_step(layer, step=1), torch.no_grad():
+    with pytest.raises(UserError, match="changed inside a step_context"), step_context(layer, step=1), torch.no_grad():
         layer.weight.mul_(2)  # nobody looked, until the end
 
 
@@ -450,7 +450,7 @@ def test_held_codes_stay_where_they_are() -> None:
     net = Net(precision("fp4-block"))
     addresses = []
     for step in range(2):
-        with training_step(net, step=step), torch.no_grad():
+        with step_context(net, step=step), torch.no_grad():
             addresses.append([net.up._held_along_values.data_ptr(), net.up._held_across_scale.data_ptr()])
         with torch.no_grad():
             net.up.weight.mul_(3)
@@ -459,14 +459,14 @@ def test_held_codes_stay_where_they_are() -> None:
 
 def test_a_step_says_what_is_wrong_with_it() -> None:
     net = Net(precision("fp4-block"))
-    with pytest.raises(UserError, match="from 0 to 2\\^31 - 1, not -1"), training_step(net, step=-1):
+    with pytest.raises(UserError, match="from 0 to 2\\^31 - 1, not -1"), step_context(net, step=-1):
         pass
-    with training_step(net, step=1) as at:
+    with step_context(net, step=1) as at:
         with pytest.raises(UserError, match="index of a token"):
             at.row(-5)
         with pytest.raises(UserError, match="between steps"):
             net.up.set_precision(LayerPrecision())
-    with training_step(net, step=1):  # an error inside ended the step before
+    with step_context(net, step=1):  # an error inside ended the step before
         pass
 
 
@@ -477,13 +477,13 @@ def test_delayed_scaling_follows_the_largest_magnitudes_of_earlier_steps() -> No
     x, w, _, dy = data(16, 40, 24)
     layer = layer_of(precision("fp8-delayed"), w)
     current = layer_of(LayerPrecision.of("e4m3 tensor", "e4m3 tensor", "e5m2 tensor"), w)
-    with training_step(layer, step=0):
+    with step_context(layer, step=0):
         run(layer, 3 * x, 5 * dy)
         assert same(run(layer, x, dy), run(current, x, dy))  # nothing is known yet: the first step measures
     first = [x.abs().amax() * 3, w.abs().amax(), dy.abs().amax() * 5]
     for history, largest in zip((layer.input_history, layer.weight_history, layer.grad_history), first, strict=True):
         assert torch.equal(history, torch.stack([largest, *torch.zeros(3)]))
-    with training_step(layer, step=1):
+    with step_context(layer, step=1):
         y, dx, dw = run(layer, x, 100 * dy)
 
     def number(t: Tensor, text: str, amax: Tensor) -> Tensor:
@@ -500,13 +500,13 @@ def test_delayed_scaling_follows_the_largest_magnitudes_of_earlier_steps() -> No
 def test_a_step_without_a_number_repeats_the_last_magnitude() -> None:
     x, w, _, dy = data(16, 40, 24)
     layer = layer_of(precision("fp8-delayed"), w)
-    with training_step(layer, step=0):
+    with step_context(layer, step=0):
         run(layer, x, dy)
     known = [layer.input_history[0].clone(), layer.grad_history[0].clone()]
     x[0, 0] = torch.nan
-    with training_step(layer, step=1):
+    with step_context(layer, step=1):
         assert bool(run(layer, x, dy)[0].isnan().any())
-    with training_step(layer, step=2):
+    with step_context(layer, step=2):
         pass
     assert torch.equal(layer.input_history, torch.stack([known[0]] * 3 + [torch.tensor(0.0)]))
     assert torch.equal(layer.grad_history, torch.stack([known[1]] * 3 + [torch.tensor(0.0)]))
@@ -514,7 +514,7 @@ def test_a_step_without_a_number_repeats_the_last_magnitude() -> None:
 
 def test_a_layer_that_was_not_used_goes_on_measuring() -> None:
     net = Net(precision("fp8-delayed"))
-    with training_step(net, step=0):
+    with step_context(net, step=0):
         net.up(torch.randn(4, 32)).sum().backward()
     assert not net.up._measures
     assert net.down._measures
@@ -524,7 +524,7 @@ def test_histories_are_saved_and_loaded() -> None:
     x, w, b, dy = data(16, 40, 24)
     layer = layer_of(precision("fp8-delayed"), w, b)
     assert list(layer.state_dict()) == ["weight", "bias", "input_history", "weight_history", "grad_history"]
-    with training_step(layer, step=0):
+    with step_context(layer, step=0):
         run(layer, x, dy)
     file = io.BytesIO()
     torch.save(layer.state_dict(), file)
@@ -533,12 +533,12 @@ def test_histories_are_saved_and_loaded() -> None:
     other.load_state_dict(torch.load(file, weights_only=True))
     results = []
     for each in (layer, other, copy.deepcopy(layer)):
-        with training_step(each, step=1):
+        with step_context(each, step=1):
             results.append(run(each, 2 * x, dy))
     assert same(results[0], results[1])
     assert same(results[0], results[2])
     fresh = layer_of(precision("fp8-delayed"), w, b)
-    with training_step(fresh, step=1):
+    with step_context(fresh, step=1):
         assert not same(run(fresh, 2 * x, dy), results[0])
 
 
@@ -553,11 +553,11 @@ def test_magnitudes_are_reduced_over_ranks_by_one_call(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     group = object()
     x = torch.randn(4, 32)
-    with training_step(net, step=0, group=group):
+    with step_context(net, step=0, group=group):
         run(net, x, torch.randn(4, 32))
     assert calls == [((6,), torch.distributed.ReduceOp.MAX, group)]
     assert net.up.input_history[0] == 2 * x.abs().amax()
-    with training_step(net, step=1):
+    with step_context(net, step=1):
         run(net, x, torch.randn(4, 32))
     assert len(calls) == 1
 
@@ -704,7 +704,7 @@ def test_a_delayed_operand_beside_an_override_keeps_its_history() -> None:
     how = LayerPrecision.of("e4m3 tensor delayed(4)", "e4m3 tensor", "e5m2 tensor", {"weight_grad.input": None})
     layer = layer_of(how, w)
     for step in range(2):
-        with training_step(layer, step=step):
+        with step_context(layer, step=step):
             _, _, dw = run(layer, x * (step + 1), dy)
     assert layer.input_history[:2].tolist() == [2 * x.abs().amax(), x.abs().amax()]
     close(dw, (cast(dy, how.grad, 0, "grad", 0).T, 2 * x.double().T))
@@ -713,13 +713,13 @@ def test_a_delayed_operand_beside_an_override_keeps_its_history() -> None:
 def test_a_layer_can_change_its_precision_and_its_dtype() -> None:
     x, w, b, dy = data(16, 40, 24)
     layer = layer_of(precision("fp8-delayed"), w, b)
-    with training_step(layer, step=0):
+    with step_context(layer, step=0):
         run(layer, x, dy)
     history = layer.grad_history.clone()
     layer.to(torch.bfloat16)
     assert layer.weight.dtype == torch.bfloat16
     assert torch.equal(layer.grad_history, history)
-    with training_step(layer, step=1):
+    with step_context(layer, step=1):
         y, dx, dw, db = run(layer, x.bfloat16(), dy)
     assert {t.dtype for t in (y, dx, dw, db)} == {torch.bfloat16}
     layer.float()
@@ -737,7 +737,7 @@ def test_a_layer_that_was_made_without_memory_begins_anew() -> None:
     assert layer._place.tolist() == [0, 0]
     x, w, b, dy = data(16, 40, 24)
     layer.load_state_dict({**layer.state_dict(), "weight": w, "bias": b})
-    with training_step(layer, step=0):
+    with step_context(layer, step=0):
         assert bool(run(layer, x, dy)[1].isfinite().all())
 
 
@@ -764,6 +764,6 @@ def test_layers_that_differ_in_name_share_a_compiled_graph(how: str) -> None:
     for block in blocks:
         block.compile(backend=count, fullgraph=True)
     for step in range(2):
-        with training_step(net, step=step):
+        with step_context(net, step=step):
             net(torch.randn(16, 32)).sum().backward()
     assert count.frame_count == 2

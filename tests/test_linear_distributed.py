@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import dither
 from dither import LayerPrecision, Plan, Sampling, UserError
 from dither.nn import Conv1D
-from dither.nn.cut import local
+from dither.nn.tensor_parallel import local
 
 WIDTH = 64
 """A multiple of what each of four processes has of it, in tiles of 16."""
@@ -60,7 +60,7 @@ def run(model: nn.Module) -> dict[str, torch.Tensor]:
     """Results and gradients of two micro-batches of a step, whole."""
     generator = torch.Generator().manual_seed(3)
     found = {}
-    with dither.training_step(model, step=7) as at:
+    with dither.step_context(model, step=7) as at:
         for number in range(2):
             at.row(96 * number)
             x = torch.randn(4, 24, 48, generator=generator).requires_grad_()
@@ -100,7 +100,7 @@ def check_learning() -> None:
         optimizer = dither.optim.AdamW(model.named_parameters(), lr=1e-2)
         for step in range(2):
             generator = torch.Generator().manual_seed(step)
-            with dither.training_step(model, step=step, row=0):  # one process would not count the rows of another
+            with dither.step_context(model, step=step, row=0):  # one process would not count the rows of another
                 model(torch.randn(32, 48, generator=generator)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -144,7 +144,7 @@ def check_uneven() -> None:
     results = []
     for layer in (whole, cut):
         given = x.clone().requires_grad_()
-        with dither.training_step(layer, step=1, row=0):
+        with dither.step_context(layer, step=1, row=0):
             y = layer(given)
             y = y.full_tensor() if isinstance(y, DTensor) else y
             (y * dy).sum().backward()
@@ -164,13 +164,13 @@ def check_refused() -> None:
         "e4m3 tensor": "numbers of all parts share a scale",
     }.items():
         model = block(Plan(default=LayerPrecision.of(grad=cast)), True)
-        with pytest.raises(UserError, match=why), dither.training_step(model, step=0):
+        with pytest.raises(UserError, match=why), dither.step_context(model, step=0):
             model(x)
     model = block(Plan(default=LayerPrecision.of(weight="e4m3 block(16)")), True)
     model.up.weight = nn.Parameter(
         DTensor.from_local(local(model.up.weight), init_device_mesh("cpu", (1, size)), [*model.up.weight.placements * 2])
     )
-    with pytest.raises(UserError, match="cut over a mesh of 2 dimensions"), dither.training_step(model, step=0):
+    with pytest.raises(UserError, match="cut over a mesh of 2 dimensions"), dither.step_context(model, step=0):
         model(x)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dither import Plan, UserError
 from dither.data import Batch, prepare
-from dither.nn.step import TrainingStep
+from dither.nn.step import StepContext
 from dither.train import Config, Progress, Status, checkpoint, loop, train
 from dither.train import config as configs
 from dither.train.command import summary
@@ -337,8 +337,8 @@ def test_no_step_after_a_bad_one_changes_a_weight(
 def test_random_bits_follow_the_place_in_the_batch(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A micro-batch begins at its token of the whole batch, and a step has its number."""
     places: list[object] = []
-    original = TrainingStep.row
-    monkeypatch.setattr(TrainingStep, "row", lambda self, row: (places.append(row), original(self, row))[1])
+    original = StepContext.row
+    monkeypatch.setattr(StepContext, "row", lambda self, row: (places.append(row), original(self, row))[1])
     train(settings(text, tmp_path / "run", "data.micro_batch=2", "run.steps=2", "precision.recipe=mxfp4"))
     assert places == [0, 32] * 2  # two sequences of 16 tokens in each micro-batch
 

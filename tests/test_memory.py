@@ -11,7 +11,7 @@ from dither.advice.memory import GIB, PARTS, STORAGE, Setting, Shape, code_bytes
 from dither.advice.shapes import shape_of
 from dither.errors import UserError
 from dither.models import PRESETS, GPT2Config, LlamaConfig, build, parameter_count
-from dither.nn.step import training_step
+from dither.nn.step import step_context
 from dither.optim.modes import MODES
 from dither.precision import Cast
 from dither.recipes import recipe
@@ -93,7 +93,7 @@ def kept_by_autograd(config, mode: str, what: str | None) -> int:
 
         autocast = torch.autocast("cpu", torch.bfloat16) if mode == "o1" else contextlib.nullcontext()
         text = torch.randint(256, (B, S + 1), generator=torch.Generator().manual_seed(0))
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), training_step(model, step=0), autocast:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), step_context(model, step=0), autocast:
             model(text[:, :-1], text[:, 1:])
             own = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
         totals.append(sum(storage.nbytes() for place, storage in found.items() if place not in own))

@@ -561,7 +561,7 @@ def test_gpt2_converts_and_learns(recipe):
     optimizer = dither.optim.AdamW(model.named_parameters(), lr=1e-2)
     losses = []
     for step in range(4):
-        with dither.training_step(model, step=step):
+        with dither.step_context(model, step=step):
             loss = model(tokens, targets)
             loss.backward()
         losses.append(loss.item())
@@ -587,7 +587,7 @@ def test_gpt_neo_converts_and_learns():
     run = dither.optim.training(model, "o2", lr=1e-2, roles=dither.optim.roles(model))
     losses = []
     for step in range(4):
-        with dither.training_step(model, step=step):
+        with dither.step_context(model, step=step):
             with run.forward():
                 loss = model(tokens, targets)
             run.backward(loss)

@@ -52,7 +52,7 @@ def test_numbers_are_those_of_the_operands_over_all_micro_batches():
     model[2].register_full_backward_hook(lambda _, __, dy: seen["dy"].append(dy[0].clone()))
     monitor = Monitor(model, every=3)
     x = data(16) * torch.exp2(torch.arange(16) - 12.0)
-    with monitor.step(6), dither.training_step(model, step=6):
+    with monitor.step(6), dither.step_context(model, step=6):
         for part in x.split(8):
             (model(part) * torch.exp2(-torch.arange(16.0))).sum().backward()
     layer = monitor.report.layers[1]
@@ -90,7 +90,7 @@ def test_delayed_scaling_clips_what_grew_since():
     monitor = Monitor(model, every=1)
     clipped = []
     for step, size in enumerate((1.0, 1.0, 64.0, 64.0)):
-        with monitor.step(step), dither.training_step(model, step=step):
+        with monitor.step(step), dither.step_context(model, step=step):
             model(data(spread_of=size)).sum().backward()
         clipped.append(monitor.report.layers[0].input.clipped)
     x = data(spread_of=64.0)
@@ -115,14 +115,14 @@ def test_checkpointed_layers_count_once(reentrant):
 def learn(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, monitor: Monitor | None = None) -> list[Tensor]:
     """Weights, buffers and states after steps of two micro-batches; the monitor looks in the middle of each step."""
     for step in range(steps):
-        with dither.training_step(model, step=step) as at:
+        with dither.step_context(model, step=step) as at:
             at.row(0)
             model(data()).square().mean().backward()
         if monitor is not None:
-            with monitor.aside(step), dither.training_step(model, step=step):
+            with monitor.aside(step), dither.step_context(model, step=step):
                 model(data(4, 3.0)).square().mean().backward()
             assert monitor.report is not None
-        with dither.training_step(model, step=step) as at:
+        with dither.step_context(model, step=step) as at:
             at.row(8)
             model(data(spread_of=2.0)).square().mean().backward()
         optimizer.step()

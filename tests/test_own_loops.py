@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dither
 from dither import UserError
-from dither.nn import Linear, convert, draws, hints, param_groups, training_step
+from dither.nn import Linear, convert, draws, hints, param_groups, step_context
 from dither.nn.guidance import watch_guidance
 from dither.precision import Cast, LayerPrecision, Plan, Sampling
 
@@ -81,7 +81,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 def own_loop(model: nn.Module, parts: int) -> None:
     optimizer = optimizer_of(model)
     for step in range(2):
-        with training_step(model, step=step):
+        with step_context(model, step=step):
             for ids in IDS.chunk(parts):
                 (model(ids, labels=ids).loss / parts).backward()
         optimizer.step()
@@ -103,7 +103,7 @@ def accelerate_loop(model: nn.Module, parts: int) -> None:
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=parts)
     model, optimizer = accelerator.prepare(model, optimizer_of(model))
     for step in range(2):
-        with training_step(model, step=step):
+        with step_context(model, step=step):
             for ids in IDS.chunk(parts):
                 with accelerator.accumulate(model):
                     accelerator.backward(model(ids, labels=ids).loss)
@@ -156,7 +156,7 @@ def lightning_loop(model: nn.Module, parts: int, tmp_path) -> None:
 
 LOOPS = {
     "own loop": own_loop,
-    "own loop without training_step": loop_without_steps,
+    "own loop without step_context": loop_without_steps,
     "accelerate": accelerate_loop,
     "transformers.Trainer": hf_trainer,
     "Lightning": lightning_loop,
@@ -181,8 +181,8 @@ FEW = [  # each loop with each kind of checkpointing, each method twice
     ("own loop", "fp4-block", "non-reentrant", 2),
     ("own loop", "inputs", "reentrant", 2),
     ("own loop", "bf16-sr", "non-reentrant", 2),
-    ("own loop without training_step", "gaussws", "non-reentrant", 1),
-    ("own loop without training_step", "everything", "reentrant", 2),
+    ("own loop without step_context", "gaussws", "non-reentrant", 1),
+    ("own loop without step_context", "everything", "reentrant", 2),
     ("accelerate", "everything", "non-reentrant", 2),
     ("accelerate", "fp4-block", "reentrant", 1),
     ("transformers.Trainer", "gaussws", "non-reentrant", 2),
@@ -202,7 +202,7 @@ def test_recomputation_draws_what_forward_drew(loop, method, checkpointing, part
     assert same(trained(loop, method, checkpointing, parts, False, tmp_path), plain)
 
 
-COMPILED = [("own loop", "everything", "non-reentrant", 2), ("own loop without training_step", "gaussws", "reentrant", 2)]
+COMPILED = [("own loop", "everything", "non-reentrant", 2), ("own loop without step_context", "gaussws", "reentrant", 2)]
 
 
 @pytest.mark.parametrize(("loop", "method", "checkpointing", "parts"), cases(COMPILED))
@@ -226,7 +226,7 @@ def test_checkpointing_within_a_compiled_graph(method):
         convert(block, PLANS[method])
         call = (lambda x, block=block: checkpoint(block, x, use_reentrant=False)) if compiled else block
         call = torch.compile(call, backend="aot_eager") if compiled else call
-        with training_step(block, step=3):
+        with step_context(block, step=3):
             outputs = [call(x) for x in inputs(3, grad=True)]
             for y in (outputs[1], outputs[0], outputs[2]):  # in any order
                 y.square().sum().backward()
@@ -277,7 +277,7 @@ def gradient(layer: nn.Module, x: Tensor, call=None) -> Tensor:
 
 def test_equal_micro_batches_draw_different_bits():
     layer, x = layer_of(), inputs(1)[0]
-    with training_step(layer, step=0):
+    with step_context(layer, step=0):
         first, second = gradient(layer, x), gradient(layer, x)
     assert not torch.equal(first, second)
 
@@ -285,22 +285,22 @@ def test_equal_micro_batches_draw_different_bits():
 def test_counted_rows_are_those_of_the_whole_batch():
     """Accumulation without a word about rows draws what explicit rows draw, and what the whole batch draws."""
     layer, batch = layer_of(), torch.cat(inputs(3))
-    with training_step(layer, step=4):
+    with step_context(layer, step=4):
         counted = torch.cat([gradient(layer, x) for x in batch.split(8)])
-    with training_step(layer, step=4) as at:
+    with step_context(layer, step=4) as at:
         given = []
         for start in range(0, 24, 8):
             at.row(start)
             given.append(gradient(layer, batch[start : start + 8]))
     assert torch.equal(counted, torch.cat(given))
-    with training_step(layer, step=4):
+    with step_context(layer, step=4):
         whole = gradient(layer, batch)
     assert torch.allclose(counted, whole, rtol=1e-5, atol=1e-6)  # only sums within a product may differ in their order
 
 
 def test_given_rows_are_not_counted_on():
     layer, x = layer_of(), inputs(1)[0]
-    with training_step(layer, step=4, row=16):
+    with step_context(layer, step=4, row=16):
         first, second = gradient(layer, x), gradient(layer, x)
     assert torch.equal(first, second)
 
@@ -308,13 +308,13 @@ def test_given_rows_are_not_counted_on():
 def test_ranks_draw_their_rows_in_turn(monkeypatch):
     """Two ranks with two micro-batches each draw together what one process draws for four."""
     layer, batch = layer_of(), torch.cat(inputs(4))
-    with training_step(layer, step=2):
+    with step_context(layer, step=2):
         whole = [gradient(layer, x) for x in batch.split(8)]
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
     for rank in range(2):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None, rank=rank: rank)
-        with training_step(layer, step=2):
+        with step_context(layer, step=2):
             assert [torch.equal(gradient(layer, batch.split(8)[2 * i + rank]), whole[2 * i + rank]) for i in range(2)] == [
                 True
             ] * 2
@@ -331,7 +331,7 @@ def test_a_pipeline_recomputes_with_the_rows_of_each_forward():
         found = []
         for call in (None, lambda layer, x, reentrant=reentrant: checkpoint(layer, x, use_reentrant=reentrant)):
             layer, xs = layer_of(method), inputs(2, grad=True)
-            with training_step(layer, step=1) as at:
+            with step_context(layer, step=1) as at:
                 outputs = []
                 for index, x in enumerate(xs):
                     at.row(index * 8)
@@ -348,7 +348,7 @@ def test_a_layer_that_is_used_twice_in_a_region_recomputes_both_calls():
         for again in (False, True):
             layer, x = layer_of(), inputs(1, grad=True)[0]
             twice = lambda x, layer=layer: layer(layer(x))  # noqa: E731
-            with training_step(layer, step=1):
+            with step_context(layer, step=1):
                 y = checkpoint(twice, x, use_reentrant=reentrant) if again else twice(x)
                 y.square().sum().backward()
             found.append([x.grad, layer.weight.grad])
@@ -361,7 +361,7 @@ def test_nested_reentrant_checkpoints():
         layer, x = layer_of("everything"), inputs(1, grad=True)[0]
         inner = (lambda x, layer=layer: checkpoint(layer, x, use_reentrant=True)) if again else layer
         outer = lambda x, inner=inner, layer=layer: layer(torch.relu(inner(x)))  # noqa: E731
-        with training_step(layer, step=1):
+        with step_context(layer, step=1):
             y = checkpoint(outer, x, use_reentrant=True) if again else outer(x)
             y.square().sum().backward()
         found.append([x.grad, layer.weight.grad])
@@ -386,12 +386,12 @@ def test_a_backward_after_the_step_recomputes_or_says_so(method):
     found = []
     for again in (False, True):
         layer, x = layer_of(method), inputs(1, grad=True)[0]
-        with training_step(layer, step=1):
+        with step_context(layer, step=1):
             y, late = (checkpoint(layer, x, use_reentrant=False) if again else layer(x) for _ in range(2))
         y.square().sum().backward()
         found.append([x.grad.clone(), layer.weight.grad.clone()])
         if again and method != "fp4-block":  # inside of another step, a sampled weight has the noise of that one
-            with training_step(layer, step=2), pytest.raises(UserError, match="in the training_step of the forward pass"):
+            with step_context(layer, step=2), pytest.raises(UserError, match="in the step_context of the forward pass"):
                 late.square().sum().backward()
     assert same(*found)
 
@@ -421,7 +421,7 @@ def test_experts_count_the_rows_of_the_whole_batch():
     model = transformers.MixtralForCausalLM(config).train()
     convert(model, "fp4-block")
     experts = [layer for layer in model.modules() if isinstance(layer, Linear) and ".experts." in layer.name]
-    with training_step(model, step=0):
+    with step_context(model, step=0):
         for ids in IDS:
             model(ids[None], labels=ids[None]).loss.backward()
         assert {layer._draws.rows for layer in experts} == {IDS.numel()}
@@ -435,16 +435,16 @@ def test_an_optimizer_inside_ends_the_step(make):
     """What follows is cast from the new weights."""
     layer, x = layer_of(), inputs(1)[0]
     optimizer = make(layer.named_parameters(), lr=0.1)
-    with training_step(layer, step=0) as at:
+    with step_context(layer, step=0) as at:
         gradient(layer, x)
         held = layer(x)
         optimizer.step()
         after = layer(x)
-        with pytest.raises(UserError, match="training_step 0 has ended"):
+        with pytest.raises(UserError, match="step_context 0 has ended"):
             at.row(8)
     assert not torch.equal(held, after)
     assert torch.equal(after, layer(x))
-    with training_step(layer, step=1):  # the optimizer of other weights ends nothing
+    with step_context(layer, step=1):  # the optimizer of other weights ends nothing
         other = make(nn.Linear(2, 2).named_parameters(), lr=0.1)
         other.step()
         assert layer._holds
@@ -454,7 +454,7 @@ def test_an_optimizer_inside_moves_histories_on_once():
     layer = Linear(32, 24, precision=dither.recipe("fp8-delayed").default, name="up")
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     for step, x in enumerate(inputs(3)):
-        with training_step(layer, step=step):
+        with step_context(layer, step=step):
             gradient(layer, x)
             optimizer.step()
         assert layer.input_history.count_nonzero() == step + 1
@@ -466,7 +466,7 @@ def test_compiled_code_notices_an_optimizer_inside():
     layer, x = layer_of(), inputs(1)[0]
     call = torch.compile(layer, backend="aot_eager")
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    with training_step(layer, step=0):
+    with step_context(layer, step=0):
         gradient(layer, x, call)
         optimizer.step()
         assert torch.equal(call(x), layer(x))
@@ -475,27 +475,27 @@ def test_compiled_code_notices_an_optimizer_inside():
 def test_steps_inside_steps():
     """The outer one goes on where it was."""
     layer, x = layer_of(), inputs(1)[0]
-    with training_step(layer, step=5):
+    with step_context(layer, step=5):
         wanted = [gradient(layer, x) for _ in range(2)]
-    with training_step(layer, step=5):
+    with step_context(layer, step=5):
         found = [gradient(layer, x)]
-        with training_step(layer, step=7):
+        with step_context(layer, step=7):
             inner = gradient(layer, x)
         found.append(gradient(layer, x))
     assert same(found, wanted)
-    with training_step(layer, step=7):
+    with step_context(layer, step=7):
         assert torch.equal(gradient(layer, x), inner)
     assert not layer._inside
 
 
 def test_errors_and_evaluation_leave_nothing_behind():
     layer, x = layer_of("everything"), inputs(1)[0]
-    with training_step(layer, step=0):
+    with step_context(layer, step=0):
         wanted = [gradient(layer, x) for _ in range(2)]
-    with contextlib.suppress(RuntimeError), training_step(layer, step=0):
+    with contextlib.suppress(RuntimeError), step_context(layer, step=0):
         raise RuntimeError
     assert not layer._inside
-    with training_step(layer, step=0):
+    with step_context(layer, step=0):
         found = [gradient(layer, x)]
         layer.eval()
         with torch.no_grad():
@@ -512,7 +512,7 @@ def test_copies_inside_a_step_are_outside(method):
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
     convert(model, PLANS[method])
     x = inputs(1)[0]
-    with training_step(model, step=0):
+    with step_context(model, step=0):
         gradient(model, x)
         copies = [copy.deepcopy(model), torch.optim.swa_utils.AveragedModel(model).module, pickle.loads(pickle.dumps(model))]
     for made in copies:
@@ -520,18 +520,18 @@ def test_copies_inside_a_step_are_outside(method):
         assert not made[0]._holds
         assert made[0]._draws is not model[0]._draws
         assert made[0]._handle != model[0]._handle
-        with training_step(made, step=4), training_step(model, step=4):
+        with step_context(made, step=4), step_context(model, step=4):
             assert torch.equal(gradient(made, x), gradient(model, x))
         buffer = io.BytesIO()
         torch.save(made, buffer)  # after a step
 
 
 def test_delayed_scaling_follows_the_weights_without_a_step():
-    """Histories move on when the weight has changed, as they do at the end of a training_step."""
+    """Histories move on when the weight has changed, as they do at the end of a step_context."""
     told, untold = (Linear(32, 24, precision=dither.recipe("fp8-delayed").default, name="up") for _ in range(2))
     untold.load_state_dict(told.state_dict())
     for step, x in enumerate(inputs(4)):
-        with training_step(told, step=step):
+        with step_context(told, step=step):
             wanted = gradient(told, x)
         assert torch.equal(gradient(untold, x), wanted)
         for layer in (told, untold):
@@ -556,7 +556,7 @@ def test_dynamic_shapes_of_sampled_layers_compile_whole():
     call = torch.compile(compiled, backend="aot_eager", dynamic=True, fullgraph=True)
     for step, tokens in enumerate((8, 12)):
         x = inputs(1, tokens=tokens)[0]
-        with training_step(eager, step=step), training_step(compiled, step=step):
+        with step_context(eager, step=step), step_context(compiled, step=step):
             assert torch.equal(gradient(compiled, x, call), gradient(eager, x))
     assert torch.equal(eager.bitwidth.grad, compiled.bitwidth.grad)
 
@@ -604,7 +604,7 @@ def test_a_layer_without_inputs_is_converted():
 
 def test_a_sampled_model_in_float64_says_so():
     layer = layer_of("gaussws").double()
-    for context in (contextlib.nullcontext(), training_step(layer, step=0)):
+    for context in (contextlib.nullcontext(), step_context(layer, step=0)):
         with pytest.raises(UserError, match=r"'up' samples numbers of torch.float32, .* and has torch.float64"), context:
             layer(inputs(1)[0].double())
 

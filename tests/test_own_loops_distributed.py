@@ -42,7 +42,7 @@ def batches(ranks: int) -> list[Tensor]:
 
 def gradients(made: nn.Module, call, parts: list[Tensor], rows: list[int] | None, ranks: int) -> list[Tensor]:
     """Of the mean loss over the batches of all ranks."""
-    with dither.training_step(made, step=3) as at:
+    with dither.step_context(made, step=3) as at:
         for index, x in enumerate(parts):
             if rows is not None:
                 at.row(rows[index])

@@ -12,12 +12,12 @@ import torch
 
 import dither
 from dither import Cast, doctor
+from dither.adam_update import Update
 from dither.engines import Engine
 from dither.formats import Format
 from dither.reference import adamw, dynamic, loss, sampling
 from dither.reference import matmul as reference_matmul
 from dither.reference import quantize as reference_quantize
-from dither.update import Update
 
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
 tl = pytest.importorskip("triton.language", reason="the kernels need Triton")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dither
-from dither import Cast, Format, Quantized, Stream, layout
+from dither import Cast, Format, Quantized, Stream, grouping
 from dither.precision import Rounding
 from dither.reference import packing
 from dither.reference.scaling import loaded_scale
@@ -314,12 +314,12 @@ def test_allocated_storage_is_what_quantizing_fills(cast):
     for shape in [(), (1,), (6,), (3, 5), (2, 3, 7), (2, 5, 3, 4)]:
         x = numbers(shape)
         for axis in range(max(len(shape), 1)):
-            place = layout.layout_of(shape, parsed, axis)
-            values, scale = layout.empty_lines(x, parsed, place, parsed.element)
+            place = grouping.layout_of(shape, parsed, axis)
+            values, scale = grouping.empty_lines(x, parsed, place, parsed.element)
             q = dither.quantize(x, parsed, axis=axis)
             pairs = [(place.expose(values), q.values)]
             if q.scale is not None:
-                pairs.append((layout.expose_scale(scale, parsed, place), q.scale))
+                pairs.append((grouping.expose_scale(scale, parsed, place), q.scale))
             for empty, filled in pairs:
                 assert (empty.shape, empty.dtype, empty.stride()) == (filled.shape, filled.dtype, filled.stride())
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from dither import Cast, UserError
-from dither.nn import convert, training_step
+from dither.nn import convert, step_context
 from dither.precision import OPERANDS, LayerPrecision, Plan
 from dither.recipes import RECIPES, recipe
 
@@ -151,7 +151,7 @@ def trained(plan: Plan) -> float:
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, STEPS)
     for step in range(STEPS):
         words, following = batch(step, TOKENS)
-        with training_step(model, step=step):
+        with step_context(model, step=step):
             F.cross_entropy(model(words), following).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dither import UserError
-from dither.nn import Linear, bitwidth_loss, convert, sampling_parameters, training_step
-from dither.nn.convert import apply
+from dither.nn import Linear, bitwidth_loss, convert, sampling_parameters, step_context
+from dither.nn.conversion import apply_plan
 from dither.precision import BitwidthLoss, LayerPrecision, Plan, Sampling
 
 K, N = 64, 256
@@ -47,7 +47,7 @@ def full(x: Tensor) -> Tensor:
 
 
 def step(net: Net, number: int, x: Tensor, *, loss: bool = False) -> Tensor:
-    with training_step(net, step=number):
+    with step_context(net, step=number):
         y = net(x)
         (y.sum() + (bitwidth_loss(net) if loss else 0)).backward()
     return full(y)
@@ -75,7 +75,7 @@ def check_fully_sharded() -> None:
         assert_same(whole, cut, options)
         assert torch.equal(cut.up.bitwidths(), whole.up.bitwidths())
         with pytest.raises(UserError, match="'up' is spread over processes already"):
-            apply(cut, Plan(default=LayerPrecision(sampling=Sampling(block=16))))
+            apply_plan(cut, Plan(default=LayerPrecision(sampling=Sampling(block=16))))
 
 
 def check_tensor_parallel() -> None:
@@ -113,7 +113,7 @@ def check_refused() -> None:
     layer = Linear(K, N, False, precision=LayerPrecision(sampling=Sampling()), name="up")
     layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, src_data_rank=None))
     with (
-        training_step(layer, step=0),
+        step_context(layer, step=0),
         pytest.raises(UserError, match="its bitwidths are not: convert the model before it is parallelized"),
     ):
         layer(DTensor.from_local(inputs(), mesh))

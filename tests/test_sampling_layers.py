@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 import dither
 from dither import Cast, Stream, UserError
 from dither.models import PRESETS, Llama, compile_blocks
-from dither.nn import Linear, bitwidth_loss, convert, functional, param_groups, sampling_parameters, training_step
-from dither.nn.convert import _switch, apply
+from dither.nn import Linear, bitwidth_loss, convert, functional, param_groups, sampling_parameters, step_context
+from dither.nn.conversion import _switch, apply_plan
 from dither.nn.experts import ExpertsLinear
 from dither.optim import Role
 from dither.precision import NOISES as PLAN_NOISES
@@ -91,7 +91,7 @@ def run(
     found = []
     for step in range(steps):
         model.zero_grad()
-        with training_step(model, step=step) as at:
+        with step_context(model, step=step) as at:
             for index in range(micro):
                 at.row(index * 21)
                 x = data()[0][:, :k] + index
@@ -116,7 +116,7 @@ def test_gradients_are_those_of_the_formula(kind: str, recompute: bool) -> None:
     x.requires_grad_()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # uniform noise has hardly a safe bitwidth
-        with training_step(made, step=STEP):
+        with step_context(made, step=STEP):
             y = made(x)
             (y * dy).sum().backward()
     w, b_i, x64 = (t.detach().double().requires_grad_() for t in (made.weight, made.bitwidth, x))
@@ -148,10 +148,10 @@ def test_the_gradient_of_a_bitwidth_is_its_finite_difference() -> None:
         moved = copy.deepcopy(made)
         with torch.no_grad():
             moved.bitwidth[at] += change / 2  # b_t moves by (b_init - b_target) = 2 as much
-        with training_step(moved, step=STEP):
+        with step_context(moved, step=STEP):
             return (moved(x).double() * dy).sum().item()
 
-    with training_step(made, step=STEP):
+    with step_context(made, step=STEP):
         (made(x) * dy).sum().backward()
     factor = math.sinh(h * math.log(2)) / (h * math.log(2))
     total = (x.abs().double() @ made.weight.detach().abs().double().T * dy.abs()).sum().item()
@@ -165,7 +165,7 @@ def test_a_bitwidth_that_is_held_at_the_limit_has_no_gradient() -> None:
     with torch.no_grad():
         made.bitwidth.copy_(torch.tensor([1.0, 0.0, 1.0] * 4).view(4, 3))
     x, dy = data()
-    with pytest.warns(UserWarning, match="held at"), training_step(made, step=STEP):
+    with pytest.warns(UserWarning, match="held at"), step_context(made, step=STEP):
         (made(x) * dy).sum().backward()
     assert ((made.bitwidth.grad != 0) == (made.bitwidth == 0)).all()
 
@@ -175,7 +175,7 @@ def test_blocks_of_zeros_stay_zero() -> None:
     with torch.no_grad():
         made.weight[32:64].zero_()
     x, dy = data()
-    with training_step(made, step=STEP):
+    with step_context(made, step=STEP):
         y = made(x)
         (y * dy).sum().backward()
     assert not y[:, 32:64].any()
@@ -206,7 +206,7 @@ def test_operators_keep_the_rules_of_torch() -> None:
 
 def w_hat(made: Linear, step: int = STEP) -> Tensor:
     """The weight that a layer without bias uses at a step: its image of the unit matrix."""
-    with training_step(made, step=step), torch.no_grad():
+    with step_context(made, step=step), torch.no_grad():
         return made(torch.eye(made.in_features)).T
 
 
@@ -218,7 +218,7 @@ def test_noise_is_that_of_the_step_and_none_in_evaluation() -> None:
     assert torch.equal(expected, w_hat(copy.deepcopy(made)))
     assert not torch.equal(w_hat(made), w_hat(made, STEP + 1))
     made.eval()
-    with training_step(made, step=STEP):  # the mode may change inside
+    with step_context(made, step=STEP):  # the mode may change inside
         made.train()
         assert torch.equal(made(torch.eye(70)).T, expected)
         made.eval()
@@ -240,12 +240,12 @@ def test_micro_batches_share_the_noise_of_a_step(monkeypatch: pytest.MonkeyPatch
     original = functional._plain
     monkeypatch.setattr(functional, "_plain", lambda x, w, *rest: calls.append(w.data_ptr()) or original(x, w, *rest))
     x = torch.eye(70)
-    with training_step(made, step=STEP) as at:
+    with step_context(made, step=STEP) as at:
         first = made(x)
         at.row(70)
         second = made(x)
     assert torch.equal(first, second)
-    with training_step(made, step=STEP + 1):  # a captured CUDA graph finds the next step's weight there
+    with step_context(made, step=STEP + 1):  # a captured CUDA graph finds the next step's weight there
         third = made(x)
     assert not torch.equal(first, third)
     assert len(set(calls)) == 1
@@ -351,7 +351,7 @@ def test_layers_that_differ_in_name_share_a_compiled_graph() -> None:
     for each in layers:
         each.compile(backend=count, fullgraph=True)
     for step in range(3):
-        with training_step(model, step=step):
+        with step_context(model, step=step):
             model(torch.randn(8, 64, requires_grad=True)).sum().backward()
     assert count.frame_count == 1
 
@@ -381,7 +381,7 @@ def test_without_noise_a_sampled_layer_is_nn_linear_bit_for_bit() -> None:
             for module in (plain, made):
                 module.zero_grad()
                 given = x.to(torch.float32 if context is autocast else dtype).view(3, 3, 40).requires_grad_()
-                with training_step(made, step=0):
+                with step_context(made, step=0):
                     with context():
                         y = module(given)
                     y.backward(dy.view(3, 3, 36).to(y.dtype))
@@ -394,7 +394,7 @@ def test_without_noise_a_sampled_layer_is_nn_linear_bit_for_bit() -> None:
 def test_autocast_samples_straight_into_its_type() -> None:
     """One rounding to bfloat16, inside a step and outside; the gradient arrives in float32."""
     made = layer(bias=False, compute="bf16")
-    with training_step(made, step=STEP), torch.autocast("cpu", torch.bfloat16):
+    with step_context(made, step=STEP), torch.autocast("cpu", torch.bfloat16):
         held = made(torch.eye(70)).T
     assert held.dtype == made._w_hat.dtype == torch.bfloat16
     exact = Linear(70, 100, False, precision=made.precision, name=NAME, seed=SEED)
@@ -423,7 +423,7 @@ def test_a_cast_sees_the_sampled_weight() -> None:
         results = []
         for call in (lambda x: functional.linear(x, learner, None, settings), made):  # noqa: B023
             given = x.clone().requires_grad_()
-            with training_step(made, step=STEP):
+            with step_context(made, step=STEP):
                 y = call(given)
                 y.backward(dy)
             results.append([y, given.grad])
@@ -448,7 +448,7 @@ def conv1d(made: Linear) -> Conv1D:
 def w_hat_of_conv1d(made: Linear) -> Tensor:
     plain = copy.deepcopy(made)
     plain.set_precision(LayerPrecision(sampling=made.precision.sampling))
-    with training_step(plain, step=STEP), torch.no_grad():
+    with step_context(plain, step=STEP), torch.no_grad():
         return plain(torch.eye(plain.in_features))
 
 
@@ -459,7 +459,7 @@ def test_a_weight_stored_transposed_is_sampled_as_it_is_stored(recompute: bool) 
     x, dy = data()
     given = x.clone().requires_grad_()
     sampled = w_hat_of_conv1d(made).requires_grad_()
-    with training_step(made, step=STEP):
+    with step_context(made, step=STEP):
         y = made(given)
         y.backward(dy)
     other = x.clone().requires_grad_()
@@ -476,7 +476,7 @@ def test_gradients_of_a_sampled_input_are_those_of_the_formula() -> None:
     assert made.input_bitwidth.shape == (5,)
     x, dy = data()
     x.requires_grad_()
-    with training_step(made, step=STEP, row=ROW):
+    with step_context(made, step=STEP, row=ROW):
         y = made(x.view(3, 7, 70))
         (y.view(21, 100) * dy).sum().backward()
     w, b_i, x64 = (t.detach().double().requires_grad_() for t in (made.weight, made.input_bitwidth, x))
@@ -499,7 +499,7 @@ def test_gradients_of_a_sampled_input_are_those_of_the_formula() -> None:
 def test_the_noise_of_a_token_is_its_own_in_any_micro_batch() -> None:
     made = layer(None, input=GAUSS)
     x = data()[0]
-    with training_step(made, step=STEP) as at:
+    with step_context(made, step=STEP) as at:
         whole = made(x)
         parts = []
         for start, end in ((0, 5), (5, 21)):
@@ -512,7 +512,7 @@ def test_the_noise_of_a_token_is_its_own_in_any_micro_batch() -> None:
     identity = Linear(70, 70, False, precision=made.precision, name=NAME)
     with torch.no_grad():
         identity.weight.copy_(torch.eye(70))
-    with training_step(identity, step=STEP, row=5):
+    with step_context(identity, step=STEP, row=5):
         assert (identity(x[5:]) != x[5:]).any()
 
 
@@ -546,13 +546,13 @@ def test_learned_bitwidths_come_and_go_with_the_sampling() -> None:
     assert torch.equal(model[0].bitwidths(), torch.full((3, 2), 6.0))
     with torch.no_grad():
         bitwidth.fill_(0.25)
-    apply(model, Plan())
+    apply_plan(model, Plan())
     assert model[0].bitwidth is None
     assert [name for name in model.state_dict() if "bitwidth" in name] == []
-    apply(model, plan.with_sampling(Sampling(b_init=8, b_target=4)))
+    apply_plan(model, plan.with_sampling(Sampling(b_init=8, b_target=4)))
     assert model[0].bitwidth is bitwidth  # so that an optimizer still has it
     assert torch.equal(model[0].bitwidths(), torch.full((3, 2), 5.0))
-    apply(model, plan.with_sampling(Sampling(block=16)))  # other blocks begin anew
+    apply_plan(model, plan.with_sampling(Sampling(block=16)))  # other blocks begin anew
     assert torch.equal(model[0].bitwidth, torch.ones(6, 4))
     other = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
     convert(other, plan.with_sampling(Sampling(block=16)))
@@ -598,7 +598,7 @@ def test_guidance_leads_bitwidths_from_the_beginning_to_the_target(guidance: obj
     x, y = torch.randn(2, 16, 64)
     losses, seen = [], []
     for step in range(20):
-        with training_step(model, step=step):
+        with step_context(model, step=step):
             loss = (model(x) - y).square().mean()
             (loss + bitwidth_loss(model)).backward()
         trained.step()
@@ -653,11 +653,11 @@ def test_a_bitwidth_that_is_none_stops_the_step_and_is_named(value: float, said:
     model[1].name = "down"
     with torch.no_grad():
         model[1].bitwidth[1, 0] = value
-    with pytest.raises(UserError, match="bitwidth of the layer 'down' gives " + said), training_step(model, step=0):
+    with pytest.raises(UserError, match="bitwidth of the layer 'down' gives " + said), step_context(model, step=0):
         pytest.fail("the step began")
     with torch.no_grad():
         model[1].bitwidth.fill_(1)
-    with training_step(model, step=0):  # nothing is left behind
+    with step_context(model, step=0):  # nothing is left behind
         model(torch.randn(2, 64)).sum().backward()
 
 
@@ -665,7 +665,7 @@ def test_an_infinite_weight_stops_the_step_and_is_named() -> None:
     made = layer()
     with torch.no_grad():
         made.weight[3, 3] = math.inf
-    with pytest.raises(UserError, match=f"weight of the layer '{NAME}' holds NaN or Inf"), training_step(made, step=0):
+    with pytest.raises(UserError, match=f"weight of the layer '{NAME}' holds NaN or Inf"), step_context(made, step=0):
         pytest.fail("the step began")
 
 
@@ -676,7 +676,7 @@ def test_bitwidths_beyond_the_safe_range_are_held_there_and_reported_once() -> N
         made.set_precision(LayerPrecision(weight=Cast.parse(cast), sampling=made.precision.sampling))
         made.name = cast
         nn.init.ones_(made.bitwidth)
-    with pytest.warns(UserWarning, match="can vanish") as caught, training_step(model, step=0):
+    with pytest.warns(UserWarning, match="can vanish") as caught, step_context(model, step=0):
         pass
     (said,) = [str(warning.message) for warning in caught]
     assert said == (
@@ -685,7 +685,7 @@ def test_bitwidths_beyond_the_safe_range_are_held_there_and_reported_once() -> N
     )
     assert model[0].bitwidths().eq(2).all()
     assert model[1].bitwidths().eq(4).all()
-    with training_step(model, step=1):  # warnings are errors here
+    with step_context(model, step=1):  # warnings are errors here
         pass
     model[0].set_precision(LayerPrecision(weight=Cast.parse("e2m1 block(32)"), sampling=Sampling(b_init=4)))
     assert model[0].bitwidths().eq(4).all()  # the default clamps nothing
@@ -695,18 +695,18 @@ def test_bitwidths_beyond_the_safe_range_are_held_there_and_reported_once() -> N
 def test_the_type_of_a_step_is_that_of_the_plan() -> None:
     made = layer()
     with (
-        training_step(made, step=0),
+        step_context(made, step=0),
         torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(UserError, match=f"'{NAME}' computes in torch.bfloat16, and this training_step .* compute='fp32'"),
+        pytest.raises(UserError, match=f"'{NAME}' computes in torch.bfloat16, and this step_context .* compute='fp32'"),
     ):
         made(data()[0])
     cast = layer(Sampling(b_init=4))
     cast.set_precision(LayerPrecision(weight=Cast.parse("e4m3 block(32)"), sampling=Sampling(b_init=4)))
-    with training_step(cast, step=0), torch.autocast("cpu", torch.bfloat16):  # codes are codes in any
+    with step_context(cast, step=0), torch.autocast("cpu", torch.bfloat16):  # codes are codes in any
         cast(data()[0])
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     convert(model, Plan(default=LayerPrecision(sampling=GAUSS), compute="bf16"))
-    with training_step(model, step=0), pytest.raises(UserError, match=r"computes in torch.float32, and .* compute='bf16'"):
+    with step_context(model, step=0), pytest.raises(UserError, match=r"computes in torch.float32, and .* compute='bf16'"):
         model(torch.randn(2, 64))
     with pytest.raises(UserError, match="compute of the layer '' is one of 'fp32', 'bf16', 'fp16', not 'tf32'"):
         Linear(2, 2, compute="tf32")
@@ -714,12 +714,12 @@ def test_the_type_of_a_step_is_that_of_the_plan() -> None:
 
 def test_a_weight_that_changes_inside_a_step_is_an_error() -> None:
     made = layer()
-    step = training_step(made, step=0)
+    step = step_context(made, step=0)
     step.__enter__()
     nn.init.ones_(made.weight)
-    with pytest.raises(UserError, match="changed inside a training_step, which holds a sample of it"):
+    with pytest.raises(UserError, match="changed inside a step_context, which holds a sample of it"):
         made(data()[0])
-    with pytest.raises(UserError, match="changed inside a training_step"):
+    with pytest.raises(UserError, match="changed inside a step_context"):
         step.__exit__(None, None, None)
 
 
@@ -881,7 +881,7 @@ def test_blocks_of_a_llama_compiled_one_by_one() -> None:
         model = guided(WeightDecay())
         if compiled:
             compile_blocks(model, backend="aot_eager")
-        with training_step(model, step=0):
+        with step_context(model, step=0):
             loss = model(text[:, :-1], text[:, 1:])
             loss.backward()
         found.append([loss, *gradients(model)])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import dither
 from dither import AmaxHistory, Cast, Format, UserError
-from dither.layout import layout_of
+from dither.grouping import layout_of
 from dither.precision import Rounding, Scale
 from dither.reference.scaling import (
     Factors,

@@ -13,8 +13,8 @@ from torch import nn
 
 import dither
 from dither import LayerPrecision, Plan, UserError, convert, recipe
-from dither.files import check_plain
-from dither.nn.convert import _converted
+from dither.nn.conversion import _converted
+from dither.safe_files import check_plain
 from dither.snip import LayerStatistics, Scores, Snip, Statistics, options, score
 from dither.snip.planning import choice_of
 
@@ -408,7 +408,7 @@ def trained(steps, delay=3):
         batch = torch.randn(64, 32, generator=generator).chunk(size)[rank]
         if decision := snip.before_step(step, [batch]):
             decisions.append(decision)
-        with dither.training_step(model, step=step):
+        with dither.step_context(model, step=step):
             loss_of(model, batch).backward()
         if size > 1:
             for parameter in model.parameters():
@@ -488,7 +488,7 @@ def test_statistics_alone_change_nothing():
     generator = torch.Generator().manual_seed(1)
     for step in range(5):
         batch = torch.randn(64, 32, generator=generator)
-        with dither.training_step(reference, step=step):
+        with dither.step_context(reference, step=step):
             loss_of(reference, batch).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import dither
 from dither import Cast, Plan, UserError
-from dither.nn.cut import local
+from dither.nn.tensor_parallel import local
 from dither.optim import AdamMini, AdamW
 from dither.optim.roles import Role
 from dither.snip import PROBES, Option, Scores, Snip, options, pipelined, score, verify
@@ -41,7 +41,7 @@ def trained(cuts: str = "", make=lambda named: AdamW(named, lr=1e-2, max_norm=1.
         fully_shard(model if name == "root" else getattr(model, name))
     optimizer = make(list(model.named_parameters()))
     for step, batch in enumerate(batches(3, seed=9)):
-        with dither.training_step(model, step=step):
+        with dither.step_context(model, step=step):
             for piece in pieces(batch, micro):
                 (model.eval()(*piece) / micro).backward()  # dropout would draw as each process pleases
         optimizer.step()
@@ -90,7 +90,7 @@ def check_scores() -> None:
     for cuts, make in optimizers.items():
         alone, its = trained("", make)
         model, optimizer = trained(cuts, make)
-        with dither.training_step(model, step=3):
+        with dither.step_context(model, step=3):
             model(*mine[0]).backward()  # gradients that wait for their step
         before = everything(model, optimizer)
         given = {"stream": STREAM, "max_norm": 1.0}
@@ -126,7 +126,7 @@ def check_truth_and_plans() -> None:
         if step == 4:
             assert dict(decisions[0].plan.layers) == dict(decisions[1].plan.layers)
             assert any(precision == FP4.precision for _, precision in decisions[0].plan.layers)
-        with dither.training_step(model, step=step):
+        with dither.step_context(model, step=step):
             model(*mine[0]).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -166,7 +166,7 @@ def parallel(plan: str | Plan, shared: bool = True):
         parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)  # some are spread and some are not
     for step, batch in enumerate(batches(3, seed=9)):
-        with dither.training_step(model, step=step):
+        with dither.step_context(model, step=step):
             model(*batch).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -203,7 +203,7 @@ def check_tensor_parallel() -> None:
         if decision:
             assert decision.changed, decision.reason
             assert {str(precision) for _, precision in decision.plan.layers} == {str(option.precision) for option in TILES}
-        with dither.training_step(model, step=step):
+        with dither.step_context(model, step=step):
             model(*batches()[0]).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -246,7 +246,7 @@ def staged(schedule: type):
     runs = schedule(stage, MICRO, loss_fn=lambda y, target: (y - target).square().mean())
     forward = pipelined(runs, stage)
     for step, batch in enumerate(batches(3, seed=9)):
-        with dither.training_step(model, step=step):
+        with dither.step_context(model, step=step):
             forward(model.eval(), batch)
         optimizer.step()
         optimizer.zero_grad()
@@ -284,7 +284,7 @@ def check_pipeline() -> None:
                 for name, layer in layers_of(model, some=False).items():
                     assert layer.precision == decision.plan.for_layer(name)
             optimizer.zero_grad()
-            with dither.training_step(model, step=step):
+            with dither.step_context(model, step=step):
                 forward(model, whole[0])
             optimizer.step()
         again = Snip(model, optimizer, "fp8-block", target=0.5, start=3, delay=1, forward=forward, pipeline=dist.group.WORLD)

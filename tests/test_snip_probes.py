@@ -58,7 +58,7 @@ def trained(plan: Plan | str = Plan(default=LayerPrecision()), steps: int = 3, *
     dither.convert(model, plan)
     optimizer = AdamW(model.named_parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, **how)
     for step, batch in enumerate(batches(steps, seed=9)):
-        with dither.training_step(model, step=step):
+        with dither.step_context(model, step=step):
             model(*batch).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -86,7 +86,7 @@ def same(a: object, b: object) -> bool:
 @pytest.mark.parametrize("plan", ["fp8-delayed", "fp4-block", Plan(default=LayerPrecision())])
 def test_a_probe_leaves_everything_as_it_was(probe, plan):
     model, optimizer = trained(plan)
-    with dither.training_step(model, step=3):
+    with dither.step_context(model, step=3):
         model(*batches()[0]).backward()  # gradients that wait for their step
     before = everything(model, optimizer)
     score(model, batches(), optimizer, "fp8,fp4", probe=probe, stream=STREAM)
@@ -132,7 +132,7 @@ def test_training_with_scores_on_the_way_is_the_same_training():
         for step, batch in enumerate(batches(3, seed=5), start=3):
             if scores:
                 score(model, batches(), optimizer, "fp8,fp4", probe="measure", stream=STREAM)
-            with dither.training_step(model, step=step):
+            with dither.step_context(model, step=step):
                 model(*batch).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -153,7 +153,7 @@ def test_measured_scores_are_what_happens():
 
     def next_weights(plan: Plan) -> tuple[float, nn.Module]:
         other = copy.deepcopy(model)
-        dither.apply(other, plan)
+        dither.apply_plan(other, plan)
         plain = torch.optim.AdamW(other.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
         for p, q in zip(model.parameters(), other.parameters(), strict=True):
             state = optimizer.state[p]

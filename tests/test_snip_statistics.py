@@ -180,7 +180,7 @@ def test_collecting_changes_nothing(plan):
         model = net(plan=plan)
         optimizer = AdamW(model.named_parameters(), lr=1e-2)
         for step, x in enumerate(inputs(4)):
-            with dither.training_step(model, step=step):
+            with dither.step_context(model, step=step):
                 if collects:
                     with collecting(model, CHOSEN, stream=STREAM) as seen:
                         loss = model(x)

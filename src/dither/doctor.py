@@ -29,7 +29,7 @@ from dither.devices import version as version
 from dither.engines import TRIED, VERIFIABLE, Engine
 from dither.errors import UserError
 from dither.formats import TABLE, Format
-from dither.layout import storage_dtype
+from dither.grouping import storage_dtype
 from dither.precision import Cast, Rounding
 from dither.random import Draw, Stream
 from dither.reference import matmul, packing, philox, quantize, rounding

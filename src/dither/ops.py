@@ -1,7 +1,7 @@
 """The operations, by device: Triton kernels on CUDA, the reference elsewhere, or what `backend=` says.
 
 The functions here check their arguments and say what is wrong with them; the operators that they call
-(`torch.ops.dither.*`, in `dither.operators`) do not look again.
+(`torch.ops.dither.*`, in `dither.torch_ops`) do not look again.
 """
 
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dither import layout
+from dither import grouping
 from dither.errors import UserError
 from dither.formats import Format
-from dither.operators import check_finite
 from dither.precision import Cast
 from dither.random import Draw, Stream, check_backend, matrix_size
 from dither.reference import sampling, scaling
+from dither.torch_ops import check_finite
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -376,7 +376,7 @@ def _prepare(
     if not isinstance(cast, Cast):
         raise UserError(f"{what} takes a Cast or its string, such as 'e4m3 tile(128) fp32', not {cast!r}.")
     _check_tensor(x, what)
-    axis = layout.checked_axis(tuple(x.shape), axis)
+    axis = grouping.checked_axis(tuple(x.shape), axis)
     if amax is None and cast.scaling.kind == "delayed":
         raise UserError(
             f"The cast {str(cast)!r} scales by earlier steps: pass amax=history.amax(cast), with a dither.AmaxHistory."

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from dither import files
+from dither import safe_files
 from dither.arms import Arm, Sweep, axis_value, value_of
 from dither.data import is_prepared, load_tokenizer, open_tokens, prepare
 from dither.data.text import STDLIB
@@ -175,7 +175,7 @@ def collect(trials: Sequence[Trial]) -> Comparison:
 def write_json(comparison: Comparison, path: Path) -> Path:
     """Write comparison.json: the runs, and the tables and sentences that follow from them."""
     try:
-        files.replace(path, files.to_json(comparison.to_dict(), path.name))
+        safe_files.replace(path, safe_files.to_json(comparison.to_dict(), path.name))
     except OSError as error:
         raise UserError(f"{str(path)!r} cannot be written: {error}.") from None
     return path

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import dither
+from dither.adam_update import Update
 from dither.optim import AdamMini, AdamW, Role
-from dither.update import Update
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 triton = pytest.importorskip("triton", reason="the kernels need Triton")

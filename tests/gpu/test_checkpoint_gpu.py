@@ -53,7 +53,7 @@ def build(recipe: str, seed: int) -> tuple[Llama, dither.optim.AdamW]:
 def train(model: Llama, optimizer: dither.optim.AdamW, steps: range) -> None:
     for step in steps:
         tokens = dither.Stream(1, "data", "tokens").bits(step, (2, 129), width=16, device="cuda") % 512
-        with dither.training_step(model, step=step):
+        with dither.step_context(model, step=step):
             model(tokens[:, :-1].long(), tokens[:, 1:].long()).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -12,7 +12,7 @@ import dither
 from dither import Cast, devices, doctor
 from dither.engines import Engine, Verified, engine_for
 from dither.kernels import matmul
-from dither.nn import Linear, convert, training_step
+from dither.nn import Linear, convert, step_context
 from dither.precision import LayerPrecision
 from dither.recipes import RECIPES
 from dither.reference import matmul as reference
@@ -98,7 +98,7 @@ def test_a_layer_trains_as_on_an_a100(monkeypatch: pytest.MonkeyPatch, name: str
         if not emulate:
             assert not set(layer.engines("cuda").values()) & {"fp8", "fp8-container", "fp32"}
         x = torch.randn(256, 512, device="cuda", requires_grad=True)
-        with training_step(layer, step=1):
+        with step_context(layer, step=1):
             y = layer(x)
             y.backward(torch.randn(256, 384, device="cuda", generator=torch.Generator("cuda").manual_seed(1)))
         results.append([y.detach(), x.grad, layer.weight.grad])
@@ -134,7 +134,7 @@ def test_an_int8_layer_has_the_bits_of_the_cpu() -> None:
         torch.manual_seed(0)
         layer = Linear(200, 96, precision=how, name="up").to(device)
         x, dy = torch.randn(33, 200).to(device).requires_grad_(), torch.randn(33, 96).to(device)
-        with training_step(layer, step=3, row=10):
+        with step_context(layer, step=3, row=10):
             y = layer(x)
             y.backward(dy)
         found.append([y.detach().cpu(), x.grad.cpu(), layer.weight.grad.cpu()])
@@ -170,7 +170,7 @@ def test_compiled_training_is_eager_training(name: str) -> None:
         call = torch.compile(layer, fullgraph=True) if compiled else layer
         for step in range(2):
             x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-            with training_step(layer, step=step):
+            with step_context(layer, step=step):
                 y = call(x)
                 y.backward(torch.ones_like(y))
         results.append([y.detach(), x.grad, layer.weight.grad])

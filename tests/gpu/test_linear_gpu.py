@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 import dither
 from dither import Cast, Stream, UserError
 from dither.nn.linear import Linear
-from dither.nn.step import training_step
+from dither.nn.step import step_context
 from dither.precision import LayerPrecision
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -195,7 +195,7 @@ def test_gradients_are_those_of_the_cast_operands(name: str, size: tuple, dtype:
         layer, w, b = layer.bfloat16(), w.bfloat16().float(), b.bfloat16().float()
     elif None not in (how.input, how.weight, how.grad):
         assert set(layer.engines("cuda").values()) == {ENGINES.get(name, "bf16")}
-    with training_step(layer, step=STEP, row=ROW):
+    with step_context(layer, step=STEP, row=ROW):
         y, dx, dw, db = run(layer, x, dy)
     expected = products(x, w, dy, how)
     engine = ENGINES.get(name, "bf16")
@@ -222,7 +222,7 @@ def test_a_weight_stored_transposed(name: str) -> None:
             self.weight, self.bias = nn.Parameter(w.T.contiguous()), nn.Parameter(b.clone())
 
     layer = Linear.adopt(Conv1D(), precision(name), name=NAME, seed=SEED)
-    with training_step(layer, step=STEP, row=ROW):
+    with step_context(layer, step=STEP, row=ROW):
         y, dx, dw, _ = run(layer, x, dy)
     expected, engine = products(x, w, dy, precision(name)), ENGINES.get(name, "bf16")
     within(y, expected["forward"], share(engine, 256, fast=engine == "fp8"), b)
@@ -236,7 +236,7 @@ def test_strides_do_not_matter(name: str) -> None:
     x, w, _, dy = data(256, 512, 384, torch.bfloat16)
     layer = layer_of(precision(name), w)
     turned, spread = x.T.contiguous().T, dy[:1, :1].expand_as(dy)
-    with training_step(layer, step=STEP):
+    with step_context(layer, step=STEP):
         plain = run(layer, x, spread.contiguous())
         leaf = turned.requires_grad_()
         y = layer(leaf)
@@ -305,7 +305,7 @@ def test_inductor_trains_as_eager_does(name: str) -> None:
         dy = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
         results = []
         for net, forward in ((eager, eager), (compiled, call)):
-            with training_step(net, step=step, row=64 * step):
+            with step_context(net, step=step, row=64 * step):
                 leaf = x.clone().requires_grad_()
                 y = forward(leaf)
                 y.backward(dy)
@@ -334,7 +334,7 @@ def test_a_captured_step_follows_weights_and_place(name: str) -> None:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
-    with training_step(net, step=0):
+    with step_context(net, step=0):
         with torch.cuda.stream(side):
             for _ in range(3):
                 step()
@@ -346,7 +346,7 @@ def test_a_captured_step_follows_weights_and_place(name: str) -> None:
             for parameter in net.parameters():
                 parameter.mul_(1.5)
             x.copy_(torch.randn_like(x))
-        with training_step(net, step=number, row=64):
+        with step_context(net, step=number, row=64):
             graph.replay()
             for one, other in zip(captured, step(), strict=True):
                 assert torch.equal(one, other)

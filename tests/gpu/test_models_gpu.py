@@ -42,7 +42,7 @@ def test_compiled_blocks_learn_in_few_bits(config, recipe):
     x, y = tokens(0), tokens(1)
     losses = []
     for step in range(12):
-        with dither.training_step(model, step=step), torch.autocast("cuda", torch.bfloat16):
+        with dither.step_context(model, step=step), torch.autocast("cuda", torch.bfloat16):
             loss = model(x, y)
             loss.backward()
         optimizer.step()

@@ -59,7 +59,7 @@ def model_and_optimizer(**options) -> tuple[nn.Module, AdamW]:
 
 
 def look(monitor: Monitor, text: torch.Tensor) -> None:
-    with monitor.aside(1), dither.training_step(monitor.model, step=1):
+    with monitor.aside(1), dither.step_context(monitor.model, step=1):
         with torch.autocast("cuda", torch.bfloat16):
             loss = monitor.model(text[:, :-1], text[:, 1:])
         loss.backward()
@@ -67,7 +67,7 @@ def look(monitor: Monitor, text: torch.Tensor) -> None:
 
 def learn(model: nn.Module, optimizer: AdamW, text: torch.Tensor, monitor: Monitor | None = None) -> list[torch.Tensor]:
     for step in range(3):
-        with dither.training_step(model, step=step):
+        with dither.step_context(model, step=step):
             with torch.autocast("cuda", torch.bfloat16):
                 loss = model(text[:, :-1], text[:, 1:])
             loss.backward()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dither.nn import convert, training_step
+from dither.nn import convert, step_context
 from dither.precision import LayerPrecision, Plan, Sampling
 from dither.recipes import recipe
 
@@ -47,7 +47,7 @@ def gradients(method: str, how: str, compiled: str, order: tuple[int, ...], insi
     xs = [torch.randn(64, 256, device="cuda", requires_grad=True) for _ in order]
     with torch.autocast("cuda", torch.bfloat16):
         if inside:
-            with training_step(model, step=3):
+            with step_context(model, step=3):
                 outputs = [call(x) for x in xs]
                 for index in order:
                     outputs[index].float().square().sum().backward()
@@ -84,7 +84,7 @@ def test_equal_micro_batches_draw_different_bits_when_compiled() -> None:
         block.compile(fullgraph=True)
     x = torch.randn(64, 256, device="cuda")
     found = []
-    with training_step(model, step=0), torch.autocast("cuda", torch.bfloat16):
+    with step_context(model, step=0), torch.autocast("cuda", torch.bfloat16):
         for _ in range(3):
             leaf = x.clone().requires_grad_()
             model(leaf).float().square().sum().backward()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dither import Cast, UserError
 from dither.models import Llama, LlamaConfig, compile_blocks
-from dither.nn import Linear, convert, param_groups, sampling_parameters, training_step
+from dither.nn import Linear, convert, param_groups, sampling_parameters, step_context
 from dither.precision import LayerPrecision, Plan, Sampling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -37,7 +37,7 @@ def test_held_weights_are_those_of_the_cpu(kind: str) -> None:
     for made in (here, there):
         if kind == "uniform":  # held at the bound, once reported
             made._warned.add("bitwidth")
-        with training_step(made, step=5):
+        with step_context(made, step=5):
             pass
     for name in ("_w_hat", "_w_amax", "_b_t", "_draw"):
         assert torch.equal(getattr(there, name).cpu(), getattr(here, name)), name
@@ -51,9 +51,9 @@ def test_a_sampled_input_is_that_of_the_cpu() -> None:
     here.set_precision(LayerPrecision(input_sampling=Sampling(block=16)))
     there = copy.deepcopy(here).cuda()
     x = torch.randn(77, 200)
-    with training_step(here, step=5, row=9), torch.no_grad():
+    with step_context(here, step=5, row=9), torch.no_grad():
         expected = here(x)
-    with training_step(there, step=5, row=9), torch.no_grad():
+    with step_context(there, step=5, row=9), torch.no_grad():
         assert torch.equal(there(x.cuda()).cpu(), expected)
 
 
@@ -69,7 +69,7 @@ def train(model: Llama, steps: int = 3) -> list[Tensor]:
     optimizer = torch.optim.AdamW(param_groups(model), lr=1e-3, fused=True)
     found = []
     for step in range(steps):
-        with training_step(model, step=step) as at:
+        with step_context(model, step=step) as at:
             for micro in range(2):
                 at.row(micro * 4 * 64)
                 text = torch.randint(
@@ -101,7 +101,7 @@ def test_inductor_gives_a_layer_eager_bits(recompute: bool) -> None:
         for made, forward in ((eager, eager), (compiled, call)):
             made.zero_grad()
             given = x.clone().requires_grad_()
-            with training_step(made, step=step):
+            with step_context(made, step=step):
                 with autocast():
                     y = forward(given)
                 y.backward(torch.ones_like(y))
@@ -121,13 +121,13 @@ def test_blocks_compile_once_and_train() -> None:
 def test_a_captured_step_finds_the_next_steps_weight() -> None:
     made = layer(Sampling(), 256, 512).cuda()
     x, y = torch.randn(64, 256, device="cuda"), torch.empty(64, 512, device="cuda", dtype=torch.bfloat16)
-    with training_step(made, step=0), autocast(), torch.no_grad():
+    with step_context(made, step=0), autocast(), torch.no_grad():
         made(x)  # everything is made and compiled
     graph = torch.cuda.CUDAGraph()
-    with training_step(made, step=1), autocast(), torch.no_grad(), torch.cuda.graph(graph):
+    with step_context(made, step=1), autocast(), torch.no_grad(), torch.cuda.graph(graph):
         y.copy_(made(x))
     for step in (2, 3):
-        with training_step(made, step=step), autocast(), torch.no_grad():
+        with step_context(made, step=step), autocast(), torch.no_grad():
             expected = made(x)
             graph.replay()
         assert torch.equal(y, expected)
@@ -138,7 +138,7 @@ def test_nobody_waits_for_a_step() -> None:
     train(model, steps=1)
     text = torch.randint(512, (4, 65), device="cuda")
     targets = text[:, 1:].contiguous()
-    step = training_step(model, step=1)
+    step = step_context(model, step=1)
     torch.cuda.set_sync_debug_mode("error")
     try:
         step.__enter__()
@@ -156,7 +156,7 @@ def test_a_wrong_bitwidth_stops_the_step_before_the_optimizer(value: float, said
     wrong = model.model.layers[1].mlp.down_proj
     with torch.no_grad():
         wrong.bitwidth[0, 0] = value
-    step = training_step(model, step=0)
+    step = step_context(model, step=0)
     step.__enter__()
     with pytest.raises(UserError, match=f"'model.layers.1.mlp.down_proj' gives {said}"):
         step.__exit__(None, None, None)
@@ -169,7 +169,7 @@ def test_recomputation_keeps_no_copy() -> None:
         made = layer(Sampling(recompute=recompute), 2048, 2048).cuda()
         x = torch.randn(16, 2048, device="cuda", requires_grad=True)
         for step in range(2):
-            with training_step(made, step=step):
+            with step_context(made, step=step):
                 with autocast():
                     y = made(x)
                 torch.cuda.synchronize()
@@ -185,7 +185,7 @@ def test_sampled_weights_are_cast() -> None:
     x = torch.randn(128, 256, device="cuda")
     held = []
     for step in (0, 1):
-        with training_step(made, step=step), autocast():
+        with step_context(made, step=step), autocast():
             made(x).sum().backward()
         held.append((made._held_along_values.view(torch.uint8).clone(), made._held_along_values.data_ptr()))
     assert not torch.equal(held[0][0], held[1][0])

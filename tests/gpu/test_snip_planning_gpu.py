@@ -75,7 +75,7 @@ def test_plans_by_time_while_a_model_trains():
         x = torch.randn(2048, 512, device="cuda")
         if decision := snip.before_step(step, [x]):
             decisions[step] = decision
-        with dither.training_step(model, step=step):
+        with dither.step_context(model, step=step):
             loss(model, x).backward()
         optimizer.step()
         optimizer.zero_grad()

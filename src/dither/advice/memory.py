@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
+from dither.adam_update import BLOCKS, WHOLE
 from dither.engines import container
 from dither.errors import UserError
 from dither.formats import TABLE, Format
 from dither.precision import Cast, LayerPrecision, did_you_mean
-from dither.update import BLOCKS, WHOLE
 
 GIB = 2**30
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from dither.advice.memory import Shape, llama_of
 from dither.errors import UserError
-from dither.files import Refused, from_json, read
 from dither.models import PRESETS, parameter_count
 from dither.models.presets import Config
 from dither.precision import did_you_mean
+from dither.safe_files import Refused, from_json, read
 
 CONFIG = "config.json"
 

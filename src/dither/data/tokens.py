@@ -31,7 +31,7 @@ import tokenizers
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dither import files
+from dither import safe_files
 from dither.data.text import (
     MANIFEST,
     SEPARATOR,
@@ -45,7 +45,7 @@ from dither.data.text import (
     listed,
 )
 from dither.errors import UserError
-from dither.files import Refused, read_text
+from dither.safe_files import Refused, read_text
 
 FORMAT = "dither tokens 1"
 TOKENIZER = "tokenizer.json"
@@ -489,7 +489,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
         os.fsync(lock)
         os.rename(folder, out)
         folder = out
-        files.sync(out.parent)
+        safe_files.sync(out.parent)
     except BaseException as error:
         shutil.rmtree(folder)
         if not isinstance(error, OSError):
@@ -548,7 +548,7 @@ def _opened(folder: Path, verify: bool) -> Corpus:
     if not os.path.lexists(folder / MANIFEST):
         raise UserError(f"The folder {str(folder)!r} has no {MANIFEST}: its tokens were never finished, prepare them again.")
     with _whole(folder):
-        value, text = files.read_json(folder / MANIFEST)
+        value, text = safe_files.read_json(folder / MANIFEST)
     manifest = _Fields(value, repr(str(folder / MANIFEST)))
     if (format := manifest.take("format", str)) != FORMAT:
         raise UserError(f"{str(folder / MANIFEST)!r} has the format {format!r}, and {FORMAT!r} is what can be read.")
@@ -576,7 +576,7 @@ def _tokenizer(folder: Path, fields: "_Fields") -> Tokenizer:
         tokenizer = Tokenizer(None, end_token)
     elif kind == "json":
         with _whole(folder):
-            data = files.read(folder / TOKENIZER)
+            data = safe_files.read(folder / TOKENIZER)
         try:
             tokenizer = Tokenizer(data.decode(), end_token)
         except UnicodeDecodeError:
@@ -600,14 +600,14 @@ def _split(folder: Path, split: str, fields: "_Fields", tokenizer: Tokenizer, ve
         entry.expect("file", name)
         count, digest = entry.count("tokens"), entry.take("sha256", str)
         entry.close()
-        with _whole(folder), files.open_plainly(folder / name) as file:
+        with _whole(folder), safe_files.open_plainly(folder / name) as file:
             size = os.fstat(file.fileno()).st_size
             if size != count * tokenizer.dtype.itemsize or not count:
                 raise UserError(
                     f"{str(folder / name)!r} has {size:,} bytes, where its manifest has {count * tokenizer.dtype.itemsize:,}: "
                     "it is truncated or not its own, prepare it again."
                 )
-            if verify and files.digest(file) != digest:
+            if verify and safe_files.digest(file) != digest:
                 raise UserError(f"{str(folder / name)!r} does not have its SHA-256: its bytes have changed, prepare it again.")
             file.seek(0)
             shards.append(np.memmap(file, tokenizer.dtype, mode="r", shape=(count,)))

@@ -14,12 +14,12 @@ from typing import Annotated, Any
 import tyro
 from torch import nn
 
-from dither import files
+from dither import safe_files
 from dither.data import Corpus, Tokenizer, is_prepared, load_tokenizer, open_tokens, prepare
 from dither.doctor import print_table
 from dither.errors import UserError
 from dither.evaluate.perplexity import Perplexity, perplexity
-from dither.nn.deploy import Deployment, deploy, weight_cast
+from dither.nn.deployment import Deployment, deploy, weight_cast
 from dither.precision import Cast, LayerPrecision, Plan
 from dither.train import checkpoint
 from dither.train.config import Config, Data, Model, Run, loads
@@ -174,8 +174,8 @@ def checkpoint_of(path: Path) -> Path:
 def _config_of(path: Path) -> Config:
     """The config that a checkpoint was trained with; `Job.restore` will check every hash, this one's too."""
     try:
-        plain, _ = files.read_json(path / checkpoint.PLAIN)
-    except files.Refused as error:
+        plain, _ = safe_files.read_json(path / checkpoint.PLAIN)
+    except safe_files.Refused as error:
         raise UserError(f"The checkpoint {str(path)!r} is refused: {error}.") from None
     others = plain.get("others") if isinstance(plain, dict) else None
     text = others.get("config") if isinstance(others, dict) else None

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dither.data import Tokens, held_out
-from dither.nn.deploy import evaluating
+from dither.nn.deployment import evaluating
 
 
 @dataclass(frozen=True)

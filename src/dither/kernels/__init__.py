@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
-from dither.layout import INTEGERS
+from dither.grouping import INTEGERS
 
 
 @triton.jit

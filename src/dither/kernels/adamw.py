@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dither.adam_update import BITS, CONSTANTS, HYPER, ODD_FACTOR, Piece, Update
 from dither.kernels import Launch, dynamic, native
 from dither.kernels.philox import random_calls, random_elements
 from dither.kernels.rounding import (
@@ -29,7 +30,6 @@ from dither.kernels.rounding import (
 from dither.kernels.scaling import Scaling, group_factors, scaling_fields
 from dither.precision import Cast
 from dither.reference.adamw import FORMATS, UNIT
-from dither.update import BITS, CONSTANTS, HYPER, ODD_FACTOR, Piece, Update
 
 N, TILES, WARPS, REGISTERS = 1024, 8, 4, 64
 """Elements of a tile, tiles of a program, and what it may use: the best of a sweep over 16 tensors of 4096 x 4096."""
@@ -43,11 +43,11 @@ COLUMNS = tl.constexpr(16)
 
 Of a tensor: 0 to 2 the addresses of w, m and v; 3 and 4 those of their scales, or Adam-mini's run and share; 5 that of
 master or remainder; 6 and 7 the keys of weight and moments; 9 Adam-mini's lead; 10 elements; 11 columns; 12 and 13 row and
-column in the whole parameter; 14 its row of constants; 15 its first program. Of constants: as `dither.update.CONSTANTS`.
+column in the whole parameter; 14 its row of constants; 15 its first program. Of constants: as `dither.adam_update.CONSTANTS`.
 """
 
 HYPER_COLUMNS = tl.constexpr(len(HYPER))
-"""Columns of the table of hyperparameters, as `dither.update.HYPER`."""
+"""Columns of the table of hyperparameters, as `dither.adam_update.HYPER`."""
 
 ADDRESSES = 64
 """How many addresses one launch writes."""

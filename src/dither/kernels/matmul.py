@@ -17,8 +17,8 @@ from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 from dither import devices
 from dither.engines import Engine, engine_for, scales_inside
 from dither.errors import UserError
+from dither.grouping import storage_dtype
 from dither.kernels import interpreted, quantize
-from dither.layout import storage_dtype
 from dither.precision import Cast
 from dither.reference import matmul as reference
 from dither.reference.matmul import Operand

@@ -14,15 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dither import layout
+from dither import grouping
 from dither.formats import Format
+from dither.grouping import GroupLayout
 from dither.kernels import Launch, native
 from dither.kernels.packing import store_packed
 from dither.kernels.philox import aligned, program_tile, tiles
 from dither.kernels.rounding import as_bits, as_float, decode, draw_arguments, fields, how
 from dither.kernels.scaling import E4M3, amax_bits, block_rounding, group_factors, line_amax_bits, scaling_fields, store_factors
 from dither.kernels.tiles import cast_program, largest, load_tile, restored, spread, store_scales, tile_codes
-from dither.layout import Layout
 from dither.precision import Cast
 from dither.random import Draw
 
@@ -282,15 +282,15 @@ def quantize(
     x: Tensor, cast: Cast, axis: int, draw: Draw | None, given_amax: Tensor | None, container: Format
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of `x`, their scales and the tensor's scale (empty tensors for what the cast does not have)."""
-    place = layout.known_layout(tuple(x.shape), cast, axis)
-    values, scale = layout.known_empty_outputs(x, cast, axis, container)
+    place = grouping.known_layout(tuple(x.shape), cast, axis)
+    values, scale = grouping.known_empty_outputs(x, cast, axis, container)
     tensor = _launch(x, cast, place, draw, given_amax, container, values, scale, fake=False)
     return values, scale, tensor
 
 
 def fake_quantize(x: Tensor, cast: Cast, axis: int, draw: Draw | None, given_amax: Tensor | None) -> Tensor:
     """What `dequantize(quantize(x))` gives, in x's dtype and shape, without codes."""
-    place = layout.values_layout(tuple(x.shape), cast, axis)
+    place = grouping.values_layout(tuple(x.shape), cast, axis)
     out = torch.empty_like(place.matrices(x))
     _launch(x, cast, place, draw, given_amax, cast.element, out, x.new_empty(0, dtype=torch.float32), fake=True)
     return place.restore(out)
@@ -310,8 +310,8 @@ def quantize_both(
     They are written into `out`, if it is given: codes and scales of an earlier call with such an x. `largest` (0-d), if it is
     given, is raised to the largest magnitude, and returned for it.
     """
-    along = out[:2] if out else layout.known_empty_outputs(x, cast, 1, container)
-    across = out[2:] if out else layout.known_empty_outputs(x, cast, 0, container)
+    along = out[:2] if out else grouping.known_empty_outputs(x, cast, 1, container)
+    across = out[2:] if out else grouping.known_empty_outputs(x, cast, 0, container)
     measured = largest
     if measured is None:
         delayed = cast.scaling.kind == "delayed"
@@ -319,7 +319,7 @@ def quantize_both(
     outputs = (*along, *across, measured)
     if cast.group.kind == "row":
         for axis, (values, scale) in ((1, along), (0, across)):
-            place = layout.known_layout(tuple(x.shape), cast, axis)
+            place = grouping.known_layout(tuple(x.shape), cast, axis)
             _launch(x, cast, place, draw, None, container, values, scale, fake=False)
         return outputs
     launch = _both_launch(tuple(x.shape), x.stride(), x.dtype, x.device, cast, container, _drawn(cast, draw), along[1].dtype)
@@ -353,7 +353,7 @@ def _both_launch(
     if 0 in shape:
         return None
     rows, columns = shape
-    line, line_t = (layout.packed_length(length, container) for length in (columns, rows))
+    line, line_t = (grouping.packed_length(length, container) for length in (columns, rows))
     constants = dict(_known_constants(cast, container, *drawn, dtype.itemsize, device))
     numbers = (rows, columns, *stride, line, line_t)
     words = {"WORDS": line % 4 == 0, "WORDS_T": line_t % 4 == 0}
@@ -398,9 +398,9 @@ def dequantize(
     dtype: torch.dtype,
 ) -> Tensor:
     """The numbers that codes and scales stand for, of `shape` and `dtype`."""
-    place = layout.known_layout(shape, cast, axis)
+    place = grouping.known_layout(shape, cast, axis)
     out = torch.empty((place.batch, place.rows, place.columns), dtype=dtype, device=values.device)
-    codes = place.collect(values.view(layout.integer_dtype(cast.element)))
+    codes = place.collect(values.view(grouping.integer_dtype(cast.element)))
     groups = scale.reshape(-1)[:0]
     if cast.group.kind != "none":
         whole = cast.group.kind == "tensor"
@@ -435,7 +435,7 @@ def dequantize(
 def _launch(
     x: Tensor,
     cast: Cast,
-    place: Layout,
+    place: GroupLayout,
     draw: Draw | None,
     given_amax: Tensor | None,
     container: Format,
@@ -473,7 +473,7 @@ def _launch(
 
 @functools.lru_cache(maxsize=4096)
 def _one_launch(
-    place: Layout,
+    place: GroupLayout,
     stride: tuple[int, int, int],
     dtype: torch.dtype,
     device: torch.device,
@@ -494,7 +494,7 @@ def _one_launch(
     GP, GQ = place.group if kind in ("tile", "block") else (1 if kind == "row" else P, Q)
     if out_stride is None:
         lines, length = place.lines
-        line, element = layout.packed_length(length, container), 1
+        line, element = grouping.packed_length(length, container), 1
         batch = lines * line
     else:
         batch, line, element = out_stride
@@ -548,10 +548,12 @@ def _known_constants(
 
 def _bits(scale: Tensor) -> Tensor:
     """Scales that are codes as integers of their size: kernels write bits."""
-    return scale if scale.dtype == torch.float32 else scale.view(layout.INTEGERS[scale.itemsize])
+    return scale if scale.dtype == torch.float32 else scale.view(grouping.INTEGERS[scale.itemsize])
 
 
-def _tile_shape(place: Layout, kind: str, measure: bool, itemsize: int, run: int, drawn: bool) -> tuple[int, int, int, int]:
+def _tile_shape(
+    place: GroupLayout, kind: str, measure: bool, itemsize: int, run: int, drawn: bool
+) -> tuple[int, int, int, int]:
     """(rows, columns, A, warps) of a program's tile: whole groups, and 32 to 64 elements a thread to keep memory busy.
 
     A is how often a thread loads its 16 bytes, as far as the tile's shape allows. Chosen by `benchmarks/quantize.py --sweep`.

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
-from dither.files import Refused, from_json, read, sync
 from dither.models.causal import CausalLM
 from dither.models.gpt2 import GPT2, GPT2Config
 from dither.models.gpt_neo import GPTNeo, GPTNeoConfig
 from dither.models.llama import Llama, LlamaConfig
 from dither.models.presets import Config, check_place, check_seed, empty, skeleton
 from dither.nn.norms import wide_parameters
+from dither.safe_files import Refused, from_json, read, sync
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 

@@ -15,7 +15,7 @@ from dither.models import gpt2, gpt_neo, llama
 from dither.models.gpt2 import GPT2, GPT2Config
 from dither.models.gpt_neo import GPTNeo, GPTNeoConfig
 from dither.models.llama import Llama, LlamaConfig
-from dither.nn.convert import _sites
+from dither.nn.conversion import _sites
 from dither.precision import did_you_mean
 from dither.random import Stream
 

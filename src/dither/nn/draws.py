@@ -1,6 +1,6 @@
 """Where a layer draws its random bits: the optimizer step and the first row of each forward pass, and of its recomputation.
 
-A place is int64[2] on the device: the step, and the index of the call's first row in the global batch. Inside a `training_step`
+A place is int64[2] on the device: the step, and the index of the call's first row in the global batch. Inside a `step_context`
 rows are counted, so that the micro-batches of a step draw fresh bits, or given by `.row(...)`. Outside of one, each forward
 pass in training is a step of its own.
 
@@ -29,14 +29,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils import checkpoint
 
 from dither.errors import UserError
-from dither.nn.cut import local
+from dither.nn.tensor_parallel import local
 from dither.precision import LayerPrecision
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 FIRST_COUNTED = 1 << 31
-"""The first step number outside of a `training_step`. No run has so many steps, so the two kinds never draw the same bits."""
+"""The first step number outside of a `step_context`. No run has so many steps, so the two kinds never draw the same bits."""
 
 ROWS = 1 << 32
 """The number of rows that a step can tell apart."""
@@ -63,7 +63,7 @@ class Layer(Protocol):
     name: str
     precision: LayerPrecision
     _place: Tensor | None
-    """Where `training_step` writes the step and, if it is given, the row."""
+    """Where `step_context` writes the step and, if it is given, the row."""
     _handle: Tensor
     """What compiled code gives to the operator `place`."""
 
@@ -170,7 +170,7 @@ class Draws:
             raise UserError(
                 f"The layer {self._layer().name!r} draws random bits and is called during backward, where it must repeat the "
                 "bits of an earlier forward pass that cannot be found: recompute by torch.utils.checkpoint, nested only with "
-                "use_reentrant=True, and call backward in the training_step of the forward pass."
+                "use_reentrant=True, and call backward in the step_context of the forward pass."
             )
         return place
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from dither import devices, engines, operators
+from dither import devices, engines, torch_ops
 from dither.errors import UserError
 from dither.ops import INPUT_DTYPES
 from dither.precision import OPERANDS, Cast, LayerPrecision
@@ -42,7 +42,7 @@ class Casting(NamedTuple):
     """Whether one scale, from the tensor's own largest magnitude, serves all of it; codes without NaN measure it themselves."""
     row: int = 0
     column: int = 0
-    """Where the operand begins in the whole one, whose random bits it draws: see `dither.nn.cut`."""
+    """Where the operand begins in the whole one, whose random bits it draws: see `dither.nn.tensor_parallel`."""
 
 
 class Castings(NamedTuple):
@@ -79,7 +79,7 @@ class Codes(NamedTuple):
     tensor_scale: Tensor | None = None
 
 
-class Layouts(NamedTuple):
+class OperandCodes(NamedTuple):
     """A matrix [R, C] for the product that sums over C and for the one that sums over R; None where nobody asked."""
 
     along: Codes | None
@@ -102,7 +102,7 @@ class State(NamedTuple):
     """int64[2] on the device: the optimizer step, and the first row's index in the whole batch. Stochastic casts need it."""
     keys: Tensor | None = None
     """int64[5] on the device, a key for each of PURPOSES. On the device, so that layers share a compiled graph."""
-    weight: Layouts | None = None
+    weight: OperandCodes | None = None
     """The cast weight, if somebody holds it for this step."""
     input_amax: Amax = Amax()
     weight_amax: Amax = Amax()
@@ -323,17 +323,17 @@ def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> 
 
 def cast_weight(
     weight: Tensor, how: Castings, state: State, along: bool, across: bool, dtype: torch.dtype | None = None
-) -> Layouts:
+) -> OperandCodes:
     """A weight's layouts. Its rows are its own, not those of a batch."""
     return _both(weight, how, state.weight_amax, _drawn(how, state, 1, moved=False), along, across, dtype)
 
 
-def only_cast(layouts: Layouts, how: Castings) -> Layouts:
-    """Layouts without those that are not cast: the weight itself is at hand when it is multiplied."""
-    return Layouts(layouts.along if how.along.cast else None, layouts.across if how.across.cast else None)
+def only_cast(layouts: OperandCodes, how: Castings) -> OperandCodes:
+    """OperandCodes without those that are not cast: the weight itself is at hand when it is multiplied."""
+    return OperandCodes(layouts.along if how.along.cast else None, layouts.across if how.across.cast else None)
 
 
-def _weight(weight: Tensor, has: Settings, state: State, passes: bool, dtype: torch.dtype | None) -> Layouts:
+def _weight(weight: Tensor, has: Settings, state: State, passes: bool, dtype: torch.dtype | None) -> OperandCodes:
     """The weight's layouts: those that somebody holds, and the others cast now; one that is not cast is taken in `dtype`."""
     along, across = (passes, True) if has.transposed else (True, passes)
     if state.weight is None:
@@ -345,14 +345,14 @@ def _weight(weight: Tensor, has: Settings, state: State, passes: bool, dtype: to
         for codes, how in zip(state.weight, has.weight, strict=True)
     ]
     made = cast_weight(weight, has.weight, state, along and held[0] is None, across and held[1] is None, dtype)
-    return Layouts(held[0] or made.along, held[1] or made.across)
+    return OperandCodes(held[0] or made.along, held[1] or made.across)
 
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 """Codes and scales of both layouts as `quantize_both` gives them: in the order of the matrix's dimensions."""
 
 
-def outputs(held: Layouts) -> Outputs:
+def outputs(held: OperandCodes) -> Outputs:
     """The memory of a cast for both layouts, to be written again."""
     along, across = held
     assert along is not None
@@ -365,7 +365,7 @@ def outputs(held: Layouts) -> Outputs:
 def cast_weight_again(weight: Tensor, how: Castings, state: State, out: Outputs) -> None:
     """Both layouts of a weight, which are cast alike, into those of an earlier cast, which stay where they are."""
     (given, largest), drawn = state.weight_amax, _drawn(how, state, 1, moved=False)
-    operators.quantize_both_into(weight.detach(), how.along.cast, given, how.along.container, drawn, largest, out)
+    torch_ops.quantize_both_into(weight.detach(), how.along.cast, given, how.along.container, drawn, largest, out)
 
 
 def _drawn(how: Castings, state: State, operand: int, *, moved: bool = True) -> Tensor | None:
@@ -383,7 +383,7 @@ def drawn(state: State, purpose: int, *, moved: bool = True) -> Tensor:
 
 def _both(
     x: Tensor, how: Castings, amax: Amax, place: Tensor | None, along: bool, across: bool, dtype: torch.dtype | None
-) -> Layouts:
+) -> OperandCodes:
     """The matrix x [R, C] cast along C, along R, or both, as asked; uncast it is taken in `dtype` (its own, if None)."""
     if how.along == how.across:
         return _alike(x, how.along, amax, place, along, across, dtype)
@@ -392,18 +392,18 @@ def _both(
         _alike(x, each, amax if each.delayed else Amax(), place if each.stochastic else None, *asked, dtype)
         for each, asked in ((how.along, (along, False)), (how.across, (False, across)))
     )
-    return Layouts(one.along, other.across)
+    return OperandCodes(one.along, other.across)
 
 
 def _alike(
     x: Tensor, how: Casting, amax: Amax, place: Tensor | None, along: bool, across: bool, dtype: torch.dtype | None
-) -> Layouts:
+) -> OperandCodes:
     """The same for layouts that are cast alike."""
     if not (along or across):
-        return Layouts(None, None)
+        return OperandCodes(None, None)
     if not how.cast:
         x = x.detach() if dtype is None else x.detach().to(dtype)
-        return Layouts(Codes(x) if along else None, Codes(x.T) if across else None)
+        return OperandCodes(Codes(x) if along else None, Codes(x.T) if across else None)
     if how.measured and torch.compiler.is_compiling() and x.numel():
         # As an operation of the graph it can join the kernel that computes x, and saves a reading of it.
         amax = Amax(x.detach().abs().amax().float())
@@ -418,7 +418,7 @@ def _alike(
         )
     else:
         return _each(x, how, amax, drawn, along, across)
-    return Layouts(
+    return OperandCodes(
         Codes(values, scale) if along else None,
         Codes(values_t.T, _turned(scale_t)) if across else None,
     )
@@ -426,7 +426,7 @@ def _alike(
 
 def _each(
     x: Tensor, how: Casting, amax: Amax, drawn: tuple[int, Tensor | None, int, int], along: bool, across: bool
-) -> Layouts:
+) -> OperandCodes:
     """One layout, or both by a call each."""
     one, other = None, None
     if along:
@@ -434,7 +434,7 @@ def _each(
     if across:
         values, scale, tensor = torch.ops.dither.quantize(x, how.cast, 0, amax.given, how.container, *drawn, "auto")
         other = Codes(values.T, _turned(scale), tensor)
-    return Layouts(one, other)
+    return OperandCodes(one, other)
 
 
 def _turned(scale: Tensor) -> Tensor:

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dither import devices, operators
+from dither import devices, torch_ops
 from dither.engines import ALIGNMENT, engines_of
 from dither.errors import UserError
-from dither.nn import cut, functional, hints, histories, sampling
-from dither.nn.cut import local
+from dither.nn import functional, hints, histories, sampling, tensor_parallel
 from dither.nn.draws import Draws
-from dither.nn.functional import Amax, Codes, Layouts, Settings, State
+from dither.nn.functional import Amax, Codes, OperandCodes, Settings, State
 from dither.nn.output import Output
-from dither.nn.sampling import How
+from dither.nn.sampling import SamplingConstants
+from dither.nn.tensor_parallel import local
 from dither.precision import COMPUTE, Cast, LayerPrecision
 from dither.reference import scaling
 
@@ -30,7 +30,7 @@ SAMPLED = ("_w_hat", "_w_amax", "_b_t", "_input_b_t", "_draw")
 """Buffers of what is sampled once a step: a weight and its blocks' magnitudes, bitwidths, and where noise is drawn."""
 
 STEP = ("_inside", "_holds", "_holds_sample", "_prepared")
-"""Attributes that say what a training_step under way has done to a layer."""
+"""Attributes that say what a step_context under way has done to a layer."""
 
 BITWIDTHS = {"bitwidth": "sampling", "input_bitwidth": "input_sampling"}
 """The parameters of learned bitwidths, and what in a precision asks for them."""
@@ -152,7 +152,7 @@ class Linear(nn.Linear):
         self.verified = tuple(verified)
         self.fallback: Literal["error", "bf16", "emulate"] = "error"  # what conversion does where no units take the precision
         self._emulates = False  # whether it did so by emulation
-        self._inside = False  # whether a training_step is under way
+        self._inside = False  # whether a step_context is under way
         self._holds = False  # whether the held buffers are those of this step
         self._held_version = 0
         self._seen_version: int | None = None
@@ -172,7 +172,7 @@ class Linear(nn.Linear):
         if not isinstance(precision, LayerPrecision):
             raise UserError(f"The layer {self.name!r} takes a LayerPrecision, not {precision!r}.")
         if self._inside:
-            raise UserError(f"The precision of the layer {self.name!r} changes between steps, not inside a training_step.")
+            raise UserError(f"The precision of the layer {self.name!r} changes between steps, not inside a step_context.")
         self._begin_bitwidths(precision)
         self.precision = precision
         self._begin_state(self.weight.device)
@@ -295,7 +295,7 @@ class Linear(nn.Linear):
 
     def _product(self, x: Tensor, weight: Tensor, settings: Settings, state: State) -> Tensor:
         if isinstance(weight, DTensor) and not self.precision.uncast:
-            return cut.linear(x, weight, self.bias, settings, state, self.precision)
+            return tensor_parallel.linear(x, weight, self.bias, settings, state, self.precision)
         return functional.linear(x, weight, self.bias, settings, state=state)
 
     def _settings_for(self, x: Tensor) -> Settings:
@@ -359,7 +359,7 @@ class Linear(nn.Linear):
         self._check_float32("bitwidth", bitwidth)
         if self._inside and self._forward_cast("weight") is None and dtype != self._kept_dtype():
             raise UserError(
-                f"The layer {self.name!r} computes in {dtype}, and this training_step samples its weight for "
+                f"The layer {self.name!r} computes in {dtype}, and this step_context samples its weight for "
                 f"compute={self.compute!r}: convert by a plan whose compute is what autocast has, or 'fp32' without autocast."
             )
 
@@ -374,13 +374,13 @@ class Linear(nn.Linear):
         """What a weight that is sampled and not cast is kept in for a step."""
         return sampling.AUTOCAST.get(self.compute, self.weight.dtype)
 
-    def _how(self, of: str) -> How:
-        """The sampling as a training_step does it."""
+    def _how(self, of: str) -> SamplingConstants:
+        """The sampling as a step_context does it."""
         cast = self._forward_cast("weight" if of == "sampling" else "input")
         master = self.weight.dtype if of == "sampling" else torch.float32
         return self._how_of(of, self._kept_dtype() if cast is None else torch.float32, master)
 
-    def _how_of(self, of: str, kept: torch.dtype, master: torch.dtype) -> How:
+    def _how_of(self, of: str, kept: torch.dtype, master: torch.dtype) -> SamplingConstants:
         """Return a sampling of numbers of type `master` that are kept as `kept`."""
         if (of, kept, master) not in self._hows:
             raise UserError(
@@ -426,13 +426,13 @@ class Linear(nn.Linear):
         return Amax(None if self._measures else given, largest if self.training and torch.is_grad_enabled() else None)
 
     def _notice_step(self) -> None:
-        """Outside of a training_step, move the histories of delayed scaling on when the weight has changed."""
+        """Outside of a step_context, move the histories of delayed scaling on when the weight has changed."""
         several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
         if torch.compiler.is_compiling() or several:
             raise UserError(
                 f"The layer {self.name!r} scales by the magnitudes of earlier steps, and "
                 f"{'several ranks' if several else 'compiled code'} cannot tell where a step ends: "
-                "run forward and backward inside `with dither.nn.training_step(model, step=...)`."
+                "run forward and backward inside `with dither.nn.step_context(model, step=...)`."
             )
         if self._seen_version not in (None, self.weight._version):
             histories.push([self], None)
@@ -476,7 +476,7 @@ class Linear(nn.Linear):
         has, weight = self._how("sampling"), self.weight.detach()
         dtype = self._kept_dtype() if self._forward_cast("weight") is None else torch.float32
         if self._w_hat is not None and self._w_hat.dtype == dtype and self._w_hat.shape == weight.shape:
-            operators.sample_into(weight, self._b_t, self._draw, has.kind, has.block, (self._w_hat, self._w_amax))
+            torch_ops.sample_into(weight, self._b_t, self._draw, has.kind, has.block, (self._w_hat, self._w_amax))
             return self._w_hat
         w_hat, amax = sampling.sample(weight, self._b_t, self._draw, has, dtype)
         keep([(self, "_w_amax", amax)])
@@ -484,16 +484,16 @@ class Linear(nn.Linear):
             self._w_hat = w_hat
         return w_hat
 
-    def _held(self) -> Layouts:
+    def _held(self) -> OperandCodes:
         halves = [[getattr(self, name) for name in half] for half in (HELD[:3], HELD[3:])]
-        return Layouts(*(None if half[0] is None else Codes(*half) for half in halves))
+        return OperandCodes(*(None if half[0] is None else Codes(*half) for half in halves))
 
     def _check_held(self) -> None:
         if self._holds and self.weight._version != self._held_version:
             raise UserError(
-                f"The weight of the layer {self.name!r} changed inside a training_step, which holds "
+                f"The weight of the layer {self.name!r} changed inside a step_context, which holds "
                 f"{'a sample of it' if self._holds_sample else 'its codes'}. A torch.optim.Optimizer may change it there; "
-                "make other changes after the training_step."
+                "make other changes after the step_context."
             )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Linear":
@@ -530,7 +530,7 @@ class Linear(nn.Linear):
         self._draws.root = weakref.ref(model)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs: nothing of a training_step that is under way."""
+        """Return what a copy needs: nothing of a step_context that is under way."""
         state = dict(self.__dict__)
         del state["_draws"], state["_handle"]
         made_again = (*HELD, *SAMPLED)

@@ -30,7 +30,7 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """What autocast computes in, by a plan's `compute`; without autocast a weight has its own type."""
 
 
-class How(NamedTuple):
+class SamplingConstants(NamedTuple):
     """A Sampling as a call needs it: plain values, so that compiled code takes them as constants."""
 
     kind: str
@@ -47,7 +47,7 @@ class How(NamedTuple):
     recompute: bool
 
 
-def how(sampling: Sampling, cast: Cast | None, dtype: torch.dtype, master: torch.dtype) -> How:
+def how(sampling: Sampling, cast: Cast | None, dtype: torch.dtype, master: torch.dtype) -> SamplingConstants:
     """A Sampling of numbers kept in `master` that products read as `cast` says, or in `dtype` where there is no cast."""
     format = FORMATS[dtype] if cast is None else cast.format
     same = cast is None and master == dtype
@@ -55,10 +55,10 @@ def how(sampling: Sampling, cast: Cast | None, dtype: torch.dtype, master: torch
     clamped = sampling.beyond == "clamp"
     limit = safe if clamped else math.inf
     own = (sampling.noise, sampling.block, sampling.b_init, sampling.b_target)
-    return How(*own, limit, clamped, safe, format, sampling.recompute)
+    return SamplingConstants(*own, limit, clamped, safe, format, sampling.recompute)
 
 
-def bitwidths(bitwidth: Tensor, has: How) -> Tensor:
+def bitwidths(bitwidth: Tensor, has: SamplingConstants) -> Tensor:
     """b_t, float32 of the shape of `bitwidth`, without gradients.
 
     >>> bitwidths(torch.tensor([1.0, 0.5, 0.0]), how(Sampling(), None, torch.bfloat16, torch.float32))
@@ -68,7 +68,7 @@ def bitwidths(bitwidth: Tensor, has: How) -> Tensor:
     return b_t
 
 
-def _bitwidth_grad(grad: Tensor, bitwidth: Tensor, has: How) -> Tensor:
+def _bitwidth_grad(grad: Tensor, bitwidth: Tensor, has: SamplingConstants) -> Tensor:
     """The gradient of b_i from that of b_t; none where b_t is held at its limit, and so does not follow."""
     slope = has.b_init - has.b_target
     grad = grad * slope
@@ -86,7 +86,7 @@ def _no_second_derivative() -> None:
 
 
 def sample(
-    weight: Tensor, b_t: Tensor, draw: Tensor, has: How, dtype: torch.dtype, at: tuple[int, int] = (0, 0)
+    weight: Tensor, b_t: Tensor, draw: Tensor, has: SamplingConstants, dtype: torch.dtype, at: tuple[int, int] = (0, 0)
 ) -> tuple[Tensor, Tensor]:
     """w_hat [N, K] in `dtype`, and the blocks' largest magnitudes; `at` is where the weight begins in the whole one."""
     w_hat, amax = torch.ops.dither.sample(weight.detach(), b_t, 0, draw, *at, has.kind, has.block, dtype, "auto")
@@ -94,7 +94,7 @@ def sample(
 
 
 def gradient_of(
-    weight: Tensor, bitwidth: Tensor, b_t: Tensor, amax: Tensor, draw: Tensor, has: How, dtype: torch.dtype
+    weight: Tensor, bitwidth: Tensor, b_t: Tensor, amax: Tensor, draw: Tensor, has: SamplingConstants, dtype: torch.dtype
 ) -> Tensor:
     """A tensor of w_hat's shape and no memory: the gradient that reaches it goes on to the weight and its bitwidths.
 
@@ -116,7 +116,7 @@ class _Sampled(torch.autograd.Function):
         amax: Tensor | None,
         draw: Tensor,
         at: tuple[int, int],
-        has: How,
+        has: SamplingConstants,
         dtype: torch.dtype,
     ) -> Tensor:
         ctx.at, ctx.has, ctx.dtype = at, has, weight.dtype
@@ -131,7 +131,7 @@ class _Sampled(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _no_second_derivative()
         bitwidth, b_t, amax, draw = ctx.saved_tensors
-        has: How = ctx.has
+        has: SamplingConstants = ctx.has
         drawn = (0, draw, *ctx.at, has.kind, has.block)
         if grad.dtype == ctx.dtype:  # the gradient of w_hat is that of w
             dw, db_t = grad, torch.ops.dither.bitwidth_grad(grad, amax, b_t, *drawn, "auto")
@@ -146,7 +146,7 @@ class Redo(NamedTuple):
     weight: Tensor
     b_t: Tensor
     draw: Tensor
-    has: How
+    has: SamplingConstants
 
 
 def linear(
@@ -173,7 +173,7 @@ class _Linear(torch.autograd.Function):
         weight: Tensor | None,
         b_t: Tensor | None,
         draw: Tensor | None,
-        has: How | None,
+        has: SamplingConstants | None,
         transposed: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, w_hat if has is None else None, weight, b_t, draw)
@@ -198,7 +198,9 @@ class _Linear(torch.autograd.Function):
         return dx, dw, dbias, *[None] * 6
 
 
-def sample_spread(weight: DTensor, bitwidth: Tensor, draw: Tensor, has: How, dtype: torch.dtype, name: str) -> DTensor:
+def sample_spread(
+    weight: DTensor, bitwidth: Tensor, draw: Tensor, has: SamplingConstants, dtype: torch.dtype, name: str
+) -> DTensor:
     """w_hat of a weight that is spread over processes, spread alike: every part by its coordinates in the whole."""
     # Not whether this part begins inside a block but whether any does: all processes must agree to refuse.
     parts = list(weight.shape)
@@ -229,7 +231,7 @@ def sample_spread(weight: DTensor, bitwidth: Tensor, draw: Tensor, has: How, dty
 # Inputs ---------------------------------------------------------------------------------------------------------------
 
 
-def sample_input(x: Tensor, bitwidth: Tensor, b_t: Tensor, draw: Tensor, has: How, dtype: torch.dtype) -> Tensor:
+def sample_input(x: Tensor, bitwidth: Tensor, b_t: Tensor, draw: Tensor, has: SamplingConstants, dtype: torch.dtype) -> Tensor:
     """x [..., K] with noise, in `dtype`: blocks of 1 x `has.block`, so that a token's noise is its own in any batch."""
     result: Tensor = _Input.apply(x, bitwidth, b_t, draw, has, dtype)  # type: ignore[no-untyped-call]
     return result
@@ -274,7 +276,9 @@ class _Input(torch.autograd.Function):
     """Noise on the input; its gradient passes straight through to x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bitwidth: Tensor, b_t: Tensor, draw: Tensor, has: How, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, bitwidth: Tensor, b_t: Tensor, draw: Tensor, has: SamplingConstants, dtype: torch.dtype
+    ) -> Tensor:
         x_hat, amax = _sample_input(x.reshape(-1, x.shape[-1]), b_t, draw, has.kind, has.block, dtype)
         ctx.save_for_backward(bitwidth, b_t, amax, draw)
         ctx.has, ctx.dtype = has, x.dtype
@@ -285,7 +289,7 @@ class _Input(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _no_second_derivative()
         bitwidth, b_t, amax, draw = ctx.saved_tensors
-        has: How = ctx.has
+        has: SamplingConstants = ctx.has
         db_i = None
         if ctx.needs_input_grad[1]:
             db_t = _sample_input_backward(grad.reshape(-1, grad.shape[-1]), amax, b_t, draw, has.kind, has.block)

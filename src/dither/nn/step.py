@@ -1,4 +1,4 @@
-"""The steps of a training loop, as its linear layers need to know them: `training_step`."""
+"""The steps of a training loop, as its linear layers need to know them: `step_context`."""
 
 import math
 import warnings
@@ -13,13 +13,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dither.errors import UserError
 from dither.nn import functional, histories, sampling
-from dither.nn.cut import local
 from dither.nn.draws import FIRST_COUNTED, batch_rank
 from dither.nn.linear import BITWIDTHS, STEP, Linear, keep
-from dither.nn.sampling import How
+from dither.nn.sampling import SamplingConstants
+from dither.nn.tensor_parallel import local
 
 
-class TrainingStep:
+class StepContext:
     """A step under way; `.row(...)` says which rows of the global batch come next, where they are not to be counted."""
 
     def __init__(self, model: nn.Module, step: int, row: int | None, group: torch.distributed.ProcessGroup | None) -> None:
@@ -45,7 +45,7 @@ class TrainingStep:
         if not isinstance(row, int) or isinstance(row, bool) or not 0 <= row < 1 << 32:
             raise UserError(f"A row is the index of a token in the global batch, from 0 to 2^32 - 1, not {row!r}.")
         if self.ended:
-            raise UserError(f"The training_step {self.step} has ended, since an optimizer changed its weights: begin another.")
+            raise UserError(f"The step_context {self.step} has ended, since an optimizer changed its weights: begin another.")
         self.given, self._row = True, row
         for place in self._places:
             place[1].fill_(row)
@@ -68,7 +68,7 @@ class TrainingStep:
         for place in self._places:
             place[0].fill_(self.step)
             place[1].fill_(self._row)
-        self._watched: list[tuple[How, list[tuple[Linear, str]]]] = []
+        self._watched: list[tuple[SamplingConstants, list[tuple[Linear, str]]]] = []
         self._ranges: list[Tensor] = []
         self._seen: tuple[Tensor, torch.cuda.Event | None] | None = None
         self._prepare_sampling(self.step)
@@ -199,7 +199,7 @@ def _wrong_bitwidths(members: list[tuple[Linear, str]]) -> str:
     return "A bitwidth is NaN, infinite or negative on another process."
 
 
-def _warn_unsafe(has: How, members: list[tuple[Linear, str]]) -> None:
+def _warn_unsafe(has: SamplingConstants, members: list[tuple[Linear, str]]) -> None:
     members = [(layer, name) for layer, name in members if name not in layer._warned and getattr(layer, name).numel()]
     if not members:
         return
@@ -217,9 +217,9 @@ def _warn_unsafe(has: How, members: list[tuple[Linear, str]]) -> None:
 
 
 @contextmanager
-def training_step(
+def step_context(
     model: nn.Module, *, step: int, row: int | None = None, group: torch.distributed.ProcessGroup | None = None
-) -> Iterator[TrainingStep]:
+) -> Iterator[StepContext]:
     """Run the forward and backward passes of one optimizer step inside: weights are sampled and cast once for all of them.
 
     Random bits are those of optimizer step `step`, and of rows that are counted over the forward passes, so that the
@@ -227,7 +227,7 @@ def training_step(
     rows in turn, as equally large parts of one batch. `row` or `.row(...)` gives rows instead. On leaving, histories of
     delayed scaling take the largest magnitudes of the step, reduced over the ranks of `group` if one is given.
 
-    An optimizer's step inside ends the training step there. Without a `training_step` everything works as well: each forward
+    An optimizer's step inside ends the training step there. Without a `step_context` everything works as well: each forward
     pass then casts the weights itself, and is a step of its own to the random bits.
 
     >>> import torch
@@ -235,7 +235,7 @@ def training_step(
     >>> layer = Linear(8, 4, precision=LayerPrecision(grad=Cast.parse("e2m1 tile(4) stochastic(8)")), name="up")
     >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     >>> for step in range(2):
-    ...     with training_step(layer, step=step):
+    ...     with step_context(layer, step=step):
     ...         for _ in range(2):  # two micro-batches of 16 tokens: rows 0 to 15 and 16 to 31
     ...             layer(torch.randn(16, 8)).square().mean().backward()
     ...         optimizer.step()
@@ -243,7 +243,7 @@ def training_step(
     """
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < FIRST_COUNTED:
         raise UserError(f"A training step is an integer from 0 to 2^31 - 1, not {step!r}.")
-    now = TrainingStep(model, step, row, group)
+    now = StepContext(model, step, row, group)
     hook = register_optimizer_step_post_hook(now.after_optimizer)
     try:
         now.release()  # from a step around this one

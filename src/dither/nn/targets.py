@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from dither.bitwidths import allocate, capacity, safe_bitwidth
 from dither.errors import UserError
-from dither.nn.convert import _patterns, _reasons, _sites
-from dither.nn.deploy import _printed, _weight, evaluating, replaced
+from dither.nn.conversion import _patterns, _reasons, _sites
+from dither.nn.deployment import _printed, _weight, evaluating, replaced
 from dither.precision import LayerPrecision, Plan, Sampling
 from dither.random import Stream
 from dither.reference.sampling import block_amax

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 from dither.data import Batch
 from dither.errors import UserError
-from dither.nn import bitwidth_loss, training_step
+from dither.nn import bitwidth_loss, step_context
 from dither.nn.conv1d import Conv1D
 from dither.numerics.observe import untouched
 from dither.numerics.report import finite
@@ -209,7 +209,7 @@ class _Pair:
         sums: dict[tuple[str, str, str], list[Tensor]] = {}
         losses: tuple[list[Tensor], list[Tensor]] = ([], [])
         with ExitStack() as stack:
-            at = [stack.enter_context(training_step(job.model, step=job.done)) for job in (a, b)]
+            at = [stack.enter_context(step_context(job.model, step=job.done)) for job in (a, b)]
             for part in batch.split(a.parts):
                 for each in at:
                     each.row(part.first * a.config.data.sequence)

@@ -30,7 +30,7 @@ class Monitor:
     >>> monitor = Monitor(model, optimizer, every=100)
     >>> for step in range(3):
     ...     with monitor.step(step):  # the whole step, the optimizer's included
-    ...         with dither.training_step(model, step=step):
+    ...         with dither.step_context(model, step=step):
     ...             model(torch.randn(16, 32)).square().mean().backward()
     ...         optimizer.step()
     ...     optimizer.zero_grad()

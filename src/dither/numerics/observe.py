@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dither.formats import TABLE
-from dither.layout import storage_dtype
-from dither.nn import cut
+from dither.grouping import storage_dtype
+from dither.nn import tensor_parallel
 from dither.nn.experts import ExpertLinear
 from dither.nn.linear import HELD, SAMPLED, Linear
 from dither.numerics.report import OPERANDS
@@ -65,9 +65,11 @@ class Observer:
             return
         x: Tensor = args[0] if args else named["input"]
         product = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        self._look(name, layer, "input", cut.part_of(x.detach()).matrix, product, 1)
+        self._look(name, layer, "input", tensor_parallel.part_of(x.detach()).matrix, product, 1)
         if (name, "weight") not in self.found:
-            self._look(name, layer, "weight", cut.local(layer.weight.detach()), product, 0 if layer.transposed else 1)
+            self._look(
+                name, layer, "weight", tensor_parallel.local(layer.weight.detach()), product, 0 if layer.transposed else 1
+            )
 
     def after(self, name: str, layer: nn.Module, _: Any, y: Tensor) -> None:
         """Be called with the gradient of the output."""
@@ -77,7 +79,7 @@ class Observer:
 
     @torch.no_grad()
     def _gradient(self, name: str, layer: Linear, dy: Tensor) -> None:
-        dy_MN = cut.part_of(dy).matrix
+        dy_MN = tensor_parallel.part_of(dy).matrix
         self._look(name, layer, "grad", dy_MN, dy.dtype, 1)
         if self.exponents:
             self.narrow = self.narrow or dy.dtype == torch.float16
@@ -132,7 +134,10 @@ def delayed_amax(layer: Linear, operand: str) -> Tensor:
     scales = {
         each: getattr(layer.precision, each).scaling for each in OPERANDS if getattr(layer, f"{each}_history") is not None
     }
-    known = {each: scaling.delayed_amax(cut.local(getattr(layer, f"{each}_history")), scale) for each, scale in scales.items()}
+    known = {
+        each: scaling.delayed_amax(tensor_parallel.local(getattr(layer, f"{each}_history")), scale)
+        for each, scale in scales.items()
+    }
     full = torch.stack([amax > 0 for amax in known.values()]).all()
     return torch.where(full, known[operand], 0.0)
 

@@ -13,16 +13,16 @@ from dither.errors import UserError
 from dither.evaluate.command import checkpoint_of
 from dither.models import hf, load_pretrained, preset
 from dither.models.presets import skeleton
-from dither.nn.convert import _reasons, _sites
-from dither.nn.deploy import _weight
+from dither.nn.conversion import _reasons, _sites
+from dither.nn.deployment import _weight
 from dither.numerics.report import WeightUpdate, finite
 from dither.numerics.updates import weight_and_update
-from dither.operators import implementation
 from dither.optim import AdamMini, AdamW, roles
 from dither.optim.options import MEANING
 from dither.precision import Cast, LayerPrecision, Plan
 from dither.reference.adamw import FORMATS
 from dither.reference.numerics import COUNTS, SAMPLE, cast_counts, update_counts
+from dither.torch_ops import implementation
 from dither.train import checkpoint
 from dither.train.config import Config, loads
 

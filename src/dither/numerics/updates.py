@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from dither.errors import UserError
-from dither.nn.cut import local
 from dither.nn.experts import ExpertLinear
 from dither.nn.linear import Linear
+from dither.nn.tensor_parallel import local
 from dither.optim.adamw import AdamW
 from dither.reference.adamw import FORMATS
 from dither.reference.numerics import UpdateCounts, update_counts

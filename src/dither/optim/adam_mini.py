@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dither.adam_update import Piece, Update
 from dither.errors import UserError
-from dither.nn.cut import local
+from dither.nn.tensor_parallel import local
 from dither.optim.adamw import AdamW
 from dither.optim.launches import Part, Slot
 from dither.optim.peers import Moments
@@ -20,7 +21,6 @@ from dither.optim.shards import as_matrix, like, reduce_cuts, shards, spread_ove
 from dither.optim.states import count_of
 from dither.random import matrix_size
 from dither.reference.adamw import second_moment, store_state, zero_state
-from dither.update import Piece, Update
 
 
 class AdamMini(AdamW):

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from dither.adam_update import HYPER, Piece
 from dither.errors import DitherError, UserError
-from dither.nn.cut import local
-from dither.operators import implementation
+from dither.nn.tensor_parallel import local
 from dither.optim.launches import Launch, Part, Slot
 from dither.optim.options import check_numbers, check_optimizer, check_torchs, read_numbers, rounding_of
 from dither.optim.shards import as_matrix, reduce_cuts, shards, spread_over
 from dither.optim.states import OWN, States
 from dither.random import Stream, check_backend
 from dither.reference.adamw import FORMATS
-from dither.update import HYPER, Piece
+from dither.torch_ops import implementation
 
 
 class NonFiniteError(DitherError):

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dither.update import Piece, Update
+from dither.adam_update import Piece, Update
 
 
 @dataclass(frozen=True)

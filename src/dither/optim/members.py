@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
+from dither.adam_update import MOST_BLOCK, Update
 from dither.errors import UserError
-from dither.nn.cut import local
+from dither.nn.tensor_parallel import local
 from dither.optim.launches import Launch, Slot
 from dither.optim.naming import check_names, names_from, names_of
 from dither.optim.options import WATCHED, check_group, check_torchs, rounding_of, update_for
 from dither.optim.shards import shards
 from dither.reference.adamw import FORMATS
-from dither.update import MOST_BLOCK, Update
 
 
 class Members(Optimizer):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dither.errors import UserError
 from dither.formats import TABLE
-from dither.layout import storage_dtype
+from dither.grouping import storage_dtype
 from dither.nn.guidance import bitwidth_groups, sampling_parameters
 from dither.nn.norms import cast_parameters
 from dither.optim.adam_mini import AdamMini

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dither.adam_update import Update
 from dither.errors import UserError
 from dither.random import Stream
-from dither.update import Update
 
 NONFINITE = ("raise", "skip", "unchecked")
 """What a NaN or Inf in a gradient may do."""

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dither.adam_update import Update
 from dither.errors import UserError
-from dither.nn.cut import local
+from dither.nn.tensor_parallel import local
 from dither.reference import dynamic
 from dither.reference.adamw import store_state
-from dither.update import Update
 
 BLOCK = 256
 """bitsandbytes: how many neighbours of the flattened tensor share a scale."""

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dither.adam_update import Update
 from dither.errors import UserError
-from dither.nn.cut import local
+from dither.nn.tensor_parallel import local
 from dither.optim.launches import Slot
 from dither.optim.members import Members
 from dither.optim.options import IMPLEMENTATIONS, MEANING, NEWER, NUMBERS, check_numbers, check_torchs, read_numbers
@@ -20,7 +21,6 @@ from dither.optim.peers import THEIRS, Moments, check_saved_group, read_moments,
 from dither.optim.shards import as_matrix, like
 from dither.random import matrix_size
 from dither.reference.adamw import load_state, store_state, zero_state
-from dither.update import Update
 
 OWN = ("step", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "master", "remainder")
 """What this optimizer may keep of a parameter; whatever else stands in a state is its owner's."""

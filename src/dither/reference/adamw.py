@@ -20,11 +20,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dither.adam_update import BITS, CONSTANTS, ODD_FACTOR, Piece, Update
 from dither.formats import TABLE, Format
 from dither.precision import Rounding, Scale
 from dither.random import Draw
 from dither.reference import dynamic, philox, rounding, scaling
-from dither.update import BITS, CONSTANTS, ODD_FACTOR, Piece, Update
 
 FORMATS = {torch.float32: TABLE["fp32"], torch.bfloat16: TABLE["bf16"], torch.float16: TABLE["fp16"]}
 

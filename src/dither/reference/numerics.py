@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from dither import layout
+from dither import grouping
 from dither.formats import Format
-from dither.layout import Layout
+from dither.grouping import GroupLayout
 from dither.precision import Cast, Rounding
 from dither.reference import quantize, rounding
 
@@ -60,7 +60,7 @@ def cast_counts(x: Tensor, cast: Cast, axis: int = -1, given_amax: Tensor | None
     >>> dict(zip(COUNTS, found.counts.tolist(), strict=True))  # 7 would be 8; 0.2 is below 0.25; 0.3 becomes 0.5
     {'elements': 6.0, 'zeros': 1.0, 'nonfinite': 0.0, 'clipped': 1.0, 'flushed': 1.0, 'subnormal': 1.0}
     """
-    place = layout.values_layout(tuple(x.shape), cast, axis)
+    place = grouping.values_layout(tuple(x.shape), cast, axis)
     x_BRC = place.matrices(x)
     magnitude = x_BRC.abs()
     found = quantize.factors_of(x_BRC if x_BRC.dtype == torch.float32 else x_BRC.float(), cast, place, given_amax)
@@ -77,7 +77,7 @@ def cast_counts(x: Tensor, cast: Cast, axis: int = -1, given_amax: Tensor | None
     return CastCounts(torch.cat([counts, changed]), amax, scale)
 
 
-def _multiplied(magnitude_BRC: Tensor, multiply_BPQ: Tensor, place: Layout) -> Tensor:
+def _multiplied(magnitude_BRC: Tensor, multiply_BPQ: Tensor, place: GroupLayout) -> Tensor:
     """Multiply every element by its group's factor, in float32; the layout is the lines', which counts do not depend on."""
     lines = magnitude_BRC.transpose(1, 2) if place.along_rows else magnitude_BRC
     if place.group == (0, 0):

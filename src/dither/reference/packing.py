@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from dither import layout
+from dither import grouping
 from dither.formats import Format
 
 
 def pack(codes: Tensor, format: Format) -> Tensor:
     """int32 codes [..., n] as they are stored, in the integer dtype of the format's storage."""
-    if format.bits not in layout.PACKED_BITS:
-        return codes.to(layout.integer_dtype(format)).contiguous()
+    if format.bits not in grouping.PACKED_BITS:
+        return codes.to(grouping.integer_dtype(format)).contiguous()
     per = 2 if format.bits == 4 else 4
     codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % per))
     shifts = torch.arange(per, device=codes.device, dtype=torch.int32) * format.bits
@@ -22,7 +22,7 @@ def pack(codes: Tensor, format: Format) -> Tensor:
 def unpack(stored: Tensor, n: int, format: Format) -> Tensor:
     """int32 codes [..., n]; the inverse of `pack`."""
     codes = stored.int() & ((1 << format.bits) - 1 if format.bits < 32 else -1)
-    if format.bits not in layout.PACKED_BITS:
+    if format.bits not in grouping.PACKED_BITS:
         return codes
     per = 2 if format.bits == 4 else 4
     octets = torch.arange(per * format.bits // 8, device=stored.device, dtype=torch.int32) * 8

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from dither import layout
+from dither import grouping
 from dither.formats import Format
-from dither.layout import Layout
+from dither.grouping import GroupLayout
 from dither.precision import Cast
 from dither.random import Draw, matrix_size
 from dither.reference import packing, philox, rounding, scaling
@@ -24,19 +24,19 @@ def quantize(
     Codes are those of `container`, which holds every value of the cast's format: the format itself, or e4m3 for FP4 and FP6
     values on FP8 units. e2m1 tile(4) fp32 of [1, 2, 4, -12]: scale 2, codes of [0.5, 1, 2, -6], packed as 0x21, 0xF4.
     """
-    place = layout.layout_of(tuple(x.shape), cast, axis)
+    place = grouping.layout_of(tuple(x.shape), cast, axis)
     values, found = _scaled_values(x, cast, place, draw, given_amax)
     codes = rounding.encode(values, container)
     if place.along_rows:
         codes = codes.transpose(1, 2)
-    stored = packing.pack(codes, container).view(layout.storage_dtype(container))
+    stored = packing.pack(codes, container).view(grouping.storage_dtype(container))
     scale, tensor = x.new_empty(0, dtype=torch.float32), x.new_empty(0, dtype=torch.float32)
     if found is not None:
         scale = scaling.stored_scale(found.restore, cast.scaling)
-        if layout.lines_innermost(cast):
+        if grouping.lines_innermost(cast):
             scale = scale.new_empty(scale.mT.shape).mT.copy_(scale)
         tensor = tensor if found.tensor is None else found.tensor
-    return place.expose(stored), layout.expose_scale(scale, cast, place), tensor
+    return place.expose(stored), grouping.expose_scale(scale, cast, place), tensor
 
 
 def quantize_both(
@@ -63,7 +63,7 @@ def quantize_both(
 
 def fake_quantize(x: Tensor, cast: Cast, axis: int, draw: Draw | None, given_amax: Tensor | None) -> Tensor:
     """What `dequantize(quantize(x))` gives, in x's dtype and shape, without codes."""
-    place = layout.values_layout(tuple(x.shape), cast, axis)
+    place = grouping.values_layout(tuple(x.shape), cast, axis)
     values, found = _scaled_values(x, cast, place, draw, given_amax)
     restore = None if found is None else scaling.spread(found.restore, place)
     tensor = None if found is None else found.tensor
@@ -81,8 +81,8 @@ def dequantize(
     dtype: torch.dtype,
 ) -> Tensor:
     """The numbers that codes and scales stand for, of `shape` and `dtype`: code * scale (* tensor scale)."""
-    place = layout.layout_of(shape, cast, axis)
-    lines = place.collect(values.view(layout.integer_dtype(cast.element)))
+    place = grouping.layout_of(shape, cast, axis)
+    lines = place.collect(values.view(grouping.integer_dtype(cast.element)))
     decoded = rounding.decode(packing.unpack(lines, place.lines[1], cast.element), cast.element)
     if place.along_rows:
         decoded = decoded.transpose(1, 2)
@@ -95,7 +95,7 @@ def dequantize(
 
 
 def _scaled_values(
-    x: Tensor, cast: Cast, place: Layout, draw: Draw | None, given_amax: Tensor | None
+    x: Tensor, cast: Cast, place: GroupLayout, draw: Draw | None, given_amax: Tensor | None
 ) -> tuple[Tensor, scaling.Factors | None]:
     """Values of the format for each element of x_BRC, and the factors they were scaled by."""
     x_BRC = place.matrices(x).float()
@@ -108,7 +108,7 @@ def _scaled_values(
     return rounding.round_values(x_BRC, cast.element, cast.round, True, random), found
 
 
-def factors_of(x_BRC: Tensor, cast: Cast, place: Layout, given_amax: Tensor | None) -> scaling.Factors | None:
+def factors_of(x_BRC: Tensor, cast: Cast, place: GroupLayout, given_amax: Tensor | None) -> scaling.Factors | None:
     """Return the factors of each group of `x_BRC`, or None for an unscaled cast.
 
     `given_amax` (0-d) takes the place of the tensor's own largest magnitude.

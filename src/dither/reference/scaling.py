@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dither.formats import TABLE, Format
-from dither.layout import Layout
+from dither.grouping import GroupLayout
 from dither.precision import Rounding, Scale
 from dither.reference import rounding
 
@@ -31,7 +31,7 @@ class Factors:
     tensor: Tensor | None = None
 
 
-def group_amax(x_BRC: Tensor, layout: Layout) -> Tensor:
+def group_amax(x_BRC: Tensor, layout: GroupLayout) -> Tensor:
     """float32[B, P, Q]: the largest magnitude of each group of float32 `x_BRC`; NaN or Inf where the group holds one.
 
     A tensor that is one group has [1, 1, 1], however many matrices it is seen as.
@@ -47,7 +47,7 @@ def group_amax(x_BRC: Tensor, layout: Layout) -> Tensor:
     return padded.reshape(batch, P, p, Q, q).amax(dim=(2, 4))
 
 
-def spread(groups: Tensor, layout: Layout) -> Tensor:
+def spread(groups: Tensor, layout: GroupLayout) -> Tensor:
     """Repeat a value per group, [B, P, Q] (or [1, 1, 1] for all), to one per element, in the order of x_BRC."""
     groups = groups.expand(layout.batch, -1, -1)
     lines, length = layout.lines

@@ -12,10 +12,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from dither import files
+from dither import safe_files
 from dither.errors import UserError
-from dither.files import Refused
 from dither.precision import Plan
+from dither.safe_files import Refused
 
 LARGEST_METRICS = 256 << 20
 """The most bytes that are read of the metrics: a million lines of training have about as many."""
@@ -167,7 +167,7 @@ def read_all(folders: Sequence[str | Path]) -> tuple[Run, ...]:
 def _object(folder: Path, name: str, missing: list[str]) -> dict[str, Any]:
     """A file that holds an object; an empty one, and a sentence, where it does not."""
     try:
-        found, _ = files.read_json(folder / name)
+        found, _ = safe_files.read_json(folder / name)
         if not isinstance(found, dict):
             raise Refused(f"{name} is JSON, but not an object")
         return found
@@ -179,7 +179,7 @@ def _object(folder: Path, name: str, missing: list[str]) -> dict[str, Any]:
 def _config(folder: Path, missing: list[str]) -> tuple[str, dict[str, Any]]:
     text = ""
     try:
-        text = files.read(folder / "config.toml").decode()
+        text = safe_files.read(folder / "config.toml").decode()
         return text, tomllib.loads(text)
     except Refused as error:
         missing.append(f"{error}.")
@@ -223,7 +223,7 @@ def _text(value: object) -> str:
 
 def _metrics(folder: Path, missing: list[str]) -> dict[str, tuple[Mapping[str, Any], ...]]:
     try:
-        data = files.read(folder / "metrics.jsonl", most=LARGEST_METRICS)
+        data = safe_files.read(folder / "metrics.jsonl", most=LARGEST_METRICS)
     except Refused as error:
         missing.append(f"{error}.")
         return {}
@@ -250,7 +250,7 @@ def _parsed(data: bytes, broken: list[str]) -> Iterator[Mapping[str, Any]]:
         try:
             if len(raw) > LONGEST_LINE:
                 raise Refused(f"it has more than {LONGEST_LINE >> 20} MiB")
-            line = files.from_json(raw)
+            line = safe_files.from_json(raw)
             if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
                 raise Refused("it is no object with a kind")
             if type(line.get("step")) is not int or not 0 <= line["step"] < 1 << 53:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dither import doctor
 from dither.data import Batch
 from dither.errors import UserError
-from dither.nn.convert import Fallback
+from dither.nn.conversion import Fallback
 from dither.precision import Plan, did_you_mean, matches
 from dither.random import Stream
 from dither.snip.baselines import BASELINES, random

@@ -18,7 +18,7 @@ from torch import distributed as dist
 from torch import nn
 
 from dither.errors import UserError
-from dither.nn.convert import apply
+from dither.nn.conversion import apply_plan
 from dither.precision import Plan, matches
 from dither.random import Stream
 from dither.recipes import recipe
@@ -102,7 +102,7 @@ class Snip:
     ...     x = torch.randn(8, 16)
     ...     if decision := snip.before_step(step, [x]):
     ...         print(decision.step, decision.measured, decision.plan.provenance["efficiency"])
-    ...     with dither.training_step(model, step=step):
+    ...     with dither.step_context(model, step=step):
     ...         loss(model, x).backward()
     ...     optimizer.step()
     ...     optimizer.zero_grad()
@@ -310,7 +310,7 @@ class Snip:
             wanted = replace(wanted, layers=tuple(mine))
             if not names:
                 return
-        apply(self.model, wanted)
+        apply_plan(self.model, wanted)
 
     @property
     def _rank(self) -> int:

@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dither.adam_update import Update
 from dither.errors import UserError
-from dither.nn.cut import local
+from dither.nn.tensor_parallel import local
 from dither.optim.adam_mini import AdamMini
 from dither.optim.adamw import AdamW
 from dither.optim.roles import role_of
 from dither.optim.shards import as_matrix
 from dither.reference.adamw import load_state
-from dither.update import Update
 
 _Rule = TypeVar("_Rule", bound="UpdateRule")
 

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
-from dither.nn.cut import local
 from dither.nn.linear import Linear
-from dither.nn.step import TrainingStep, training_step
+from dither.nn.step import StepContext, step_context
+from dither.nn.tensor_parallel import local
 from dither.optim.shards import reduce_cuts, spread_over
 from dither.precision import LayerPrecision
 from dither.random import Stream
@@ -256,7 +256,7 @@ class Passes:
             return [p.grad for p in parameters]
 
     def _by_schedule(
-        self, batch: Any, first: int, at: TrainingStep, parameters: Sequence[Tensor]
+        self, batch: Any, first: int, at: StepContext, parameters: Sequence[Tensor]
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
         """A pipeline's schedule differentiates by itself; its micro-batches draw as batches of their own would."""
         numbers = itertools.count(first)
@@ -297,13 +297,13 @@ class Passes:
         return total / self.ranks
 
     @contextmanager
-    def _micro_batch(self, index: int, draw: int) -> Iterator[TrainingStep]:
+    def _micro_batch(self, index: int, draw: int) -> Iterator[StepContext]:
         """Inside, casts and a model's own dropout draw what they draw for this micro-batch in every pass."""
-        with training_step(self.model, step=draw) as at:
+        with step_context(self.model, step=draw) as at:
             self._begin(index, at)
             yield at
 
-    def _begin(self, index: int, at: TrainingStep) -> None:
+    def _begin(self, index: int, at: StepContext) -> None:
         place = index * self.ranks + self.rank
         torch.manual_seed(self.stream.key % (1 << 62) + place)
         self.row = place % (1 << 12) * ROWS

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
 from dither.nn import functional
-from dither.nn.cut import first_column, local
+from dither.nn.tensor_parallel import first_column, local
 from dither.precision import PRODUCTS, Cast, LayerPrecision, Override, did_you_mean
 from dither.random import Stream
 from dither.snip import divergence

@@ -18,17 +18,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
-from dither.files import Refused, from_json
-from dither.nn import cut
-from dither.nn.cut import Part, local
+from dither.nn import tensor_parallel
 from dither.nn.experts import ExpertLinear
 from dither.nn.linear import Linear
-from dither.operators import implementation
+from dither.nn.tensor_parallel import Part, local
 from dither.optim.shards import like
 from dither.precision import Cast
 from dither.random import Stream
+from dither.safe_files import Refused, from_json
 from dither.snip.moments import UpdateRule
 from dither.snip.options import Option, casts_of
+from dither.torch_ops import implementation
 
 TENSORS = ("x", "w", "y", "dy", "dx", "dw")
 
@@ -158,10 +158,10 @@ class Collector:
                     f"The layer {name!r} is cut by tensor parallelism and kept by FSDP2, and numbers of layers are taken with "
                     "one of them: score a copy of the model without the other."
                 )
-            cut.check(name, layer.weight, layer.transposed, self._casts)
+            tensor_parallel.check(name, layer.weight, layer.transposed, self._casts)
         own = x.view_as(x)
         with torch.no_grad():
-            norms, part = self._norms[name], cut.part_of(x.detach())
+            norms, part = self._norms[name], tensor_parallel.part_of(x.detach())
             first = torch._C._current_graph_task_id() == -1  # else a checkpointed block is computed again, in backward
             errors = {str(cast): self._errors(name, part, cast) for cast in self._casts["input"]}
             if first:
@@ -178,13 +178,13 @@ class Collector:
         """After it has computed y."""
         node, errors = self._norms[name].inputs.pop()
         if torch._C._current_graph_task_id() == -1:
-            self._norms[name].add("y", cut.part_of(y.detach()))
+            self._norms[name].add("y", tensor_parallel.part_of(y.detach()))
         if y.requires_grad:
             y.register_hook(partial(self._output_gradient, name, layer, node, errors))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def _output_gradient(self, name: str, layer: Linear, node: Any, errors: dict[str, Tensor], dy: Tensor) -> None:
-        part = cut.part_of(dy)
+        part = tensor_parallel.part_of(dy)
         self._norms[name].add("dy", part)
         for cast in self._casts["grad"]:
             self._norms[name].add(f"grad {cast}", self._errors(name, part, cast))
@@ -193,7 +193,7 @@ class Collector:
 
     @torch.no_grad()
     def _input_gradient(self, name: str, layer: Linear, errors: dict[str, Tensor], dx: Tensor) -> None:
-        dx_M = _row_norms(cut.part_of(dx))
+        dx_M = _row_norms(tensor_parallel.part_of(dx))
         self._norms[name].add("dx", dx_M)
         for text, error_M in errors.items():
             self._norms[name].add(f"rows input {text}", dx_M * error_M)

@@ -14,7 +14,7 @@ from rich.table import Table as RichTable
 from torch import nn
 
 from dither.errors import UserError
-from dither.nn.deploy import _printed
+from dither.nn.deployment import _printed
 from dither.precision import LayerPrecision
 from dither.random import Stream
 from dither.snip.divergence import Scores, Table

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dither import files
+from dither import safe_files
 from dither.errors import UserError
-from dither.files import Refused
+from dither.safe_files import Refused
 from dither.train import tensorfile
 
 SHARD = 2 << 30
@@ -55,7 +55,7 @@ def save(folder: str | Path, step: int, *, tensors: Mapping[str, Tensor], plain:
     ({'weight': tensor([1., 1.], dtype=torch.bfloat16)}, {'seed': 1})
     """
     _check(step, tensors)
-    return _write(Path(folder), step, tensors, files.to_json(dict(plain), "plain"))
+    return _write(Path(folder), step, tensors, safe_files.to_json(dict(plain), "plain"))
 
 
 def _check(step: int, tensors: Mapping[str, Tensor]) -> None:
@@ -72,7 +72,7 @@ def _write(folder: Path, step: int, tensors: Mapping[str, Tensor], plain: bytes)
     needed = sum(map(tensorfile.size, tensors.values())) + len(plain) + headers
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        files.sync(folder.parent)
+        safe_files.sync(folder.parent)
         _clear(folder)
         if (free := shutil.disk_usage(folder).free) < needed:
             raise UserError(_disk_full(folder, step, needed, free))
@@ -80,13 +80,13 @@ def _write(folder: Path, step: int, tensors: Mapping[str, Tensor], plain: bytes)
         written = {}
         for number, shard in enumerate(shards):
             name = f"tensors-{number:05d}.safetensors"
-            written[name] = files.write_new(temporary / name, tensorfile.chunks(shard))
-        written[PLAIN] = files.write_new(temporary / PLAIN, [plain])
+            written[name] = safe_files.write_new(temporary / name, tensorfile.chunks(shard))
+        written[PLAIN] = safe_files.write_new(temporary / PLAIN, [plain])
         manifest = _manifest(step, {name: {"bytes": size, "sha256": found} for name, (size, found) in written.items()})
-        files.write_new(temporary / MANIFEST, [manifest])
-        files.sync(temporary)
+        safe_files.write_new(temporary / MANIFEST, [manifest])
+        safe_files.sync(temporary)
         _rename(temporary, final, manifest)
-        files.sync(folder)
+        safe_files.sync(folder)
     except OSError as error:
         with suppress(OSError):
             _discard(temporary)
@@ -110,8 +110,8 @@ def _shards(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 
 def _manifest(step: int, entries: Mapping[str, Mapping[str, int | str]]) -> bytes:
     body = {"format": FORMAT, "version": VERSION, "step": step, "files": entries}
-    own = hashlib.sha256(files.to_json(body, "manifest")).hexdigest()
-    return files.to_json({**body, "sha256": own}, "manifest")
+    own = hashlib.sha256(safe_files.to_json(body, "manifest")).hexdigest()
+    return safe_files.to_json({**body, "sha256": own}, "manifest")
 
 
 def _rename(temporary: Path, final: Path, manifest: bytes) -> None:
@@ -129,7 +129,7 @@ def _rename(temporary: Path, final: Path, manifest: bytes) -> None:
     replaced = final.with_name(f".replaced-{final.name}")  # `newest` knows it, should the process end between the two
     final.rename(replaced)
     temporary.rename(final)
-    files.sync(final.parent)
+    safe_files.sync(final.parent)
     _discard(replaced)
 
 
@@ -219,7 +219,7 @@ def _read(path: Path, with_tensors: bool) -> tuple[dict[str, Tensor], dict[str, 
             if twice := set(found) & set(tensors):
                 raise Refused(f"two files have a tensor {min(twice)!r}")
             tensors |= found
-        plain, data = files.read_json(path / PLAIN)
+        plain, data = safe_files.read_json(path / PLAIN)
         if hashlib.sha256(data).hexdigest() != entries[PLAIN]["sha256"]:
             raise Refused(f"{PLAIN} changed while it was read")
         if not isinstance(plain, dict):
@@ -245,7 +245,7 @@ def _entries(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
     for name, entry in present.items():
         if not entry.is_file(follow_symlinks=False):
             raise Refused(f"{name!r:.80} is {'a link' if entry.is_symlink() else 'not a regular file'}")
-    manifest, data = files.read_json(path / MANIFEST)
+    manifest, data = safe_files.read_json(path / MANIFEST)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise Refused(f"{MANIFEST} is not that of a Dither checkpoint")
     if type(manifest.get("version")) is not int or manifest["version"] != VERSION:
@@ -271,11 +271,11 @@ def _entries(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
 
 
 def _file(path: Path, entry: Mapping[str, Any], with_tensors: bool) -> dict[str, Tensor]:
-    with files.open_plainly(path) as file:
+    with safe_files.open_plainly(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size != entry["bytes"]:
             raise Refused(f"it has {size} bytes where the manifest says {entry['bytes']}")
-        if files.digest(file) != entry["sha256"]:
+        if safe_files.digest(file) != entry["sha256"]:
             raise Refused("its SHA-256 is not the manifest's: a bit changed since it was saved")
         if path.name == PLAIN:
             return {}
@@ -431,7 +431,7 @@ class Saver:
     def save(self, step: int, *, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
         """Copy the tensors and return; they are written later. Waits for a save that is still under way."""
         _check(step, tensors)
-        text = files.to_json(dict(plain), "plain")
+        text = safe_files.to_json(dict(plain), "plain")
         self.wait()
         copies, done = self._copy(tensors)
         try:

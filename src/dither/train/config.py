@@ -18,17 +18,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from dither.adam_update import BLOCKS
 from dither.errors import UserError
-from dither.files import Refused, read_text
 from dither.models import PRESETS
 from dither.optim import GRADIENTS, MODES, LossScaling
 from dither.optim.options import MOST_NORM
 from dither.precision import Plan, Sampling, did_you_mean
 from dither.recipes import RECIPES, recipe
+from dither.safe_files import Refused, read_text
 from dither.snip import options
 from dither.snip.planning import Goal, check_weights, pins
 from dither.train.guard import Policy
-from dither.update import BLOCKS
 
 
 @dataclass(frozen=True, kw_only=True)

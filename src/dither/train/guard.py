@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from dither import files
+from dither import safe_files
 from dither.errors import UserError
 
 
@@ -285,7 +285,7 @@ class Status:
         """Replace the file in one piece."""
         path = Path(folder) / self.FILE
         try:
-            files.replace(path, files.to_json(asdict(self), "status"))
+            safe_files.replace(path, safe_files.to_json(asdict(self), "status"))
         except OSError as error:
             raise UserError(f"The status {str(path)!r} cannot be written: {error}.") from None
 
@@ -294,8 +294,8 @@ class Status:
         """What `save` wrote."""
         path = Path(folder) / cls.FILE
         try:
-            data, _ = files.read_json(path)
-        except files.Refused as error:
+            data, _ = safe_files.read_json(path)
+        except safe_files.Refused as error:
             raise UserError(f"The status {str(path)!r} is refused: {error}.") from None
         if not isinstance(data, dict) or set(data) != {"state", "step", "why"}:
             raise UserError(f"The status {str(path)!r} is refused: it has not just the keys state, step and why.")

@@ -16,7 +16,7 @@ from dither.data.text import STDLIB
 from dither.errors import UserError
 from dither.evaluate.perplexity import summed_loss
 from dither.models import CausalLM, build, compile_blocks, generate, hf, preset
-from dither.nn import Linear, apply, bitwidth_loss, convert, effective_precision, param_groups, training_step
+from dither.nn import Linear, apply_plan, bitwidth_loss, convert, effective_precision, param_groups, step_context
 from dither.numerics import Monitor, Report
 from dither.optim import MODES, roles, training
 from dither.optim.options import MOST_NORM
@@ -217,7 +217,7 @@ class Job:
         if self.monitor is None:
             return None
         pieces = self._for_estimates(batch, self.config.monitor.tokens)
-        with self.monitor.aside(self.done), training_step(self.model, step=self.done - 1) as at:
+        with self.monitor.aside(self.done), step_context(self.model, step=self.done - 1) as at:
             for part in pieces:
                 at.row(part.first * self.config.data.sequence)
                 loss = self.model(part.inputs, part.targets) if self.scaled else self.loss(self.model, part)
@@ -271,7 +271,7 @@ class Job:
         """This rank's share of the mean loss, after adding its share of the gradients."""
         share, world = 1 / (self.parts * self.ranks.world), self.ranks.world
         total = torch.zeros((), device=self.ranks.device)
-        with training_step(self.model, step=self.done, group=self.ranks.group) as at:
+        with step_context(self.model, step=self.done, group=self.ranks.group) as at:
             for part in batch.split(self.parts):
                 at.row(part.first * self.config.data.sequence)
                 loss = self.loss(self.model, part)
@@ -314,8 +314,8 @@ class Job:
             if name
         ]
         try:
-            # Leaving a training_step by an error leaves the histories of delayed scaling as they were.
-            with suppress(_Replayed), _eager(self.model), training_step(self.model, step=step) as at:
+            # Leaving a step_context by an error leaves the histories of delayed scaling as they were.
+            with suppress(_Replayed), _eager(self.model), step_context(self.model, step=step) as at:
                 for part in batch.split(self.parts):
                     at.row(part.first * self.config.data.sequence)
                     with self.training.forward():
@@ -407,7 +407,7 @@ class Job:
         tensors, plain = checkpoint.load(path)
         others = self._check_others(path, plain)
         if (plan := plan_of(plain)) is not None and plan != self.plan:
-            self.conversion, self.plan = apply(self.model, plan), plan
+            self.conversion, self.plan = apply_plan(self.model, plan), plan
         resumed = unpack(self.model, self.training.optimizer, tensors, plain, scaler=self.training.scaler)
         if self.snip is not None and others.get("snip") is not None:
             self.snip.load_state_dict(others["snip"])
@@ -436,7 +436,7 @@ class Job:
         self.loss_ema = smoothed(self.loss_ema, loss)
 
 
-class _Replayed(Exception):  # noqa: N818 - not an error: the way out of a training_step that shall leave no trace
+class _Replayed(Exception):  # noqa: N818 - not an error: the way out of a step_context that shall leave no trace
     pass
 
 

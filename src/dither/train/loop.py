@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dither import doctor, files
+from dither import doctor, safe_files
 from dither.data import Batch, Prefetch
 from dither.errors import DitherError, UserError
 from dither.models import flops_per_token
@@ -133,8 +133,8 @@ class _Run:
             if resumed is None:
                 _write(self.folder / PLAN, job.plan.to_json().encode())
             _write(self.folder / CONFIG, dumps(self.config).encode())
-            _write(self.folder / CONVERSION, files.to_json(_conversion(job), CONVERSION))
-            _write(self.folder / ENVIRONMENT, files.to_json(self.environment(command, parameters), ENVIRONMENT))
+            _write(self.folder / CONVERSION, safe_files.to_json(_conversion(job), CONVERSION))
+            _write(self.folder / ENVIRONMENT, safe_files.to_json(self.environment(command, parameters), ENVIRONMENT))
             run = self.config.run
             self.metrics = stack.enter_context(Metrics(self.folder, track=run.track, config=asdict(self.config)))
             if self.progress is not None:
@@ -531,7 +531,7 @@ def _claim(folder: Path, now: Config, resume: bool, ranks: Ranks) -> None:
 
 def _write(path: Path, data: bytes) -> None:
     try:
-        files.replace(path, data)
+        safe_files.replace(path, data)
     except OSError as error:
         raise UserError(f"{str(path)!r} cannot be written: {error}.") from None
 

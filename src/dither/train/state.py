@@ -84,7 +84,7 @@ def unpack(
     """Put what `pack` gave back into a model, optimizer and scaler that were made as the saved ones were.
 
     All is compared first: what does not fit is a UserError by name, and then no weight has changed. A model whose plan changed
-    while it trained is brought to the saved one, `plan_of(plain)`, by `dither.apply` before.
+    while it trained is brought to the saved one, `plan_of(plain)`, by `dither.apply_plan` before.
     """
     step = _check_keys(plain)
     _check_layers(model, plain["layers"])
@@ -195,7 +195,7 @@ def _check_layers(model: nn.Module, saved: Any) -> None:
                 theirs = saved[name].get(key) if isinstance(saved[name], dict) else saved[name]
                 raise UserError(
                     f"The {key} of the layer {name!r} was {theirs!r} when it was saved and is {value!r} now: "
-                    "convert the model as the saved one was, or bring it to the saved plan by dither.apply."
+                    "convert the model as the saved one was, or bring it to the saved plan by dither.apply_plan."
                 )
 
 

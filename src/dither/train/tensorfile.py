@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
-from dither.files import Refused, from_json
+from dither.safe_files import Refused, from_json
 
 DTYPES = {
     "F64": torch.float64,

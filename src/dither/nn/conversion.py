@@ -154,7 +154,7 @@ def convert(
     if converted := _converted(model):
         raise UserError(
             f"{type(model).__name__} is converted already: {next(iter(converted))!r} is a dither layer; "
-            "dither.apply(model, plan) switches its precision."
+            "dither.apply_plan(model, plan) switches its precision."
         )
     sites = _sites(model)
     skip, only = _patterns("skip", skip, sites), _patterns("only", only, sites)
@@ -181,7 +181,7 @@ def convert(
     return record
 
 
-def apply(model: nn.Module, plan: Plan | str, *, fallback: Fallback | None = None) -> Conversion:
+def apply_plan(model: nn.Module, plan: Plan | str, *, fallback: Fallback | None = None) -> Conversion:
     """Switch the precision of a converted model's layers to another plan, between steps; weights are not touched.
 
     A layer that the plan leaves alone runs uncast. A plan that asks for parameters of another type is an error. `fallback` is
@@ -190,7 +190,7 @@ def apply(model: nn.Module, plan: Plan | str, *, fallback: Fallback | None = Non
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
     >>> _ = convert(model, "fp8-block")
-    >>> print(apply(model, "mxfp4").layers[0].precision.weight)
+    >>> print(apply_plan(model, "mxfp4").layers[0].precision.weight)
     e2m1 tile(32) pow2 nearest
     """
     plan = recipe(plan) if isinstance(plan, str) else plan
@@ -204,7 +204,7 @@ def apply(model: nn.Module, plan: Plan | str, *, fallback: Fallback | None = Non
         changes = plan.parameters is not None and parameter.is_floating_point() and id(parameter) not in wide
         if changes and parameter.dtype != DTYPES[plan.parameters]:  # type: ignore[index]
             raise UserError(
-                f"dither.apply switches casts and leaves parameters as they are, and the plan asks for {plan.parameters} "
+                f"dither.apply_plan switches casts and leaves parameters as they are, and the plan asks for {plan.parameters} "
                 f"parameters where {parameter_name!r} is {parameter.dtype}: change them, or the plan's parameters to None."
             )
     sites = _sites(model)

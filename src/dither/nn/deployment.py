@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from dither.bitwidths import DEPLOYABLE, VARIANCE, capacity, deployable
 from dither.errors import UserError
 from dither.formats import Format
-from dither.nn.convert import _reasons, _Site, _sites
+from dither.nn.conversion import _reasons, _Site, _sites
 from dither.nn.linear import Linear
 from dither.ops import quantize
 from dither.precision import Cast, Granularity, LayerPrecision, Plan, Sampling

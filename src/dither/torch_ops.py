@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dither import layout
+from dither import grouping
 from dither.errors import UserError
 from dither.formats import Format
 from dither.precision import Cast, Rounding
@@ -204,8 +204,8 @@ def _operand(values: Tensor, scale: Tensor | None, tensor: Tensor | None, text: 
     cast = Cast.parse(text)
     if cast.group.kind == "none":
         scale = None
-    elif scale is not None and scale.dtype != layout.scale_dtype(cast):
-        scale = scale.view(layout.scale_dtype(cast))
+    elif scale is not None and scale.dtype != grouping.scale_dtype(cast):
+        scale = scale.view(grouping.scale_dtype(cast))
     return Operand(values, scale, tensor if cast.scaling.kind == "nvfp4" else None, cast, length)
 
 
@@ -234,7 +234,7 @@ def _(
     x: Tensor, cast: str, axis: int, amax: Tensor | None, container: str, *_: object, **__: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     parsed = Cast.parse(cast)
-    values, scale = layout.empty_outputs(x, parsed, axis, _container(container, parsed))
+    values, scale = grouping.empty_outputs(x, parsed, axis, _container(container, parsed))
     return values, scale, x.new_empty(() if parsed.scaling.kind == "nvfp4" else (0,), dtype=torch.float32)
 
 
@@ -251,7 +251,7 @@ def _dequantize_op(
 ) -> Tensor:
     parsed = Cast.parse(cast)
     code = implementation("quantize", values.device, backend)
-    scale = scale.view(layout.scale_dtype(parsed))
+    scale = scale.view(grouping.scale_dtype(parsed))
     return code.dequantize(values, scale, tensor_scale, parsed, tuple(shape), axis, dtype)  # type: ignore[no-any-return]
 
 
@@ -287,7 +287,7 @@ def _fake_quantize_op(
 
 @_fake_quantize_op.register_fake
 def _(x: Tensor, cast: str, axis: int, *_: object, **__: object) -> Tensor:
-    place = layout.values_layout(tuple(x.shape), Cast.parse(cast), axis)
+    place = grouping.values_layout(tuple(x.shape), Cast.parse(cast), axis)
     return place.restore(torch.empty_like(place.matrices(x)))
 
 
@@ -324,7 +324,7 @@ def _(
     parsed = Cast.parse(cast)
     stored = _container(container, parsed)
     measured = x.new_empty(() if parsed.scaling.kind == "delayed" else (0,), dtype=torch.float32)
-    return (*layout.empty_outputs(x, parsed, 1, stored), *layout.empty_outputs(x, parsed, 0, stored), measured)
+    return (*grouping.empty_outputs(x, parsed, 1, stored), *grouping.empty_outputs(x, parsed, 0, stored), measured)
 
 
 @functools.partial(_operator, mutates=("largest",))
@@ -355,7 +355,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     parsed = Cast.parse(cast)
     stored = _container(container, parsed)
-    return (*layout.empty_outputs(x, parsed, 1, stored), *layout.empty_outputs(x, parsed, 0, stored))
+    return (*grouping.empty_outputs(x, parsed, 1, stored), *grouping.empty_outputs(x, parsed, 0, stored))
 
 
 def quantize_both_into(

@@ -72,7 +72,7 @@ def from_json(data: bytes) -> Any:
     {'a': [1, 2.5]}
     >>> from_json(b'{"a": 1, "a": 2}')
     Traceback (most recent call last):
-    dither.files.Refused: it has the key 'a' twice in one object
+    dither.safe_files.Refused: it has the key 'a' twice in one object
     """
 
     def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def read_text(path: str | Path) -> str:
 
     >>> read_text("/dev/null")
     Traceback (most recent call last):
-    dither.files.Refused: null is not a regular file
+    dither.safe_files.Refused: null is not a regular file
     """
     data = read(path, follow=True)
     try:

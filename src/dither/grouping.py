@@ -63,7 +63,7 @@ def packed_length(n: int, format: Format) -> int:
 
 
 @dataclass(frozen=True)
-class Layout:
+class GroupLayout:
     """The matrices of one (shape, cast, axis); `rows`, `columns` and `batch` are those of x_BRC."""
 
     shape: tuple[int, ...]
@@ -137,7 +137,7 @@ def checked_axis(shape: tuple[int, ...], axis: int) -> int:
     return axis % ndim
 
 
-def layout_of(shape: tuple[int, ...], cast: Cast, axis: int) -> Layout:
+def layout_of(shape: tuple[int, ...], cast: Cast, axis: int) -> GroupLayout:
     """The layout of a tensor of `shape` under `cast` along `axis`; scalars and vectors count as one row."""
     axis, ndim = checked_axis(shape, axis), max(len(shape), 1)
     columns = shape[-1] if shape else 1
@@ -145,20 +145,20 @@ def layout_of(shape: tuple[int, ...], cast: Cast, axis: int) -> Layout:
     group = {"none": (1, 0), "tensor": (0, 0), "row": (1, 0), "tile": (1, n), "block": (n, n)}[kind]
     if kind == "block" and axis != ndim - 2:  # blocks lie in the last two dimensions: no other axis can be innermost
         rows = shape[-2] if len(shape) >= 2 else 1
-        return Layout(shape, ndim - 1, False, math.prod(shape[:-2]), rows, columns, 1, group)
+        return GroupLayout(shape, ndim - 1, False, math.prod(shape[:-2]), rows, columns, 1, group)
     if axis == ndim - 1:
-        return Layout(shape, axis, False, 1, math.prod(shape[:-1]), columns, 1, group)
+        return GroupLayout(shape, axis, False, 1, math.prod(shape[:-1]), columns, 1, group)
     inner = math.prod(shape[axis + 1 : -1])
-    return Layout(shape, axis, True, math.prod(shape[:axis]) * inner, shape[axis], columns, inner, group)
+    return GroupLayout(shape, axis, True, math.prod(shape[:axis]) * inner, shape[axis], columns, inner, group)
 
 
 @functools.lru_cache(maxsize=4096)
-def known_layout(shape: tuple[int, ...], cast: Cast, axis: int) -> Layout:
+def known_layout(shape: tuple[int, ...], cast: Cast, axis: int) -> GroupLayout:
     """The same, remembered: for the inside of an operator, which nobody traces and where sizes are plain integers."""
     return layout_of(shape, cast, axis)
 
 
-def values_layout(shape: tuple[int, ...], cast: Cast, axis: int) -> Layout:
+def values_layout(shape: tuple[int, ...], cast: Cast, axis: int) -> GroupLayout:
     """The layout for a result without codes: there the axis counts only if the groups depend on it."""
     return layout_of(shape, cast, axis if cast.group.kind in ("row", "tile") else -1)
 
@@ -169,7 +169,7 @@ def scale_dtype(cast: Cast) -> torch.dtype:
     return torch.float8_e8m0fnu if kind in ("pow2", "pow2_ceil") else torch.float8_e4m3fn if kind == "nvfp4" else torch.float32
 
 
-def empty_lines(x: Tensor, cast: Cast, place: Layout, container: Format) -> tuple[Tensor, Tensor]:
+def empty_lines(x: Tensor, cast: Cast, place: GroupLayout, container: Format) -> tuple[Tensor, Tensor]:
     """Uninitialised codes [B, other, quantized] and scales [B, P, Q] (none: [0]) for `x`, as they lie in memory."""
     lines, length = place.lines
     values = x.new_empty((place.batch, lines, packed_length(length, container)), dtype=storage_dtype(container))
@@ -186,7 +186,7 @@ def lines_innermost(cast: Cast) -> bool:
     return cast.group.kind == "tile" and cast.group.size == 128 and cast.scaling.kind == "fp32"
 
 
-def expose_scale(scale: Tensor, cast: Cast, place: Layout) -> Tensor:
+def expose_scale(scale: Tensor, cast: Cast, place: GroupLayout) -> Tensor:
     """Scales [B, P, Q] in the order of the tensor's dimensions; one for the whole tensor is 0-d, none is [0]."""
     if cast.group.kind == "none":
         return scale
