@@ -57,6 +57,8 @@ ORDER = [
     "dither.nn.sampling",
     "dither.nn.output",
     "dither.nn.tensor_parallel",
+    "dither.nn.step_state",
+    "dither.nn.sampled_layer",
     "dither.nn.draws",
     "dither.nn.hints",
     "dither.nn.histories",

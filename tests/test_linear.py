@@ -451,7 +451,8 @@ def test_held_codes_stay_where_they_are() -> None:
     addresses = []
     for step in range(2):
         with step_context(net, step=step), torch.no_grad():
-            addresses.append([net.up._held_along_values.data_ptr(), net.up._held_across_scale.data_ptr()])
+            codes = net.up.step_state.codes
+            addresses.append([codes.along.values.data_ptr(), codes.across.scale.data_ptr()])
         with torch.no_grad():
             net.up.weight.mul_(3)
     assert addresses[0] == addresses[1]
@@ -516,8 +517,8 @@ def test_a_layer_that_was_not_used_goes_on_measuring() -> None:
     net = Net(precision("fp8-delayed"))
     with step_context(net, step=0):
         net.up(torch.randn(4, 32)).sum().backward()
-    assert not net.up._measures
-    assert net.down._measures
+    assert not net.up.measures_now
+    assert net.down.measures_now
 
 
 def test_histories_are_saved_and_loaded() -> None:
@@ -734,7 +735,7 @@ def test_a_layer_that_was_made_without_memory_begins_anew() -> None:
         layer = Linear(40, 24, precision=LayerPrecision.of(DELAYED[0], DELAYED[1], "e2m1 tile(8) stochastic(8)"), name=NAME)
     layer.to_empty(device="cpu")
     assert not layer.input_history.any()
-    assert layer._place.tolist() == [0, 0]
+    assert layer.draw_place.tolist() == [0, 0]
     x, w, b, dy = data(16, 40, 24)
     layer.load_state_dict({**layer.state_dict(), "weight": w, "bias": b})
     with step_context(layer, step=0):

@@ -424,7 +424,7 @@ def test_experts_count_the_rows_of_the_whole_batch():
     with step_context(model, step=0):
         for ids in IDS:
             model(ids[None], labels=ids[None]).loss.backward()
-        assert {layer._draws.rows for layer in experts} == {IDS.numel()}
+        assert {layer.draws.rows for layer in experts} == {IDS.numel()}
 
 
 # The step ---------------------------------------------------------------------------------------------------------------
@@ -447,7 +447,7 @@ def test_an_optimizer_inside_ends_the_step(make):
     with step_context(layer, step=1):  # the optimizer of other weights ends nothing
         other = make(nn.Linear(2, 2).named_parameters(), lr=0.1)
         other.step()
-        assert layer._holds
+        assert layer.step_state.holds_weight
 
 
 def test_an_optimizer_inside_moves_histories_on_once():
@@ -485,7 +485,7 @@ def test_steps_inside_steps():
     assert same(found, wanted)
     with step_context(layer, step=7):
         assert torch.equal(gradient(layer, x), inner)
-    assert not layer._inside
+    assert not layer.step_state.active
 
 
 def test_errors_and_evaluation_leave_nothing_behind():
@@ -494,7 +494,7 @@ def test_errors_and_evaluation_leave_nothing_behind():
         wanted = [gradient(layer, x) for _ in range(2)]
     with contextlib.suppress(RuntimeError), step_context(layer, step=0):
         raise RuntimeError
-    assert not layer._inside
+    assert not layer.step_state.active
     with step_context(layer, step=0):
         found = [gradient(layer, x)]
         layer.eval()
@@ -516,10 +516,10 @@ def test_copies_inside_a_step_are_outside(method):
         gradient(model, x)
         copies = [copy.deepcopy(model), torch.optim.swa_utils.AveragedModel(model).module, pickle.loads(pickle.dumps(model))]
     for made in copies:
-        assert not made[0]._inside
-        assert not made[0]._holds
-        assert made[0]._draws is not model[0]._draws
-        assert made[0]._handle != model[0]._handle
+        assert not made[0].step_state.active
+        assert not made[0].step_state.holds_weight
+        assert made[0].draws is not model[0].draws
+        assert made[0].draw_handle != model[0].draw_handle
         with step_context(made, step=4), step_context(model, step=4):
             assert torch.equal(gradient(made, x), gradient(model, x))
         buffer = io.BytesIO()

@@ -396,7 +396,7 @@ def test_autocast_samples_straight_into_its_type() -> None:
     made = layer(bias=False, compute="bf16")
     with step_context(made, step=STEP), torch.autocast("cpu", torch.bfloat16):
         held = made(torch.eye(70)).T
-    assert held.dtype == made._w_hat.dtype == torch.bfloat16
+    assert held.dtype == made.step_state.w_hat.dtype == torch.bfloat16
     exact = Linear(70, 100, False, precision=made.precision, name=NAME, seed=SEED)
     exact.load_state_dict(made.state_dict())
     assert torch.equal(held, w_hat(exact).bfloat16())

@@ -36,7 +36,7 @@ def test_held_weights_are_those_of_the_cpu(kind: str) -> None:
     there = copy.deepcopy(here).cuda()
     for made in (here, there):
         if kind == "uniform":  # held at the bound, once reported
-            made._warned.add("bitwidth")
+            made.warned.add("bitwidth")
         with step_context(made, step=5):
             pass
     for name in ("_w_hat", "_w_amax", "_b_t", "_draw"):

@@ -496,9 +496,9 @@ def _switch(
         how = fallback or one.fallback
         precision = LayerPrecision() if notes[name] and how == "bf16" else chosen[name]
         emulates = bool(notes[name]) and how == "emulate"
-        changed = (precision, emulates) != (one.precision, one._emulates)
+        changed = (precision, emulates) != (one.precision, one.emulates_here)
         for each in _all(layer):
-            each.compute, each.fallback, each._emulates = compute, how, emulates  # type: ignore[assignment]
+            each.compute, each.fallback, each.emulates_here = compute, how, emulates  # type: ignore[assignment]
         if changed:  # a layer that stays keeps its state
             layer.set_precision(precision)
     return notes

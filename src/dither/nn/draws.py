@@ -62,9 +62,9 @@ class Layer(Protocol):
 
     name: str
     precision: LayerPrecision
-    _place: Tensor | None
+    draw_place: Tensor | None
     """Where `step_context` writes the step and, if it is given, the row."""
-    _handle: Tensor
+    draw_handle: Tensor
     """What compiled code gives to the operator `place`."""
 
 
@@ -129,8 +129,8 @@ class Draws:
 
     def _new(self, tokens: int, counts: bool) -> Tensor:
         layer, step = self._layer(), self.step
-        assert layer._place is not None
-        base = local(layer._place)
+        assert layer.draw_place is not None
+        base = local(layer.draw_place)
         if step is None:
             self.calls += counts
             if self._rank is None:
@@ -235,7 +235,7 @@ def _place_op(handle: Tensor, keys: Tensor, tokens: int, training: bool, grad: b
     """Return what `Draws.place` returns, when a compiled graph runs. `keys` is a tensor of the layer, on its device."""
     draws = _draws[int(handle)]
     # The next call takes another handle: a graph that recomputes keeps this one, which must not change any more.
-    draws._layer()._handle = draws.handle()
+    draws._layer().draw_handle = draws.handle()
     return draws.place(tokens, training=training, grad=grad)
 
 

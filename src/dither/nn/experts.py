@@ -36,7 +36,7 @@ class ExpertLinear(Linear):
         rows, columns = self.weight.shape
         transposed = bool(home.is_transposed)
         self.out_features, self.in_features = (columns, rows) if transposed else (rows, columns)
-        self._begin(precision, transposed=transposed, **options)
+        self.begin(precision, transposed=transposed, **options)
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -52,7 +52,7 @@ class ExpertLinear(Linear):
         settings = self._settings_for(input)
         return functional.linear(input, weight, None, settings, state=self._state(settings, tokens))
 
-    def _learner(self) -> Tensor:
+    def learned_weight(self) -> Tensor:
         whole: Tensor = getattr(self._home[0], self._parameter)
         return whole
 
@@ -154,7 +154,7 @@ def experts_forward(self: Any, x_TH: Tensor, expert_Tk: Tensor, share_Tk: Tensor
             outputs.append(_product(self, "down_proj", expert, inner, downs[expert], tokens))
         else:
             for layer in self.get_submodule(NAME).values():
-                layer.experts[expert]._draws.pass_over(tokens, training=self.training)
+                layer.experts[expert].draws.pass_over(tokens, training=self.training)
     y_SH = torch.cat(outputs)
     if getattr(self, "has_post_expert_norm", False):
         y_SH = self.post_expert_norm(y_SH)

@@ -348,12 +348,12 @@ def _weight(weight: Tensor, has: Settings, state: State, passes: bool, dtype: to
     return OperandCodes(held[0] or made.along, held[1] or made.across)
 
 
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Codes and scales of both layouts as `quantize_both` gives them: in the order of the matrix's dimensions."""
+CastMemory = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Codes and scales of both layouts as `quantize_both` returns them: in the order of the matrix's dimensions."""
 
 
-def outputs(held: OperandCodes) -> Outputs:
-    """The memory of a cast for both layouts, to be written again."""
+def cast_memory(held: OperandCodes) -> CastMemory:
+    """Return the memory of a cast of both layouts, for `cast_weight_again`."""
     along, across = held
     assert along is not None
     assert across is not None
@@ -362,7 +362,7 @@ def outputs(held: OperandCodes) -> Outputs:
     return along.values, along.scale, across.values.T, _turned(across.scale)
 
 
-def cast_weight_again(weight: Tensor, how: Castings, state: State, out: Outputs) -> None:
+def cast_weight_again(weight: Tensor, how: Castings, state: State, out: CastMemory) -> None:
     """Both layouts of a weight, which are cast alike, into those of an earlier cast, which stay where they are."""
     (given, largest), drawn = state.weight_amax, _drawn(how, state, 1, moved=False)
     torch_ops.quantize_both_into(weight.detach(), how.along.cast, given, how.along.container, drawn, largest, out)

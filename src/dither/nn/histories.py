@@ -8,7 +8,7 @@ import torch
 
 def push(layers: Sequence[Any], group: torch.distributed.ProcessGroup | None) -> None:
     """Append the largest magnitudes of the step to the histories of `layers`, after one reduction over the ranks of `group`."""
-    found = [(layer, operand) for layer in layers for operand in layer._delayed]
+    found = [(layer, operand) for layer in layers for operand in layer.delayed_operands]
     if not found:
         return
     largest = torch.stack([getattr(layer, f"_{operand}_largest") for layer, operand in found])
@@ -27,8 +27,8 @@ def push(layers: Sequence[Any], group: torch.distributed.ProcessGroup | None) ->
         torch._foreach_copy_(histories, list(pushed.unbind()))
         torch._foreach_copy_([getattr(found[i][0], f"_{found[i][1]}_amax") for i in members], list(amax.unbind()))
     torch._foreach_zero_([getattr(layer, f"_{operand}_largest") for layer, operand in found])
-    if any(layer._measures for layer, _ in found):  # only in the first steps does the host look
+    if any(layer.measures_now for layer, _ in found):  # only in the first steps does the host look
         amax = torch.stack([getattr(layer, f"_{operand}_amax") for layer, operand in found])
         empty = {id(layer) for (layer, _), known in zip(found, (amax > 0).tolist(), strict=True) if not known}
         for layer, _ in found:
-            layer._measures = id(layer) in empty
+            layer.measures_now = id(layer) in empty

@@ -47,7 +47,7 @@ class SamplingConstants(NamedTuple):
     recompute: bool
 
 
-def how(sampling: Sampling, cast: Cast | None, dtype: torch.dtype, master: torch.dtype) -> SamplingConstants:
+def constants(sampling: Sampling, cast: Cast | None, dtype: torch.dtype, master: torch.dtype) -> SamplingConstants:
     """A Sampling of numbers kept in `master` that products read as `cast` says, or in `dtype` where there is no cast."""
     format = FORMATS[dtype] if cast is None else cast.format
     same = cast is None and master == dtype
@@ -61,7 +61,7 @@ def how(sampling: Sampling, cast: Cast | None, dtype: torch.dtype, master: torch
 def bitwidths(bitwidth: Tensor, has: SamplingConstants) -> Tensor:
     """b_t, float32 of the shape of `bitwidth`, without gradients.
 
-    >>> bitwidths(torch.tensor([1.0, 0.5, 0.0]), how(Sampling(), None, torch.bfloat16, torch.float32))
+    >>> bitwidths(torch.tensor([1.0, 0.5, 0.0]), constants(Sampling(), None, torch.bfloat16, torch.float32))
     tensor([6., 5., 4.])
     """
     b_t: Tensor = torch.ops.dither.bitwidths(bitwidth.detach(), has.b_init, has.b_target, has.limit)
@@ -198,7 +198,7 @@ class _Linear(torch.autograd.Function):
         return dx, dw, dbias, *[None] * 6
 
 
-def sample_spread(
+def sample_sharded(
     weight: DTensor, bitwidth: Tensor, draw: Tensor, has: SamplingConstants, dtype: torch.dtype, name: str
 ) -> DTensor:
     """w_hat of a weight that is spread over processes, spread alike: every part by its coordinates in the whole."""

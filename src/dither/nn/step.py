@@ -14,9 +14,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from dither.errors import UserError
 from dither.nn import functional, histories, sampling
 from dither.nn.draws import FIRST_COUNTED, batch_rank
-from dither.nn.linear import BITWIDTHS, STEP, Linear, keep
+from dither.nn.linear import Linear
+from dither.nn.sampled_layer import BITWIDTHS
 from dither.nn.sampling import SamplingConstants
+from dither.nn.step_state import keep_in_place
 from dither.nn.tensor_parallel import local
+
+B_T = {"bitwidth": "b_t", "input_bitwidth": "input_b_t"}
+"""The attributes of a StepState that hold b_t, by the parameter that they follow from."""
 
 
 class StepContext:
@@ -28,8 +33,8 @@ class StepContext:
         """Whether rows are given, and not counted."""
         self.rank, self.world = batch_rank(model, group)
         self._layers = [module for module in model.modules() if isinstance(module, Linear) and not module.precision.plain]
-        self._outer = list({id(outer): outer for layer in self._layers if (outer := layer._draws.step) is not None}.values())
-        self._counts = [(layer, layer._draws.rows) for layer in self._layers]
+        self._outer = list({id(outer): outer for layer in self._layers if (outer := layer.draws.step) is not None}.values())
+        self._counts = [(layer, layer.draws.rows) for layer in self._layers]
         self._places: list[Tensor] = []
         self._row = 0
         self.ended = False
@@ -56,15 +61,15 @@ class StepContext:
         """Sample and cast the weights, and have the layers draw the bits of this step."""
         self._places = []
         for layer in self._layers:
-            if layer._place is None:
+            if layer.draw_place is None:
                 continue
-            layer._place = local(layer._place)  # parallelizing a module spreads its buffers: all of them everywhere
+            layer.draw_place = local(layer.draw_place)  # parallelizing a module spreads its buffers: all of them everywhere
             # One tensor per device for all layers, so that moving on is one small write.
-            shared = next((place for place in self._places if place.device == layer._place.device), None)
+            shared = next((place for place in self._places if place.device == layer.draw_place.device), None)
             if shared is None:
-                self._places.append(layer._place)
+                self._places.append(layer.draw_place)
             else:
-                layer._place = shared
+                layer.draw_place = shared
         for place in self._places:
             place[0].fill_(self.step)
             place[1].fill_(self._row)
@@ -73,8 +78,9 @@ class StepContext:
         self._seen: tuple[Tensor, torch.cuda.Event | None] | None = None
         self._prepare_sampling(self.step)
         for layer in self._layers:
-            layer._inside, layer._draws.step = True, self
-            layer._hold()
+            layer.step_state.begin()
+            layer.draws.step = self
+            layer.hold()
         self._watch()
 
     def resume(self) -> None:
@@ -90,13 +96,12 @@ class StepContext:
     def release(self) -> None:
         """Leave nothing of the step in the layers."""
         for layer in self._layers:
-            layer._draws.step, layer._draws.rows, layer._draws.captured = None, 0, 0
-            for name in STEP:
-                setattr(layer, name, False)
+            layer.draws.step, layer.draws.rows, layer.draws.captured = None, 0, 0
+            layer.step_state.end()
 
     def after_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """End the step if `optimizer` has these layers' weights: what is held is no longer theirs."""
-        weights = {id(layer._learner()) for layer in self._layers}
+        weights = {id(layer.learned_weight()) for layer in self._layers}
         if not self.ended and any(
             id(parameter) in weights for group in optimizer.param_groups for parameter in group["params"]
         ):
@@ -118,7 +123,7 @@ class StepContext:
             samplers.append(layer)
             for name, of in BITWIDTHS.items():
                 if getattr(layer.precision, of) is not None:
-                    groups.setdefault((layer._how(of), getattr(layer, name).device), []).append((layer, name))
+                    groups.setdefault((layer.sampling_constants(of), getattr(layer, name).device), []).append((layer, name))
         self._place_draws(samplers, step)
         for (has, _), members in groups.items():
             b_i = [local(getattr(layer, name)).detach() for layer, name in members]
@@ -130,27 +135,30 @@ class StepContext:
             torch._foreach_clamp_max_(b_t, has.limit)
             # What is spread over processes is gathered in forward, and computed there.
             whole = [(*member, b) for member, b in zip(members, b_t, strict=True) if not isinstance(getattr(*member), DTensor)]
-            keep([(layer, "_b_t" if name == "bitwidth" else "_input_b_t", b) for layer, name, b in whole])
+            keep_in_place([(layer.step_state, B_T[name], b) for layer, name, b in whole])
             for layer, _, _ in whole:
-                layer._prepared = True
+                layer.step_state.bitwidths_ready = True
 
     def _place_draws(self, layers: list[Linear], step: int) -> None:
         for layer in layers:
-            if layer._buffers["_draw"] is None:
-                assert layer._keys is not None
-                # Parallelizing a module spreads its buffers too: all of them everywhere.
-                key = local(layer._keys)[functional.PURPOSES.index("sample")]
-                layer._draw = torch.stack((torch.zeros_like(key), torch.zeros_like(key), key))
+            if layer.step_state.draw is None:
+                assert layer.draw_keys is not None
+                # Parallelizing a module makes its buffers DTensors.
+                key = local(layer.draw_keys)[functional.PURPOSES.index("sample")]
+                layer.step_state.draw = torch.stack((torch.zeros_like(key), torch.zeros_like(key), key))
         if layers:
-            steps = [layer._draw[0] for layer in layers]
+            steps = [layer.step_state.draw[0] for layer in layers if layer.step_state.draw is not None]
             torch._foreach_zero_(steps)
             torch._foreach_add_(steps, step)
 
     def _watch(self) -> None:
         """Send what there is to know of the sampled weights to the host: at once on a CPU, without waiting for it on a GPU."""
-        for device in {layer.weight.device for layer in self._layers if layer._holds and layer._holds_sample}:
-            held = [layer for layer in self._layers if layer._holds and layer._holds_sample and layer.weight.device == device]
-            self._ranges.append(torch.cat([layer._w_amax.flatten() for layer in held]).amax()[None])
+        held = [layer.step_state.w_amax for layer in self._layers if layer.step_state.sampled]
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for amax in held:
+            assert amax is not None
+            by_device.setdefault(amax.device, []).append(amax.flatten())
+        self._ranges += [torch.cat(amaxes).amax()[None] for amaxes in by_device.values()]
         if not self._ranges:
             return
         numbers = torch.cat([found.to(self._ranges[0].device, non_blocking=True) for found in self._ranges])
@@ -180,7 +188,8 @@ class StepContext:
                 _warn_unsafe(has, members)
         if not all(math.isfinite(amax) for amax in found[2 * len(self._watched) :]):
             for layer in self._layers:
-                if layer._holds_sample and not bool(layer._w_amax.isfinite().all()):
+                amax_held = layer.step_state.w_amax
+                if layer.step_state.sampled and amax_held is not None and not bool(amax_held.isfinite().all()):
                     raise UserError(
                         f"The weight of the layer {layer.name!r} holds NaN or Inf, and the noise of a block is as large as its "
                         "largest weight: the step is stopped before it is made."
@@ -189,7 +198,9 @@ class StepContext:
 
 def _wrong_bitwidths(members: list[tuple[Linear, str]]) -> str:
     for layer, name in members:
-        b_t = sampling.bitwidths(local(getattr(layer, name)), layer._how(BITWIDTHS[name])._replace(limit=math.inf))
+        b_t = sampling.bitwidths(
+            local(getattr(layer, name)), layer.sampling_constants(BITWIDTHS[name])._replace(limit=math.inf)
+        )
         if b_t.numel() and not bool((b_t >= 0).all() and b_t.isfinite().all()):
             worst = "NaN" if bool(b_t.isnan().any()) else f"{b_t.min().item():g}" if bool((b_t < 0).any()) else "Inf"
             return (
@@ -200,14 +211,14 @@ def _wrong_bitwidths(members: list[tuple[Linear, str]]) -> str:
 
 
 def _warn_unsafe(has: SamplingConstants, members: list[tuple[Linear, str]]) -> None:
-    members = [(layer, name) for layer, name in members if name not in layer._warned and getattr(layer, name).numel()]
+    members = [(layer, name) for layer, name in members if name not in layer.warned and getattr(layer, name).numel()]
     if not members:
         return
     unlimited = has._replace(limit=math.inf)
     most = torch.stack([sampling.bitwidths(local(getattr(layer, name)), unlimited).amax() for layer, name in members]).tolist()
     for (layer, name), b_t in zip(members, most, strict=True):
         if b_t > has.safe:
-            layer._warned.add(name)
+            layer.warned.add(name)
             held = f"they are held at {has.limit:g}" if has.limit < math.inf else "they are left there, as beyond='warn' says"
             warnings.warn(
                 f"The layer {layer.name!r} has a {name} with b_t up to {b_t:g}, above {has.safe:g}, where {has.kind} noise can "
@@ -251,7 +262,7 @@ def step_context(
         yield now
         if not now.ended:
             for layer in now._layers:
-                layer._check_held()
+                layer.check_held()
             now.finish()
     finally:
         hook.remove()
@@ -259,4 +270,4 @@ def step_context(
         for outer in now._outer:
             outer.resume()
         for layer, rows in now._counts:
-            layer._draws.rows = rows
+            layer.draws.rows = rows

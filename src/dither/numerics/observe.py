@@ -18,7 +18,7 @@ from dither.formats import TABLE
 from dither.grouping import storage_dtype
 from dither.nn import tensor_parallel
 from dither.nn.experts import ExpertLinear
-from dither.nn.linear import HELD, SAMPLED, Linear
+from dither.nn.linear import Linear
 from dither.numerics.report import OPERANDS
 from dither.precision import Cast
 from dither.reference import numerics, scaling
@@ -166,11 +166,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters]
     layers = [module for module in model.modules() if isinstance(module, Linear)]
-    # What a layer holds for a step is made anew in every step, and is large.
-    held = {id(layer._buffers.get(name)) for layer in layers for name in (*HELD, *SAMPLED)}
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if id(buffer) not in held]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     plain = [{key: value for key, value in vars(layer).items() if isinstance(value, bool | int | None)} for layer in layers]
-    counts = [layer._draws.counts for layer in layers]
+    counts = [layer.draws.counts for layer in layers]
     devices = sorted({parameter.device.index for parameter in parameters if parameter.is_cuda})
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=devices))
@@ -189,7 +187,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(saved)
             for layer, values, count in zip(layers, plain, counts, strict=True):
                 vars(layer).update(values)
-                layer._draws.counts = count
+                layer.draws.counts = count
 
 
 def compiled_modules(model: nn.Module) -> Sequence[str]:

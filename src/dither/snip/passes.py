@@ -156,7 +156,7 @@ class Passes:
     @contextmanager
     def borrowed(self) -> Iterator[None]:
         """Inside, every layer is uncast and draws from the stream; afterwards all is as it was."""
-        kept = [(layer, _state(layer)) for layer in self.layers.values()]
+        kept = [(layer, layer.snapshot()) for layer in self.layers.values()]
         inside = {id(buffer) for layer in self.layers.values() for buffer in layer.buffers()}
         buffers = [(b, b._version, b.detach().clone()) for b in self.model.buffers() if id(b) not in inside]
         devices = sorted({w.device.index for w in self.weights.values() if w.is_cuda})
@@ -175,8 +175,7 @@ class Passes:
                 torch.set_float32_matmul_precision(precision)
             _put_away(self.model)
             for layer, state in kept:
-                vars(layer).clear()
-                vars(layer).update(state)
+                layer.restore(state)
             for buffer, version, saved in buffers:
                 if buffer._version != version:
                     with torch.no_grad():
@@ -383,9 +382,3 @@ def _put_away(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _state(layer: Linear) -> dict[str, Any]:
-    """All that a layer consists of: containers are copied, tensors are not, since a new precision brings its own."""
-    copied = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_resting", "_warned")
-    return {key: type(value)(value) if key in copied else value for key, value in vars(layer).items()}

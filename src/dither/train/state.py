@@ -52,7 +52,7 @@ def pack(
     """
     values, same = _model_state(model)
     tensors = {f"model:{name}": value for name, value in values.items()}
-    tensors |= {f"resting:{name}:{key}": layer._resting[key] for name, layer, key in _resting(model)}
+    tensors |= {f"resting:{name}:{key}": layer.resting_bitwidths[key] for name, layer, key in _resting(model)}
     saved = optimizer.state_dict()
     numbers: dict[str, dict[str, Any]] = {}
     for index, state in saved["state"].items():
@@ -102,9 +102,9 @@ def unpack(
     model.load_state_dict(weights)
     for name, (layer, key) in resting.items():
         if name in tensors:
-            layer._resting[key] = nn.Parameter(tensors[name].to(layer.weight.device, copy=True))
+            layer.resting_bitwidths[key] = nn.Parameter(tensors[name].to(layer.weight.device, copy=True))
         else:
-            del layer._resting[key]
+            del layer.resting_bitwidths[key]
     for kind, saved in generators.items():
         put = torch.set_rng_state if kind == "cpu" else torch.cuda.set_rng_state
         _fits("generator", kind, put, saved)
@@ -149,7 +149,7 @@ def _layer(layer: Linear) -> dict[str, Any]:
 def _resting(model: nn.Module) -> Iterator[tuple[str, Linear, str]]:
     """The bitwidths of samplings that are switched off, which a state_dict does not have."""
     for name, layer in _layers(model):
-        for key in layer._resting:
+        for key in layer.resting_bitwidths:
             if layer._parameters.get(key) is None:
                 yield name, layer, key
 

@@ -1,0 +1,212 @@
+"""The sampling side of a linear layer: learned bitwidths, and the forward pass by sampled weights and inputs (GaussWS)."""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dither import torch_ops
+from dither.errors import UserError
+from dither.nn import functional, sampling, tensor_parallel
+from dither.nn.functional import Settings, State
+from dither.nn.sampling import SamplingConstants
+from dither.nn.step_state import StepState, keep_in_place
+from dither.nn.tensor_parallel import local
+from dither.precision import Cast, LayerPrecision
+
+BITWIDTHS = {"bitwidth": "sampling", "input_bitwidth": "input_sampling"}
+"""The parameters of learned bitwidths, and the field of a LayerPrecision that asks for each."""
+
+
+class SampledLayer(nn.Linear):
+    """Base of `dither.nn.Linear` with everything that concerns samplings."""
+
+    precision: LayerPrecision
+    name: str
+    transposed: bool
+    compute: str
+    step_state: StepState
+    bitwidth: nn.Parameter | None
+    """b_i, float32, one per block of the weight as it is stored; None where the weight is not sampled."""
+    input_bitwidth: nn.Parameter | None
+    """The same, one per block of input features."""
+    resting_bitwidths: dict[str, nn.Parameter]
+    """Bitwidths of samplings that are switched off, by parameter name."""
+    warned: set[str]
+    """Parameters whose unsafe bitwidths were reported."""
+
+    # Bitwidths ---------------------------------------------------------------------------------------------------------
+
+    def begin_bitwidths(self, precision: LayerPrecision) -> None:
+        """Create, bring back or put aside the parameters of bitwidths as `precision` asks for them."""
+        for name, field in BITWIDTHS.items():
+            chosen = getattr(precision, field)
+            old = self._parameters.get(name)
+            old = self.resting_bitwidths.get(name) if old is None else old
+            new = None
+            if chosen is not None:
+                sizes = self.weight.shape if name == "bitwidth" else (self.in_features,)
+                shape = tuple(-(-size // chosen.block) for size in sizes)
+                if old is not None and tuple(old.shape) == shape:
+                    new = old
+                    if new.device != self.weight.device:
+                        new.data = new.data.to(self.weight.device)
+                elif isinstance(self.weight, DTensor):
+                    raise UserError(
+                        f"The layer {self.name!r} is sharded already, and new bitwidths would not be: "
+                        "convert the model before it is parallelized."
+                    )
+                else:
+                    new = nn.Parameter(torch.ones(shape, dtype=torch.float32, device=self.weight.device))
+            self.register_parameter(name, new)
+            if (kept := old if new is None else new) is not None:
+                self.resting_bitwidths[name] = kept
+
+    def bitwidths(self, *, input: bool = False) -> Tensor:
+        """Return b_t, float32, one per block of the weight (or of the input's features), without gradients.
+
+        >>> from dither.nn import Linear
+        >>> from dither.precision import Sampling
+        >>> Linear(64, 32, precision=LayerPrecision(sampling=Sampling(b_init=5, b_target=3))).bitwidths()
+        tensor([[5., 5.]])
+        """
+        bitwidth = self.input_bitwidth if input else self.bitwidth
+        if bitwidth is None:
+            raise UserError(
+                f"The {'input' if input else 'weight'} of the layer {self.name!r} is not sampled: it has no bitwidths."
+            )
+        whole = bitwidth.full_tensor() if isinstance(bitwidth, DTensor) else bitwidth
+        return sampling.bitwidths(whole, self.sampling_constants("input_sampling" if input else "sampling"))
+
+    # Constants ---------------------------------------------------------------------------------------------------------
+
+    def begin_constants(self, precision: LayerPrecision) -> None:
+        """Compute the constants of each sampling for all dtypes, so that compiled code finds them in a table."""
+        self._constants = {
+            (field, dtype, master): sampling.constants(chosen, cast, dtype, master)
+            for field, cast in (("sampling", self.forward_cast("weight")), ("input_sampling", self.forward_cast("input")))
+            if (chosen := getattr(precision, field)) is not None
+            for dtype in sampling.FORMATS
+            for master in sampling.FORMATS
+        }
+
+    def sampling_constants(self, field: str) -> SamplingConstants:
+        """Return the constants of `sampling` or `input_sampling` inside a step_context."""
+        cast = self.forward_cast("weight" if field == "sampling" else "input")
+        master = self.weight.dtype if field == "sampling" else torch.float32
+        return self._constants_for(field, self._kept_dtype() if cast is None else torch.float32, master)
+
+    def _constants_for(self, field: str, kept: torch.dtype, master: torch.dtype) -> SamplingConstants:
+        """Return the constants of a sampling of numbers of dtype `master` whose samples have the dtype `kept`."""
+        if (field, kept, master) not in self._constants:
+            raise UserError(
+                f"The layer {self.name!r} samples numbers of {', '.join(map(str, sampling.FORMATS))}, and has "
+                f"{master if master not in sampling.FORMATS else kept}: convert the model to one of these."
+            )
+        return self._constants[field, kept, master]
+
+    def _kept_dtype(self) -> torch.dtype:
+        """Return the dtype in which a step keeps a weight that is sampled and not cast."""
+        return sampling.AUTOCAST.get(self.compute, self.weight.dtype)
+
+    def forward_cast(self, operand: str) -> Cast | None:
+        """Return the cast of an operand in the forward product, for which it is sampled even if backward casts it."""
+        return self.precision.cast("forward", operand)
+
+    # Forward -----------------------------------------------------------------------------------------------------------
+
+    def product(self, x: Tensor, weight: Tensor, settings: Settings, state: State) -> Tensor:
+        """Return x W^T + bias with casts; a weight that tensor parallelism shards is multiplied in parts."""
+        if isinstance(weight, DTensor) and not self.precision.uncast:
+            return tensor_parallel.linear(x, weight, self.bias, settings, state, self.precision)
+        return functional.linear(x, weight, self.bias, settings, state=state)
+
+    def sampled_forward(self, x: Tensor, settings: Settings, state: State) -> Tensor:
+        """Return the layer's output by its sampled weight, its sampled input, or both."""
+        autocast = torch.is_autocast_enabled(x.device.type)
+        dtype = torch.get_autocast_dtype(x.device.type) if autocast else None
+        if self.precision.input_sampling is not None:
+            x = self._sampled_input(x, state, dtype or x.dtype)
+        weight, bitwidth, step = self.weight, self.bitwidth, self.step_state
+        if self.precision.sampling is None:
+            return functional.linear(x, weight, self.bias, settings, state=state)
+        assert bitwidth is not None
+        self._check_sampled(bitwidth, dtype or weight.dtype)
+        # A cast takes w_hat before it has been rounded to any other type.
+        kept = torch.float32 if self.forward_cast("weight") else dtype or weight.dtype
+        constants = self._constants_for("sampling", kept, weight.dtype)
+        draw = step.draw if step.active else functional.drawn(state, functional.PURPOSES.index("sample"), moved=False)
+        assert draw is not None
+        if isinstance(weight, DTensor):
+            part = sampling.sample_sharded(weight, bitwidth, local(draw), constants, kept, self.name)
+            return self.product(x, part, settings, state)
+        b_t = step.b_t if step.bitwidths_ready else sampling.bitwidths(bitwidth, constants)
+        assert b_t is not None
+        w_hat, amax = step.w_hat, step.w_amax
+        if not (step.holds_weight and step.sampled):
+            with torch.no_grad():
+                w_hat, amax = sampling.sample(weight, b_t, draw, constants, kept)
+        assert amax is not None
+        if self.precision.uncast:
+            assert w_hat is not None
+            learner = sampling.gradient_of(weight, bitwidth, b_t, amax, draw, constants, kept)
+            bias = self.bias if dtype is None or self.bias is None else self.bias.to(dtype)
+            redo = sampling.Redo(weight, b_t, draw, constants) if constants.recompute else None
+            return sampling.linear(x if dtype is None else x.to(dtype), learner, bias, w_hat, redo, transposed=self.transposed)
+        learner = sampling.gradient_of(weight, bitwidth, b_t, amax, draw, constants, weight.dtype)
+        if state.weight is None:
+            assert w_hat is not None
+            both = torch.is_grad_enabled()
+            with torch.no_grad():
+                codes = functional.cast_weight(
+                    w_hat, settings.weight, state, both or not self.transposed, both or self.transposed, dtype
+                )
+            state = state._replace(weight=codes)
+        return functional.linear(x, learner, self.bias, settings, state=state)
+
+    def _sampled_input(self, x: Tensor, state: State, dtype: torch.dtype) -> Tensor:
+        assert self.input_bitwidth is not None
+        self._check_float32("input_bitwidth", self.input_bitwidth)
+        if isinstance(x, DTensor) or isinstance(self.input_bitwidth, DTensor):
+            raise UserError(f"The input of the layer {self.name!r} is sharded, and only weights are sampled there.")
+        step, field = self.step_state, "input_sampling"
+        if step.bitwidths_ready:
+            constants, b_t = self.sampling_constants(field), step.input_b_t
+        else:
+            constants = self._constants_for(field, dtype, torch.float32)
+            b_t = sampling.bitwidths(self.input_bitwidth, constants)
+        assert b_t is not None
+        draw = functional.drawn(state, functional.PURPOSES.index("sample_input"))
+        return sampling.sample_input(x, self.input_bitwidth, b_t, draw, constants, dtype)
+
+    def _check_sampled(self, bitwidth: Tensor, dtype: torch.dtype) -> None:
+        self._check_float32("bitwidth", bitwidth)
+        if self.step_state.active and self.forward_cast("weight") is None and dtype != self._kept_dtype():
+            raise UserError(
+                f"The layer {self.name!r} computes in {dtype}, and this step_context samples its weight for "
+                f"compute={self.compute!r}: convert by a plan whose compute is what autocast has, or 'fp32' without autocast."
+            )
+
+    def _check_float32(self, name: str, bitwidth: Tensor) -> None:
+        if bitwidth.dtype != torch.float32:
+            raise UserError(
+                f"The {name} of the layer {self.name!r} is {bitwidth.dtype}, and bitwidths are learned in float32: "
+                "leave it out of what changes the types of parameters, such as a mixed precision policy of FSDP."
+            )
+
+    def hold_sample(self) -> Tensor:
+        """Sample the weight for this step and return w_hat. It is kept, unless it will be cast and only its codes are."""
+        step, constants, weight = self.step_state, self.sampling_constants("sampling"), self.weight.detach()
+        uncast = self.forward_cast("weight") is None
+        dtype = self._kept_dtype() if uncast else torch.float32
+        assert step.b_t is not None
+        assert step.draw is not None
+        if step.w_hat is not None and step.w_hat.dtype == dtype and step.w_hat.shape == weight.shape:
+            assert step.w_amax is not None
+            memory = (step.w_hat, step.w_amax)
+            torch_ops.sample_into(weight, step.b_t, step.draw, constants.kind, constants.block, memory)
+            return step.w_hat
+        w_hat, amax = sampling.sample(weight, step.b_t, step.draw, constants, dtype)
+        keep_in_place([(step, "w_amax", amax)])
+        if uncast:
+            step.w_hat = w_hat
+        return w_hat
