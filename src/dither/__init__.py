@@ -17,6 +17,7 @@ from dither.nn import convert as convert
 from dither.nn import deploy as deploy
 from dither.nn import effective_precision as effective_precision
 from dither.nn import plan_from_bitwidths as plan_from_bitwidths
+from dither.nn import prepare_plans as prepare_plans
 from dither.nn import sampling_parameters as sampling_parameters
 from dither.nn import step_context as step_context
 from dither.numerics import Monitor as Monitor

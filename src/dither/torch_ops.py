@@ -59,6 +59,12 @@ def _draw_of(key: int, step: Tensor | None, row: int, column: int) -> Draw | Non
     return None if step is None else Draw(key, step, row, column)
 
 
+@functools.cache
+def _casts(text: str) -> tuple[Cast, ...]:
+    """Return the casts of a family, which are written with bars between them."""
+    return tuple(map(Cast.parse, text.split("|")))
+
+
 def _container(name: str, cast: Cast) -> Format:
     return Format.parse(name) if name else cast.element
 
@@ -221,11 +227,16 @@ def _quantize_op(
     row: int,
     column: int,
     backend: str,
+    level: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes and scales of one layout. With `level`, int32[1], `cast` is several casts with bars between them."""
+    draw = _draw_of(key, step, row, column)
+    if level is not None:
+        code = implementation("levels", x.device, backend)
+        return code.quantize(x, _casts(cast), level, axis, draw, amax, Format.parse(container))  # type: ignore[no-any-return]
     parsed = Cast.parse(cast)
     _check_untold(x, parsed, amax)
     code = implementation("quantize", x.device, backend)
-    draw = _draw_of(key, step, row, column)
     return code.quantize(x, parsed, axis, draw, amax, _container(container, parsed))  # type: ignore[no-any-return]
 
 
@@ -233,7 +244,7 @@ def _quantize_op(
 def _(
     x: Tensor, cast: str, axis: int, amax: Tensor | None, container: str, *_: object, **__: object
 ) -> tuple[Tensor, Tensor, Tensor]:
-    parsed = Cast.parse(cast)
+    parsed = _casts(cast)[0]
     values, scale = grouping.empty_outputs(x, parsed, axis, _container(container, parsed))
     return values, scale, x.new_empty(() if parsed.scaling.kind == "nvfp4" else (0,), dtype=torch.float32)
 
@@ -309,11 +320,16 @@ def _quantize_both_op(
     row: int,
     column: int,
     backend: str,
+    level: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return codes and scales of both layouts; see `quantize` for `level`."""
+    draw = _draw_of(key, step, row, column)
+    if level is not None:
+        code = implementation("levels", x.device, backend)
+        return code.quantize_both(x, _casts(cast), level, draw, amax, Format.parse(container))  # type: ignore[no-any-return]
     parsed = Cast.parse(cast)
     _check_untold(x, parsed, amax)
     code = implementation("quantize", x.device, backend)
-    draw = _draw_of(key, step, row, column)
     return code.quantize_both(x, parsed, draw, amax, _container(container, parsed))  # type: ignore[no-any-return]
 
 
@@ -321,7 +337,7 @@ def _quantize_both_op(
 def _(
     x: Tensor, cast: str, amax: Tensor | None, container: str, *_: object, **__: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    parsed = Cast.parse(cast)
+    parsed = _casts(cast)[0]
     stored = _container(container, parsed)
     measured = x.new_empty(() if parsed.scaling.kind == "delayed" else (0,), dtype=torch.float32)
     return (*grouping.empty_outputs(x, parsed, 1, stored), *grouping.empty_outputs(x, parsed, 0, stored), measured)
@@ -366,8 +382,13 @@ def quantize_both_into(
     step: Tensor | None,
     largest: Tensor | None,
     out: tuple[Tensor, Tensor, Tensor, Tensor],
+    level: Tensor | None = None,
 ) -> None:
-    """What these operators do, into memory that is there. It is not one of them: nobody traces it."""
+    """Write what these operators return into `out`. It is not an operator, since it is never traced."""
+    if level is not None:
+        code = implementation("levels", x.device, "auto")
+        code.quantize_both(x, _casts(cast), level, _draw_of(0, step, 0, 0), amax, Format.parse(container), out)
+        return
     parsed = Cast.parse(cast)
     _check_untold(x, parsed, amax)
     code = implementation("quantize", x.device, "auto")

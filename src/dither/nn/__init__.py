@@ -5,6 +5,7 @@ from dither.nn.conv1d import Conv1D as Conv1D
 from dither.nn.conversion import Conversion as Conversion
 from dither.nn.conversion import apply_plan as apply_plan
 from dither.nn.conversion import convert as convert
+from dither.nn.conversion import prepare_plans as prepare_plans
 from dither.nn.deployment import Deployment as Deployment
 from dither.nn.deployment import EffectivePrecision as EffectivePrecision
 from dither.nn.deployment import deploy as deploy

@@ -10,17 +10,13 @@ Some layers are left alone unless a rule of the plan or `only=` names them, or `
   classifiers of other libraries, whose products are too small to be any faster in few bits.
 """
 
-import io
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from rich import box
-from rich.console import Console, Group
-from rich.table import Table
 from torch import nn
 
 from dither import devices
@@ -28,12 +24,16 @@ from dither.engines import PRODUCTS, Verified
 from dither.errors import UserError
 from dither.nn import experts, hints
 from dither.nn.conv1d import Conv1D
+from dither.nn.conversion_record import Conversion as Conversion
+from dither.nn.conversion_record import ConvertedLayer as ConvertedLayer
+from dither.nn.conversion_record import LeftAlone as LeftAlone
+from dither.nn.conversion_record import alike
 from dither.nn.experts import ExpertLinear, ExpertsLinear
 from dither.nn.guidance import sampling_parameters, watch_guidance
 from dither.nn.linear import Linear
 from dither.nn.norms import cast_parameters, wide_parameters
 from dither.nn.output import Output
-from dither.precision import OPERANDS, PARTS, SAMPLINGS, LayerPrecision, Plan, Sampling, did_you_mean, matches
+from dither.precision import PARTS, SAMPLINGS, LayerPrecision, Plan, Sampling, did_you_mean, matches
 from dither.recipes import recipe
 
 Fallback = Literal["error", "bf16", "emulate"]
@@ -47,101 +47,29 @@ NARROW, LONG = 64, 16
 """A narrow layer has at most NARROW inputs or outputs, and at least LONG times as many of the other."""
 
 
-@dataclass(frozen=True)
-class ConvertedLayer:
-    """One converted layer."""
-
-    name: str
-    out_features: int
-    in_features: int
-    precision: LayerPrecision
-    engines: tuple[str, ...]
-    """What computes the forward product, the input gradient and the weight gradient; `torch` where nothing is cast."""
-    share: float
-    """Its part of the multiplications of all linear layers."""
-    note: str = ""
-    """Why it does not run as the plan says, where `fallback=` allowed that."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
-        engines = dict(zip(PRODUCTS, self.engines, strict=True))
-        return {**vars(self), "precision": self.precision.to_dict(), "engines": engines}
-
-
-@dataclass(frozen=True)
-class LeftAlone:
-    """A module with parameters that was not converted."""
-
-    name: str
-    reason: str
-    share: float
-    """Its part of the multiplications of all linear layers: 0 if it is none."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
-        return dict(vars(self))
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """What `convert` or `apply` did to a model, layer by layer; prints as a table, in which `*` stands for a number."""
-
-    plan: Plan
-    layers: tuple[ConvertedLayer, ...]
-    left_alone: tuple[LeftAlone, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
-        return {
-            "plan": self.plan.to_dict(),
-            "layers": [layer.to_dict() for layer in self.layers],
-            "left_alone": [module.to_dict() for module in self.left_alone],
-        }
-
-    def __rich__(self) -> Group:
-        table = Table("layers", "count", "out x in", *OPERANDS, "engines", "share", box=box.SIMPLE_HEAD)
-        rest = [f"compute {self.plan.compute}; parameters {self.plan.parameters or 'as they were'}"]
-        for pattern, layers in _alike(self.layers, _name, lambda a: (a.out_features, a.in_features, a.precision, a.engines)):
-            first = layers[0]
-            casts = (first.precision.cell(operand) for operand in OPERANDS)
-            engines = first.engines[0] if len(set(first.engines)) == 1 else ", ".join(first.engines)
-            size = f"{first.out_features} x {first.in_features}"
-            table.add_row(pattern, str(len(layers)), size, *casts, engines, f"{sum(layer.share for layer in layers):.1%}")
-            how = "runs uncast" if first.precision.uncast else "multiplies in float32"
-            rest += [f"{how}: {pattern} ({len(layers)}): {first.note}"] * bool(first.note)
-        for pattern, modules in _alike(self.left_alone, _name, lambda module: module.reason):
-            share = f", {sum(module.share for module in modules):.1%}" if modules[0].share else ""
-            rest.append(f"left alone: {pattern} ({len(modules)}{share}): {modules[0].reason}")
-        return Group(table, *rest)
-
-    def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=1000, color_system=None, highlight=False, markup=False)
-        console.print(self)
-        text: str = console.file.getvalue()  # type: ignore[attr-defined]
-        return "\n".join(line.rstrip() for line in text.splitlines()).strip("\n")
-
-
 def convert(
     model: nn.Module,
     plan: Plan | str,
     *,
     skip: str | Iterable[str] = (),
     only: str | Iterable[str] = (),
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
     fallback: Fallback = "error",
     all_layers: bool = False,
     seed: int = 0,
     emulate: bool = False,
     engines: Verified | str | Path | None = None,
 ) -> Conversion:
-    """Turn a model's linear layers into low-precision ones, in place, and say what was done.
+    """Turn a model's linear layers into low-precision ones, in place, and return a record of what was done.
 
     `plan` is a Plan or a recipe's name. Parameters stay the same objects under the same names. `skip` and `only` are patterns
-    of layer names, as in a plan's rules. The output layer, adapters, routers and other narrow layers are left alone unless the
-    plan or `only` names them; `all_layers=True` converts them too. A layer that cannot run as the plan says is an error, and
-    nothing is changed; with `fallback="bf16"` it runs uncast, with `fallback="emulate"` it multiplies dequantized numbers in
-    float32, and the record says why. `emulate` does the latter to all layers.
-    `seed` is that of stochastic casts. `engines` are the native units that passed the self-test of this machine, or the file
-    in which `dither doctor --engines FILE` recorded them; units that this project has run need no such record.
+    of layer names, as in a plan's rules; `filter_fn(module, name)` returns whether to convert a layer, as in torchao. The
+    output layer, adapters, routers and other narrow layers are left alone unless the plan or `only` names them;
+    `all_layers=True` converts them too. A layer that cannot run as the plan says is an error, and nothing is changed. With
+    `fallback="bf16"` it runs uncast, with `fallback="emulate"` it multiplies dequantized numbers in float32, and the record
+    says why. `emulate` does the latter to all layers. `seed` is that of stochastic casts. `engines` are the native units that passed the self-test of
+    this machine, or the file in which `dither doctor --engines FILE` recorded them; units that this project has run need no
+    such record.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
@@ -158,7 +86,7 @@ def convert(
         )
     sites = _sites(model)
     skip, only = _patterns("skip", skip, sites), _patterns("only", only, sites)
-    reasons = _reasons(model, plan, sites, skip, only, all_layers)
+    reasons = _reasons(model, plan, sites, skip, only, all_layers, filter_fn)
     chosen = {site.name: plan.for_layer(site.name) or LayerPrecision() for site in sites if site.name not in reasons}
     _check_parts(plan, chosen)
     verified = _verified(model, engines)
@@ -216,6 +144,37 @@ def apply_plan(model: nn.Module, plan: Plan | str, *, fallback: Fallback | None 
     notes = _switch(layers, chosen, fallback, plan.compute)
     reasons = {site.name: "it was not converted" for site in sites if site.name not in layers}
     return _record(model, plan, sites, layers, notes, reasons)
+
+
+def prepare_plans(model: nn.Module, plans: Iterable[Plan | str]) -> None:
+    """Prepare a converted model for later changes to `plans`, so that none of them compiles anything again.
+
+    Casts that share groups, scales and matrix units, such as FP8, FP6 and FP4 in tiles of 128, run through one compiled graph:
+    a number on the device tells the kernels which one a layer has. `apply_plan` then writes those numbers. Without this
+    function it works too, and compiles once more when a plan brings a cast that the model has not had before.
+
+    A plan with a level that the model's device cannot run is an error that names the layer, and nothing is changed.
+
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.ReLU(), torch.nn.Linear(128, 128))
+    >>> _ = convert(model, "fp8-block")
+    >>> prepare_plans(model, ["fp8-block", "fp4-block"])
+    >>> model[0].levels.tolist()
+    [1, 1, 1, 1, 1, 1]
+    """
+    layers = _converted(model)
+    if not layers:
+        raise UserError(f"{type(model).__name__} has no converted layer: dither.convert(model, plan) comes first.")
+    known = _known_precisions(layers)
+    for plan in plans:
+        plan = recipe(plan) if isinstance(plan, str) else plan
+        _check_arguments(model, plan, None)
+        for name, layer in layers.items():
+            precision = plan.for_layer(name) or LayerPrecision()
+            _obstructed(layer, precision, None, plan.compute)
+            known.add(precision)
+    for layer in layers.values():
+        layer.prepare_levels(known)
 
 
 # Layers that a model has ----------------------------------------------------------------------------------------------
@@ -421,7 +380,13 @@ def _check_arguments(model: nn.Module, plan: Plan, fallback: str | None) -> None
 
 
 def _reasons(
-    model: nn.Module, plan: Plan, sites: list[_Site], skip: Sequence[str], only: Sequence[str], all_layers: bool = False
+    model: nn.Module,
+    plan: Plan,
+    sites: list[_Site],
+    skip: Sequence[str],
+    only: Sequence[str],
+    all_layers: bool = False,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
 ) -> dict[str, str]:
     """Return why layers are left alone, by name; the others are converted."""
     for pattern, precision in plan.layers:
@@ -439,6 +404,8 @@ def _reasons(
             reasons[site.name] = f"skip={by[0]!r}"
         elif only and not any(matches(pattern, site.name) for pattern in only):
             reasons[site.name] = "only= names others"
+        elif filter_fn is not None and not filter_fn(site.module, site.name):
+            reasons[site.name] = "filter_fn returns False"
         elif plan.for_layer(site.name) is None:
             reasons[site.name] = "the plan leaves it alone"
         elif site.obstacle:
@@ -467,7 +434,7 @@ def _check_pattern(where: str, pattern: str, names: list[str], what: str = "line
 
 def _listed(names: list[str]) -> str:
     """The names of layers, those that differ only in numbers together; at most a dozen."""
-    patterns = [pattern for pattern, _ in _alike(names, str, lambda _: None)]
+    patterns = [pattern for pattern, _ in alike(names, str, lambda _: None)]
     if patterns == ["*"]:  # the layers of an nn.Sequential have numbers for names
         patterns = names
     more = f" and {len(patterns) - 12} more" if len(patterns) > 12 else ""
@@ -491,17 +458,26 @@ def _switch(
 ) -> dict[str, str]:
     """Apply all precisions, or none if any of them fails. Return {layer: why it does not run as the plan says, or ""}."""
     notes = {name: _obstructed(layer, chosen[name], fallback, compute) for name, layer in layers.items()}
+    uncast = {name for name, layer in layers.items() if notes[name] and (fallback or _one(layer).fallback) == "bf16"}
+    precisions = {name: LayerPrecision() if name in uncast else chosen[name] for name in layers}
+    known = _known_precisions(layers) | set(precisions.values())
     for name, layer in layers.items():
         one = _one(layer)
         how = fallback or one.fallback
-        precision = LayerPrecision() if notes[name] and how == "bf16" else chosen[name]
         emulates = bool(notes[name]) and how == "emulate"
-        changed = (precision, emulates) != (one.precision, one.emulates_here)
+        changed = (precisions[name], emulates) != (one.precision, one.emulates_here)
         for each in _all(layer):
             each.compute, each.fallback, each.emulates_here = compute, how, emulates  # type: ignore[assignment]
-        if changed:  # a layer that stays keeps its state
-            layer.set_precision(precision)
+        if changed:
+            layer.set_precision(precisions[name], others=known)
+        else:  # a layer that stays keeps its state
+            layer.prepare_levels(known)
     return notes
+
+
+def _known_precisions(layers: dict[str, Layer]) -> set[LayerPrecision]:
+    """Return the precisions that layers have, had, or were prepared for."""
+    return set().union(*(_one(layer).known_precisions for layer in layers.values()))
 
 
 def _obstructed(layer: Layer, precision: LayerPrecision, fallback: Fallback | None, compute: str) -> str:
@@ -575,18 +551,3 @@ def _why_nothing(sites: list[_Site], reasons: dict[str, str]) -> str:
     return "; ".join(f"{name!r}: {reason}" for name, reason in list(reasons.items())[:3]) + (
         "; ..." if len(reasons) > 3 else ""
     )
-
-
-def _alike(entries: Iterable[Any], name: Callable[[Any], str], key: Callable[[Any], object]) -> Iterator[tuple[str, list[Any]]]:
-    """Entries that differ only in the numbers in their names, together, under a pattern that matches them."""
-    groups: dict[object, list[Any]] = {}
-    for entry in entries:
-        numberless = tuple("*" if part.isdigit() else part for part in name(entry).split("."))
-        groups.setdefault((numberless, key(entry)), []).append(entry)
-    for group in groups.values():
-        parts = zip(*(name(entry).split(".") for entry in group), strict=True)
-        yield ".".join(part[0] if len(set(part)) == 1 else "*" for part in parts), group
-
-
-def _name(entry: Any) -> str:
-    return str(entry.name)

@@ -9,7 +9,7 @@ Shapes: x_TH are T tokens of H features, each sent to k experts: S = T * k pairs
 
 import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,7 @@ class ExpertLinear(Linear):
         `tokens` is the number of tokens of the whole batch, of which `input` has some.
         """
         settings = self._settings_for(input)
-        return functional.linear(input, weight, None, settings, state=self._state(settings, tokens))
+        return functional.linear(input, weight, None, settings, state=self.call_state(settings, tokens))
 
     def learned_weight(self) -> Tensor:
         whole: Tensor = getattr(self._home[0], self._parameter)
@@ -85,10 +85,15 @@ class ExpertsLinear(nn.Module):
         """Stands for all, which are alike."""
         return self.experts[0]  # type: ignore[return-value]
 
-    def set_precision(self, precision: LayerPrecision) -> None:
-        """As of a Linear, for every expert."""
+    def set_precision(self, precision: LayerPrecision, *, others: Iterable[LayerPrecision] = ()) -> None:
+        """Set the precision of every expert, as `Linear.set_precision` does."""
         for expert in self.experts:
-            expert.set_precision(precision)  # type: ignore[operator]
+            expert.set_precision(precision, others=others)  # type: ignore[operator]
+
+    def prepare_levels(self, others: Iterable[LayerPrecision]) -> None:
+        """Prepare every expert for later changes of precision, as `Linear.prepare_levels` does."""
+        for expert in self.experts:
+            expert.prepare_levels(others)  # type: ignore[operator]
 
 
 @dataclass(frozen=True)

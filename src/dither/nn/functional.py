@@ -20,6 +20,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from dither import devices, engines, torch_ops
 from dither.errors import UserError
+from dither.levels import NO_LEVELS, Family, Levels
 from dither.ops import INPUT_DTYPES
 from dither.precision import OPERANDS, Cast, LayerPrecision
 from dither.random import Stream
@@ -40,6 +41,8 @@ class Casting(NamedTuple):
     """Whether one call casts along both axes: all but nvfp4."""
     measured: bool = False
     """Whether one scale, from the tensor's own largest magnitude, serves all of it; codes without NaN measure it themselves."""
+    level: int = -1
+    """Where State.levels says which of several casts is meant, which `cast` has with bars between; -1 for one cast alone."""
     row: int = 0
     column: int = 0
     """Where the operand begins in the whole one, whose random bits it draws: see `dither.nn.tensor_parallel`."""
@@ -104,6 +107,8 @@ class State(NamedTuple):
     """int64[5] on the device, a key for each of PURPOSES. On the device, so that layers share a compiled graph."""
     weight: OperandCodes | None = None
     """The cast weight, if somebody holds it for this step."""
+    levels: Tensor | None = None
+    """int32[6] on the device: the level of input, weight and gradient, each along and across; see `dither.levels`."""
     input_amax: Amax = Amax()
     weight_amax: Amax = Amax()
     grad_amax: Amax = Amax()
@@ -143,13 +148,16 @@ def settings(
     transposed: bool = False,
     emulate: bool = False,
     verified: Iterable[str] = (),
+    levels: Levels = NO_LEVELS,
     gpu: bool,
 ) -> Settings:
-    """What `linear` needs to know of a layer; `gpu` says whether codes will be made for the matrix units of one."""
+    """Return what `linear` needs to know of a layer; `gpu` says whether codes are made for the matrix units of one."""
 
-    def casting(cast: Cast | None) -> Casting:
+    def casting(cast: Cast | None, family: Family | None, level: int) -> Casting:
         if cast is None:
             return Casting()
+        if family is not None:
+            return _by_level(family, level)
         container = engines.container(cast) if gpu and not emulate else cast.format
         text, own = str(cast), container == cast.format
         stored = text if own else str(Cast(container, cast.granularity, cast.scale))
@@ -164,10 +172,32 @@ def settings(
             measured=cast.group.kind == "tensor" and kind != "delayed" and cast.element.nan,
         )
 
-    x, w, dy = (Castings(*map(casting, precision.casts_of(operand))) for operand in OPERANDS)
+    x, w, dy = (
+        Castings(
+            casting(along, levels[operand].along, 2 * index),
+            casting(across, levels[operand].across, 2 * index + levels[operand].apart),
+        )
+        for index, operand in enumerate(OPERANDS)
+        for along, across in [precision.casts_of(operand)]
+    )
     if transposed:
         w = Castings(w.across, w.along)
     return Settings(x, w, dy, name, transposed, emulate, ",".join(verified))
+
+
+def _by_level(family: Family, level: int) -> Casting:
+    """Return the casting of an operand whose cast is chosen on the device."""
+    first = family.casts[0]
+    stored = Cast(family.container, first.granularity, first.scale)
+    return Casting(
+        str(family),
+        str(stored),
+        family.container,
+        stochastic=any(cast.round.kind == "stochastic" for cast in family.casts),
+        whole=True,
+        measured=first.group.kind == "tensor" and all(cast.element.nan for cast in family.casts),
+        level=level,
+    )
 
 
 PURPOSES = ("input", "weight", "grad", "sample", "sample_input")
@@ -225,8 +255,9 @@ def linear(
         x_MK = F.pad(x_MK, (0, 0, 0, -tokens % engines.ALIGNMENT))
     with torch.no_grad():
         x_codes = _both(
-            x_MK, has.input, state.input_amax, _drawn(has.input, state, 0), True, learns, dtype if autocast else None
-        )
+            x_MK, has.input, state.input_amax, _drawn(has.input, state, 0), True, learns, dtype if autocast else None,
+            state.levels,
+        )  # fmt: skip
         w_codes = _weight(weight, has, state, passes, dtype if autocast else None)
         w_NK, w_KN = (w_codes.across, w_codes.along) if has.transposed else w_codes
     y_MN: Tensor = _Products.apply(  # type: ignore[no-untyped-call]
@@ -240,6 +271,7 @@ def linear(
         _drawn(has.grad, state, 2),
         state.grad_amax.given,
         state.grad_amax.largest,
+        state.levels,
         dtype,
         has,
     )
@@ -271,10 +303,11 @@ class _Products(torch.autograd.Function):
         place: Tensor | None,
         grad_amax: Tensor | None,
         grad_largest: Tensor | None,
+        levels: Tensor | None,
         dtype: torch.dtype,
         has: Settings,
     ) -> Tensor:
-        ctx.save_for_backward(x_KM, x_KM_scale, x_KM_tensor, w_KN, w_KN_scale, w_KN_tensor, place, grad_amax)
+        ctx.save_for_backward(x_KM, x_KM_scale, x_KM_tensor, w_KN, w_KN_scale, w_KN_tensor, place, grad_amax, levels)
         ctx.grad_largest, ctx.has = grad_largest, has
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         return _product(
@@ -292,12 +325,12 @@ class _Products(torch.autograd.Function):
                 f"{_where(has)} has casts, which have no second derivative: call backward without create_graph=True, "
                 "or give the layer a precision without casts."
             )
-        x_KM, x_KM_scale, x_KM_tensor, w_KN, w_KN_scale, w_KN_tensor, place, grad_amax = ctx.saved_tensors
+        x_KM, x_KM_scale, x_KM_tensor, w_KN, w_KN_scale, w_KN_tensor, place, grad_amax, levels = ctx.saved_tensors
         x_dtype, w_dtype, bias_dtype = ctx.dtypes
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         dx = dw = dbias = None
         amax = Amax(grad_amax, ctx.grad_largest)
-        along, across = _both(dy, has.grad, amax, place, need_x, need_w, None)
+        along, across = _both(dy, has.grad, amax, place, need_x, need_w, None, levels)
         if along is not None:  # dx_MK = dy_MN (w_KN)^T
             w = Codes(w_KN, w_KN_scale, w_KN_tensor)
             dx = _product("input_grad", along, has.grad.along, w, has.input_grad_weight, dy.shape[1], None, x_dtype, has)
@@ -309,7 +342,7 @@ class _Products(torch.autograd.Function):
             dw = _product("weight_grad", *left, *right, dy.shape[0], None, w_dtype, has)
         if need_bias:
             dbias = dy.sum(0, dtype=bias_dtype)
-        return dx, dw, dbias, *[None] * 17
+        return dx, dw, dbias, *[None] * 18
 
 
 def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
@@ -325,7 +358,7 @@ def cast_weight(
     weight: Tensor, how: Castings, state: State, along: bool, across: bool, dtype: torch.dtype | None = None
 ) -> OperandCodes:
     """A weight's layouts. Its rows are its own, not those of a batch."""
-    return _both(weight, how, state.weight_amax, _drawn(how, state, 1, moved=False), along, across, dtype)
+    return _both(weight, how, state.weight_amax, _drawn(how, state, 1, moved=False), along, across, dtype, state.levels)
 
 
 def only_cast(layouts: OperandCodes, how: Castings) -> OperandCodes:
@@ -365,7 +398,8 @@ def cast_memory(held: OperandCodes) -> CastMemory:
 def cast_weight_again(weight: Tensor, how: Castings, state: State, out: CastMemory) -> None:
     """Both layouts of a weight, which are cast alike, into those of an earlier cast, which stay where they are."""
     (given, largest), drawn = state.weight_amax, _drawn(how, state, 1, moved=False)
-    torch_ops.quantize_both_into(weight.detach(), how.along.cast, given, how.along.container, drawn, largest, out)
+    level = _level(state.levels, how.along)
+    torch_ops.quantize_both_into(weight.detach(), how.along.cast, given, how.along.container, drawn, largest, out, level)
 
 
 def _drawn(how: Castings, state: State, operand: int, *, moved: bool = True) -> Tensor | None:
@@ -381,22 +415,46 @@ def drawn(state: State, purpose: int, *, moved: bool = True) -> Tensor:
     return torch.cat((state.place[:1], rows, state.keys[purpose : purpose + 1]))
 
 
+def _level(levels: Tensor | None, how: Casting) -> Tensor | None:
+    """Return int32[1] on the device, which of several casts is meant; None for one cast alone."""
+    if how.level < 0:
+        return None
+    assert levels is not None
+    return levels[how.level : how.level + 1]
+
+
 def _both(
-    x: Tensor, how: Castings, amax: Amax, place: Tensor | None, along: bool, across: bool, dtype: torch.dtype | None
+    x: Tensor,
+    how: Castings,
+    amax: Amax,
+    place: Tensor | None,
+    along: bool,
+    across: bool,
+    dtype: torch.dtype | None,
+    levels: Tensor | None,
 ) -> OperandCodes:
     """The matrix x [R, C] cast along C, along R, or both, as asked; uncast it is taken in `dtype` (its own, if None)."""
     if how.along == how.across:
-        return _alike(x, how.along, amax, place, along, across, dtype)
+        return _alike(x, how.along, amax, place, along, across, dtype, _level(levels, how.along))
     # Magnitudes of earlier steps are for delayed scaling alone, and random bits for stochastic casts.
     one, other = (
-        _alike(x, each, amax if each.delayed else Amax(), place if each.stochastic else None, *asked, dtype)
+        _alike(
+            x, each, amax if each.delayed else Amax(), place if each.stochastic else None, *asked, dtype, _level(levels, each)
+        )
         for each, asked in ((how.along, (along, False)), (how.across, (False, across)))
     )
     return OperandCodes(one.along, other.across)
 
 
 def _alike(
-    x: Tensor, how: Casting, amax: Amax, place: Tensor | None, along: bool, across: bool, dtype: torch.dtype | None
+    x: Tensor,
+    how: Casting,
+    amax: Amax,
+    place: Tensor | None,
+    along: bool,
+    across: bool,
+    dtype: torch.dtype | None,
+    level: Tensor | None,
 ) -> OperandCodes:
     """The same for layouts that are cast alike."""
     if not (along or across):
@@ -414,10 +472,10 @@ def _alike(
         )
     elif along and across and how.whole:
         values, scale, values_t, scale_t, _ = torch.ops.dither.quantize_both(
-            x, how.cast, amax.given, how.container, *drawn, "auto"
+            x, how.cast, amax.given, how.container, *drawn, "auto", level
         )
     else:
-        return _each(x, how, amax, drawn, along, across)
+        return _each(x, how, amax, drawn, along, across, level)
     return OperandCodes(
         Codes(values, scale) if along else None,
         Codes(values_t.T, _turned(scale_t)) if across else None,
@@ -425,14 +483,20 @@ def _alike(
 
 
 def _each(
-    x: Tensor, how: Casting, amax: Amax, drawn: tuple[int, Tensor | None, int, int], along: bool, across: bool
+    x: Tensor,
+    how: Casting,
+    amax: Amax,
+    drawn: tuple[int, Tensor | None, int, int],
+    along: bool,
+    across: bool,
+    level: Tensor | None,
 ) -> OperandCodes:
     """One layout, or both by a call each."""
     one, other = None, None
     if along:
-        one = Codes(*torch.ops.dither.quantize(x, how.cast, 1, amax.given, how.container, *drawn, "auto"))
+        one = Codes(*torch.ops.dither.quantize(x, how.cast, 1, amax.given, how.container, *drawn, "auto", level))
     if across:
-        values, scale, tensor = torch.ops.dither.quantize(x, how.cast, 0, amax.given, how.container, *drawn, "auto")
+        values, scale, tensor = torch.ops.dither.quantize(x, how.cast, 0, amax.given, how.container, *drawn, "auto", level)
         other = Codes(values.T, _turned(scale), tensor)
     return OperandCodes(one, other)
 

@@ -1,0 +1,268 @@
+"""What a linear layer remembers: histories of delayed scaling, where it draws random bits, and its weight during a step."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dither.errors import UserError
+from dither.levels import NO_LEVELS, Levels, levels_of
+from dither.levels import indices as level_indices
+from dither.nn import functional, histories
+from dither.nn.draws import Draws
+from dither.nn.functional import Amax, Settings, State
+from dither.nn.sampled_layer import BITWIDTHS, SampledLayer
+from dither.nn.step_state import StepState
+from dither.nn.tensor_parallel import local
+from dither.precision import OPERANDS, SAMPLINGS, Cast, LayerPrecision
+from dither.reference import scaling
+
+BUFFERS = ("draw_place", "draw_keys", "levels", *(f"{operand}_history" for operand in OPERANDS))
+BUFFERS += tuple(f"_{operand}_{part}" for operand in OPERANDS for part in ("amax", "largest"))
+"""Buffers of what the layer remembers from step to step, where its precision asks for them."""
+
+
+class StatefulLayer(SampledLayer):
+    """Base of `dither.nn.Linear` with its state."""
+
+    seed: int
+    draw_place: Tensor | None
+    """int64[2] on the device: where `step_context` writes the step and, if it is given, the row."""
+    draw_keys: Tensor | None
+    """int64[5] on the device: the keys of the layer's random streams."""
+    levels: Tensor | None
+    """int32[6] on the device: which cast of its family each operand takes along and across; see `dither.levels`."""
+    families: Levels
+    """Casts of each operand that `levels` chooses between."""
+    known_precisions: frozenset[LayerPrecision]
+    """Precisions that the layer has, had, or was prepared for, and those of the layers that share its code."""
+    measures_now: bool
+    delayed_operands: tuple[str, ...]
+    _settings: tuple[Settings, ...]
+    _seen_version: int | None
+
+    def begin_state(self, device: torch.device) -> None:
+        """Set everything that the layer remembers to its state before the first step."""
+        self.measures_now = True  # whether magnitudes are those of the tensors themselves, because a history is empty
+        for operand in OPERANDS:
+            cast: Cast | None = getattr(self.precision, operand)
+            history = None
+            if cast is not None and cast.scaling.kind == "delayed":
+                history = scaling.empty_history(cast.scaling.history, device)
+            zero = None if history is None else torch.zeros((), device=device)
+            self.register_buffer(f"{operand}_history", history)
+            self.register_buffer(f"_{operand}_amax", zero, persistent=False)
+            self.register_buffer(f"_{operand}_largest", None if zero is None else zero.clone(), persistent=False)
+        self.delayed_operands = tuple(operand for operand in OPERANDS if getattr(self, f"{operand}_history") is not None)
+        self.begin_draw_buffers(device)
+
+    def begin_draw_buffers(self, device: torch.device) -> None:
+        """Create the buffers that random bits are drawn by, if a cast or a sampling of the layer draws any."""
+        stochastic = {
+            operand for operand in OPERANDS for cast in self.possible_casts(operand) if cast.round.kind == "stochastic"
+        }
+        draws = bool(stochastic) or self.precision.sampled
+        # Whether bits depend on the rows of the batch; those of a weight depend on the step alone.
+        self._rows_matter = bool(stochastic & {"input", "grad"}) or self.precision.input_sampling is not None
+        place = torch.zeros(2, dtype=torch.int64, device=device) if draws else None
+        keys = torch.tensor(functional.keys(self.name, self.seed), device=device) if draws else None
+        self.register_buffer("draw_place", place, persistent=False)
+        self.register_buffer("draw_keys", keys, persistent=False)
+
+    # Levels ------------------------------------------------------------------------------------------------------------
+
+    def possible_casts(self, operand: str) -> set[Cast]:
+        """Return the casts that an operand has now or may take by a change of its level."""
+        families = (self.families[operand].along, self.families[operand].across)
+        own = {cast for cast in self.precision.casts_of(operand) if cast is not None}
+        return own.union(*(family.casts for family in families if family is not None))
+
+    def begin_levels(self, others: tuple[LayerPrecision, ...]) -> None:
+        """Find the families of the layer's casts among those of `others`, and write its levels."""
+        self.known_precisions = frozenset((self.precision, *others))
+        self.families = levels_of(self.precision, others)
+        numbers = level_indices(self.precision, self.families)
+        assert numbers is not None
+        if self.families == NO_LEVELS:
+            self.register_buffer("levels", None, persistent=False)
+            return
+        if self._buffers.get("levels") is None:
+            levels = torch.zeros(6, dtype=torch.int32, device=self.weight.device)
+            self.register_buffer("levels", levels, persistent=False)
+        self._write_levels(numbers)
+
+    def switch_level(self, precision: LayerPrecision, others: tuple[LayerPrecision, ...]) -> bool:
+        """Change to `precision` by writing levels alone; return False, and change nothing, if that is not enough."""
+        resampled = any(getattr(self.precision, name) != getattr(precision, name) for name in SAMPLINGS)
+        if self.families == NO_LEVELS or resampled:
+            return False
+        for operand in OPERANDS:
+            families = (self.families[operand].along, self.families[operand].across)
+            casts = zip(self.precision.casts_of(operand), precision.casts_of(operand), families, strict=True)
+            if any(family is None and old != new for old, new, family in casts):
+                return False
+        numbers = level_indices(precision, self.families)
+        if numbers is None or levels_of(precision, others) != self.families:
+            return False
+        self.precision, self.known_precisions = precision, frozenset((precision, *others))
+        self._write_levels(numbers)
+        return True
+
+    def _write_levels(self, numbers: tuple[int, ...]) -> None:
+        """Write levels where they are: compiled code and captured CUDA graphs read them there."""
+        if self.levels is not None and not self.levels.is_meta:
+            local(self.levels).copy_(torch.tensor(numbers, dtype=torch.int32))
+
+    # A call ------------------------------------------------------------------------------------------------------------
+
+    def call_state(self, settings: Settings, tokens: int) -> State:
+        """Return what a forward pass over `tokens` rows needs besides its tensors and the precision."""
+        step = self.step_state
+        if not self.delayed_operands and self.draw_place is None and self.levels is None and not step.active:
+            return State()
+        held = None
+        if step.holds_weight:
+            if not torch.compiler.is_compiling():
+                self.check_held()
+            sampled = self.training and self.precision.sampling is not None
+            held = step.codes if settings.weight.cast and sampled == step.sampled else None
+        if self.delayed_operands and self.training and not step.active:
+            self._notice_step()
+        amax = (self._amax(operand) for operand in OPERANDS)
+        return State(self._drawn_at(tokens), self.draw_keys, held, local(self.levels), *amax)
+
+    def _drawn_at(self, tokens: int) -> Tensor | None:
+        """Return the step and the first row of this call, int64[2] on the device; None where nothing is drawn."""
+        if self.draw_place is None:
+            return None
+        compiling = torch.compiler.is_compiling()
+        # What depends on the step alone needs no row, but must be told from another step's when it is recomputed.
+        if self.step_state.active and not self._rows_matter and (compiling or self.precision.sampling is None):
+            return local(self.draw_place)
+        grad = torch.is_grad_enabled()
+        if compiling:
+            place: Tensor = torch.ops.dither.place(self.draw_handle, local(self.draw_keys), tokens, self.training, grad)
+            return place
+        return self.draws.place(tokens, training=self.training, grad=grad)
+
+    def _amax(self, operand: str) -> Amax:
+        given: Tensor | None = getattr(self, f"_{operand}_amax")
+        largest: Tensor | None = getattr(self, f"_{operand}_largest")
+        return Amax(None if self.measures_now else given, largest if self.training and torch.is_grad_enabled() else None)
+
+    def _notice_step(self) -> None:
+        """Outside of a step_context, move the histories of delayed scaling on when the weight has changed."""
+        several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        if torch.compiler.is_compiling() or several:
+            raise UserError(
+                f"The layer {self.name!r} scales by the magnitudes of earlier steps, and "
+                f"{'several ranks' if several else 'compiled code'} cannot tell where a step ends: "
+                "run forward and backward inside `with dither.nn.step_context(model, step=...)`."
+            )
+        if self._seen_version not in (None, self.weight._version):
+            histories.push([self], None)
+        self._seen_version = self.weight._version
+
+    def learned_weight(self) -> Tensor:
+        """Return the parameter that an optimizer has of this layer's weight."""
+        return self.weight
+
+    def hold(self) -> None:
+        """Sample and cast the weight once for all forward passes of the step, in both layouts, into memory that stays."""
+        settings, step = self._settings[1 if self.weight.is_cuda else 0], self.step_state
+        samples = self.training and self.precision.sampling is not None and not self.precision.sampling.recompute
+        # FSDP2 gathers a sharded weight in forward, where it is sampled and cast.
+        if not (settings.weight.cast or samples) or type(self.weight) not in (Tensor, nn.Parameter):
+            return
+        step.hold(self.weight._version, sampled=samples)
+        weight = self.hold_sample() if samples else self.weight
+        if not settings.weight.cast:
+            return
+        state = State(self.draw_place, self.draw_keys, levels=local(self.levels), weight_amax=self._amax("weight"))
+        with torch.no_grad():
+            memory = step.code_memory
+            if memory is not None and (len(memory[0]), memory[2].shape[1]) == self.weight.shape:
+                functional.cast_weight_again(weight, settings.weight, state, memory)
+                return
+            codes = functional.cast_weight(weight, settings.weight, state, along=True, across=True)
+            codes = step.keep_codes(codes if samples else functional.only_cast(codes, settings.weight))
+            step.code_memory = functional.cast_memory(codes) if settings.weight.whole else None
+
+    def check_held(self) -> None:
+        """Raise if the weight was changed after it was sampled or cast for this step."""
+        if self.step_state.holds_weight and self.weight._version != self.step_state.weight_version:
+            raise UserError(
+                f"The weight of the layer {self.name!r} changed inside a step_context, which holds "
+                f"{'a sample of it' if self.step_state.sampled else 'its codes'}. A torch.optim.Optimizer may change it there; "
+                "make other changes after the step_context."
+            )
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return everything that the layer consists of, for `restore`. Containers are copied, tensors are not."""
+        copied = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "resting_bitwidths", "warned")
+        saved = {key: type(value)(value) if key in copied else value for key, value in vars(self).items()}
+        return saved | {"step_state": (self.step_state, self.step_state.snapshot())}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Bring back what `snapshot` returned."""
+        step_state, state = saved["step_state"]
+        step_state.restore(state)
+        vars(self).clear()
+        vars(self).update(saved | {"step_state": step_state})
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StatefulLayer":
+        """Magnitudes and bitwidths stay float32 whatever the parameters become; what is held is made again where they go."""
+        kept = {name: buffer for name in BUFFERS if (buffer := self._buffers[name]) is not None}
+        self.step_state.forget()
+        bitwidths = [bitwidth for name in BITWIDTHS if (bitwidth := self._parameters[name]) is not None]
+        bitwidths += [bitwidth.grad for bitwidth in bitwidths if bitwidth.grad is not None]  # type: ignore[misc]
+
+        def move(x: Tensor) -> Tensor:
+            moved = fn(x)
+            return x.to(moved.device) if moved.dtype != x.dtype and any(x is bitwidth for bitwidth in bitwidths) else moved
+
+        super()._apply(move, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in kept.items():
+            moved = self._buffers[name]
+            assert moved is not None
+            if buffer.is_meta and not moved.is_meta:  # there was nothing to move
+                self.begin_state(moved.device)
+                numbers = level_indices(self.precision, self.families)
+                assert numbers is not None
+                self._write_levels(numbers)
+                break
+            if moved.dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(moved.device)
+        return self
+
+    def _begin_draws(self) -> None:
+        self.draws = Draws(self)
+        self.draw_handle = self.draws.handle()
+
+    def belong_to(self, model: nn.Module) -> None:
+        """Say which model the layer is part of; how that is parallelized decides which rows a rank draws for."""
+        self.draws.root = weakref.ref(model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs: nothing of a step_context that is under way."""
+        state = dict(self.__dict__)
+        del state["draws"], state["draw_handle"]
+        return state | {"step_state": StepState()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._begin_draws()
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """What follows from the histories."""
+        histories = {operand: getattr(self, f"{operand}_history") for operand in self.delayed_operands}
+        for operand, history in histories.items():
+            cast: Cast = getattr(self.precision, operand)  # overrides have no history
+            getattr(self, f"_{operand}_amax").copy_(scaling.delayed_amax(history, cast.scaling))
+        self.measures_now = not all(bool(history.any()) for history in histories.values())
