@@ -68,6 +68,7 @@ ORDER = [
     "dither.nn.layer_state",
     "dither.nn.linear",
     "dither.nn.step",
+    "dither.nn.compiling",
     "dither.nn.experts",
     "dither.nn.conv1d",
     "dither.nn.guidance",

@@ -1,7 +1,6 @@
 """Small, plain language models with Hugging Face's parameter names, and any of Hugging Face's own."""
 
 from dither.models.causal import CausalLM as CausalLM
-from dither.models.causal import compile_blocks as compile_blocks
 from dither.models.generation import generate as generate
 from dither.models.gpt2 import GPT2 as GPT2
 from dither.models.gpt2 import GPT2Config as GPT2Config
@@ -19,3 +18,4 @@ from dither.models.presets import build as build
 from dither.models.presets import flops_per_token as flops_per_token
 from dither.models.presets import parameter_count as parameter_count
 from dither.models.presets import preset as preset
+from dither.nn import compile_blocks as compile_blocks

@@ -153,17 +153,3 @@ class _CrossEntropy(torch.autograd.Function):
         logits_NV, targets_N, parts_2N, count = ctx.saved_tensors
         weights_N = (grad / count).where(targets_N != IGNORE, 0.0)
         return torch.ops.dither.cross_entropy_backward(logits_NV, targets_N, parts_2N, weights_N, ctx.backend), None, None
-
-
-def compile_blocks(model: CausalLM, **options: Any) -> None:
-    """Compile each block by itself, in place: `torch.compile`'s options, with `fullgraph=True` unless said otherwise.
-
-    Blocks are alike, so one is traced and the rest find its code; what is traced and compiled, on the first call, is a
-    small fraction of the model. Names and parameters stay as they are. Convert layers first.
-
-    >>> from dither.models import build, compile_blocks
-    >>> model = build("tiny")
-    >>> compile_blocks(model)
-    """
-    for block in model.blocks:
-        block.compile(**{"fullgraph": True, **options})

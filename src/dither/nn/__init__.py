@@ -1,6 +1,7 @@
 """Layers in few bits, and the conversion of models to them."""
 
 from dither.errors import renamed
+from dither.nn.compiling import compile_blocks as compile_blocks
 from dither.nn.conv1d import Conv1D as Conv1D
 from dither.nn.conversion import Conversion as Conversion
 from dither.nn.conversion import apply_plan as apply_plan

@@ -67,9 +67,9 @@ def convert(
     output layer, adapters, routers and other narrow layers are left alone unless the plan or `only` names them;
     `all_layers=True` converts them too. A layer that cannot run as the plan says is an error, and nothing is changed. With
     `fallback="bf16"` it runs uncast, with `fallback="emulate"` it multiplies dequantized numbers in float32, and the record
-    says why. `emulate` does the latter to all layers. `seed` is that of stochastic casts. `engines` are the native units that passed the self-test of
-    this machine, or the file in which `dither doctor --engines FILE` recorded them; units that this project has run need no
-    such record.
+    says why. `emulate` does the latter to all layers. `seed` is that of stochastic casts. `engines` are the native units that
+    passed the self-test of this machine, or the file in which `dither doctor --engines FILE` recorded them; units that this
+    project has run need no such record.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))

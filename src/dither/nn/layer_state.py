@@ -95,8 +95,9 @@ class StatefulLayer(SampledLayer):
 
     def switch_level(self, precision: LayerPrecision, others: tuple[LayerPrecision, ...]) -> bool:
         """Change to `precision` by writing levels alone; return False, and change nothing, if that is not enough."""
-        resampled = any(getattr(self.precision, name) != getattr(precision, name) for name in SAMPLINGS)
-        if self.families == NO_LEVELS or resampled:
+        if self.families == NO_LEVELS or not self.same_constants(precision):
+            return False
+        if any(getattr(self.precision, name) != getattr(precision, name) for name in SAMPLINGS):
             return False
         for operand in OPERANDS:
             families = (self.families[operand].along, self.families[operand].across)
@@ -126,7 +127,7 @@ class StatefulLayer(SampledLayer):
         if step.holds_weight:
             if not torch.compiler.is_compiling():
                 self.check_held()
-            sampled = self.training and self.precision.sampling is not None
+            sampled = self.training and self.samples_weight
             held = step.codes if settings.weight.cast and sampled == step.sampled else None
         if self.delayed_operands and self.training and not step.active:
             self._notice_step()
@@ -139,7 +140,7 @@ class StatefulLayer(SampledLayer):
             return None
         compiling = torch.compiler.is_compiling()
         # What depends on the step alone needs no row, but must be told from another step's when it is recomputed.
-        if self.step_state.active and not self._rows_matter and (compiling or self.precision.sampling is None):
+        if self.step_state.active and not self._rows_matter and (compiling or not self.samples_weight):
             return local(self.draw_place)
         grad = torch.is_grad_enabled()
         if compiling:

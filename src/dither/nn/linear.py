@@ -121,6 +121,7 @@ class Linear(StatefulLayer):
         self.fallback: Literal["error", "bf16", "emulate"] = "error"  # what conversion does where no units take the precision
         self.emulates_here = False  # whether it did so by emulation
         self._seen_version = None
+        self.settings_version = 0  # of what compiled code takes as constants
         self.warned = set()
         self.resting_bitwidths = {}
         self.compute = "fp32"
@@ -173,6 +174,7 @@ class Linear(StatefulLayer):
             for name in (self.name, "")
         )
         self.step_state = StepState()  # held codes have the format of the old settings
+        self.settings_version += 1
 
     def reset_parameters(self) -> None:
         """As in nn.Linear; bitwidths begin at 1."""
@@ -197,7 +199,7 @@ class Linear(StatefulLayer):
         hints.slow_autocast(input)
         settings = self._settings_for(input)
         state = self.call_state(settings, rows_of(input))
-        if self.training and self.precision.sampled:
+        if self.training and (self.samples_weight or self.samples_input):
             return self.sampled_forward(input, settings, state)
         return self.product(input, self.weight, settings, state)
 

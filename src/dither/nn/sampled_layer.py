@@ -16,6 +16,9 @@ from dither.precision import Cast, LayerPrecision
 BITWIDTHS = {"bitwidth": "sampling", "input_bitwidth": "input_sampling"}
 """The parameters of learned bitwidths, and the field of a LayerPrecision that asks for each."""
 
+SAMPLED = {"sampling": "weight", "input_sampling": "input"}
+"""The operand of each sampling of a LayerPrecision."""
+
 
 class SampledLayer(nn.Linear):
     """Base of `dither.nn.Linear` with everything that concerns samplings."""
@@ -81,19 +84,39 @@ class SampledLayer(nn.Linear):
 
     def begin_constants(self, precision: LayerPrecision) -> None:
         """Compute the constants of each sampling for all dtypes, so that compiled code finds them in a table."""
-        self._constants = {
-            (field, dtype, master): sampling.constants(chosen, cast, dtype, master)
-            for field, cast in (("sampling", self.forward_cast("weight")), ("input_sampling", self.forward_cast("input")))
+        self._constants = self._constants_of(precision)
+        # Compiled code reads these and not the precision, which may change while the code stays the same.
+        self.samples_weight, self.samples_input = precision.sampling is not None, precision.input_sampling is not None
+        self.casts_nothing = precision.uncast
+        self._casts_forward = {field: precision.cast("forward", operand) is not None for field, operand in SAMPLED.items()}
+
+    def _constants_of(self, precision: LayerPrecision) -> dict[tuple[str, torch.dtype, torch.dtype], SamplingConstants]:
+        return {
+            (field, dtype, master): sampling.constants(chosen, precision.cast("forward", operand), dtype, master)
+            for field, operand in SAMPLED.items()
             if (chosen := getattr(precision, field)) is not None
             for dtype in sampling.FORMATS
             for master in sampling.FORMATS
         }
 
+    def same_constants(self, precision: LayerPrecision) -> bool:
+        """Return whether `precision` samples as the layer does now, to compiled code."""
+        samples = (precision.sampling is not None, precision.input_sampling is not None)
+        return samples == (self.samples_weight, self.samples_input) and self._constants_of(precision) == self._constants
+
+    def safe_limit(self, field: str) -> tuple[float, str]:
+        """Return (bitwidth, format): above that bitwidth the noise of `field` can vanish in rounding to the format."""
+        kept, master = self._dtypes(field)
+        return sampling.safe_limit(getattr(self.precision, field), self.forward_cast(SAMPLED[field]), kept, master)
+
     def sampling_constants(self, field: str) -> SamplingConstants:
         """Return the constants of `sampling` or `input_sampling` inside a step_context."""
-        cast = self.forward_cast("weight" if field == "sampling" else "input")
-        master = self.weight.dtype if field == "sampling" else torch.float32
-        return self._constants_for(field, self._kept_dtype() if cast is None else torch.float32, master)
+        return self._constants_for(field, *self._dtypes(field))
+
+    def _dtypes(self, field: str) -> tuple[torch.dtype, torch.dtype]:
+        """Return the dtypes of samples and of what is sampled, inside a step_context."""
+        kept = torch.float32 if self._casts_forward[field] else self._kept_dtype()
+        return kept, self.weight.dtype if field == "sampling" else torch.float32
 
     def _constants_for(self, field: str, kept: torch.dtype, master: torch.dtype) -> SamplingConstants:
         """Return the constants of a sampling of numbers of dtype `master` whose samples have the dtype `kept`."""
@@ -116,7 +139,7 @@ class SampledLayer(nn.Linear):
 
     def product(self, x: Tensor, weight: Tensor, settings: Settings, state: State) -> Tensor:
         """Return x W^T + bias with casts; a weight that tensor parallelism shards is multiplied in parts."""
-        if isinstance(weight, DTensor) and not self.precision.uncast:
+        if isinstance(weight, DTensor) and not self.casts_nothing:
             return tensor_parallel.linear(x, weight, self.bias, settings, state, self.precision)
         return functional.linear(x, weight, self.bias, settings, state=state)
 
@@ -124,15 +147,15 @@ class SampledLayer(nn.Linear):
         """Return the layer's output by its sampled weight, its sampled input, or both."""
         autocast = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if autocast else None
-        if self.precision.input_sampling is not None:
+        if self.samples_input:
             x = self._sampled_input(x, state, dtype or x.dtype)
         weight, bitwidth, step = self.weight, self.bitwidth, self.step_state
-        if self.precision.sampling is None:
+        if not self.samples_weight:
             return functional.linear(x, weight, self.bias, settings, state=state)
         assert bitwidth is not None
         self._check_sampled(bitwidth, dtype or weight.dtype)
         # A cast takes w_hat before it has been rounded to any other type.
-        kept = torch.float32 if self.forward_cast("weight") else dtype or weight.dtype
+        kept = torch.float32 if self._casts_forward["sampling"] else dtype or weight.dtype
         constants = self._constants_for("sampling", kept, weight.dtype)
         draw = step.draw if step.active else functional.drawn(state, functional.PURPOSES.index("sample"), moved=False)
         assert draw is not None
@@ -146,7 +169,7 @@ class SampledLayer(nn.Linear):
             with torch.no_grad():
                 w_hat, amax = sampling.sample(weight, b_t, draw, constants, kept)
         assert amax is not None
-        if self.precision.uncast:
+        if self.casts_nothing:
             assert w_hat is not None
             learner = sampling.gradient_of(weight, bitwidth, b_t, amax, draw, constants, kept)
             bias = self.bias if dtype is None or self.bias is None else self.bias.to(dtype)
@@ -180,7 +203,7 @@ class SampledLayer(nn.Linear):
 
     def _check_sampled(self, bitwidth: Tensor, dtype: torch.dtype) -> None:
         self._check_float32("bitwidth", bitwidth)
-        if self.step_state.active and self.forward_cast("weight") is None and dtype != self._kept_dtype():
+        if self.step_state.active and not self._casts_forward["sampling"] and dtype != self._kept_dtype():
             raise UserError(
                 f"The layer {self.name!r} computes in {dtype}, and this step_context samples its weight for "
                 f"compute={self.compute!r}: convert by a plan whose compute is what autocast has, or 'fp32' without autocast."

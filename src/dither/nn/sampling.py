@@ -41,21 +41,22 @@ class SamplingConstants(NamedTuple):
     """Where b_t stops; infinite where it does not."""
     clamped: bool
     """Whether b_t stops anywhere."""
-    safe: float
-    """Above this noise can vanish in rounding to `format`."""
-    format: str
     recompute: bool
 
 
 def constants(sampling: Sampling, cast: Cast | None, dtype: torch.dtype, master: torch.dtype) -> SamplingConstants:
-    """A Sampling of numbers kept in `master` that products read as `cast` says, or in `dtype` where there is no cast."""
+    """Return the constants of a sampling of numbers of dtype `master` that products read by `cast`, else in `dtype`."""
+    clamped = sampling.beyond == "clamp"
+    limit = safe_limit(sampling, cast, dtype, master)[0] if clamped else math.inf
+    own = (sampling.noise, sampling.block, sampling.b_init, sampling.b_target)
+    return SamplingConstants(*own, limit, clamped, sampling.recompute)
+
+
+def safe_limit(sampling: Sampling, cast: Cast | None, dtype: torch.dtype, master: torch.dtype) -> tuple[float, str]:
+    """Return (bitwidth, format): above that bitwidth noise can vanish in rounding to the format."""
     format = FORMATS[dtype] if cast is None else cast.format
     same = cast is None and master == dtype
-    safe = safe_bitwidth(format, sampling.noise, master="same" if same else "fp32")
-    clamped = sampling.beyond == "clamp"
-    limit = safe if clamped else math.inf
-    own = (sampling.noise, sampling.block, sampling.b_init, sampling.b_target)
-    return SamplingConstants(*own, limit, clamped, safe, format, sampling.recompute)
+    return safe_bitwidth(format, sampling.noise, master="same" if same else "fp32"), format
 
 
 def bitwidths(bitwidth: Tensor, has: SamplingConstants) -> Tensor:

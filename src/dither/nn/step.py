@@ -73,7 +73,7 @@ class StepContext:
         for place in self._places:
             place[0].fill_(self.step)
             place[1].fill_(self._row)
-        self._watched: list[tuple[SamplingConstants, list[tuple[Linear, str]]]] = []
+        self._watched: list[tuple[SamplingConstants, tuple[float, str], list[tuple[Linear, str]]]] = []
         self._ranges: list[Tensor] = []
         self._seen: tuple[Tensor, torch.cuda.Event | None] | None = None
         self._prepare_sampling(self.step)
@@ -114,26 +114,27 @@ class StepContext:
     # Sampling ----------------------------------------------------------------------------------------------------------
 
     def _prepare_sampling(self, step: int) -> None:
-        """The step's bitwidths, and where its noise is drawn: a few launches for all layers together."""
+        """Compute the step's bitwidths, and where its noise is drawn, in a few launches for all layers together."""
         samplers: list[Linear] = []
         groups: dict[Any, list[tuple[Linear, str]]] = {}
         for layer in self._layers:
             if not layer.precision.sampled:
                 continue
             samplers.append(layer)
-            for name, of in BITWIDTHS.items():
-                if getattr(layer.precision, of) is not None:
-                    groups.setdefault((layer.sampling_constants(of), getattr(layer, name).device), []).append((layer, name))
+            for name, field in BITWIDTHS.items():
+                if getattr(layer.precision, field) is not None:
+                    key = (layer.sampling_constants(field), layer.safe_limit(field), getattr(layer, name).device)
+                    groups.setdefault(key, []).append((layer, name))
         self._place_draws(samplers, step)
-        for (has, _), members in groups.items():
+        for (constants, safe, _), members in groups.items():
             b_i = [local(getattr(layer, name)).detach() for layer, name in members]
-            b_t = torch._foreach_mul(b_i, has.b_init - has.b_target)
-            torch._foreach_add_(b_t, has.b_target)
+            b_t = torch._foreach_mul(b_i, constants.b_init - constants.b_target)
+            torch._foreach_add_(b_t, constants.b_target)
             if (every := torch.cat([b.flatten() for b in b_t])).numel():
-                self._watched.append((has, members))
+                self._watched.append((constants, safe, members))
                 self._ranges.append(torch.stack(torch.aminmax(every)))
-            torch._foreach_clamp_max_(b_t, has.limit)
-            # What is spread over processes is gathered in forward, and computed there.
+            torch._foreach_clamp_max_(b_t, constants.limit)
+            # Bitwidths of sharded weights are gathered in forward, and b_t is computed there.
             whole = [(*member, b) for member, b in zip(members, b_t, strict=True) if not isinstance(getattr(*member), DTensor)]
             keep_in_place([(layer.step_state, B_T[name], b) for layer, name, b in whole])
             for layer, _, _ in whole:
@@ -172,7 +173,7 @@ class StepContext:
             self._seen = (host, event)
 
     def _look(self) -> None:
-        """Raise where bitwidths or weights cannot be sampled from, and warn once a layer of bitwidths that are not safe."""
+        """Raise if bitwidths or weights cannot be sampled; warn once per layer of bitwidths that are not safe."""
         if self._seen is None:
             return
         numbers, event = self._seen
@@ -180,12 +181,12 @@ class StepContext:
         if event is not None:
             event.synchronize()  # recorded before the forward pass, so it is long past
         found = numbers.tolist()
-        for index, (has, members) in enumerate(self._watched):
+        for index, (constants, safe, members) in enumerate(self._watched):
             low, high = found[2 * index : 2 * index + 2]
             if not (low >= 0 and high < math.inf):
                 raise UserError(_wrong_bitwidths(members))
-            if high > has.safe:
-                _warn_unsafe(has, members)
+            if high > safe[0]:
+                _warn_unsafe(constants, safe, members)
         if not all(math.isfinite(amax) for amax in found[2 * len(self._watched) :]):
             for layer in self._layers:
                 amax_held = layer.step_state.w_amax
@@ -210,19 +211,22 @@ def _wrong_bitwidths(members: list[tuple[Linear, str]]) -> str:
     return "A bitwidth is NaN, infinite or negative on another process."
 
 
-def _warn_unsafe(has: SamplingConstants, members: list[tuple[Linear, str]]) -> None:
+def _warn_unsafe(constants: SamplingConstants, safe: tuple[float, str], members: list[tuple[Linear, str]]) -> None:
     members = [(layer, name) for layer, name in members if name not in layer.warned and getattr(layer, name).numel()]
     if not members:
         return
-    unlimited = has._replace(limit=math.inf)
+    bits, format = safe
+    unlimited = constants._replace(limit=math.inf)
     most = torch.stack([sampling.bitwidths(local(getattr(layer, name)), unlimited).amax() for layer, name in members]).tolist()
     for (layer, name), b_t in zip(members, most, strict=True):
-        if b_t > has.safe:
+        if b_t > bits:
             layer.warned.add(name)
-            held = f"they are held at {has.limit:g}" if has.limit < math.inf else "they are left there, as beyond='warn' says"
+            held = (
+                f"they are held at {constants.limit:g}" if constants.clamped else "they are left there, as beyond='warn' says"
+            )
             warnings.warn(
-                f"The layer {layer.name!r} has a {name} with b_t up to {b_t:g}, above {has.safe:g}, where {has.kind} noise can "
-                f"vanish in {has.format}: {held}.",
+                f"The layer {layer.name!r} has a {name} with b_t up to {b_t:g}, above {bits:g}, where {constants.kind} noise "
+                f"can vanish in {format}: {held}.",
                 stacklevel=5,
             )
 

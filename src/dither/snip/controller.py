@@ -18,7 +18,7 @@ from torch import distributed as dist
 from torch import nn
 
 from dither.errors import UserError
-from dither.nn.conversion import apply_plan
+from dither.nn.conversion import apply_plan, prepare_plans
 from dither.precision import Plan, matches
 from dither.random import Stream
 from dither.recipes import recipe
@@ -173,6 +173,8 @@ class Snip:
             raise UserError("snip's cost='time' is measured on a CUDA GPU, and there is none here: use cost='flops'.")
         self.model, self.optimizer, self.base = model, optimizer, recipe(base) if isinstance(base, str) else base
         self.options = combinations(options)
+        if any(isinstance(module, Linear) for module in model.modules()):  # a stage of a pipeline may have none
+            prepare_plans(model, [replace(self.base, layers=(), default=each.precision) for each in self.options])
         self.goal = Goal(
             target=target,
             cost="flops" if cost == "time" else cost,
