@@ -5,6 +5,7 @@ PYTHONPATH=src python3 benchmarks/levels.py
 
 import torch
 
+from dither.formats import Format
 from dither.kernels import levels, quantize
 from dither.levels import families
 from dither.precision import Cast
@@ -19,14 +20,14 @@ FAMILIES = (
 SHAPES = ((8192, 2048), (16384, 768), (8192, 8192))
 
 
-def milliseconds(call, repeats: int = 30) -> float:
+def milliseconds(call, *arguments, repeats: int = 30) -> float:
     for _ in range(5):
-        call()
+        call(*arguments)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()
     for _ in range(repeats):
-        call()
+        call(*arguments)
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / repeats
@@ -38,22 +39,19 @@ def main() -> None:
     for rows, columns in SHAPES:
         x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
         # Bytes of a cast to both layouts: 2 read and 2 written per element, as a copy of bfloat16.
-        copy = milliseconds(lambda x=x: torch.empty_like(x).copy_(x))
+        copy = milliseconds(torch.empty_like(x).copy_, x)
         for text in FAMILIES:
             casts = list(map(Cast.parse, text.split("|")))
             family = families(casts)[casts[0]]
-            from dither.formats import Format
-
             container = Format.parse(family.container)
             for number, cast in enumerate(family.casts):
                 level = torch.tensor([number], dtype=torch.int32, device="cuda")
                 drawn = Draw(0, place) if cast.round.kind == "stochastic" else None
                 any_drawn = Draw(0, place) if "stochastic" in text else None
-                alone = milliseconds(lambda: quantize.quantize_both(x, cast, drawn, None, container))
-                chosen = milliseconds(lambda: levels.quantize_both(x, family.casts, level, any_drawn, None, container))
-                print(
-                    f"{rows:>7} x {columns:<5}{cast!s:<36} {alone:9.4f} {chosen:12.4f} {chosen / alone:6.3f} {copy / chosen:8.3f}"
-                )
+                alone = milliseconds(quantize.quantize_both, x, cast, drawn, None, container)
+                chosen = milliseconds(levels.quantize_both, x, family.casts, level, any_drawn, None, container)
+                ratios = f"{chosen / alone:6.3f} {copy / chosen:8.3f}"
+                print(f"{rows:>7} x {columns:<5}{cast!s:<36} {alone:9.4f} {chosen:12.4f} {ratios}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from dither.nn import Linear as Linear
 from dither.nn import apply_plan as apply_plan
 from dither.nn import bitwidth_loss as bitwidth_loss
 from dither.nn import choose_targets as choose_targets
-from dither.nn import compile_blocks as compile
+from dither.nn import compile_blocks as compile_blocks
 from dither.nn import convert as convert
 from dither.nn import deploy as deploy
 from dither.nn import effective_precision as effective_precision
@@ -39,6 +39,7 @@ from dither.precision import WeightDecay as WeightDecay
 from dither.random import Stream as Stream
 from dither.recipes import recipe as recipe
 
+compile = compile_blocks
 __version__ = "0.1.0"
 
 _RENAMED = {"training_step": "step_context", "apply": "apply_plan"}

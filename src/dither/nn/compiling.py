@@ -20,8 +20,8 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
 
     `options` are those of `torch.compile`, with `fullgraph=True` unless given otherwise. Blocks are the children of one class
     in the outermost `nn.ModuleList` or `nn.Sequential` that has at least two of them, as in the models of Hugging Face,
-    torchtitan and this library. A model without such a list is compiled as a whole. Call it before or after `dither.convert`: what is
-    compiled, on the first call, is a block as it is then.
+    torchtitan and this library. A model without such a list is compiled as a whole. Call it before or after `dither.convert`:
+    what is compiled, on the first call, is a block as it is then.
 
     Blocks that differ in constants, as BF16 beside FP8, have a graph each. Dynamo's limit on graphs per function does not apply
     to them; levels of one family share a graph (`dither.prepare_plans`).

@@ -173,7 +173,7 @@ class Snip:
             raise UserError("snip's cost='time' is measured on a CUDA GPU, and there is none here: use cost='flops'.")
         self.model, self.optimizer, self.base = model, optimizer, recipe(base) if isinstance(base, str) else base
         self.options = combinations(options)
-        if any(isinstance(module, Linear) for module in model.modules()):  # a stage of a pipeline may have none
+        if layers_of(model, some=False):  # a stage of a pipeline may have none
             prepare_plans(model, [replace(self.base, layers=(), default=each.precision) for each in self.options])
         self.goal = Goal(
             target=target,
