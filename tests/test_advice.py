@@ -12,6 +12,7 @@ from dither.advice import GPUS, Advice, Gpu, Setting, advise, estimate, gpu_name
 from dither.advice.machine import LARGE, SMALL, advice_here
 from dither.advice.memory import GIB
 from dither.advice.shapes import model_shape, shape_of
+from dither.doctor.report import print_advice
 from dither.models import PRESETS, build, save_pretrained
 from dither.train import Config
 from dither.train import config as configs
@@ -198,7 +199,7 @@ def test_doctor_ends_with_advice(capsys):
     shown = capsys.readouterr().out
     assert shown.index("Advice") > shown.index("Self-test")
     assert found.notes[0] in shown
-    doctor.print_advice(Advice(rows=(("H200", "1B", "o1", "8192", "40.0"),), notes=("because",)))
+    print_advice(Advice(rows=(("H200", "1B", "o1", "8192", "40.0"),), notes=("because",)))
     assert "because" in capsys.readouterr().out
 
 

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from dither import Sampling, UserError, arms, cli, convert, step_context, trials
+from dither import Sampling, UserError, cli, convert, step_context
+from dither.experiments import arms, trials
 from dither.report import estimates, plots
 from dither.report.comparison import Comparison, Entry
 from dither.train import config as configs
@@ -411,5 +412,5 @@ def test_the_script_for_machines_without_the_command_line(text, tmp_path, capsys
 
 def test_comparing_needs_nothing_of_the_command_line():
     """arms, trials and the report import where tyro is missing."""
-    code = "import sys; sys.modules['tyro'] = None; import dither.arms, dither.trials, dither.report"
+    code = "import sys; sys.modules['tyro'] = None; import dither.experiments.arms, dither.experiments.trials, dither.report"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT / "src")})

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from dither import Plan, UserError
+from dither.commands.train import summary
 from dither.data import Batch, prepare
 from dither.nn.step import StepContext
 from dither.train import Config, Progress, Status, checkpoint, loop, train
 from dither.train import config as configs
-from dither.train.command import summary
 from dither.train.job import Job
 from dither.train.metrics import Metrics
 

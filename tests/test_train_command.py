@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dither import UserError, cli
+from dither.commands.train import resolve
 from dither.train import config as configs
-from dither.train.command import resolve
 from dither.train.config import Config, describe
 from dither.train.progress import Progress
 

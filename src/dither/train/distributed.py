@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dither import ranks
 from dither.errors import DitherError, UserError
 
 TIMEOUT = timedelta(seconds=120)
@@ -96,11 +97,7 @@ class Ranks:
 
     def gather(self, text: str) -> list[str]:
         """Every rank's text, in order."""
-        if self.world == 1:
-            return [text]
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, text)
-        return found
+        return [text] if self.world == 1 else ranks.gather(text)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dither import doctor, safe_files
+from dither import safe_files
 from dither.data import Batch, Prefetch
 from dither.errors import DitherError, UserError
 from dither.models import flops_per_token
@@ -28,6 +28,7 @@ from dither.train.guard import Signals, Status
 from dither.train.job import TOKENS, Evaluation, Job, Numbers, check_changes, open_corpus, unigram_entropy
 from dither.train.metrics import Metrics, check_trackers, peak_flops
 from dither.train.progress import Progress
+from dither.versions import version
 
 CONFIG, PLAN, CONVERSION, ENVIRONMENT = "config.toml", "plan.json", "conversion.json", "environment.json"
 CHECKPOINTS = "checkpoints"
@@ -175,7 +176,7 @@ class _Run:
         """What a run depends on beside its config."""
         device = self.ranks.device
         found: dict[str, Any] = {
-            "dither": doctor.version(),
+            "dither": version(),
             "torch": str(torch.__version__),
             "python": platform.python_version(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine() or "cpu",

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import tyro
 
-from dither import doctor
 from dither.errors import UserError
+from dither.tables import print_table
 from dither.train import config as configs
 from dither.train.config import Config
 from dither.train.loop import CONFIG, Outcome
@@ -103,4 +103,4 @@ def print_fields() -> None:
         (field.path, field.type, "" if field.default in (None, ()) else configs.toml(field.default), field.sentence)
         for field in configs.describe()
     ]
-    doctor.print_table("Fields of a config", ("field", "type", "default", "meaning"), rows)
+    print_table("Fields of a config", ("field", "type", "default", "meaning"), rows)

@@ -1,6 +1,5 @@
-"""`dither eval`: the held-out loss of a checkpoint or a Hugging Face model, also after its weights were cast."""
+"""Evaluate a checkpoint or a Hugging Face model on held-out text, also with its weights cast."""
 
-import json
 import math
 import os
 import sys
@@ -9,14 +8,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
 from torch import nn
 
 from dither import safe_files
 from dither.data import Corpus, Tokenizer, is_prepared, load_tokenizer, open_tokens, prepare
-from dither.doctor import print_table
 from dither.errors import UserError
 from dither.evaluate.perplexity import Perplexity, perplexity
 from dither.nn.deployment import Deployment, deploy, weight_cast
@@ -46,36 +43,6 @@ class Evaluated:
         if self.cast is not None and self.deployment is not None:
             found["cast"] = {**_plain(self.cast), "bits": self.deployment.bits}
         return found
-
-
-def evaluate(
-    model: Annotated[Path, tyro.conf.arg(metavar="RUN|CHECKPOINT|MODEL")],
-    /,
-    data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SOURCE...")] = (),
-    cast: Annotated[str | None, tyro.conf.arg(metavar="FORMAT")] = None,
-    sequence: int | None = None,
-    sequences: int = 0,
-    device: str = "auto",
-    json: bool = False,
-) -> int:
-    """Show the loss, perplexity and bits per byte of a model on held-out text, also after casting its weights.
-
-    Args:
-        model: A run's folder, of which the newest whole checkpoint counts, a checkpoint, or a folder of a Hugging Face model.
-        data: Other text, all of which counts, or a prepared folder, of which the held-out part does; by default the run's own.
-        cast: Also cast the weights of linear layers as for deployment, such as e2m1:block(32), e4m3:row or mxfp4.
-        sequence: Tokens in a sequence; by default as in training, or 1024.
-        sequences: How many sequences, evenly spread over the text; 0 takes all there are.
-        device: auto (cuda where there is one), cpu, cuda, or cuda and a number.
-        json: Print JSON.
-    """
-    chosen = None if cast is None else parse_cast(cast)
-    found = run(model, data, cast=chosen, sequence=sequence, sequences=sequences, device=device)
-    if json:
-        print(_json(found))
-    else:
-        _print(found, cast)
-    return 0
 
 
 def parse_cast(text: str) -> Cast:
@@ -202,26 +169,3 @@ def _other(data: tuple[str, ...], folder: Path, tokenizer: Tokenizer, whole: boo
 
 def _plain(found: Perplexity) -> dict[str, Any]:
     return {**asdict(found), "perplexity": found.perplexity if math.isfinite(found.perplexity) else None}
-
-
-def _json(found: Evaluated) -> str:
-    return json.dumps(found.to_dict(), indent=1, allow_nan=False)
-
-
-def _print(found: Evaluated, cast: str | None) -> None:
-    rows = [("as trained", found.whole, "")]
-    if found.cast is not None and found.deployment is not None:
-        rows.append((f"weights in {cast}", found.cast, f"{found.deployment.bits:.2f}"))
-    cells = [
-        (
-            name,
-            f"{each.loss:.4f}",
-            "" if each is found.whole else f"{each.loss - found.whole.loss:+.4f}",
-            f"{each.perplexity:.4g}",
-            "" if each.bits_per_byte is None else f"{each.bits_per_byte:.4f}",
-            bits,
-        )
-        for name, each, bits in rows
-    ]
-    header = ("", "loss", "change", "perplexity", "bits per byte", "bits a weight")
-    print_table(f"{found.model} on {found.whole.tokens:,} tokens of {found.data}", header, cells, right=[1, 2, 3, 4, 5])

@@ -20,14 +20,14 @@ from typing import Any
 import torch
 
 from dither import safe_files
-from dither.arms import Arm, Sweep, axis_value, value_of
 from dither.data import is_prepared, load_tokenizer, open_tokens, prepare
 from dither.data.text import STDLIB
-from dither.doctor import print_table
 from dither.errors import UserError
+from dither.experiments.arms import Arm, Sweep, axis_value, value_of
 from dither.report.comparison import Comparison, Entry, Value, shown
 from dither.report.load import read_all
 from dither.report.page import ABSENT, fixed, short, size
+from dither.tables import print_table
 from dither.train import config as configs
 from dither.train.config import Config, Data, Optim, Run
 from dither.train.guard import Signals, Status

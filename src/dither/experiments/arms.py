@@ -178,6 +178,22 @@ def _setting(part: str, sampling: Sampling) -> tuple[str, str | Sampling]:
     raise UserError(f"There is no precision {part!r:.80}{did_you_mean(part, known)}: choose from {', '.join(known)}.")
 
 
+def precision_or_plan(name: str, states: str | None = None) -> Precision:
+    """Return the precision that a name means: as `dither compare` reads it, or with a plan's file in place of a recipe.
+
+    >>> precision_or_plan("bf16-sr+plan.json").plan, precision_or_plan("bf16-sr+plan.json").mode
+    ('plan.json', 'bf16-sr')
+    """
+    plans = [part for part in name.split("+") if part.endswith(".json")]
+    if not plans:
+        return replace(precision_of(name), states=states)
+    others = [part for part in name.split("+") if part not in plans]
+    if len(plans) > 1:
+        raise UserError(f"{name!r} names two plans: give one.")
+    base = precision_of("+".join(others)) if others else Precision(mode="o1")
+    return replace(base, plan=plans[0], states=states)
+
+
 # Fields ---------------------------------------------------------------------------------------------------------------
 
 

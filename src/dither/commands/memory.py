@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 
 import tyro
 
-from dither import doctor
 from dither.advice.machine import gpus_here
 from dither.advice.memory import GIB, PARTS, STORAGE, Setting, Shape, estimate, largest_batch
 from dither.advice.recommend import Gpu, gpu_named, recommend
@@ -16,6 +15,7 @@ from dither.data import is_prepared, load_tokenizer, open_tokens
 from dither.errors import UserError
 from dither.precision import LayerPrecision
 from dither.recipes import recipe as recipe_named
+from dither.tables import print_table
 from dither.train import config as configs
 from dither.train.job import TOKENS
 from dither.train.loop import CONFIG
@@ -174,4 +174,4 @@ def _print(shape: Shape, columns: dict[str, Setting], batch: int, sequence: int,
         fits = (largest_batch(shape, each, sequence=sequence, memory=gpu.usable) for each in columns.values())
         rows.append((f"largest batch, {gpu.name}", *map(str, fits)))
     title = f"{shape.parameters:,} parameters, {batch} x {sequence} tokens in a pass: GiB"
-    doctor.print_table(title, ("part", *columns), rows, right=range(1, len(columns) + 1))
+    print_table(title, ("part", *columns), rows, right=range(1, len(columns) + 1))

@@ -4,14 +4,14 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
 from dither import data as tokens
 from dither.data.text import SEPARATOR, STDLIB, Sources, check_fraction
-from dither.doctor import print_table
 from dither.errors import UserError
+from dither.tables import print_table
 
 SHOWN = 400
 """Tokens of the first text that are shown."""
@@ -66,18 +66,6 @@ def show(folder: Annotated[Path, tyro.conf.arg(metavar="FOLDER")], /, *, verify:
     if verify:
         print("Every file has its SHA-256.")
     return 0
-
-
-Action = (
-    Annotated[Any, tyro.conf.subcommand(name="prepare", constructor=prepare)]
-    | Annotated[Any, tyro.conf.subcommand(name="show", constructor=show)]
-)
-
-
-def data(action: Annotated[Action, tyro.conf.OmitSubcommandPrefixes, tyro.conf.OmitArgPrefixes]) -> int:
-    """Turn text into tokens (prepare), or show what a folder of tokens holds (show)."""
-    code: int = action
-    return code
 
 
 def _is_number(text: str) -> bool:

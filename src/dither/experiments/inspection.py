@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from dither.errors import UserError
-from dither.evaluate.command import checkpoint_of
+from dither.experiments.evaluation import checkpoint_of
 from dither.models import hf, load_pretrained, preset
 from dither.models.presets import skeleton
 from dither.nn.conversion import _reasons, _sites

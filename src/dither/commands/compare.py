@@ -6,11 +6,11 @@ from typing import Annotated
 
 import tyro
 
-from dither.arms import NAMED, NAMES
 from dither.errors import UserError
+from dither.experiments.arms import NAMED, NAMES
+from dither.experiments.trials import BASE, collect, is_done, plan, prepare_once, print_comparison, run_all, write_json
 from dither.train import config as configs
 from dither.train.config import SAMPLING_KEY
-from dither.trials import BASE, collect, is_done, plan, prepare_once, print_comparison, run_all, write_json
 
 
 def compare(

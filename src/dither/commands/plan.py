@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 import tyro
 from torch import Tensor, nn
 
-from dither import doctor
 from dither.data import Batch
 from dither.errors import UserError
 from dither.nn.conversion import Fallback
@@ -25,8 +24,10 @@ from dither.snip.passes import Passes
 from dither.snip.planning import Goal, bits_of, check_weights, choice_of, choose, picture, pins, stage_sizes, weights_said
 from dither.snip.planning import plan as plan_of
 from dither.snip.probes import PROBES, score
-from dither.snip.solve import Rows, Solution, frontier
+from dither.snip.solve import Rows, Solution
+from dither.snip.solve import frontier as frontier_of
 from dither.snip.verify import verify as verify_scores
+from dither.tables import print_table
 from dither.train import checkpoint, config
 from dither.train.distributed import joined
 from dither.train.job import Job, open_corpus
@@ -139,7 +140,7 @@ def diff(first: Annotated[str, tyro.conf.arg(metavar="PLAN")], second: Annotated
         if place != "layers":  # the order of rules says nothing by itself
             rows.append((name, *(short if len(set(short)) == 2 else texts)))
     if rows:
-        doctor.print_table(f"{len(rows)} differences", ("where", first, second), rows)
+        print_table(f"{len(rows)} differences", ("where", first, second), rows)
     else:
         print("The plans are the same.")
     return 1 if rows else 0
@@ -203,7 +204,7 @@ def verify(
     return 0
 
 
-def trade_off(
+def frontier(
     run: RunPath,
     /,
     options: str = "fp8,fp4",
@@ -247,11 +248,9 @@ def trade_off(
     split = None if sizes is None else stage_sizes(found.layers, sizes)
     lines = [
         (f"{each.target:.3f}", f"{each.efficiency:.3f}", f"{each.quality:.4g}", f"{each.gap:g}")
-        for each in frontier(found.quality(loss_weight, update_weight, power), shares, targets=targets, stages=split)
+        for each in frontier_of(found.quality(loss_weight, update_weight, power), shares, targets=targets, stages=split)
     ]
-    doctor.print_table(
-        f"Step {found.step}, {len(layers)} layers", ("target", "saved", "cost", "gap"), lines, right=[0, 1, 2, 3]
-    )
+    print_table(f"Step {found.step}, {len(layers)} layers", ("target", "saved", "cost", "gap"), lines, right=[0, 1, 2, 3])
     return 0
 
 
