@@ -11,10 +11,10 @@ ROOT = Path(dither.__file__).parent
 
 COLUMN = (
     *("errors", "safe_files", "versions", "tables", "formats", "precision", "bitwidths", "recipes", "engines", "devices"),
-    *("random", "grouping", "adam_update", "ranks"),
+    *("compiler", "random", "grouping", "adam_update", "ranks"),
     *("reference", "kernels", "torch_ops", "ops"),
     *("nn", "optim", "snip", "numerics", "models", "data", "evaluate", "theory", "advice", "doctor"),
-    *("train", "report", "experiments", "commands", "cli", "dither"),
+    *("train", "report", "experiments", "arms", "commands", "cli", "dither"),
 )
 """Every folder and every module outside of folders, in the order of imports; "dither" is the package itself."""
 

@@ -125,9 +125,7 @@ def _help(name: str) -> str:
     lines = [f"usage: {title} COMMAND ..." if not name else f"usage: {title} ...", ""]
     lines += [] if name else [DESCRIPTION, ""]
     lines += ["commands:", *(f"  {key:{width}}  {command.summary}" for key, command in commands.items()), ""]
-    lines += [
-        f"`dither {'COMMAND' if not name else next(iter(_below(name)))} --help` shows the options of {'a' if not name else 'that'} command."
-    ]
+    lines += [f"`dither {next(iter(_below(name))) if name else 'COMMAND'} --help` shows the options of that command."]
     lines += [] if name else ["`dither --version` prints the version."]
     return "\n".join(lines)
 

@@ -195,7 +195,7 @@ def operations(elements: int) -> list[Operation]:
 
 
 def compare_operations(todo: Sequence[Operation], device: str, kernels: Implementation | None) -> list[Check]:
-    """Run every operation with the reference and the kernels on `device`, and with the reference on the CPU if `device` is a GPU."""
+    """Run every operation with the reference and the kernels on `device`; on a GPU also with the reference on the CPU."""
     found = []
     for operation in todo:
         expected = operation.run(REFERENCE, device)

@@ -85,7 +85,7 @@ def _scales(kind: str, lines: int) -> tuple[Tensor, Tensor]:
 def _fp8_product(kind_a: str, kind_b: str, device: str) -> tuple[Tensor, Tensor]:
     a_MK, b_NK = _operands()
     (scale_a, spread_a), (scale_b, spread_b) = _scales(kind_a, M), _scales(kind_b, N)
-    # In memory, consecutive 1x128 scales run along the lines and consecutive 128x128 scales along K. Those of b are transposed.
+    # Consecutive 1x128 scales run along the lines and consecutive 128x128 scales along K. b is transposed.
     if kind_a == "1x128":
         scale_a = scale_a.t().contiguous().t()
     if kind_b == "1x128":
