@@ -15,7 +15,7 @@ from dither.evaluate import perplexity
 from dither.experiments.evaluation import parse_cast
 from dither.models import build, preset, save_pretrained
 from dither.train import checkpoint
-from dither.train.config import Config, Data, Precision, Run
+from dither.train.config import Config, Data, Precision, RunSettings
 from dither.train.loop import train
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"]
@@ -35,7 +35,7 @@ def run(text, tmp_path_factory):
     """A run of four steps, and how it ended."""
     out = tmp_path_factory.mktemp("run") / "first"
     data = Data(sources=(str(text),), sequence=16, batch=2, held_out=0.2)
-    asked = Run(steps=4, eval_sequences=3, save_every=2, sample_every=0, out=str(out), device="cpu")
+    asked = RunSettings(steps=4, eval_sequences=3, save_every=2, sample_every=0, out=str(out), device="cpu")
     return train(Config(data=data, precision=Precision(mode="bf16-sr"), run=asked))
 
 

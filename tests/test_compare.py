@@ -23,7 +23,7 @@ from dither.experiments import arms, trials
 from dither.report import estimates, plots
 from dither.report.comparison import Comparison, Entry
 from dither.train import config as configs
-from dither.train.config import Config, Data, Run
+from dither.train.config import Config, Data, RunSettings
 from dither.train.loop import train
 
 ROOT = Path(__file__).parent.parent
@@ -157,7 +157,7 @@ def test_mistakes_in_compare_come_before_anything_is_run(text, tmp_path, capsys,
 
 
 def test_a_base_is_what_all_have_in_common(text, tmp_path):
-    base = Config(data=Data(sources=(str(text),)), run=Run(steps=7, out="elsewhere"))
+    base = Config(data=Data(sources=(str(text),)), run=RunSettings(steps=7, out="elsewhere"))
     (tmp_path / "run.toml").write_text(configs.dumps(base))
     planned = trials.plan(configs.load(tmp_path / "run.toml"), ["o1", "o2"], tmp_path / "out")
     assert [trial.config.precision.mode for trial in planned] == ["o1", "o2"]

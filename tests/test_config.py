@@ -13,8 +13,21 @@ from dither import BitwidthLoss, Plan, Sampling, UserError, WeightDecay, recipe
 from dither.adam_update import BLOCKS
 from dither.models import PRESETS
 from dither.optim import MODES
-from dither.train import config as configs
-from dither.train.config import Config, Data, Model, Optim, Precision, Run, describe, dumps, load, loads, override, schedule
+from dither.train import fields as fields_of
+from dither.train.config import (
+    Config,
+    Data,
+    Model,
+    Optim,
+    Precision,
+    RunSettings,
+    describe,
+    dumps,
+    load,
+    loads,
+    override,
+    schedule,
+)
 from dither.train.guard import Policy
 
 # Round trips ----------------------------------------------------------------------------------------------------------
@@ -69,7 +82,7 @@ def anything(draw) -> Config:
             **draw(st.sampled_from([{}, {"recipe": "fp8-block"}, {"plan": "plan.json"}])), sampling=draw(st.none() | sampling)
         ),
         guard=Policy(spike=draw(st.sampled_from(["warn", "rollback"])), spike_factor=draw(st.floats(1.01, 100))),
-        run=Run(steps=draw(st.integers(1, 2**31 - 1)), seed=draw(seeds), compile=draw(st.booleans()), device="cuda:1"),
+        run=RunSettings(steps=draw(st.integers(1, 2**31 - 1)), seed=draw(seeds), compile=draw(st.booleans()), device="cuda:1"),
     )
 
 
@@ -84,7 +97,7 @@ def test_what_is_written_is_read_again(config, comments):
 
 def test_files(tmp_path):
     path = tmp_path / "run.toml"
-    path.write_text(dumps(Config(run=Run(out="übung/1 \x7f\t"))), encoding="utf-8")
+    path.write_text(dumps(Config(run=RunSettings(out="übung/1 \x7f\t"))), encoding="utf-8")
     assert load(path).run.out == "übung/1 \x7f\t"
     assert loads("") == Config()
 
@@ -113,8 +126,8 @@ def test_what_may_be_absent_is_absent_by_default():
     # TOML has no null: a field that is None is left out, so it must be None where it is left out.
     for each in describe():
         section, _, name = each.path.rpartition(".")
-        cls = Sampling if section == "precision.sampling" else configs._hints(Config)[section]
-        if type(None) in typing.get_args(configs._hints(cls)[name]):
+        cls = Sampling if section == "precision.sampling" else fields_of.hints(Config)[section]
+        if type(None) in typing.get_args(fields_of.hints(cls)[name]):
             assert each.default is None, each.path
 
 
@@ -328,7 +341,7 @@ def test_sections_are_checked_where_they_are_made():
     with pytest.raises(UserError, match=r"config\.optim is Optim, not 3"):
         Config(optim=3)
     with pytest.raises(UserError, match=r"run\.out is a text in quotes"):
-        Run(out="\ud800")
+        RunSettings(out="\ud800")
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().optim.lr = 1
 
@@ -363,7 +376,7 @@ def test_plans(tmp_path):
 
 def test_schedules():
     def rates(**optim):
-        config = Config(optim=Optim(lr=2.0, **optim), run=Run(steps=200))
+        config = Config(optim=Optim(lr=2.0, **optim), run=RunSettings(steps=200))
         return [schedule(config, step) for step in range(200)]
 
     warm = [2.0 * (step + 1) / 20 for step in range(20)]
@@ -381,4 +394,4 @@ def test_schedules():
     assert rates(schedule="cosine", warmup=1.0)[-1] == 2.0
     for step in (-1, 200, 1.0, True):
         with pytest.raises(UserError, match="steps 0 to 199"):
-            schedule(Config(run=Run(steps=200)), step)
+            schedule(Config(run=RunSettings(steps=200)), step)

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 import dither.data as data
 from dither import UserError
 from dither.data import loader as loading
+from dither.data import preparation
 from dither.data import text as texts
 from dither.data import tokens as tokens_module
 
@@ -590,7 +591,7 @@ def test_a_killed_run_leaves_no_tokens_and_is_swept_away(folder, tmp_path):
     def meanwhile(counts):
         # The leftover is gone; what is being written is locked, and another run leaves it alone.
         assert not left[0].exists()
-        tokens_module._sweep(out)
+        preparation._sweep(out)
         assert any(path.name.startswith(".tokens.") for path in tmp_path.iterdir())
 
     data.prepare(str(folder), out, held_out=0.2, progress=meanwhile)
@@ -639,7 +640,7 @@ def edit(**changes: object):
             else:
                 place[last] = value
         del manifest["sha256"]
-        (out / MANIFEST).write_text(tokens_module._manifest(manifest))
+        (out / MANIFEST).write_text(tokens_module.manifest_text(manifest))
 
     return apply
 

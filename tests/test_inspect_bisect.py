@@ -17,7 +17,7 @@ from dither.precision import Cast
 from dither.train import Config, checkpoint, train
 from dither.train import config as configs
 from dither.train.distributed import joined
-from dither.train.job import Job, open_corpus
+from dither.train.trainer import Trainer, open_corpus
 
 SMALL = ("data.sequence=16", "data.batch=2", "run.eval_every=0", "run.sample_every=0", "run.save_every=0")
 SMALL += ("run.eval_sequences=1", "run.device=cpu", "optim.warmup=0.0")
@@ -153,7 +153,7 @@ def jobs(text):
     with joined("cpu") as ranks:
         corpus = open_corpus(common, text.parent, ranks)
         yield lambda *names: [
-            Job(replace(common, precision=precision_or_plan(name, common.precision.states)), corpus, ranks) for name in names
+            Trainer(replace(common, precision=precision_or_plan(name, common.precision.states)), corpus, ranks) for name in names
         ]
 
 

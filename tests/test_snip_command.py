@@ -14,7 +14,7 @@ from dither.snip.planning import choice_of
 from dither.train import Config, checkpoint, train
 from dither.train import config as configs
 from dither.train.distributed import joined
-from dither.train.job import Job, open_corpus
+from dither.train.trainer import Trainer, open_corpus
 
 LEVELS = "bf16,fp4"  # what is cast takes long on a CPU: most layers stay as they are
 BOTH = options(LEVELS)
@@ -342,7 +342,7 @@ def test_estimates_are_made_on_so_many_tokens(tokens, compiled, sizes, text, tmp
     config = settings(text, tmp_path / "run", *SNIP, *given)
     with joined("cpu") as ranks:
         corpus = open_corpus(config, tmp_path / "run", ranks)
-        job = Job(config, corpus, ranks)
+        job = Trainer(config, corpus, ranks)
         job.compiled = compiled  # as it is on a GPU
         batch = job.loader.batch(0)
         parts = job._for_estimates(batch, job.config.snip.tokens)

@@ -32,7 +32,7 @@ def test_a_run_from_the_command_line(text: Path, tmp_path: Path, capsys: pytest.
     said = capsys.readouterr()
     assert (code, said.err) == (0, "")
     lines = said.out.splitlines()
-    assert re.fullmatch(r"[\d,]+ parameters, [\d,]+ tokens to train on, [\d,]+ held out, on cpu\.", lines[1])
+    assert re.fullmatch(r"[\d,]+ parameters, [\d,]+ training tokens, [\d,]+ held-out tokens, on cpu\.", lines[1])
     assert re.fullmatch(r"step 1/2  loss \d\.\d{4}  ema \d\.\d{4}  lr \d\.\d\de-\d\d  [\d,]+ tok/s  \d+s left", lines[2])
     assert lines[-5] == "All 2 steps are done."
     assert re.fullmatch(r"held-out loss    \d\.\d{4} nats a token, \d\.\d{3} bits a byte", lines[-4])
@@ -46,7 +46,7 @@ def test_a_run_from_the_command_line(text: Path, tmp_path: Path, capsys: pytest.
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("dither: error: A run cannot be resumed with another optim.schedule from cosine to constant")
     assert cli.main(["train", "--resume", "--out", str(out)]) == 0
-    assert "Going on from step 2." in capsys.readouterr().out
+    assert "Resuming from step 2." in capsys.readouterr().out
 
 
 def test_which_config_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from dither.optim import GRADIENTS, Gradients, training
 from dither.train import Config, Status, checkpoint, train
 from dither.train import config as configs
 from dither.train.distributed import TIMEOUT, Ranks
-from dither.train.job import Job
+from dither.train.trainer import Trainer
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo"),
@@ -50,14 +50,14 @@ def _rank(rank: int, port: int, folder: Path) -> None:
     assert train(settings(text, folder / "two")).step == STEPS
     assert train(settings(text, folder / "resumed"), resume=True).step == STEPS
     delayed = train(settings(text, folder / "two delayed", *DELAYED))
-    original = Job.step
+    original = Trainer.step
 
-    def signalled(self: Job, *arguments: Any) -> torch.Tensor:
+    def signalled(self: Trainer, *arguments: Any) -> torch.Tensor:
         if rank == 1 and self.done == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         return original(self, *arguments)
 
-    Job.step = signalled  # type: ignore[method-assign]
+    Trainer.step = signalled  # type: ignore[method-assign]
     outcome = train(settings(text, folder / "signalled"))
     (folder / f"outcome-{rank}.json").write_text(json.dumps([outcome.code, outcome.step, delayed.loss]))
     try:
@@ -97,14 +97,14 @@ def _dying(rank: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-    original = Job.step
+    original = Trainer.step
 
-    def step(self: Job, *arguments: Any) -> torch.Tensor:
+    def step(self: Trainer, *arguments: Any) -> torch.Tensor:
         if rank == 1 and self.done == 4:
             os.kill(os.getpid(), signal.SIGKILL)
         return original(self, *arguments)
 
-    Job.step = step  # type: ignore[method-assign]
+    Trainer.step = step  # type: ignore[method-assign]
     sys.stderr = (folder / f"stderr-{rank}.txt").open("w")
     more = ["run.steps=6", "run.save_every=3", "data.sequence=16", "data.batch=4", "run.device=cpu", "run.eval_every=0"]
     code = cli.main(["train", "--data", str(folder / "text"), "--out", str(folder / "run"), "--set", *more])
@@ -191,7 +191,7 @@ def test_a_signal_to_one_rank_reaches_all(runs: Path) -> None:
     first, second = (json.loads((runs / f"outcome-{rank}.json").read_text()) for rank in (0, 1))
     assert first == second
     assert first[:2] == [143, 4]  # it came within step 3, and the sum of step 4 told everybody
-    assert Status.load(runs / "signalled") == Status(state="interrupted", step=4, why="SIGTERM came; step 4 was saved.")
+    assert Status.load(runs / "signalled") == Status(state="interrupted", step=4, why="Received SIGTERM; step 4 is saved.")
     assert checkpoint.newest(runs / "signalled" / "checkpoints")[0] == runs / "signalled" / "checkpoints" / "step-00000004"
 
 

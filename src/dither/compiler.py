@@ -19,9 +19,8 @@ def assume_constant_result(function: Function) -> Function:
     return function
 
 
-def disable(function: Function) -> Function:
+def disable(function: Callable[..., Any]) -> Any:
     """Keep a function out of compiled graphs, as torch.compiler.disable does. Dynamo is imported by the first call."""
     from torch._compile import _disable_dynamo
 
-    disabled: Function = _disable_dynamo(function)
-    return disabled
+    return _disable_dynamo(function)

@@ -18,7 +18,7 @@ from dither.experiments.trials import BASE
 from dither.tables import print_table
 from dither.train import config as configs
 from dither.train.distributed import joined
-from dither.train.job import Job, open_corpus
+from dither.train.trainer import Trainer, open_corpus
 
 SHOWN = 20
 """The most rows of the table of differences; JSON has them all."""
@@ -65,7 +65,7 @@ def bisect(
         say: Callable[[str], object] = (lambda _: None) if json else partial(print, flush=True)
         say(f"Reading the text; then {a} and {b} take {steps} steps ...")
         corpus = open_corpus(common, Path(folder), ranks)
-        jobs = [Job(config, corpus, ranks) for config in both]
+        jobs = [Trainer(config, corpus, ranks) for config in both]
         found = lockstep.bisect(jobs[0], jobs[1], names=(a, b), steps=steps, bound=bound, free=free, tell=say)
     if json:
         print(json_text.dumps(found.to_dict(), indent=1, allow_nan=False))

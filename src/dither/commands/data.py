@@ -9,7 +9,8 @@ from typing import Annotated
 import tyro
 
 from dither import data as tokens
-from dither.data.text import SEPARATOR, STDLIB, Sources, check_fraction
+from dither.data.splits import check_fraction
+from dither.data.text import SEPARATOR, STDLIB, Sources
 from dither.errors import UserError
 from dither.tables import print_table
 

@@ -17,8 +17,7 @@ from dither.precision import LayerPrecision
 from dither.recipes import recipe as recipe_named
 from dither.tables import print_table
 from dither.train import config as configs
-from dither.train.job import TOKENS
-from dither.train.loop import CONFIG
+from dither.train.files import CONFIG, TOKENS
 
 SHOWN = (
     ("o1", None, None),
@@ -94,7 +93,7 @@ def memory(
 
 
 @dataclass(frozen=True)
-class _Run:
+class _RunShape:
     """What a run's folder says."""
 
     shape: Shape
@@ -103,7 +102,7 @@ class _Run:
     sequence: int
 
 
-def _run_of(model: str | None) -> _Run | None:
+def _run_of(model: str | None) -> _RunShape | None:
     """Return what the folder of a run says, or None where it is none."""
     if model is None or not (Path(model) / CONFIG).is_file():
         return None
@@ -124,7 +123,7 @@ def _run_of(model: str | None) -> _Run | None:
         compiled=config.run.compile is not False,
         accumulate=data.micro_batch not in (None, data.batch),
     )
-    return _Run(shape, setting, data.micro_batch or data.batch, data.sequence)
+    return _RunShape(shape, setting, data.micro_batch or data.batch, data.sequence)
 
 
 def _words(config: configs.Config, folder: Path) -> int:

@@ -30,8 +30,8 @@ from dither.snip.verify import verify as verify_scores
 from dither.tables import print_table
 from dither.train import checkpoint, config
 from dither.train.distributed import joined
-from dither.train.job import Job, open_corpus
-from dither.train.loop import CHECKPOINTS, CONFIG
+from dither.train.files import CHECKPOINTS, CONFIG
+from dither.train.trainer import Trainer, open_corpus
 
 Probe = Literal["measure", "layer", "last", "direct"]
 RunPath = Annotated[str, tyro.conf.arg(metavar="RUN_OR_CHECKPOINT")]
@@ -272,7 +272,7 @@ def _check_count(option: str, count: int, least: int) -> None:
 class _Opened:
     """A run at one of its checkpoints."""
 
-    job: Job
+    job: Trainer
 
     def parts(self, count: int, after: int = 0) -> list[Batch]:
         """That many micro-batches, from those of the step that comes next or `after` it."""
@@ -313,7 +313,7 @@ def _opened(path: str, device: str | None, emulate: bool, fallback: Fallback | N
         point = given if folder != given else checkpoint.newest(folder / CHECKPOINTS)[0]
         if point is None:
             raise UserError(f"The run {path!r} has no whole checkpoint yet: train it for a while first.")
-        job = Job(run, open_corpus(run, folder, ranks), ranks)
+        job = Trainer(run, open_corpus(run, folder, ranks), ranks, initial=False)
         job.restore(point)
         yield _Opened(job)
 

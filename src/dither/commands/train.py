@@ -1,9 +1,11 @@
-"""The command `dither train`: a config from a file and settings, a run, and what is printed when it ends."""
+"""`dither train`: train a language model as a config says, and print the result."""
 
 import math
 import os
+import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,12 +15,14 @@ from dither.errors import UserError
 from dither.tables import print_table
 from dither.train import config as configs
 from dither.train.config import Config
-from dither.train.loop import CONFIG, Outcome
+from dither.train.files import CONFIG
+from dither.train.loop import Outcome
 from dither.train.loop import train as run
 from dither.train.progress import Progress, duration
+from dither.train.weights import checkpoint_of
 
 Words = tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]]
-"""Words after an option, which may come several times."""
+"""Words after an option, which may be repeated."""
 
 Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
 
@@ -29,76 +33,110 @@ def train(
     data: Annotated[Words, tyro.conf.arg(metavar="SOURCE ...", help_behavior_hint="")] = (),
     set: Annotated[Words, tyro.conf.arg(metavar="SECTION.FIELD=VALUE ...", help_behavior_hint="")] = (),
     resume: Switch = False,
+    start_from: Annotated[str | None, tyro.conf.arg(name="from", metavar="RUN|CHECKPOINT|MODEL", help_behavior_hint="")] = None,
     out: Annotated[str | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None,
     fields: Switch = False,
 ) -> int:
-    """Train a language model: data, model, precision and the rest come from a TOML file, from --set, or from defaults.
+    """Train a language model, or resume a run.
 
-    Without a file this trains a tiny Llama on the source text of Python's standard library, in about two minutes on two CPU
-    cores. The run's folder has metrics, checkpoints and the whole config. `dither train --fields` lists every field.
-    Exit codes: 0 done, 2 a mistake in what was given, 3 stopped by the guard, 130 or 143 after SIGINT or SIGTERM, saved.
+    The config comes from a TOML file, from --set, and from defaults. Without any, this trains a tiny Llama on the source code of
+    Python's standard library, in about two minutes on two CPU cores. The folder of the run holds metrics, checkpoints and the
+    complete config. `dither train --fields` lists every field. Exit codes: 0 done, 2 a mistake in the arguments or the config,
+    3 stopped by the guard, 130 or 143 saved after SIGINT or SIGTERM.
 
     Args:
-        file: A config in TOML; with --resume, by default the one in the run's folder.
-        data: Text files, globs, folders, data sets or a prepared folder, in place of data.sources.
+        file: A config in TOML; with --resume and --from RUN, by default that of the run.
+        data: Text files, globs, folders, datasets or a prepared folder: sets data.sources.
         set: Fields as section.field=value, such as optim.lr=3e-4 run.steps=1000.
-        resume: Go on with the run in the folder, from its newest whole checkpoint.
-        out: The run's folder, in place of run.out.
-        fields: Print every field with its type, default and meaning, and train nothing.
+        resume: Resume the run in the folder from its newest whole checkpoint.
+        start_from: Start a new run, with a new schedule, from the weights of a run, a checkpoint or a Hugging Face folder.
+        out: The folder of the run: sets run.out.
+        fields: Print every field with its type, default and meaning, and do not train.
     """
     if fields:
         print_fields()
         return 0
-    config = resolve(file, data=sum(data, ()), settings=sum(set, ()), resume=resume, out=out)
+    config = resolve(file, data=sum(data, ()), settings=sum(set, ()), resume=resume, start_from=start_from, out=out)
     with Progress(sys.stdout, steps=config.run.steps) as progress:
         outcome = run(config, resume=resume, command=sys.argv, progress=progress)
         progress.say(summary(outcome))
     return outcome.code
 
 
-def resolve(file: str | None, *, data: Sequence[str], settings: Sequence[str], resume: bool, out: str | None) -> Config:
-    """The config that the arguments mean: the file, or the run's own where it is resumed, then --data, --out and --set.
+def resolve(
+    file: str | None,
+    *,
+    data: Sequence[str] = (),
+    settings: Sequence[str] = (),
+    resume: bool = False,
+    start_from: str | None = None,
+    out: str | None = None,
+) -> Config:
+    """Return the config of the arguments: the file, or that of a run, and then --from, --data, --out and --set.
 
-    >>> resolve(None, data=["a.txt"], settings=["optim.lr=3e-4"], resume=False, out="runs/a").data.sources
+    >>> resolve(None, data=["a.txt"], settings=["optim.lr=3e-4"], out="runs/a").data.sources
     ('a.txt',)
     """
-    given = [f"data.sources=[{', '.join(map(configs.toml, data))}]"] * bool(data)
-    given += [f"run.out={configs.toml(out)}"] * (out is not None)
+    changes = [f"data.sources=[{', '.join(map(configs.toml, data))}]"] * bool(data)
+    changes += [f"run.out={configs.toml(out)}"] * (out is not None)
+    if resume and start_from is not None:
+        raise UserError("--resume continues a run and --from starts a new one: use only one of them.")
     if file is not None:
         base = configs.load(file)
     elif resume:
-        # Where the run lies is itself a field, which only arguments can say here.
-        folder = Path(configs.override(Config(), [*given, *(each for each in settings if each.startswith("run.out"))]).run.out)
+        # The folder of the run is itself a field, which only arguments can set here.
+        wanted = [*changes, *(setting for setting in settings if setting.startswith("run.out"))]
+        folder = Path(configs.override(Config(), wanted).run.out)
         if not os.path.isfile(folder / CONFIG):
             raise UserError(
-                f"There is no run in {str(folder)!r} to resume: start it without --resume, or name its folder by --out."
+                f"There is no run in {str(folder)!r} to resume: start it without --resume, or name its folder with --out."
             )
         base = configs.override(configs.load(folder / CONFIG), [f"run.out={configs.toml(str(folder))}"])
     else:
         base = Config()
-    return configs.override(base, [*given, *settings])
+    if start_from is not None:
+        base = _starting_from(Path(start_from), base, own=file is not None)
+    return configs.override(base, [*changes, *settings])
+
+
+def _starting_from(path: Path, base: Config, own: bool) -> Config:
+    """Return a config whose model has the weights at a path; `own` keeps `base`, else a run's own config is used."""
+    if os.path.isfile(path / "config.json"):
+        tokenizer = path / "tokenizer.json"
+        data = replace(base.data, tokenizer=str(tokenizer)) if tokenizer.is_file() and not own else base.data
+        return replace(base, model=replace(base.model, hf=str(path)), data=data)
+    found, skipped = checkpoint_of(path)
+    for why in skipped:
+        print(why, file=sys.stderr)
+    config = found.parent.parent / CONFIG
+    if not own and os.path.isfile(config):
+        saved = configs.load(config)
+        base = replace(saved, run=replace(saved.run, out=Config().run.out))
+    return replace(base, model=replace(base.model, weights=str(found)))
 
 
 def summary(outcome: Outcome) -> str:
-    """How a run ended, in a few lines."""
+    """Return a few lines about the result of a run."""
     lines = [outcome.why]
     if outcome.loss is not None:
-        bits = "" if outcome.bits_per_byte is None else f", {outcome.bits_per_byte:.3f} bits a byte"
-        lines.append(f"held-out loss    {outcome.loss:.4f} nats a token{bits}")
+        bits = "" if outcome.bits_per_byte is None else f", {outcome.bits_per_byte:.3f} bits per byte"
+        lines.append(f"held-out loss    {outcome.loss:.4f} nats per token{bits}")
     if outcome.unigram is not None:
-        lines.append(f"unigram entropy  {outcome.unigram:.4f} nats, {outcome.unigram / math.log(2):.3f} bits, without context")
-    if outcome.skipped and outcome.how != "done":  # which says so itself
-        lines.append(f"skipped steps    {outcome.skipped} of {outcome.step}, {outcome.overflows} of them for overflows")
+        lines.append(
+            f"unigram entropy  {outcome.unigram:.4f} nats, {outcome.unigram / math.log(2):.3f} bits per byte, without context"
+        )
+    if outcome.skipped and outcome.how != "done":  # whose first line says so
+        lines.append(f"skipped steps    {outcome.skipped} of {outcome.step}, {outcome.overflows} of them overflows")
     lines.append(f"folder           {outcome.folder} after {outcome.step} steps in {duration(outcome.seconds)}")
     if outcome.how == "done":
-        lines.append(f"report           dither report {outcome.folder}")
+        lines.append(f"report           dither report {shlex.quote(str(outcome.folder))}")
     else:
-        lines.append(f"go on            dither train --resume --out {outcome.folder}")
+        lines.append(f"resume           dither train --resume --out {shlex.quote(str(outcome.folder))}")
     return "\n".join(lines)
 
 
 def print_fields() -> None:
-    """Every field of a config as a table."""
+    """Print every field of a config as a table."""
     rows = [
         (field.path, field.type, "" if field.default in (None, ()) else configs.toml(field.default), field.sentence)
         for field in configs.describe()

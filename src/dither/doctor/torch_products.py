@@ -101,7 +101,7 @@ def _fp8_product(kind_a: str, kind_b: str, device: str) -> tuple[Tensor, Tensor]
 
 
 def _mx_product(name: str, size: int, device: str) -> tuple[Tensor, Tensor]:
-    """Multiply in blocks of 32 with E8M0 scales, or of 16 with E4M3 scales. All scales are 2, so their order does not matter."""
+    """Multiply in blocks of 32 with E8M0 scales, or of 16 with E4M3 scales. All scales are 2, so order is irrelevant."""
     from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
     a_MK, b_NK = _operands()

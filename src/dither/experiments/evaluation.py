@@ -18,11 +18,11 @@ from dither.errors import UserError
 from dither.evaluate.perplexity import Perplexity, perplexity
 from dither.nn.deployment import Deployment, deploy, weight_cast
 from dither.precision import Cast, LayerPrecision, Plan
-from dither.train import checkpoint
-from dither.train.config import Config, Data, Model, Run, loads
+from dither.train import checkpoint, weights
+from dither.train.config import Config, Data, Model, RunSettings, loads
 from dither.train.distributed import Ranks, joined
-from dither.train.job import Job, open_corpus
-from dither.train.loop import CHECKPOINTS, CONFIG
+from dither.train.files import CONFIG
+from dither.train.trainer import Trainer, open_corpus
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def run(
         raise UserError(
             f"An evaluation takes sequences of at least 1 token, and 0 or more of them, not {sequence}, {sequences}."
         )
-    Run(device=device)  # which checks it
+    RunSettings(device=device)  # which checks it
     with ExitStack() as stack:
         ranks = stack.enter_context(joined(device))
         job, step, name, corpus = stack.enter_context(_opened(Path(model), data, sequence, ranks))
@@ -97,7 +97,7 @@ def run(
 @contextmanager
 def _opened(
     path: Path, data: tuple[str, ...], sequence: int | None, ranks: Ranks
-) -> Iterator[tuple[Job, int | None, str, Corpus]]:
+) -> Iterator[tuple[Trainer, int | None, str, Corpus]]:
     """A model as it trains, its step, its name, and the text to read; what has to be prepared is gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="dither-eval-") as folder:
         scratch = Path(folder)
@@ -106,7 +106,9 @@ def _opened(
             corpus = _other(data or ("stdlib",), scratch / "other", tokenizer, whole=bool(data))
             given = Data(sources=(str(corpus.folder),), sequence=sequence or 1024, batch=1)
             yield (
-                Job(Config(model=Model(hf=str(path)), data=given, run=Run(device=str(ranks.device))), corpus, ranks),
+                Trainer(
+                    Config(model=Model(hf=str(path)), data=given, run=RunSettings(device=str(ranks.device))), corpus, ranks
+                ),
                 None,
                 str(path),
                 corpus,
@@ -116,30 +118,22 @@ def _opened(
         config = _config_of(where)
         home = where.parent.parent
         own = open_corpus(config, home if os.path.isfile(home / CONFIG) else scratch, ranks)
-        job = Job(replace(config, run=replace(config.run, compile=False)), own, ranks)
+        job = Trainer(replace(config, run=replace(config.run, compile=False)), own, ranks, initial=False)
         step = job.restore(where).step
         corpus = _other(data, scratch / "other", own.tokenizer, whole=True) if data else own
         yield job, step, str(where), corpus
 
 
 def checkpoint_of(path: Path) -> Path:
-    """Return the checkpoint that a path means: itself, or the newest whole one of a run."""
-    if os.path.isfile(path / CONFIG):
-        found, skipped = checkpoint.newest(path / CHECKPOINTS)
-        for _, why in skipped:
-            print(why, file=sys.stderr)
-        if found is None:
-            raise UserError(f"The run {str(path)!r} has no whole checkpoint yet.")
-        return found
-    if not os.path.isfile(path / checkpoint.MANIFEST):
-        raise UserError(
-            f"{str(path)!r} is neither a run (config.toml), nor a checkpoint (manifest.json), nor a model (config.json)."
-        )
-    return path
+    """Return the checkpoint at a path, or the newest whole one of a run; print why newer ones were passed over."""
+    found, skipped = weights.checkpoint_of(path)
+    for why in skipped:
+        print(why, file=sys.stderr)
+    return found
 
 
 def _config_of(path: Path) -> Config:
-    """The config that a checkpoint was trained with; `Job.restore` will check every hash, this one's too."""
+    """The config that a checkpoint was trained with; `Trainer.restore` will check every hash, this one's too."""
     try:
         plain, _ = safe_files.read_json(path / checkpoint.PLAIN)
     except safe_files.Refused as error:

@@ -46,7 +46,7 @@ from dither.nn import bitwidth_loss, step_context
 from dither.nn.conv1d import Conv1D
 from dither.numerics.observe import untouched
 from dither.numerics.report import finite
-from dither.train.job import Job
+from dither.train.trainer import Trainer
 
 DEVIATIONS, FACTOR, FLOOR, LOST = 10.0, 1.25, 2.0**-7, 0.5
 """The bound that is computed: see above."""
@@ -125,8 +125,8 @@ class Bisection:
 
 
 def bisect(
-    a: Job,
-    b: Job,
+    a: Trainer,
+    b: Trainer,
     *,
     names: tuple[str, str],
     steps: int,
@@ -193,7 +193,7 @@ def default_bound(differences: Sequence[float], most: float = LOST) -> float:
 class _Pair:
     """Two jobs whose layers are compared."""
 
-    def __init__(self, a: Job, b: Job) -> None:
+    def __init__(self, a: Trainer, b: Trainer) -> None:
         self.a, self.b = a, b
         self.layers = {
             name: (module, other)
@@ -256,7 +256,7 @@ class _Pair:
                         wide = parameter.float()
                         state["master"].copy_(wide if state["master"].shape == wide.shape else wide.T)
 
-    def _pass(self, job: Job, part: Batch, keep: Callable[..., None]) -> Tensor:
+    def _pass(self, job: Trainer, part: Batch, keep: Callable[..., None]) -> Tensor:
         """Forward and backward of a micro-batch, while `keep` sees the operands of every layer."""
         scale = job.training.scaler.get_scale() if job.scaled else 1.0
         layers = [(name, pair[0] if job is self.a else pair[1]) for name, pair in self.layers.items()]
@@ -321,7 +321,7 @@ def _watched(layers: Sequence[tuple[str, nn.Module]], keep: Callable[[str, Tenso
             hook.remove()
 
 
-def _products(job: Job, layer: nn.Module, operands: _Operands) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _products(job: Trainer, layer: nn.Module, operands: _Operands) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """y, dx and dw of a layer on given operands, in what the job computes in; dx and dw are None where dy never came."""
     weight: Tensor = layer.weight  # type: ignore[assignment]
     x = operands.x if job.training.mode.autocast is not None else operands.x.to(weight.dtype)

@@ -29,15 +29,16 @@ from dither.report.load import read_all
 from dither.report.page import ABSENT, fixed, short, size
 from dither.tables import print_table
 from dither.train import config as configs
-from dither.train.config import Config, Data, Optim, Run
+from dither.train.config import Config, Data, Optim, RunSettings
 from dither.train.guard import Signals, Status
 from dither.train.loop import CONFIG, Outcome, train
 from dither.train.progress import Progress
+from dither.train.resuming import resolved
 
 BASE = Config(
     data=Data(sequence=128, batch=8),
     optim=Optim(lr=2e-3),
-    run=Run(steps=80, eval_every=40, sample_every=0, save_every=40, log_every=5, out="runs/compare"),
+    run=RunSettings(steps=80, eval_every=40, sample_every=0, save_every=40, log_every=5, out="runs/compare"),
 )
 """The config of a comparison that is given none: the six default arms on the tiny Llama take minutes on two CPU cores."""
 
@@ -127,9 +128,9 @@ def is_done(trial: Trial, resume: bool) -> bool:
     if not trial.begun:
         return False
     saved = configs.load(trial.folder / CONFIG)
-    if saved != trial.config:
+    if resolved(saved) != resolved(trial.config):
         raise UserError(
-            f"The folder {str(trial.folder)!r} has a run of another config ({_changes(saved, trial.config)}): name another by "
+            f"The folder {str(trial.folder)!r} has a run of another config ({_changes(resolved(saved), resolved(trial.config))}): name another by "
             "--out, or take the change back."
         )
     # A run that was killed while it was built has a config and no status yet.

@@ -95,6 +95,10 @@ class Ranks:
             "said, and go on with --resume."
         )
 
+    def first_error(self, error: str) -> str:
+        """Return the error of the first rank that has one, the same on every rank, or ""."""
+        return error if self.world == 1 else ranks.first_error(error)
+
     def gather(self, text: str) -> list[str]:
         """Every rank's text, in order."""
         return [text] if self.world == 1 else ranks.gather(text)

@@ -1,7 +1,8 @@
-"""A model in training: what is built for a config, one optimizer step, one evaluation, and the state between them."""
+"""A model in training: built from a config, with one optimizer step, evaluation, and the state between steps."""
 
+import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,67 +24,88 @@ from dither.optim.options import MOST_NORM
 from dither.random import Stream
 from dither.snip import Decision, Snip
 from dither.train import checkpoint
-from dither.train.config import Config, fixed_changes, loads, schedule
+from dither.train.config import Config, loads, schedule
 from dither.train.distributed import Ranks
+from dither.train.files import TOKENS
 from dither.train.guard import Guard, first_nonfinite
 from dither.train.metrics import smoothed
+from dither.train.resuming import check_changes
 from dither.train.state import Resumed, pack, plan_of, unpack
-
-TOKENS = "tokens"
-"""Where a run keeps the tokens that it prepared itself."""
+from dither.train.weights import load_weights
 
 SAMPLE_TEMPERATURE, SAMPLE_TOP_K = 0.8, 50
 
+PROMPT_TOKENS, PROMPT_WORDS, PROMPT_CHARACTERS = 64, 3, 32
+"""The default prompt of samples: the first words of held-out text, within so many of its tokens and characters."""
+
+PYTHON_PROMPT = "def "
+"""The default prompt of samples for the source code of Python's standard library."""
+
 
 class Numbers(NamedTuple):
-    """What a step gave, on the host."""
+    """The results of a step, on the host."""
 
     number: int
-    """Of the step, from 1 on."""
+    """The number of the step, from 1."""
     loss: float
     grad_norm: float
-    """Of the gradients without the loss scale, before clipping."""
+    """The norm of the gradients, without the loss scale and before clipping."""
     signals: float
-    """The sum of all ranks' signals, in the units that they were given in."""
+    """The sum of the signals of all ranks."""
     loss_scale: float
-    """What the loss was multiplied by; 1 where losses are not scaled."""
+    """The loss scale; 1 if losses are not scaled."""
 
 
 class Evaluation(NamedTuple):
-    """Of held-out text."""
+    """The loss on held-out text."""
 
     loss: float
     bits_per_byte: float | None
-    """None where it is not known how many bytes the tokens stand for."""
+    """None if the number of bytes of the tokens is not known."""
     tokens: int
 
 
-def open_corpus(config: Config, folder: Path, ranks: Ranks) -> Corpus:
-    """The tokens that a config names: a prepared folder, or text, which is prepared into the run's own folder once."""
+def open_corpus(config: Config, folder: Path, ranks: Ranks, say: Callable[[str], None] | None = None) -> Corpus:
+    """Open the tokens of a config: a prepared folder, or text, which is tokenized into the folder of the run once.
+
+    Args:
+        config: The config of the run.
+        folder: The folder of the run.
+        ranks: The ranks of the run. Rank 0 tokenizes; if it fails, every rank raises.
+        say: Called with a sentence if a single document is split into training and held-out text.
+    """
     sources = config.data.sources or (STDLIB,)
     own = folder / TOKENS
     if len(sources) == 1 and is_prepared(sources[0]):
         corpus = open_tokens(sources[0])
     else:
-        if ranks.main and not is_prepared(own):
-            prepare(sources, own, load_tokenizer(config.data.tokenizer), held_out=config.data.held_out)
-        ranks.agree(0)  # everybody waits for the first to have prepared them
+        error = ""
+        try:
+            if ranks.main and not is_prepared(own):
+                prepare(sources, own, load_tokenizer(config.data.tokenizer), held_out=config.data.held_out, say=say)
+        except UserError as problem:
+            error = str(problem)
+        if error := ranks.first_error(error):
+            raise UserError(error)
         corpus = open_tokens(own, verify=True)
         if corpus.sources != sources:
             raise UserError(
-                f"The tokens in {str(own)!r} were made from {', '.join(corpus.sources)}, and data.sources now says "
-                f"{', '.join(sources)}: name those, or train in another folder."
+                f"The tokens in {str(own)!r} were made from {', '.join(corpus.sources)}, and data.sources is now "
+                f"{', '.join(sources)}: restore it, or train in another folder."
             )
     if config.data.tokenizer != "bytes" and load_tokenizer(config.data.tokenizer).sha256 != corpus.tokenizer.sha256:
         raise UserError(
-            f"The tokens in {str(corpus.folder)!r} were made by another tokenizer than data.tokenizer="
-            f"{config.data.tokenizer!r}: leave that out, or prepare them again."
+            f"The tokens in {str(corpus.folder)!r} were not made by data.tokenizer="
+            f"{config.data.tokenizer!r}: remove that setting, or prepare them again."
         )
     return corpus
 
 
 def unigram_entropy(corpus: Corpus) -> float | None:
-    """Of the held-out text in nats, where tokens are bytes: the loss of a model that knows only how often each byte comes."""
+    """Return the unigram entropy of the held-out text in nats, or None if tokens are not bytes.
+
+    It is the loss of a model that knows only the frequency of each byte.
+    """
     if corpus.tokenizer.json is not None:
         return None
     counts = np.sum([np.bincount(shard, minlength=corpus.tokenizer.vocab_size) for shard in corpus.held_out.shards], axis=0)
@@ -91,10 +113,17 @@ def unigram_entropy(corpus: Corpus) -> float | None:
     return float(-(shares * np.log(shares)).sum())
 
 
-class Job:
-    """Everything that a step changes, and how it does; the same on every rank."""
+class Trainer:
+    """The model, the optimizer and all other state that a step changes; the same on every rank.
 
-    def __init__(self, config: Config, corpus: Corpus, ranks: Ranks) -> None:
+    Args:
+        config: The config of the run.
+        corpus: The tokens.
+        ranks: The ranks of the run.
+        initial: Load the initial weights of `model.weights`. False if a checkpoint will be restored.
+    """
+
+    def __init__(self, config: Config, corpus: Corpus, ranks: Ranks, *, initial: bool = True) -> None:
         self.config, self.corpus, self.ranks = config, corpus, ranks
         data = config.data
         self.parts = ranks.share(data.batch, data.micro_batch)
@@ -102,6 +131,8 @@ class Job:
         self.held_out = held_out(corpus.held_out, data.sequence, self._held_out_count())
         self.plan = config.precision.load_plan()
         self.model = _model(config, corpus, ranks.device)
+        if initial and config.model.weights is not None:
+            load_weights(self.model, config.model.weights)
         precision = config.precision
         self.conversion = convert(
             self.model,
@@ -122,9 +153,9 @@ class Job:
             roles=roles(self.model) if config.optim.optimizer == "adam-mini" else None,
             betas=config.optim.betas,
             eps=config.optim.eps,
-            # A scaled step takes its norm only where it clips; the largest float32 never does.
+            # A scaled step computes the norm only if it clips; the largest float32 never clips.
             max_norm=config.optim.max_norm or (MOST_NORM if scaled else None),
-            nonfinite="skip",  # on the device, before any weight changes; the guard hears of it when the host looks
+            nonfinite="skip",  # decided on the device, before any weight changes; the guard learns of it later
             seed=config.run.seed,
             **({} if config.precision.states is None else {"states": config.precision.states}),
         )
@@ -137,13 +168,13 @@ class Job:
         self.snip = self._snip()
         self.monitor = self._monitor()
         self.done = 0
-        """Steps done, skipped ones too."""
+        """Number of steps done, including skipped ones."""
         self.offset = 0
-        """Batches that were passed over after spikes."""
+        """Number of batches skipped after spikes."""
         self.loss_ema: float | None = None
         self.time = 0.0
-        """Seconds that the lives before this one trained."""
-        # Torch's generators, which only dropout draws from, start each step anew: no rank need keep what it had drawn.
+        """Seconds of training before the last resume."""
+        # Torch's generators, used only by dropout, are seeded in each step, so that no rank needs to save their state.
         self._dropout = Stream(config.run.seed, "torch", f"rank {ranks.rank}").key
         self._sound = torch.ones((), dtype=torch.bool, device=ranks.device)
 
@@ -152,7 +183,7 @@ class Job:
         return None if wanted == 0 or wanted >= there else wanted
 
     def _snip(self) -> Snip | None:
-        """What chooses precisions on the way, if something does."""
+        """Return the controller that chooses precisions during training, or None."""
         snip = self.config.snip
         if snip.target is None:
             return None
@@ -181,7 +212,7 @@ class Job:
         )
 
     def choose(self, batch: Batch) -> Decision | None:
-        """Before a step: statistics on its batch, or the plan that follows from earlier ones, if it is time for that."""
+        """Before a step: collect statistics on its batch, or switch to the plan of earlier ones, if either is due."""
         if self.snip is None:
             return None
         decision = self.snip.before_step(self.done, lambda: self._for_estimates(batch, self.config.snip.tokens))
@@ -189,10 +220,10 @@ class Job:
         return decision
 
     def _for_estimates(self, batch: Batch, tokens: int) -> list[Batch]:
-        """What estimates are made on, in micro-batches of equal size: no larger than a step's, or a quarter of them.
+        """Return part of a batch for estimates, in micro-batches of equal size: at most as large as those of a step.
 
-        A quarter where blocks are compiled: estimates run uncompiled, which needs half as much memory again for what is kept
-        between forward and backward, and they hold gradients to compare with. A run that just fits would not fit any more.
+        If blocks are compiled, at most a quarter as large: estimates run uncompiled, which needs half as much activation memory
+        again, and they keep gradients for comparison. A run that just fits into memory would not fit any more.
         """
         wanted = tokens // self.config.data.sequence // self.ranks.world
         rows = max(1, min(wanted, len(batch.tokens)))
@@ -201,18 +232,18 @@ class Job:
         return list(replace(batch, tokens=batch.tokens[: rows - rows % pieces]).split(pieces))
 
     def _monitor(self) -> Monitor | None:
-        """Return what looks at numerics on the way, if something does."""
+        """Return the monitor of numerics, or None."""
         every = self.config.monitor.every
         if not every:
             return None
         optimizer, scaler = self.training.optimizer, self.training.scaler
-        # The loop tells what is wrong.
+        # The loop reports warnings.
         return Monitor(self.model, optimizer, every=every, scaler=scaler, group=self.ranks.group, tell=lambda _: None)
 
     def look(self, batch: Batch) -> Report | None:
-        """After a step: look at the numerics of the model, in an extra pass over a part of its batch that leaves no trace.
+        """After a step: measure the numerics of the model, in an extra pass over part of its batch that changes nothing.
 
-        With loss scaling the pass computes in float32: gradients in FP16 no longer show what was too small for it.
+        With loss scaling the pass computes in float32: FP16 gradients no longer show what underflowed.
         """
         if self.monitor is None:
             return None
@@ -229,21 +260,21 @@ class Job:
 
     @property
     def lr(self) -> float:
-        """Of the step that comes next, or of the last."""
+        """Learning rate of the next step, or of the last one."""
         return schedule(self.config, min(self.done, self.config.run.steps - 1))
 
     @property
     def tokens(self) -> int:
-        """Trained on so far."""
+        """Number of tokens trained on so far."""
         return self.done * self.config.data.batch * self.config.data.sequence
 
     # A step ------------------------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch, signal: float = 0.0) -> Tensor:
-        """One optimizer step: float32[4] on the device: mean loss, gradient norm, the sum of all ranks' signals, loss scale.
+        """Do one optimizer step. Return float32[4] on the device: mean loss, gradient norm, sum of all signals, loss scale.
 
-        A loss or gradient that is not finite changes no weight: it makes all gradients NaN, and the optimizer skips those.
-        Where the guard's policy is to stop, no later step changes one either: a GPU has begun the next before the host looks.
+        A loss or gradient that is not finite changes no weight: it makes all gradients NaN, and the optimizer skips the step.
+        If the guard stops such runs, later steps change no weight either: a GPU begins the next step before the host knows.
         """
         optimizer = self.training.optimizer
         for group in optimizer.param_groups:
@@ -257,18 +288,18 @@ class Job:
         numbers = self.ranks.add(torch.stack([total, torch.full_like(total, signal)]))
         numbers = torch.stack([numbers[0], norm, numbers[1], scale])
         if self.config.guard.nonfinite == "stop":
-            # Scaled gradients may overflow: the scale is lowered then, and the run goes on.
+            # Scaled gradients may overflow: the scale is lowered then, and the run continues.
             self._sound &= numbers[0].isfinite() if self.scaled else numbers.isfinite().all()
         self.done += 1
         return numbers
 
     @property
     def scaled(self) -> bool:
-        """Whether losses are scaled: overflowing gradients are then a matter of the scale, and not of the guard."""
+        """True if losses are scaled: overflows of gradients then lower the scale and do not concern the guard."""
         return self.training.scaler.is_enabled()
 
     def _gradients(self, batch: Batch) -> Tensor:
-        """This rank's share of the mean loss, after adding its share of the gradients."""
+        """Accumulate this rank's share of the gradients, and return its share of the mean loss."""
         share, world = 1 / (self.parts * self.ranks.world), self.ranks.world
         total = torch.zeros((), device=self.ranks.device)
         with step_context(self.model, step=self.done, group=self.ranks.group) as at:
@@ -283,15 +314,15 @@ class Job:
         return total
 
     def loss(self, model: nn.Module, part: Batch) -> Tensor:
-        """The mean loss of a micro-batch, 0-d, in what the run computes in."""
+        """Return the mean loss of a micro-batch, 0-d, in the compute dtype of the run."""
         with self.training.forward():
             loss: Tensor = model(part.inputs, part.targets)
         return loss
 
     def culprit(self, number: int) -> str:
-        """The first tensor that is not finite in step `number`, and its rank where there are several; empty if none is found.
+        """Return the name of the first tensor that is not finite in step `number`, with its rank if there are several, or "".
 
-        The step is made again, module by module, so it must be the last that changed or would have changed a weight.
+        The step is recomputed, module by module, so it must be the last one that changed or would have changed a weight.
         """
         batch = self.loader.batch(number - 1 + self.offset, self.ranks.rank, self.ranks.world).to(self.ranks.device)
         found = self.ranks.gather(self._replay(number - 1, batch))
@@ -314,7 +345,7 @@ class Job:
             if name
         ]
         try:
-            # Leaving a step_context by an error leaves the histories of delayed scaling as they were.
+            # An error in a step_context restores the histories of delayed scaling.
             with suppress(_Replayed), _eager(self.model), step_context(self.model, step=step) as at:
                 for part in batch.split(self.parts):
                     at.row(part.first * self.config.data.sequence)
@@ -337,7 +368,7 @@ class Job:
 
     @contextmanager
     def _resting(self) -> Iterator[None]:
-        """The model in eval mode, without gradients, computed in as it trains."""
+        """Put the model into eval mode, without gradients, in the compute dtype of training."""
         self.model.eval()
         try:
             with torch.no_grad(), self.training.forward():
@@ -346,7 +377,7 @@ class Job:
             self.model.train()
 
     def evaluate(self) -> Evaluation:
-        """Mean loss and bits per byte of the held-out windows, of which each rank reads its share."""
+        """Return the mean loss and bits per byte on the held-out windows. Each rank computes its share of them."""
         size = max(1, self.config.data.batch // self.ranks.world // self.parts)
         windows = self.held_out.tokens.tensor_split(self.ranks.world)[self.ranks.rank]
         with self._resting():
@@ -357,22 +388,35 @@ class Job:
         bits = nats / math.log(2) / size_in_bytes if size_in_bytes else None
         return Evaluation(nats / targets.numel(), bits, targets.numel())
 
+    @functools.cached_property
+    def prompt(self) -> str:
+        """The prompt of samples: that of the config, or else the first words of the held-out text."""
+        if self.config.run.sample_prompt is not None:
+            return self.config.run.sample_prompt
+        if self.corpus.sources == (STDLIB,):
+            return PYTHON_PROMPT
+        text = self.corpus.held_out
+        tokens = text.read(0, min(PROMPT_TOKENS, len(text))).tolist()
+        end = text.tokenizer.end
+        words = text.tokenizer.decode(tokens[: tokens.index(end)] if end in tokens else tokens).split()
+        return " ".join(words[:PROMPT_WORDS])[:PROMPT_CHARACTERS]
+
     def sample(self) -> str:
-        """Text that follows the prompt; the step and the seed decide it."""
+        """Generate text after `self.prompt`; the seed and the step determine it."""
         run, tokenizer = self.config.run, self.corpus.tokenizer
-        prompt = tokenizer.encode(run.sample_prompt) or [tokenizer.end]
+        prompt = tokenizer.encode(self.prompt) or [tokenizer.end]
         start = torch.tensor([prompt], device=self.ranks.device)
         generator = torch.Generator().manual_seed((run.seed + self.done) % (1 << 63))
         with self._resting():
             drawn = generate(
                 self.model, start, run.sample_tokens, temperature=SAMPLE_TEMPERATURE, top_k=SAMPLE_TOP_K, generator=generator
             )
-        # A model may have more words than the tokenizer has tokens.
+        # The vocabulary of the model may be larger than that of the tokenizer.
         ids = [token for token in drawn[0, len(prompt) :].tolist() if token < tokenizer.vocab_size]
         return tokenizer.decode(ids)
 
     def bitwidths(self) -> dict[str, Any] | None:
-        """What the sampled layers have learned, by name; None where nothing is sampled."""
+        """Return the learned bitwidths of the sampled layers by name, or None if no layer is sampled."""
         if not any(layer.precision.sampling for layer in self._layers()):
             return None
         found = effective_precision(self.model).layers
@@ -389,7 +433,7 @@ class Job:
     # State -------------------------------------------------------------------------------------------------------------
 
     def pack(self, config: str, seconds: float) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What a checkpoint keeps: everything that the next step depends on, and what must not have changed by then."""
+        """Return the contents of a checkpoint: the state that the next step depends on, and what must not change until then."""
         others = {
             "config": config,
             "corpus": self.corpus.sha256,
@@ -403,7 +447,7 @@ class Job:
         return pack(self.model, optimizer, step=self.done, plan=self.plan, scaler=scaler, others=others)
 
     def restore(self, path: Path) -> Resumed:
-        """Go back to a checkpoint of this run; one of another model, corpus or config is a UserError, and changes nothing."""
+        """Restore a checkpoint of this run. One of another model, corpus or config raises a UserError and changes nothing."""
         tensors, plain = checkpoint.load(path)
         others = self._check_others(path, plain)
         if (plan := plan_of(plain)) is not None and plan != self.plan:
@@ -422,34 +466,23 @@ class Job:
         kinds = {"config": (str,), "corpus": (str,), "guard": (dict,), "offset": (int,), "time": (float, int)}
         kinds |= {"loss_ema": (float, int, type(None)), "snip": (dict, type(None))}
         if not isinstance(others, dict) or any(type(others.get(key)) not in kind for key, kind in kinds.items()):
-            raise UserError(f"The checkpoint {str(path)!r} was not made by `dither train`: it lacks what a run keeps.")
+            raise UserError(f"The checkpoint {str(path)!r} was not made by `dither train`: it lacks the state of a run.")
         if others["corpus"] != self.corpus.sha256:
             raise UserError(
-                f"The checkpoint {str(path)!r} was trained on other tokens than those in {str(self.corpus.folder)!r}: name the "
+                f"The checkpoint {str(path)!r} was trained on other tokens than those in {str(self.corpus.folder)!r}: use the "
                 "same data, or train in another folder."
             )
-        check_changes(loads(others["config"], f"config of {path.name}"), self.config, int(plain.get("step", 0)))
+        saved = loads(others["config"], f"config of {path.name}")
+        check_changes(saved, self.config, int(plain.get("step", 0)), str(path.parent.parent))
         return others
 
     def learn(self, loss: float) -> None:
-        """Take a finite loss into the moving average."""
+        """Add a finite loss to the moving average."""
         self.loss_ema = smoothed(self.loss_ema, loss)
 
 
-class _Replayed(Exception):  # noqa: N818 - not an error: the way out of a step_context that shall leave no trace
+class _Replayed(Exception):  # noqa: N818 - not an error: it leaves a step_context without any effect
     pass
-
-
-def check_changes(saved: Config, now: Config, done: int) -> None:
-    """Raise unless a run of `done` steps may go on with another config."""
-    if now.run.steps < done:
-        raise UserError(f"run.steps={now.run.steps} is less than the {done} steps that the run has done.")
-    if changed := fixed_changes(saved, now, done):
-        raise UserError(
-            f"A run cannot be resumed with another {changed[0]}"
-            + "".join(f", {each}" for each in changed[1:])
-            + ": take that back, or train in another folder by run.out."
-        )
 
 
 def _eager(model: nn.Module) -> Any:
@@ -462,18 +495,18 @@ def _model(config: Config, corpus: Corpus, device: torch.device) -> CausalLM:
     if config.model.size is not None:
         if config.model.vocab is not None and config.model.vocab < tokens:
             raise UserError(
-                f"model.vocab={config.model.vocab} is less than the tokenizer's {tokens} tokens: raise it, or leave it out."
+                f"model.vocab={config.model.vocab} is less than the {tokens} tokens of the tokenizer: increase or remove it."
             )
         sizes = preset(config.model.size, vocab_size=config.model.vocab or tokens)
         _check_positions(sizes, sequence)
         return build(sizes, seed=seed, device=device)
     if config.model.vocab is not None:
-        raise UserError("model.vocab changes presets only: a Hugging Face model has the size that its config says.")
+        raise UserError("model.vocab is for presets only: the config of a Hugging Face model sets its vocabulary.")
     model = hf(config.model.hf, seed=seed, device=device, dtype=torch.float32)
     if model.embedding.num_embeddings < tokens:
         raise UserError(
-            f"The model {config.model.hf!r} knows {model.embedding.num_embeddings} tokens, and the tokenizer has {tokens}: "
-            "give the model's own tokenizer.json as data.tokenizer."
+            f"The model {config.model.hf!r} has {model.embedding.num_embeddings} tokens, and the tokenizer has {tokens}: "
+            "set data.tokenizer to the tokenizer.json of the model."
         )
     _check_positions(model.config, sequence)
     return model
@@ -482,4 +515,4 @@ def _model(config: Config, corpus: Corpus, device: torch.device) -> CausalLM:
 def _check_positions(sizes: Any, sequence: int) -> None:
     longest = getattr(sizes, "max_position_embeddings", None)
     if longest is not None and sequence > longest:
-        raise UserError(f"data.sequence={sequence} is longer than the {longest} positions that the model has.")
+        raise UserError(f"data.sequence={sequence} is longer than the {longest} positions of the model.")
