@@ -154,7 +154,7 @@ def test_memory_by_part_and_mode(capsys):
     rows = {line.split("  ")[1]: line.split() for line in shown.splitlines() if line.startswith("  ")}
     assert rows["peak"][1:] == ["42.42", "31.70"]
     assert rows["weights"][1:] == ["4.70", "2.35"]
-    assert "On H200 (133 GiB to use): o1 + fp8-current" in shown
+    assert "On H200 (133 GiB usable): o1 + fp8-current" in shown
     assert "--set precision.mode=o1 --set precision.recipe=fp8-current" in shown
     assert cli.main(["memory", "--params", "7e9", "--batch", "1", "--recipe", "fp8-block", "--states", "int8"]) == 0
     assert "o1 + fp8-block + int8" in capsys.readouterr().out
@@ -167,7 +167,7 @@ def test_memory_of_a_run(tmp_path, capsys):
     (out / "config.toml").write_text(configs.dumps(configs.override(Config(), [*more, "data.sequence=512"])))
     assert cli.main(["memory", str(out)]) == 0
     shown = capsys.readouterr().out
-    assert shown.splitlines()[0].startswith("134,105,856 parameters, 2 x 512 tokens in a pass")
+    assert shown.splitlines()[0].startswith("134,105,856 parameters, 2 x 512 tokens per pass")
     setting = Setting(mode="bf16-sr", accumulate=True)
     peak = estimate(shape_of(PRESETS["llama-134m"]), setting, batch=2, sequence=512).peak / GIB
     assert f"{peak:.2f}" in shown.splitlines()[-2]

@@ -153,7 +153,8 @@ def jobs(text):
     with joined("cpu") as ranks:
         corpus = open_corpus(common, text.parent, ranks)
         yield lambda *names: [
-            Trainer(replace(common, precision=precision_or_plan(name, common.precision.states)), corpus, ranks) for name in names
+            Trainer(replace(common, precision=precision_or_plan(name, common.precision.states)), corpus, ranks)
+            for name in names
         ]
 
 

@@ -25,8 +25,8 @@ from dither.data import Batch, prepare
 from dither.nn.step import StepContext
 from dither.train import Config, Progress, Status, checkpoint, loop, train
 from dither.train import config as configs
-from dither.train.trainer import Trainer
 from dither.train.metrics import Metrics
+from dither.train.trainer import Trainer
 
 STEPS = 6
 
@@ -545,7 +545,9 @@ def test_a_used_folder(text: Path, tmp_path: Path) -> None:
         train(config, resume=True)
     train(config)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    with pytest.raises(UserError, match=r"has a run already, and nothing is overwritten: continue it with --resume, or choose another"):
+    with pytest.raises(
+        UserError, match=r"has a run already, and nothing is overwritten: continue it with --resume, or choose another"
+    ):
         train(config)
     assert before == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     (tmp_path / "other").mkdir()

@@ -36,25 +36,25 @@ def bisect(
     free: bool = False,
     json: bool = False,
 ) -> int:
-    """Run two precisions in lockstep and name the first layer and step where they differ beyond a bound.
+    """Run two precisions in lockstep and name the first layer that differs.
 
-    Both have the same model, data, seeds and, at the start of each step, weights. Each layer of B is compared with A's on the
-    same operands, so that a fault shows in the layer that has it. The exit code is 0 when nothing is beyond the bound, 1 when
-    something is, and 2 for a mistake in the arguments.
+    Both have the same model, data and seeds, and the same weights at the start of each step. Each layer of B is compared with
+    that of A on the same operands, so that an error shows in the layer that causes it. The exit code is 0 if no difference
+    exceeds the bound, 1 if one does, and 2 for a mistake in the arguments.
 
     Args:
-        base: The config that the runs have in common; by default a tiny Llama on the source text of Python's standard library.
-        a: The reference, as dither compare names precisions (fp32, o1, bf16-sr+fp8-block), or a plan's file (o1+plan.json).
-        b: What is compared with it, named likewise.
+        base: The config of both runs; by default a tiny Llama on the source code of Python's standard library.
+        a: The reference, named as in `dither compare` (fp32, o1, bf16-sr+fp8-block), or with the file of a plan (o1+plan.json).
+        b: The precision to compare with it, named in the same way.
         set: Fields as section.field=value, such as data.batch=4.
-        steps: Steps to run at most; the first beyond the bound ends it.
-        bound: The relative difference that no layer may exceed; by default far from what the other layers have.
-        free: Let B keep the weights that it learns: differences grow as they do in two runs.
+        steps: Most steps to run; the first difference beyond the bound ends the run.
+        bound: The largest relative difference of a layer; by default well above that of the other layers.
+        free: Let B keep its own weights, so that differences accumulate as in two separate runs.
         json: Print JSON.
     """
     common = configs.override(BASE if base is None else configs.load(base), set)
     if not 1 <= steps <= common.run.steps:
-        raise UserError(f"--steps is from 1 to run.steps={common.run.steps}, whose learning rates it takes, not {steps}.")
+        raise UserError(f"--steps is from 1 to run.steps={common.run.steps}, not {steps}.")
     both = [
         replace(common, precision=precision_or_plan(name, common.precision.states), run=replace(common.run, compile=False))
         for name in (a, b)
@@ -75,7 +75,7 @@ def bisect(
 
 
 def _print_differences(found: Bisection) -> None:
-    header = ("step", "layer", "product", "local", "total", "bound", "of the bound")
+    header = ("step", "layer", "product", "local", "total", "bound", "relative to the bound")
     worst = sorted(found.differences, key=lambda each: -each.ratio)
     rows: Sequence[Sequence[str]] = [
         (
@@ -91,5 +91,5 @@ def _print_differences(found: Bisection) -> None:
     ]
     print_table(f"Relative differences of {found.b} from {found.a}, the largest first", header, rows, right=[0, 3, 4, 5, 6])
     if len(worst) > SHOWN:
-        print(f"and {len(worst) - SHOWN} more, which --json has")
+        print(f"and {len(worst) - SHOWN} more; --json prints all of them")
     print(found.sentence)

@@ -21,15 +21,17 @@ def evaluate(
     device: str = "auto",
     json: bool = False,
 ) -> int:
-    """Show the loss, perplexity and bits per byte of a model on held-out text, also after casting its weights.
+    """Evaluate a model on held-out text, also with its weights cast.
+
+    It shows the loss in nats per token, the perplexity, and the bits per byte.
 
     Args:
-        model: A run's folder, of which the newest whole checkpoint counts, a checkpoint, or a folder of a Hugging Face model.
-        data: Other text, all of which counts, or a prepared folder, of which the held-out part does; by default the run's own.
+        model: A run, whose newest whole checkpoint is evaluated, a checkpoint, or a folder of a Hugging Face model.
+        data: Other text, all of which is read, or a prepared folder, whose held-out part is read; by default that of the run.
         cast: Also cast the weights of linear layers as for deployment, such as e2m1:block(32), e4m3:row or mxfp4.
-        sequence: Tokens in a sequence; by default as in training, or 1024.
-        sequences: How many sequences, evenly spread over the text; 0 takes all there are.
-        device: auto (cuda where there is one), cpu, cuda, or cuda and a number.
+        sequence: Tokens per sequence; by default as in training, or 1024.
+        sequences: Number of sequences, evenly spaced over the text; 0 means all.
+        device: auto (cuda if available), cpu, cuda, or cuda:N.
         json: Print JSON.
     """
     chosen = None if cast is None else evaluation.parse_cast(cast)
@@ -56,5 +58,5 @@ def _print(found: Evaluated, cast: str | None) -> None:
         )
         for name, each, bits in rows
     ]
-    header = ("", "loss", "change", "perplexity", "bits per byte", "bits a weight")
+    header = ("", "loss", "change", "perplexity", "bits per byte", "bits per weight")
     print_table(f"{found.model} on {found.whole.tokens:,} tokens of {found.data}", header, cells, right=[1, 2, 3, 4, 5])

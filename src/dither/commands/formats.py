@@ -10,7 +10,7 @@ from dither.formats import TABLE, Format
 from dither.tables import print_table
 
 SHORT = 8
-"""Formats of up to this many bits are listed whole."""
+"""All values of formats with up to this many bits are listed."""
 
 FIELDS = (
     *("name", "bits", "e/m", "bias", "max", "min normal", "min subnormal"),
@@ -35,13 +35,13 @@ def formats(
 
 
 def _number(x: float) -> str:
-    """A power of two by its exponent, unless that is a small number, and others in up to six digits."""
+    """Return a power of two as 2^n, unless it is from 1 to 1024, and other numbers with up to six digits."""
     fraction, exponent = math.frexp(x)
     return f"2^{exponent - 1}" if fraction == 0.5 and not 1 <= x <= 1024 else f"{x:g}"
 
 
 def _exactly(x: float) -> str:
-    """A value with all its digits."""
+    """Return a value with all its digits."""
     fraction, exponent = math.frexp(abs(x))
     if fraction == 0.5 and not 2**-10 <= abs(x) <= 2**20:
         return f"{'-' if x < 0 else ''}2^{exponent - 1}"
@@ -72,7 +72,7 @@ def _print_formats(rows: Sequence[Format]) -> None:
         "Unit roundoff: half the distance from 1 to the next value. Digits: decimal. "
         "Range: log2(max / smallest positive value)."
     )
-    print("eXmY for other X from 2 to 8 and Y from 1 to 23 is a format too; e8m0 holds scales only.")
+    print("eXmY for other X from 2 to 8 and Y from 1 to 23 is a format too; e8m0 is for scales only.")
 
 
 def _print_values(format: Format) -> None:

@@ -25,14 +25,15 @@ def inspect(
     ] = (),
     json: bool = False,
 ) -> int:
-    """Show the weights of a model at rest, layer by layer: magnitudes, what casts do to them, and the last updates.
+    """Show the weights of a saved model, layer by layer.
 
-    Layers come worst first: those whose signal-to-noise ratio is lowest. Updates are those of the optimizer's last step, from
-    its stored moments and rate, against the spacing of the format that weights are kept in.
+    It shows magnitudes, what casts do to them, and the last updates. Layers are sorted by the signal-to-noise ratio, the lowest
+    first. The updates are those of the last optimizer step, computed from its stored moments and learning rate, and compared
+    with the spacing of the format of the weights.
 
     Args:
-        model: A run's folder, of which the newest whole checkpoint counts, a checkpoint, or a folder of a Hugging Face model.
-        cast: Casts to try, such as e2m1:block(32), e4m3:row or mxfp4; a format alone is cast in blocks of 32 x 32.
+        model: A run, whose newest whole checkpoint is read, a checkpoint, or a folder of a Hugging Face model.
+        cast: Casts to try, such as e2m1:block(32), e4m3:row or mxfp4; a format alone means blocks of 32 x 32.
         json: Print JSON.
     """
     casts = [parse_cast(each) for each in cast or CASTS]
@@ -74,7 +75,7 @@ def _print_rest(found: ModelAtRest) -> None:
         for name, each in updates
     ]
     if of_updates:
-        print_table(f"Updates of step {found.step} against the weights' spacing", UPDATE_HEADER, of_updates, right=[3, 4])
+        print_table(f"Updates of step {found.step} against the spacing of weights", UPDATE_HEADER, of_updates, right=[3, 4])
     elif found.note:
         print(found.note)
 

@@ -1,4 +1,4 @@
-"""`dither report`: a page about runs."""
+"""`dither report`: write a page about runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,13 +11,14 @@ def report(
     /,
     out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="PAGE.html")] = None,
 ) -> int:
-    """Write a page about one run or several: figures, curves, precision of each layer, samples, how to reproduce them.
+    """Write a page about one run or several.
 
-    The page is one file that loads nothing and runs nothing. Its path is printed.
+    It has figures, curves, the precision of each layer, samples, and the commands that reproduce the runs. The page is one file
+    that loads nothing and contains no scripts. Its path is printed.
 
     Args:
-        runs: The folders of the runs; the first of several is what the others are compared with.
-        out: Where the page goes: by default report.html in the run's folder, or in the folder that the runs have in common.
+        runs: The folders of the runs; the others are compared with the first.
+        out: The file to write; by default report.html in the folder of the run, or in the common parent of several.
     """
     from dither.report import write  # matplotlib and jinja2 take half a second
 

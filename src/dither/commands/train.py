@@ -11,6 +11,7 @@ from typing import Annotated
 
 import tyro
 
+from dither.data.tokenizer import TOKENIZER
 from dither.errors import UserError
 from dither.tables import print_table
 from dither.train import config as configs
@@ -39,9 +40,9 @@ def train(
 ) -> int:
     """Train a language model, or resume a run.
 
-    The config comes from a TOML file, from --set, and from defaults. Without any, this trains a tiny Llama on the source code of
-    Python's standard library, in about two minutes on two CPU cores. The folder of the run holds metrics, checkpoints and the
-    complete config. `dither train --fields` lists every field. Exit codes: 0 done, 2 a mistake in the arguments or the config,
+    The config comes from a TOML file, from --set, and from defaults. Without any, this trains a tiny Llama on the source code
+    of Python's standard library, in about two minutes on two CPU cores. The folder of the run holds metrics, checkpoints and
+    the complete config. `dither train --fields` lists every field. Exit codes: 0 done, 2 a mistake in the arguments or the config,
     3 stopped by the guard, 130 or 143 saved after SIGINT or SIGTERM.
 
     Args:
@@ -91,12 +92,20 @@ def resolve(
             raise UserError(
                 f"There is no run in {str(folder)!r} to resume: start it without --resume, or name its folder with --out."
             )
-        base = configs.override(configs.load(folder / CONFIG), [f"run.out={configs.toml(str(folder))}"])
+        base = configs.override(_stored(folder), [f"run.out={configs.toml(str(folder))}"])
     else:
         base = Config()
     if start_from is not None:
         base = _starting_from(Path(start_from), base, own=file is not None)
     return configs.override(base, [*changes, *settings])
+
+
+def _stored(folder: Path) -> Config:
+    """Return the config of a run. The tokenizer of prepared tokens is left implicit: the tokens may have moved since."""
+    config = configs.load(folder / CONFIG)
+    sources = config.data.sources
+    implied = len(sources) == 1 and config.data.tokenizer == str(Path(sources[0]) / TOKENIZER)
+    return replace(config, data=replace(config.data, tokenizer="bytes")) if implied else config
 
 
 def _starting_from(path: Path, base: Config, own: bool) -> Config:
@@ -108,9 +117,9 @@ def _starting_from(path: Path, base: Config, own: bool) -> Config:
     found, skipped = checkpoint_of(path)
     for why in skipped:
         print(why, file=sys.stderr)
-    config = found.parent.parent / CONFIG
-    if not own and os.path.isfile(config):
-        saved = configs.load(config)
+    folder = found.parent.parent
+    if not own and os.path.isfile(folder / CONFIG):
+        saved = _stored(folder)
         base = replace(saved, run=replace(saved.run, out=Config().run.out))
     return replace(base, model=replace(base.model, weights=str(found)))
 

@@ -127,10 +127,10 @@ def is_done(trial: Trial, resume: bool) -> bool:
     """Return whether a run has come to its end. A run of another config, or an unfinished one, is an error unless resumed."""
     if not trial.begun:
         return False
-    saved = configs.load(trial.folder / CONFIG)
-    if resolved(saved) != resolved(trial.config):
+    saved, now = resolved(configs.load(trial.folder / CONFIG)), resolved(trial.config)
+    if saved != now:
         raise UserError(
-            f"The folder {str(trial.folder)!r} has a run of another config ({_changes(resolved(saved), resolved(trial.config))}): name another by "
+            f"The folder {str(trial.folder)!r} has a run of another config ({_changes(saved, now)}): name another by "
             "--out, or take the change back."
         )
     # A run that was killed while it was built has a config and no status yet.

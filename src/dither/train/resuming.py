@@ -71,6 +71,6 @@ def check_changes(saved: Config, now: Config, done: int, folder: str) -> None:
         raise UserError(f"run.steps={now.run.steps} is less than the {done} steps that the run has done.")
     if changed := fixed_changes(saved, now, done):
         raise UserError(
-            f"A run cannot resume with a changed {', '.join(changed)}: keep the saved value, or start a new run from these "
+            f"A run cannot resume after a change of {', '.join(changed)}: keep the saved value, or start a new run from these "
             f"weights: dither train --from {shlex.quote(folder)} --out NEW_FOLDER with the same --set."
         )
