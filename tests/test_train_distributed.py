@@ -123,7 +123,7 @@ def test_a_rank_that_dies_ends_the_others_with_a_sentence(runs: Path, tmp_path: 
     ranks[0].join(5)
     assert [rank.exitcode for rank in ranks] == [1, -signal.SIGKILL]
     told = (tmp_path / "stderr-0.txt").read_text()
-    assert told.startswith("dither: error: Rank 0 of 2 lost another process in step 5 (Connection ")
+    assert told.startswith("dither: error: Rank 0 of 2 lost another rank in step 5 (Connection ")
     assert told.count("\n") == 1
     assert Status.load(tmp_path / "run").state == "failed"
     assert "in step 5" in Status.load(tmp_path / "run").why
@@ -196,7 +196,7 @@ def test_a_signal_to_one_rank_reaches_all(runs: Path) -> None:
 
 
 def test_a_batch_that_cannot_be_shared(runs: Path) -> None:
-    assert (runs / "refused-0.txt").read_text() == "data.batch=3 cannot be shared evenly by 2 processes: choose a multiple."
+    assert (runs / "refused-0.txt").read_text() == "data.batch=3 cannot be divided evenly among 2 ranks: choose a multiple."
     with pytest.raises(UserError, match="micro_batch=4 does not divide the 6 sequences that each of 2 processes has"):
         Ranks(torch.device("cpu"), 0, 2).share(12, 4)
     assert Ranks(torch.device("cpu"), 1, 2).share(12, 6) == 1

@@ -9,7 +9,7 @@ import tyro
 
 from dither.experiments import inspection
 from dither.experiments.evaluation import parse_cast
-from dither.experiments.inspection import ModelAtRest
+from dither.experiments.inspection import InspectedModel
 from dither.numerics.report import UPDATE_HEADER, percent
 from dither.tables import print_table
 
@@ -43,11 +43,11 @@ def inspect(
     if json:
         print(json_text.dumps(found.to_dict(), indent=1, allow_nan=False))
     else:
-        _print_rest(found)
+        _print_model(found)
     return 0
 
 
-def _print_rest(found: ModelAtRest) -> None:
+def _print_model(found: InspectedModel) -> None:
     header = ("layer", "shape", "amax", "median", "binades", "clipped", "flushed", "subnormal", "SQNR, dB")
     for cast in found.layers[0].casts if found.layers else ():
         rows = [

@@ -42,8 +42,8 @@ def train(
 
     The config comes from a TOML file, from --set, and from defaults. Without any, this trains a tiny Llama on the source code
     of Python's standard library, in about two minutes on two CPU cores. The folder of the run holds metrics, checkpoints and
-    the complete config. `dither train --fields` lists every field. Exit codes: 0 done, 2 a mistake in the arguments or the config,
-    3 stopped by the guard, 130 or 143 saved after SIGINT or SIGTERM.
+    the complete config. `dither train --fields` lists every field. Exit codes: 0 done, 2 a mistake in the arguments or the
+    config, 3 stopped by the guard, 130 or 143 saved after SIGINT or SIGTERM.
 
     Args:
         file: A config in TOML; with --resume and --from RUN, by default that of the run.

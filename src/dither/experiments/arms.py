@@ -1,4 +1,4 @@
-"""Arms of a comparison: a precision by name, with settings of its own, and the sweep of a field. Data only: nothing is trained.
+"""Arms of a comparison as data: a named precision with its own settings, and the sweep of a field.
 
 >>> arm = Arm.parse("bf16-sr@lr=2e-3,states=dynamic8")
 >>> arm.name, arm.settings
@@ -23,13 +23,13 @@ from dither.train import config as configs
 from dither.train.config import SAMPLING_KEY, Config, Precision
 
 NAMES = ("fp32", "bf16", "fp8-block", "fp4-block", "gaussws:od", "bf16-sr")
-"""The arms of a comparison for which none are named."""
+"""The default arms of a comparison."""
 
 NOISES = {"gaussws": "rounded_normal", "diffq": "uniform"}
-"""Samplings by the names of their papers."""
+"""Samplings by their names in the papers."""
 
 NAMED = ("precision.mode", "precision.recipe", "precision.plan")
-"""Fields that the name of an arm sets, so that a config in common with others cannot."""
+"""Fields that the name of an arm sets, so that the common config cannot."""
 
 SHARED: Mapping[str, str] = {
     **dict.fromkeys(("data.sources", "data.tokenizer", "data.held_out"), "all arms read the same text, which --set chooses"),
@@ -40,12 +40,12 @@ SHARED: Mapping[str, str] = {
 """Fields that an arm cannot set, and why."""
 
 LONGEST = 120
-"""The most characters of a folder's name."""
+"""Most characters in the name of a folder."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A precision and the settings in which an arm differs from the others: `NAME` or `NAME@FIELD=VALUE,...`."""
+    """An arm of a comparison: a precision and its own settings, as `NAME` or `NAME@FIELD=VALUE,...`."""
 
     text: str
     """The arm as it was written."""
@@ -56,7 +56,7 @@ class Arm:
 
     @classmethod
     def parse(cls, text: str) -> "Arm":
-        """Return the arm that a text describes; a mistake in it is a UserError.
+        """Parse an arm; a mistake is a UserError.
 
         A field is written as its path (`optim.lr`) or any ending of it that belongs to one field alone (`lr`).
 
@@ -75,7 +75,7 @@ class Arm:
                 raise UserError(f"The arm {text!r:.80} cannot set {path}: {SHARED[path]}.")
             if path.startswith(f"{SAMPLING_KEY}.") and not sampled:
                 raise UserError(
-                    f"The arm {text!r:.80} sets {path} and samples nothing: name a sampling, as in {name}+gaussws:od@{setting}."
+                    f"The arm {text!r:.80} sets {path} but has no sampling: name one, as in {name}+gaussws:od@{setting}."
                 )
             if path in found:
                 raise UserError(f"The arm {text!r:.80} sets {path} twice: set it once.")
@@ -85,13 +85,13 @@ class Arm:
     def at(self, path: str, value: str) -> "Arm":
         """Return the arm with one more setting, under the same text."""
         if path in dict(self.settings):
-            raise UserError(f"The arm {self.text!r:.80} sets {path}, which is swept: leave one of them out.")
+            raise UserError(f"The arm {self.text!r:.80} sets {path}, which is swept: remove one of them.")
         if path.startswith(f"{SAMPLING_KEY}.") and precision_of(self.name).sampling is None:
-            raise UserError(f"The arm {self.text!r:.80} samples nothing, so {path} cannot be swept for it: leave it out.")
+            raise UserError(f"The arm {self.text!r:.80} has no sampling, so {path} cannot be swept for it: remove it.")
         return replace(self, settings=tuple(sorted([*self.settings, (path, value)])))
 
     def config(self, common: Config) -> Config:
-        """Return the config of the arm: what it has in common with the others, its precision, its settings."""
+        """Return the config of the arm: the common one, with the precision and the settings of the arm."""
         named = replace(common, precision=precision_of(self.name, common.precision))
         if not self.settings:
             return named
@@ -101,7 +101,7 @@ class Arm:
             raise UserError(f"In the arm {self.text!r:.80}: {error}") from None
 
     def folder(self, config: Config) -> str:
-        """Return the name of the arm's folder, given its config: safe, and the same for every spelling of the settings."""
+        """Return the name of the folder of the arm, which is the same for every spelling of its settings."""
         base = self.name.replace(":", "-")
         if not self.settings:
             return base
@@ -110,13 +110,13 @@ class Arm:
         safe = re.sub(r"[^\w.+=@,-]+", "-", whole, flags=re.ASCII)
         if safe == whole and len(safe) <= LONGEST:
             return safe
-        # Letters were lost, so that two arms could share a name: a hash of the whole keeps them apart.
+        # Characters were replaced, so that two arms could share a name: a hash distinguishes them.
         return f"{safe[: LONGEST - 9]}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Values of one field that every arm is trained with.
+    """The values of one field with which every arm is trained.
 
     >>> Sweep.parse("lr=5e-4,1e-3,2e-3")
     Sweep(path='optim.lr', values=('5e-4', '1e-3', '2e-3'))
@@ -124,15 +124,15 @@ class Sweep:
 
     path: str
     values: tuple[str, ...]
-    """As they were written, in TOML."""
+    """The values as they were written, in TOML."""
 
     @classmethod
     def parse(cls, text: str) -> "Sweep":
-        """Return the sweep that `FIELD=VALUE,VALUE,...` describes."""
+        """Parse a sweep `FIELD=VALUE,VALUE,...`."""
         field, equals, rest = text.partition("=")
         values = tuple(value.strip() for value in split(rest))
         if not equals or len(values) < 2 or not all(values):
-            raise UserError(f"A sweep is a field and two values or more, as in optim.lr=5e-4,1e-3,2e-3, not {text!r:.80}.")
+            raise UserError(f"A sweep is a field with at least two values, as in optim.lr=5e-4,1e-3,2e-3, not {text!r:.80}.")
         path = find_field(field.strip())
         if path in SHARED:
             raise UserError(f"{path} cannot be swept: {SHARED[path]}.")
@@ -143,7 +143,7 @@ class Sweep:
 
 
 def precision_of(name: str, base: Precision | None = None) -> Precision:
-    """Return the precision that a name means; fields that names do not set keep their values in `base`.
+    """Return the precision of a name; fields that names do not set keep their values in `base`.
 
     Without a mode, layers that are cast or sampled belong to mode o1: bf16 autocast with fp32 weights.
 
@@ -156,7 +156,7 @@ def precision_of(name: str, base: Precision | None = None) -> Precision:
         kind, value = _setting(part, base.sampling or Sampling())
         if kind in found:
             raise UserError(
-                f"{name!r} names two of one kind, {part!r} the second: a recipe, a mode and a sampling can be joined."
+                f"{name!r} names two of one kind, the second is {part!r}: combine one recipe, one mode and one sampling."
             )
         found[kind] = value
     return replace(base, **{"mode": "o1", "recipe": None, "plan": None, "sampling": None, **found})
@@ -168,7 +168,7 @@ def _setting(part: str, sampling: Sampling) -> tuple[str, str | Sampling]:
     if colon and noise in NOISES and layers in PARTS:
         return "sampling", replace(sampling, noise=NOISES[noise], parts=layers)  # type: ignore[arg-type]
     if part in RECIPES:
-        # A recipe that says what parameters are is a mode: bf16 is o1, and plain bf16 weights are bf16-pure.
+        # A recipe that sets the dtype of parameters is a mode: bf16 is o1, and plain bf16 weights are bf16-pure.
         of_mode = [mode for mode, each in MODES.items() if each.recipe == part]
         return ("mode", of_mode[0]) if of_mode else ("recipe", part)
     if part in MODES:
@@ -179,7 +179,7 @@ def _setting(part: str, sampling: Sampling) -> tuple[str, str | Sampling]:
 
 
 def precision_or_plan(name: str, states: str | None = None) -> Precision:
-    """Return the precision that a name means: as `dither compare` reads it, or with a plan's file in place of a recipe.
+    """Return the precision of a name: as `dither compare` reads it, or with a plan's file in place of a recipe.
 
     >>> precision_or_plan("bf16-sr+plan.json").plan, precision_or_plan("bf16-sr+plan.json").mode
     ('plan.json', 'bf16-sr')
@@ -189,7 +189,7 @@ def precision_or_plan(name: str, states: str | None = None) -> Precision:
         return replace(precision_of(name), states=states)
     others = [part for part in name.split("+") if part not in plans]
     if len(plans) > 1:
-        raise UserError(f"{name!r} names two plans: give one.")
+        raise UserError(f"{name!r} names two plans: name only one.")
     base = precision_of("+".join(others)) if others else Precision(mode="o1")
     return replace(base, plan=plans[0], states=states)
 
@@ -198,7 +198,7 @@ def precision_or_plan(name: str, states: str | None = None) -> Precision:
 
 
 def find_field(name: str) -> str:
-    """Return the path of a field of a config by its path or by an ending of it that no other field has.
+    """Return the path of a field of a config, given the path or an unambiguous ending of it.
 
     >>> find_field("optim.lr"), find_field("lr"), find_field("sampling.noise")
     ('optim.lr', 'optim.lr', 'precision.sampling.noise')
@@ -214,7 +214,7 @@ def find_field(name: str) -> str:
 
 
 def split(text: str) -> list[str]:
-    """Split at the commas that stand outside of brackets and quotes.
+    """Split at the commas outside of brackets and quotes.
 
     >>> split('betas=[0.9, 0.99],lr=1e-3')
     ['betas=[0.9, 0.99]', 'lr=1e-3']
@@ -235,7 +235,7 @@ def split(text: str) -> list[str]:
 
 
 def value_of(config: Config, path: str) -> Any:
-    """Return the value of a field as its TOML has it; None where it has none.
+    """Return the value of a field as in TOML, or None if it is not set.
 
     >>> value_of(Config(), "optim.betas")
     [0.9, 0.95]
@@ -252,7 +252,7 @@ def plain(value: object) -> str:
 
 
 def axis_value(value: object) -> str | float:
-    """Return a value of a sweep as a number where it is one, else as text.
+    """Return a value of a sweep as a number if it is one, else as text.
 
     >>> axis_value(8), axis_value("wsd"), axis_value([0.9, 0.95])
     (8.0, 'wsd', '[0.9, 0.95]')

@@ -27,18 +27,18 @@ from dither.train.trainer import Trainer, open_corpus
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A model on a text, and the same model with its weights cast."""
+    """The evaluation of a model, and of the same model with its weights cast."""
 
     model: str
     step: int | None
-    """Of training; None for a model from elsewhere."""
+    """Number of training steps; None for a Hugging Face model."""
     data: str
     whole: Perplexity
     deployment: Deployment | None
     cast: Perplexity | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return plain values for JSON."""
         found: dict[str, Any] = {"model": self.model, "step": self.step, "data": self.data, **_plain(self.whole)}
         if self.cast is not None and self.deployment is not None:
             found["cast"] = {**_plain(self.cast), "bits": self.deployment.bits}
@@ -46,7 +46,7 @@ class Evaluated:
 
 
 def parse_cast(text: str) -> Cast:
-    """A cast of weights as the command line spells it: colons for spaces, and a format alone in blocks of 32 x 32.
+    """Parse a cast of weights from the command line: colons replace spaces, and a format alone means blocks of 32 x 32.
 
     >>> str(parse_cast("e2m1")), str(parse_cast("e4m3:row"))
     ('e2m1 block(32) fp32 nearest', 'e4m3 row fp32 nearest')
@@ -65,12 +65,19 @@ def run(
     sequences: int = 0,
     device: str = "auto",
 ) -> Evaluated:
-    """What the command shows, as values."""
+    """Evaluate a model on held-out text.
+
+    Args:
+        model: A run, whose newest whole checkpoint is evaluated, a checkpoint, or a folder of a Hugging Face model.
+        data: Other text, all of which is read, or a prepared folder, whose held-out part is read; by default that of the run.
+        cast: Also evaluate the model with the weights of its linear layers cast.
+        sequence: Tokens per sequence; by default as in training, or 1024.
+        sequences: Number of sequences, evenly spaced over the text; 0 means all.
+        device: auto, cpu, cuda, or cuda:N.
+    """
     if sequences < 0 or (sequence is not None and sequence < 1):
-        raise UserError(
-            f"An evaluation takes sequences of at least 1 token, and 0 or more of them, not {sequence}, {sequences}."
-        )
-    RunSettings(device=device)  # which checks it
+        raise UserError(f"--sequence is at least 1 token and --sequences at least 0, not {sequence} and {sequences}.")
+    RunSettings(device=device)  # checks it
     with ExitStack() as stack:
         ranks = stack.enter_context(joined(device))
         job, step, name, corpus = stack.enter_context(_opened(Path(model), data, sequence, ranks))
@@ -98,7 +105,7 @@ def run(
 def _opened(
     path: Path, data: tuple[str, ...], sequence: int | None, ranks: Ranks
 ) -> Iterator[tuple[Trainer, int | None, str, Corpus]]:
-    """A model as it trains, its step, its name, and the text to read; what has to be prepared is gone afterwards."""
+    """Yield a trainer, its step, its name, and the text to read. Temporary tokens are removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="dither-eval-") as folder:
         scratch = Path(folder)
         if os.path.isfile(path / "config.json"):
@@ -133,7 +140,7 @@ def checkpoint_of(path: Path) -> Path:
 
 
 def _config_of(path: Path) -> Config:
-    """The config that a checkpoint was trained with; `Trainer.restore` will check every hash, this one's too."""
+    """Return the config in a checkpoint. Its hash is checked later, by `Trainer.restore`."""
     try:
         plain, _ = safe_files.read_json(path / checkpoint.PLAIN)
     except safe_files.Refused as error:
@@ -147,16 +154,18 @@ def _config_of(path: Path) -> Config:
 
 def _tokenizer_of(path: Path) -> Tokenizer:
     if not (path / "tokenizer.json").is_file():
-        raise UserError(f"The model {str(path)!r} has no tokenizer.json, without which its tokens are not known.")
+        raise UserError(f"The model {str(path)!r} has no tokenizer.json, which is needed to tokenize text for it.")
     return load_tokenizer(path / "tokenizer.json")
 
 
 def _other(data: tuple[str, ...], folder: Path, tokenizer: Tokenizer, whole: bool) -> Corpus:
-    """Tokens of other text than the run's: a prepared folder's held-out part, or all of what else is named."""
+    """Return tokens of other text than that of the run: the held-out part of a prepared folder, or all of a text."""
     if len(data) == 1 and is_prepared(data[0]):
         corpus = open_tokens(data[0])
         if corpus.tokenizer.sha256 != tokenizer.sha256:
-            raise UserError(f"The tokens in {data[0]!r} were made by another tokenizer than the model's: name the text itself.")
+            raise UserError(
+                f"The tokens in {data[0]!r} were made by another tokenizer than that of the model: name the text itself."
+            )
         return corpus
     return prepare(data, folder, tokenizer, held_out=data if whole else 0.05)
 

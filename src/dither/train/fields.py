@@ -16,7 +16,7 @@ from dither.precision import did_you_mean
 
 @cache
 def sentences(cls: type) -> dict[str, str]:
-    """The sentence under each field, read from the class's source."""
+    """Return the sentence under each field, read from the source of the class."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(tree, ast.ClassDef)
     found = {}
@@ -29,11 +29,12 @@ def sentences(cls: type) -> dict[str, str]:
 
 @cache
 def hints(cls: type) -> dict[str, Any]:
+    """Return the type of each field of a dataclass."""
     return {name: hint for name, hint in typing.get_type_hints(cls).items() if name in {each.name for each in fields(cls)}}
 
 
 def type_name(hint: Any) -> str:
-    """A type as a user reads it.
+    """Return the name of a type for users.
 
     >>> type_name(Literal["a", "b"]), type_name(tuple[float, float]), type_name(int | None)
     ('a | b', 'float, float', 'int')
@@ -49,6 +50,7 @@ def type_name(hint: Any) -> str:
 
 
 def matches_type(value: object, hint: Any) -> bool:
+    """Return whether a value has the type of a field; numbers must be finite."""
     args, origin = typing.get_args(hint), typing.get_origin(hint)
     if origin is Literal:
         return isinstance(value, str) and value in args
@@ -59,12 +61,13 @@ def matches_type(value: object, hint: Any) -> bool:
         return any(matches_type(value, arg) for arg in args)
     if hint is float:
         return (type(value) is float and math.isfinite(value)) or (type(value) is int and abs(value) < 1 << 1023)
-    if hint is str:  # what a file cannot hold is no text
+    if hint is str:  # half of a surrogate pair cannot be written to a file
         return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
     return type(value) is hint
 
 
 def check_types(section: str, given: Any) -> None:
+    """Raise a UserError if a field of a section has a value of another type."""
     for name, hint in hints(given.__class__).items():
         if not matches_type(value := getattr(given, name), hint):
             chosen = typing.get_origin(hint) is Literal and isinstance(value, str)
@@ -80,11 +83,13 @@ def _in_words(kind: str) -> str:
 
 
 def check_choice(key: str, value: str | None, known: Iterable[str]) -> None:
+    """Raise a UserError unless the value is None or one of the known ones."""
     if value is not None and value not in known:
         raise UserError(f"There is no {key}={value!r:.80}{did_you_mean(value, known)}: choose from {', '.join(known)}.")
 
 
 def check_at_least(key: str, value: int | None, least: int) -> None:
+    """Raise a UserError if the value is below `least`."""
     if value is not None and value < least:
         raise UserError(f"{key} is an integer of at least {least}, not {value!r:.40}.")
 
@@ -92,6 +97,7 @@ def check_at_least(key: str, value: int | None, least: int) -> None:
 def check_within(
     key: str, value: float | None, least: float, most: float, *, open_below: bool = False, open_above: bool = False
 ) -> None:
+    """Raise a UserError unless the value is None or in the interval, which includes its ends unless they are open."""
     if value is None:
         return
     if not least <= value <= most or (open_below and value == least) or (open_above and value == most):
@@ -101,5 +107,6 @@ def check_within(
 
 
 def check_seed(key: str, value: int) -> None:
+    """Raise a UserError unless the value is a 64-bit seed."""
     if not 0 <= value < 1 << 64:
         raise UserError(f"{key} is an integer from 0 to 2^64 - 1, not {value!r:.40}.")
