@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,10 +16,10 @@ from dither.data import Batch, Corpus, Loader, held_out, is_prepared, load_token
 from dither.data.text import STDLIB
 from dither.errors import UserError
 from dither.evaluate.perplexity import summed_loss
-from dither.models import CausalLM, build, compile_blocks, generate, hf, preset
+from dither.models import CausalLM, build, compile_blocks, hf, preset
 from dither.nn import Linear, apply_plan, bitwidth_loss, convert, effective_precision, param_groups, step_context
 from dither.numerics import Monitor, Report
-from dither.optim import MODES, roles, training
+from dither.optim import MODES, Training, roles, training
 from dither.optim.options import MOST_NORM
 from dither.random import Stream
 from dither.snip import Decision, Snip
@@ -27,19 +27,13 @@ from dither.train import checkpoint
 from dither.train.config import Config, loads, schedule
 from dither.train.distributed import Ranks
 from dither.train.files import TOKENS
-from dither.train.guard import Guard, first_nonfinite
+from dither.train.guard import Guard
 from dither.train.metrics import smoothed
+from dither.train.replay import replay
 from dither.train.resuming import check_changes
+from dither.train.samples import prompt_of, sample_text
 from dither.train.state import Resumed, pack, plan_of, unpack
 from dither.train.weights import load_weights
-
-SAMPLE_TEMPERATURE, SAMPLE_TOP_K = 0.8, 50
-
-PROMPT_TOKENS, PROMPT_WORDS, PROMPT_CHARACTERS = 64, 3, 32
-"""The default prompt of samples: the first words of held-out text, within so many of its tokens and characters."""
-
-PYTHON_PROMPT = "def "
-"""The default prompt of samples for the source code of Python's standard library."""
 
 
 class Numbers(NamedTuple):
@@ -128,7 +122,7 @@ class Trainer:
         data = config.data
         self.parts = ranks.share(data.batch, data.micro_batch)
         self.loader = Loader(corpus.train, data.sequence, data.batch, data.seed)
-        self.held_out = held_out(corpus.held_out, data.sequence, self._held_out_count())
+        self.held_out = held_out(corpus.held_out, data.sequence, _held_out_count(config, corpus))
         self.plan = config.precision.load_plan()
         self.model = _model(config, corpus, ranks.device)
         if initial and config.model.weights is not None:
@@ -142,23 +136,7 @@ class Trainer:
             emulate=precision.emulate,
             engines=precision.engines,
         )
-        scaled = MODES[config.precision.mode].plan.loss_scaling
-        self.training = training(
-            self.model,
-            config.precision.mode,
-            config.optim.lr,
-            gradients=config.precision.gradients,
-            loss_scaling=config.loss_scaling if scaled else None,
-            groups=param_groups(self.model, weight_decay=config.optim.weight_decay),
-            roles=roles(self.model) if config.optim.optimizer == "adam-mini" else None,
-            betas=config.optim.betas,
-            eps=config.optim.eps,
-            # A scaled step computes the norm only if it clips; the largest float32 never clips.
-            max_norm=config.optim.max_norm or (MOST_NORM if scaled else None),
-            nonfinite="skip",  # decided on the device, before any weight changes; the guard learns of it later
-            seed=config.run.seed,
-            **({} if config.precision.states is None else {"states": config.precision.states}),
-        )
+        self.training = _training(config, self.model)
         self.guided = any(each.precision.sampling and each.precision.sampling.loss for each in self._layers())
         self.compiled = config.run.compile or (config.run.compile is None and ranks.device.type == "cuda")
         if self.compiled:
@@ -177,10 +155,6 @@ class Trainer:
         # Torch's generators, used only by dropout, are seeded in each step, so that no rank needs to save their state.
         self._dropout = Stream(config.run.seed, "torch", f"rank {ranks.rank}").key
         self._sound = torch.ones((), dtype=torch.bool, device=ranks.device)
-
-    def _held_out_count(self) -> int | None:
-        wanted, there = self.config.run.eval_sequences, (len(self.corpus.held_out) - 1) // self.config.data.sequence
-        return None if wanted == 0 or wanted >= there else wanted
 
     def _snip(self) -> Snip | None:
         """Return the controller that chooses precisions during training, or None."""
@@ -215,21 +189,9 @@ class Trainer:
         """Before a step: collect statistics on its batch, or switch to the plan of earlier ones, if either is due."""
         if self.snip is None:
             return None
-        decision = self.snip.before_step(self.done, lambda: self._for_estimates(batch, self.config.snip.tokens))
+        decision = self.snip.before_step(self.done, lambda: _for_estimates(self, batch, self.config.snip.tokens))
         self.plan = self.snip.plan
         return decision
-
-    def _for_estimates(self, batch: Batch, tokens: int) -> list[Batch]:
-        """Return part of a batch for estimates, in micro-batches of equal size: at most as large as those of a step.
-
-        If blocks are compiled, at most a quarter as large: estimates run uncompiled, which needs half as much activation memory
-        again, and they keep gradients for comparison. A run that just fits into memory would not fit any more.
-        """
-        wanted = tokens // self.config.data.sequence // self.ranks.world
-        rows = max(1, min(wanted, len(batch.tokens)))
-        largest = math.ceil(len(batch.tokens) / self.parts / (4 if self.compiled else 1))
-        pieces = math.ceil(rows / largest)
-        return list(replace(batch, tokens=batch.tokens[: rows - rows % pieces]).split(pieces))
 
     def _monitor(self) -> Monitor | None:
         """Return the monitor of numerics, or None."""
@@ -247,7 +209,7 @@ class Trainer:
         """
         if self.monitor is None:
             return None
-        pieces = self._for_estimates(batch, self.config.monitor.tokens)
+        pieces = _for_estimates(self, batch, self.config.monitor.tokens)
         with self.monitor.aside(self.done), step_context(self.model, step=self.done - 1) as at:
             for part in pieces:
                 at.row(part.first * self.config.data.sequence)
@@ -325,49 +287,16 @@ class Trainer:
         The step is recomputed, module by module, so it must be the last one that changed or would have changed a weight.
         """
         batch = self.loader.batch(number - 1 + self.offset, self.ranks.rank, self.ranks.world).to(self.ranks.device)
-        found = self.ranks.gather(self._replay(number - 1, batch))
+        found = self.ranks.gather(
+            replay(self.model, self.training, batch.split(self.parts), number - 1, self.config.data.sequence)
+        )
         rank, first = next(((rank, name) for rank, name in enumerate(found) if name), (0, ""))
         return f"{first} on rank {rank}" if first and self.ranks.world > 1 else first
 
-    def _replay(self, step: int, batch: Batch) -> str:
-        if weight := first_nonfinite(self.model.named_parameters()):
-            return f"the weight {weight}"
-        found: list[str] = []
-
-        def look(name: str, output: object) -> None:
-            first = output[0] if isinstance(output, tuple) and output else output
-            if not found and isinstance(first, Tensor) and first_nonfinite([(name, first)]):
-                found.append(f"the output of {name}")
-
-        hooks = [
-            module.register_forward_hook(lambda _, __, output, name=name: look(name, output))
-            for name, module in self.model.named_modules()
-            if name
-        ]
-        try:
-            # An error in a step_context restores the histories of delayed scaling.
-            with suppress(_Replayed), _eager(self.model), step_context(self.model, step=step) as at:
-                for part in batch.split(self.parts):
-                    at.row(part.first * self.config.data.sequence)
-                    with self.training.forward():
-                        loss = self.model(part.inputs, part.targets)
-                    if not found and first_nonfinite([("loss", loss.detach())]):
-                        found.append("the loss")
-                    self.training.backward(loss)
-                raise _Replayed
-            # Backward runs from the last layer to the first.
-            gradients = [(name, parameter.grad) for name, parameter in self.model.named_parameters()]
-            bad = first_nonfinite(reversed(gradients))
-            return found[0] if found else f"the gradient of {bad}" if bad else ""
-        finally:
-            for hook in hooks:
-                hook.remove()
-            self.training.optimizer.zero_grad()
-
-    # Looking at the model ----------------------------------------------------------------------------------------------
+    # Evaluation --------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _resting(self) -> Iterator[None]:
+    def _evaluating(self) -> Iterator[None]:
         """Put the model into eval mode, without gradients, in the compute dtype of training."""
         self.model.eval()
         try:
@@ -380,7 +309,7 @@ class Trainer:
         """Return the mean loss and bits per byte on the held-out windows. Each rank computes its share of them."""
         size = max(1, self.config.data.batch // self.ranks.world // self.parts)
         windows = self.held_out.tokens.tensor_split(self.ranks.world)[self.ranks.rank]
-        with self._resting():
+        with self._evaluating():
             total = summed_loss(self.model, windows.to(self.ranks.device), size)
         targets = self.held_out.targets
         nats, known = float(self.ranks.add(total)), self.corpus.held_out.exact or self.corpus.held_out.counts is not None
@@ -390,45 +319,19 @@ class Trainer:
 
     @functools.cached_property
     def prompt(self) -> str:
-        """The prompt of samples: that of the config, or else the first words of the held-out text."""
-        if self.config.run.sample_prompt is not None:
-            return self.config.run.sample_prompt
-        if self.corpus.sources == (STDLIB,):
-            return PYTHON_PROMPT
-        text = self.corpus.held_out
-        tokens = text.read(0, min(PROMPT_TOKENS, len(text))).tolist()
-        end = text.tokenizer.end
-        words = text.tokenizer.decode(tokens[: tokens.index(end)] if end in tokens else tokens).split()
-        return " ".join(words[:PROMPT_WORDS])[:PROMPT_CHARACTERS]
+        """The prompt of samples."""
+        return prompt_of(self.config, self.corpus)
 
     def sample(self) -> str:
-        """Generate text after `self.prompt`; the seed and the step determine it."""
-        run, tokenizer = self.config.run, self.corpus.tokenizer
-        prompt = tokenizer.encode(self.prompt) or [tokenizer.end]
-        start = torch.tensor([prompt], device=self.ranks.device)
-        generator = torch.Generator().manual_seed((run.seed + self.done) % (1 << 63))
-        with self._resting():
-            drawn = generate(
-                self.model, start, run.sample_tokens, temperature=SAMPLE_TEMPERATURE, top_k=SAMPLE_TOP_K, generator=generator
-            )
-        # The vocabulary of the model may be larger than that of the tokenizer.
-        ids = [token for token in drawn[0, len(prompt) :].tolist() if token < tokenizer.vocab_size]
-        return tokenizer.decode(ids)
+        """Generate text after the prompt; the seed and the step determine it."""
+        run = self.config.run
+        with self._evaluating():
+            seed = (run.seed + self.done) % (1 << 63)
+            return sample_text(self.model, self.corpus.tokenizer, self.prompt, run.sample_tokens, seed)
 
     def bitwidths(self) -> dict[str, Any] | None:
         """Return the learned bitwidths of the sampled layers by name, or None if no layer is sampled."""
-        if not any(layer.precision.sampling for layer in self._layers()):
-            return None
-        found = effective_precision(self.model).layers
-        return {
-            each.name: {
-                "mean": each.mean,
-                "min": each.min,
-                "max": each.max,
-                "histogram": [[bits, share] for bits, share in each.histogram.items()],
-            }
-            for each in found
-        }
+        return learned_bitwidths(self.model) if any(layer.precision.sampling for layer in self._layers()) else None
 
     # State -------------------------------------------------------------------------------------------------------------
 
@@ -449,7 +352,7 @@ class Trainer:
     def restore(self, path: Path) -> Resumed:
         """Restore a checkpoint of this run. One of another model, corpus or config raises a UserError and changes nothing."""
         tensors, plain = checkpoint.load(path)
-        others = self._check_others(path, plain)
+        others = _check_saved(path, plain, self.config, self.corpus)
         if (plan := plan_of(plain)) is not None and plan != self.plan:
             self.conversion, self.plan = apply_plan(self.model, plan), plan
         resumed = unpack(self.model, self.training.optimizer, tensors, plain, scaler=self.training.scaler)
@@ -461,33 +364,79 @@ class Trainer:
         self._sound.fill_(True)
         return resumed
 
-    def _check_others(self, path: Path, plain: Mapping[str, Any]) -> dict[str, Any]:
-        others = plain.get("others")
-        kinds = {"config": (str,), "corpus": (str,), "guard": (dict,), "offset": (int,), "time": (float, int)}
-        kinds |= {"loss_ema": (float, int, type(None)), "snip": (dict, type(None))}
-        if not isinstance(others, dict) or any(type(others.get(key)) not in kind for key, kind in kinds.items()):
-            raise UserError(f"The checkpoint {str(path)!r} was not made by `dither train`: it lacks the state of a run.")
-        if others["corpus"] != self.corpus.sha256:
-            raise UserError(
-                f"The checkpoint {str(path)!r} was trained on other tokens than those in {str(self.corpus.folder)!r}: use the "
-                "same data, or train in another folder."
-            )
-        saved = loads(others["config"], f"config of {path.name}")
-        check_changes(saved, self.config, int(plain.get("step", 0)), str(path.parent.parent))
-        return others
-
     def learn(self, loss: float) -> None:
         """Add a finite loss to the moving average."""
         self.loss_ema = smoothed(self.loss_ema, loss)
 
 
-class _Replayed(Exception):  # noqa: N818 - not an error: it leaves a step_context without any effect
-    pass
+def _held_out_count(config: Config, corpus: Corpus) -> int | None:
+    """Return the number of held-out sequences per evaluation, or None for all."""
+    wanted, there = config.run.eval_sequences, (len(corpus.held_out) - 1) // config.data.sequence
+    return None if wanted == 0 or wanted >= there else wanted
 
 
-def _eager(model: nn.Module) -> Any:
-    compiled = any(module._compiled_call_impl is not None for module in model.modules())
-    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+def _for_estimates(trainer: Trainer, batch: Batch, tokens: int) -> list[Batch]:
+    """Return part of a batch for estimates, in micro-batches of equal size: at most as large as those of a step.
+
+    If blocks are compiled, at most a quarter as large: estimates run uncompiled, which needs half as much activation memory
+    again, and they keep gradients for comparison. A run that just fits into memory would not fit any more.
+    """
+    wanted = tokens // trainer.config.data.sequence // trainer.ranks.world
+    rows = max(1, min(wanted, len(batch.tokens)))
+    largest = math.ceil(len(batch.tokens) / trainer.parts / (4 if trainer.compiled else 1))
+    pieces = math.ceil(rows / largest)
+    return list(replace(batch, tokens=batch.tokens[: rows - rows % pieces]).split(pieces))
+
+
+def _check_saved(path: Path, plain: Mapping[str, Any], config: Config, corpus: Corpus) -> dict[str, Any]:
+    """Return the values of the run in a checkpoint; raise a UserError if they are of another corpus or config."""
+    others = plain.get("others")
+    kinds = {"config": (str,), "corpus": (str,), "guard": (dict,), "offset": (int,), "time": (float, int)}
+    kinds |= {"loss_ema": (float, int, type(None)), "snip": (dict, type(None))}
+    if not isinstance(others, dict) or any(type(others.get(key)) not in kind for key, kind in kinds.items()):
+        raise UserError(f"The checkpoint {str(path)!r} was not made by `dither train`: it lacks the state of a run.")
+    if others["corpus"] != corpus.sha256:
+        raise UserError(
+            f"The checkpoint {str(path)!r} was trained on other tokens than those in {str(corpus.folder)!r}: use the "
+            "same data, or train in another folder."
+        )
+    saved = loads(others["config"], f"config of {path.name}")
+    check_changes(saved, config, int(plain.get("step", 0)), str(path.parent.parent))
+    return others
+
+
+def learned_bitwidths(model: nn.Module) -> dict[str, Any]:
+    """Return the learned bitwidths of sampled layers by name, as plain values."""
+    return {
+        each.name: {
+            "mean": each.mean,
+            "min": each.min,
+            "max": each.max,
+            "histogram": [[bits, share] for bits, share in each.histogram.items()],
+        }
+        for each in effective_precision(model).layers
+    }
+
+
+def _training(config: Config, model: CausalLM) -> Training:
+    """Return the optimizer of a converted model, with its loss scaling and gradient formats."""
+    scaled = MODES[config.precision.mode].plan.loss_scaling
+    return training(
+        model,
+        config.precision.mode,
+        config.optim.lr,
+        gradients=config.precision.gradients,
+        loss_scaling=config.loss_scaling if scaled else None,
+        groups=param_groups(model, weight_decay=config.optim.weight_decay),
+        roles=roles(model) if config.optim.optimizer == "adam-mini" else None,
+        betas=config.optim.betas,
+        eps=config.optim.eps,
+        # A scaled step computes the norm only if it clips; the largest float32 never clips.
+        max_norm=config.optim.max_norm or (MOST_NORM if scaled else None),
+        nonfinite="skip",  # decided on the device, before any weight changes; the guard learns of it later
+        seed=config.run.seed,
+        **({} if config.precision.states is None else {"states": config.precision.states}),
+    )
 
 
 def _model(config: Config, corpus: Corpus, device: torch.device) -> CausalLM:
