@@ -47,6 +47,7 @@ class _Writer:
         self.room = 0
 
     def write(self, texts: Sequence[str]) -> None:
+        """Tokenize and write texts."""
         end = np.array([self.tokenizer.end], self.tokenizer.dtype)
         for text, tokens in zip(texts, self.tokenizer.encode_all(texts), strict=True):
             if (tokens == end).any():
@@ -70,6 +71,7 @@ class _Writer:
                 self.room -= len(part)
 
     def close(self) -> None:
+        """Finish the current shard."""
         if self.file is not None:
             _finish(self.file)
             self.shards[-1]["sha256"] = self.digest.hexdigest()

@@ -249,6 +249,7 @@ class _Fields:
         self.left, self.name = dict(value), name
 
     def take(self, key: str, *types: type) -> Any:
+        """Return a field of one of these types."""
         if key not in self.left:
             raise UserError(f"{self.name} has no {key!r}.")
         value = self.left.pop(key)
@@ -257,19 +258,23 @@ class _Fields:
         return value
 
     def count(self, key: str) -> int:
+        """Return a field that is a count."""
         value: int = self.take(key, int)
         if not 0 <= value < 1 << 62:
             raise UserError(f"{self.name} has {value} for {key!r}, which is not a count.")
         return value
 
     def part(self, key: str) -> "_Fields":
+        """Return a field that is an object."""
         return _Fields(self.take(key, dict), f"{key!r} of {self.name}")
 
     def expect(self, key: str, value: str | int) -> None:
+        """Raise a UserError unless a field has this value."""
         if (found := self.take(key, type(value))) != value:
             raise UserError(f"{self.name} has {found!r} for {key!r}, not {value!r}.")
 
     def close(self) -> None:
+        """Raise a UserError if there are other fields."""
         if self.left:
             raise UserError(f"{self.name} has {next(iter(self.left))!r}, which is not a known field.")
 

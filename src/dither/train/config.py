@@ -189,38 +189,38 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True)
 class Snip:
-    """Which layers take fewer bits, chosen while training runs; without a target they stay as they are."""
+    """The precision of each layer, chosen during training. Without a target it does not change."""
 
     target: float | None = None
-    """The share of what could be saved, from 0 to 1: with fp8,fp4 the part of the FLOPs that run in FP4; by default none."""
+    """Fraction of the possible savings, from 0 to 1: with fp8,fp4 the fraction of FLOPs in FP4; by default SNIP is off."""
     options: str = "fp8,fp4"
-    """The levels that each operand of a layer may take."""
+    """Levels of each operand of a layer."""
     start: int = 100
-    """The step of the first statistics."""
+    """Step of the first statistics."""
     every: int = 100_000
-    """Steps from statistics to statistics."""
+    """Steps between statistics."""
     delay: int = 10
-    """Steps from statistics to the plan that follows from them."""
+    """Steps from statistics to the plan based on them."""
     probe: Literal["measure", "layer", "last", "direct"] = "measure"
-    """How estimates are made: by trying, by noise at each layer or at the last, or by closed forms."""
+    """Estimator: measure each option, add noise at each layer or at the last, or use closed forms (direct)."""
     tokens: int = 8192
-    """Tokens that estimates are made on at most, over all processes: whole sequences of a step, at least one a process."""
+    """Most tokens for the estimates, over all ranks: whole sequences of a step, at least one per rank."""
     cost: Literal["flops", "time"] = "flops"
-    """What is saved: FLOPs, or time, measured on the GPU."""
+    """Unit of savings: FLOPs, or time as measured on the GPU."""
     stages: tuple[int, ...] = ()
-    """Blocks on each pipeline stage, such as [6, 6, 6, 4]; none means no pipeline."""
+    """Blocks per pipeline stage, such as [6, 6, 6, 4]; none means no pipeline."""
     balance: Literal["slowest", "share"] = "slowest"
-    """With stages: bound the slowest, or let each save its share."""
+    """With stages: bound the slowest stage, or let each stage save its share."""
     pinned: tuple[str, ...] = ()
-    """Layers whose option is given, as pattern=option, such as *.down_proj=fp8."""
+    """Layers with a fixed option, as pattern=option, such as *.down_proj=fp8."""
     power: float = 2.0
-    """What layers' divergences are raised to before they are added up: squares of independent errors do; the paper has 1."""
+    """Exponent of the divergences of layers in their sum: 2 fits independent errors; the paper has 1."""
     loss_weight: float = 1.0
-    """The factor of the loss divergence dL; 0 chooses by the weights alone."""
+    """Weight of the loss divergence dL; 0 ignores it."""
     update_weight: float = 1.0
-    """The factor of the weight divergence dW, the change of the next update; 0 chooses by the loss alone."""
+    """Weight of the weight divergence dW, the change of the next update; 0 ignores it."""
     rows: bool = False
-    """Take the row-wise form of the loss divergence (section 6.3 of the paper)."""
+    """Use the row-wise form of the loss divergence (section 6.3 of the paper)."""
     hysteresis: float = 0.0
     """The part of a plan's cost that another must save to take its place."""
 
@@ -233,7 +233,7 @@ class Snip:
         check_within("snip.power", self.power, 1, math.inf)
         check_weights(self.loss_weight, self.update_weight, "snip.loss_weight and snip.update_weight")
         if self.delay >= self.every:
-            raise UserError(f"snip.delay={self.delay} is not below snip.every={self.every}: one plan would overtake another.")
+            raise UserError(f"snip.delay={self.delay} is not below snip.every={self.every}: plans would overlap.")
         try:
             self.goal, options(self.options)  # both check what they are given
         except UserError as error:
@@ -345,7 +345,7 @@ class Config:
     snip: Snip = field(default_factory=Snip)
     """The precision of each layer, chosen during training."""
     guard: Policy = field(default_factory=Policy)
-    """What to do about NaN, Inf and loss spikes."""
+    """The reaction to NaN, Inf and loss spikes."""
     monitor: Monitor = field(default_factory=Monitor)
     """Statistics of casts, gradients and updates during training."""
     run: RunSettings = field(default_factory=RunSettings)

@@ -20,7 +20,7 @@ from dither.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What to do about NaN, Inf and loss spikes.
+    """The reaction to NaN, Inf and loss spikes.
 
     >>> Policy(nonfinite="skip").most_skips
     10

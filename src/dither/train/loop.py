@@ -1,4 +1,4 @@
-"""A whole run: data, model, steps, and a folder that tells what happened and can be gone on from."""
+"""Train a model in a run folder, or resume the run: the steps, the decisions about them, and the end."""
 
 import math
 import os

@@ -196,14 +196,17 @@ class RunRecorder:
         return self.the_trainer.time + time.monotonic() - self.began
 
     def write(self, kind: str, *, step: int | None = None, **values: Any) -> None:
+        """Write a line of metrics of a kind."""
         if self.metrics is not None:
             self.metrics.write(kind, self.the_trainer.done if step is None else step, self.seconds, **values)
 
     def say(self, text: str) -> None:
+        """Show a message."""
         if self.progress is not None:
             self.progress.say(text)
 
     def status(self, state: Literal["running", "done", "stopped", "interrupted", "failed"], why: str = "") -> None:
+        """Write the status of the run."""
         if self.ranks.main:
             Status(state=state, step=self.the_trainer.done, why=why).save(self.folder)
 

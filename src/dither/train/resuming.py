@@ -1,4 +1,4 @@
-"""What may change in the config of a run when it resumes."""
+"""Changes of the config of a run that are allowed when it resumes."""
 
 import os
 import shlex

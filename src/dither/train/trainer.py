@@ -186,7 +186,7 @@ class Trainer:
         )
 
     def choose(self, batch: Batch) -> Decision | None:
-        """Before a step: collect statistics on its batch, or switch to the plan of earlier ones, if either is due."""
+        """Collect statistics on the batch of the next step, or switch to the plan of earlier ones, if either is due."""
         if self.snip is None:
             return None
         decision = self.snip.before_step(self.done, lambda: _for_estimates(self, batch, self.config.snip.tokens))
@@ -203,7 +203,7 @@ class Trainer:
         return Monitor(self.model, optimizer, every=every, scaler=scaler, group=self.ranks.group, tell=lambda _: None)
 
     def look(self, batch: Batch) -> Report | None:
-        """After a step: measure the numerics of the model, in an extra pass over part of its batch that changes nothing.
+        """Measure the numerics of the model after a step, in an extra pass over part of its batch that changes nothing.
 
         With loss scaling the pass computes in float32: FP16 gradients no longer show what underflowed.
         """
