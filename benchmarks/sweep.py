@@ -17,10 +17,10 @@ import sys
 from pathlib import Path
 
 from dither.errors import UserError
+from dither.experiments.trials import BASE, Trial, collect, plan, prepare_once, print_comparison, run_all, write_json
 from dither.report.comparison import Comparison
 from dither.train import config as configs
 from dither.train.guard import Status
-from dither.trials import BASE, Trial, collect, plan, prepare_once, print_comparison, run_all, write_json
 
 
 def finished(trials: list[Trial]) -> list[Trial]:

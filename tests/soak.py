@@ -42,7 +42,7 @@ from dither.data import Batch
 from dither.train import Status, checkpoint, train
 from dither.train import config as configs
 from dither.train.config import Config
-from dither.train.job import Job
+from dither.train.trainer import Trainer
 
 OURS = str(Path(dither.__file__).parent)
 KILLED = -signal.SIGKILL
@@ -135,7 +135,7 @@ def counted(work: Callable[[], int], at: int = 0, training: bool = False) -> Cal
             nonlocal calls, steps
             if event == "call" and frame.f_code.co_filename.startswith(OURS):
                 calls += 1
-                steps += steps > 0 or frame.f_code is Job.step.__code__
+                steps += steps > 0 or frame.f_code is Trainer.step.__code__
                 if at and at == (steps if training else calls):
                     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -321,15 +321,15 @@ def worlds(text: Path, folder: Path, count: int) -> list[Score]:
         def rank(number: int) -> int:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
             os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(world))
-            real = Job.step
+            real = Trainer.step
 
-            def step(self: Job, batch: Batch, *rest: Any) -> torch.Tensor:
+            def step(self: Trainer, batch: Batch, *rest: Any) -> torch.Tensor:
                 with open(out.parent / f"{out.name}.order", "a") as order:
                     for place, tokens in enumerate(batch.tokens.tolist()):
                         order.write(json.dumps([batch.step, batch.first + place, tokens]) + "\n")
                 return real(self, batch, *rest)
 
-            Job.step = step  # type: ignore[method-assign]
+            Trainer.step = step  # type: ignore[method-assign]
             settings = config(text, out, *more, "run.save_every=3")
             return train(configs.override(settings, [f"run.steps={steps}"]), resume=(out / "config.toml").is_file()).code
 
@@ -379,14 +379,14 @@ def signals(text: Path, folder: Path, count: int) -> list[Score]:
         read, write = os.pipe()
 
         def work(out: Path = out, write: int = write, at: int = at) -> int:
-            real = Job.step
+            real = Trainer.step
 
-            def step(self: Job, *rest: Any) -> torch.Tensor:
+            def step(self: Trainer, *rest: Any) -> torch.Tensor:
                 if self.done == at:
                     os.write(write, b"1")
                 return real(self, *rest)
 
-            Job.step = step  # type: ignore[method-assign]
+            Trainer.step = step  # type: ignore[method-assign]
             return cli.main(arguments(text, out, "run.steps=1000000", "run.save_every=0", "run.log_every=1000"))
 
         child = forked(work, said)

@@ -12,6 +12,7 @@ from dither.advice import GPUS, Advice, Gpu, Setting, advise, estimate, gpu_name
 from dither.advice.machine import LARGE, SMALL, advice_here
 from dither.advice.memory import GIB
 from dither.advice.shapes import model_shape, shape_of
+from dither.doctor.report import print_advice
 from dither.models import PRESETS, build, save_pretrained
 from dither.train import Config
 from dither.train import config as configs
@@ -153,7 +154,7 @@ def test_memory_by_part_and_mode(capsys):
     rows = {line.split("  ")[1]: line.split() for line in shown.splitlines() if line.startswith("  ")}
     assert rows["peak"][1:] == ["42.42", "31.70"]
     assert rows["weights"][1:] == ["4.70", "2.35"]
-    assert "On H200 (133 GiB to use): o1 + fp8-current" in shown
+    assert "On H200 (133 GiB usable): o1 + fp8-current" in shown
     assert "--set precision.mode=o1 --set precision.recipe=fp8-current" in shown
     assert cli.main(["memory", "--params", "7e9", "--batch", "1", "--recipe", "fp8-block", "--states", "int8"]) == 0
     assert "o1 + fp8-block + int8" in capsys.readouterr().out
@@ -166,7 +167,7 @@ def test_memory_of_a_run(tmp_path, capsys):
     (out / "config.toml").write_text(configs.dumps(configs.override(Config(), [*more, "data.sequence=512"])))
     assert cli.main(["memory", str(out)]) == 0
     shown = capsys.readouterr().out
-    assert shown.splitlines()[0].startswith("134,105,856 parameters, 2 x 512 tokens in a pass")
+    assert shown.splitlines()[0].startswith("134,105,856 parameters, 2 x 512 tokens per pass")
     setting = Setting(mode="bf16-sr", accumulate=True)
     peak = estimate(shape_of(PRESETS["llama-134m"]), setting, batch=2, sequence=512).peak / GIB
     assert f"{peak:.2f}" in shown.splitlines()[-2]
@@ -198,7 +199,7 @@ def test_doctor_ends_with_advice(capsys):
     shown = capsys.readouterr().out
     assert shown.index("Advice") > shown.index("Self-test")
     assert found.notes[0] in shown
-    doctor.print_advice(Advice(rows=(("H200", "1B", "o1", "8192", "40.0"),), notes=("because",)))
+    print_advice(Advice(rows=(("H200", "1B", "o1", "8192", "40.0"),), notes=("because",)))
     assert "because" in capsys.readouterr().out
 
 

@@ -13,7 +13,10 @@ import torch
 
 import dither
 from dither import cli, doctor
+from dither.doctor import self_test, torch_products
 from dither.formats import TABLE
+from dither.tables import print_table
+from dither.versions import has_triton
 
 ROOT = Path(__file__).parent.parent
 
@@ -126,10 +129,10 @@ def test_a_reader_that_stops_early_sees_no_traceback():
 def test_too_few_elements_are_an_error():
     result = run("doctor", "--elements", "5")
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == "dither: error: The self-test takes 512 elements a cast or more, not 5.\n"
+    assert result.stderr == "dither: error: The self-test takes 512 elements per cast or more, not 5.\n"
 
 
-@pytest.mark.skipif(not doctor.has_triton(), reason="the kernels need Triton, which is not installed")
+@pytest.mark.skipif(not has_triton(), reason="the kernels need Triton, which is not installed")
 def test_doctor_finds_that_all_bits_agree():
     result = run("doctor")
     assert result.returncode == 0, result.stdout + result.stderr
@@ -144,11 +147,11 @@ def test_doctor_finds_that_all_bits_agree():
     across = "0" if torch.cuda.is_available() else "not run"
     for name in ["random bits", *(name for name in TABLE if name != "e8m0"), "total"]:
         assert rows[name][2:] == ["0", across]
-    assert int(rows["total"][0]) == len(doctor.jobs(doctor.ELEMENTS))
+    assert int(rows["total"][0]) == len(self_test.operations(doctor.ELEMENTS))
 
 
 def test_the_self_test_covers_every_format_granularity_scale_and_rounding():
-    casts = doctor.casts()
+    casts = self_test.casts()
     assert len(set(casts)) == len(casts)
     for name, format in TABLE.items():
         mine = [cast for cast in casts if cast.format == name]
@@ -179,17 +182,17 @@ def test_the_self_test_covers_every_format_granularity_scale_and_rounding():
     ],
 )
 def test_differing_bits(a, b, bits):
-    assert doctor.differing_bits([torch.tensor(a)], [torch.tensor(b)]) == bits
+    assert self_test.differing_bits([torch.tensor(a)], [torch.tensor(b)]) == bits
 
 
 def test_differing_bits_of_codes_scales_and_dtypes():
     codes = torch.tensor([[0x7F, 0x00], [0x12, 0xFF]], dtype=torch.uint8)
     other = torch.tensor([[0x7F, 0x81], [0x10, 0xFF]], dtype=torch.uint8)
     for dtype in (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu):
-        assert doctor.differing_bits([codes.view(dtype)], [other.view(dtype)]) == 3
-        assert doctor.differing_bits([codes.view(dtype).T], [codes.view(dtype).T]) == 0
-    assert doctor.differing_bits([codes], [codes.view(torch.float8_e4m3fn)]) == 32
-    assert doctor.differing_bits([torch.tensor(1.0)], [torch.tensor(1.5)]) == 1  # 0-d, as a tensor's scale is
+        assert self_test.differing_bits([codes.view(dtype)], [other.view(dtype)]) == 3
+        assert self_test.differing_bits([codes.view(dtype).T], [codes.view(dtype).T]) == 0
+    assert self_test.differing_bits([codes], [codes.view(torch.float8_e4m3fn)]) == 32
+    assert self_test.differing_bits([torch.tensor(1.0)], [torch.tensor(1.5)]) == 1  # 0-d, as a tensor's scale is
 
 
 class Broken:
@@ -199,7 +202,7 @@ class Broken:
         self.what = what
 
     def __getattr__(self, name):
-        original = getattr(doctor.quantize, name)
+        original = getattr(self_test.quantize, name)
 
         def wrong(*arguments):
             first, *rest = original(*arguments) if name.startswith("quantize") else [original(*arguments)]
@@ -213,11 +216,11 @@ class Broken:
 
 @pytest.mark.parametrize("what", ["quantize", "dequantize", "fake_quantize", "quantize_both"])
 def test_a_wrong_kernel_is_found(what):
-    broken = doctor.Implementation(doctor.philox, doctor.rounding, Broken(what))
-    todo = [job for job in doctor.jobs(512) if job.what.startswith("e4m3 tile(128) fp32")]
+    broken = self_test.Implementation(self_test.philox, self_test.rounding, Broken(what))
+    todo = [job for job in self_test.operations(512) if job.what.startswith("e4m3 tile(128) fp32")]
     assert len(todo) == 2  # both roundings, of which one goes the way without codes
-    assert sum(check.kernel for check in doctor.compare(todo, "cpu", broken)) > 0
-    for check in doctor.compare(todo, "cpu", doctor.REFERENCE):
+    assert sum(check.kernel for check in self_test.compare_operations(todo, "cpu", broken)) > 0
+    for check in self_test.compare_operations(todo, "cpu", self_test.REFERENCE):
         assert (check.kernel, check.devices) == (0, None)
 
 
@@ -246,17 +249,17 @@ def test_a_wrong_known_answer_and_a_broken_comparison_are_exit_code_1():
 
 
 def test_philox_answers_are_really_compared(monkeypatch):
-    assert doctor.wrong_answers("cpu") == 0
-    monkeypatch.setattr(doctor.philox, "ROUNDS", 9)
-    assert doctor.wrong_answers("cpu") == 3
+    assert self_test.wrong_answers("cpu") == 0
+    monkeypatch.setattr(self_test.philox, "ROUNDS", 9)
+    assert self_test.wrong_answers("cpu") == 3
 
 
 def test_without_triton_the_report_says_that_no_kernel_ran(monkeypatch, capsys):
-    few = doctor.jobs(512)[:8]
-    monkeypatch.setattr(doctor, "jobs", lambda elements: few)
-    monkeypatch.setattr(doctor, "has_triton", lambda: False)
-    monkeypatch.setattr(doctor, "best_device", lambda: "cpu")
-    found = doctor.self_test(512)
+    few = self_test.operations(512)[:8]
+    monkeypatch.setattr(self_test, "operations", lambda elements: few)
+    monkeypatch.setattr(self_test, "has_triton", lambda: False)
+    monkeypatch.setattr(self_test, "best_device", lambda: "cpu")
+    found = self_test.run_self_test(512)
     assert found.passed
     doctor.print_report(report(found))
     output = capsys.readouterr().out
@@ -267,7 +270,7 @@ def test_without_triton_the_report_says_that_no_kernel_ran(monkeypatch, capsys):
 
 def test_an_interpreter_that_fails_is_a_failure(monkeypatch):
     monkeypatch.setattr(sys, "executable", "false")  # a program that does nothing but fail
-    checks, failure = doctor.interpreted_checks(512)
+    checks, failure = self_test.interpreted_checks(512)
     assert checks == []
     assert failure == "the interpreter stopped with exit code 1: no message"
 
@@ -278,12 +281,12 @@ def test_a_product_that_fails_or_is_wrong_says_so():
     def fail(device):
         raise RuntimeError("no such unit\nand a long trace")
 
-    assert doctor._try("a", lambda device: (right, right), "cpu") == doctor.Product("a", True, "")
-    assert doctor._try("a", fail, "cpu") == doctor.Product("a", False, "no such unit")
-    wrong = doctor._try("a", lambda device: (right * 2, right), "cpu")
+    assert torch_products._try("a", lambda device: (right, right), "cpu") == doctor.Product("a", True, "")
+    assert torch_products._try("a", fail, "cpu") == doctor.Product("a", False, "no such unit")
+    wrong = torch_products._try("a", lambda device: (right * 2, right), "cpu")
     assert not wrong.runs
     assert "wrong" in wrong.note
-    assert not doctor._try("a", lambda device: (right * torch.nan, right), "cpu").runs
+    assert not torch_products._try("a", lambda device: (right * torch.nan, right), "cpu").runs
 
 
 def test_products_on_the_cpu():
@@ -298,7 +301,7 @@ def test_products_on_the_cpu():
 
 def test_tables_on_a_terminal_keep_brackets(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    doctor.print_table("A title", ("name", "count"), [("[red]x[/red]", "12")], right=[1])
+    print_table("A title", ("name", "count"), [("[red]x[/red]", "12")], right=[1])
     output = capsys.readouterr().out
     assert "[red]x[/red]" in output
     assert "A title" in output

@@ -11,10 +11,11 @@ import torch
 
 from dither import UserError, cli
 from dither.data import open_tokens, train_bpe
-from dither.evaluate import command, perplexity
+from dither.evaluate import perplexity
+from dither.experiments.evaluation import parse_cast
 from dither.models import build, preset, save_pretrained
 from dither.train import checkpoint
-from dither.train.config import Config, Data, Precision, Run
+from dither.train.config import Config, Data, Precision, RunSettings
 from dither.train.loop import train
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"]
@@ -34,7 +35,7 @@ def run(text, tmp_path_factory):
     """A run of four steps, and how it ended."""
     out = tmp_path_factory.mktemp("run") / "first"
     data = Data(sources=(str(text),), sequence=16, batch=2, held_out=0.2)
-    asked = Run(steps=4, eval_sequences=3, save_every=2, sample_every=0, out=str(out), device="cpu")
+    asked = RunSettings(steps=4, eval_sequences=3, save_every=2, sample_every=0, out=str(out), device="cpu")
     return train(Config(data=data, precision=Precision(mode="bf16-sr"), run=asked))
 
 
@@ -212,7 +213,7 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path, capsys):
 
 
 def test_casts_as_the_command_line_spells_them():
-    assert str(command.parse_cast("mxfp4")) == "e2m1 tile(32) pow2 nearest"
-    assert str(command.parse_cast("e4m3:block(128):pow2")) == "e4m3 block(128) pow2 nearest"
+    assert str(parse_cast("mxfp4")) == "e2m1 tile(32) pow2 nearest"
+    assert str(parse_cast("e4m3:block(128):pow2")) == "e4m3 block(128) pow2 nearest"
     with pytest.raises(UserError):
-        command.parse_cast("")
+        parse_cast("")

@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 import torch
 
-from dither import Sampling, UserError, arms, cli, convert, step_context, trials
+from dither import Sampling, UserError, cli, convert, step_context
+from dither.experiments import arms, trials
 from dither.report import estimates, plots
 from dither.report.comparison import Comparison, Entry
 from dither.train import config as configs
-from dither.train.config import Config, Data, Run
+from dither.train.config import Config, Data, RunSettings
 from dither.train.loop import train
 
 ROOT = Path(__file__).parent.parent
@@ -96,7 +97,7 @@ def test_a_comparison(text, tmp_path, capsys, monkeypatch):
     # What is done is not done again; a third name is, and the table has all three, the lowest loss first.
     again = said(capsys, "compare", "fp32", "bf16-sr+fp8-block", "gaussws:od", *arguments)
     assert len(trained) == 3
-    assert "fp32 (1 of 3) is done already." in again
+    assert "fp32 (1 of 3) is finished already." in again
     rows = [line.split() for line in again.split("lowest first\n")[1].splitlines()[1:4]]
     assert sorted(row[1] for row in rows) == ["bf16-sr+fp8-block", "fp32", "gaussws:od"]
     losses = [float(row[2]) for row in rows]
@@ -106,10 +107,10 @@ def test_a_comparison(text, tmp_path, capsys, monkeypatch):
     assert [f"{end['loss']:.4f}" for end in ends] == [written["fp32"], written["gaussws:od"]]
 
     # Another config is another comparison, and what was begun is gone on with only if that is asked for.
-    assert "has a run of another config" in said(capsys, "compare", "fp32", *arguments, "optim.lr=1e-2", code=2)
+    assert "has a run with another config" in said(capsys, "compare", "fp32", *arguments, "optim.lr=1e-2", code=2)
     status = out / "fp32" / "status.json"
     status.write_text(status.read_text().replace("done", "interrupted"))
-    assert "go on with --resume" in said(capsys, "compare", "fp32", "gaussws:od", *arguments, code=2)
+    assert "continue with --resume" in said(capsys, "compare", "fp32", "gaussws:od", *arguments, code=2)
     said(capsys, "compare", "fp32", "gaussws:od", "--resume", *arguments)
     assert len(trained) == 4
     assert json.loads((out / "fp32" / "metrics.jsonl").read_text().splitlines()[-1])["loss"] == ends[0]["loss"]
@@ -118,7 +119,7 @@ def test_a_comparison(text, tmp_path, capsys, monkeypatch):
     for path in (out / "fp32").iterdir():
         if path.name != "config.toml":
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    assert "go on with --resume" in said(capsys, "compare", "fp32", *arguments, code=2)
+    assert "continue with --resume" in said(capsys, "compare", "fp32", *arguments, code=2)
     said(capsys, "compare", "fp32", "--resume", *arguments)
     assert json.loads((out / "fp32" / "metrics.jsonl").read_text().splitlines()[-1])["loss"] == ends[0]["loss"]
 
@@ -131,7 +132,7 @@ def test_a_comparison_of_several_seeds(text, tmp_path, capsys, monkeypatch):
     said(capsys, "compare", *arguments)
     told = said(capsys, "compare", "--seeds", "2", *arguments)  # seeds can be added later
     assert [(config.run.seed, config.data.seed) for config in trained] == [(5, 0), (5, 0), (6, 1), (6, 1)]
-    assert "fp32 (1 of 4) is done already." in told
+    assert "fp32 (1 of 4) is finished already." in told
     assert "bf16-sr, seed 6 (4 of 4)" in told
     losses = {}
     for name in ("fp32", "fp32-seed-6", "bf16-sr", "bf16-sr-seed-6"):
@@ -156,7 +157,7 @@ def test_mistakes_in_compare_come_before_anything_is_run(text, tmp_path, capsys,
 
 
 def test_a_base_is_what_all_have_in_common(text, tmp_path):
-    base = Config(data=Data(sources=(str(text),)), run=Run(steps=7, out="elsewhere"))
+    base = Config(data=Data(sources=(str(text),)), run=RunSettings(steps=7, out="elsewhere"))
     (tmp_path / "run.toml").write_text(configs.dumps(base))
     planned = trials.plan(configs.load(tmp_path / "run.toml"), ["o1", "o2"], tmp_path / "out")
     assert [trial.config.precision.mode for trial in planned] == ["o1", "o2"]
@@ -225,16 +226,16 @@ def test_fields_that_names_do_not_set_come_from_the_base():
         (["o1@lr=1e-3,"], None, r"are written o1@lr=2e-3"),
         (["o1@lr=1e-3,optim.lr=2e-3"], None, r"sets optim.lr twice"),
         (["o1@lr=fast"], None, r"In the arm 'o1@lr=fast': .*optim.lr is a finite number"),
-        (["o1@b_init=3"], None, r"samples nothing: name a sampling, as in o1\+gaussws:od@b_init=3"),
-        (["o1@lr=1e-3", "o1@lr=0.001"], None, r"'o1@lr=1e-3' and 'o1@lr=0.001' mean the same run"),
-        (["o1", "bf16"], None, r"'o1' and 'bf16' mean the same run"),
-        (["o1"], "lr", r"A sweep is a field and two values or more"),
-        (["o1"], "lr=1e-3", r"A sweep is a field and two values or more"),
-        (["o1"], "lr=1e-3,,2e-3", r"A sweep is a field and two values or more"),
+        (["o1@b_init=3"], None, r"has no sampling: name one, as in o1\+gaussws:od@b_init=3"),
+        (["o1@lr=1e-3", "o1@lr=0.001"], None, r"'o1@lr=1e-3' and 'o1@lr=0.001' are the same run"),
+        (["o1", "bf16"], None, r"'o1' and 'bf16' are the same run"),
+        (["o1"], "lr", r"A sweep is a field with at least two values"),
+        (["o1"], "lr=1e-3", r"A sweep is a field with at least two values"),
+        (["o1"], "lr=1e-3,,2e-3", r"A sweep is a field with at least two values"),
         (["o1"], "lr=1e-3,0.001", r"The sweep has optim.lr=0.001 twice"),
         (["o1"], "run.seed=1,2", r"run.seed cannot be swept: all arms have the same seeds"),
         (["o1@lr=1e-3"], "lr=1e-3,2e-3", r"sets optim.lr, which is swept"),
-        (["gaussws:od", "o1"], "b_target=2,3", r"'o1' samples nothing, so precision.sampling.b_target cannot be swept"),
+        (["gaussws:od", "o1"], "b_target=2,3", r"'o1' has no sampling, so precision.sampling.b_target cannot be swept"),
         (["o1"], "lr=1e-3,-1", r"In the arm 'o1': .*optim.lr is a number above 0"),
     ],
 )
@@ -397,7 +398,7 @@ def test_the_script_for_machines_without_the_command_line(text, tmp_path, capsys
     given = ("o1@lr=1e-3", "--base", base, "--sweep", "eps=1e-8,1e-6", "--to", tmp_path / "results", "--set", *small)
     code, told = call(*given, "--seeds", "2", "--minutes", "0")
     assert code == 143
-    assert "The time is up: runs that were not done are saved." in told
+    assert "The time is up: unfinished runs are saved." in told
     assert "No seed has all its runs yet" in told
     code, told = call(*given)
     assert code == 0
@@ -411,5 +412,5 @@ def test_the_script_for_machines_without_the_command_line(text, tmp_path, capsys
 
 def test_comparing_needs_nothing_of_the_command_line():
     """arms, trials and the report import where tyro is missing."""
-    code = "import sys; sys.modules['tyro'] = None; import dither.arms, dither.trials, dither.report"
+    code = "import sys; sys.modules['tyro'] = None; import dither.experiments.arms, dither.experiments.trials, dither.report"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT / "src")})

@@ -13,8 +13,21 @@ from dither import BitwidthLoss, Plan, Sampling, UserError, WeightDecay, recipe
 from dither.adam_update import BLOCKS
 from dither.models import PRESETS
 from dither.optim import MODES
-from dither.train import config as configs
-from dither.train.config import Config, Data, Model, Optim, Precision, Run, describe, dumps, load, loads, override, schedule
+from dither.train import fields as fields_of
+from dither.train.config import (
+    Config,
+    Data,
+    Model,
+    Optim,
+    Precision,
+    RunSettings,
+    describe,
+    dumps,
+    load,
+    loads,
+    override,
+    schedule,
+)
 from dither.train.guard import Policy
 
 # Round trips ----------------------------------------------------------------------------------------------------------
@@ -69,7 +82,7 @@ def anything(draw) -> Config:
             **draw(st.sampled_from([{}, {"recipe": "fp8-block"}, {"plan": "plan.json"}])), sampling=draw(st.none() | sampling)
         ),
         guard=Policy(spike=draw(st.sampled_from(["warn", "rollback"])), spike_factor=draw(st.floats(1.01, 100))),
-        run=Run(steps=draw(st.integers(1, 2**31 - 1)), seed=draw(seeds), compile=draw(st.booleans()), device="cuda:1"),
+        run=RunSettings(steps=draw(st.integers(1, 2**31 - 1)), seed=draw(seeds), compile=draw(st.booleans()), device="cuda:1"),
     )
 
 
@@ -84,7 +97,7 @@ def test_what_is_written_is_read_again(config, comments):
 
 def test_files(tmp_path):
     path = tmp_path / "run.toml"
-    path.write_text(dumps(Config(run=Run(out="übung/1 \x7f\t"))), encoding="utf-8")
+    path.write_text(dumps(Config(run=RunSettings(out="übung/1 \x7f\t"))), encoding="utf-8")
     assert load(path).run.out == "übung/1 \x7f\t"
     assert loads("") == Config()
 
@@ -104,17 +117,17 @@ def test_every_field_has_a_sentence_a_type_and_its_default():
     expected = {prefix + each.name for prefix, cls in classes.items() for each in dataclasses.fields(cls)}
     assert set(found) == expected - {"precision.sampling"}
     assert all(each.sentence.endswith(".") and each.type for each in found.values())
-    assert found["optim.min_lr"] == ("optim.min_lr", "float", 0.0, "Where cosine and wsd end.")
+    assert found["optim.min_lr"] == ("optim.min_lr", "float", 0.0, "Learning rate at the end of cosine and wsd.")
     assert found["optim.schedule"].type == "cosine | wsd | constant"
-    assert "# Where cosine and wsd end.\nmin_lr = 0.0\n" in dumps(Config(), comments=True)
+    assert "# Learning rate at the end of cosine and wsd.\nmin_lr = 0.0\n" in dumps(Config(), comments=True)
 
 
 def test_what_may_be_absent_is_absent_by_default():
     # TOML has no null: a field that is None is left out, so it must be None where it is left out.
     for each in describe():
         section, _, name = each.path.rpartition(".")
-        cls = Sampling if section == "precision.sampling" else configs._hints(Config)[section]
-        if type(None) in typing.get_args(configs._hints(cls)[name]):
+        cls = Sampling if section == "precision.sampling" else fields_of.hints(Config)[section]
+        if type(None) in typing.get_args(fields_of.hints(cls)[name]):
             assert each.default is None, each.path
 
 
@@ -145,7 +158,7 @@ def test_sentences_name_what_can_be_chosen():
 )
 def test_override(setting, path, value):
     if path is None:
-        with pytest.raises(UserError, match="not one of TOML"):
+        with pytest.raises(UserError, match="is not TOML"):
             override(Config(), [setting])
         return
     found = override(Config(), [setting])
@@ -201,7 +214,7 @@ MISTAKES = [
     ("[model]\nhf = ''", "model.hf"),
     ("[data]\nsources = 'a.txt'", "data.sources is a list of texts"),
     ("[data]\nsources = [1]", "data.sources is a list of texts"),
-    ("[data]\nsources = ['']", "empty text"),
+    ("[data]\nsources = ['']", "is empty"),
     ("[data]\nbatch = 8.0", "data.batch is an integer"),
     ("[data]\nbatch = 8\nmicro_batch = 3", "data.micro_batch=3 does not divide"),
     ("[data]\nheld_out = 1", "data.held_out is a number above 0 and below 1"),
@@ -213,7 +226,7 @@ MISTAKES = [
     ("[precision]\nrecipe = 'bf16'", "use the mode 'o1'"),
     ("[precision]\nrecipe = 'fp16'", "use the mode 'fp16'"),
     ("[precision]\nmode = 'o2'\nrecipe = 'bf16-pure'", "use the mode 'bf16' or 'bf16-sr' or 'bf16-kahan'"),
-    ("[precision]\nrecipe = 'fp8-block'\nplan = 'x'", "both say how to cast"),
+    ("[precision]\nrecipe = 'fp8-block'\nplan = 'x'", "both set the casts"),
     ("[precision]\nstates = 'e9m9'", "no precision.states='e9m9'"),
     ("[precision]\ngradients = 'fp8'", "no precision.gradients='fp8'.*choose from fp32, bf16, bf16-sr"),
     ("[precision]\ngradients = 1", "precision.gradients is a text"),
@@ -328,7 +341,7 @@ def test_sections_are_checked_where_they_are_made():
     with pytest.raises(UserError, match=r"config\.optim is Optim, not 3"):
         Config(optim=3)
     with pytest.raises(UserError, match=r"run\.out is a text in quotes"):
-        Run(out="\ud800")
+        RunSettings(out="\ud800")
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().optim.lr = 1
 
@@ -353,7 +366,7 @@ def test_plans(tmp_path):
     recipe("mxfp4").save(tmp_path / "plan.json")
     assert Precision(plan=str(tmp_path / "plan.json")).load_plan() == recipe("mxfp4")
     Plan(parameters="bf16").save(tmp_path / "plan.json")
-    with pytest.raises(UserError, match=r"trained otherwise than precision\.mode='fp32' says"):
+    with pytest.raises(UserError, match=r"does not fit precision\.mode='fp32'"):
         Precision(plan=str(tmp_path / "plan.json")).load_plan()
     with pytest.raises(UserError, match="cannot be read"):
         Precision(plan=str(tmp_path / "none.json")).load_plan()
@@ -363,7 +376,7 @@ def test_plans(tmp_path):
 
 def test_schedules():
     def rates(**optim):
-        config = Config(optim=Optim(lr=2.0, **optim), run=Run(steps=200))
+        config = Config(optim=Optim(lr=2.0, **optim), run=RunSettings(steps=200))
         return [schedule(config, step) for step in range(200)]
 
     warm = [2.0 * (step + 1) / 20 for step in range(20)]
@@ -380,5 +393,5 @@ def test_schedules():
     assert rates(schedule="wsd", warmup=0.0, decay=0.0) == [2.0] * 200
     assert rates(schedule="cosine", warmup=1.0)[-1] == 2.0
     for step in (-1, 200, 1.0, True):
-        with pytest.raises(UserError, match="steps 0 to 199"):
-            schedule(Config(run=Run(steps=200)), step)
+        with pytest.raises(UserError, match="are 0 to 199"):
+            schedule(Config(run=RunSettings(steps=200)), step)

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 import dither.data as data
 from dither import UserError
 from dither.data import loader as loading
+from dither.data import preparation
 from dither.data import text as texts
 from dither.data import tokens as tokens_module
 
@@ -92,7 +93,7 @@ def test_the_standard_library_without_tests_and_broken_files(tmp_path):
         ("u.py", "a test"),
         ("zero.py", "empty"),
     ]
-    with pytest.raises(UserError, match="no source text of the standard library") as error:
+    with pytest.raises(UserError, match="source code of the standard library is not in") as error:
         list(texts.stdlib(root=tmp_path / "nowhere"))
     one_sentence(error)
 
@@ -159,7 +160,7 @@ def test_zstandard(tmp_path):
     assert [document.text for document in data.documents(str(path))] == DOCUMENTS
     for raw in (b"no frame at all" * 9, path.read_bytes()[:-30]):
         path.write_bytes(raw)
-        with pytest.raises(UserError, match=r"a\.txt\.zst.*truncated or is not what its name says") as error:
+        with pytest.raises(UserError, match=r"a\.txt\.zst.*truncated or is not of the kind that its name says") as error:
             list(data.documents(str(path)))
         one_sentence(error)
 
@@ -237,16 +238,16 @@ def test_hugging_face_datasets_are_streamed_by_name_split_and_field(monkeypatch)
         ("a.txt", "é".encode("utf-16"), "another encoding|binary"),
         ("a.txt", b"x" * 2000, "more than 1,000 bytes"),
         ("a.txt", b"x\n" * 1000, "document of more than 1,000 bytes"),
-        ("a.txt.xz", gzip.compress(b"wrong kind", mtime=0), "not what its name says"),
+        ("a.txt.xz", gzip.compress(b"wrong kind", mtime=0), "not of the kind that its name says"),
         ("a.txt.xz", lzma.compress(JOINED)[:-40], "truncated"),
         ("a.txt.xz", lzma.compress(b"x" * 10**6), "more than 1,000 bytes"),
         ("a.txt.gz", gzip.compress(JOINED, mtime=0)[:-9], "truncated"),
         ("a.txt.gz", gzip.compress(JOINED, mtime=0)[:20] + b"\xff" * 50, "truncated|not what"),
-        ("a.txt.gz", b"plain", "not what its name says"),
+        ("a.txt.gz", b"plain", "not of the kind that its name says"),
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', "JSON in line 2"),
         ("a.jsonl", b"[1]\n", "list in line 1"),
         ("a.jsonl", b'{"body": "a"}\n', "no field 'text' in line 1.*'body'"),
-        ("a.jsonl", b"{}\n", "none at all"),
+        ("a.jsonl", b"{}\n", "it has no fields"),
         ("a.jsonl", b'{"text": 7}\n', "is int, not a string"),
         ("a.jsonl", b"[" * 900 + b"\n", "JSON in line 1"),
         ("a.jsonl", b'\xff{"text": "a"}\n', "binary or in another encoding"),
@@ -328,7 +329,7 @@ def test_the_split_has_its_share_and_grows_with_it():
 
 @pytest.mark.parametrize("share", [0, 1, 0.0, 1.0, -0.1, 1.5, float("nan"), True])
 def test_a_share_lies_between_0_and_1(folder, tmp_path, share):
-    with pytest.raises(UserError, match="between 0 and 1") as error:
+    with pytest.raises(UserError, match="above 0 and below 1") as error:
         data.prepare(str(folder), tmp_path / "tokens", held_out=share)
     one_sentence(error)
     assert not (tmp_path / "tokens").exists()
@@ -337,10 +338,10 @@ def test_a_share_lies_between_0_and_1(folder, tmp_path, share):
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({"a.txt": ""}, "no text in .*left out: 1 empty.*two documents"),
+        ({"a.txt": ""}, "no text in .*left out: 1 empty"),
         ({"a.txt": " \n\n"}, "no text in .*1 empty"),
-        ({"a.txt": "one line"}, "Of 1 document in .*both parts need one"),
-        ({"a.txt": "twin", "b.txt": "twin"}, "Of 2 documents .*both parts need one"),
+        ({"a.txt": "x"}, "Of 1 document in .*both training and held-out text need one"),
+        ({"a.txt": "twin", "b.txt": "twin"}, "Of 2 documents .*both training and held-out text need one"),
         ({"a.bin": "\0"}, "no text in .*1 binary"),
     ],
 )
@@ -377,7 +378,7 @@ def test_bpe_is_trained_to_its_size_and_the_same_each_time(bpe):
     assert data.train_bpe([data.Document(text, "here") for text in DOCUMENTS], 300) == bpe
     assert len(bpe.encode(DOCUMENTS[0])) < len(DOCUMENTS[0].encode()) / 2
     assert sorted(bpe.byte_lengths)[:2] == [0, 1]
-    for size, words in ((256, "257"), (True, "257"), (100_000, "give more text")):
+    for size, words in ((256, "257"), (True, "257"), (100_000, "use more text")):
         with pytest.raises(UserError, match=words) as error:
             data.train_bpe(DOCUMENTS, size)
         one_sentence(error)
@@ -391,7 +392,7 @@ def test_special_tokens_in_a_text_are_text(bpe):
     assert data.BYTES.decode(torch.tensor([97, 256, 98, 0xC3])) == "ab\ufffd"
     for tokenizer in (bpe, data.BYTES):
         for tokens in ([-1], [tokenizer.vocab_size]):
-            with pytest.raises(UserError, match="Tokens of this tokenizer are 0 to") as error:
+            with pytest.raises(UserError, match="The tokens of this tokenizer are 0 to") as error:
                 tokenizer.decode(tokens)
             one_sentence(error)
 
@@ -404,7 +405,7 @@ def test_a_tokenizer_neither_truncates_nor_pads_nor_adds(bpe, tmp_path):
     (tmp_path / "tokenizer.json").write_text(engine.to_str())
     assert data.load_tokenizer(tmp_path).encode(DOCUMENTS[3]) == bpe.encode(DOCUMENTS[3])
     assert data.load_tokenizer("bytes") == data.BYTES
-    with pytest.raises(UserError, match="Bytes have no token '</s>'") as error:
+    with pytest.raises(UserError, match="The tokenizer of bytes has no token '</s>'") as error:
         data.load_tokenizer("bytes", "</s>")
     one_sentence(error)
 
@@ -417,16 +418,16 @@ def changed(bpe: data.Tokenizer, **fields: object) -> str:
 def test_hostile_tokenizers(bpe, tmp_path):
     word = {"type": "WordLevel", "unk_token": "a"}
     cases = {
-        "": "not one of the package",
-        "{}": "not one of the package",
-        "[" * 100_000: "not one of the package",
-        '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0, "b": 0}, "merges": [["a", "b"]]}}': "not one of",
-        '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}': "not one of the package",
+        "": "The package tokenizers cannot read",
+        "{}": "The package tokenizers cannot read",
+        "[" * 100_000: "The package tokenizers cannot read",
+        '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0, "b": 0}, "merges": [["a", "b"]]}}': "cannot read this",
+        '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}': "The package tokenizers cannot read",
         '{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}': "no end token",
         changed(bpe, dropout=0.5): "at random",
         json.dumps({"version": "1.0", "model": {**word, "vocab": {"a": 0, "</s>": 4_000_000_000}}}): "without such gaps",
         json.dumps({"version": "1.0", "model": {**word, "vocab": {"a": 0}}}): "no end token",
-        "cos\nsystem\n(S'echo'\ntR.": "not one of the package",
+        "cos\nsystem\n(S'echo'\ntR.": "The package tokenizers cannot read",
     }
     path = tmp_path / "tokenizer.json"
     for raw, words in cases.items():
@@ -530,7 +531,7 @@ def test_what_is_there_is_not_overwritten(folder, corpus, tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for out in (corpus.folder, tmp_path / "file", tmp_path / "link"):
-        with pytest.raises(UserError, match="is there already") as error:
+        with pytest.raises(UserError, match="exists already") as error:
             data.prepare(str(folder), out)
         one_sentence(error)
     with pytest.raises(UserError, match="cannot be made") as error:
@@ -538,7 +539,7 @@ def test_what_is_there_is_not_overwritten(folder, corpus, tmp_path):
     one_sentence(error)
     (tmp_path / "empty").mkdir()
     assert data.prepare(str(folder), tmp_path / "empty").train.counts.documents > 100
-    with pytest.raises(UserError, match="A shard has one token or more") as error:
+    with pytest.raises(UserError, match="A shard has at least one token") as error:
         data.prepare(str(folder), tmp_path / "new", shard=0)
     one_sentence(error)
     with pytest.raises(UserError, match="holds prepared tokens, not text") as error:
@@ -584,13 +585,13 @@ def test_a_killed_run_leaves_no_tokens_and_is_swept_away(folder, tmp_path):
     with pytest.raises(UserError, match="no folder") as error:
         data.open_tokens(out)
     one_sentence(error)
-    with pytest.raises(UserError, match=r"never finished|no manifest"):
+    with pytest.raises(UserError, match=r"are incomplete|no manifest"):
         data.open_tokens(left[0])
 
     def meanwhile(counts):
         # The leftover is gone; what is being written is locked, and another run leaves it alone.
         assert not left[0].exists()
-        tokens_module._sweep(out)
+        preparation._sweep(out)
         assert any(path.name.startswith(".tokens.") for path in tmp_path.iterdir())
 
     data.prepare(str(folder), out, held_out=0.2, progress=meanwhile)
@@ -639,7 +640,7 @@ def edit(**changes: object):
             else:
                 place[last] = value
         del manifest["sha256"]
-        (out / MANIFEST).write_text(tokens_module._manifest(manifest))
+        (out / MANIFEST).write_text(tokens_module.manifest_text(manifest))
 
     return apply
 
@@ -782,7 +783,7 @@ def test_a_token_past_the_vocabulary_is_refused_when_it_is_read(corpus):
     flip(corpus.folder / "train-00000.bin", 16 * 10 + 15)
     damaged = data.open_tokens(corpus.folder).train
     assert damaged.read(0, 10).max() <= 256
-    with pytest.raises(UserError, match="the tokenizer stops at 256: the files are damaged") as error:
+    with pytest.raises(UserError, match="the tokenizer ends at 256: the files are damaged") as error:
         damaged.read(5, 10)
     one_sentence(error)
     with pytest.raises(UserError, match=r"train-00000\.bin.*SHA-256") as error:
@@ -808,7 +809,7 @@ def test_bytes_are_those_of_the_text(corpus, pristine):
             assert part.bytes_of(whole) == part.counts.bytes
             assert part.bytes_of(whole.reshape(1, -1)[:, :50]) == sum(int(part.tokenizer.byte_lengths[t]) for t in whole[:50])
     assert data.BYTES.byte_lengths.tolist() == [1] * 256 + [0]
-    with pytest.raises(UserError, match="are not known") as error:
+    with pytest.raises(UserError, match="is not known") as error:
         data.Tokens(corpus.train.shards, data.open_tokens(pristine).tokenizer).bytes_of(torch.tensor([1]))
     one_sentence(error)
 
@@ -926,7 +927,7 @@ def test_resumed_is_straight_and_the_seed_matters(corpus, tmp_path):
         (lambda t: data.Loader(t, 8, 4).batch(0).split(3), "cannot be shared evenly by 3 micro-batches"),
         (lambda t: data.held_out(t, 8, 125), "need 1,001"),
         (lambda t: data.held_out(t, 8, 0), "A number of sequences is an integer"),
-        (lambda t: data.Prefetch(data.Loader(t, 8, 4), depth=0), "a depth of 1 or more"),
+        (lambda t: data.Prefetch(data.Loader(t, 8, 4), depth=0), "at least 1 batch"),
     ],
 )
 def test_what_a_loader_refuses(make, words):
@@ -979,7 +980,7 @@ def test_closing_ends_the_thread_and_the_batches(corpus):
     batches.close()
     batches.close()
     assert data_threads() == []
-    with pytest.raises(UserError, match="were closed") as error:
+    with pytest.raises(UserError, match="is closed") as error:
         next(batches)
     one_sentence(error)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dither
-from dither import cli
+from dither.commands.formats import _row
 from dither.formats import TABLE
 
 ROOT = Path(__file__).parent.parent
@@ -46,7 +46,7 @@ def test_there_are_examples_in_docstrings():
 def test_the_table_of_formats_in_the_docs_is_that_of_the_command():
     page = (ROOT / "docs" / "casts.md").read_text()
     for format in TABLE.values():
-        assert f"| {' | '.join(cli._row(format)[:-1])} |" in page
+        assert f"| {' | '.join(_row(format)[:-1])} |" in page
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])

@@ -10,7 +10,7 @@ from dither import LayerPrecision, Plan, UserError, devices
 from dither.train import Config, train
 from dither.train import config as configs
 from dither.train.distributed import joined
-from dither.train.job import Job, open_corpus
+from dither.train.trainer import Trainer, open_corpus
 
 GROUPS_OF_8 = LayerPrecision.of("e4m3 tile(8)", "e4m3 tile(8)", "e4m3 tile(8)")
 
@@ -43,7 +43,7 @@ def settings(folder, out, *more: str) -> Config:
 def conversion(run: Config, out):
     out.mkdir(exist_ok=True)
     with joined("cpu") as ranks:
-        return Job(run, open_corpus(run, out, ranks), ranks).conversion
+        return Trainer(run, open_corpus(run, out, ranks), ranks).conversion
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from dither import LayerPrecision, Plan, UserError, cli, fake_quantize, recipe
+from dither.experiments import inspection, lockstep
+from dither.experiments.arms import precision_or_plan
+from dither.experiments.lockstep import default_bound
 from dither.models import build, save_pretrained
-from dither.numerics import lockstep, rest
-from dither.numerics.command import arm
-from dither.numerics.lockstep import default_bound
 from dither.precision import Cast
 from dither.train import Config, checkpoint, train
 from dither.train import config as configs
 from dither.train.distributed import joined
-from dither.train.job import Job, open_corpus
+from dither.train.trainer import Trainer, open_corpus
 
 SMALL = ("data.sequence=16", "data.batch=2", "run.eval_every=0", "run.sample_every=0", "run.save_every=0")
 SMALL += ("run.eval_sequences=1", "run.device=cpu", "optim.warmup=0.0")
@@ -70,7 +70,7 @@ def test_a_run_at_rest(run, capsys):
 
 def test_updates_at_rest_are_those_of_the_optimizer(run):
     # The last step of a run of three is what its stored moments after three say, at the rate that was saved.
-    found = rest.inspect(run, [Cast("e4m3")])
+    found = inspection.inspect(run, [Cast("e4m3")])
     tensors, plain = checkpoint.load(run / "checkpoints" / "step-00000002")
     group = plain["optimizer"]["groups"][0]
     index = group["param_names"].index("model.layers.0.mlp.up_proj.weight")
@@ -152,7 +152,10 @@ def jobs(text):
     common = configs.override(Config(), settings(text, "run.steps=20"))
     with joined("cpu") as ranks:
         corpus = open_corpus(common, text.parent, ranks)
-        yield lambda *names: [Job(replace(common, precision=arm(name, common)), corpus, ranks) for name in names]
+        yield lambda *names: [
+            Trainer(replace(common, precision=precision_or_plan(name, common.precision.states)), corpus, ranks)
+            for name in names
+        ]
 
 
 def quiet(_: str) -> None:
@@ -193,8 +196,8 @@ def test_bounds():
 
 def test_arms_and_mistakes(jobs, text, capsys):
     common = Config()
-    assert (arm("o1+plan.json", common).plan, arm("plan.json", common).mode) == ("plan.json", "o1")
-    assert arm("gaussws:od", common) == arm("o1+gaussws:od", common)
+    assert (precision_or_plan("o1+plan.json").plan, precision_or_plan("plan.json").mode) == ("plan.json", "o1")
+    assert precision_or_plan("gaussws:od") == precision_or_plan("o1+gaussws:od")
     for arguments, said in (
         (("--b", "fp9"), "There is no precision 'fp9'"),
         (("--b", "a.json+b.json"), "names two plans"),

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from dither import Plan, UserError
+from dither.commands.train import summary
 from dither.data import Batch, prepare
 from dither.nn.step import StepContext
 from dither.train import Config, Progress, Status, checkpoint, loop, train
 from dither.train import config as configs
-from dither.train.command import summary
-from dither.train.job import Job
 from dither.train.metrics import Metrics
+from dither.train.trainer import Trainer
 
 STEPS = 6
 
@@ -194,7 +194,7 @@ def test_killed_and_resumed_is_straight(text: Path, tmp_path: Path) -> None:
         process.kill()
         process.communicate()
         assert Status.load(tmp_path / "killed").state == "running"
-        assert ("There is no checkpoint yet: the run begins anew." in said) == (number == 1), said
+        assert ("There is no checkpoint yet: the run starts from the beginning." in said) == (number == 1), said
     assert train(config, resume=True).code == 0
     assert [line["resumed_from"] for line in lines(tmp_path / "killed", "start")] == [None, None, 3, 9]
     for step in (3, 12):
@@ -217,7 +217,7 @@ def test_sigterm_saves_and_ends_with_143(text: Path, tmp_path: Path) -> None:
     assert process.returncode == 143
     status = Status.load(out)
     assert status.state == "interrupted"
-    assert status.why == f"SIGTERM came; step {status.step} was saved."
+    assert status.why == f"Received SIGTERM; step {status.step} is saved."
     assert status.step < 500
     assert f"dither train --resume --out {out}" in rest
     assert "\x1b" not in "".join(said) + rest  # plain lines in a pipe
@@ -244,9 +244,9 @@ class Watch(Progress):
 def test_sigint_saves_and_resumes(behind: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is saved has looked at every step that was done."""
     monkeypatch.setitem(loop.BEHIND, "cpu", behind)
-    original = Job.step
+    original = Trainer.step
 
-    def interrupted(self: Job, batch: Batch, *rest: Any) -> Tensor:
+    def interrupted(self: Trainer, batch: Batch, *rest: Any) -> Tensor:
         if batch.step == 1:
             os.kill(os.getpid(), signal.SIGINT)
         return original(self, batch, *rest)
@@ -254,7 +254,7 @@ def test_sigint_saves_and_resumes(behind: int, text: Path, tmp_path: Path, monke
     seldom = ("run.save_every=0", "run.log_every=6")
     config = settings(text, tmp_path / "run", *seldom)
     with monkeypatch.context() as patch:
-        patch.setattr(Job, "step", interrupted)
+        patch.setattr(Trainer, "step", interrupted)
         outcome = train(config)
     assert (outcome.code, outcome.how, outcome.step) == (130, "signal", 2)
     assert train(config, resume=True).code == 0
@@ -266,22 +266,22 @@ def test_sigint_saves_and_resumes(behind: int, text: Path, tmp_path: Path, monke
 
 
 @pytest.fixture
-def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Trainer]:
     """The jobs of the runs that a test makes."""
-    made: list[Job] = []
+    made: list[Trainer] = []
 
-    class Kept(Job):
+    class Kept(Trainer):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             made.append(self)
 
-    monkeypatch.setattr(loop, "Job", Kept)
+    monkeypatch.setattr(loop, "Trainer", Kept)
     return made
 
 
 @pytest.mark.parametrize("behind", [0, 1])
 def test_a_loss_that_is_not_finite_stops(
-    behind: int, text: Path, tmp_path: Path, jobs: list[Job], monkeypatch: pytest.MonkeyPatch
+    behind: int, text: Path, tmp_path: Path, jobs: list[Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rate that is far too high makes weights whose products overflow. No weight changes after that."""
     monkeypatch.setitem(loop.BEHIND, "cpu", behind)
@@ -302,12 +302,12 @@ def test_a_loss_that_is_not_finite_stops(
             assert torch.equal(parameter, saved[f"model:{name}"]), name
 
 
-def poison(monkeypatch: pytest.MonkeyPatch, jobs: list[Job], steps: set[int], factor: float) -> list[int]:
+def poison(monkeypatch: pytest.MonkeyPatch, jobs: list[Trainer], steps: set[int], factor: float) -> list[int]:
     """Multiply the losses of some batches; what is returned fills up with all batches that are trained on."""
     seen: list[int] = []
-    original = Job.step
+    original = Trainer.step
 
-    def step(self: Job, batch: Batch, *rest: Any) -> Tensor:
+    def step(self: Trainer, batch: Batch, *rest: Any) -> Tensor:
         seen.append(batch.step)
         hook = self.model.register_forward_hook(lambda _, __, loss: loss * factor if batch.step in steps else loss)
         try:
@@ -315,12 +315,12 @@ def poison(monkeypatch: pytest.MonkeyPatch, jobs: list[Job], steps: set[int], fa
         finally:
             hook.remove()
 
-    monkeypatch.setattr(Job, "step", step)
+    monkeypatch.setattr(Trainer, "step", step)
     return seen
 
 
 def test_no_step_after_a_bad_one_changes_a_weight(
-    text: Path, tmp_path: Path, jobs: list[Job], monkeypatch: pytest.MonkeyPatch
+    text: Path, tmp_path: Path, jobs: list[Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU the next step, whose own numbers are right, has begun before the host looks."""
     monkeypatch.setitem(loop.BEHIND, "cpu", 2)
@@ -343,7 +343,7 @@ def test_random_bits_follow_the_place_in_the_batch(text: Path, tmp_path: Path, m
     assert places == [0, 32] * 2  # two sequences of 16 tokens in each micro-batch
 
 
-def test_a_step_is_skipped(text: Path, tmp_path: Path, jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_skipped(text: Path, tmp_path: Path, jobs: list[Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, jobs, {2}, math.nan)
     outcome = train(settings(text, tmp_path / "run", "guard.nonfinite=skip", "run.save_every=1"))
     assert (outcome.code, outcome.step) == (0, STEPS)
@@ -364,14 +364,14 @@ def test_a_step_is_skipped(text: Path, tmp_path: Path, jobs: list[Job], monkeypa
     assert_same(tmp_path / "again", tmp_path / "run")
 
 
-def test_skips_in_a_row_stop(text: Path, tmp_path: Path, jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skips_in_a_row_stop(text: Path, tmp_path: Path, jobs: list[Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, jobs, {1, 2, 3, 4}, math.nan)
     outcome = train(settings(text, tmp_path / "run", "guard.nonfinite=skip", "guard.most_skips=2"))
     assert (outcome.code, outcome.step) == (3, 4)
     assert [line["event"] for line in lines(tmp_path / "run", "guard")] == ["skip", "skip", "stop"]
 
 
-def test_a_spike_leads_back(text: Path, tmp_path: Path, jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spike_leads_back(text: Path, tmp_path: Path, jobs: list[Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
     """To the last checkpoint before it, with the batches that led to it passed over; resumed, it is the same run."""
     seen = poison(monkeypatch, jobs, {5}, 9.0)
     spike = ["guard.spike=rollback", "guard.spike_window=4", "guard.spike_count=1", "run.save_every=2", "run.steps=8"]
@@ -397,7 +397,7 @@ def test_a_spike_leads_back(text: Path, tmp_path: Path, jobs: list[Job], monkeyp
 
 
 def test_a_checkpoint_within_a_spike_is_not_gone_back_to(
-    text: Path, tmp_path: Path, jobs: list[Job], monkeypatch: pytest.MonkeyPatch
+    text: Path, tmp_path: Path, jobs: list[Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = poison(monkeypatch, jobs, {4, 5}, 9.0)
     spike = ["guard.spike=rollback", "guard.spike_window=6", "guard.spike_count=2", "run.save_every=1", "run.steps=8"]
@@ -413,7 +413,7 @@ def test_a_checkpoint_within_a_spike_is_not_gone_back_to(
     assert jobs[0].offset == 2
 
 
-def test_a_spike_is_told(text: Path, tmp_path: Path, jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spike_is_told(text: Path, tmp_path: Path, jobs: list[Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, jobs, {3}, 9.0)
     train(settings(text, tmp_path / "run", "guard.spike=warn", "guard.spike_window=4", "guard.spike_count=1"))
     assert [(line["event"], line["step"]) for line in lines(tmp_path / "run", "guard")] == [("spike", 4)]
@@ -482,7 +482,7 @@ def test_the_run_folder(text: Path, tmp_path: Path) -> None:
         assert (out / line["path"] / "manifest.json").is_file()
 
 
-def test_evaluation_is_the_mean_over_held_out_text(text: Path, tmp_path: Path, jobs: list[Job]) -> None:
+def test_evaluation_is_the_mean_over_held_out_text(text: Path, tmp_path: Path, jobs: list[Trainer]) -> None:
     outcome = train(settings(text, tmp_path / "run", "run.eval_sequences=0"))
     (job,) = jobs
     model, windows = job.model.eval(), job.held_out
@@ -545,7 +545,9 @@ def test_a_used_folder(text: Path, tmp_path: Path) -> None:
         train(config, resume=True)
     train(config)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    with pytest.raises(UserError, match=r"has a run already, and nothing is overwritten: go on with --resume, or name another"):
+    with pytest.raises(
+        UserError, match=r"has a run already, and nothing is overwritten: continue it with --resume, or choose another"
+    ):
         train(config)
     assert before == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     (tmp_path / "other").mkdir()

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import dither
-from dither import Cast, doctor
+from dither import Cast
 from dither.adam_update import Update
+from dither.doctor import native_units
 from dither.engines import Engine
 from dither.formats import Format
 from dither.reference import adamw, dynamic, loss, sampling
@@ -536,6 +537,6 @@ def test_grouped_products(device, a, b):
     """Small integers with scales that are powers of two: every sum is exact, so the order of additions does not show."""
     operands = []
     for seed, text, rows in ((0, a, 5), (1, b, 140)):
-        operands.append(doctor._moved(doctor.unit_operand(Cast.parse(text), rows, 272, "sums", seed), device))
+        operands.append(native_units._moved(native_units.unit_operand(Cast.parse(text), rows, 272, "sums", seed), device))
     expected = reference_matmul.product(*operands, None, torch.float32, fast=False, emulate=True, where="")
     assert torch.equal(kernel_matmul.product_on(Engine("bf16", "group"), *operands, None, torch.float32), expected)

@@ -14,7 +14,7 @@ from dither.snip.planning import choice_of
 from dither.train import Config, checkpoint, train
 from dither.train import config as configs
 from dither.train.distributed import joined
-from dither.train.job import Job, open_corpus
+from dither.train.trainer import Trainer, _for_estimates, open_corpus
 
 LEVELS = "bf16,fp4"  # what is cast takes long on a CPU: most layers stay as they are
 BOTH = options(LEVELS)
@@ -342,10 +342,10 @@ def test_estimates_are_made_on_so_many_tokens(tokens, compiled, sizes, text, tmp
     config = settings(text, tmp_path / "run", *SNIP, *given)
     with joined("cpu") as ranks:
         corpus = open_corpus(config, tmp_path / "run", ranks)
-        job = Job(config, corpus, ranks)
+        job = Trainer(config, corpus, ranks)
         job.compiled = compiled  # as it is on a GPU
         batch = job.loader.batch(0)
-        parts = job._for_estimates(batch, job.config.snip.tokens)
+        parts = _for_estimates(job, batch, job.config.snip.tokens)
     assert [len(part.tokens) for part in parts] == sizes
     assert torch.equal(torch.cat([part.tokens for part in parts]), batch.tokens[: sum(sizes)])
     assert [part.first for part in parts] == [sum(sizes[:at]) for at in range(len(sizes))]

@@ -28,7 +28,7 @@ def exists(name: str) -> bool:
         file = ROOT / path
         return file.is_file() and (not test or test in _functions(file))
     if name.startswith("dither "):
-        return "-".join(name.split()[1:]) in cli.COMMANDS
+        return " ".join(name.split()[1:]) in cli.COMMANDS
     if name.startswith("dither"):
         return _resolves(name.split("."))
     section, _, field = name.partition(".")

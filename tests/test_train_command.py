@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dither import UserError, cli
+from dither.commands.train import resolve
 from dither.train import config as configs
-from dither.train.command import resolve
 from dither.train.config import Config, describe
 from dither.train.progress import Progress
 
@@ -32,10 +32,10 @@ def test_a_run_from_the_command_line(text: Path, tmp_path: Path, capsys: pytest.
     said = capsys.readouterr()
     assert (code, said.err) == (0, "")
     lines = said.out.splitlines()
-    assert re.fullmatch(r"[\d,]+ parameters, [\d,]+ tokens to train on, [\d,]+ held out, on cpu\.", lines[1])
+    assert re.fullmatch(r"[\d,]+ parameters, [\d,]+ training tokens, [\d,]+ held-out tokens, on cpu\.", lines[1])
     assert re.fullmatch(r"step 1/2  loss \d\.\d{4}  ema \d\.\d{4}  lr \d\.\d\de-\d\d  [\d,]+ tok/s  \d+s left", lines[2])
     assert lines[-5] == "All 2 steps are done."
-    assert re.fullmatch(r"held-out loss    \d\.\d{4} nats a token, \d\.\d{3} bits a byte", lines[-4])
+    assert re.fullmatch(r"held-out loss    \d\.\d{4} nats per token, \d\.\d{3} bits per byte", lines[-4])
     assert re.match(r"unigram entropy  \d\.\d{4} nats, \d\.\d{3} bits", lines[-3])
     assert lines[-2].startswith(f"folder           {out} after 2 steps in ")
     assert lines[-1] == f"report           dither report {out}"
@@ -44,9 +44,9 @@ def test_a_run_from_the_command_line(text: Path, tmp_path: Path, capsys: pytest.
     assert "--resume" in capsys.readouterr().err
     assert cli.main(["train", "--resume", "--out", str(out), "--set", "optim.schedule=constant", "run.steps=3"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("dither: error: A run cannot be resumed with another optim.schedule from cosine to constant")
+    assert line.startswith("dither: error: A run cannot resume after a change of optim.schedule from cosine to constant")
     assert cli.main(["train", "--resume", "--out", str(out)]) == 0
-    assert "Going on from step 2." in capsys.readouterr().out
+    assert "Resuming from step 2." in capsys.readouterr().out
 
 
 def test_which_config_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,9 +84,9 @@ def test_which_config_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (["--resume"], "There is no run in"),
         (["--set", "run.device=gpu"], "run.device is auto, cpu, cuda"),
         (["--set", "run.track=['mlflow']"], "There is no run.track='mlflow'"),
-        (["--set", "run.profile=[3]"], "run.profile is a first and a last step"),
-        (["--set", "run.profile=[3, 9999]"], "run.profile is a first and a last step"),
-        (["--set", "precision.mode=fp16", "precision.recipe=bf16-o2"], "is trained otherwise than precision.mode"),
+        (["--set", "run.profile=[3]"], "run.profile is the first and the last step"),
+        (["--set", "run.profile=[3, 9999]"], "run.profile is the first and the last step"),
+        (["--set", "precision.mode=fp16", "precision.recipe=bf16-o2"], "does not fit precision.mode"),
     ],
 )
 def test_mistakes_are_one_line_and_code_2(

@@ -21,7 +21,7 @@ from dither.optim import GRADIENTS, Gradients, training
 from dither.train import Config, Status, checkpoint, train
 from dither.train import config as configs
 from dither.train.distributed import TIMEOUT, Ranks
-from dither.train.job import Job
+from dither.train.trainer import Trainer
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo"),
@@ -50,14 +50,14 @@ def _rank(rank: int, port: int, folder: Path) -> None:
     assert train(settings(text, folder / "two")).step == STEPS
     assert train(settings(text, folder / "resumed"), resume=True).step == STEPS
     delayed = train(settings(text, folder / "two delayed", *DELAYED))
-    original = Job.step
+    original = Trainer.step
 
-    def signalled(self: Job, *arguments: Any) -> torch.Tensor:
+    def signalled(self: Trainer, *arguments: Any) -> torch.Tensor:
         if rank == 1 and self.done == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         return original(self, *arguments)
 
-    Job.step = signalled  # type: ignore[method-assign]
+    Trainer.step = signalled  # type: ignore[method-assign]
     outcome = train(settings(text, folder / "signalled"))
     (folder / f"outcome-{rank}.json").write_text(json.dumps([outcome.code, outcome.step, delayed.loss]))
     try:
@@ -97,14 +97,14 @@ def _dying(rank: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-    original = Job.step
+    original = Trainer.step
 
-    def step(self: Job, *arguments: Any) -> torch.Tensor:
+    def step(self: Trainer, *arguments: Any) -> torch.Tensor:
         if rank == 1 and self.done == 4:
             os.kill(os.getpid(), signal.SIGKILL)
         return original(self, *arguments)
 
-    Job.step = step  # type: ignore[method-assign]
+    Trainer.step = step  # type: ignore[method-assign]
     sys.stderr = (folder / f"stderr-{rank}.txt").open("w")
     more = ["run.steps=6", "run.save_every=3", "data.sequence=16", "data.batch=4", "run.device=cpu", "run.eval_every=0"]
     code = cli.main(["train", "--data", str(folder / "text"), "--out", str(folder / "run"), "--set", *more])
@@ -123,7 +123,7 @@ def test_a_rank_that_dies_ends_the_others_with_a_sentence(runs: Path, tmp_path: 
     ranks[0].join(5)
     assert [rank.exitcode for rank in ranks] == [1, -signal.SIGKILL]
     told = (tmp_path / "stderr-0.txt").read_text()
-    assert told.startswith("dither: error: Rank 0 of 2 lost another process in step 5 (Connection ")
+    assert told.startswith("dither: error: Rank 0 of 2 lost another rank in step 5 (Connection ")
     assert told.count("\n") == 1
     assert Status.load(tmp_path / "run").state == "failed"
     assert "in step 5" in Status.load(tmp_path / "run").why
@@ -191,12 +191,12 @@ def test_a_signal_to_one_rank_reaches_all(runs: Path) -> None:
     first, second = (json.loads((runs / f"outcome-{rank}.json").read_text()) for rank in (0, 1))
     assert first == second
     assert first[:2] == [143, 4]  # it came within step 3, and the sum of step 4 told everybody
-    assert Status.load(runs / "signalled") == Status(state="interrupted", step=4, why="SIGTERM came; step 4 was saved.")
+    assert Status.load(runs / "signalled") == Status(state="interrupted", step=4, why="Received SIGTERM; step 4 is saved.")
     assert checkpoint.newest(runs / "signalled" / "checkpoints")[0] == runs / "signalled" / "checkpoints" / "step-00000004"
 
 
 def test_a_batch_that_cannot_be_shared(runs: Path) -> None:
-    assert (runs / "refused-0.txt").read_text() == "data.batch=3 cannot be shared evenly by 2 processes: choose a multiple."
+    assert (runs / "refused-0.txt").read_text() == "data.batch=3 cannot be divided evenly among 2 ranks: choose a multiple."
     with pytest.raises(UserError, match="micro_batch=4 does not divide the 6 sequences that each of 2 processes has"):
         Ranks(torch.device("cpu"), 0, 2).share(12, 4)
     assert Ranks(torch.device("cpu"), 1, 2).share(12, 6) == 1

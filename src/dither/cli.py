@@ -1,168 +1,142 @@
-"""Train language models in few bits, compare precisions, evaluate, report, and choose each layer's precision."""
+"""The entry point of the command line. It imports a command's module when that command runs: `dither --help` needs no torch."""
 
-import math
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import NamedTuple
 
-import tyro
-
-from dither import doctor
-from dither.advice.command import memory
-from dither.compare import compare
-from dither.data.command import data
 from dither.errors import DitherError, UserError
-from dither.evaluate.command import evaluate
-from dither.formats import TABLE, Format
-from dither.numerics.command import bisect, inspect
-from dither.report.command import report
-from dither.snip import command as plans
-from dither.train.command import train
+from dither.versions import version
 
-SHORT = 8
-"""Formats of up to this many bits are listed whole."""
-
-FIELDS = (
-    *("name", "bits", "e/m", "bias", "max", "min normal", "min subnormal"),
-    *("unit roundoff", "digits", "range (binades)", "Inf", "NaN", "codes"),
-)
-"""Columns of the table of formats."""
+DESCRIPTION = "Train language models in few bits, compare precisions, evaluate, report, and choose each layer's precision."
 
 
-def formats(
-    name: Annotated[str | None, tyro.conf.arg(metavar="[NAME]", help_behavior_hint="(default: all formats)")] = None, /
-) -> int:
-    """Show the number formats as a table, or one format with its values.
+class Command(NamedTuple):
+    """A function of `dither.commands`: its arguments are the options of the command, its docstring is the help."""
 
-    Args:
-        name: A format to show with its values: a name from the table, or any eXmY, such as e4m10.
-    """
-    if name is None:
-        _print_formats(list(TABLE.values()))
-    else:
-        _print_values(Format.parse(name))
-    return 0
+    module: str
+    function: str
+    summary: str
+    """The first line of the function's docstring, without its period."""
 
-
-def check_machine(elements: int = doctor.ELEMENTS, engines: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None) -> int:
-    """Show versions and devices, try matrix products, test that kernels and devices agree bit for bit, and give advice.
-
-    The exit code is 0 when all bits agree and 1 when any differ. Without a GPU the kernels run in Triton's interpreter,
-    in about 20 seconds on two cores. On a GPU the first run compiles them, which takes minutes. The advice at the end is which
-    precision to use on this machine, for models of several sizes, and why.
-
-    Args:
-        elements: How many elements each cast of the self-test gets; the time grows with it.
-        engines: A file to record the GPU's native matrix units in, those whose every bit was right: precision.engines names it.
-    """
-    return doctor.run(elements, engines)
+    def load(self) -> Callable[..., int]:
+        """Import the function."""
+        function: Callable[..., int] = getattr(importlib.import_module(f"dither.commands.{self.module}"), self.function)
+        return function
 
 
-COMMANDS: dict[str, Callable[..., int]] = {
-    "train": train,
-    "compare": compare,
-    "eval": evaluate,
-    "inspect": inspect,
-    "bisect": bisect,
-    "data": data,
-    "report": report,
-    "plan": plans.plan,
-    "plan-show": plans.show,
-    "plan-diff": plans.diff,
-    "plan-verify": plans.verify,
-    "plan-frontier": plans.trade_off,
-    "memory": memory,
-    "formats": formats,
-    "doctor": check_machine,
+COMMANDS = {
+    "train": Command("train", "train", "Train a language model, or resume a run"),
+    "compare": Command("compare", "compare", "Train in several precisions and rank them by held-out loss"),
+    "eval": Command("evaluate", "evaluate", "Evaluate a model on held-out text, also with its weights cast"),
+    "report": Command("report", "report", "Write a page about one run or several"),
+    "data prepare": Command("data", "prepare", "Tokenize text into a new folder, which `dither train --data` reads"),
+    "data show": Command("data", "show", "Show the contents of a prepared folder"),
+    "plan": Command("plan", "plan", "Choose the precision of each layer of a run, and show the plan"),
+    "plan show": Command("plan", "show", "Show a plan as a table of blocks and layers"),
+    "plan diff": Command("plan", "diff", "Show the differences between two plans"),
+    "plan verify": Command("plan", "verify", "Compare estimates with measurements, for each layer or for a whole plan"),
+    "plan frontier": Command("plan", "frontier", "Show the cost of every target, from one estimate"),
+    "inspect": Command("inspect", "inspect", "Show the weights of a saved model, layer by layer"),
+    "bisect": Command("bisect", "bisect", "Run two precisions in lockstep and name the first layer that differs"),
+    "memory": Command("memory", "memory", "Show the memory that a training step needs, and recommend a precision"),
+    "formats": Command("formats", "formats", "Show the number formats as a table, or one format with its values"),
+    "doctor": Command("doctor", "doctor", "Examine this machine, and test that kernels and devices agree bit for bit"),
 }
-"""What can stand after `dither`: functions whose arguments are the options and whose docstrings are the help.
-
-`dither plan show` is `plan-show`: a space may stand for the dash.
-"""
+"""The commands by the words that follow `dither`. A dash may replace the space, as in `dither plan-show`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command `dither`; returns its exit code. A mistake in the arguments is one line on stderr and code 2."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given == ["--version"]:
-        print(f"dither {doctor.version()}")
-        return 0
-    if "-".join(given[:2]) in COMMANDS:
-        given[:2] = ["-".join(given[:2])]
-    description = f"{__doc__}\n\n`dither --version` prints the version; `dither COMMAND --help` explains a command."
+    """Run `dither` and return its exit code. A mistake in the arguments is one line on stderr and exit code 2.
+
+    >>> main(["--version"])  # doctest: +ELLIPSIS
+    dither ...
+    0
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code: int = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="dither", description=description, args=given)
-        sys.stdout.flush()  # so that a closed pipe shows here
+        code = _run(words)
+        sys.stdout.flush()  # so that a closed pipe raises here
         return code
     except UserError as error:
         print(f"dither: error: {error}", file=sys.stderr)
         return 2
-    except DitherError as error:  # nothing that the arguments could change, such as a process that was lost
+    except DitherError as error:  # no argument would change it, for example a lost process
         print(f"dither: error: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # Whoever read our output, such as `head`, has enough. Python would complain once more when it closes stdout.
+        # The reader of our output, such as `head`, has closed it. Python would complain again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
-def _number(x: float) -> str:
-    """A power of two by its exponent, unless that is a small number, and others in up to six digits."""
-    fraction, exponent = math.frexp(x)
-    return f"2^{exponent - 1}" if fraction == 0.5 and not 1 <= x <= 1024 else f"{x:g}"
+def _run(words: list[str]) -> int:
+    if words == ["--version"]:
+        print(f"dither {version()}")
+        return 0
+    if words and words[0].startswith("--tyro-"):
+        return _print_completion(words)
+    name, rest = _split(words)
+    subcommands = [key.removeprefix(f"{name} ") for key in _below(name)]
+    if name in COMMANDS:
+        import tyro
+
+        if subcommands and rest[:1] in (["-h"], ["--help"]):
+            print(_help(name), end="\n\n")
+        code: int = tyro.cli(COMMANDS[name].load(), prog=f"dither {name}", args=rest)
+        return code
+    if rest[:1] in (["-h"], ["--help"]):
+        print(_help(name))
+        sys.exit(0)
+    wrong = rest[:1] if subcommands else [name]
+    if not wrong:
+        print(_help(name), file=sys.stderr)
+        sys.exit(2)
+    from dither.precision.checks import did_you_mean
+
+    known = subcommands if name else list(dict.fromkeys(key.split()[0] for key in COMMANDS))
+    title = f"dither {name}".strip()
+    hint = did_you_mean(wrong[0], known)
+    print(f"dither: error: There is no command `{title} {wrong[0]:.80}`{hint}: `{title} --help` lists them.", file=sys.stderr)
+    sys.exit(2)
 
 
-def _exactly(x: float) -> str:
-    """A value with all its digits."""
-    fraction, exponent = math.frexp(abs(x))
-    if fraction == 0.5 and not 2**-10 <= abs(x) <= 2**20:
-        return f"{'-' if x < 0 else ''}2^{exponent - 1}"
-    return repr(x).removesuffix(".0")
+def _split(words: list[str]) -> tuple[str, list[str]]:
+    """Return the name of the command or group of commands, "" if the first word is none, and the words after it."""
+    dashed = [*words[0].split("-", 1), *words[1:]] if words else []
+    for candidate, used in ((words, 2), (dashed, 2), (words, 1)):
+        name = " ".join(candidate[:used])
+        if name in COMMANDS or _below(name):
+            return name, candidate[used:]
+    return "", words
 
 
-def _row(format: Format) -> tuple[str, ...]:
-    return (
-        format.name,
-        str(format.bits),
-        "-" if format.is_integer else f"{format.exponent_bits}/{format.mantissa_bits}",
-        "-" if format.is_integer else str(format.bias),
-        _number(format.max),
-        _number(format.min_normal),
-        _number(format.min_subnormal) if format.mantissa_bits and not format.is_integer else "-",
-        "-" if format.unit_roundoff is None else _number(format.unit_roundoff),
-        "-" if format.digits is None else f"{format.digits:.1f}",
-        f"{format.binades:.1f}",
-        "yes" if format.inf else "no",
-        "yes" if format.nan else "no",
-        _number(float(1 << format.bits)),
-    )
+def _below(name: str) -> dict[str, Command]:
+    """Return the commands below a group, by their full names: all of them below ""."""
+    return {key: command for key, command in COMMANDS.items() if not name or key.startswith(f"{name} ")}
 
 
-def _print_formats(rows: Sequence[Format]) -> None:
-    doctor.print_table("Number formats", FIELDS, [_row(format) for format in rows], right=[1, 2, 3, 4, 5, 6, 7, 8, 9, 12])
-    print(
-        "Unit roundoff: half the distance from 1 to the next value. Digits: decimal. "
-        "Range: log2(max / smallest positive value)."
-    )
-    print("eXmY for other X from 2 to 8 and Y from 1 to 23 is a format too; e8m0 holds scales only.")
+def _help(name: str) -> str:
+    """Return the help of `dither`, or of a group of commands."""
+    commands = {key: command for key, command in COMMANDS.items() if key == name} | _below(name)
+    width = max(map(len, commands))
+    title = f"dither {name}".strip()
+    lines = [f"usage: {title} COMMAND ..." if not name else f"usage: {title} ...", ""]
+    lines += [] if name else [DESCRIPTION, ""]
+    lines += ["commands:", *(f"  {key:{width}}  {command.summary}" for key, command in commands.items()), ""]
+    lines += [f"`dither {next(iter(_below(name))) if name else 'COMMAND'} --help` shows the options of that command."]
+    lines += [] if name else ["`dither --version` prints the version."]
+    return "\n".join(lines)
 
 
-def _print_values(format: Format) -> None:
-    doctor.print_table(f"Number format {format}", ("field", "value"), list(zip(FIELDS, _row(format), strict=True)))
-    print()
-    if format.bits <= SHORT:
-        values = format.values()
-        print(f"All {len(values)} finite values:")
-    else:
-        codes = (*range(5), *range(format.max_code - 4, format.max_code + 1))
-        values = tuple(format.decode(code) for code in codes)
-        print(f"{format} has {1 << format.bits:,} codes; the first five and the last five finite values from zero up:")
-    cells = [_exactly(value) for value in values]
-    width = max(map(len, cells))
-    per_line = max(1, 110 // (width + 2)) if format.bits <= SHORT else 5
-    for start in range(0, len(cells), per_line):
-        print("".join(f"  {cell:>{width}}" for cell in cells[start : start + per_line]))
+def _print_completion(words: list[str]) -> int:
+    """Print or write a script of shell completions for all commands, which imports all of them."""
+    import tyro
+
+    functions = {name.replace(" ", "-"): command.load() for name, command in COMMANDS.items()}
+    code: int = tyro.extras.subcommand_cli_from_dict(functions, prog="dither", description=DESCRIPTION, args=words)
+    return code
 
 
 if __name__ == "__main__":

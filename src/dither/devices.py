@@ -1,10 +1,9 @@
 """What torch says of a device, in one place: tests put another GPU's answers here."""
 
-import importlib.metadata
-
 import torch
 
 from dither.engines import Verified
+from dither.versions import version
 
 
 def capability_of(device: torch.device) -> tuple[int, int] | None:
@@ -19,11 +18,3 @@ def describe(device: torch.device, engines: tuple[str, ...] = ()) -> Verified | 
         return None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     return Verified(name, capability, torch.__version__, torch.version.cuda or "none", version(), engines)
-
-
-def version() -> str:
-    """Return the installed version of Dither."""
-    try:
-        return importlib.metadata.version("dither")
-    except importlib.metadata.PackageNotFoundError:
-        return "of this source tree, not installed"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dither import grouping
+from dither.compiler import assume_constant_result
 from dither.errors import UserError
 from dither.formats import Format
 from dither.precision import Cast
@@ -337,13 +338,13 @@ def noise(
 # Checks at the boundary ------------------------------------------------------------------------------------------------
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@assume_constant_result
 def _parse(text: str) -> Cast:
     """Traced code takes what a string means as given, instead of following the parser."""
     return Cast.parse(text)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@assume_constant_result
 def _unscaled(format: str | Format, rounding: str) -> Cast:
     element = format if isinstance(format, Format) else Format.parse(format)
     if Format.parse(element.name) != element:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dither.errors import UserError
-from dither.train.config import Config, Data, Optim, Precision, Run
+from dither.train.config import Config, Data, Optim, Precision, RunSettings
 from dither.train.loop import train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -24,7 +24,7 @@ def config(folder: Path, name: str, steps: int, **precision: str) -> Config:
         data=Data(sources=(str(text),), sequence=128, batch=8, micro_batch=4),
         optim=Optim(schedule="constant"),
         precision=Precision(**precision),
-        run=Run(steps=steps, save_every=6, eval_every=0, sample_every=6, sample_tokens=5, out=str(folder / name)),
+        run=RunSettings(steps=steps, save_every=6, eval_every=0, sample_every=6, sample_tokens=5, out=str(folder / name)),
     )
 
 

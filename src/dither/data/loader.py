@@ -1,12 +1,13 @@
-"""Batches in an order that is a pure function of the seed and the step: nothing else is state.
+"""Batches in an order that is a pure function of the seed and the step: there is no other state.
 
-The tokens are cut into W windows of T + 1, each beginning with the last of the one before: T inputs and T targets. Sequence
-i of the batch of B at a step is number g = step * B + i of the run, so it belongs to epoch g // W and is the window
+The tokens are divided into W windows of T + 1, each beginning with the last token of the previous one: T inputs and T targets.
+Sequence i of the batch of B sequences at a step has the number g = step * B + i in the run, so it is in epoch g // W and is the
+window
 
     permutation of that epoch (g % W)
 
-whatever the number of ranks and micro-batches that share the batch. The permutation is a Feistel network over a grid of
-rows x columns that is just large enough, keyed by Philox, so it takes no memory and no time to start anywhere.
+independent of the number of ranks and micro-batches. The permutation is a Feistel network, keyed by Philox, over the smallest
+grid of rows x columns that holds W numbers. It needs no memory, and any step can be computed directly.
 """
 
 import functools
@@ -26,16 +27,16 @@ from dither.random import Stream
 from dither.reference.philox import philox4x32
 
 ROUNDS = 8
-"""Of the Feistel network; four already pass for random, after Luby and Rackoff, where the round function does."""
+"""Rounds of the Feistel network. Four are indistinguishable from random if the round function is (Luby and Rackoff)."""
 
 
 BLOCK = 4096
-"""Sequences whose order is computed at once: that takes hardly longer than one batch, and serves many."""
+"""Sequences whose order is computed at once: it takes hardly longer than one batch and is reused for many."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of a step, with their place in the whole batch, from which their random bits follow."""
+    """Sequences of a step, with their position in the batch of all ranks, which determines their random bits."""
 
     tokens: Tensor
     """int64[b, T + 1]"""
@@ -45,26 +46,26 @@ class Batch:
 
     @property
     def inputs(self) -> Tensor:
-        """int64[b, T]"""
+        """The inputs: int64[b, T]."""
         return self.tokens[:, :-1].contiguous()
 
     @property
     def targets(self) -> Tensor:
-        """int64[b, T]: what follows each input."""
+        """The token after each input: int64[b, T]."""
         return self.tokens[:, 1:].contiguous()
 
     def split(self, count: int) -> tuple["Batch", ...]:
-        """`count` micro-batches of equal size, sharing memory."""
+        """Return `count` micro-batches of equal size, which share memory."""
         size = _share(len(self.tokens), count, "micro-batches")
         starts = range(0, len(self.tokens), size)
         return tuple(replace(self, tokens=self.tokens[at : at + size], first=self.first + at) for at in starts)
 
     def pin(self) -> "Batch":
-        """A copy in page-locked memory, from which a GPU copies while the CPU goes on."""
+        """Return a copy in pinned memory, from which a GPU copies asynchronously."""
         return replace(self, tokens=self.tokens.pin_memory())
 
     def to(self, device: torch.device | str) -> "Batch":
-        """On a device; from page-locked memory the copy is queued in the current CUDA stream, and nobody waits."""
+        """Return the batch on a device. A copy from pinned memory is asynchronous, in the current CUDA stream."""
         return replace(self, tokens=self.tokens.to(device, non_blocking=self.tokens.is_pinned()))
 
 
@@ -84,9 +85,9 @@ class Loader:
 
     tokens: Tokens
     sequence: int
-    """T: inputs in a sequence, and targets."""
+    """T: inputs per sequence, and targets."""
     batch_size: int
-    """B: sequences in a step, over all ranks and micro-batches."""
+    """B: sequences per step, over all ranks and micro-batches."""
     seed: int = 0
 
     def __init__(self, tokens: Tokens, sequence: int, batch: int, seed: int = 0) -> None:
@@ -97,15 +98,15 @@ class Loader:
 
     @property
     def windows(self) -> int:
-        """W: sequences in an epoch."""
+        """W: sequences per epoch."""
         return (len(self.tokens) - 1) // self.sequence
 
     def epoch(self, step: int) -> float:
-        """How often every window has been seen when a step begins."""
+        """Return the number of epochs done when a step begins."""
         return step * self.batch_size / self.windows
 
     def order(self, step: int) -> Tensor:
-        """int64[B]: the windows of the batch at a step; window w begins with token w * T."""
+        """Return the windows of the batch at a step: int64[B]. Window w begins with token w * T."""
         if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 32:
             raise UserError(f"A step is an integer from 0 to 2^32 - 1, not {step!r}.")
         start, stop = step * self.batch_size, (step + 1) * self.batch_size
@@ -115,9 +116,9 @@ class Loader:
         return blocks[start - first * BLOCK : stop - first * BLOCK]
 
     def batch(self, step: int, rank: int = 0, world: int = 1, micro: tuple[int, int] = (0, 1)) -> Batch:
-        """The sequences of a step that fall to one of `world` data-parallel ranks, or part i of n of them, `micro=(i, n)`.
+        """Return the sequences of a step for one of `world` data-parallel ranks, or micro-batch i of n of them, `micro=(i, n)`.
 
-        Ranks have contiguous shares of the batch, and parts contiguous shares of those, all of the same size.
+        Ranks have contiguous shares of the batch, and micro-batches contiguous shares of those, all of the same size.
         """
         share = _share(self.batch_size, world, "ranks")
         size = _share(share, micro[1], "micro-batches")
@@ -129,9 +130,9 @@ class Loader:
 
 
 def held_out(tokens: Tokens, sequence: int, count: int | None = None) -> Batch:
-    """`count` windows, evenly spread over the tokens, the same in every evaluation; None takes all there are.
+    """Return `count` windows, evenly spaced over the tokens, the same in every evaluation; None means all.
 
-    `tokens.bytes_of(batch.targets)` says how many bytes the loss over them is about.
+    `tokens.bytes_of(batch.targets)` is the number of bytes of their text.
     """
     windows = _check_windows(tokens, sequence, 1 if count is None else count)
     count = windows if count is None else count
@@ -140,17 +141,17 @@ def held_out(tokens: Tokens, sequence: int, count: int | None = None) -> Batch:
 
 @functools.lru_cache(maxsize=2)
 def _block(block: int, windows: int, key: int) -> Tensor:
-    """int64[BLOCK]: the windows of so many neighbours in a run."""
+    """Return the windows of `BLOCK` consecutive sequences of a run: int64[BLOCK]."""
     number = torch.arange(block * BLOCK, (block + 1) * BLOCK)
     return permuted(number % windows, windows, number // windows, key)
 
 
 def permuted(place: Tensor, size: int, epoch: Tensor, key: int) -> Tensor:
-    """int64: where each place from 0 to size - 1 goes in the permutation of an epoch.
+    """Return the image of each number from 0 to size - 1 under the permutation of an epoch, int64.
 
-    A number is row * columns + column. A round moves the column by a random function of the row, or the row by one of the
-    column, around the edge: each can be undone, so the whole is a bijection of the grid. A place that lands past `size`,
-    which is in the last of the rows, goes through again until it does not; that keeps it a bijection of what is wanted.
+    A number is row * columns + column. A round adds a random function of the row to the column, or of the column to the row,
+    modulo their sizes. Each round is invertible, so the network is a bijection of the grid. A result of `size` or more goes
+    through the network again until it is below `size`, which makes it a bijection of 0 to size - 1.
     """
     columns = math.isqrt(size - 1) + 1
     rows = -(-size // columns)
@@ -161,7 +162,7 @@ def permuted(place: Tensor, size: int, epoch: Tensor, key: int) -> Tensor:
         for i in range(ROUNDS):
             source, modulus = (row, columns) if i % 2 == 0 else (column, rows)
             low, high, _, _ = philox4x32((source, zero + i, epoch[outside], zero), key)
-            # 63 bits: the remainder's bias is the modulus over 2^63, which is nothing.
+            # 63 bits: the bias of the remainder is modulus / 2^63, which is negligible.
             moved = (low | (high & 0x7FFFFFFF) << 32) % modulus
             if i % 2 == 0:
                 column = (column + moved) % columns
@@ -173,10 +174,10 @@ def permuted(place: Tensor, size: int, epoch: Tensor, key: int) -> Tensor:
 
 
 class Prefetch:
-    """The batches of steps `start`, `start` + 1, ... up to `stop`, read ahead by a thread; exactly `loader.batch(step)`.
+    """An iterator of `loader.batch(step)` for the steps from `start` to `stop` - 1, read ahead by a thread.
 
-    On CUDA the thread reads into page-locked memory, and the copy is queued when a batch is asked for. An error is raised at
-    the step it belongs to. Close it, or use it in a `with` statement.
+    On CUDA the thread reads into pinned memory, and the copy to the device is queued when a batch is requested. An error is
+    raised at its own step. Close it, or use it in a `with` statement.
 
     >>> import numpy as np
     >>> from dither.data import BYTES, Loader, Prefetch, Tokens
@@ -198,13 +199,13 @@ class Prefetch:
         depth: int = 2,
     ) -> None:
         if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
-            raise UserError(f"Reading ahead takes a depth of 1 or more batches, not {depth!r}.")
+            raise UserError(f"The depth of reading ahead is at least 1 batch, not {depth!r}.")
         self.loader, self.rank, self.world, self.stop = loader, rank, world, stop
         self.device, self.step, self.closed = torch.device(device), start, False
         if self.device.type == "cuda":
             if not torch.cuda.is_available():
                 raise UserError(f"Batches cannot go to {str(device)!r}: torch finds no CUDA device here.")
-            # The caller's choice, which the thread would not know.
+            # The current device of the caller, which the thread does not know.
             self.device = torch.device("cuda", torch.cuda.current_device()) if self.device.index is None else self.device
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="dither-data")
         self._ahead = deque[Future[Batch]]()
@@ -228,14 +229,14 @@ class Prefetch:
 
     def __next__(self) -> Batch:
         if self.closed:
-            raise UserError("These batches were closed: make a new Prefetch that starts at the step you need.")
+            raise UserError("This Prefetch is closed: make a new one that starts at the step you need.")
         if not self._ahead:
             raise StopIteration
         self._submit()
         return self._ahead.popleft().result().to(self.device)
 
     def close(self) -> None:
-        """Ends the thread, after the batch that it is reading; closing twice is closing once."""
+        """End the thread after the batch that it is reading. Closing twice does no harm."""
         self.closed = True
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._ahead.clear()
@@ -248,7 +249,7 @@ class Prefetch:
 
 
 def _read(tokens: Tokens, windows: Tensor, sequence: int) -> Tensor:
-    """int64[len(windows), T + 1]"""
+    """Return the tokens of windows: int64[len(windows), T + 1]."""
     return torch.from_numpy(np.stack([tokens.read(window * sequence, sequence + 1) for window in windows.tolist()]))
 
 
@@ -259,13 +260,13 @@ def _share(size: int, count: int, what: str) -> int:
 
 
 def _check_windows(tokens: Tokens, sequence: int, count: int) -> int:
-    """How many windows there are, which must be `count` or more."""
+    """Return the number of windows, or raise a UserError if there are fewer than `count`."""
     for what, value in (("sequence", sequence), ("number of sequences", count)):
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 1 << 30:
             raise UserError(f"A {what} is an integer from 1 to 2^30 - 1, not {value!r}.")
     if len(tokens) < count * sequence + 1:
         raise UserError(
             f"There are {len(tokens):,} {tokens.name}, but {count:,} sequences of {sequence:,} need {count * sequence + 1:,}: "
-            "give more text, or ask for fewer or shorter sequences."
+            "use more text, or fewer or shorter sequences."
         )
     return (len(tokens) - 1) // sequence

@@ -1,17 +1,16 @@
-"""Documents from sources: the standard library's own text, files, folders, JSON lines, Parquet, Hugging Face datasets.
+"""Read documents from sources: files, folders, JSON lines, Parquet, Hugging Face datasets, Python's standard library.
 
 A source is a string:
 
-    stdlib                      the Python source text of this machine's standard library, one document a file
+    stdlib                      the source code of this machine's Python standard library, one document per file
     hf:NAME[:SPLIT[:FIELD]]     a Hugging Face dataset, streamed; NAME may carry a configuration, as in NAME@CONFIG
     FILE, FOLDER or a glob      text, .jsonl and .parquet, text and .jsonl also as .xz, .gz or .zst
 
-Order is that of the sources, and by path within each. Which documents are held out follows from their content alone.
+Documents come in the order of the sources, and by path within a source.
 """
 
 import glob
 import gzip
-import hashlib
 import json
 import lzma
 import os
@@ -26,45 +25,49 @@ from typing import Any, BinaryIO, cast
 from dither.errors import UserError
 
 STDLIB = "stdlib"
-"""The default source: real text that is on every machine with Python."""
+"""The default source: text that is on every machine with Python."""
 
 SEPARATOR = "<|endoftext|>"
-"""A line of just this parts two documents of a text file."""
+"""A line that consists of this separates two documents of a text file."""
 
 MANIFEST = "dither-tokens.json"
-"""What makes a folder one of prepared tokens (see `dither.data.tokens`)."""
+"""The file that makes a folder one of prepared tokens (see `dither.data.tokens`)."""
 
 LARGEST = 1 << 30
-"""The most bytes a document may have: what is compressed can be far larger than the disk."""
+"""The most bytes of a document: compressed text may expand to more than the disk holds."""
 
 Sources = str | Path | Sequence[str | Path]
 """One source or more."""
 
 Skip = Callable[[str, str], None]
-"""Told of everything that is left out: where it was, and why."""
+"""Called with the place of everything that is left out, and why."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text, and where it comes from."""
+    """A text and its origin."""
 
     text: str
     source: str
-    """For messages only: neither order nor split depend on it."""
+    """The origin, for messages only: neither the order nor the split depends on it."""
 
 
 class _NotTextError(Exception):
-    """A file turned out not to be UTF-8 text."""
+    """A file is not UTF-8 text."""
 
 
 def documents(
     sources: Sources = STDLIB, *, field: str = "text", separator: str | None = SEPARATOR, skip: Skip | None = None
 ) -> Iterator[Document]:
-    """The documents of `sources`, one after another; what is not there is said at once, before the first is read.
+    """Return an iterator of the documents of `sources`. A missing source raises a UserError at once, not when it is reached.
 
-    `field` is the text's name in JSON lines and Parquet. `separator` is the line between the documents of a text file: ""
-    parts it at empty lines, None leaves files whole. Files that were named must be text; what a folder or a glob finds
-    besides text is left out, and so are empty documents: `skip` is told of each.
+    A file that is named must be text. Folders and globs leave out files that are not text. Empty documents are left out.
+
+    Args:
+        sources: One source or several.
+        field: The name of the text in JSON lines and Parquet.
+        separator: The line between two documents of a text file; "" splits at empty lines, None not at all.
+        skip: Called with the place of everything that is left out, and why.
 
     >>> import tempfile, pathlib, dither.data
     >>> folder = pathlib.Path(tempfile.mkdtemp())
@@ -73,43 +76,22 @@ def documents(
     ['one\\n', 'two\\n']
     """
     if separator is not None and (not isinstance(separator, str) or "\n" in separator or "\r" in separator):
-        raise UserError(f"A separator is a single line of text or None, not {separator!r}.")
+        raise UserError(f"A separator is a single line of text, not {separator!r}.")
     tell: Skip = skip or (lambda where, why: None)
     parts = [_source(source, field, separator, tell) for source in listed(sources)]
     return (document for part in parts for document in part())
 
 
 def listed(sources: Sources) -> tuple[str, ...]:
-    """Sources as strings, one or more."""
+    """Return sources as strings, one or more."""
     given = tuple(sources) if isinstance(sources, list | tuple) else (sources,)
     if not given or not all(isinstance(source, str | Path) and str(source) for source in given):
         raise UserError(f"Sources are one or more strings or paths, such as 'stdlib' or 'texts/*.jsonl.xz', not {sources!r}.")
     return tuple(map(str, given))
 
 
-def is_held_out(text: str, fraction: float) -> bool:
-    """Whether a document belongs to the held-out part, of which `fraction` is the expected share of documents.
-
-    A hash of the text decides: renaming, reordering or adding documents moves none, and copies stay together.
-
-    >>> from dither.data import is_held_out
-    >>> sum(is_held_out(str(i), 0.1) for i in range(1000))
-    104
-    """
-    digest = hashlib.sha256(b"dither split 1\n" + text.encode()).digest()
-    # A float times a power of two is exact.
-    return int.from_bytes(digest[:8], "little") < int(fraction * 2.0**64)
-
-
-def check_fraction(fraction: float) -> float:
-    """`fraction`, if it can be the share of documents that are held out."""
-    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction < 1:
-        raise UserError(f"The share of documents held out lies between 0 and 1, such as 0.01, and is not {fraction!r}.")
-    return float(fraction)
-
-
 def _source(source: str, field: str, separator: str | None, skip: Skip) -> Callable[[], Iterator[Document]]:
-    """A reader of the documents of one source, which is known to be there."""
+    """Return a reader of the documents of one source, after checking that it exists."""
     if source == STDLIB:
         return lambda: stdlib(skip)
     if source.startswith("hf:"):
@@ -129,23 +111,27 @@ def _source(source: str, field: str, separator: str | None, skip: Skip) -> Calla
 
 
 def _files(source: str, skip: Skip) -> list[Path]:
-    """The files that a path, folder or glob stands for, by path."""
+    """Return the files of a path, folder or glob, sorted by path."""
     path = Path(source)
     try:
         if path.is_dir():
             if (path / MANIFEST).exists():
-                raise UserError(f"{source!r} holds prepared tokens, not text: open it with dither.data.open_tokens.")
+                raise UserError(
+                    f"{source!r} holds prepared tokens, not text: use it as the only source of a run, or name the text."
+                )
             found = [
                 Path(top) / name for top, folders, names in os.walk(path) if _enter(top, folders, names, skip) for name in names
             ]
         elif path.exists():
             if not path.is_file():
-                raise UserError(f"{source!r} is neither a file nor a folder, and is not read.")
+                raise UserError(f"{source!r} is neither a file nor a folder.")
             return [path]
         elif glob.has_magic(source):
             found = [Path(name) for name in glob.glob(source, recursive=True)]
         else:
-            raise UserError(f"There is no file or folder {source!r}, and no glob, 'stdlib' or 'hf:NAME' is spelled so.")
+            raise UserError(
+                f"There is no file or folder {source!r}: a source is a file, a folder, a glob, 'stdlib' or 'hf:NAME'."
+            )
     except (OSError, ValueError) as error:
         if isinstance(error, UserError):
             raise
@@ -159,12 +145,12 @@ def _files(source: str, skip: Skip) -> list[Path]:
         else:
             skip(str(file), "not a regular file")
     if not files:
-        raise UserError(f"{source!r} has no files: text, .jsonl and .parquet are read, compressed by .xz, .gz or .zst or not.")
+        raise UserError(f"{source!r} has no files: text, .jsonl and .parquet can be read, also compressed as .xz, .gz or .zst.")
     return files
 
 
 def _enter(top: str, folders: list[str], names: list[str], skip: Skip) -> bool:
-    """Whether os.walk should list a folder; takes what is hidden from those that it enters."""
+    """Return whether os.walk should list a folder, and remove hidden folders from those that it enters."""
     prepared = MANIFEST in names
     if prepared:
         skip(top, "prepared tokens")
@@ -173,14 +159,14 @@ def _enter(top: str, folders: list[str], names: list[str], skip: Skip) -> bool:
 
 
 def stdlib(skip: Skip = lambda where, why: None, root: str | Path | None = None) -> Iterator[Document]:
-    """The Python files of the standard library, by path, without its tests, which are full of broken text on purpose.
+    """Yield the Python files of the standard library, sorted by path, without its tests.
 
-    Some systems do not install the tests at all: without them the corpus is much the same everywhere.
+    Tests contain broken text on purpose, and some systems do not install them.
     """
     top = Path(sysconfig.get_path("stdlib") if root is None else root)
     files = sorted(top.rglob("*.py"), key=lambda file: file.relative_to(top).as_posix())
     if not files:
-        raise UserError(f"There is no source text of the standard library in {str(top)!r}: name files or folders of text.")
+        raise UserError(f"The source code of the standard library is not in {str(top)!r}: name files or folders of text.")
     for path in files:
         folders = path.relative_to(top).parts[:-1]
         if any(name in ("site-packages", "dist-packages", "__pycache__") for name in folders):
@@ -195,7 +181,7 @@ def stdlib(skip: Skip = lambda where, why: None, root: str | Path | None = None)
 
 
 def _file(path: Path, field: str, separator: str | None, skip: Skip) -> Iterator[Document]:
-    """The documents of one file, by what its name ends in."""
+    """Yield the documents of one file, whose kind follows from its name."""
     name = path.name.lower()
     inner = name.rsplit(".", 1)[0] if name.endswith((".xz", ".gz", ".zst")) else name
     broken: tuple[type[Exception], ...] = (lzma.LZMAError, EOFError, zlib.error, gzip.BadGzipFile)
@@ -211,15 +197,15 @@ def _file(path: Path, field: str, separator: str | None, skip: Skip) -> Iterator
             else:
                 yield from _texts(path, stream, separator, skip)
     except broken as error:
-        raise UserError(f"{str(path)!r} is truncated or is not what its name says: {first_line(error)}.") from None
+        raise UserError(f"{str(path)!r} is truncated or not of the kind that its name says: {first_line(error)}.") from None
     except OSError as error:
         raise UserError(f"{str(path)!r} cannot be read: {error.strerror or first_line(error)}.") from None
 
 
 def _open(path: Path) -> BinaryIO:
-    """The bytes of a file, decompressed by what its name ends in."""
+    """Open a file, decompressed according to its name."""
     if not stat.S_ISREG(path.stat().st_mode):
-        raise UserError(f"{str(path)!r} is not a regular file, and is not read.")
+        raise UserError(f"{str(path)!r} is not a regular file.")
     suffix = path.suffix.lower()
     if suffix == ".xz":
         return cast(BinaryIO, lzma.open(path))
@@ -231,7 +217,7 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _zstd(path: Path) -> Any:
-    """Python's own module for Zstandard, which is in 3.14, or the package that has it for older ones."""
+    """Return the module for Zstandard: part of Python since 3.14, a package before."""
     try:
         import compression.zstd as zstd
     except ImportError:
@@ -245,25 +231,25 @@ def _zstd(path: Path) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a message, without its full stop, to go into a sentence."""
+    """Return the first line of a message without its period, for use in a sentence."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 def _lines(path: Path, stream: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file with their ends, none longer than a document may be."""
+    """Yield the lines of a file with their line ends; a line longer than `LARGEST` is an error."""
     while line := stream.readline(LARGEST + 1):
         if len(line) > LARGEST:
-            raise UserError(f"{str(path)!r} has a line of more than {LARGEST:,} bytes, which is the most a document may have.")
+            raise UserError(f"{str(path)!r} has a line of more than {LARGEST:,} bytes, the most that a document may have.")
         yield line
 
 
 def _texts(path: Path, stream: BinaryIO, separator: str | None, skip: Skip) -> Iterator[Document]:
-    """The documents of a text file: what lies between lines that are the separator."""
+    """Yield the documents of a text file, which are separated by lines equal to the separator."""
     parts: list[bytes] = []
     size, mark = 0, None if separator is None else separator.encode()
     for line in _lines(path, stream):
         if mark is not None and line.rstrip(b"\r\n") == mark:
-            if parts:  # a second separator in a row parts nothing
+            if parts:  # ignore a second separator in a row
                 yield from _text(b"".join(parts), str(path), skip)
             parts, size = [], 0
             continue
@@ -271,8 +257,8 @@ def _texts(path: Path, stream: BinaryIO, separator: str | None, skip: Skip) -> I
         size += len(line)
         if size > LARGEST:
             raise UserError(
-                f"{str(path)!r} has a document of more than {LARGEST:,} bytes: part it by lines {SEPARATOR!r}, or name another "
-                "separator."
+                f"{str(path)!r} has a document of more than {LARGEST:,} bytes: separate it by lines {SEPARATOR!r}, or "
+                "choose another separator."
             )
     if parts or not stream.tell():
         yield from _text(b"".join(parts), str(path), skip)
@@ -285,12 +271,12 @@ def _text(raw: bytes, where: str, skip: Skip) -> Iterator[Document]:
         text = raw.decode()
     except UnicodeDecodeError as error:
         raise _NotTextError(f"binary or in another encoding (byte {raw[error.start]:#04x})") from None
-    # A byte order mark says how a file is written; it is no part of the text.
+    # A byte order mark is not part of the text.
     yield from _whole(text.removeprefix("\ufeff"), where, skip)
 
 
 def _whole(text: object, where: str, skip: Skip) -> Iterator[Document]:
-    """The document, unless there is nothing in it, or something that no text can hold."""
+    """Yield the document unless it is empty or cannot be encoded."""
     if not isinstance(text, str):
         raise UserError(f"The text in {where} is {type(text).__name__}, not a string.")
     if not text.strip():
@@ -302,7 +288,7 @@ def _whole(text: object, where: str, skip: Skip) -> Iterator[Document]:
 
 
 def _encodable(text: str) -> bool:
-    """False for half of a surrogate pair, which JSON can spell and no encoding can hold."""
+    """Return False for half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -326,9 +312,9 @@ def _json_lines(path: Path, stream: BinaryIO, field: str, skip: Skip) -> Iterato
 
 def _value(row: object, field: str, where: str) -> object:
     if not isinstance(row, dict):
-        raise UserError(f"There is {type(row).__name__} in {where}, where an object with a field {field!r} is needed.")
+        raise UserError(f"There is a {type(row).__name__} in {where}, not an object with a field {field!r}.")
     if field not in row:
-        raise UserError(f"There is no field {field!r} in {where}: it has {', '.join(map(repr, row)) or 'none at all'}.")
+        raise UserError(f"There is no field {field!r} in {where}: it has {', '.join(map(repr, row)) or 'no fields'}.")
     return row[field]
 
 
@@ -337,7 +323,7 @@ def _parquet(path: Path, field: str, skip: Skip) -> Iterator[Document]:
         import pyarrow
         from pyarrow import parquet
     except ImportError:
-        raise UserError(f"{str(path)!r} needs the package pyarrow: install it, or give text or JSON lines.") from None
+        raise UserError(f"{str(path)!r} needs the package pyarrow: install it, or use text or JSON lines.") from None
     try:
         with parquet.ParquetFile(path) as file:
             if field not in file.schema_arrow.names:
@@ -353,7 +339,7 @@ def _parquet(path: Path, field: str, skip: Skip) -> Iterator[Document]:
 
 
 def _hugging_face(source: str, field: str, skip: Skip) -> Callable[[], Iterator[Document]]:
-    """A reader of `hf:NAME[@CONFIG][:SPLIT[:FIELD]]`, streaming."""
+    """Return a reader that streams `hf:NAME[@CONFIG][:SPLIT[:FIELD]]`."""
     name, *rest = source.removeprefix("hf:").split(":")
     split, field = (*rest, *("train", field)[len(rest) :])[:2]
     name, _, config = name.partition("@")
@@ -362,9 +348,11 @@ def _hugging_face(source: str, field: str, skip: Skip) -> Callable[[], Iterator[
     try:
         import datasets
     except ImportError:
-        raise UserError(f"{source!r} needs the package datasets: install it, or give files.") from None
+        raise UserError(f"{source!r} needs the package datasets: install it, or use files.") from None
     if int(datasets.__version__.split(".")[0]) < 4:
-        raise UserError(f"{source!r} needs datasets 4 or newer, not {datasets.__version__}: older ones run a dataset's code.")
+        raise UserError(
+            f"{source!r} needs datasets 4 or newer, not {datasets.__version__}: older versions execute code of datasets."
+        )
 
     def read() -> Iterator[Document]:
         try:
@@ -373,7 +361,7 @@ def _hugging_face(source: str, field: str, skip: Skip) -> Callable[[], Iterator[
                 yield from _whole(_value(row, field, where), where, skip)
         except UserError:
             raise
-        except Exception as error:  # whatever the package, the network or a server may raise
+        except Exception as error:  # anything that the package, the network or a server may raise
             raise UserError(f"{source!r} cannot be read: {first_line(error)}.") from None
 
     return read

@@ -22,6 +22,7 @@ from dither.nn.targets import Targets as Targets
 from dither.nn.targets import choose_targets as choose_targets
 from dither.nn.targets import measure_rise as measure_rise
 
+compile = compile_blocks
 _RENAMED = {"training_step": "step_context", "apply": "apply_plan"}
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from dither import devices, engines, torch_ops
+from dither.compiler import assume_constant_result
 from dither.errors import UserError
 from dither.levels import NO_LEVELS, Family, Levels
 from dither.ops import INPUT_DTYPES
@@ -536,7 +537,7 @@ def _product(
     return result
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@assume_constant_result
 def _compiled_scaling(a: str, b: str, device: torch.device, verified: str) -> str:
     """How FP8 units scale these operands, if by tensor or by row both of them; else "", and the operator decides."""
     if not a or not b:

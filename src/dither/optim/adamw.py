@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from dither.adam_update import HYPER, Piece
+from dither.compiler import disable
 from dither.errors import DitherError, UserError
 from dither.nn.tensor_parallel import local
 from dither.optim.launches import Launch, Part, Slot
@@ -124,7 +125,7 @@ class AdamW(States):
         }
         super().__init__(_listed(params), defaults)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # kernels write through addresses, which no graph can know
+    @disable  # kernels write through addresses, which no graph can know
     @Optimizer.profile_hook_step
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

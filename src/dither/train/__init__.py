@@ -1,4 +1,4 @@
-"""Parts of a training run: its configuration, its checkpoints, and what watches over it."""
+"""Training runs: configuration, loop, checkpoints and guard."""
 
 from dither.train import checkpoint as checkpoint
 from dither.train import config as config

@@ -1,8 +1,8 @@
-"""Checkpoints: one folder a step, safetensors and JSON, whole or refused.
+"""Checkpoints: one folder per step, with safetensors and JSON. An incomplete or changed checkpoint is refused.
 
-A folder `step-00000200` holds `tensors-00000.safetensors` (and more where they exceed 2 GiB), `plain.json`, and a
-`manifest.json` with the size and SHA-256 of each. It is written under another name, brought down to the disk, and renamed: at
-every moment, a kill, a crash or a full disk leaves the checkpoints before it as they were.
+A folder `step-00000200` holds `tensors-00000.safetensors` (and more files beyond 2 GiB), `plain.json`, and a
+`manifest.json` with the size and SHA-256 of each. It is written under another name, flushed to the disk, and renamed. A kill, a
+crash or a full disk at any moment leaves earlier checkpoints intact.
 """
 
 import errno
@@ -27,7 +27,7 @@ from dither.safe_files import Refused
 from dither.train import tensorfile
 
 SHARD = 2 << 30
-"""Bytes of tensors in one file; a larger tensor has a file of its own."""
+"""Most bytes of tensors per file; a larger tensor gets its own file."""
 
 MANIFEST, PLAIN = "manifest.json", "plain.json"
 FORMAT, VERSION = "dither checkpoint", 1
@@ -41,10 +41,13 @@ FILE = re.compile(r"tensors-[0-9]{5}\.safetensors")
 
 
 def save(folder: str | Path, step: int, *, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> Path:
-    """Write a checkpoint of this step and return its folder; what killed saves left behind is removed first.
+    """Write a checkpoint of a step and return its folder. Leftovers of killed saves are removed first.
 
-    tensors: by name, of any shape, on any device; they come back on the CPU with the same bits.
-    plain: dictionaries, lists, strings, finite numbers, booleans and None, which come back equal.
+    Args:
+        folder: The folder of checkpoints.
+        step: The step.
+        tensors: Tensors by name, of any shape and on any device; `load` returns them on the CPU, bit for bit.
+        plain: Dictionaries, lists, strings, finite numbers, booleans and None.
 
     >>> import tempfile, torch
     >>> folder = tempfile.mkdtemp()
@@ -68,7 +71,7 @@ def _write(folder: Path, step: int, tensors: Mapping[str, Tensor], plain: bytes)
     final = folder / f"step-{step:08d}"
     temporary = folder / f".saving-{final.name}"
     shards = _shards(tensors)
-    headers = 256 * len(tensors) + 4096 * (len(shards) + 4)  # and what a file system rounds up
+    headers = 256 * len(tensors) + 4096 * (len(shards) + 4)  # and the rounding of a file system
     needed = sum(map(tensorfile.size, tensors.values())) + len(plain) + headers
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -115,7 +118,7 @@ def _manifest(step: int, entries: Mapping[str, Mapping[str, int | str]]) -> byte
 
 
 def _rename(temporary: Path, final: Path, manifest: bytes) -> None:
-    """The last step of a save. A checkpoint of the same step is replaced, unless it is whole and the same."""
+    """Finish a save by renaming it. A checkpoint of the same step is replaced, unless it is whole and identical."""
     if not os.path.lexists(final):
         temporary.rename(final)
         return
@@ -126,7 +129,7 @@ def _rename(temporary: Path, final: Path, manifest: bytes) -> None:
     if same:
         _discard(temporary)
         return
-    replaced = final.with_name(f".replaced-{final.name}")  # `newest` knows it, should the process end between the two
+    replaced = final.with_name(f".replaced-{final.name}")  # `newest` finds it if the process ends between the two renames
     final.rename(replaced)
     temporary.rename(final)
     safe_files.sync(final.parent)
@@ -158,7 +161,7 @@ def _discard(path: Path) -> None:
 
 
 def leftovers(folder: str | Path) -> list[Path]:
-    """What killed saves and removals left behind; the next `save` removes it.
+    """Return what killed saves and removals left behind; the next `save` removes it.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -179,7 +182,7 @@ def _clear(folder: Path) -> None:
 
 
 def _was_replaced(path: Path) -> bool:
-    """Whether this is a checkpoint that was moved away for another that never came."""
+    """Return whether this is a checkpoint that was renamed for a replacement that was never completed."""
     old = path.name.removeprefix(".replaced-")
     return old != path.name and not os.path.lexists(path.with_name(old))
 
@@ -188,13 +191,13 @@ def _was_replaced(path: Path) -> bool:
 
 
 def load(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors, on the CPU, and the plain values of a checkpoint, after its sizes and hashes were found right."""
+    """Return the tensors, on the CPU, and the plain values of a checkpoint, after checking its sizes and hashes."""
     tensors, plain = _read(Path(path), with_tensors=True)
     return tensors, plain
 
 
 def verify(path: str | Path) -> None:
-    """Check everything that `load` checks, without keeping the tensors; what is wrong is a UserError.
+    """Check everything that `load` checks, without keeping the tensors; raise a UserError if anything is wrong.
 
     >>> import tempfile
     >>> verify(tempfile.mkdtemp())  # doctest: +ELLIPSIS
@@ -232,7 +235,7 @@ def _read(path: Path, with_tensors: bool) -> tuple[dict[str, Tensor], dict[str, 
 
 
 def _entries(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """The manifest's files, and its step, if they are exactly what lies in the folder."""
+    """Return the files of the manifest and its step; raise Refused unless the folder holds exactly these files."""
     try:
         mode = path.lstat().st_mode
     except (OSError, ValueError):  # ValueError: a zero byte in the name
@@ -279,12 +282,12 @@ def _file(path: Path, entry: Mapping[str, Any], with_tensors: bool) -> dict[str,
             raise Refused("its SHA-256 is not the manifest's: a bit changed since it was saved")
         if path.name == PLAIN:
             return {}
-        # The header is checked either way: a right hash says that nothing changed, not that it was right.
+        # The header is checked in any case: a matching hash shows that nothing changed, not that it was valid.
         return tensorfile.read(file, size) if with_tensors else dict.fromkeys(tensorfile.header(file, size), torch.empty(0))
 
 
 def _steps(folder: Path) -> list[Path]:
-    """What is called a checkpoint, the newest first."""
+    """Return everything with the name of a checkpoint, the newest first."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else []:
         name = path.name.removeprefix(".replaced-") if _was_replaced(path) else path.name
@@ -294,9 +297,9 @@ def _steps(folder: Path) -> list[Path]:
 
 
 def newest(folder: str | Path, *, before: int | None = None) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """The newest whole checkpoint, or None, and what was skipped on the way to it, each with a sentence why.
+    """Return the newest whole checkpoint or None, and those that were skipped, each with the reason.
 
-    With `before`, only checkpoints of earlier steps count, unless there is none: then it is the oldest.
+    With `before`, return the newest of earlier steps; if there is none, the oldest.
 
     >>> import tempfile, torch
     >>> folder = Path(tempfile.mkdtemp())
@@ -308,9 +311,9 @@ def newest(folder: str | Path, *, before: int | None = None) -> tuple[Path | Non
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
-        raise UserError(f"Checkpoints lie in a folder, and {str(folder)!r} is not one.")
+        raise UserError(f"{str(folder)!r} is not a folder of checkpoints.")
     skipped = [
-        (path, f"{path.name} is an unfinished save or removal, which the next save clears away.")
+        (path, f"{path.name} is an unfinished save or removal, which the next save removes.")
         for path in leftovers(folder)
         if not _was_replaced(path)
     ]
@@ -329,7 +332,7 @@ def newest(folder: str | Path, *, before: int | None = None) -> tuple[Path | Non
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint's folder is named after.
+    """Return the step in the name of a checkpoint's folder.
 
     >>> step_of(Path("step-00000200"))
     200
@@ -338,7 +341,7 @@ def step_of(path: Path) -> int:
 
 
 def drop(folder: str | Path, *, after: int) -> list[Path]:
-    """Remove the checkpoints of later steps than `after`, as a return to that step does, so that none of them is resumed.
+    """Remove the checkpoints of later steps than `after`, so that none of them is resumed after a rollback.
 
     >>> import tempfile, torch
     >>> folder = Path(tempfile.mkdtemp())
@@ -351,9 +354,9 @@ def drop(folder: str | Path, *, after: int) -> list[Path]:
 
 
 def keep(folder: str | Path, *, last: int, every: int | None = None) -> list[Path]:
-    """Remove all but the last `last` checkpoints, those of steps that `every` divides, and the newest whole one.
+    """Remove old checkpoints and return them.
 
-    Returns what was removed.
+    The `last` newest ones, those of steps that are multiples of `every`, and the newest whole one stay.
 
     >>> import tempfile, torch
     >>> folder = Path(tempfile.mkdtemp())
@@ -370,7 +373,7 @@ def keep(folder: str | Path, *, last: int, every: int | None = None) -> list[Pat
 def _check_keep(last: object, every: object) -> None:
     for name, value in (("last", last), ("every", every)):
         if (value is not None or name == "last") and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise UserError(f"How many checkpoints are kept ({name}) is an integer of at least 1, not {value!r}.")
+            raise UserError(f"The number of checkpoints to keep ({name}) is an integer of at least 1, not {value!r}.")
 
 
 def _keep(folder: Path, last: int, every: int | None, whole: Path | None) -> list[Path]:
@@ -384,7 +387,7 @@ def _keep(folder: Path, last: int, every: int | None, whole: Path | None) -> lis
 
 
 def _remove(path: Path) -> Path:
-    # A removal that is killed half way leaves nothing that is called a checkpoint.
+    # A killed removal leaves nothing with the name of a checkpoint.
     removing = path.with_name(f".removing-step-{step_of(path):08d}")
     try:
         path.rename(removing)
@@ -394,19 +397,19 @@ def _remove(path: Path) -> Path:
     return path
 
 
-# Saving while training goes on ----------------------------------------------------------------------------------------
+# Saving in the background ----------------------------------------------------------------------------------------------
 
 
 class Saver:
-    """Saves in a thread, one checkpoint at a time, and removes old ones as `keep` does.
+    """Save checkpoints in a thread, one at a time, and remove old ones as `keep` does.
 
-    An error of a save is raised by the next call, or by `close`.
+    The error of a save is raised by the next call, or by `close`.
 
     >>> import tempfile, torch
     >>> weight = torch.zeros(2)
     >>> with Saver(tempfile.mkdtemp(), last=2) as saver:
     ...     saver.save(100, tensors={"weight": weight}, plain={})
-    ...     _ = weight.add_(1)  # training goes on: what is saved is what was there
+    ...     _ = weight.add_(1)  # training continues: the saved values are the earlier ones
     ...     path = saver.wait()
     >>> load(path)[0]["weight"]
     tensor([0., 0.])
@@ -417,10 +420,10 @@ class Saver:
         self.folder, self.last, self.every = Path(folder), last, every
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[Path | None] | None = None
-        self._host: dict[str, Tensor] = {}  # copies, kept for the next save: locking memory takes longer than filling it
+        self._host: dict[str, Tensor] = {}  # pinned copies, reused by the next save: pinning takes longer than copying
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Lock host memory, in the thread, for what lies on a GPU, so that the first save need not: a second for 1.6 GB."""
+        """Pin host memory for tensors on a GPU, in the thread, so that the first save need not: 1 s for 1.6 GB."""
         self.wait()
         self._pending = self._thread.submit(self._lock, {n: t.detach() for n, t in tensors.items() if t.is_cuda})
 
@@ -429,7 +432,7 @@ class Saver:
             self._host.setdefault(name, torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True))
 
     def save(self, step: int, *, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
-        """Copy the tensors and return; they are written later. Waits for a save that is still under way."""
+        """Copy the tensors and return; the thread writes them. Waits for a save in progress."""
         _check(step, tensors)
         text = safe_files.to_json(dict(plain), "plain")
         self.wait()
@@ -440,10 +443,9 @@ class Saver:
             raise UserError(f"The saver of {str(self.folder)!r} is closed: make another one for step {step}.") from None
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[torch.cuda.Event]]:
-        """The tensors' values at this place of each device's stream, and when they will be there.
+        """Start copies of the tensors to the host; return them, and the events at which they are complete.
 
-        The copies stand in the stream that computes, so that what follows there, the next update first of all, cannot overtake
-        them. The host waits for nothing; the GPU spends its bytes over the bandwidth of the bus.
+        The copies are in the compute stream, so that the next update cannot overtake them. The host does not wait.
         """
         kept, self._host, devices = self._host, {}, set()
         for name, tensor in tensors.items():
@@ -463,12 +465,12 @@ class Saver:
         return path
 
     def wait(self) -> Path | None:
-        """Wait for the save that is under way and return its folder; None where there is none."""
+        """Wait for the save in progress and return its folder, or None if there is none."""
         pending, self._pending = self._pending, None
         return None if pending is None else pending.result()
 
     def close(self) -> None:
-        """Wait for the save that is under way, and end the thread."""
+        """Wait for the save in progress, and end the thread."""
         try:
             self.wait()
         finally:

@@ -1,4 +1,4 @@
-"""What watches over a run: losses that are not finite or jump, signals, and a file that says how it ended."""
+"""Watch over a run: NaN, Inf and loss spikes, signals, and the file with its status."""
 
 import math
 import os
@@ -20,30 +20,30 @@ from dither.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What happens when a step goes wrong.
+    """The reaction to NaN, Inf and loss spikes.
 
     >>> Policy(nonfinite="skip").most_skips
     10
     """
 
     nonfinite: Literal["stop", "skip"] = "stop"
-    """What a loss or gradient norm of NaN or Inf does before any weight changes: stop the run, or skip the step."""
+    """For a loss or gradient norm of NaN or Inf, before any weight changes: stop the run, or skip the step."""
     most_skips: int = 10
-    """How many steps in a row may be skipped for NaN or Inf before the run stops after all."""
+    """Most steps in a row that may be skipped for NaN or Inf before the run stops."""
     skip_share: float = 0.1
-    """The largest share of skip_window steps that may be skipped, overflows of loss scaling included; 1 never stops a run."""
+    """Largest fraction of skip_window steps that may be skipped, including overflows of loss scaling; 1 never stops a run."""
     skip_window: int = 100
-    """How many of the last steps skip_share looks at."""
+    """Number of last steps to which skip_share applies."""
     spike: Literal["ignore", "warn", "rollback"] = "warn"
-    """What a loss spike does: nothing, a warning, or a return to the last good checkpoint."""
+    """For a loss spike: ignore it, warn, or roll back to the last good checkpoint."""
     spike_factor: float = 2.0
-    """A loss is an outlier when it is above this many times the median of the window before it."""
+    """A loss is an outlier if it is above this many times the median of the preceding window."""
     spike_window: int = 100
-    """How many steps the window has."""
+    """Number of steps in the window."""
     spike_count: int = 5
-    """How many outliers in a window are a spike."""
+    """Number of outliers in a window that make a spike."""
     most_rollbacks: int = 3
-    """How many returns there may be before the run stops."""
+    """Most rollbacks before the run stops."""
 
     def __post_init__(self) -> None:
         for name, choices in (("nonfinite", ("stop", "skip")), ("spike", ("ignore", "warn", "rollback"))):
@@ -59,24 +59,24 @@ class Policy:
             raise UserError(f"guard.skip_share is a number from 0 to 1, not {self.skip_share!r:.40}.")
         if self.spike_count > self.spike_window:
             raise UserError(
-                f"guard.spike_count={self.spike_count} outliers never fit into guard.spike_window={self.spike_window} steps: "
-                "make the window longer, or the count smaller."
+                f"guard.spike_count={self.spike_count} outliers do not fit into guard.spike_window={self.spike_window} steps: "
+                "increase the window, or reduce the count."
             )
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do with a step whose gradients are there and whose update is not made yet."""
+    """The decision about a step."""
 
     action: Literal["go", "warn", "skip", "rollback", "stop"]
     why: str = ""
-    """A sentence, empty where all is well."""
+    """The reason, or ""."""
     since: int = field(default=0, repr=False)
-    """Of a rollback: the step of the spike's first outlier, before which a checkpoint is good."""
+    """For a rollback: the step of the first outlier of the spike. Earlier checkpoints are good."""
 
 
 class Guard:
-    """Judges each step by its loss and gradient norm, before the update; the same numbers give the same decisions.
+    """Check each step by its loss and gradient norm. The same numbers give the same decisions.
 
     >>> guard = Guard(Policy(nonfinite="skip"))
     >>> guard.judge(1, loss=5.5, grad_norm=1.0).action
@@ -88,11 +88,11 @@ class Guard:
     def __init__(self, policy: Policy | None = None) -> None:
         self.policy = policy or Policy()
         self.skips = 0
-        """How many steps were skipped, for whatever reason."""
+        """Number of skipped steps, for any reason."""
         self.overflows = 0
-        """How many of them were skipped because scaled gradients overflowed."""
+        """Number of steps skipped because scaled gradients overflowed."""
         self.rollbacks = 0
-        """How many spikes led back to a checkpoint."""
+        """Number of rollbacks."""
         self._in_a_row = 0
         self._skipped: deque[bool] = deque(maxlen=self.policy.skip_window)
         self._losses: deque[float] = deque(maxlen=self.policy.spike_window)
@@ -101,11 +101,18 @@ class Guard:
     def judge(
         self, step: int, *, loss: float, grad_norm: float | None = None, where: str = "", loss_scale: float | None = None
     ) -> Decision:
-        """The decision on a step. `where` names the first tensor that is not finite, if the caller looked for it.
+        """Return the decision about a step.
 
         With a `loss_scale`, a gradient norm that is not finite is an overflow: the step was skipped and the scale is lowered.
-        That stops a run only when too many steps are skipped. After "rollback" the caller loads a checkpoint and goes on with
-        other data or another rate: with the same ones, the same numbers would come again.
+        It stops a run only if too many steps are skipped. After "rollback" the caller restores a checkpoint and continues with
+        other data or another learning rate; otherwise the same losses would follow.
+
+        Args:
+            step: The step, from 1.
+            loss: The mean loss.
+            grad_norm: The norm of the gradients.
+            where: The name of the first tensor that is not finite, if it is known.
+            loss_scale: The loss scale, if losses are scaled.
         """
         if loss_scale is not None and math.isfinite(loss) and grad_norm is not None and not math.isfinite(grad_norm):
             self.overflows += 1
@@ -142,7 +149,7 @@ class Guard:
         policy = self.policy
         if policy.spike == "ignore":
             return Decision("go")
-        # The median, where llm-foundry takes the mean: outliers that are already in the window do not move it.
+        # The median, not the mean as in llm-foundry: outliers that are already in the window do not move it.
         enough = 2 * len(self._losses) >= policy.spike_window
         median = statistics.median(self._losses) if enough else math.inf
         self._losses.append(loss)
@@ -155,7 +162,7 @@ class Guard:
             f"{_ordinal(count)} time in {len(self._outliers)} steps"
         )
         since += list(self._outliers).index(True)
-        self._losses.clear()  # so that a spike is told once, and what comes after is judged by itself
+        self._losses.clear()  # so that a spike is reported once, and later losses are compared with each other
         self._outliers.clear()
         if policy.spike == "warn":
             return Decision("warn", f"{why}: this is a loss spike.")
@@ -165,7 +172,7 @@ class Guard:
         return Decision("rollback", f"{why}, so the run returns to the last good checkpoint.", since)
 
     def state(self) -> dict[str, Any]:
-        """Plain values for a checkpoint."""
+        """Return the state as plain values for a checkpoint."""
         return {
             "skips": self.skips,
             "overflows": self.overflows,
@@ -177,8 +184,8 @@ class Guard:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` returned. After a rollback, the rollbacks since the checkpoint still count."""
-        saved = {"overflows": 0, "skipped": [], **state} if isinstance(state, Mapping) else {}  # which early versions lack
+        """Restore a state. After a rollback, the rollbacks since the checkpoint still count."""
+        saved = {"overflows": 0, "skipped": [], **state} if isinstance(state, Mapping) else {}  # missing in early versions
         right = all(
             type(count := saved.get(key)) is int and count >= 0 for key in ("skips", "overflows", "rollbacks", "in_a_row")
         )
@@ -186,7 +193,7 @@ class Guard:
             values = saved.get(key)
             right = right and isinstance(values, list) and all(type(value) in kinds for value in values)
         if not right:
-            raise UserError(f"The saved state of the guard is not one that Guard.state gave: {state!r:.200}.")
+            raise UserError(f"The saved state of the guard was not made by Guard.state: {state!r:.200}.")
         self.skips, self.overflows, self._in_a_row = saved["skips"], saved["overflows"], saved["in_a_row"]
         self.rollbacks = max(self.rollbacks, saved["rollbacks"])
         self._skipped = deque(saved["skipped"], maxlen=self.policy.skip_window)
@@ -195,7 +202,7 @@ class Guard:
 
 
 OVERFLOWS = " Start from a smaller loss_scaling.init_scale, lower the learning rate, or train in bfloat16."
-"""What helps where the gradients of too many steps overflow."""
+"""Advice if the gradients of too many steps overflow."""
 
 
 def _ordinal(number: int) -> str:
@@ -204,7 +211,7 @@ def _ordinal(number: int) -> str:
 
 
 def first_nonfinite(tensors: Iterable[tuple[str, Tensor | None]]) -> str:
-    """The name of the first tensor that holds NaN or Inf; empty if none does. Waits for the device, once a tensor.
+    """Return the name of the first tensor with NaN or Inf, or "". Synchronizes with the device once per tensor.
 
     >>> import torch
     >>> first_nonfinite([("a", torch.ones(2)), ("b", torch.tensor([1.0, float("nan")]))])
@@ -217,7 +224,7 @@ def first_nonfinite(tensors: Iterable[tuple[str, Tensor | None]]) -> str:
 
 
 class Signals:
-    """SIGINT and SIGTERM as a flag, read between steps; a second one ends the process at once, as if nobody listened.
+    """Record SIGINT and SIGTERM in a flag that is read between steps; a second signal ends the process at once.
 
     >>> import os, signal
     >>> with Signals() as signals:
@@ -230,9 +237,9 @@ class Signals:
 
     def __init__(self) -> None:
         self.received = ""
-        """The name of the signal that came, or nothing."""
+        """The name of the received signal, or ""."""
         self.exit_code = 0
-        """128 and the signal's number, as shells count, once one came."""
+        """128 plus the number of the received signal, as in shells, or 0."""
         self._before: dict[signal.Signals, Any] = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -252,26 +259,26 @@ class Signals:
             signal.signal(each, signal.SIG_DFL if handler is None else handler)  # None: it was not Python's
 
 
-# How a run ended ------------------------------------------------------------------------------------------------------
+# Status ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """How a run stands or ended: `status.json` in its folder.
+    """The status of a run: `status.json` in its folder.
 
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()
-    >>> Status(state="interrupted", step=120, why="SIGTERM came; step 120 was saved.").save(folder)
+    >>> Status(state="interrupted", step=120, why="Received SIGTERM; step 120 is saved.").save(folder)
     >>> Status.load(folder)
-    Status(state='interrupted', step=120, why='SIGTERM came; step 120 was saved.')
+    Status(state='interrupted', step=120, why='Received SIGTERM; step 120 is saved.')
     """
 
     state: Literal["running", "done", "stopped", "interrupted", "failed"]
-    """running (or killed, if nothing runs), done, stopped by the guard, interrupted by a signal, or failed."""
+    """running (or killed, if no process runs), done, stopped by the guard, interrupted by a signal, or failed."""
     step: int
-    """How many steps were done."""
+    """Number of steps done."""
     why: str = ""
-    """A sentence: what the guard saw, which signal came, or what failed."""
+    """The reason: that of the guard, the signal, or the error."""
 
     FILE = "status.json"
 
@@ -282,7 +289,7 @@ class Status:
             raise UserError(f"A status has a step from 0 on and a sentence, not {self.step!r} and {self.why!r}.")
 
     def save(self, folder: str | Path) -> None:
-        """Replace the file in one piece."""
+        """Write the file atomically."""
         path = Path(folder) / self.FILE
         try:
             safe_files.replace(path, safe_files.to_json(asdict(self), "status"))
@@ -291,7 +298,7 @@ class Status:
 
     @classmethod
     def load(cls, folder: str | Path) -> "Status":
-        """What `save` wrote."""
+        """Read the status that `save` wrote."""
         path = Path(folder) / cls.FILE
         try:
             data, _ = safe_files.read_json(path)

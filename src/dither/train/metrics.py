@@ -1,4 +1,4 @@
-"""Metrics of a run: one JSON object a line in a file, always, and whichever trackers were asked for."""
+"""Metrics of a run: one JSON object per line in a file, and optional trackers."""
 
 import json
 import math
@@ -14,18 +14,18 @@ from dither.errors import UserError
 FILE = "metrics.jsonl"
 
 PEAKS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
-"""BF16 FLOP/s of dense products by a part of the GPU's name, as its maker states them."""
+"""Peak BF16 FLOP/s of dense products, as the manufacturer states it, by part of the name of the GPU."""
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """What MFU is measured against; None on a CPU and on GPUs that are not in the list."""
+    """Return the peak FLOP/s for the MFU, or None for a CPU or an unknown GPU."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    # The longest name first: an L40S is no L4.
+    # The longest name first: an L40S is not an L4.
     return next((PEAKS[part] for part in sorted(PEAKS, key=len, reverse=True) if part in name), None)
 
 
 def smoothed(average: float | None, loss: float, keep: float = 0.95) -> float:
-    """The moving average of losses, which begins with the first.
+    """Return the moving average after another loss; None starts it.
 
     >>> smoothed(smoothed(None, 4.0), 3.0)
     3.95
@@ -34,7 +34,7 @@ def smoothed(average: float | None, loss: float, keep: float = 0.95) -> float:
 
 
 def finite(line: Mapping[str, Any]) -> dict[str, Any]:
-    """A line that JSON can hold: numbers that are not finite become null, and `text` says what they were.
+    """Return a line for JSON: numbers that are not finite become null, and `text` names them.
 
     >>> finite({"loss": float("nan"), "lr": 0.1})
     {'loss': None, 'lr': 0.1, 'text': 'loss was nan'}
@@ -47,7 +47,7 @@ def finite(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Metrics:
-    """Writes lines to the file of a run folder, to trackers, and to whoever else listens.
+    """Write lines to metrics.jsonl in the folder of a run, to trackers, and to listeners.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -65,14 +65,14 @@ class Metrics:
         except OSError as error:
             raise UserError(f"The metrics {str(self.path)!r} cannot be written: {error}.") from None
         self._file.seek(0, os.SEEK_END)
-        if self._file.tell():  # a life that was killed may have left half a line
+        if self._file.tell():  # a killed process may have left an incomplete line
             self._file.seek(-1, os.SEEK_END)
             if self._file.read(1) != b"\n":
                 self._file.write(b"\n")
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
 
     def write(self, kind: str, step: int, time: float, **values: Any) -> None:
-        """Append a line and bring it out of this process, so that a kill loses none."""
+        """Append a line and flush it, so that a kill loses none."""
         line = finite({"kind": kind, "step": step, "time": round(time, 3), **values})
         try:
             self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
@@ -99,11 +99,11 @@ class Metrics:
 
 
 Tracker = tuple[Callable[[dict[str, float], int], object], Callable[[], object]]
-"""What logs numbers at a step, and what closes it."""
+"""A function that logs numbers at a step, and a function that closes the tracker."""
 
 
 def check_trackers(track: Sequence[str]) -> None:
-    """Raise unless every tracker's package is installed."""
+    """Raise a UserError unless the package of every tracker is installed."""
     for each in track:
         _package(each)
 

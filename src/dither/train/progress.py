@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live line on a terminal, plain lines in a pipe or a file."""
+"""Show the progress of a run: a live line on a terminal, plain lines in a pipe or a file."""
 
 import sys
 from types import TracebackType
@@ -10,7 +10,7 @@ from rich.text import Text
 
 
 def duration(seconds: float) -> str:
-    """Time in two units.
+    """Return a time in at most two units.
 
     >>> duration(42), duration(125), duration(7260)
     ('42s', '2m05s', '2h01m')
@@ -22,11 +22,11 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """Shows the lines of a run's metrics, and sentences, as they come; `steps` is how many there will be.
+    """Show metrics and messages of a run of `steps` steps.
 
     >>> with Progress(sys.stdout, steps=400) as progress:
     ...     progress.show({"kind": "eval", "step": 100, "loss": 2.5, "bits_per_byte": 3.6})
-    step 100/400  held-out loss 2.5000  3.600 bits a byte
+    step 100/400  held-out loss 2.5000  3.600 bits per byte
     """
 
     def __init__(self, file: TextIO | None = None, *, steps: int) -> None:
@@ -35,14 +35,14 @@ class Progress:
         self._live = Live(console=self._console, auto_refresh=False, transient=True) if self._console.is_terminal else None
 
     def say(self, text: str) -> None:
-        """A sentence of its own."""
+        """Show a message."""
         if self._live is None:
-            print(text, file=self.file, flush=True)  # as it is: a pipe has no width
+            print(text, file=self.file, flush=True)  # unwrapped: a pipe has no width
         else:
             self._console.print(Text(text))
 
     def show(self, line: dict[str, Any]) -> None:
-        """A line of metrics."""
+        """Show a line of metrics."""
         at = f"step {line['step']}/{self.steps}"
         match line["kind"]:
             case "train":
@@ -53,7 +53,9 @@ class Progress:
                     self._live.update(Text(text, no_wrap=True), refresh=True)
             case "eval":
                 bits = line["bits_per_byte"]
-                self.say(f"{at}  held-out loss {_number(line['loss'])}" + ("" if bits is None else f"  {bits:.3f} bits a byte"))
+                self.say(
+                    f"{at}  held-out loss {_number(line['loss'])}" + ("" if bits is None else f"  {bits:.3f} bits per byte")
+                )
             case "sample":
                 self.say(f"{at}  sample: {(line['prompt'] + line['text'])[:200]!r}")
             case "guard":

@@ -1,7 +1,7 @@
-"""The whole state of a training as tensors and plain values, as a checkpoint keeps them, and back, exactly.
+"""The complete state of training as tensors and plain values, for checkpoints.
 
-Random bits need no state of their own: they follow from seeds, names and the step. Torch's generators, which only dropout and
-the like draw from, are saved beside.
+Random bits have no state: they follow from seeds, names and the step. The state of torch's generators, which dropout uses, is
+saved too.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ KEYS = ("step", "same", "layers", "optimizer", "scaler", "plan", "others")
 
 
 class Resumed(NamedTuple):
-    """What `unpack` found beside the state that it put back."""
+    """The values that `unpack` returns."""
 
     step: int
     plan: Plan | None
@@ -36,10 +36,18 @@ def pack(
     scaler: torch.amp.GradScaler | None = None,
     others: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What `checkpoint.save` takes: the tensors themselves, not copies, and plain values.
+    """Return the state of training as (tensors, plain values) for `checkpoint.save`. The tensors are not copied.
 
-    Weights, histories of delayed scaling, bitwidths (of samplings that are switched off, too), the layers' precisions and
-    seeds, the optimizer's state, the loss scale. `others` are plain values of the caller, such as the position in the data.
+    It holds weights, histories of delayed scaling, bitwidths (also of disabled samplings), the precision and seed of each
+    layer, the state of the optimizer, and the loss scale.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer.
+        step: The number of steps done.
+        plan: The plan of the model.
+        scaler: The gradient scaler.
+        others: Plain values of the caller, such as the position in the data.
 
     >>> import dither, torch
     >>> model = torch.nn.Linear(4, 4)
@@ -81,10 +89,10 @@ def unpack(
     *,
     scaler: torch.amp.GradScaler | None = None,
 ) -> Resumed:
-    """Put what `pack` gave back into a model, optimizer and scaler that were made as the saved ones were.
+    """Restore the state that `pack` returned into a model, optimizer and scaler that were built like the saved ones.
 
-    All is compared first: what does not fit is a UserError by name, and then no weight has changed. A model whose plan changed
-    while it trained is brought to the saved one, `plan_of(plain)`, by `dither.apply_plan` before.
+    Everything is checked first: a UserError names what does not fit, and no weight has changed then. If the plan changed during
+    training, apply the saved one, `plan_of(plain)`, with `dither.apply_plan` before.
     """
     step = _check_keys(plain)
     _check_layers(model, plain["layers"])
@@ -112,7 +120,7 @@ def unpack(
 
 
 def plan_of(plain: Mapping[str, Any]) -> Plan | None:
-    """The plan that was saved, or None."""
+    """Return the saved plan, or None."""
     return None if plain.get("plan") is None else Plan.from_dict(plain["plan"])
 
 
@@ -120,7 +128,7 @@ def plan_of(plain: Mapping[str, Any]) -> Plan | None:
 
 
 def _model_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors by name, each once, and the names of tied ones: {second name: first name}."""
+    """Return the tensors by name, each once, and the names of tied ones: {second name: first name}."""
     first: dict[int, str] = {}
     values: dict[str, Tensor] = {}
     same: dict[str, str] = {}
@@ -142,12 +150,12 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Linear]]:
 
 
 def _layer(layer: Linear) -> dict[str, Any]:
-    """What else decides a layer's numbers: how it casts, and where its random bits come from."""
+    """Return what else determines the results of a layer: its casts, and the source of its random bits."""
     return {"precision": layer.precision.to_dict(), "compute": layer.compute, "name": layer.name, "seed": layer.seed}
 
 
 def _resting(model: nn.Module) -> Iterator[tuple[str, Linear, str]]:
-    """The bitwidths of samplings that are switched off, which a state_dict does not have."""
+    """Yield the bitwidths of disabled samplings, which are not in the state_dict."""
     for name, layer in _layers(model):
         for key in layer.resting_bitwidths:
             if layer._parameters.get(key) is None:
@@ -169,7 +177,7 @@ def _generators(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _check_generators(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The saved states of the generators that there are; one of another device is not needed."""
+    """Return the saved states of the generators of this model's devices."""
     found = {}
     for kind, now in _generators(model):
         saved = tensors.get(f"rng:{kind}", now)
@@ -217,7 +225,7 @@ def _check_weights(model: nn.Module, tensors: Mapping[str, Tensor], same: Any) -
 
 
 def _widened(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors, with norms that an earlier O2 saved in 16 bits as their float32 masters have them."""
+    """Return the tensors, with the float32 masters of norms that earlier versions of O2 saved in 16 bits."""
     wide, found = wide_parameters(model, all_norms=True), dict(tensors)
     indices = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     for name, parameter in model.named_parameters():
@@ -231,7 +239,7 @@ def _widened(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mappin
 
 
 def _plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter group with lists for tuples and a number for a learning rate in a tensor."""
+    """Return a parameter group with lists for tuples, and a number for a learning rate in a tensor."""
     return {
         key: list(value) if isinstance(value, tuple) else value.item() if isinstance(value, Tensor) else value
         for key, value in group.items()
@@ -239,7 +247,7 @@ def _plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], saved: Any) -> dict[str, Any]:
-    """What `optimizer.load_state_dict` takes, after a look at its form."""
+    """Return the argument of `optimizer.load_state_dict`, after checking its form."""
     right = isinstance(saved, dict) and set(saved) == {"groups", "numbers"}
     if not right or not isinstance(saved["groups"], list) or not isinstance(saved["numbers"], dict):
         raise UserError("The checkpoint's optimizer is not an object of groups and numbers: it was not made by pack.")
@@ -297,7 +305,7 @@ def _check_keys(plain: Mapping[str, Any]) -> int:
 
 
 def _fits(what: str, where: str, load: Any, saved: Any) -> None:
-    """Load what comes from a file: whatever torch says about it is about the file."""
+    """Call `load` with a saved value; turn any error of torch into a UserError about the file."""
     try:
         load(saved)
     except UserError:

@@ -1,7 +1,7 @@
 """The safetensors format: an 8-byte length, a JSON header (name: dtype, shape, range), then the tensors' bytes.
 
-Written here in one pass, hashed on the way and brought down to the disk; `safetensors.torch.save_file` does neither, and
-`load_file` believes what it reads. What is written here, that library reads, and the other way round.
+Files are written in one pass, hashed and flushed to the disk; `safetensors.torch.save_file` does neither, and `load_file` does
+not check what it reads. Files are compatible with that library in both directions.
 """
 
 import json
@@ -35,21 +35,21 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Types by the names that safetensors gives them."""
+"""Dtypes by their names in safetensors."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 MOST_HEADER = 100 << 20
-"""The longest header in bytes, as safetensors has it."""
+"""The limit of safetensors for the header, in bytes."""
 
 MOST_DIMENSIONS = 64
 
 NAME = re.compile(r"(?!.*\.\.)[\w.:+@-]{1,512}")
-"""Names of tensors: letters, digits and `_ . : + @ -`; no two dots in a row, no slash, nothing that a page or path reads."""
+"""Names of tensors: letters, digits and `_ . : + @ -`; no two dots in a row, no slash, nothing special in a page or path."""
 
 
 def check_tensors(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse what cannot be kept exactly, by name."""
+    """Raise a UserError for a tensor that cannot be stored exactly."""
     for name, tensor in tensors.items():
         if not isinstance(name, str) or not NAME.fullmatch(name) or name == "__metadata__":
             raise UserError(f"A tensor's name has 1 to 512 letters, digits and _ . : + @ -, without '..', not {name!r:.80}.")
@@ -63,17 +63,17 @@ def check_tensors(tensors: Mapping[str, Tensor]) -> None:
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a dense tensor on the CPU, without a copy where it is contiguous."""
+    """Return the bytes of a dense tensor on the CPU, without a copy if it is contiguous."""
     return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def size(tensor: Tensor) -> int:
-    """How many bytes a tensor's numbers take."""
+    """Return the number of bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 
 def chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """A whole file with these tensors, piece by piece; the widest types come first, so that each number is aligned."""
+    """Yield a file with these tensors, piece by piece; the widest dtypes come first, so that elements are aligned."""
     order = sorted(tensors, key=lambda name: -tensors[name].element_size())
     header: dict[str, Any] = {}
     end = 0
@@ -88,7 +88,7 @@ def chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 
 
 def header(file: BinaryIO, length: int) -> dict[str, tuple[torch.dtype, list[int], int]]:
-    """Type, shape and first byte of every tensor in a file of `length` bytes, in the order of their bytes; raises `Refused`."""
+    """Return the dtype, shape and first byte of every tensor in a file of `length` bytes, in file order; may raise Refused."""
     file.seek(0)
     size = int.from_bytes(file.read(8), "little")
     if length < 8 or size > min(MOST_HEADER, length - 8):
@@ -135,7 +135,7 @@ def _counts(value: object) -> bool:
 
 
 def read(file: BinaryIO, length: int) -> dict[str, Tensor]:
-    """All tensors of a file of `length` bytes, on the CPU; raises `Refused`."""
+    """Return all tensors of a file of `length` bytes, on the CPU; may raise `Refused`."""
     tensors = {}
     for name, (dtype, shape, begin) in header(file, length).items():
         tensors[name] = tensor = torch.empty(shape, dtype=dtype)

@@ -1,6 +1,6 @@
-"""The runs of a comparison: planned from arms, seeds and a sweep, trained one by one or in parallel, and collected.
+"""The runs of a comparison: plan them from arms, seeds and a sweep, train them, and collect the results.
 
-Nothing here needs the command line's packages: `benchmarks/sweep.py` runs comparisons where those are missing.
+The packages of the command line are not needed: `benchmarks/sweep.py` runs comparisons without them.
 """
 
 import multiprocessing
@@ -20,32 +20,33 @@ from typing import Any
 import torch
 
 from dither import safe_files
-from dither.arms import Arm, Sweep, axis_value, value_of
 from dither.data import is_prepared, load_tokenizer, open_tokens, prepare
 from dither.data.text import STDLIB
-from dither.doctor import print_table
 from dither.errors import UserError
+from dither.experiments.arms import Arm, Sweep, axis_value, value_of
 from dither.report.comparison import Comparison, Entry, Value, shown
 from dither.report.load import read_all
 from dither.report.page import ABSENT, fixed, short, size
+from dither.tables import print_table
 from dither.train import config as configs
-from dither.train.config import Config, Data, Optim, Run
+from dither.train.config import Config, Data, Optim, RunSettings
 from dither.train.guard import Signals, Status
 from dither.train.loop import CONFIG, Outcome, train
 from dither.train.progress import Progress
+from dither.train.resuming import resolved
 
 BASE = Config(
     data=Data(sequence=128, batch=8),
     optim=Optim(lr=2e-3),
-    run=Run(steps=80, eval_every=40, sample_every=0, save_every=40, log_every=5, out="runs/compare"),
+    run=RunSettings(steps=80, eval_every=40, sample_every=0, save_every=40, log_every=5, out="runs/compare"),
 )
-"""The config of a comparison that is given none: the six default arms on the tiny Llama take minutes on two CPU cores."""
+"""The default config of a comparison: the six default arms on the tiny Llama take minutes on two CPU cores."""
 
 LOGS = "logs"
-"""The folder, beside those of the runs, of what runs in parallel print."""
+"""The folder, beside those of the runs, of the output of parallel runs."""
 
 POLL = 0.5
-"""Seconds between looks at processes that run in parallel."""
+"""Seconds between checks of parallel processes."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,10 @@ class Trial:
     sweep: str | None = None
     """The path of the swept field."""
     first: bool = True
-    """Whether its seeds are the config's own."""
+    """True if the seeds are those of the config."""
 
     def __str__(self) -> str:
-        """Return the arm, the value and the seed, unless there is no sweep, and unless it is the first seed."""
+        """Return the arm, the value of a sweep, and the seed unless it is the first."""
         swept = "" if self.sweep is None else f", {self.sweep}={shown(self.value)}"
         return f"{self.arm}{swept}" + ("" if self.first else f", seed {self.config.run.seed}")
 
@@ -73,20 +74,20 @@ class Trial:
 
     @property
     def begun(self) -> bool:
-        """Return whether its folder holds a run."""
+        """True if the folder holds a run."""
         return os.path.isfile(self.folder / CONFIG)
 
 
 def plan(common: Config, names: Sequence[str], folder: Path, seeds: int = 1, sweep: str | None = None) -> list[Trial]:
-    """Return a run for each seed, arm and value of the sweep, each in a folder of its own, on tokens that they share.
+    """Return a run for each seed, arm and value of the sweep, each in its own folder, on shared tokens.
 
     >>> [str(trial) for trial in plan(BASE, ["o1", "bf16-sr@eps=1e-6"], Path("runs/a"), sweep="lr=1e-3,2e-3")]
     ['o1, optim.lr=0.001', 'o1, optim.lr=0.002', 'bf16-sr@eps=1e-6, optim.lr=0.001', 'bf16-sr@eps=1e-6, optim.lr=0.002']
     """
     if seeds < 1:
-        raise UserError(f"--seeds is how many times each is trained, at least 1, not {seeds}.")
+        raise UserError(f"--seeds is the number of runs per arm, at least 1, not {seeds}.")
     if twice := [name for name in names if list(names).count(name) > 1]:
-        raise UserError(f"{twice[0]!r} is named twice: name each once.")
+        raise UserError(f"{twice[0]!r} is named twice: name it once.")
     arms = [Arm.parse(name) for name in names]
     swept = None if sweep is None else Sweep.parse(sweep)
     sources = common.data.sources or (STDLIB,)
@@ -111,33 +112,33 @@ def _trial(arm: Arm, common: Config, folder: Path, sweep: Sweep | None, *, first
 
 
 def _check_different(trials: Sequence[Trial]) -> None:
-    """Raise if two runs differ in nothing but their folder."""
+    """Raise a UserError if two runs differ only in their folders."""
     seen: list[tuple[Config, Trial]] = []
     for trial in trials:
         bare = replace(trial.config, run=replace(trial.config.run, out="anywhere"))
         if same := next((other for config, other in seen if config == bare), None):
             if same.arm == trial.arm:
                 raise UserError(f"The sweep has {trial.sweep}={shown(trial.value)} twice: name each value once.")
-            raise UserError(f"{same.arm!r} and {trial.arm!r} mean the same run: name one of them.")
+            raise UserError(f"{same.arm!r} and {trial.arm!r} are the same run: name only one of them.")
         seen.append((bare, trial))
 
 
 def is_done(trial: Trial, resume: bool) -> bool:
-    """Return whether a run has come to its end. A run of another config, or an unfinished one, is an error unless resumed."""
+    """Return whether a run is finished. A run with another config is an error, and so is an unfinished one unless `resume`."""
     if not trial.begun:
         return False
-    saved = configs.load(trial.folder / CONFIG)
-    if saved != trial.config:
+    saved, now = resolved(configs.load(trial.folder / CONFIG)), resolved(trial.config)
+    if saved != now:
         raise UserError(
-            f"The folder {str(trial.folder)!r} has a run of another config ({_changes(saved, trial.config)}): name another by "
-            "--out, or take the change back."
+            f"The folder {str(trial.folder)!r} has a run with another config ({_changes(saved, now)}): choose another "
+            "folder with --out, or undo the change."
         )
-    # A run that was killed while it was built has a config and no status yet.
+    # A run that was killed while it was built has a config but no status.
     if (trial.folder / Status.FILE).exists() and Status.load(trial.folder).state in ("done", "stopped"):
         return True
     if not resume:
         raise UserError(
-            f"The run in {str(trial.folder)!r} was begun and is not done: go on with --resume, or name another --out."
+            f"The run in {str(trial.folder)!r} is not finished: continue with --resume, or choose another folder with --out."
         )
     return False
 
@@ -153,18 +154,18 @@ def _changes(saved: Config, now: Config, most: int = 3) -> str:
 
 
 def prepare_once(common: Config, folder: Path) -> None:
-    """Tokenize the text that all runs read, unless that is done."""
+    """Tokenize the text of all runs, unless it is done."""
     sources, own = common.data.sources or (STDLIB,), folder / "tokens"
     if len(sources) == 1 and is_prepared(sources[0]):
         return
     if not is_prepared(own):
         prepare(sources, own, load_tokenizer(common.data.tokenizer), held_out=common.data.held_out)
     elif open_tokens(own).sources != sources:
-        raise UserError(f"The tokens in {str(own)!r} were made from other text: name another folder by --out.")
+        raise UserError(f"The tokens in {str(own)!r} were made from other text: choose another folder with --out.")
 
 
 def collect(trials: Sequence[Trial]) -> Comparison:
-    """Return the comparison of runs that are there, by what their folders hold."""
+    """Return the comparison of the runs, read from their folders."""
     entries = tuple(
         Entry.of(run, arm=trial.arm, seed=trial.config.run.seed, value=trial.value)
         for trial, run in zip(trials, read_all([trial.folder for trial in trials]), strict=True)
@@ -173,7 +174,7 @@ def collect(trials: Sequence[Trial]) -> Comparison:
 
 
 def write_json(comparison: Comparison, path: Path) -> Path:
-    """Write comparison.json: the runs, and the tables and sentences that follow from them."""
+    """Write the runs, tables and sentences of a comparison as JSON, and return the path."""
     try:
         safe_files.replace(path, safe_files.to_json(comparison.to_dict(), path.name))
     except OSError as error:
@@ -182,7 +183,7 @@ def write_json(comparison: Comparison, path: Path) -> Path:
 
 
 def print_comparison(comparison: Comparison) -> None:
-    """Print the tables and what they say."""
+    """Print the tables and sentences of a comparison."""
     seeds = f", mean of {len(comparison.seeds)} seeds ± standard error" if len(comparison.seeds) > 1 else ""
     if comparison.field is not None:
         rows = [
@@ -196,7 +197,7 @@ def print_comparison(comparison: Comparison) -> None:
             for curve in comparison.curves()
             for row in curve.rows
         ]
-        columns = ("arm", comparison.field, "held-out loss", "to the arm's lowest", "how it ended")
+        columns = ("arm", comparison.field, "held-out loss", "above the arm's lowest", "how it ended")
         print_table(f"Held-out loss by {comparison.field}{seeds}", columns, rows, right=[1, 2, 3])
         print()
     first = comparison.arms[0]
@@ -215,7 +216,17 @@ def print_comparison(comparison: Comparison) -> None:
         for rank, row in enumerate(comparison.ranking(), 1)
     ]
     swept = [comparison.field] if comparison.field else []
-    header = ("", "arm", *swept, "held-out loss", f"to {first}", "bits per byte", "tokens/s", "memory", "how it ended")
+    header = (
+        "",
+        "arm",
+        *swept,
+        "held-out loss",
+        f"difference from {first}",
+        "bits per byte",
+        "tokens/s",
+        "memory",
+        "how it ended",
+    )
     title = "Each arm at its lowest held-out loss" if comparison.field else "Held-out loss"
     print_table(f"{title}{seeds}, lowest first", header, ranked, right=list(range(2, len(header) - 1)))
     for sentence in comparison.sentences():
@@ -234,16 +245,16 @@ def run_all(
     seconds: float | None = None,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Train the runs that are not done, `parallel` at a time; return 0, or the exit code of a signal that ended it.
+    """Train the unfinished runs, `parallel` at a time. Return 0, or the exit code of the signal that ended them.
 
     After `seconds`, unfinished runs are saved and stopped as by SIGTERM (143); `resume` continues them.
     """
     if parallel < 1:
-        raise UserError(f"--parallel is how many runs are trained at the same time, at least 1, not {parallel}.")
+        raise UserError(f"--parallel is the number of runs that train at the same time, at least 1, not {parallel}.")
     numbered = [(f"{trial} ({number} of {len(trials)})", trial) for number, trial in enumerate(trials, 1)]
     done = {label: is_done(trial, resume) for label, trial in numbered}
     for label in (label for label, over in done.items() if over):
-        say(f"{label} is done already.")
+        say(f"{label} is finished already.")
     todo = [(label, trial) for label, trial in numbered if not done[label]]
     if parallel == 1 and seconds is None:
         return _one_by_one(todo, resume, command, say)
@@ -257,7 +268,7 @@ def _one_by_one(todo: Sequence[tuple[str, Trial]], resume: bool, command: Sequen
         with Progress(sys.stdout, steps=trial.config.run.steps) as progress:
             outcome = train(trial.config, resume=resume and trial.begun, command=command, progress=progress)
         if outcome.how == "signal":
-            say(f"{outcome.why} Go on with --resume.")
+            say(f"{outcome.why} Continue with --resume.")
             return outcome.code
     return 0
 
@@ -271,7 +282,7 @@ class _Running:
 
 
 class _Pool:
-    """Runs in processes of their own, a few at a time."""
+    """Runs in their own processes, a few at a time."""
 
     def __init__(
         self,
@@ -284,12 +295,12 @@ class _Pool:
         self.waiting, self.resume, self.command, self.say = list(todo), resume, tuple(command), say
         self.deadline = None if seconds is None else monotonic() + seconds
         self.running: list[_Running] = []
-        self.context: Any = multiprocessing.get_context("spawn")  # a fork would share CUDA's state, which cannot be
+        self.context: Any = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
 
     def run(self, parallel: int) -> int:
-        """Keep `parallel` processes busy until all runs have ended, one fails, a signal comes or time is up."""
+        """Run `parallel` processes until all runs have ended, one fails, a signal arrives or the time is up."""
         if os.environ.get("WORLD_SIZE", "1") != "1":
-            raise UserError("--parallel starts processes itself: run it without torchrun, or leave --parallel out.")
+            raise UserError("--parallel starts processes itself: run it without torchrun, or without --parallel.")
         failed = ""
         with Signals() as signals:
             try:
@@ -300,12 +311,12 @@ class _Pool:
                     failed = next(filter(None, [self._end(each) for each in self._over()]), "")
                     if failed or signals.received or self._late():
                         break
-            finally:  # an error in here too must leave no process behind
+            finally:  # an error must not leave a process behind either
                 stopped = self._stop(signal.SIGINT if signals.received == "SIGINT" else signal.SIGTERM)
             if failed:
-                raise UserError(f"{failed} Runs that were not done are saved: go on with --resume.")
+                raise UserError(f"{failed} Unfinished runs are saved: continue with --resume.")
             if signals.received or stopped or self.waiting:
-                self.say(f"{signals.received or 'The time is up'}: runs that were not done are saved. Go on with --resume.")
+                self.say(f"{signals.received or 'The time is up'}: unfinished runs are saved. Continue with --resume.")
                 return signals.exit_code or 143
         return 0
 
@@ -314,36 +325,38 @@ class _Pool:
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"The folder {str(log.parent)!r} cannot be made: {error}.") from None
-        threads = max(1, torch.get_num_threads() // parallel)  # or the processes would fight over the cores
+            raise UserError(f"The folder {str(log.parent)!r} cannot be created: {error}.") from None
+        threads = max(1, torch.get_num_threads() // parallel)  # else the processes would compete for the cores
         arguments = (trial.config, self.resume and trial.begun, self.command, str(log), threads)
         process = self.context.Process(target=_work, args=arguments, name=str(trial))
         process.start()
         self.running.append(_Running(label, trial, process, log))
-        self.say(f"{label} begins; it prints to {log}")
+        self.say(f"{label} starts; its output is in {log}")
 
     def _over(self) -> list[_Running]:
-        """Take those that have ended out of those that run; each is asked once, since it may end at any time."""
+        """Remove and return the runs that have ended. Each is checked once, since it may end at any time."""
         alive = {each: each.process.is_alive() for each in self.running}
         self.running = [each for each in self.running if alive[each]]
         return [each for each in alive if not alive[each]]
 
     def _end(self, each: _Running) -> str:
-        """Say how a run ended; return a sentence if it failed."""
+        """Report the end of a run; return a sentence if it failed, else ""."""
         each.process.join()
         code = each.process.exitcode
         if code in (0, 3):
             self.say(f"{each.label}: {Status.load(each.trial.folder).why or 'done.'}")
             return ""
         if code in (130, 143):
-            return ""  # saved: somebody stopped it
-        return f"{each.label} failed: {_last_line(each.log) or f'its process ended with code {code}'} (all of it: {each.log})."
+            return ""  # stopped by a signal, and saved
+        return (
+            f"{each.label} failed: {_last_line(each.log) or f'its process ended with code {code}'} (full output: {each.log})."
+        )
 
     def _late(self) -> bool:
         return self.deadline is not None and monotonic() > self.deadline
 
     def _stop(self, how: signal.Signals) -> bool:
-        """Ask what still runs to save and stop, and wait for it; return whether anything did."""
+        """Ask the running processes to save and stop, and wait for them. Return whether there were any."""
         running, self.running = self.running, []
         for each in running:
             if each.process.pid is not None and each.process.is_alive():
@@ -354,8 +367,8 @@ class _Pool:
 
 
 def _work(config: Config, resume: bool, command: tuple[str, ...], log: str, threads: int) -> None:
-    """Train one run in this process, which `_Pool` started; what it prints goes to `log`."""
-    os.setpgid(0, 0)  # Ctrl-C on the terminal reaches the parent alone, which passes it on once
+    """Train one run in this process, which `_Pool` started. Its output goes to `log`."""
+    os.setpgid(0, 0)  # Ctrl-C on the terminal reaches only the parent, which forwards it once
     with open(log, "a", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

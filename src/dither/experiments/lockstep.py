@@ -1,4 +1,4 @@
-"""Two precisions in lockstep: the same model, data, seeds and weights, to find the layer and step where they part.
+"""Two precisions in lockstep: the same model, data, seeds and weights, to find the layer and step where they diverge.
 
 A is the reference. In each step, B's weights are set to A's. Then, micro-batch by micro-batch,
 
@@ -46,64 +46,64 @@ from dither.nn import bitwidth_loss, step_context
 from dither.nn.conv1d import Conv1D
 from dither.numerics.observe import untouched
 from dither.numerics.report import finite
-from dither.train.job import Job
+from dither.train.trainer import Trainer
 
 DEVIATIONS, FACTOR, FLOOR, LOST = 10.0, 1.25, 2.0**-7, 0.5
-"""The bound that is computed: see above."""
+"""Constants of the default bound: see above."""
 
 PRODUCTS = ("forward", "input gradient", "weight gradient", "update")
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far B is from A in one product of one layer in one step."""
+    """The difference between A and B in one product of one layer in one step."""
 
     step: int
-    """From 1 on."""
+    """The step, from 1."""
     layer: str
     product: str
-    """forward, input gradient, weight gradient, or update: the optimizer's change of the weight."""
+    """forward, input gradient, weight gradient, or update (the change of the weight by the optimizer)."""
     local: float
-    """The difference where both layers are given A's operands: see the top of this file."""
+    """The difference if both layers get the operands of A: see the top of this file."""
     total: float | None
-    """The same where each layer has its own operands, of y (forward) and dy (input gradient); None for the others."""
+    """The difference with each model's own operands, of y (forward) and dy (input gradient); None for the others."""
     bound: float
-    """What `local` must not exceed."""
+    """The bound of `local`."""
 
     @property
     def ratio(self) -> float:
-        """Return how many times the bound it is."""
+        """The difference divided by the bound."""
         return self.local / self.bound if self.bound else math.inf if self.local else 0.0
 
 
 @dataclass(frozen=True)
 class Bisection:
-    """What two precisions in lockstep showed."""
+    """The result of running two precisions in lockstep."""
 
     a: str
     b: str
     steps: int
-    """How many were run: the one that went beyond the bound is the last."""
+    """Number of steps run; the last one is the first beyond the bound."""
     bound: float | None
-    """The bound that was given; None for the computed one."""
+    """The given bound; None for the default one."""
     differences: tuple[Difference, ...]
-    """Of the last step, in the order of the model's layers."""
+    """The differences of the last step, in the order of layers."""
     losses: tuple[tuple[float, float], ...]
     """The losses of A and B in each step."""
 
     @property
     def beyond(self) -> tuple[Difference, ...]:
-        """Those beyond the bound, the farthest first."""
+        """The differences beyond the bound, the largest first."""
         return tuple(sorted((each for each in self.differences if each.ratio > 1), key=lambda each: -each.ratio))
 
     @property
     def culprit(self) -> Difference | None:
-        """The one farthest beyond the bound in the first step that has one; None if nothing is."""
+        """The largest difference beyond the bound, or None."""
         return self.beyond[0] if self.beyond else None
 
     @property
     def sentence(self) -> str:
-        """Return what was found, in one sentence."""
+        """The result as a sentence."""
         worst = self.culprit
         if worst is None:
             return f"No layer of {self.b} differs from {self.a} beyond the bound in {self.steps} steps."
@@ -116,7 +116,7 @@ class Bisection:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return plain values for JSON."""
         found = [{**asdict(each), "ratio": each.ratio} for each in self.differences]
         named = None if self.culprit is None else asdict(self.culprit)
         data = {"a": self.a, "b": self.b, "steps": self.steps, "bound": self.bound, "culprit": named, "sentence": self.sentence}
@@ -125,8 +125,8 @@ class Bisection:
 
 
 def bisect(
-    a: Job,
-    b: Job,
+    a: Trainer,
+    b: Trainer,
     *,
     names: tuple[str, str],
     steps: int,
@@ -134,13 +134,21 @@ def bisect(
     free: bool = False,
     tell: Callable[[str], object] = print,
 ) -> Bisection:
-    """Run two jobs in lockstep until a layer is beyond the bound or all steps are done.
+    """Run two trainers in lockstep until a layer is beyond the bound or all steps are done.
 
-    The jobs have the same model, data and seeds; `tell` hears of each step. Their weights, states and steps change. With `free`
-    B keeps the weights that it learns, so that differences grow from step to step as they do in two runs.
+    Their weights, states and steps change.
+
+    Args:
+        a: The reference.
+        b: The trainer to compare, with the same model, data and seeds.
+        names: The names of both.
+        steps: Most steps to run.
+        bound: The largest relative difference; None means the default bound.
+        free: Let B keep its own weights, so that differences accumulate as in two separate runs.
+        tell: Called with a line about each step.
     """
     if steps < 1:
-        raise UserError(f"A bisection takes at least one step, not {steps}.")
+        raise UserError(f"A bisection needs at least one step, not {steps}.")
     if bound is not None and not 0 < bound < math.inf:
         raise UserError(f"The bound is a relative difference above 0, such as 0.1, not {bound}.")
     pair = _Pair(a, b)
@@ -191,9 +199,9 @@ def default_bound(differences: Sequence[float], most: float = LOST) -> float:
 
 
 class _Pair:
-    """Two jobs whose layers are compared."""
+    """Two trainers whose layers are compared."""
 
-    def __init__(self, a: Job, b: Job) -> None:
+    def __init__(self, a: Trainer, b: Trainer) -> None:
         self.a, self.b = a, b
         self.layers = {
             name: (module, other)
@@ -204,7 +212,7 @@ class _Pair:
             raise UserError("The two models have no linear layer in common to compare.")
 
     def step(self, batch: Batch) -> tuple[Seen, tuple[float, float]]:
-        """One step of both: differences of every layer and product, and both losses."""
+        """Do one step of both. Return the differences of every layer and product, and both losses."""
         a, b = self.a, self.b
         sums: dict[tuple[str, str, str], list[Tensor]] = {}
         losses: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -233,7 +241,7 @@ class _Pair:
             first, second = before[name]
             _add(sums, (name, "update", "local"), x.weight.detach().float() - first, y.weight.detach().float() - second.float())
         keys = list(sums)
-        numbers = torch.stack([torch.stack(sums[key]) for key in keys]).tolist()  # the one place where the host waits
+        numbers = torch.stack([torch.stack(sums[key]) for key in keys]).tolist()  # the only synchronization
         relative = {key: math.sqrt(total / max(rows, 1)) for key, (total, rows) in zip(keys, numbers, strict=True)}
         seen: Seen = {
             (name, product): (relative[name, product, "local"], relative.get((name, product, "total")))
@@ -245,7 +253,7 @@ class _Pair:
         return seen, (mean[0], mean[1])
 
     def set_weights(self) -> None:
-        """Give B the weights of A, rounded to its own format, and its masters too."""
+        """Copy the weights of A to B, rounded to the format of B, and the master weights."""
         theirs = dict(self.b.model.named_parameters())
         with torch.no_grad():
             for name, parameter in self.a.model.named_parameters():
@@ -256,8 +264,8 @@ class _Pair:
                         wide = parameter.float()
                         state["master"].copy_(wide if state["master"].shape == wide.shape else wide.T)
 
-    def _pass(self, job: Job, part: Batch, keep: Callable[..., None]) -> Tensor:
-        """Forward and backward of a micro-batch, while `keep` sees the operands of every layer."""
+    def _pass(self, job: Trainer, part: Batch, keep: Callable[..., None]) -> Tensor:
+        """Run forward and backward of a micro-batch; `keep` gets the operands of every layer."""
         scale = job.training.scaler.get_scale() if job.scaled else 1.0
         layers = [(name, pair[0] if job is self.a else pair[1]) for name, pair in self.layers.items()]
         with _watched(layers, partial(keep, scale)):
@@ -266,7 +274,7 @@ class _Pair:
         return loss.detach()
 
     def _local(self, kept: "dict[str, list[_Operands]]", sums: "Sums") -> None:
-        """Each layer's own products, in A and in B, on the operands that A had."""
+        """Compute the products of each layer of A and B on the operands of A."""
         with untouched(self.a.model), untouched(self.b.model):
             for name, (first, second) in self.layers.items():
                 for operands in kept.get(name, ()):
@@ -285,7 +293,7 @@ class _Pair:
 
 @dataclass
 class _Operands:
-    """What a call of a layer was given and gave; dy comes with the backward pass, without the loss scale."""
+    """The input, output and output gradient of a call of a layer; dy is set by backward, without the loss scale."""
 
     x: Tensor
     y: Tensor
@@ -293,7 +301,7 @@ class _Operands:
 
 
 Sums = dict[tuple[str, str, str], list[Tensor]]
-"""By layer, product and local or total: see `_add`."""
+"""Sums by layer, product and local or total: see `_add`."""
 
 
 def _keep(kept: dict[str, list[_Operands]], scale: float, name: str, x: Tensor, y: Tensor) -> None:
@@ -310,7 +318,7 @@ def _keep(kept: dict[str, list[_Operands]], scale: float, name: str, x: Tensor, 
 @contextmanager
 def _watched(layers: Sequence[tuple[str, nn.Module]], keep: Callable[[str, Tensor, Tensor], None]) -> Iterator[None]:
     def look(name: str, _: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
-        if torch._C._current_graph_task_id() == -1:  # else a checkpointed block is computed again, in backward
+        if torch._C._current_graph_task_id() == -1:  # else a checkpointed block is being recomputed in backward
             keep(name, args[0], y)
 
     hooks = [layer.register_forward_hook(partial(look, name)) for name, layer in layers]
@@ -321,8 +329,8 @@ def _watched(layers: Sequence[tuple[str, nn.Module]], keep: Callable[[str, Tenso
             hook.remove()
 
 
-def _products(job: Job, layer: nn.Module, operands: _Operands) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """y, dx and dw of a layer on given operands, in what the job computes in; dx and dw are None where dy never came."""
+def _products(job: Trainer, layer: nn.Module, operands: _Operands) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return y, dx and dw of a layer on given operands, in the compute dtype; dx and dw are None without dy."""
     weight: Tensor = layer.weight  # type: ignore[assignment]
     x = operands.x if job.training.mode.autocast is not None else operands.x.to(weight.dtype)
     x = x.clone().requires_grad_()
@@ -337,8 +345,10 @@ def _products(job: Job, layer: nn.Module, operands: _Operands) -> tuple[Tensor, 
 
 
 def _add(sums: Sums, key: tuple[str, str, str], a: Tensor, b: Tensor) -> None:
-    """Add the squares of rows' relative differences, each at most 1, and how many rows there are; rows of zeros in both do not
-    count, and one that is finite in a alone counts as infinite."""
+    """Add the squared relative differences of rows, each at most 1, and the number of rows.
+
+    Rows that are zero in both do not count. A row that is finite only in `a` counts as infinite.
+    """
     a, b = (x.reshape(-1, x.shape[-1]).float() for x in (a, b))
     size, error = a.square().sum(1, dtype=torch.float64), (b - a).square().sum(1, dtype=torch.float64)
     known = (size > 0) & (size < torch.inf) | (size == 0) & (error != 0)

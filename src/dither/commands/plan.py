@@ -1,7 +1,9 @@
-"""The commands `dither plan`: choose a plan for a run, look at plans, compare them, and hold estimates against the truth."""
+"""`dither plan`: choose a plan for a run, show and compare plans, and compare estimates with measurements."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +12,6 @@ from typing import Annotated, Any, Literal
 import tyro
 from torch import Tensor, nn
 
-from dither import doctor
 from dither.data import Batch
 from dither.errors import UserError
 from dither.nn.conversion import Fallback
@@ -25,12 +26,15 @@ from dither.snip.passes import Passes
 from dither.snip.planning import Goal, bits_of, check_weights, choice_of, choose, picture, pins, stage_sizes, weights_said
 from dither.snip.planning import plan as plan_of
 from dither.snip.probes import PROBES, score
-from dither.snip.solve import Rows, Solution, frontier
+from dither.snip.solve import Rows, Solution
+from dither.snip.solve import frontier as frontier_of
 from dither.snip.verify import verify as verify_scores
+from dither.tables import print_table
 from dither.train import checkpoint, config
 from dither.train.distributed import joined
-from dither.train.job import Job, open_corpus
-from dither.train.loop import CHECKPOINTS, CONFIG
+from dither.train.files import CHECKPOINTS, CONFIG
+from dither.train.progress import duration
+from dither.train.trainer import Trainer, open_corpus
 
 Probe = Literal["measure", "layer", "last", "direct"]
 RunPath = Annotated[str, tyro.conf.arg(metavar="RUN_OR_CHECKPOINT")]
@@ -61,40 +65,41 @@ def plan(
     scores: str | None = None,
     output: Output = None,
 ) -> int:
-    """Choose each layer's precision for a run, by what it does to the run's training, and show it.
+    """Choose the precision of each layer of a run, and show the plan.
 
-    The newest whole checkpoint of the run is loaded, or the one that is named, and tried on the batches that come next.
-    `dither plan show`, `diff`, `verify` and `frontier` do more with plans. `dither train --set precision.plan=FILE` trains by
-    one, and `dither train --set snip.target=0.75` chooses plans while it trains.
+    The choice follows from the effect of each option on training, estimated at the newest whole checkpoint of the run, or at
+    the one that is named, on its next batches. `dither train --set precision.plan=FILE` trains with a plan, and
+    `dither train --set snip.target=0.75` chooses plans during training.
 
     Args:
-        run: A run's folder, or one of its checkpoints.
-        target: The share of what could be saved, from 0 to 1: with fp8,fp4 the part of the FLOPs that run in FP4.
-        options: The levels that each operand may take, such as fp8,fp4 or bf16,fp8.
-        cost: What is saved: FLOPs, or time, measured on this GPU.
-        stages: Blocks on each pipeline stage, such as 6,6,6,4.
-        balance: With stages: bound the slowest, or let each save its share.
-        pin: Layers whose option is given, as pattern=option, such as *.down_proj=fp8.
-        probe: How estimates are made: by trying, by noise at each layer or at the last, or by closed forms.
-        method: snip, or what it is compared with: uniform, random, min-abs-err, min-rel-err, E-layer-id or E-layer-type.
-        power: What layers' divergences are raised to before they are added up: errors are independent, so squares do; the paper
-            has 1.
-        loss_weight: The factor of the loss divergence dL; 0 chooses by the weights alone.
-        update_weight: The factor of the weight divergence dW, the change of the next update; 0 chooses by the loss alone.
-        rows: Take the row-wise form of the loss divergence (section 6.3 of the paper).
-        seed: Of the noise, of stochastic casts, and of the method random.
-        batches: How many micro-batches are tried.
-        device: Where, in place of the run's own device.
-        emulate: Multiply dequantized numbers in float32 on a GPU too, whatever the run's own setting is.
-        fallback: What becomes of a layer that no matrix units take as the run casts it, in place of the run's own setting.
-        times: With --cost time, the file that keeps what was measured.
-        scores: A file to write the estimates to, as JSON.
-        output: A file to write the plan to.
+        run: The folder of a run, or one of its checkpoints.
+        target: The fraction of the possible savings, from 0 to 1: with fp8,fp4 the fraction of FLOPs in FP4.
+        options: The levels of each operand, such as fp8,fp4 or bf16,fp8.
+        cost: What to save: FLOPs, or time as measured on this GPU.
+        stages: Blocks per pipeline stage, such as 6,6,6,4.
+        balance: With stages: bound the slowest stage, or let each stage save its share.
+        pin: Layers with a fixed option, as pattern=option, such as *.down_proj=fp8.
+        probe: The estimator: measure each option, add noise at each layer or at the last, or use closed forms (direct).
+        method: snip, or a baseline: uniform, random, min-abs-err, min-rel-err, E-layer-id or E-layer-type.
+        power: The exponent of the divergences of layers in their sum: 2 fits independent errors; the paper has 1.
+        loss_weight: The weight of the loss divergence dL; 0 ignores it.
+        update_weight: The weight of the weight divergence dW, the change of the next update; 0 ignores it.
+        rows: Use the row-wise form of the loss divergence (section 6.3 of the paper).
+        seed: The seed of the noise, of stochastic casts, and of the method random.
+        batches: The number of micro-batches for the estimates.
+        device: The device, in place of that of the run.
+        emulate: Multiply dequantized numbers in float32 on a GPU too, in place of the setting of the run.
+        fallback: For a layer whose casts no matrix units support: error, bf16 or emulate, in place of the setting of the run.
+        times: With --cost time, the file that stores the measured times.
+        scores: A file for the estimates, as JSON.
+        output: A file for the plan.
     """
     _choose("--method", method, ("snip", *BASELINES))
     _check_quality(power, loss_weight, update_weight)
     if method != "snip" and (rows or weights_said(loss_weight, update_weight)):
-        raise UserError(f"--rows, --loss-weight and --update-weight are SNIP's, and --method {method} has no use for them.")
+        raise UserError(
+            f"--rows, --loss-weight and --update-weight have no effect with --method {method}: they belong to snip."
+        )
     given = combinations(options)
     goal = Goal(target=target, stages=_stages(stages), balance=balance, pinned=pins(pin))
     with _opened(run, device, emulate, fallback) as opened:
@@ -114,21 +119,25 @@ def plan(
 
 
 def show(path: Annotated[str, tyro.conf.arg(metavar="PLAN")], /) -> int:
-    """Show a plan as a table of blocks and parts, each with the bits of its input, weight and gradient.
+    """Show a plan as a table of blocks and layers.
+
+    Each layer shows the bits of its input, weight and output gradient.
 
     Args:
-        path: A plan's file.
+        path: The file of a plan.
     """
     print(picture(Plan.load(path)))
     return 0
 
 
 def diff(first: Annotated[str, tyro.conf.arg(metavar="PLAN")], second: Annotated[str, tyro.conf.arg(metavar="PLAN")], /) -> int:
-    """Show what differs between two plans. The exit code is 0 if nothing does, and 1 if something does.
+    """Show the differences between two plans.
+
+    The exit code is 0 if there are none, and 1 if there are.
 
     Args:
-        first: A plan's file.
-        second: Another one's.
+        first: The file of a plan.
+        second: The file of another plan.
     """
     one, other = Plan.load(first), Plan.load(second)
     rows = []
@@ -136,10 +145,10 @@ def diff(first: Annotated[str, tyro.conf.arg(metavar="PLAN")], second: Annotated
         name = place.removeprefix("layers ")
         rules = [dict(each.layers).get(name) for each in (one, other)] if name != place else []
         short = [bits_of(rule) for rule in rules if rule is not None]
-        if place != "layers":  # the order of rules says nothing by itself
+        if place != "layers":  # the order of rules alone is not a difference
             rows.append((name, *(short if len(set(short)) == 2 else texts)))
     if rows:
-        doctor.print_table(f"{len(rows)} differences", ("where", first, second), rows)
+        print_table(f"{len(rows)} differences", ("where", first, second), rows)
     else:
         print("The plans are the same.")
     return 1 if rows else 0
@@ -160,33 +169,36 @@ def verify(
     fallback: Fallback | None = None,
     output: Output = None,
 ) -> int:
-    """Try every option of every layer for real and say how well each probe ranks them, or try a whole plan.
+    """Compare estimates with measurements, for each layer or for a whole plan.
 
-    Estimates come from the run's next micro-batch, the truth from those of the steps after it. Correlations are Spearman's,
-    over all layers and options.
+    Every option of every layer is measured, and Spearman's correlation with the estimates of each probe is shown, over all
+    layers and options. The estimates use the next micro-batch of the run, the measurements those of later steps.
 
     Args:
-        run: A run's folder, or one of its checkpoints.
-        options: The levels that each operand may take.
-        plan: A plan to try as a whole instead: what it does to the loss and to the next weights, beside what was estimated.
-        probe: The probes to judge.
-        rows: Judge them with the row-wise form of the loss divergence (section 6.3 of the paper).
-        seed: Of the noise and of stochastic casts.
-        batches: How many micro-batches the truth is measured on.
-        loss_batches: How many more that of the loss alone is measured on, which varies more from one to the next.
-        device: Where, in place of the run's own device.
-        emulate: Multiply dequantized numbers in float32 on a GPU too, whatever the run's own setting is.
-        fallback: What becomes of a layer that no matrix units take as the run casts it, in place of the run's own setting.
-        output: A file to write all numbers to, as JSON.
+        run: The folder of a run, or one of its checkpoints.
+        options: The levels of each operand.
+        plan: Measure this plan as a whole instead: its effect on the loss and on the next update, beside the estimates.
+        probe: The probes to compare.
+        rows: Use the row-wise form of the loss divergence (section 6.3 of the paper).
+        seed: The seed of the noise and of stochastic casts.
+        batches: The number of micro-batches for the measurements.
+        loss_batches: The number of further micro-batches for the loss alone, which varies more between batches.
+        device: The device, in place of that of the run.
+        emulate: Multiply dequantized numbers in float32 on a GPU too, in place of the setting of the run.
+        fallback: For a layer whose casts no matrix units support: error, bf16 or emulate, in place of the setting of the run.
+        output: A file for all numbers, as JSON.
     """
     given = combinations(options)
     with _opened(run, device, emulate, fallback) as opened:
         if plan is not None:
             print(_tried(opened, Plan.load(plan), given, probe[0], batches, seed, rows))
             return 0
-        found = [opened.score(given, each, 1, seed, rows) for each in probe]
         _check_count("--batches", batches, 1)
         _check_count("--loss-batches", loss_batches, 0)
+        found = []
+        for number, name in enumerate(probe, 1):
+            _tell(f"Estimating with the probe {name} ({number} of {len(probe)}) ...")
+            found.append(opened.score(given, name, 1, seed, rows))
         parts = opened.parts(batches + loss_batches, after=1)
         judged = verify_scores(
             opened.job.model,
@@ -195,7 +207,7 @@ def verify(
             found,
             given,
             stream=Stream(seed, "snip", "verify"),
-            forward=opened.loss,
+            forward=_announced(opened.loss, parts),
             more_for_loss=parts[batches:],
         )
     _write(output, judged.to_json() + "\n")
@@ -203,7 +215,7 @@ def verify(
     return 0
 
 
-def trade_off(
+def frontier(
     run: RunPath,
     /,
     options: str = "fp8,fp4",
@@ -220,23 +232,25 @@ def trade_off(
     emulate: bool = False,
     fallback: Fallback | None = None,
 ) -> int:
-    """Show what every target costs: plans from nothing to all that can be saved, from one estimate.
+    """Show the cost of every target, from one estimate.
+
+    The targets range from no savings to all possible savings.
 
     Args:
-        run: A run's folder, or one of its checkpoints.
-        options: The levels that each operand may take.
-        targets: How many, equally spaced.
-        stages: Blocks on each pipeline stage, each of which then saves its share.
-        probe: How estimates are made.
-        power: What layers' divergences are raised to before they are added up.
-        loss_weight: The factor of the loss divergence dL.
-        update_weight: The factor of the weight divergence dW.
-        rows: Take the row-wise form of the loss divergence.
-        seed: Of the noise and of stochastic casts.
-        batches: How many micro-batches are tried.
-        device: Where, in place of the run's own device.
-        emulate: Multiply dequantized numbers in float32 on a GPU too, whatever the run's own setting is.
-        fallback: What becomes of a layer that no matrix units take as the run casts it, in place of the run's own setting.
+        run: The folder of a run, or one of its checkpoints.
+        options: The levels of each operand.
+        targets: The number of equally spaced targets.
+        stages: Blocks per pipeline stage, each of which then saves its share.
+        probe: The estimator.
+        power: The exponent of the divergences of layers in their sum.
+        loss_weight: The weight of the loss divergence dL.
+        update_weight: The weight of the weight divergence dW.
+        rows: Use the row-wise form of the loss divergence.
+        seed: The seed of the noise and of stochastic casts.
+        batches: The number of micro-batches for the estimates.
+        device: The device, in place of that of the run.
+        emulate: Multiply dequantized numbers in float32 on a GPU too, in place of the setting of the run.
+        fallback: For a layer whose casts no matrix units support: error, bf16 or emulate, in place of the setting of the run.
     """
     _check_quality(power, loss_weight, update_weight)
     given, sizes = combinations(options), _stages(stages)
@@ -247,11 +261,9 @@ def trade_off(
     split = None if sizes is None else stage_sizes(found.layers, sizes)
     lines = [
         (f"{each.target:.3f}", f"{each.efficiency:.3f}", f"{each.quality:.4g}", f"{each.gap:g}")
-        for each in frontier(found.quality(loss_weight, update_weight, power), shares, targets=targets, stages=split)
+        for each in frontier_of(found.quality(loss_weight, update_weight, power), shares, targets=targets, stages=split)
     ]
-    doctor.print_table(
-        f"Step {found.step}, {len(layers)} layers", ("target", "saved", "cost", "gap"), lines, right=[0, 1, 2, 3]
-    )
+    print_table(f"Step {found.step}, {len(layers)} layers", ("target", "saved", "cost", "gap"), lines, right=[0, 1, 2, 3])
     return 0
 
 
@@ -266,17 +278,17 @@ def _check_count(option: str, count: int, least: int) -> None:
         raise UserError(f"{option} is a number of micro-batches of at least {least}, not {count}.")
 
 
-# A run to look at ------------------------------------------------------------------------------------------------------
+# An opened run ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Opened:
-    """A run at one of its checkpoints."""
+    """A run, restored from one of its checkpoints."""
 
-    job: Job
+    job: Trainer
 
     def parts(self, count: int, after: int = 0) -> list[Batch]:
-        """That many micro-batches, from those of the step that comes next or `after` it."""
+        """Return `count` micro-batches, from the next step on or from `after` steps later."""
         _check_count("--batches", count, 1)
         job, step = self.job, self.job.done + self.job.offset + after
         found: list[Batch] = []
@@ -286,11 +298,11 @@ class _Opened:
         return found[:count]
 
     def loss(self, model: nn.Module, part: Batch) -> Tensor:
-        """The loss of a micro-batch as training computes it."""
+        """Return the loss of a micro-batch as training computes it."""
         return self.job.loss(model, part)
 
     def score(self, options: Sequence[Option], probe: Probe, batches: int, seed: int, rows: bool = False) -> Scores:
-        """Estimates at the run's step."""
+        """Return the estimates at the step of the run."""
         stream, optimizer = Stream(seed, "snip", str(self.job.done)), self.job.training.optimizer
         how: dict[str, Any] = {"stream": stream, "forward": self.loss, "probe": probe, "step": self.job.done, "rows": rows}
         return score(self.job.model, self.parts(batches), optimizer, options, **how)
@@ -298,11 +310,11 @@ class _Opened:
 
 @contextmanager
 def _opened(path: str, device: str | None, emulate: bool, fallback: Fallback | None) -> Iterator[_Opened]:
-    """A run's newest whole checkpoint, or the checkpoint that is named, loaded as training loads it."""
+    """Restore the newest whole checkpoint of a run, or the checkpoint at the path."""
     given = Path(path)
     folder = next((each for each in (given, given.parent.parent) if (each / CONFIG).is_file()), None)
     if folder is None:
-        raise UserError(f"{path!r} is neither a run's folder, with its {CONFIG}, nor a checkpoint of one.")
+        raise UserError(f"{path!r} is neither the folder of a run, with a {CONFIG}, nor a checkpoint of one.")
     changes = [f"run.out={config.toml(str(folder))}", "run.compile=false"]
     changes += [] if device is None else [f"run.device={config.toml(device)}"]
     changes += ["precision.emulate=true"] if emulate else []
@@ -314,9 +326,31 @@ def _opened(path: str, device: str | None, emulate: bool, fallback: Fallback | N
         point = given if folder != given else checkpoint.newest(folder / CHECKPOINTS)[0]
         if point is None:
             raise UserError(f"The run {path!r} has no whole checkpoint yet: train it for a while first.")
-        job = Job(run, open_corpus(run, folder, ranks), ranks)
+        job = Trainer(run, open_corpus(run, folder, ranks), ranks, initial=False)
         job.restore(point)
         yield _Opened(job)
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _announced(forward: Callable[[nn.Module, Batch], Tensor], parts: Sequence[Batch]) -> Callable[[nn.Module, Batch], Tensor]:
+    """Return `forward`, which reports on stderr when it reaches another of the micro-batches `parts`, with the time left."""
+    numbers = {id(part): number for number, part in enumerate(parts)}
+    began, reached = time.monotonic(), -1
+
+    def forwarded(model: nn.Module, part: Batch) -> Tensor:
+        nonlocal reached
+        number = numbers.get(id(part), reached)
+        if number > reached:
+            passed = time.monotonic() - began
+            left = f", about {duration(passed / number * (len(parts) - number))} left" if number else ""
+            _tell(f"Measuring on micro-batch {number + 1} of {len(parts)}{left} ...")
+            reached = number
+        return forward(model, part)
+
+    return forwarded
 
 
 def _solution(method: str, scores: Scores, options: Sequence[Option], goal: Goal, quality: Rows, seed: int) -> Solution:
@@ -328,15 +362,17 @@ def _solution(method: str, scores: Scores, options: Sequence[Option], goal: Goal
 
 
 def _tried(opened: _Opened, plan: Plan, options: Sequence[Option], probe: Probe, batches: int, seed: int, rows: bool) -> str:
-    """What a plan does to the loss and to the next weights, as estimated and as it is."""
+    """Return the effect of a plan on the loss and on the next update, measured and estimated."""
     scores = opened.score(options, probe, 1, seed, rows)
     choice = choice_of(scores.layers, options, plan)
     if choice is None:
         names = ", ".join(option.name for option in options[:3])
-        raise UserError(f"The plan has casts that are none of the options {names}, ...: give its levels by --options.")
+        raise UserError(f"The plan has casts that are not among the options {names}, ...: name its levels with --options.")
     for pattern, precision in plan.layers:
         if precision is not None and not any(matches(pattern, name) for name in scores.layers):
-            raise UserError(f"The plan is for another model: {pattern!r} is none of its layers {scores.layers[0]!r}, ...")
+            raise UserError(
+                f"The plan is for another model: {pattern!r} matches no layer of this one ({scores.layers[0]!r}, ...)."
+            )
     stream, loss, moved, base = Stream(seed, "snip", "plan"), 0.0, 0.0, 0.0
     parts = opened.parts(batches, after=1)
     for part in parts:
@@ -364,7 +400,7 @@ def _stages(text: str | None) -> tuple[int, ...] | None:
         return None
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):
-        raise UserError(f"--stages is the number of blocks on each pipeline stage, such as 6,6,6,4, not {text!r}.")
+        raise UserError(f"--stages is the number of blocks per pipeline stage, such as 6,6,6,4, not {text!r}.")
     return tuple(map(int, parts))
 
 

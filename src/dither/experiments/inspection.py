@@ -1,4 +1,4 @@
-"""A model at rest: the magnitudes of its weights, what casts would do to them, and its last updates against their spacing."""
+"""Inspect the weights of a saved model: their magnitudes, the effect of casts, and the last updates."""
 
 import math
 import os
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from dither.errors import UserError
-from dither.evaluate.command import checkpoint_of
+from dither.experiments.evaluation import checkpoint_of
 from dither.models import hf, load_pretrained, preset
 from dither.models.presets import skeleton
 from dither.nn.conversion import _reasons, _sites
@@ -27,22 +27,22 @@ from dither.train import checkpoint
 from dither.train.config import Config, loads
 
 LOW = 0.01
-"""The quantile of magnitudes that counts as their lower end."""
+"""The quantile of magnitudes that is taken as their lower end."""
 
 
 @dataclass(frozen=True)
 class CastOfWeight:
-    """What a cast does to a weight; shares are of the numbers that are finite and not zero."""
+    """The effect of a cast on a weight. Fractions are of the finite nonzero numbers."""
 
     clipped: float
     flushed: float
     subnormal: float
     sqnr: float | None
-    """10 log10(sum of w^2 / sum of (cast(w) - w)^2), decibels; None if the cast changes nothing or weights are not finite."""
+    """10 log10(sum of w^2 / sum of (cast(w) - w)^2) in dB; None if the cast is exact or weights are not finite."""
 
 
 @dataclass(frozen=True)
-class WeightAtRest:
+class InspectedWeight:
     """The weight of one layer."""
 
     name: str
@@ -50,39 +50,39 @@ class WeightAtRest:
     dtype: str
     amax: float
     median: float
-    """Of the magnitudes that are not zero; this and `low` are those of an evenly spaced sample of at most 65,536 weights."""
+    """Median of the nonzero magnitudes. This and `low` are of an evenly spaced sample of at most 65,536 weights."""
     low: float
-    """The magnitude that 1 % of them are below."""
+    """The magnitude below which 1 % of them are."""
     nonfinite: float
-    """The share of NaN and Inf."""
+    """The fraction of NaN and Inf."""
     casts: Mapping[str, CastOfWeight]
-    """By the cast's text."""
+    """The effects of casts, by the text of the cast."""
     update: WeightUpdate | None
-    """The last update against the spacing of the weight's format; None without an optimizer's state."""
+    """The last update compared with the spacing of the format; None without an optimizer state."""
 
     @property
     def binades(self) -> float | None:
-        """The spread of magnitudes: powers of two from the lower end to the largest."""
+        """The range of magnitudes in powers of two, from the lower end to the largest."""
         return math.log2(self.amax / self.low) if self.low > 0 and math.isfinite(self.amax / self.low) else None
 
 
 @dataclass(frozen=True)
-class ModelAtRest:
-    """The weights of all linear layers but the output layer."""
+class InspectedModel:
+    """The weights of all linear layers except the output layer."""
 
     model: str
     step: int | None
-    """Of training; None for a model from elsewhere."""
-    layers: tuple[WeightAtRest, ...]
+    """Number of training steps; None for a Hugging Face model."""
+    layers: tuple[InspectedWeight, ...]
     note: str = ""
-    """Why there are no updates, where there might be some."""
+    """Why there are no updates, or ""."""
 
-    def worst_first(self, cast: str) -> list[WeightAtRest]:
-        """Return the layers by what a cast costs them: those with the lowest signal-to-noise ratio first."""
+    def worst_first(self, cast: str) -> list[InspectedWeight]:
+        """Return the layers sorted by the signal-to-noise ratio of a cast, the lowest first."""
         return sorted(self.layers, key=lambda layer: -math.inf if layer.nonfinite else _decibels(layer.casts[cast].sqnr))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON; layers in the order of the first cast's table."""
+        """Return plain values for JSON, with layers in the order of the first cast."""
         first = next(iter(self.layers[0].casts)) if self.layers else ""
         layers = [{**asdict(layer), "binades": layer.binades} for layer in self.worst_first(first)] if first else []
         found: dict[str, Any] = finite({"model": self.model, "step": self.step, "layers": layers, "note": self.note})
@@ -90,7 +90,7 @@ class ModelAtRest:
 
 
 class _Weight(NamedTuple):
-    """A weight, the axis that casts run along, and its last update where one is known."""
+    """A weight, the axis of its casts, and its last update if it is known."""
 
     name: str
     weight: Tensor
@@ -98,19 +98,19 @@ class _Weight(NamedTuple):
     update: WeightUpdate | None = None
 
 
-def inspect(path: str | Path, casts: Sequence[Cast]) -> ModelAtRest:
-    """Inspect a run's folder (its newest whole checkpoint), a checkpoint, or a folder of a Hugging Face model."""
+def inspect(path: str | Path, casts: Sequence[Cast]) -> InspectedModel:
+    """Inspect the newest whole checkpoint of a run, a checkpoint, or a folder of a Hugging Face model."""
     path = Path(path)
     if not casts:
         raise UserError("There is no cast to inspect weights for: name one, such as e2m1:block(32).")
     if os.path.isfile(path / "config.json"):
-        return ModelAtRest(str(path), None, tuple(_at_rest(each, casts) for each in _of_huggingface(path)))
+        return InspectedModel(str(path), None, tuple(_inspected(each, casts) for each in _of_huggingface(path)))
     where = checkpoint_of(path)
     tensors, plain = checkpoint.load(where)
     note, updates = _updates(plain, tensors)
     weights = list(_of_checkpoint(where, tensors, plain))
-    layers = tuple(_at_rest(each._replace(update=updates.get(each.name)), casts) for each in weights)
-    return ModelAtRest(str(where), int(plain["step"]), layers, note)
+    layers = tuple(_inspected(each._replace(update=updates.get(each.name)), casts) for each in weights)
+    return InspectedModel(str(where), int(plain["step"]), layers, note)
 
 
 def _of_huggingface(path: Path) -> Iterator[_Weight]:
@@ -118,7 +118,7 @@ def _of_huggingface(path: Path) -> Iterator[_Weight]:
     try:
         model = load_pretrained(path)
     except UserError:
-        model = hf(str(path))  # what our own models do not have, transformers may
+        model = hf(str(path))  # transformers has more architectures
     sites = _sites(model)
     left = _reasons(model, Plan(default=LayerPrecision()), sites, (), ())
     for site in sites:
@@ -128,7 +128,7 @@ def _of_huggingface(path: Path) -> Iterator[_Weight]:
 
 
 def _of_checkpoint(where: Path, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> Iterator[_Weight]:
-    """The weights of converted layers. Those of Conv1D are [in, out]: their biases are as long as their second dimension."""
+    """Yield the weights of converted layers. Those of Conv1D are [in, out]: biases have the length of the second dimension."""
     names = list(plain.get("layers") or ())
     if not names:
         raise UserError(f"The checkpoint {str(where)!r} has no converted layer: there is nothing to inspect.")
@@ -141,7 +141,7 @@ def _of_checkpoint(where: Path, tensors: Mapping[str, Tensor], plain: Mapping[st
         yield _Weight(name, weight, 0 if across else 1)
 
 
-def _at_rest(found: _Weight, casts: Sequence[Cast]) -> WeightAtRest:
+def _inspected(found: _Weight, casts: Sequence[Cast]) -> InspectedWeight:
     weight = found.weight
     magnitudes = weight.flatten()[:: max(1, -(-weight.numel() // SAMPLE))].abs().double()
     magnitudes = magnitudes[magnitudes.isfinite() & (magnitudes > 0)]
@@ -155,14 +155,14 @@ def _at_rest(found: _Weight, casts: Sequence[Cast]) -> WeightAtRest:
         clipped, flushed, subnormal = (counts[key] / known for key in ("clipped", "flushed", "subnormal"))
         by_cast[str(cast)] = CastOfWeight(clipped, flushed, subnormal, _sqnr(weight, cast, found.axis))
     shape, dtype = tuple(weight.shape), str(weight.dtype).removeprefix("torch.")
-    return WeightAtRest(found.name, shape, dtype, amax, median, low, nonfinite, by_cast, found.update)
+    return InspectedWeight(found.name, shape, dtype, amax, median, low, nonfinite, by_cast, found.update)
 
 
 def _sqnr(weight: Tensor, cast: Cast, axis: int) -> float | None:
     amax = weight.abs().amax().float() if cast.scaling.kind == "delayed" else None
     draw = None
     if cast.round.kind == "stochastic":
-        raise UserError(f"{cast} rounds stochastically, and a model at rest is cast once: inspect a cast to nearest.")
+        raise UserError(f"{cast} rounds stochastically, and weights are cast only once here: choose a cast to nearest.")
     stored = implementation("quantize", weight.device, "auto").fake_quantize(weight.float(), cast, axis, draw, amax)
     signal, noise = weight.double().square().sum(), (stored.double() - weight.double()).square().sum()
     ratio = float(signal / noise)
@@ -177,7 +177,7 @@ def _decibels(sqnr: float | None) -> float:
 
 
 def _updates(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, WeightUpdate]]:
-    """Return why there are none, or "", and the last update of each layer's weight."""
+    """Return why there are no updates or "", and the last update of the weight of each layer."""
     optimizer, note = _optimizer(plain, tensors)
     if optimizer is None:
         return note, {}
@@ -198,7 +198,7 @@ def _updates(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[s
 
 
 def _optimizer(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[AdamW | None, str]:
-    """The optimizer that a checkpoint's state belongs to, over its own weights; or None, and why."""
+    """Return the optimizer of a checkpoint, with its weights and state, or None and the reason."""
     saved = plain["optimizer"]["groups"]
     if not any("exp_avg" in key for key in tensors) or not saved:
         return None, "The checkpoint was saved before the first step: there are no updates yet."
@@ -232,7 +232,7 @@ def _optimizer(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple
 
 
 def _sizes(config: Config, tensors: Mapping[str, Tensor]) -> Any:
-    """The sizes of a preset; how many words it has is known from its embedding, the only matrix of that many rows."""
+    """Return the sizes of a preset. The size of the vocabulary is the number of rows of the embedding."""
     assert config.model.size is not None
     base = preset(config.model.size)
     plain = {name: tuple(parameter.shape) for name, parameter in skeleton(base).named_parameters()}

@@ -1,54 +1,65 @@
-"""`dither data`: text to tokens, and what a folder of tokens holds."""
+"""`dither data`: tokenize text, and show prepared folders."""
 
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
 from dither import data as tokens
-from dither.data.text import SEPARATOR, STDLIB, Sources, check_fraction
-from dither.doctor import print_table
+from dither.data.preparation import NothingHeldOutError
+from dither.data.splits import check_fraction, split_documents
+from dither.data.text import SEPARATOR, STDLIB, Sources
 from dither.errors import UserError
+from dither.tables import print_table
 
 SHOWN = 400
-"""Tokens of the first text that are shown."""
+"""Tokens of the first document that are shown."""
 
 
 def prepare(
     sources: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[SOURCE...]", help_behavior_hint="(default: stdlib)")] = (),
     /,
     *,
-    out: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="FOLDER")],
+    out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="FOLDER", help_behavior_hint="")] = None,
     tokenizer: Annotated[str, tyro.conf.arg(metavar="bytes|bpe:N|FILE")] = "bytes",
     held_out: Annotated[str, tyro.conf.arg(metavar="SHARE|SOURCE")] = "0.05",
     field: str = "text",
     separator: str = SEPARATOR,
     end_token: str | None = None,
 ) -> int:
-    """Turn text into tokens, in a new folder that `dither train` takes as data.sources.
+    """Tokenize text into a new folder, which `dither train --data` reads.
+
+    Documents are held out by their content. Of a single document, the last part is held out.
 
     Args:
         sources: Files, globs, folders, hf:NAME, or stdlib: text, .jsonl and .parquet, text and .jsonl also as .xz, .gz or .zst.
-        out: The folder to make.
+        out: The folder to create; by default named after the first source, such as shakespeare-tokens.
         tokenizer: bytes; bpe:N, a byte-level BPE of N tokens, trained on the text that is not held out; or a tokenizer.json.
-        held_out: The share of documents that are held out, or a source of its own.
-        field: The text's name in JSON lines and Parquet.
-        separator: The line between two documents of a text file; an empty one parts it at empty lines.
-        end_token: The name of the token after each document, where a tokenizer.json has an unusual one.
+        held_out: The fraction of documents that are held out, or a source of held-out text.
+        field: The name of the text in JSON lines and Parquet.
+        separator: The line between two documents of a text file; an empty one splits at empty lines.
+        end_token: The name of the token after each document, if a tokenizer.json has an unusual one.
     """
-    given: Sources = sources or STDLIB
+    chosen: Sources = sources or STDLIB
+    folder = out if out is not None else _default_folder(sources)
     held: float | str = check_fraction(float(held_out)) if _is_number(held_out) else held_out
-    chosen = _tokenizer(tokenizer, end_token, given, held, field, separator)
+    trained = _tokenizer(tokenizer, end_token, chosen, held, field, separator)
     on_terminal = sys.stderr.isatty()
 
     def tell(counts: tokens.Counts) -> None:
         if on_terminal:
             print(f"\r{counts.documents:,} documents, {counts.tokens:,} tokens", end="", file=sys.stderr, flush=True)
 
-    corpus = tokens.prepare(given, out, chosen, held_out=held, field=field, separator=separator, progress=tell)
+    def say(text: str) -> None:
+        print(text, '--separator "" makes each paragraph a document; --held-out names other held-out text.', file=sys.stderr)
+
+    try:
+        options = {"field": field, "separator": separator, "progress": tell, "say": say}
+        corpus = tokens.prepare(chosen, folder, trained, held_out=held, **options)  # type: ignore[arg-type]
+    except NothingHeldOutError as error:
+        raise UserError(f'{error} These are --separator (--separator "" splits at empty lines) and --held-out.') from None
     if on_terminal:
         print(file=sys.stderr)
     _print(corpus)
@@ -56,28 +67,26 @@ def prepare(
 
 
 def show(folder: Annotated[Path, tyro.conf.arg(metavar="FOLDER")], /, *, verify: bool = False) -> int:
-    """Show what a folder of tokens holds.
+    """Show the contents of a prepared folder.
 
     Args:
-        folder: What `dither data prepare` made.
-        verify: Whether to read all of it and compare every file's SHA-256; a difference is an error.
+        folder: A folder that `dither data prepare` created.
+        verify: Also read everything and compare the SHA-256 of every file; a difference is an error.
     """
     _print(tokens.open_tokens(folder, verify=verify))
     if verify:
-        print("Every file has its SHA-256.")
+        print("The SHA-256 of every file is correct.")
     return 0
 
 
-Action = (
-    Annotated[Any, tyro.conf.subcommand(name="prepare", constructor=prepare)]
-    | Annotated[Any, tyro.conf.subcommand(name="show", constructor=show)]
-)
+def _default_folder(sources: tuple[str, ...]) -> Path:
+    """Return the folder of the first source's tokens, in the current folder: shakespeare.txt gives shakespeare-tokens.
 
-
-def data(action: Annotated[Action, tyro.conf.OmitSubcommandPrefixes, tyro.conf.OmitArgPrefixes]) -> int:
-    """Turn text into tokens (prepare), or show what a folder of tokens holds (show)."""
-    code: int = action
-    return code
+    >>> _default_folder(("texts/shakespeare.txt.xz",)), _default_folder(())
+    (PosixPath('shakespeare-tokens'), PosixPath('stdlib-tokens'))
+    """
+    name = Path(re.sub(r"[^\w./-]", "-", sources[0] if sources else STDLIB)).name.split(".")[0].strip("-")
+    return Path(f"{name or 'text'}-tokens")
 
 
 def _is_number(text: str) -> bool:
@@ -92,15 +101,12 @@ def _tokenizer(
     if not re.fullmatch(r"bpe:\d{1,9}", name) or end_token is not None:
         extra = "" if end_token is None else f" with the end token {end_token!r}"
         raise UserError(
-            f"A tokenizer to be trained is written bpe:N, as in bpe:8192, and has its own end token; given was {name!r}{extra}."
+            f"--tokenizer bpe:N, such as bpe:8192, trains a tokenizer with its own end token; it cannot be {name!r}{extra}."
         )
 
-    def texts() -> Iterator[str]:
-        for document in tokens.documents(sources, field=field, separator=separator):
-            if isinstance(held, str) or not tokens.is_held_out(document.text, held):
-                yield document.text
-
-    return tokens.train_bpe(texts(), int(name.removeprefix("bpe:")))
+    # The same split as that of `prepare`: the tokenizer does not see held-out text.
+    pairs = split_documents(sources, held, field=field, separator=separator)
+    return tokens.train_bpe((text for held_out, text in pairs if not held_out), int(name.removeprefix("bpe:")))
 
 
 def _print(corpus: tokens.Corpus) -> None:
@@ -110,7 +116,7 @@ def _print(corpus: tokens.Corpus) -> None:
         assert counts is not None  # a prepared folder has them
         numbers = (counts.documents, len(split), counts.bytes)
         rows.append((name, *(f"{number:,}" for number in numbers), f"{counts.bytes / len(split):.3f}", str(len(split.shards))))
-    header = ("split", "documents", "tokens", "bytes of text", "bytes a token", "shards")
+    header = ("split", "documents", "tokens", "bytes of text", "bytes per token", "shards")
     print_table(str(corpus.folder), header, rows, right=[1, 2, 3, 4, 5])
     tokenizer = corpus.tokenizer
     print(f"tokenizer   {'bytes' if tokenizer.json is None else 'tokenizer.json'}, {tokenizer.vocab_size:,} tokens")
@@ -120,9 +126,9 @@ def _print(corpus: tokens.Corpus) -> None:
     print(f"sha256      {corpus.sha256}")
     first = corpus.train.read(0, min(SHOWN, len(corpus.train))).tolist()
     text = tokenizer.decode(first[: first.index(tokenizer.end)] if tokenizer.end in first else first)
-    print(f"It begins:\n{_plain(text)}")
+    print(f"The first document begins:\n{_plain(text)}")
 
 
 def _plain(text: str) -> str:
-    """Text for a terminal: characters that would steer it are spelled out."""
+    """Escape the control characters of a text, for a terminal."""
     return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)

@@ -1,6 +1,5 @@
-"""`dither eval`: the held-out loss of a checkpoint or a Hugging Face model, also after its weights were cast."""
+"""Evaluate a checkpoint or a Hugging Face model on held-out text, also with its weights cast."""
 
-import json
 import math
 import os
 import sys
@@ -9,77 +8,45 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
 from torch import nn
 
 from dither import safe_files
 from dither.data import Corpus, Tokenizer, is_prepared, load_tokenizer, open_tokens, prepare
-from dither.doctor import print_table
 from dither.errors import UserError
 from dither.evaluate.perplexity import Perplexity, perplexity
 from dither.nn.deployment import Deployment, deploy, weight_cast
 from dither.precision import Cast, LayerPrecision, Plan
-from dither.train import checkpoint
-from dither.train.config import Config, Data, Model, Run, loads
+from dither.train import checkpoint, weights
+from dither.train.config import Config, Data, Model, RunSettings, loads
 from dither.train.distributed import Ranks, joined
-from dither.train.job import Job, open_corpus
-from dither.train.loop import CHECKPOINTS, CONFIG
+from dither.train.files import CONFIG
+from dither.train.trainer import Trainer, open_corpus
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A model on a text, and the same model with its weights cast."""
+    """The evaluation of a model, and of the same model with its weights cast."""
 
     model: str
     step: int | None
-    """Of training; None for a model from elsewhere."""
+    """Number of training steps; None for a Hugging Face model."""
     data: str
     whole: Perplexity
     deployment: Deployment | None
     cast: Perplexity | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return plain values for JSON."""
         found: dict[str, Any] = {"model": self.model, "step": self.step, "data": self.data, **_plain(self.whole)}
         if self.cast is not None and self.deployment is not None:
             found["cast"] = {**_plain(self.cast), "bits": self.deployment.bits}
         return found
 
 
-def evaluate(
-    model: Annotated[Path, tyro.conf.arg(metavar="RUN|CHECKPOINT|MODEL")],
-    /,
-    data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SOURCE...")] = (),
-    cast: Annotated[str | None, tyro.conf.arg(metavar="FORMAT")] = None,
-    sequence: int | None = None,
-    sequences: int = 0,
-    device: str = "auto",
-    json: bool = False,
-) -> int:
-    """Show the loss, perplexity and bits per byte of a model on held-out text, also after casting its weights.
-
-    Args:
-        model: A run's folder, of which the newest whole checkpoint counts, a checkpoint, or a folder of a Hugging Face model.
-        data: Other text, all of which counts, or a prepared folder, of which the held-out part does; by default the run's own.
-        cast: Also cast the weights of linear layers as for deployment, such as e2m1:block(32), e4m3:row or mxfp4.
-        sequence: Tokens in a sequence; by default as in training, or 1024.
-        sequences: How many sequences, evenly spread over the text; 0 takes all there are.
-        device: auto (cuda where there is one), cpu, cuda, or cuda and a number.
-        json: Print JSON.
-    """
-    chosen = None if cast is None else parse_cast(cast)
-    found = run(model, data, cast=chosen, sequence=sequence, sequences=sequences, device=device)
-    if json:
-        print(_json(found))
-    else:
-        _print(found, cast)
-    return 0
-
-
 def parse_cast(text: str) -> Cast:
-    """A cast of weights as the command line spells it: colons for spaces, and a format alone in blocks of 32 x 32.
+    """Parse a cast of weights from the command line: colons replace spaces, and a format alone means blocks of 32 x 32.
 
     >>> str(parse_cast("e2m1")), str(parse_cast("e4m3:row"))
     ('e2m1 block(32) fp32 nearest', 'e4m3 row fp32 nearest')
@@ -98,12 +65,19 @@ def run(
     sequences: int = 0,
     device: str = "auto",
 ) -> Evaluated:
-    """What the command shows, as values."""
+    """Evaluate a model on held-out text.
+
+    Args:
+        model: A run, whose newest whole checkpoint is evaluated, a checkpoint, or a folder of a Hugging Face model.
+        data: Other text, all of which is read, or a prepared folder, whose held-out part is read; by default that of the run.
+        cast: Also evaluate the model with the weights of its linear layers cast.
+        sequence: Tokens per sequence; by default as in training, or 1024.
+        sequences: Number of sequences, evenly spaced over the text; 0 means all.
+        device: auto, cpu, cuda, or cuda:N.
+    """
     if sequences < 0 or (sequence is not None and sequence < 1):
-        raise UserError(
-            f"An evaluation takes sequences of at least 1 token, and 0 or more of them, not {sequence}, {sequences}."
-        )
-    Run(device=device)  # which checks it
+        raise UserError(f"--sequence is at least 1 token and --sequences at least 0, not {sequence} and {sequences}.")
+    RunSettings(device=device)  # checks it
     with ExitStack() as stack:
         ranks = stack.enter_context(joined(device))
         job, step, name, corpus = stack.enter_context(_opened(Path(model), data, sequence, ranks))
@@ -130,8 +104,8 @@ def run(
 @contextmanager
 def _opened(
     path: Path, data: tuple[str, ...], sequence: int | None, ranks: Ranks
-) -> Iterator[tuple[Job, int | None, str, Corpus]]:
-    """A model as it trains, its step, its name, and the text to read; what has to be prepared is gone afterwards."""
+) -> Iterator[tuple[Trainer, int | None, str, Corpus]]:
+    """Yield a trainer, its step, its name, and the text to read. Temporary tokens are removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="dither-eval-") as folder:
         scratch = Path(folder)
         if os.path.isfile(path / "config.json"):
@@ -139,7 +113,9 @@ def _opened(
             corpus = _other(data or ("stdlib",), scratch / "other", tokenizer, whole=bool(data))
             given = Data(sources=(str(corpus.folder),), sequence=sequence or 1024, batch=1)
             yield (
-                Job(Config(model=Model(hf=str(path)), data=given, run=Run(device=str(ranks.device))), corpus, ranks),
+                Trainer(
+                    Config(model=Model(hf=str(path)), data=given, run=RunSettings(device=str(ranks.device))), corpus, ranks
+                ),
                 None,
                 str(path),
                 corpus,
@@ -149,30 +125,22 @@ def _opened(
         config = _config_of(where)
         home = where.parent.parent
         own = open_corpus(config, home if os.path.isfile(home / CONFIG) else scratch, ranks)
-        job = Job(replace(config, run=replace(config.run, compile=False)), own, ranks)
+        job = Trainer(replace(config, run=replace(config.run, compile=False)), own, ranks, initial=False)
         step = job.restore(where).step
         corpus = _other(data, scratch / "other", own.tokenizer, whole=True) if data else own
         yield job, step, str(where), corpus
 
 
 def checkpoint_of(path: Path) -> Path:
-    """Return the checkpoint that a path means: itself, or the newest whole one of a run."""
-    if os.path.isfile(path / CONFIG):
-        found, skipped = checkpoint.newest(path / CHECKPOINTS)
-        for _, why in skipped:
-            print(why, file=sys.stderr)
-        if found is None:
-            raise UserError(f"The run {str(path)!r} has no whole checkpoint yet.")
-        return found
-    if not os.path.isfile(path / checkpoint.MANIFEST):
-        raise UserError(
-            f"{str(path)!r} is neither a run (config.toml), nor a checkpoint (manifest.json), nor a model (config.json)."
-        )
-    return path
+    """Return the checkpoint at a path, or the newest whole one of a run; print why newer ones were passed over."""
+    found, skipped = weights.checkpoint_of(path)
+    for why in skipped:
+        print(why, file=sys.stderr)
+    return found
 
 
 def _config_of(path: Path) -> Config:
-    """The config that a checkpoint was trained with; `Job.restore` will check every hash, this one's too."""
+    """Return the config in a checkpoint. Its hash is checked later, by `Trainer.restore`."""
     try:
         plain, _ = safe_files.read_json(path / checkpoint.PLAIN)
     except safe_files.Refused as error:
@@ -186,42 +154,21 @@ def _config_of(path: Path) -> Config:
 
 def _tokenizer_of(path: Path) -> Tokenizer:
     if not (path / "tokenizer.json").is_file():
-        raise UserError(f"The model {str(path)!r} has no tokenizer.json, without which its tokens are not known.")
+        raise UserError(f"The model {str(path)!r} has no tokenizer.json, which is needed to tokenize text for it.")
     return load_tokenizer(path / "tokenizer.json")
 
 
 def _other(data: tuple[str, ...], folder: Path, tokenizer: Tokenizer, whole: bool) -> Corpus:
-    """Tokens of other text than the run's: a prepared folder's held-out part, or all of what else is named."""
+    """Return tokens of other text than that of the run: the held-out part of a prepared folder, or all of a text."""
     if len(data) == 1 and is_prepared(data[0]):
         corpus = open_tokens(data[0])
         if corpus.tokenizer.sha256 != tokenizer.sha256:
-            raise UserError(f"The tokens in {data[0]!r} were made by another tokenizer than the model's: name the text itself.")
+            raise UserError(
+                f"The tokens in {data[0]!r} were made by another tokenizer than that of the model: name the text itself."
+            )
         return corpus
     return prepare(data, folder, tokenizer, held_out=data if whole else 0.05)
 
 
 def _plain(found: Perplexity) -> dict[str, Any]:
     return {**asdict(found), "perplexity": found.perplexity if math.isfinite(found.perplexity) else None}
-
-
-def _json(found: Evaluated) -> str:
-    return json.dumps(found.to_dict(), indent=1, allow_nan=False)
-
-
-def _print(found: Evaluated, cast: str | None) -> None:
-    rows = [("as trained", found.whole, "")]
-    if found.cast is not None and found.deployment is not None:
-        rows.append((f"weights in {cast}", found.cast, f"{found.deployment.bits:.2f}"))
-    cells = [
-        (
-            name,
-            f"{each.loss:.4f}",
-            "" if each is found.whole else f"{each.loss - found.whole.loss:+.4f}",
-            f"{each.perplexity:.4g}",
-            "" if each.bits_per_byte is None else f"{each.bits_per_byte:.4f}",
-            bits,
-        )
-        for name, each, bits in rows
-    ]
-    header = ("", "loss", "change", "perplexity", "bits per byte", "bits a weight")
-    print_table(f"{found.model} on {found.whole.tokens:,} tokens of {found.data}", header, cells, right=[1, 2, 3, 4, 5])

@@ -1,5 +1,6 @@
-"""The command `dither memory`: what a training step needs, part by part, and what to use on a GPU."""
+"""`dither memory`: the memory that a training step needs, and the precision to use on a GPU."""
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -7,7 +8,6 @@ from typing import Annotated, Literal
 
 import tyro
 
-from dither import doctor
 from dither.advice.machine import gpus_here
 from dither.advice.memory import GIB, PARTS, STORAGE, Setting, Shape, estimate, largest_batch
 from dither.advice.recommend import Gpu, gpu_named, recommend
@@ -16,9 +16,9 @@ from dither.data import is_prepared, load_tokenizer, open_tokens
 from dither.errors import UserError
 from dither.precision import LayerPrecision
 from dither.recipes import recipe as recipe_named
+from dither.tables import print_table
 from dither.train import config as configs
-from dither.train.job import TOKENS
-from dither.train.loop import CONFIG
+from dither.train.files import CONFIG, TOKENS
 
 SHOWN = (
     ("o1", None, None),
@@ -28,7 +28,7 @@ SHOWN = (
     ("bf16-sr", "fp8-current", None),
     ("bf16-sr", None, "dynamic8"),
 )
-"""(mode, recipe, states) of the columns that are shown unless others are asked for."""
+"""(mode, recipe, states) of the columns that are shown by default."""
 
 BATCH, SEQUENCE = 8, 2048
 
@@ -48,30 +48,30 @@ def memory(
     gpu: str | None = None,
     risk: Literal["none", "low", "high"] = "low",
 ) -> int:
-    """Show the memory that a training step needs on one GPU, by part and by mode, and recommend a precision for that GPU.
+    """Show the memory that a training step needs, and recommend a precision.
 
-    Estimates are made from sizes alone: nothing is built, and no GPU is needed. docs/memory.md has the formulas, which are
-    within a percent of the peaks in docs/benchmarks.md. Without --mode, --recipe and --states the usual choices are shown side
-    by side, and of a run its own.
+    The estimates for one GPU follow from sizes alone: no model is built, and no GPU is needed. docs/memory.md has the formulas,
+    which are within 1 % of the peaks in docs/benchmarks.md. Without --mode, --recipe and --states the usual choices are shown
+    side by side, or those of the run.
 
     Args:
-        model: A preset such as llama-1b, a Hugging Face folder or its config.json, or a run's folder.
-        params: In place of a model: about so many parameters, such as 7e9; sizes are then those of a Llama.
+        model: A preset such as llama-1b, a Hugging Face folder or its config.json, or the folder of a run.
+        params: In place of a model: the number of parameters, such as 7e9, of a Llama.
         mode: Precision modes, one column each: fp32, o1, o2, bf16, bf16-sr, bf16-kahan, fp16, fp16-o2.
-        recipe: Recipes of linear layers, such as fp8-current, each with every mode; "none" for none.
-        states: Formats of the optimizer's moments, such as dynamic8, each with every mode; "mode" for the mode's own.
-        batch: Sequences in one forward pass; a run's own, or 8.
-        sequence: Tokens in a sequence; a run's own, or 2048.
-        checkpointing: Count blocks that keep their input only and are computed again in backward.
-        compiled: Count blocks that are compiled, as `dither train` does on a GPU.
-        accumulate: Count gradients that wait while further micro-batches run.
-        gpu: A GPU such as H100-80GB to recommend for; this machine's, if it has one.
-        risk: What the recommendation may take: none (mixed precision as usual), low (FP8, stochastic rounding), high (FP4).
+        recipe: Recipes of linear layers, such as fp8-current, each with every mode; "none" for no casts.
+        states: Formats of the optimizer's moments, such as dynamic8, each with every mode; "mode" for that of the mode.
+        batch: Sequences per forward pass; by default that of the run, or 8.
+        sequence: Tokens per sequence; by default that of the run, or 2048.
+        checkpointing: Assume activation checkpointing: blocks keep only their inputs and are recomputed in backward.
+        compiled: Assume compiled blocks, as `dither train` has on a GPU.
+        accumulate: Assume gradient accumulation over several micro-batches.
+        gpu: The GPU to recommend for, such as H100-80GB; by default that of this machine.
+        risk: Allowed precisions: none (the usual mixed precision), low (also FP8, stochastic rounding), high (also FP4).
     """
     run = _run_of(model)
     shape = run.shape if run is not None else model_shape(model, params)
     if run is not None and params is not None:
-        raise UserError("Give a model (a preset, a Hugging Face folder or a run) or --params, and not both.")
+        raise UserError("Name either a model (a preset, a Hugging Face folder or a run) or --params, not both.")
     batch = batch if batch is not None else run.batch if run is not None else BATCH
     sequence = sequence if sequence is not None else run.sequence if run is not None else SEQUENCE
     columns = _columns(mode, recipe, states, None if run is None else run.setting)
@@ -82,20 +82,18 @@ def memory(
     _print(shape, columns, batch, sequence, place)
     if place is not None:
         best = recommend(shape, place, sequence=sequence, risk=risk)
-        print(f"\nOn {place.name} ({place.usable / GIB:.0f} GiB to use): {best.summary if best.batch else 'does not fit'}")
+        print(f"\nOn {place.name} ({place.usable / GIB:.0f} GiB usable): {best.summary if best.batch else 'does not fit'}")
         if best.batch:
             peak = best.estimate.peak / GIB
-            print(
-                f"  up to {best.batch} sequences in a pass, {peak:.1f} GiB: dither train --set {' --set '.join(best.settings)}"
-            )
+            print(f"  up to {best.batch} sequences per pass, {peak:.1f} GiB: dither train --set {shlex.join(best.settings)}")
         for reason in best.reasons:
             print(f"  {reason}")
     return 0
 
 
 @dataclass(frozen=True)
-class _Run:
-    """What a run's folder says."""
+class _RunShape:
+    """The sizes and the precision of a run."""
 
     shape: Shape
     setting: Setting
@@ -103,8 +101,8 @@ class _Run:
     sequence: int
 
 
-def _run_of(model: str | None) -> _Run | None:
-    """Return what the folder of a run says, or None where it is none."""
+def _run_of(model: str | None) -> _RunShape | None:
+    """Return the sizes and the precision of the run in a folder, or None if it is not one."""
     if model is None or not (Path(model) / CONFIG).is_file():
         return None
     folder = Path(model)
@@ -124,7 +122,7 @@ def _run_of(model: str | None) -> _Run | None:
         compiled=config.run.compile is not False,
         accumulate=data.micro_batch not in (None, data.batch),
     )
-    return _Run(shape, setting, data.micro_batch or data.batch, data.sequence)
+    return _RunShape(shape, setting, data.micro_batch or data.batch, data.sequence)
 
 
 def _words(config: configs.Config, folder: Path) -> int:
@@ -137,12 +135,12 @@ def _words(config: configs.Config, folder: Path) -> int:
 
 
 def _casts(precision: LayerPrecision | None) -> LayerPrecision | None:
-    """Return the casts of a precision, or None where there are none."""
+    """Return a precision, or None if it has no casts."""
     return None if precision is None or precision.uncast else precision
 
 
 def _columns(modes: Sequence[str], recipes: Sequence[str], states: Sequence[str], own: Setting | None) -> dict[str, Setting]:
-    """Return the settings to show, by what their columns are called."""
+    """Return the settings to show, by the titles of their columns."""
     if not (modes or recipes or states):
         asked = [] if own is not None else list(SHOWN)
     else:
@@ -164,7 +162,7 @@ def _columns(modes: Sequence[str], recipes: Sequence[str], states: Sequence[str]
 
 
 def _print(shape: Shape, columns: dict[str, Setting], batch: int, sequence: int, gpu: Gpu | None) -> None:
-    """Print a table of parts in GiB, a column for each setting."""
+    """Print a table of parts in GiB, with one column per setting."""
     made = [estimate(shape, setting, batch=batch, sequence=sequence) for setting in columns.values()]
     gib = [[f"{found.parts[part] / GIB:.2f}" for found in made] for part in PARTS]
     rows = [(part.replace("_", " "), *cells) for part, cells in zip(PARTS, gib, strict=True) if set(cells) != {"0.00"}]
@@ -173,5 +171,5 @@ def _print(shape: Shape, columns: dict[str, Setting], batch: int, sequence: int,
     if gpu is not None:
         fits = (largest_batch(shape, each, sequence=sequence, memory=gpu.usable) for each in columns.values())
         rows.append((f"largest batch, {gpu.name}", *map(str, fits)))
-    title = f"{shape.parameters:,} parameters, {batch} x {sequence} tokens in a pass: GiB"
-    doctor.print_table(title, ("part", *columns), rows, right=range(1, len(columns) + 1))
+    title = f"{shape.parameters:,} parameters, {batch} x {sequence} tokens per pass: GiB"
+    print_table(title, ("part", *columns), rows, right=range(1, len(columns) + 1))

@@ -1,4 +1,4 @@
-"""`dither compare`: several precisions with the same model, data and seeds, ranked by held-out loss."""
+"""`dither compare`: train in several precisions, and rank them by held-out loss."""
 
 import sys
 from pathlib import Path
@@ -6,11 +6,11 @@ from typing import Annotated
 
 import tyro
 
-from dither.arms import NAMED, NAMES
 from dither.errors import UserError
+from dither.experiments.arms import NAMED, NAMES
+from dither.experiments.trials import BASE, collect, is_done, plan, prepare_once, print_comparison, run_all, write_json
 from dither.train import config as configs
 from dither.train.config import SAMPLING_KEY
-from dither.trials import BASE, collect, is_done, plan, prepare_once, print_comparison, run_all, write_json
 
 
 def compare(
@@ -26,28 +26,29 @@ def compare(
     parallel: int = 1,
     resume: bool = False,
 ) -> int:
-    """Train in several precisions with the same data and seeds, rank them by held-out loss, and write a report.
+    """Train in several precisions and rank them by held-out loss.
 
-    A finished run is not repeated, so arms, values and seeds can be added later. With several seeds, losses are means with
-    standard errors, differences are taken within seeds, and a winner is named only beyond two standard errors.
+    All runs have the same model, data and seeds. A finished run is not repeated, so arms, values and seeds can be added later.
+    With several seeds, losses are means with standard errors, differences are taken per seed, and a winner is named only if it
+    leads by more than two standard errors. A report is written.
 
     Args:
-        names: A recipe (fp8-block), a mode (o1, bf16-sr), a sampling (gaussws:od), or several (bf16-sr+fp8-block), each with
-            settings of its own if wanted (bf16-sr@lr=2e-3,eps=1e-6).
-        base: The config that the runs have in common; by default a tiny Llama on the source text of Python's standard library.
+        names: A recipe (fp8-block), a mode (o1, bf16-sr), a sampling (gaussws:od), or a combination (bf16-sr+fp8-block), each
+            optionally with its own settings (bf16-sr@lr=2e-3,eps=1e-6).
+        base: The config of all runs; by default a tiny Llama on the source code of Python's standard library.
         set: Fields of all arms as section.field=value, such as run.steps=400.
         sweep: Train every arm with each of these values of a field, such as optim.lr=5e-4,1e-3,2e-3.
-        out: The folder of the runs and the report; by default the config's run.out.
-        seeds: How many times each is trained: with the config's seeds of weights and data, and with those that follow them.
-        parallel: How many runs are trained at the same time, each in a process of its own.
-        resume: Go on with a comparison that was interrupted.
+        out: The folder of the runs and the report; by default run.out of the config.
+        seeds: Number of runs per arm: with the seeds of the config, and with the next ones.
+        parallel: Number of runs that train at the same time, each in its own process.
+        resume: Continue an interrupted comparison.
     """
     chosen = names or NAMES
     common = configs.override(BASE if base is None else configs.load(base), set)
     folder = Path(common.run.out) if out is None else out
     trials = plan(common, chosen, folder, seeds, sweep)
     _check_used(set, any(trial.config.precision.sampling is not None for trial in trials))
-    done = [is_done(trial, resume) for trial in trials]  # of every run, so that a mistake is found before anything is made
+    done = [is_done(trial, resume) for trial in trials]  # for every run, so that a mistake is found before anything is written
     if not all(done):
         prepare_once(common, folder)
     if code := run_all(trials, resume=resume, parallel=parallel, command=sys.argv):
@@ -71,7 +72,7 @@ def _check_used(settings: tuple[str, ...], sampled: bool) -> None:
         path = setting.partition("=")[0].strip()
         if path in NAMED:
             raise UserError(
-                f"The setting {setting!r:.80} would be replaced: in a comparison the names say what the precision is."
+                f"The setting {setting!r:.80} has no effect: in a comparison the names of the arms set the precision."
             )
         if path.startswith(f"{SAMPLING_KEY}.") and not sampled:
-            raise UserError(f"The setting {setting!r:.80} would change nothing: no arm samples, as gaussws:od does.")
+            raise UserError(f"The setting {setting!r:.80} has no effect: no arm samples weights, as gaussws:od does.")

@@ -1,0 +1,1 @@
+"""The commands of the command line, one module each. Only `dither.cli` imports them."""

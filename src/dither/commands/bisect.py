@@ -1,0 +1,95 @@
+"""`dither bisect`: run two precisions in lockstep and name the first layer and step where they differ."""
+
+import json as json_text
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from dither.errors import UserError
+from dither.experiments import lockstep
+from dither.experiments.arms import precision_or_plan
+from dither.experiments.lockstep import Bisection
+from dither.experiments.trials import BASE
+from dither.tables import print_table
+from dither.train import config as configs
+from dither.train.distributed import joined
+from dither.train.trainer import Trainer, open_corpus
+
+SHOWN = 20
+"""The most rows of the table of differences; JSON has them all."""
+
+
+def bisect(
+    base: Annotated[Path | None, tyro.conf.arg(metavar="[RUN.toml]", help_behavior_hint="(default: a tiny Llama)")] = None,
+    /,
+    *,
+    a: str = "fp32",
+    b: str,
+    set: tuple[str, ...] = (),
+    steps: int = 10,
+    bound: float | None = None,
+    free: bool = False,
+    json: bool = False,
+) -> int:
+    """Run two precisions in lockstep and name the first layer that differs.
+
+    Both have the same model, data and seeds, and the same weights at the start of each step. Each layer of B is compared with
+    that of A on the same operands, so that an error shows in the layer that causes it. The exit code is 0 if no difference
+    exceeds the bound, 1 if one does, and 2 for a mistake in the arguments.
+
+    Args:
+        base: The config of both runs; by default a tiny Llama on the source code of Python's standard library.
+        a: The reference, named as in `dither compare` (fp32, o1, bf16-sr+fp8-block), or with the file of a plan (o1+plan.json).
+        b: The precision to compare with it, named in the same way.
+        set: Fields as section.field=value, such as data.batch=4.
+        steps: Most steps to run; the first difference beyond the bound ends the run.
+        bound: The largest relative difference of a layer; by default well above that of the other layers.
+        free: Let B keep its own weights, so that differences accumulate as in two separate runs.
+        json: Print JSON.
+    """
+    common = configs.override(BASE if base is None else configs.load(base), set)
+    if not 1 <= steps <= common.run.steps:
+        raise UserError(f"--steps is from 1 to run.steps={common.run.steps}, not {steps}.")
+    both = [
+        replace(common, precision=precision_or_plan(name, common.precision.states), run=replace(common.run, compile=False))
+        for name in (a, b)
+    ]
+    with joined(common.run.device) as ranks, tempfile.TemporaryDirectory(prefix="dither-bisect-") as folder:
+        if ranks.world > 1:
+            raise UserError("dither bisect runs in one process: start it without torchrun.")
+        say: Callable[[str], object] = (lambda _: None) if json else partial(print, flush=True)
+        say(f"Reading the text; then {a} and {b} take {steps} steps ...")
+        corpus = open_corpus(common, Path(folder), ranks)
+        jobs = [Trainer(config, corpus, ranks) for config in both]
+        found = lockstep.bisect(jobs[0], jobs[1], names=(a, b), steps=steps, bound=bound, free=free, tell=say)
+    if json:
+        print(json_text.dumps(found.to_dict(), indent=1, allow_nan=False))
+    else:
+        _print_differences(found)
+    return 0 if found.culprit is None else 1
+
+
+def _print_differences(found: Bisection) -> None:
+    header = ("step", "layer", "product", "local", "total", "bound", "relative to the bound")
+    worst = sorted(found.differences, key=lambda each: -each.ratio)
+    rows: Sequence[Sequence[str]] = [
+        (
+            str(each.step),
+            each.layer,
+            each.product,
+            f"{each.local:.3g}",
+            "" if each.total is None else f"{each.total:.3g}",
+            f"{each.bound:.3g}",
+            f"{each.ratio:.2f}",
+        )
+        for each in worst[:SHOWN]
+    ]
+    print_table(f"Relative differences of {found.b} from {found.a}, the largest first", header, rows, right=[0, 3, 4, 5, 6])
+    if len(worst) > SHOWN:
+        print(f"and {len(worst) - SHOWN} more; --json prints all of them")
+    print(found.sentence)

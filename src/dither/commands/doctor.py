@@ -1,0 +1,21 @@
+"""`dither doctor`: examine and test this machine."""
+
+from typing import Annotated
+
+import tyro
+
+from dither.doctor import ELEMENTS, run
+
+
+def doctor(elements: int = ELEMENTS, engines: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None) -> int:
+    """Examine this machine, and test that kernels and devices agree bit for bit.
+
+    It shows versions and devices, tries matrix products, runs the self-test, and recommends precisions for models of several
+    sizes. The exit code is 0 if all bits agree and 1 if any differ. Without a GPU the kernels run in Triton's interpreter, in
+    about 20 seconds on two cores. On a GPU the first run compiles them, which takes minutes.
+
+    Args:
+        elements: Elements per cast of the self-test; the run time is proportional to it.
+        engines: A file in which to record the native matrix units of the GPU that pass; precision.engines reads it.
+    """
+    return run(elements, engines)

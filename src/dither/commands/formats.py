@@ -1,0 +1,92 @@
+"""`dither formats`: the number formats as a table, or one format with its values."""
+
+import math
+from collections.abc import Sequence
+from typing import Annotated
+
+import tyro
+
+from dither.formats import TABLE, Format
+from dither.tables import print_table
+
+SHORT = 8
+"""All values of formats with up to this many bits are listed."""
+
+FIELDS = (
+    *("name", "bits", "e/m", "bias", "max", "min normal", "min subnormal"),
+    *("unit roundoff", "digits", "range (binades)", "Inf", "NaN", "codes"),
+)
+"""Columns of the table of formats."""
+
+
+def formats(
+    name: Annotated[str | None, tyro.conf.arg(metavar="[NAME]", help_behavior_hint="(default: all formats)")] = None, /
+) -> int:
+    """Show the number formats as a table, or one format with its values.
+
+    Args:
+        name: A format to show with its values: a name from the table, or any eXmY, such as e4m10.
+    """
+    if name is None:
+        _print_formats(list(TABLE.values()))
+    else:
+        _print_values(Format.parse(name))
+    return 0
+
+
+def _number(x: float) -> str:
+    """Return a power of two as 2^n, unless it is from 1 to 1024, and other numbers with up to six digits."""
+    fraction, exponent = math.frexp(x)
+    return f"2^{exponent - 1}" if fraction == 0.5 and not 1 <= x <= 1024 else f"{x:g}"
+
+
+def _exactly(x: float) -> str:
+    """Return a value with all its digits."""
+    fraction, exponent = math.frexp(abs(x))
+    if fraction == 0.5 and not 2**-10 <= abs(x) <= 2**20:
+        return f"{'-' if x < 0 else ''}2^{exponent - 1}"
+    return repr(x).removesuffix(".0")
+
+
+def _row(format: Format) -> tuple[str, ...]:
+    return (
+        format.name,
+        str(format.bits),
+        "-" if format.is_integer else f"{format.exponent_bits}/{format.mantissa_bits}",
+        "-" if format.is_integer else str(format.bias),
+        _number(format.max),
+        _number(format.min_normal),
+        _number(format.min_subnormal) if format.mantissa_bits and not format.is_integer else "-",
+        "-" if format.unit_roundoff is None else _number(format.unit_roundoff),
+        "-" if format.digits is None else f"{format.digits:.1f}",
+        f"{format.binades:.1f}",
+        "yes" if format.inf else "no",
+        "yes" if format.nan else "no",
+        _number(float(1 << format.bits)),
+    )
+
+
+def _print_formats(rows: Sequence[Format]) -> None:
+    print_table("Number formats", FIELDS, [_row(format) for format in rows], right=[1, 2, 3, 4, 5, 6, 7, 8, 9, 12])
+    print(
+        "Unit roundoff: half the distance from 1 to the next value. Digits: decimal. "
+        "Range: log2(max / smallest positive value)."
+    )
+    print("eXmY for other X from 2 to 8 and Y from 1 to 23 is a format too; e8m0 is for scales only.")
+
+
+def _print_values(format: Format) -> None:
+    print_table(f"Number format {format}", ("field", "value"), list(zip(FIELDS, _row(format), strict=True)))
+    print()
+    if format.bits <= SHORT:
+        values = format.values()
+        print(f"All {len(values)} finite values:")
+    else:
+        codes = (*range(5), *range(format.max_code - 4, format.max_code + 1))
+        values = tuple(format.decode(code) for code in codes)
+        print(f"{format} has {1 << format.bits:,} codes; the first five and the last five finite values from zero up:")
+    cells = [_exactly(value) for value in values]
+    width = max(map(len, cells))
+    per_line = max(1, 110 // (width + 2)) if format.bits <= SHORT else 5
+    for start in range(0, len(cells), per_line):
+        print("".join(f"  {cell:>{width}}" for cell in cells[start : start + per_line]))

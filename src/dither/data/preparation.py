@@ -1,0 +1,240 @@
+"""Tokenize text into a folder of prepared tokens (see `dither.data.tokens`).
+
+The folder is written beside its final path under another name and renamed when it is complete.
+"""
+
+import errno
+import fcntl
+import glob
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from dither import safe_files
+from dither.data.splits import split_documents
+from dither.data.text import MANIFEST, SEPARATOR, Skip, Sources, first_line, listed
+from dither.data.tokenizer import BYTES, TOKENIZER, Tokenizer
+from dither.data.tokens import FORMAT, SPLITS, Corpus, Counts, manifest_text, open_tokens
+from dither.errors import UserError
+
+SHARD = 1 << 27
+"""Default number of tokens per shard."""
+
+BATCH = 1 << 22
+"""Characters that are tokenized at once."""
+
+
+class NothingHeldOutError(UserError):
+    """All documents would be trained on, or all held out."""
+
+
+class _Writer:
+    """Write the shards of one split, and hash them."""
+
+    def __init__(self, folder: Path, split: str, tokenizer: Tokenizer, limit: int, files: ExitStack, skip: Skip) -> None:
+        self.folder, self.split, self.tokenizer = folder, split, tokenizer
+        self.limit, self.files, self.skip = limit, files, skip
+        self.counts, self.shards = Counts(), list[dict[str, Any]]()
+        self.file: BinaryIO | None = None
+        self.room = 0
+
+    def write(self, texts: Sequence[str]) -> None:
+        """Tokenize and write texts."""
+        end = np.array([self.tokenizer.end], self.tokenizer.dtype)
+        for text, tokens in zip(texts, self.tokenizer.encode_all(texts), strict=True):
+            if (tokens == end).any():
+                # Some tokenizers have the end token in their ordinary vocabulary: it must not occur within a document.
+                self.skip(self.split, "spelling the end token")
+                continue
+            whole = np.concatenate((tokens, end))
+            self.counts += Counts(1, len(text.encode()), len(whole), int(self.tokenizer.byte_lengths[whole].sum()))
+            while len(whole):
+                if not self.room:
+                    self.close()
+                    self.shards.append({"file": f"{self.split}-{len(self.shards):05}.bin", "tokens": 0})
+                    self.file = self.files.enter_context((self.folder / self.shards[-1]["file"]).open("xb"))
+                    self.digest = hashlib.sha256()
+                    self.room = self.limit
+                part, whole = whole[: self.room], whole[self.room :]
+                assert self.file is not None
+                self.file.write(part.tobytes())
+                self.digest.update(part.tobytes())
+                self.shards[-1]["tokens"] += len(part)
+                self.room -= len(part)
+
+    def close(self) -> None:
+        """Finish the current shard."""
+        if self.file is not None:
+            _finish(self.file)
+            self.shards[-1]["sha256"] = self.digest.hexdigest()
+            self.file = None
+
+
+def prepare(
+    sources: Sources,
+    out: str | Path,
+    tokenizer: Tokenizer = BYTES,
+    *,
+    held_out: float | Sources = 0.01,
+    field: str = "text",
+    separator: str | None = SEPARATOR,
+    shard: int = SHARD,
+    progress: Callable[[Counts], None] | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Corpus:
+    """Tokenize the documents of `sources` into the new folder `out`, and open it.
+
+    An error, such as a full disk, leaves nothing behind.
+
+    Args:
+        sources: Files, globs, folders, datasets, or "stdlib".
+        out: The folder to create.
+        tokenizer: The tokenizer; by default bytes.
+        held_out: The fraction of documents that are held out, chosen by their content, or sources of held-out text. Of a
+            single document, its last part is held out.
+        field: The name of the text in JSON lines and Parquet.
+        separator: The line between two documents of a text file; "" splits at empty lines, None not at all.
+        shard: Tokens per shard.
+        progress: Called from time to time with the counts so far.
+        say: Called with a sentence if a single document is split.
+
+    >>> import tempfile, pathlib, dither.data
+    >>> folder = pathlib.Path(tempfile.mkdtemp())
+    >>> for i in range(100):
+    ...     _ = (folder / f"{i}.txt").write_text(f"document {i}")
+    >>> corpus = dither.data.prepare(str(folder), folder / "tokens", held_out=0.1)
+    >>> corpus.train.counts.documents, corpus.held_out.counts
+    (93, Counts(documents=7, bytes=76, tokens=83, spelled=76))
+    """
+    if not isinstance(shard, int) or isinstance(shard, bool) or shard < 1:
+        raise UserError(f"A shard has at least one token, not {shard!r}.")
+    skipped: dict[str, int] = {}
+
+    def skip(where: str, why: str) -> None:
+        skipped[why] = skipped.get(why, 0) + 1
+
+    names = listed(sources) if isinstance(held_out, int | float) else (*listed(sources), "held out:", *listed(held_out))
+    pairs = split_documents(sources, held_out, field=field, separator=separator, skip=skip, say=say)
+    with _new_folder(Path(out)) as folder, ExitStack() as files:
+        writers = tuple(_Writer(folder, split, tokenizer, shard, files, skip) for split in SPLITS)
+        for batch in _batches(pairs):
+            for side, writer in enumerate(writers):
+                writer.write([text for held, text in batch if held == side])
+            if progress is not None:
+                progress(writers[0].counts + writers[1].counts)
+        _check_split(names, held_out, writers[0].counts.documents, writers[1].counts.documents, skipped)
+        if tokenizer.json is not None:
+            with (folder / TOKENIZER).open("x", encoding="utf-8", newline="") as file:
+                file.write(tokenizer.json)
+                _finish(file)
+        for writer in writers:
+            writer.close()
+        manifest = {
+            "format": FORMAT,
+            "dtype": tokenizer.dtype.name,
+            "tokenizer": {
+                "kind": "bytes" if tokenizer.json is None else "json",
+                "end": tokenizer.end,
+                "end_token": tokenizer.end_token,
+                "vocab_size": tokenizer.vocab_size,
+                "sha256": tokenizer.sha256,
+            },
+            "splits": {writer.split: {**asdict(writer.counts), "shards": writer.shards} for writer in writers},
+            "sources": list(names),
+            "skipped": skipped,
+        }
+        with (folder / MANIFEST).open("x", encoding="utf-8") as file:
+            file.write(manifest_text(manifest))
+            _finish(file)
+    return open_tokens(out)
+
+
+def _batches(pairs: Iterable[tuple[bool, str]]) -> Iterator[list[tuple[bool, str]]]:
+    """Group documents into lists of about `BATCH` characters: enough for the threads of a tokenizer, little enough memory."""
+    batch, size = list[tuple[bool, str]](), 0
+    for pair in pairs:
+        batch.append(pair)
+        size += len(pair[1])
+        if size >= BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _check_split(sources: Sequence[str], held_out: object, train: int, held: int, skipped: Mapping[str, int]) -> None:
+    """Raise a UserError unless both parts have a document."""
+    if train and held:
+        return
+    names = ", ".join(map(repr, sources))
+    if not train and not held:
+        left = ", ".join(f"{count} {why}" for why, count in skipped.items()) or "nothing"
+        raise UserError(f"There is no text in {names} (left out: {left}).")
+    share = f" at a fraction of {held_out:g}" if isinstance(held_out, int | float) else ""
+    raise NothingHeldOutError(
+        f"Of {train + held} {'document' if train + held == 1 else 'documents'} in {names}, {held or 'none'} would be held out"
+        f"{share}, and both training and held-out text need one: use more documents, separate them by lines {SEPARATOR!r}, "
+        "change the fraction, or name held-out files."
+    )
+
+
+@contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    """Yield a new folder with a hidden name beside `out`, and rename it to `out` if nothing is raised."""
+    try:
+        if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
+            raise UserError(f"{str(out)!r} exists already: name a new folder for the tokens, or remove it.")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(out)
+        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
+        folder.chmod(0o755)  # like other folders; a temporary one is readable by its owner only
+        lock = os.open(folder, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except (OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"The folder {str(out)!r} cannot be made: {first_line(error)}.") from None
+    try:
+        yield folder
+        os.fsync(lock)
+        os.rename(folder, out)
+        folder = out
+        safe_files.sync(out.parent)
+    except BaseException as error:
+        shutil.rmtree(folder)
+        if not isinstance(error, OSError):
+            raise
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        free = shutil.disk_usage(out.parent).free
+        why = f"the disk is full ({free:,} bytes are free there)" if full else error.strerror or str(error)
+        raise UserError(f"The tokens cannot be written to {str(out)!r}: {why}; nothing was left behind.") from None
+    finally:
+        os.close(lock)
+
+
+def _sweep(out: Path) -> None:
+    """Remove what killed processes left behind. A running process holds a lock, which the system releases when it dies."""
+    for left in out.parent.glob(f".{glob.escape(out.name)}.*.partial"):
+        lock = os.open(left, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left)
+        except BlockingIOError:
+            continue
+        finally:
+            os.close(lock)
+
+
+def _finish(file: Any) -> None:
+    """Flush a file to the disk and close it."""
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()

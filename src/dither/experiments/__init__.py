@@ -1,0 +1,1 @@
+"""Experiments with whole runs: comparisons, evaluation of saved models, inspection, and two precisions in lockstep."""

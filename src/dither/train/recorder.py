@@ -1,0 +1,236 @@
+"""The outputs of a run: metrics, evaluations, samples, checkpoints, traces, and its status."""
+
+import math
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from dither import safe_files
+from dither.data import Batch
+from dither.errors import DitherError, UserError
+from dither.train import config
+from dither.train.checkpoint import Saver
+from dither.train.config import Config, dumps
+from dither.train.distributed import Ranks
+from dither.train.files import CHECKPOINTS, CONFIG, TOKENS
+from dither.train.guard import Status
+from dither.train.metrics import Metrics
+from dither.train.progress import Progress
+from dither.train.trainer import Evaluation, Numbers, Trainer
+from dither.versions import version
+
+
+class RunRecorder:
+    """The outputs of a run in its folder. Rank 0 writes them."""
+
+    def __init__(self, config: Config, folder: Path, ranks: Ranks, progress: Progress | None) -> None:
+        self.config, self.folder, self.ranks = config, folder, ranks
+        self.progress = progress if ranks.main else None
+        self.began = self.logged = time.monotonic()
+        self.paused = 0.0  # seconds since the last line of metrics that were not training
+        self.logged_step = 0
+        self.flops = 0.0
+        self.peak: float | None = None
+        self.last = Numbers(0, math.nan, math.nan, 0.0, 1.0)
+        self.evaluation: tuple[int, Evaluation] | None = None
+        self.metrics: Metrics | None = None
+        self.saver: Saver | None = None
+        self.trainer: Trainer | None = None
+
+    def environment(self, command: Sequence[str], parameters: int) -> dict[str, Any]:
+        """Return what a run depends on besides its config."""
+        device = self.ranks.device
+        found: dict[str, Any] = {
+            "dither": version(),
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine() or "cpu",
+            "command": list(command),
+            "parameters": parameters,
+            "flops_per_token": self.flops,
+            "corpus_sha256": self.the_trainer.corpus.sha256,
+            "world_size": self.ranks.world,
+        }
+        with suppress(OSError, subprocess.SubprocessError):
+            said = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True)
+            found["git"] = said.stdout.strip()
+        return found
+
+    def choose(self, batch: Batch) -> None:
+        """Let SNIP choose the precision of the layers, if it is enabled."""
+        if self.the_trainer.snip is not None:
+            with self.pause():
+                if (found := self.the_trainer.choose(batch)) is not None:
+                    self.write("plan", plan=found.plan.to_dict(), reason=found.reason, scores=found.to_dict()["scores"])
+                    self.say(
+                        f"Step {self.the_trainer.done}: {'a new plan' if found.changed else 'the same plan'}: {found.reason}"
+                    )
+
+    def look(self, batch: Batch) -> None:
+        """Write what the monitor measures after a step."""
+        with self.pause():
+            if (report := self.the_trainer.look(batch)) is not None:
+                found = report.to_dict()
+                del found["step"]
+                self.write("numerics", lr=self.the_trainer.training.optimizer.param_groups[0]["lr"], **found)
+
+    def log(self) -> None:
+        """Write a line of metrics."""
+        trainer, now = self.the_trainer, time.monotonic()
+        seconds = now - self.logged - self.paused
+        tokens = (trainer.done - self.logged_step) * self.config.data.batch * self.config.data.sequence
+        rate = tokens / seconds if seconds > 0 else 0.0
+        cuda = self.ranks.device.type == "cuda"
+        self.write(
+            "train",
+            loss=self.last.loss,
+            loss_ema=trainer.loss_ema,
+            lr=config.schedule(self.config, trainer.done - 1),
+            grad_norm=self.last.grad_norm,
+            tokens=trainer.tokens,
+            tokens_per_s=round(rate, 1),
+            mfu=rate * self.flops / (self.peak * self.ranks.world) if self.peak else None,
+            memory=torch.cuda.max_memory_allocated(self.ranks.device) if cuda else None,
+            skipped=trainer.guard.skips,
+            loss_scale=self.last.loss_scale if trainer.scaled else None,
+            overflows=trainer.guard.overflows,
+        )
+        self.logged, self.logged_step, self.paused = time.monotonic(), trainer.done, 0.0
+
+    def evaluate(self) -> Evaluation:
+        """Evaluate on the held-out text, at most once per step, and write learned bitwidths if there are any."""
+        trainer = self.the_trainer
+        if self.evaluation is not None and self.evaluation[0] == trainer.done:
+            return self.evaluation[1]
+        with self.pause():
+            found = trainer.evaluate()
+            self.evaluation = trainer.done, found
+            self.write("eval", **found._asdict())
+            if self.ranks.main and (bitwidths := trainer.bitwidths()) is not None:
+                self.write("bitwidths", layers=bitwidths)
+            self.status("running")
+        return found
+
+    def sample(self) -> None:
+        """Generate a sample of text on rank 0; the other ranks do not wait."""
+        if self.ranks.main and self.config.run.sample_tokens:
+            with self.pause():
+                try:
+                    text = self.the_trainer.sample()
+                except UserError as error:  # such as logits that are not finite, which the guard handles
+                    self.say(str(error))
+                else:
+                    self.write("sample", prompt=self.the_trainer.prompt, text=text)
+
+    def save(self) -> None:
+        """Save a checkpoint in the background; the metric `seconds` is the time that training waited for it."""
+        trainer, began = self.the_trainer, time.monotonic()
+        if self.saver is None:
+            return
+        tensors, plain = trainer.pack(dumps(self.config), self.seconds)
+        self.saver.save(trainer.done, tensors=tensors, plain=plain)
+        self.write("save", path=f"{CHECKPOINTS}/step-{trainer.done:08d}", seconds=round(time.monotonic() - began, 3))
+        self.status("running")
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Do not count the time inside as training."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.paused += time.monotonic() - began
+
+    @contextmanager
+    def profiler(self) -> Iterator[Any]:
+        """Yield a function to call after each step; torch.profiler traces the steps of `run.profile`."""
+        trainer, window = self.the_trainer, self.config.run.profile
+        if not window or not self.ranks.main or trainer.done >= window[0]:
+            yield lambda: None
+            return
+        quiet = window[0] - 1 - trainer.done
+        rounds = torch.profiler.schedule(
+            wait=max(quiet - 1, 0), warmup=min(quiet, 1), active=window[1] - window[0] + 1, repeat=1
+        )
+        path = self.folder / f"profile-{window[0]}-{window[1]}.json"
+        with torch.profiler.profile(
+            schedule=rounds, on_trace_ready=lambda found: found.export_chrome_trace(str(path))
+        ) as found:
+            yield found.step
+
+    def failed(self, error: BaseException, resume: bool) -> None:
+        """Record the error that ends the run. A run that never started leaves no files."""
+        if not self.ranks.main:
+            return
+        if self.metrics is None:
+            if not resume:
+                shutil.rmtree(self.folder / TOKENS, ignore_errors=True)
+                with suppress(OSError):
+                    (self.folder / CONFIG).unlink()
+                    self.folder.rmdir()
+            return
+        why = str(error) if isinstance(error, DitherError) else f"{type(error).__name__}: {error}"
+        with suppress(UserError):  # the disk itself may have failed
+            skipped, overflows = self.the_trainer.guard.skips, self.the_trainer.guard.overflows
+            self.write("end", how="error", loss=None, bits_per_byte=None, text=why, skipped=skipped, overflows=overflows)
+            self.status("failed", why)
+
+    # Helpers -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def the_trainer(self) -> Trainer:
+        """The trainer, once it is built."""
+        assert self.trainer is not None
+        return self.trainer
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the run began, including those before a resume."""
+        return self.the_trainer.time + time.monotonic() - self.began
+
+    def write(self, kind: str, *, step: int | None = None, **values: Any) -> None:
+        """Write a line of metrics of a kind."""
+        if self.metrics is not None:
+            self.metrics.write(kind, self.the_trainer.done if step is None else step, self.seconds, **values)
+
+    def say(self, text: str) -> None:
+        """Show a message."""
+        if self.progress is not None:
+            self.progress.say(text)
+
+    def status(self, state: Literal["running", "done", "stopped", "interrupted", "failed"], why: str = "") -> None:
+        """Write the status of the run."""
+        if self.ranks.main:
+            Status(state=state, step=self.the_trainer.done, why=why).save(self.folder)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file atomically; raise a UserError if it cannot be written."""
+    try:
+        safe_files.replace(path, data)
+    except OSError as error:
+        raise UserError(f"{str(path)!r} cannot be written: {error}.") from None
+
+
+def conversion_record(trainer: Trainer) -> dict[str, Any]:
+    """Return the precision of each layer, and the layers left alone with the reasons, as plain values."""
+    return {
+        "layers": [
+            {
+                "name": layer.name,
+                "precision": str(layer.precision),
+                "engine": ", ".join(dict.fromkeys(layer.engines)),
+                "share": layer.share,
+                "note": layer.note,
+            }
+            for layer in trainer.conversion.layers
+        ],
+        "left": [{"name": module.name, "why": module.reason} for module in trainer.conversion.left_alone],
+    }

@@ -1,0 +1,76 @@
+"""Changes of the config of a run that are allowed when it resumes."""
+
+import os
+import shlex
+from dataclasses import fields, replace
+from pathlib import Path
+
+from dither.data import is_prepared
+from dither.data.tokenizer import TOKENIZER
+from dither.errors import UserError
+from dither.train.config import Config, schedule
+from dither.train.fields import hints
+
+FREE = (
+    "data.sources",
+    "data.micro_batch",
+    "precision.emulate",
+    "precision.fallback",
+    "precision.engines",
+    "guard",
+    "monitor",
+    "run",
+)
+"""Sections and fields that may change when a run resumes: they do not affect the steps done. A corpus has a SHA-256."""
+
+RATES = ("optim.lr", "optim.min_lr", "optim.schedule", "optim.warmup", "optim.decay", "run.steps")
+"""The fields of the schedule. They may change if the steps done would have had the same learning rates."""
+
+
+def resolved(config: Config) -> Config:
+    """Return the config with its implicit choices written out: the default preset, and the tokenizer of a prepared folder.
+
+    >>> Config().model.preset, resolved(Config()).model.preset
+    (None, 'tiny')
+    """
+    config = replace(config, model=replace(config.model, preset=config.model.size))
+    sources = config.data.sources
+    if config.data.tokenizer == "bytes" and len(sources) == 1 and is_prepared(sources[0]):
+        tokenizer = Path(sources[0]) / TOKENIZER
+        if os.path.isfile(tokenizer):
+            config = replace(config, data=replace(config.data, tokenizer=str(tokenizer)))
+    return config
+
+
+def fixed_changes(saved: Config, now: Config, done: int) -> list[str]:
+    """Return the changed fields, with both values, that prevent a run of `done` steps from resuming with the config `now`.
+
+    >>> from dither.train.config import Optim, RunSettings
+    >>> fixed_changes(Config(), Config(optim=Optim(lr=2e-3, eps=1e-6), run=RunSettings(log_every=5)), done=10)
+    ['optim.lr from 0.003 to 0.002', 'optim.eps from 1e-08 to 1e-06']
+    """
+    steps = range(min(done, saved.run.steps, now.run.steps))
+    saved, now = resolved(saved), resolved(now)
+    # The SHA-256 of prepared tokens covers their tokenizer, wherever its file is.
+    prepared = len(now.data.sources) == 1 and is_prepared(now.data.sources[0])
+    same_rates = all(schedule(saved, step) == schedule(now, step) for step in steps)
+    free = {"run.seed": False, "data.tokenizer": prepared} | dict.fromkeys(FREE, True) | dict.fromkeys(RATES, same_rates)
+    found = []
+    for section in hints(Config):
+        old, new = getattr(saved, section), getattr(now, section)
+        for each in fields(old):
+            path, pair = f"{section}.{each.name}", (getattr(old, each.name), getattr(new, each.name))
+            if pair[0] != pair[1] and not free.get(path, free.get(section, False)):
+                found.append(f"{path} from {pair[0]!s} to {pair[1]!s}")
+    return found
+
+
+def check_changes(saved: Config, now: Config, done: int, folder: str) -> None:
+    """Raise a UserError unless the run in `folder`, which has done `done` steps, can resume with another config."""
+    if now.run.steps < done:
+        raise UserError(f"run.steps={now.run.steps} is less than the {done} steps that the run has done.")
+    if changed := fixed_changes(saved, now, done):
+        raise UserError(
+            f"A run cannot resume after a change of {', '.join(changed)}: keep the saved value, or start a new run from these "
+            f"weights: dither train --from {shlex.quote(folder)} --out NEW_FOLDER with the same --set."
+        )

@@ -1,0 +1,47 @@
+"""Samples of text during training."""
+
+import torch
+
+from dither.data import Corpus, Tokenizer
+from dither.data.text import STDLIB
+from dither.models import CausalLM, generate
+from dither.train.config import Config
+
+TEMPERATURE, TOP_K = 0.8, 50
+
+PROMPT_TOKENS, PROMPT_WORDS, PROMPT_CHARACTERS = 64, 3, 32
+"""The default prompt is the first words of the held-out text, within so many of its tokens and characters."""
+
+PYTHON_PROMPT = "def "
+"""The default prompt for the source code of Python's standard library."""
+
+
+def prompt_of(config: Config, corpus: Corpus) -> str:
+    """Return the prompt of samples: that of the config, or else the first words of the held-out text."""
+    if config.run.sample_prompt is not None:
+        return config.run.sample_prompt
+    if corpus.sources == (STDLIB,):
+        return PYTHON_PROMPT
+    text = corpus.held_out
+    tokens = text.read(0, min(PROMPT_TOKENS, len(text))).tolist()
+    end = text.tokenizer.end
+    words = text.tokenizer.decode(tokens[: tokens.index(end)] if end in tokens else tokens).split()
+    return " ".join(words[:PROMPT_WORDS])[:PROMPT_CHARACTERS]
+
+
+def sample_text(model: CausalLM, tokenizer: Tokenizer, prompt: str, count: int, seed: int) -> str:
+    """Generate text after a prompt; the seed determines it.
+
+    Args:
+        model: The model, in eval mode.
+        tokenizer: Its tokenizer.
+        prompt: The prompt; an empty one starts a document.
+        count: The number of tokens.
+        seed: The seed of the choices.
+    """
+    given = tokenizer.encode(prompt) or [tokenizer.end]
+    start = torch.tensor([given], device=next(model.parameters()).device)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = generate(model, start, count, temperature=TEMPERATURE, top_k=TOP_K, generator=generator)
+    # The vocabulary of the model may be larger than that of the tokenizer.
+    return tokenizer.decode([token for token in drawn[0, len(given) :].tolist() if token < tokenizer.vocab_size])

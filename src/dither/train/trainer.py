@@ -1,0 +1,467 @@
+"""A model in training: built from a config, with one optimizer step, evaluation, and the state between steps."""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dither.data import Batch, Corpus, Loader, held_out, is_prepared, load_tokenizer, open_tokens, prepare
+from dither.data.text import STDLIB
+from dither.errors import UserError
+from dither.evaluate.perplexity import summed_loss
+from dither.models import CausalLM, build, compile_blocks, hf, preset
+from dither.nn import Linear, apply_plan, bitwidth_loss, convert, effective_precision, param_groups, step_context
+from dither.numerics import Monitor, Report
+from dither.optim import MODES, Training, roles, training
+from dither.optim.options import MOST_NORM
+from dither.random import Stream
+from dither.snip import Decision, Snip
+from dither.train import checkpoint
+from dither.train.config import Config, loads, schedule
+from dither.train.distributed import Ranks
+from dither.train.files import TOKENS
+from dither.train.guard import Guard
+from dither.train.metrics import smoothed
+from dither.train.replay import replay
+from dither.train.resuming import check_changes
+from dither.train.samples import prompt_of, sample_text
+from dither.train.state import Resumed, pack, plan_of, unpack
+from dither.train.weights import load_weights
+
+
+class Numbers(NamedTuple):
+    """The results of a step, on the host."""
+
+    number: int
+    """The number of the step, from 1."""
+    loss: float
+    grad_norm: float
+    """The norm of the gradients, without the loss scale and before clipping."""
+    signals: float
+    """The sum of the signals of all ranks."""
+    loss_scale: float
+    """The loss scale; 1 if losses are not scaled."""
+
+
+class Evaluation(NamedTuple):
+    """The loss on held-out text."""
+
+    loss: float
+    bits_per_byte: float | None
+    """None if the number of bytes of the tokens is not known."""
+    tokens: int
+
+
+def open_corpus(config: Config, folder: Path, ranks: Ranks, say: Callable[[str], None] | None = None) -> Corpus:
+    """Open the tokens of a config: a prepared folder, or text, which is tokenized into the folder of the run once.
+
+    Args:
+        config: The config of the run.
+        folder: The folder of the run.
+        ranks: The ranks of the run. Rank 0 tokenizes; if it fails, every rank raises.
+        say: Called with a sentence if a single document is split into training and held-out text.
+    """
+    sources = config.data.sources or (STDLIB,)
+    own = folder / TOKENS
+    if len(sources) == 1 and is_prepared(sources[0]):
+        corpus = open_tokens(sources[0])
+    else:
+        error = ""
+        try:
+            if ranks.main and not is_prepared(own):
+                prepare(sources, own, load_tokenizer(config.data.tokenizer), held_out=config.data.held_out, say=say)
+        except UserError as problem:
+            error = str(problem)
+        if error := ranks.first_error(error):
+            raise UserError(error)
+        corpus = open_tokens(own, verify=True)
+        if corpus.sources != sources:
+            raise UserError(
+                f"The tokens in {str(own)!r} were made from {', '.join(corpus.sources)}, and data.sources is now "
+                f"{', '.join(sources)}: restore it, or train in another folder."
+            )
+    if config.data.tokenizer != "bytes" and load_tokenizer(config.data.tokenizer).sha256 != corpus.tokenizer.sha256:
+        raise UserError(
+            f"The tokens in {str(corpus.folder)!r} were not made by data.tokenizer="
+            f"{config.data.tokenizer!r}: remove that setting, or prepare them again."
+        )
+    return corpus
+
+
+def unigram_entropy(corpus: Corpus) -> float | None:
+    """Return the unigram entropy of the held-out text in nats, or None if tokens are not bytes.
+
+    It is the loss of a model that knows only the frequency of each byte.
+    """
+    if corpus.tokenizer.json is not None:
+        return None
+    counts = np.sum([np.bincount(shard, minlength=corpus.tokenizer.vocab_size) for shard in corpus.held_out.shards], axis=0)
+    shares = counts[counts > 0] / len(corpus.held_out)
+    return float(-(shares * np.log(shares)).sum())
+
+
+class Trainer:
+    """The model, the optimizer and all other state that a step changes; the same on every rank.
+
+    Args:
+        config: The config of the run.
+        corpus: The tokens.
+        ranks: The ranks of the run.
+        initial: Load the initial weights of `model.weights`. False if a checkpoint will be restored.
+    """
+
+    def __init__(self, config: Config, corpus: Corpus, ranks: Ranks, *, initial: bool = True) -> None:
+        self.config, self.corpus, self.ranks = config, corpus, ranks
+        data = config.data
+        self.parts = ranks.share(data.batch, data.micro_batch)
+        self.loader = Loader(corpus.train, data.sequence, data.batch, data.seed)
+        self.held_out = held_out(corpus.held_out, data.sequence, _held_out_count(config, corpus))
+        self.plan = config.precision.load_plan()
+        self.model = _model(config, corpus, ranks.device)
+        if initial and config.model.weights is not None:
+            load_weights(self.model, config.model.weights)
+        precision = config.precision
+        self.conversion = convert(
+            self.model,
+            self.plan,
+            fallback=precision.fallback,
+            seed=config.run.seed,
+            emulate=precision.emulate,
+            engines=precision.engines,
+        )
+        self.training = _training(config, self.model)
+        self.guided = any(each.precision.sampling and each.precision.sampling.loss for each in self._layers())
+        self.compiled = config.run.compile or (config.run.compile is None and ranks.device.type == "cuda")
+        if self.compiled:
+            torch._dynamo.reset()  # graphs of an earlier run in this process would count towards Dynamo's limit
+            compile_blocks(self.model)
+        self.guard = Guard(config.guard)
+        self.snip = self._snip()
+        self.monitor = self._monitor()
+        self.done = 0
+        """Number of steps done, including skipped ones."""
+        self.offset = 0
+        """Number of batches skipped after spikes."""
+        self.loss_ema: float | None = None
+        self.time = 0.0
+        """Seconds of training before the last resume."""
+        # Torch's generators, used only by dropout, are seeded in each step, so that no rank needs to save their state.
+        self._dropout = Stream(config.run.seed, "torch", f"rank {ranks.rank}").key
+        self._sound = torch.ones((), dtype=torch.bool, device=ranks.device)
+
+    def _snip(self) -> Snip | None:
+        """Return the controller that chooses precisions during training, or None."""
+        snip = self.config.snip
+        if snip.target is None:
+            return None
+        return Snip(
+            self.model,
+            self.training.optimizer,
+            self.plan,
+            target=snip.target,
+            options=snip.options,
+            start=snip.start,
+            every=snip.every,
+            delay=snip.delay,
+            probe=snip.probe,
+            cost=snip.cost,
+            stages=snip.goal.stages,
+            balance=snip.balance,
+            pinned=snip.goal.pinned,
+            power=snip.power,
+            loss_weight=snip.loss_weight,
+            update_weight=snip.update_weight,
+            rows=snip.rows,
+            hysteresis=snip.hysteresis,
+            forward=self.loss,
+            seed=self.config.run.seed,
+            tell=lambda _: None,  # the loop tells what became of statistics
+        )
+
+    def choose(self, batch: Batch) -> Decision | None:
+        """Collect statistics on the batch of the next step, or switch to the plan of earlier ones, if either is due."""
+        if self.snip is None:
+            return None
+        decision = self.snip.before_step(self.done, lambda: _for_estimates(self, batch, self.config.snip.tokens))
+        self.plan = self.snip.plan
+        return decision
+
+    def _monitor(self) -> Monitor | None:
+        """Return the monitor of numerics, or None."""
+        every = self.config.monitor.every
+        if not every:
+            return None
+        optimizer, scaler = self.training.optimizer, self.training.scaler
+        # The loop reports warnings.
+        return Monitor(self.model, optimizer, every=every, scaler=scaler, group=self.ranks.group, tell=lambda _: None)
+
+    def look(self, batch: Batch) -> Report | None:
+        """Measure the numerics of the model after a step, in an extra pass over part of its batch that changes nothing.
+
+        With loss scaling the pass computes in float32: FP16 gradients no longer show what underflowed.
+        """
+        if self.monitor is None:
+            return None
+        pieces = _for_estimates(self, batch, self.config.monitor.tokens)
+        with self.monitor.aside(self.done), step_context(self.model, step=self.done - 1) as at:
+            for part in pieces:
+                at.row(part.first * self.config.data.sequence)
+                loss = self.model(part.inputs, part.targets) if self.scaled else self.loss(self.model, part)
+                self.training.backward(loss / len(pieces))
+        return self.monitor.report
+
+    def _layers(self) -> Iterator[Linear]:
+        return (module for module in self.model.modules() if isinstance(module, Linear))
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step, or of the last one."""
+        return schedule(self.config, min(self.done, self.config.run.steps - 1))
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens trained on so far."""
+        return self.done * self.config.data.batch * self.config.data.sequence
+
+    # A step ------------------------------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch, signal: float = 0.0) -> Tensor:
+        """Do one optimizer step. Return float32[4] on the device: mean loss, gradient norm, sum of all signals, loss scale.
+
+        A loss or gradient that is not finite changes no weight: it makes all gradients NaN, and the optimizer skips the step.
+        If the guard stops such runs, later steps change no weight either: a GPU begins the next step before the host knows.
+        """
+        optimizer = self.training.optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = self.lr
+        torch.manual_seed((self._dropout + self.done) % (1 << 63))
+        total = self._gradients(batch)
+        self.training.gradients.all_reduce(self.ranks.group)
+        self.training.step()
+        norm = torch.zeros_like(total) if optimizer.grad_norm is None else optimizer.grad_norm
+        scale = torch.ones_like(total) if self.training.loss_scale is None else self.training.loss_scale
+        numbers = self.ranks.add(torch.stack([total, torch.full_like(total, signal)]))
+        numbers = torch.stack([numbers[0], norm, numbers[1], scale])
+        if self.config.guard.nonfinite == "stop":
+            # Scaled gradients may overflow: the scale is lowered then, and the run continues.
+            self._sound &= numbers[0].isfinite() if self.scaled else numbers.isfinite().all()
+        self.done += 1
+        return numbers
+
+    @property
+    def scaled(self) -> bool:
+        """True if losses are scaled: overflows of gradients then lower the scale and do not concern the guard."""
+        return self.training.scaler.is_enabled()
+
+    def _gradients(self, batch: Batch) -> Tensor:
+        """Accumulate this rank's share of the gradients, and return its share of the mean loss."""
+        share, world = 1 / (self.parts * self.ranks.world), self.ranks.world
+        total = torch.zeros((), device=self.ranks.device)
+        with step_context(self.model, step=self.done, group=self.ranks.group) as at:
+            for part in batch.split(self.parts):
+                at.row(part.first * self.config.data.sequence)
+                loss = self.loss(self.model, part)
+                gate = torch.where(loss.detach().isfinite() & self._sound, share, torch.nan)
+                self.training.backward(loss * gate)
+                total += loss.detach() * share
+            if self.guided:
+                self.training.backward(bitwidth_loss(self.model) / world)
+        return total
+
+    def loss(self, model: nn.Module, part: Batch) -> Tensor:
+        """Return the mean loss of a micro-batch, 0-d, in the compute dtype of the run."""
+        with self.training.forward():
+            loss: Tensor = model(part.inputs, part.targets)
+        return loss
+
+    def culprit(self, number: int) -> str:
+        """Return the name of the first tensor that is not finite in step `number`, with its rank if there are several, or "".
+
+        The step is recomputed, module by module, so it must be the last one that changed or would have changed a weight.
+        """
+        batch = self.loader.batch(number - 1 + self.offset, self.ranks.rank, self.ranks.world).to(self.ranks.device)
+        found = self.ranks.gather(
+            replay(self.model, self.training, batch.split(self.parts), number - 1, self.config.data.sequence)
+        )
+        rank, first = next(((rank, name) for rank, name in enumerate(found) if name), (0, ""))
+        return f"{first} on rank {rank}" if first and self.ranks.world > 1 else first
+
+    # Evaluation --------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Put the model into eval mode, without gradients, in the compute dtype of training."""
+        self.model.eval()
+        try:
+            with torch.no_grad(), self.training.forward():
+                yield
+        finally:
+            self.model.train()
+
+    def evaluate(self) -> Evaluation:
+        """Return the mean loss and bits per byte on the held-out windows. Each rank computes its share of them."""
+        size = max(1, self.config.data.batch // self.ranks.world // self.parts)
+        windows = self.held_out.tokens.tensor_split(self.ranks.world)[self.ranks.rank]
+        with self._evaluating():
+            total = summed_loss(self.model, windows.to(self.ranks.device), size)
+        targets = self.held_out.targets
+        nats, known = float(self.ranks.add(total)), self.corpus.held_out.exact or self.corpus.held_out.counts is not None
+        size_in_bytes = self.corpus.held_out.bytes_of(targets) if known else 0.0
+        bits = nats / math.log(2) / size_in_bytes if size_in_bytes else None
+        return Evaluation(nats / targets.numel(), bits, targets.numel())
+
+    @functools.cached_property
+    def prompt(self) -> str:
+        """The prompt of samples."""
+        return prompt_of(self.config, self.corpus)
+
+    def sample(self) -> str:
+        """Generate text after the prompt; the seed and the step determine it."""
+        run = self.config.run
+        with self._evaluating():
+            seed = (run.seed + self.done) % (1 << 63)
+            return sample_text(self.model, self.corpus.tokenizer, self.prompt, run.sample_tokens, seed)
+
+    def bitwidths(self) -> dict[str, Any] | None:
+        """Return the learned bitwidths of the sampled layers by name, or None if no layer is sampled."""
+        return learned_bitwidths(self.model) if any(layer.precision.sampling for layer in self._layers()) else None
+
+    # State -------------------------------------------------------------------------------------------------------------
+
+    def pack(self, config: str, seconds: float) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the contents of a checkpoint: the state that the next step depends on, and what must not change until then."""
+        others = {
+            "config": config,
+            "corpus": self.corpus.sha256,
+            "guard": self.guard.state(),
+            "loss_ema": self.loss_ema,
+            "offset": self.offset,
+            "snip": None if self.snip is None else self.snip.state_dict(),
+            "time": seconds,
+        }
+        optimizer, scaler = self.training.optimizer, self.training.scaler
+        return pack(self.model, optimizer, step=self.done, plan=self.plan, scaler=scaler, others=others)
+
+    def restore(self, path: Path) -> Resumed:
+        """Restore a checkpoint of this run. One of another model, corpus or config raises a UserError and changes nothing."""
+        tensors, plain = checkpoint.load(path)
+        others = _check_saved(path, plain, self.config, self.corpus)
+        if (plan := plan_of(plain)) is not None and plan != self.plan:
+            self.conversion, self.plan = apply_plan(self.model, plan), plan
+        resumed = unpack(self.model, self.training.optimizer, tensors, plain, scaler=self.training.scaler)
+        if self.snip is not None and others.get("snip") is not None:
+            self.snip.load_state_dict(others["snip"])
+        self.guard.restore(others["guard"])
+        self.done, self.offset, self.time = resumed.step, others["offset"], others["time"]
+        self.loss_ema = others["loss_ema"]
+        self._sound.fill_(True)
+        return resumed
+
+    def learn(self, loss: float) -> None:
+        """Add a finite loss to the moving average."""
+        self.loss_ema = smoothed(self.loss_ema, loss)
+
+
+def _held_out_count(config: Config, corpus: Corpus) -> int | None:
+    """Return the number of held-out sequences per evaluation, or None for all."""
+    wanted, there = config.run.eval_sequences, (len(corpus.held_out) - 1) // config.data.sequence
+    return None if wanted == 0 or wanted >= there else wanted
+
+
+def _for_estimates(trainer: Trainer, batch: Batch, tokens: int) -> list[Batch]:
+    """Return part of a batch for estimates, in micro-batches of equal size: at most as large as those of a step.
+
+    If blocks are compiled, at most a quarter as large: estimates run uncompiled, which needs half as much activation memory
+    again, and they keep gradients for comparison. A run that just fits into memory would not fit any more.
+    """
+    wanted = tokens // trainer.config.data.sequence // trainer.ranks.world
+    rows = max(1, min(wanted, len(batch.tokens)))
+    largest = math.ceil(len(batch.tokens) / trainer.parts / (4 if trainer.compiled else 1))
+    pieces = math.ceil(rows / largest)
+    return list(replace(batch, tokens=batch.tokens[: rows - rows % pieces]).split(pieces))
+
+
+def _check_saved(path: Path, plain: Mapping[str, Any], config: Config, corpus: Corpus) -> dict[str, Any]:
+    """Return the values of the run in a checkpoint; raise a UserError if they are of another corpus or config."""
+    others = plain.get("others")
+    kinds = {"config": (str,), "corpus": (str,), "guard": (dict,), "offset": (int,), "time": (float, int)}
+    kinds |= {"loss_ema": (float, int, type(None)), "snip": (dict, type(None))}
+    if not isinstance(others, dict) or any(type(others.get(key)) not in kind for key, kind in kinds.items()):
+        raise UserError(f"The checkpoint {str(path)!r} was not made by `dither train`: it lacks the state of a run.")
+    if others["corpus"] != corpus.sha256:
+        raise UserError(
+            f"The checkpoint {str(path)!r} was trained on other tokens than those in {str(corpus.folder)!r}: use the "
+            "same data, or train in another folder."
+        )
+    saved = loads(others["config"], f"config of {path.name}")
+    check_changes(saved, config, int(plain.get("step", 0)), str(path.parent.parent))
+    return others
+
+
+def learned_bitwidths(model: nn.Module) -> dict[str, Any]:
+    """Return the learned bitwidths of sampled layers by name, as plain values."""
+    return {
+        each.name: {
+            "mean": each.mean,
+            "min": each.min,
+            "max": each.max,
+            "histogram": [[bits, share] for bits, share in each.histogram.items()],
+        }
+        for each in effective_precision(model).layers
+    }
+
+
+def _training(config: Config, model: CausalLM) -> Training:
+    """Return the optimizer of a converted model, with its loss scaling and gradient formats."""
+    scaled = MODES[config.precision.mode].plan.loss_scaling
+    return training(
+        model,
+        config.precision.mode,
+        config.optim.lr,
+        gradients=config.precision.gradients,
+        loss_scaling=config.loss_scaling if scaled else None,
+        groups=param_groups(model, weight_decay=config.optim.weight_decay),
+        roles=roles(model) if config.optim.optimizer == "adam-mini" else None,
+        betas=config.optim.betas,
+        eps=config.optim.eps,
+        # A scaled step computes the norm only if it clips; the largest float32 never clips.
+        max_norm=config.optim.max_norm or (MOST_NORM if scaled else None),
+        nonfinite="skip",  # decided on the device, before any weight changes; the guard learns of it later
+        seed=config.run.seed,
+        **({} if config.precision.states is None else {"states": config.precision.states}),
+    )
+
+
+def _model(config: Config, corpus: Corpus, device: torch.device) -> CausalLM:
+    tokens, sequence, seed = corpus.tokenizer.vocab_size, config.data.sequence, config.run.seed
+    if config.model.size is not None:
+        if config.model.vocab is not None and config.model.vocab < tokens:
+            raise UserError(
+                f"model.vocab={config.model.vocab} is less than the {tokens} tokens of the tokenizer: increase or remove it."
+            )
+        sizes = preset(config.model.size, vocab_size=config.model.vocab or tokens)
+        _check_positions(sizes, sequence)
+        return build(sizes, seed=seed, device=device)
+    if config.model.vocab is not None:
+        raise UserError("model.vocab is for presets only: the config of a Hugging Face model sets its vocabulary.")
+    model = hf(config.model.hf, seed=seed, device=device, dtype=torch.float32)
+    if model.embedding.num_embeddings < tokens:
+        raise UserError(
+            f"The model {config.model.hf!r} has {model.embedding.num_embeddings} tokens, and the tokenizer has {tokens}: "
+            "set data.tokenizer to the tokenizer.json of the model."
+        )
+    _check_positions(model.config, sequence)
+    return model
+
+
+def _check_positions(sizes: Any, sequence: int) -> None:
+    longest = getattr(sizes, "max_position_embeddings", None)
+    if longest is not None and sequence > longest:
+        raise UserError(f"data.sequence={sequence} is longer than the {longest} positions of the model.")
