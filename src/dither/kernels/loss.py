@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dither.kernels import Launch, native
+from dither.kernels import BoundKernel, native
 from dither.kernels.rounding import as_bits, narrow_float, widen
 from dither.reference.loss import IGNORE, gradients_like
 
@@ -199,13 +199,13 @@ def _with_rows(logits_NV: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
-def _launch(backward: bool, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Launch:
+def _launch(backward: bool, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> BoundKernel:
     """The kernel for logits of a type and a size: rows, words, the rows' stride and, for gradients, that of theirs."""
     rows, words, *strides = size
     run = 16 // dtype.itemsize
     block, warps = (_backward_shape if backward else _forward_shape)(words)
     even = words % run == 0 and strides[-1] % run == 0
-    return Launch(
+    return BoundKernel(
         _cross_entropy_backward_kernel if backward else _cross_entropy_kernel,
         rows,
         size,

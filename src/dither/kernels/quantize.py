@@ -17,10 +17,10 @@ from torch import Tensor
 from dither import grouping
 from dither.formats import Format
 from dither.grouping import GroupLayout
-from dither.kernels import Launch, native
+from dither.kernels import BoundKernel, native
 from dither.kernels.packing import store_packed
 from dither.kernels.philox import aligned, program_tile, tiles
-from dither.kernels.rounding import as_bits, as_float, decode, draw_arguments, fields, how
+from dither.kernels.rounding import as_bits, as_float, decode, draw_arguments, fields, rounding_constants
 from dither.kernels.scaling import E4M3, amax_bits, block_rounding, group_factors, line_amax_bits, scaling_fields, store_factors
 from dither.kernels.tiles import cast_program, largest, load_tile, restored, spread, store_scales, tile_codes
 from dither.precision import Cast
@@ -348,7 +348,7 @@ def _both_launch(
     container: Format,
     drawn: tuple[bool, bool, bool],
     scales: torch.dtype,
-) -> Launch | None:
+) -> BoundKernel | None:
     """The kernel for both layouts of such a matrix: of tiles, or of groups that are the same along both axes."""
     if 0 in shape:
         return None
@@ -365,7 +365,7 @@ def _both_launch(
         count = max(tiles(1, rows, columns, SHORT, LONG), tiles(1, rows, columns, LONG, SHORT))[0]
         constants |= {"GQ": cast.group.size, "LONG": LONG, "SHORT": SHORT, "A": A, "A_T": A_T, "COMPACT": COMPACT}
         constants |= {"EVEN": rows % LONG == columns % LONG == 0, "RAGGED": bool(columns % 8), "RAGGED_T": bool(rows % 8)}
-        return Launch(
+        return BoundKernel(
             _quantize_both_kernel,
             2 * count,
             numbers,
@@ -377,7 +377,7 @@ def _both_launch(
     ROWS, COLUMNS, A, warps, registers = _once_shape(cast.group.size)
     constants |= {"G": cast.group.size, "ROWS": ROWS, "COLUMNS": COLUMNS, "A": A}
     constants |= {"EVEN": rows % ROWS == columns % COLUMNS == 0}
-    return Launch(
+    return BoundKernel(
         _quantize_once_kernel,
         tiles(1, rows, columns, ROWS, COLUMNS)[0],
         numbers,
@@ -484,7 +484,7 @@ def _one_launch(
     measure: bool,
     fake: bool,
     out_stride: tuple[int, int, int] | None,
-) -> Launch:
+) -> BoundKernel:
     """The kernel for one layout of such matrices."""
     kind = cast.group.kind
     constants = _known_constants(cast, container, *drawn, dtype.itemsize, device)
@@ -501,7 +501,7 @@ def _one_launch(
         if place.along_rows:
             line, element = element, line
     scale_codes = () if scales == torch.float32 else (2,)
-    return Launch(
+    return BoundKernel(
         _quantize_kernel,
         tiles(place.batch, place.rows, place.columns, ROWS, COLUMNS)[0],
         (place.rows, place.columns, place.inner, *stride, batch, line, element),
@@ -539,7 +539,7 @@ def _known_constants(
         "F": fields(cast.element),
         "C": fields(container),
         "S": scaling_fields(cast),
-        "H": how(cast.round, whole, device, moved),
+        "H": rounding_constants(cast.round, whole, device, moved),
         "SCALE": E4M3,
         "W": block_rounding(cast),
         "RUN": max(16 // itemsize, 128 // cast.round.width if drawn else 0),

@@ -49,7 +49,7 @@ class Fields(NamedTuple):
     """PTX that multiplies by 2^(BIAS - 127), rounding toward zero; empty where BIAS is 127."""
 
 
-class How(NamedTuple):
+class RoundingConstants(NamedTuple):
     """A rounding, where its random bits begin, and what the device offers, as one compile-time constant."""
 
     KIND: str
@@ -87,10 +87,10 @@ def _truncated_product(exponent: int) -> str:
 
 
 @functools.cache
-def how(rounding: Rounding, whole: bool, device: torch.device, moved: bool = False) -> How:
+def rounding_constants(rounding: Rounding, whole: bool, device: torch.device, moved: bool = False) -> RoundingConstants:
     """The constant that device functions take for `rounding`; `whole` says that its random bits begin a Philox block,
     `moved` that the step is followed by a number of rows to add, and one to add to the key."""
-    return How(rounding.kind, rounding.bits, rounding.width, whole, native(device), moved)
+    return RoundingConstants(rounding.kind, rounding.bits, rounding.width, whole, native(device), moved)
 
 
 def float_bits(x: float) -> int:
@@ -331,7 +331,7 @@ def round_to(x: Tensor, format: Format, rounding: Rounding, saturate: bool, draw
             rows,
             columns,
             F=fields(format),
-            H=how(rounding, aligned(draw, rounding.width), x.device),
+            H=rounding_constants(rounding, aligned(draw, rounding.width), x.device),
             SATURATE=saturate,
             ROWS=ROWS,
             COLUMNS=COLUMNS,

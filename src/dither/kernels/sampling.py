@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dither.kernels import Launch
+from dither.kernels import BoundKernel
 from dither.kernels.philox import aligned, philox4x32, program_tile, random_tile, tiles
 from dither.kernels.rounding import (
     as_bits,
@@ -21,9 +21,9 @@ from dither.kernels.rounding import (
     draw_arguments,
     encode,
     fields,
-    how,
     narrow_float,
     round_bits,
+    rounding_constants,
     widen,
     widen_here,
 )
@@ -445,19 +445,19 @@ def _launch(
     kind: str,
     block: int,
     moved: bool,
-) -> Launch:
+) -> BoundKernel:
     """The kernel for matrices of a size (rows, columns, stride) and type; with dtype None it writes no gradient of w."""
     rows, columns, _ = size
     down, across = block_count(rows, columns, block)
     constants = {
         "KIND": kind,
         "F": fields(DTYPES[dtype or given]),
-        "H": how(NEAREST, True, device, moved),
+        "H": rounding_constants(NEAREST, True, device, moved),
         "BLOCK": block,
         "EVEN": rows % block == columns % block == 0,
         **({"COPY": dtype is not None} if backward else {}),
     }
-    return Launch(
+    return BoundKernel(
         _sample_backward_kernel if backward else _sample_kernel,
         down * across,
         (*size, min((1 << 31) // across, (1 << 31) - 1)),

@@ -11,9 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dither.formats import TABLE
-from dither.kernels import Launch, multiprocessors, native
+from dither.kernels import BoundKernel, multiprocessors, native
 from dither.kernels.philox import program_tile, tiles
-from dither.kernels.rounding import How, as_bits, as_float, encode, fields, float_bits, round_bits, widen
+from dither.kernels.rounding import RoundingConstants, as_bits, as_float, encode, fields, float_bits, round_bits, widen
 from dither.precision import Cast
 from dither.random import matrix_size
 
@@ -47,9 +47,9 @@ E4M3 = fields(TABLE["e4m3"])
 
 
 @functools.cache
-def block_rounding(cast: Cast) -> How:
+def block_rounding(cast: Cast) -> RoundingConstants:
     """Their rounding, for W: nearest, or toward zero and then up, so that stochastic values are never clipped."""
-    return How("toward_zero" if cast.round.kind == "stochastic" else "nearest", 0, 32, True, False)
+    return RoundingConstants("toward_zero" if cast.round.kind == "stochastic" else "nearest", 0, 32, True, False)
 
 
 @triton.jit
@@ -245,12 +245,14 @@ def amax_bits(x: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
-def _amax_launch(shape: tuple[int, ...], stride: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device) -> Launch:
+def _amax_launch(
+    shape: tuple[int, ...], stride: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device
+) -> BoundKernel:
     """The kernel for matrices of these strides, or (None) for elements back to back; another dtype is another launch."""
     ROWS, COLUMNS, WIDE, programs, warps = _amax_shape(stride is None, device)
     rows, columns = (1, math.prod(shape)) if stride is None else shape
     count = tiles(1, rows, columns, ROWS, COLUMNS)[0]
-    return Launch(
+    return BoundKernel(
         _amax_kernel,
         min(count, programs),
         (count, rows, columns, 0, *(stride or (columns, 1))),
