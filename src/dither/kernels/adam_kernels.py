@@ -99,14 +99,12 @@ def adamw_kernel(
     program = tl.program_id(0)
     piece = tl.load(owner_ptr + program)
     step = tl.load(step_ptr).to(tl.uint32)
-    elements = piece_field(table_ptr, piece, ELEMENTS)
+    # If FLAT, eight neighbours are all inside or all outside. The compiler, told so, loads eight at once.
+    elements = piece_field(table_ptr, piece, ELEMENTS, LANES if FLAT else 1)
     columns = piece_field(table_ptr, piece, COLUMNS)
     row0 = piece_field(table_ptr, piece, FIRST_ROW)
     column0 = piece_field(table_ptr, piece, FIRST_COLUMN)
     first = piece_field(table_ptr, piece, FIRST_PROGRAM)
-    if FLAT:
-        # Eight neighbours are all inside or all outside. The compiler, told so, loads eight at once.
-        elements = tl.multiple_of(elements, LANES)
     constants = constants_ptr + piece_field(table_ptr, piece, CONSTANTS_ROW) * ROW
     scale = tl.load(constants + SCALE)
     beta1 = tl.load(constants + BETA1)
@@ -210,12 +208,11 @@ def squares_kernel(
     """Store the sum of g^2 over each program's tile in `out_ptr`, float64[programs]."""
     program = tl.program_id(0)
     piece = tl.load(owner_ptr + program)
-    elements = piece_field(table_ptr, piece, ELEMENTS)
+    elements = piece_field(table_ptr, piece, ELEMENTS, LANES if ALIGNED else 1)
     e0 = (program - piece_field(table_ptr, piece, FIRST_PROGRAM)) * TILE
     g_ptr = tl.load(grads_ptr + piece).to(tl.pointer_type(G_TYPE))
     if ALIGNED:
         g_ptr = tl.multiple_of(g_ptr, 16)
-        elements = tl.multiple_of(elements, LANES)
     place = tl.arange(0, TILE)
     g = widen(tl.load(g_ptr + e0 + place, mask=e0 + place < elements, other=0.0), NATIVE).to(tl.float64)
     tl.store(out_ptr + program, tl.sum(g * g))
@@ -292,15 +289,12 @@ def mini_kernel(
     program = tl.program_id(0)
     piece = tl.load(owner_ptr + program)
     step = tl.load(step_ptr).to(tl.uint32)
-    elements = piece_field(table_ptr, piece, ELEMENTS)
-    columns = piece_field(table_ptr, piece, COLUMNS)
+    elements = piece_field(table_ptr, piece, ELEMENTS, LANES if FLAT else 1)
+    columns = piece_field(table_ptr, piece, COLUMNS, LANES if FLAT else 1)
     row0 = piece_field(table_ptr, piece, FIRST_ROW)
     column0 = piece_field(table_ptr, piece, FIRST_COLUMN)
     constants = constants_ptr + piece_field(table_ptr, piece, CONSTANTS_ROW) * ROW
     run = program - piece_field(table_ptr, piece, FIRST_PROGRAM)
-    if FLAT:
-        columns = tl.multiple_of(columns, LANES)
-        elements = tl.multiple_of(elements, LANES)
     start, end = _run_of(table_ptr, piece, run, elements, columns)
     w_ptr = piece_pointer(table_ptr, piece, W_ADDRESS, W_TYPE, ALIGNED)
     m_ptr = piece_pointer(table_ptr, piece, M_ADDRESS, S_TYPE, ALIGNED)

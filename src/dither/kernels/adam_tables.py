@@ -78,9 +78,16 @@ ADDRESSES = 64
 
 
 @triton.jit
-def piece_field(table_ptr, piece, COLUMN: tl.constexpr):
-    """Load a column of a piece's row, int64."""
-    return tl.load(table_ptr + piece * ROW + COLUMN)
+def piece_field(table_ptr, piece, COLUMN: tl.constexpr, MULTIPLE: tl.constexpr = 1):
+    """Load a column of a piece's row, int64, known to be a multiple of MULTIPLE.
+
+    Triton attaches the hint to the operation that computes a value and drops it from the result of a call, so
+    `tl.multiple_of` has to stand here, beside the load.
+    """
+    value = tl.load(table_ptr + piece * ROW + COLUMN)
+    if MULTIPLE > 1:
+        value = tl.multiple_of(value, MULTIPLE)
+    return value
 
 
 @triton.jit

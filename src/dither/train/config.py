@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from dither.adam_update import BLOCKS
+from dither.adam_update import BLOCKS, current_mode
 from dither.errors import UserError
 from dither.models import PRESETS
 from dither.optim import GRADIENTS, MODES, LossScaling
@@ -136,7 +136,7 @@ class Precision:
     """In how many bits."""
 
     mode: str = "fp32"
-    """The dtype of parameters and states: fp32, o1, o2, bf16, bf16-sr, bf16-kahan, fp16 or fp16-o2, see docs/optimizers.md."""
+    """The dtype of parameters and states: fp32, o1, o2, bf16-rn, bf16-sr, bf16-kahan, fp16, fp16-o2, see docs/optimizers.md."""
     recipe: str | None = None
     """The casts of linear layers by a recipe's name, such as fp8-block; by default none."""
     plan: str | None = None
@@ -156,6 +156,7 @@ class Precision:
 
     def __post_init__(self) -> None:
         _check_types("precision", self)
+        object.__setattr__(self, "mode", current_mode(self.mode))
         _choose("precision.mode", self.mode, MODES)
         _choose("precision.recipe", self.recipe, RECIPES)
         _choose("precision.states", self.states, ("fp32", "bf16", *BLOCKS))
