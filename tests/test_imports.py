@@ -45,6 +45,7 @@ ORDER = [
     "dither.kernels.packing",
     "dither.kernels.scaling",
     "dither.kernels.tiles",
+    "dither.kernels.dequantize",
     "dither.kernels.quantize",
     "dither.kernels.sampling",
     "dither.kernels.matmul",
