@@ -55,7 +55,7 @@ from dither.kernels.rounding import widen
 
 
 @triton.jit
-def adamw_kernel(
+def _adamw_kernel(
     table_ptr,
     grads_ptr,
     owner_ptr,
@@ -195,7 +195,7 @@ def adamw_kernel(
 
 
 @triton.jit
-def squares_kernel(
+def _squares_kernel(
     table_ptr,
     grads_ptr,
     owner_ptr,
@@ -242,7 +242,7 @@ def _run_squares(g_ptr, start, end, NATIVE: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def run_squares_kernel(
+def _run_squares_kernel(
     table_ptr, grads_ptr, owner_ptr, sums_ptr, G_TYPE: tl.constexpr, NATIVE: tl.constexpr, TILE: tl.constexpr
 ):
     """Store the sum of g^2 over each run in `sums_ptr`, float64[programs]: one program per run."""
@@ -257,7 +257,7 @@ def run_squares_kernel(
 
 
 @triton.jit
-def mini_kernel(
+def _mini_kernel(
     table_ptr,
     grads_ptr,
     owner_ptr,
@@ -281,7 +281,7 @@ def mini_kernel(
 ):
     """Update w, m, v and extra in place with one Adam-mini step, one program per run.
 
-    As `adamw_kernel`, with one v per run: v = beta2 * v + rest2 * mean(g * g). The gradients of a run are read twice, the
+    As `_adamw_kernel`, with one v per run: v = beta2 * v + rest2 * mean(g * g). The gradients of a run are read twice, the
     second time from a cache. MOVED says that v already is the one after this step.
     """
     if tl.load(skip_ptr) != 0:

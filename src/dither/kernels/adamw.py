@@ -16,7 +16,7 @@ from torch import Tensor
 from dither.adam_update import BITS, CONSTANTS, Piece, Update
 from dither.kernels import BoundKernel, dynamic, native
 from dither.kernels.adam_elements import LANES
-from dither.kernels.adam_kernels import adamw_kernel, mini_kernel, run_squares_kernel, squares_kernel
+from dither.kernels.adam_kernels import _adamw_kernel, _mini_kernel, _run_squares_kernel, _squares_kernel
 from dither.kernels.adam_tables import (
     BETA1,
     BETA2,
@@ -209,7 +209,7 @@ class Batch:
                 constants = {"G_TYPE": TYPES[kept[0].dtype], "NATIVE": native(out.device)}
                 constants |= {"ALIGNED": table.flat, "TILE": self.tile * self.tiles}
                 table.squares = BoundKernel(
-                    squares_kernel, table.programs, (), constants, num_warps=WARPS, enable_fp_fusion=False
+                    _squares_kernel, table.programs, (), constants, num_warps=WARPS, enable_fp_fusion=False
                 )
             table.squares(table.rows, table.grads, table.owner, out)
             parts.append(out.sum())
@@ -225,7 +225,7 @@ class Batch:
             device = table.rows.device
             if table.update is None:
                 table.update = BoundKernel(
-                    adamw_kernel,
+                    _adamw_kernel,
                     table.programs,
                     (),
                     {
@@ -298,7 +298,7 @@ class MiniBatch(Batch):
         """Return the sum of squares of each run in a table, float64[programs]."""
         kept = table.point(grads)
         out = torch.empty(table.programs, dtype=torch.float64, device=table.rows.device)
-        run_squares_kernel[(table.programs,)](
+        _run_squares_kernel[(table.programs,)](
             table.rows,
             table.grads,
             table.owner,
@@ -315,7 +315,7 @@ class MiniBatch(Batch):
         """Take one step, unless `skip` is 1. `moved` says that the second moments are already those after the step."""
         for table in self.tables:
             kept = table.point(grads)
-            mini_kernel[(table.programs,)](
+            _mini_kernel[(table.programs,)](
                 table.rows,
                 table.grads,
                 table.owner,
