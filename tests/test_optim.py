@@ -418,7 +418,7 @@ def test_options_that_cannot_be(options: dict[str, object], words: str) -> None:
 
 def test_parameters_that_cannot_be() -> None:
     net = model()
-    with pytest.raises(UserError, match="no parameters to optimize: the list is empty"):
+    with pytest.raises(UserError, match="list of parameters is empty"):
         AdamW([])
     with pytest.raises(UserError, match="A parameter group is empty"):
         AdamW([{"params": []}])

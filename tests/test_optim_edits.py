@@ -344,7 +344,7 @@ def test_a_resumed_run_has_the_names_that_it_had() -> None:
     for optimizer in (places, named):
         train(net.parameters(), optimizer, range(1))
     with pytest.raises(
-        UserError, match=r"random bits go by their places, and this optimizer has names: make it from model\.param"
+        UserError, match=r"random bits depend on their positions, and this optimizer has names: create it from model\.param"
     ):
         AdamW(net.named_parameters(), lr=1e-2).load_state_dict(places.state_dict())
     other = AdamW(net.parameters(), lr=1e-2)

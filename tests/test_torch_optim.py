@@ -534,7 +534,7 @@ def test_options_of_a_group_that_would_lie(options: dict[str, Any]) -> None:
 
 def test_lists_that_cannot_be() -> None:
     a, b = (nn.Parameter(torch.zeros(3)) for _ in range(2))
-    with pytest.raises(UserError, match=r"one tensor was given: write \[tensor\]"):
+    with pytest.raises(UserError, match=r"got one tensor: pass \[tensor\]"):
         AdamW(a)
     with pytest.raises(UserError, match="same parameter twice"):
         AdamW([a, a])

@@ -97,7 +97,7 @@ class AdamW(Tables):
         flags = {"foreach": foreach, "fused": fused, "capturable": capturable}
         check_torchs({"amsgrad": amsgrad, "differentiable": differentiable, "maximize": maximize, **flags})
         if foreach and fused:
-            raise UserError("foreach=True and fused=True name two implementations: torch takes one of them, and so does this.")
+            raise UserError("foreach=True and fused=True select two implementations: set at most one of them, as for torch.")
         self.max_norm, self.nonfinite, self.backend = max_norm, nonfinite, check_backend(backend)
         self.steps = torch.zeros((), dtype=torch.int64)
         """Number of steps taken, 0-d int64, on the parameters' device from the first step on."""
@@ -224,12 +224,12 @@ class AdamW(Tables):
                 count = int((~gradient.isfinite()).sum())
                 raise NonFiniteError(
                     f"Step {int(self.steps) + 1}: the gradient of {slot.name} holds {count} NaN "
-                    f"or Inf among {gradient.numel()} numbers, so no weight was changed; nonfinite='skip' would go on."
+                    f"or Inf among {gradient.numel()} numbers, so no weight was changed; use nonfinite='skip' to skip such steps."
                 )
         for group in self.param_groups:
             check_numbers(read_numbers(group, wait=True))  # the only other reason that this rank can see
         raise NonFiniteError(
-            f"Step {int(self.steps) + 1}: another process has a gradient with NaN or Inf, so no weight was changed."
+            f"Step {int(self.steps) + 1}: another rank has a gradient with NaN or Inf, so no weight was changed."
         )
 
 
@@ -239,10 +239,8 @@ AdamW.step.hooked = True  # or torch would run hooks and its profiler inside a c
 
 def _listed(params: Iterable[Any]) -> list[Any]:
     if isinstance(params, Tensor):
-        raise UserError(
-            "An optimizer takes a list of parameters, or of groups of them, and one tensor was given: write [tensor]."
-        )
+        raise UserError("An optimizer takes a list of parameters, or of groups of them, and got one tensor: pass [tensor].")
     listed = list(params)
     if not listed:
-        raise UserError("There are no parameters to optimize: the list is empty (was an iterator used up before?).")
+        raise UserError("The list of parameters is empty: pass at least one (was a generator consumed before?).")
     return listed

@@ -131,9 +131,9 @@ class Members(Optimizer):
                 if shard.column % update.block or (end % update.block and end != parameter.shape[-1]):
                     fits = math.gcd(shard.column, end) & -math.gcd(shard.column, end)  # the largest power of two in both
                     raise UserError(
-                        f"The parameter {slot.name!r} is cut at columns {shard.column} to {end}, inside a block of "
+                        f"The parameter {slot.name!r} is sharded at columns {shard.column} to {end}, inside a block of "
                         f"{update.block} that shares a scale: "
-                        + (f"use block={min(fits, MOST_BLOCK)}, or cut" if fits >= 16 else "cut")
+                        + (f"use block={min(fits, MOST_BLOCK)}, or shard" if fits >= 16 else "shard")
                         + f" at multiples of {update.block}."
                     )
 

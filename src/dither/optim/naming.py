@@ -42,7 +42,9 @@ def check_names(groups: Sequence[Mapping[str, Any]]) -> None:
                     "list it once."
                 )
             if name in names:
-                raise UserError(f"Two parameters are called {name!r}, and would draw the same random bits.")
+                raise UserError(
+                    f"Two parameters are called {name!r}, and would draw the same random bits: give each a unique name."
+                )
             names.add(name)
             parameters[id(parameter)] = name
 
@@ -56,6 +58,6 @@ def names_from(model: nn.Module | Iterable[tuple[str, Tensor]], groups: Sequence
             if id(parameter) not in known:
                 raise UserError(
                     f"The parameter {name!r} of shape {tuple(parameter.shape)} is not one of the model's: "
-                    "give the model that the optimizer was made for."
+                    "pass the model that the optimizer was created for."
                 )
     return [[known[id(parameter)] for parameter in group["params"]] for group in groups]

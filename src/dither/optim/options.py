@@ -146,9 +146,7 @@ def check_numbers(numbers: Sequence[Any]) -> None:
     if not all(_number(beta) and (isinstance(beta, Tensor) or 0 <= beta < 1) for beta in (beta1, beta2)):
         raise UserError(f"betas are two numbers from 0 to below 1, such as (0.9, 0.999), not {(beta1, beta2)!r}.")
     if not _number(eps) or (not isinstance(eps, Tensor) and not 1e-30 <= eps <= 1e30):
-        raise UserError(
-            f"eps is a number from 1e-30 to 1e30, such as 1e-8, not {eps!r}: it keeps the division by a zero moment away."
-        )
+        raise UserError(f"eps is a number from 1e-30 to 1e30, such as 1e-8, not {eps!r}: it prevents a division by zero.")
     if not _number(decay) or (not isinstance(decay, Tensor) and not 0 <= decay < math.inf):
         raise UserError(f"weight_decay is a number from 0 on, such as 0.01, not {decay!r}.")
 

@@ -93,7 +93,7 @@ def _decoded(entries: Mapping[str, Any], which: int, name: str) -> Tensor:
     values, largest = (entries[key].to(codes.device) for key in needed)
     if values.numel() != 256 or largest.numel() != -(-codes.numel() // BLOCK):
         raise UserError(
-            f"The state of {name} has {largest.numel()} scales for {codes.numel()} codes: blocks of {BLOCK} are what is known."
+            f"The state of {name} has {largest.numel()} scales for {codes.numel()} codes: only blocks of {BLOCK} are supported."
         )
     scales = largest.repeat_interleave(BLOCK)[: codes.numel()]
     decoded: Tensor = values[codes.flatten().long()] * scales

@@ -103,17 +103,17 @@ def sections(role: Role, rows: int, name: str) -> list[tuple[int, int, int]]:
     >>> sections(Role(((4, 2), (0, 1))), 6, "weight")
     [(0, 4, 2), (4, 6, 1)]
     """
-    found, start = [], 0
+    result, start = [], 0
     for length, run in role.sections:
         end = start + length if length else rows
         shared = run or end - start
         if end > rows or shared < 1 or (end - start) % shared:
             raise UserError(f"The role {role} does not fit the parameter {name!r}, which has {rows} rows.")
-        found.append((start, end, shared))
+        result.append((start, end, shared))
         start = end
     if start != rows:
         raise UserError(f"The role {role} covers {start} of the {rows} rows of the parameter {name!r}.")
-    return found
+    return result
 
 
 def role_of(roles: Mapping[str, Role], name: str) -> Role:

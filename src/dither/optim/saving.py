@@ -95,18 +95,20 @@ class SavedStates(States):
             if key in saved and saved[key] != group[key]:
                 raise UserError(
                     f"The state was saved with {key}={saved[key]!r}, and this optimizer has {key}={group[key]!r}: "
-                    "make it as the saved one was made."
+                    f"create it with {key}={saved[key]!r}."
                 )
         if not own:
             check_saved_group(saved)
         theirs, ours = saved.get("param_names"), group.get("param_names")
         for name, mine in zip(theirs or [], ours or [], strict=False):
             if name != mine:
-                raise UserError(f"The state is that of {name!r} where this optimizer has {mine!r}: the order differs.")
+                raise UserError(
+                    f"The state is that of {name!r} where this optimizer has {mine!r}: pass the parameters in the saved order."
+                )
         if own and theirs is None and ours is not None and any(slot.draws for slot in self._slots_of(number, 0)):
             raise UserError(
-                "The state is that of unnamed parameters, whose random bits go by their places, and this optimizer has names: "
-                "make it from model.parameters(), as the saved one was made."
+                "The state is that of unnamed parameters, whose random bits depend on their positions, and this optimizer has names: "
+                "create it from model.parameters(), as the saved one."
             )
         left = {"params", "steps", "skipped", *MEANING} if own else {"params", *THEIRS}
         loaded = {key: value for key, value in saved.items() if key not in left and key not in IMPLEMENTATIONS}

@@ -65,7 +65,7 @@ def shards(x: Tensor) -> list[Shard]:
     leading, whole = shape[:-1], x.shape[:-1]
     cut = max((d for d in range(len(leading)) if leading[d] != whole[d]), default=0)
     inner = math.prod(leading[cut:])
-    found = []
+    parts = []
     for index in range(math.prod(leading[:cut])):
         # Coordinates of the first row; the sharded dimension and those after it start at their offset.
         digits, rest = [], index
@@ -76,5 +76,5 @@ def shards(x: Tensor) -> list[Shard]:
         row = 0
         for size, coordinate, start in zip(whole, coordinates, offset[:-1], strict=True):
             row = row * size + coordinate + start
-        found.append(Shard(index * inner, (index + 1) * inner, row, offset[-1]))
-    return found
+        parts.append(Shard(index * inner, (index + 1) * inner, row, offset[-1]))
+    return parts

@@ -91,7 +91,7 @@ class Tables(SavedStates):
         if len(devices) > 1:
             raise UserError(
                 f"The parameters of one optimizer lie on one device, and these lie on {', '.join(sorted(map(str, devices)))}: "
-                "make an optimizer for each."
+                "create one optimizer per device."
             )
         (device,) = devices
         return device
