@@ -202,7 +202,9 @@ def check_blocks() -> None:
     with pytest.raises(UserError, match=r"'w' is sharded at columns \d+ to \d+, .*: use block=32, or shard at multiples of 64"):
         AdamW([("w", wide)], lr=1e-2, states="dynamic8", block=64)
     AdamW([("w", wide)], lr=1e-2, states="dynamic8", block=32)
-    with pytest.raises(UserError, match=r"'w' is sharded at columns \d+ to \d+, inside a block of 32 .*: shard at multiples of 32"):
+    with pytest.raises(
+        UserError, match=r"'w' is sharded at columns \d+ to \d+, inside a block of 32 .*: shard at multiples of 32"
+    ):
         AdamW([("w", narrow)], lr=1e-2, states="dynamic8", block=32)
 
 

@@ -223,8 +223,8 @@ class AdamW(Tables):
             if not bool(gradient.isfinite().all()):
                 count = int((~gradient.isfinite()).sum())
                 raise NonFiniteError(
-                    f"Step {int(self.steps) + 1}: the gradient of {slot.name} holds {count} NaN "
-                    f"or Inf among {gradient.numel()} numbers, so no weight was changed; use nonfinite='skip' to skip such steps."
+                    f"Step {int(self.steps) + 1}: the gradient of {slot.name} holds {count} NaN or Inf "
+                    f"among {gradient.numel()} numbers, so no weight was changed; use nonfinite='skip' to skip such steps."
                 )
         for group in self.param_groups:
             check_numbers(read_numbers(group, wait=True))  # the only other reason that this rank can see

@@ -107,8 +107,8 @@ class SavedStates(States):
                 )
         if own and theirs is None and ours is not None and any(slot.draws for slot in self._slots_of(number, 0)):
             raise UserError(
-                "The state is that of unnamed parameters, whose random bits depend on their positions, and this optimizer has names: "
-                "create it from model.parameters(), as the saved one."
+                "The state is that of unnamed parameters, whose random bits depend on their positions, and this optimizer "
+                "has names: create it from model.parameters(), as the saved one."
             )
         left = {"params", "steps", "skipped", *MEANING} if own else {"params", *THEIRS}
         loaded = {key: value for key, value in saved.items() if key not in left and key not in IMPLEMENTATIONS}
