@@ -58,7 +58,7 @@ def said(capsys, *arguments, code=0):
         ("fp32", "fp32", None, None),
         ("bf16", "o1", None, None),
         ("o1", "o1", None, None),
-        ("bf16-pure", "bf16", None, None),
+        ("bf16-pure", "bf16-rn", None, None),
         ("bf16-sr", "bf16-sr", None, None),
         ("fp8-block", "o1", "fp8-block", None),
         ("bf16-sr+fp8-block", "bf16-sr", "fp8-block", None),

@@ -29,6 +29,7 @@ from dither.train.config import (
     schedule,
 )
 from dither.train.guard import Policy
+from dither.train.resuming import fixed_changes
 
 # Round trips ----------------------------------------------------------------------------------------------------------
 
@@ -225,7 +226,7 @@ MISTAKES = [
     ("[precision]\nmode = 'o3'", "no precision.mode='o3'"),
     ("[precision]\nrecipe = 'bf16'", "use the mode 'o1'"),
     ("[precision]\nrecipe = 'fp16'", "use the mode 'fp16'"),
-    ("[precision]\nmode = 'o2'\nrecipe = 'bf16-pure'", "use the mode 'bf16' or 'bf16-sr' or 'bf16-kahan'"),
+    ("[precision]\nmode = 'o2'\nrecipe = 'bf16-pure'", "use the mode 'bf16-rn' or 'bf16-sr' or 'bf16-kahan'"),
     ("[precision]\nrecipe = 'fp8-block'\nplan = 'x'", "both set the casts"),
     ("[precision]\nstates = 'e9m9'", "no precision.states='e9m9'"),
     ("[precision]\ngradients = 'fp8'", "no precision.gradients='fp8'.*choose from fp32, bf16, bf16-sr"),
@@ -372,6 +373,16 @@ def test_plans(tmp_path):
         Precision(plan=str(tmp_path / "none.json")).load_plan()
     for name, mode in MODES.items():
         assert Precision(mode=name, recipe=mode.recipe).load_plan() == mode.plan
+
+
+def test_a_stored_config_with_the_earlier_name_of_a_mode_resumes():
+    new = loads('[precision]\nmode = "bf16-rn"')
+    with pytest.warns(DeprecationWarning, match="The mode 'bf16' is now 'bf16-rn'") as warned:
+        old = loads('[precision]\nmode = "bf16"')
+    assert len(warned) == 1
+    assert old == new
+    assert fixed_changes(old, new, 1) == []
+    assert 'mode = "bf16-rn"' in dumps(old)
 
 
 def test_schedules():

@@ -12,10 +12,12 @@ from torch.nn.utils import clip_grad_norm_
 
 import dither
 from dither import Sampling, UserError
+from dither.advice.memory import Setting
 from dither.experiments.arms import precision_of
 from dither.models import GPT2, GPT2Config
 from dither.nn.norms import cast_parameters
 from dither.optim import GRADIENTS, MODES, AdamW, LossScaler, LossScaling, training
+from dither.train.config import Precision
 from dither.train.state import pack, unpack
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # torch's, on processors without bfloat16
@@ -343,8 +345,26 @@ def test_a_mode_without_a_scale_takes_no_settings_of_it() -> None:
         weight_of_ones("o2", loss_scaling=LossScaling())
 
 
+def test_bf16_is_an_earlier_name_of_the_mode_bf16_rn() -> None:
+    """One warning each, and the same mode; the recipe `bf16` is another thing, autocast."""
+    with pytest.warns(DeprecationWarning, match="The mode 'bf16' is now 'bf16-rn'") as warned:
+        run = training(nn.Linear(4, 4), "bf16", 1e-3)
+    assert len(warned) == 1
+    assert run.mode is MODES["bf16-rn"]
+    with pytest.warns(DeprecationWarning, match="is now 'bf16-rn'") as warned:
+        assert MODES["bf16"] is MODES["bf16-rn"]
+    assert len(warned) == 1
+    assert "bf16" not in list(MODES)
+    with pytest.raises(KeyError, match="bf17"):
+        MODES["bf17"]
+    for make in (Precision, Setting):
+        with pytest.warns(DeprecationWarning, match="is now 'bf16-rn'") as warned:
+            assert make(mode="bf16") == make(mode="bf16-rn")
+        assert len(warned) == 1
+
+
 def test_every_mode_can_be_compared() -> None:
     """`bf16` is a recipe's name there, and means o1, as it always did."""
-    found = {mode: precision_of(mode).mode for mode in MODES}
-    assert found == {**{mode: mode for mode in MODES}, "bf16": "o1"}
+    assert {mode: precision_of(mode).mode for mode in MODES} == {mode: mode for mode in MODES}
+    assert precision_of("bf16").mode == "o1"
     assert precision_of("bf16-kahan+fp8-block").recipe == "fp8-block"

@@ -42,7 +42,7 @@ def settings(text: Path, *more: str) -> list[str]:
 @pytest.fixture(scope="module")
 def run(text) -> Path:
     out = text.parent / "run"
-    more = ("run.steps=2", f'run.out="{out}"', "precision.mode=bf16", "optim.optimizer=adam-mini", "optim.schedule=constant")
+    more = ("run.steps=2", f'run.out="{out}"', "precision.mode=bf16-rn", "optim.optimizer=adam-mini", "optim.schedule=constant")
     train(configs.override(Config(), settings(text, *more)))
     return out
 

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from dither.kernels import Launch
+from dither.kernels import BoundKernel
 
 
 class Kernel:
@@ -41,8 +41,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     return Kernel()
 
 
-def launch_of(kernel: Kernel) -> Launch:
-    return Launch(kernel, 7, (64,), {"TILE": 128, "EVEN": True}, bits=(1,), num_warps=4)
+def launch_of(kernel: Kernel) -> BoundKernel:
+    return BoundKernel(kernel, 7, (64,), {"TILE": 128, "EVEN": True}, bits=(1,), num_warps=4)
 
 
 def test_the_second_start_needs_no_triton(kernel: Kernel) -> None:

@@ -196,7 +196,7 @@ def test_a_llama_of_a_size_has_about_that_size(parameters):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (lambda: Setting(mode="bf61"), "There is no mode 'bf61'.*did you mean 'bf16'"),
+        (lambda: Setting(mode="bf61-sr"), "There is no mode 'bf61-sr'.*did you mean 'bf16-sr'"),
         (lambda: Setting(states="int3"), "There is no format of optimizer states 'int3'"),
         (lambda: Setting(gradients="fp8"), "There is no format of gradients 'fp8'"),
         (lambda: estimate(SIZES["1b"][0], Setting(), batch=0, sequence=1), "The batch is a positive integer, not 0"),

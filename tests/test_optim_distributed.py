@@ -189,7 +189,7 @@ def check_nonfinite() -> None:
             assert int(optimizer.skipped) == 1
         else:
             here = w.grad.to_local().isnan().any()
-            with pytest.raises(NonFiniteError, match="gradient of w holds 1 NaN" if here else "another process has a gradient"):
+            with pytest.raises(NonFiniteError, match="gradient of w holds 1 NaN" if here else "another rank has a gradient"):
                 optimizer.step()
         assert torch.equal(full(w), torch.ones(4, 8))
         assert int(optimizer.steps) == 0
@@ -199,10 +199,12 @@ def check_blocks() -> None:
     """128 columns over four processes are cut at 32, 64 and 96; 96 columns at 24, 48 and 72."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     wide, narrow = (nn.Parameter(distribute(torch.zeros(4, n, dtype=torch.bfloat16), mesh, [Shard(1)])) for n in (128, 96))
-    with pytest.raises(UserError, match=r"'w' is cut at columns \d+ to \d+, .*: use block=32, or cut at multiples of 64"):
+    with pytest.raises(UserError, match=r"'w' is sharded at columns \d+ to \d+, .*: use block=32, or shard at multiples of 64"):
         AdamW([("w", wide)], lr=1e-2, states="dynamic8", block=64)
     AdamW([("w", wide)], lr=1e-2, states="dynamic8", block=32)
-    with pytest.raises(UserError, match=r"'w' is cut at columns \d+ to \d+, inside a block of 32 .*: cut at multiples of 32"):
+    with pytest.raises(
+        UserError, match=r"'w' is sharded at columns \d+ to \d+, inside a block of 32 .*: shard at multiples of 32"
+    ):
         AdamW([("w", narrow)], lr=1e-2, states="dynamic8", block=32)
 
 

@@ -86,21 +86,21 @@ def test_states_that_cannot_be() -> None:
 
 
 @every
-def test_launches_are_kept_while_nothing_changes(make: Any) -> None:
+def test_batches_are_kept_while_nothing_changes(make: Any) -> None:
     """New gradients, rates and betas, values written in place, a save: none of them makes the host prepare anything anew."""
     params = parameters(torch.bfloat16)
     optimizer = make(params.items(), lr=1e-2)
     train(params.values(), optimizer, range(1))
-    held = optimizer._launches
+    held = optimizer._batches
     optimizer.param_groups[0].update(lr=1e-3, betas=(0.8, 0.9))
     optimizer.state[params["bias"]]["exp_avg"].zero_()
     params["bias"].data.zero_()
     optimizer.state_dict()
     train(params.values(), optimizer, range(1, 3))
-    assert optimizer._launches is held
+    assert optimizer._batches is held
     optimizer.state[params["bias"]]["exp_avg"] = torch.zeros_like(optimizer.state[params["bias"]]["exp_avg"])
     train(params.values(), optimizer, range(3, 4))
-    assert optimizer._launches is not held
+    assert optimizer._batches is not held
 
 
 # Parameters -----------------------------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ def test_a_resumed_run_has_the_names_that_it_had() -> None:
     for optimizer in (places, named):
         train(net.parameters(), optimizer, range(1))
     with pytest.raises(
-        UserError, match=r"random bits go by their places, and this optimizer has names: make it from model\.param"
+        UserError, match=r"random bits depend on their positions, and this optimizer has names: create it from model\.param"
     ):
         AdamW(net.named_parameters(), lr=1e-2).load_state_dict(places.state_dict())
     other = AdamW(net.parameters(), lr=1e-2)

@@ -23,6 +23,7 @@ from dither.reference import quantize as reference_quantize
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
 tl = pytest.importorskip("triton.language", reason="the kernels need Triton")
 
+from dither.kernels import adam_tables  # noqa: E402
 from dither.kernels import adamw as kernel_adamw  # noqa: E402
 from dither.kernels import dynamic as kernel_dynamic  # noqa: E402
 from dither.kernels import loss as kernel_loss  # noqa: E402
@@ -326,15 +327,15 @@ def test_adamw_of_several_programs_and_tiles(device: str) -> None:
 def test_a_replayed_graph_does_not_mislead_a_later_step(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay writes its own addresses into the table of gradients, and nobody on the host sees it."""
     (piece,) = pairs.pieces_of([pairs.Size(2, 64)], torch.float32, Update("nearest", "fp32"), 1, device)
-    (launch,) = kernel_adamw.Batch([piece], Update("nearest", "fp32")).launches
+    (table,) = kernel_adamw.Batch([piece], Update("nearest", "fp32")).tables
     grad = torch.ones(2, 64)
     with monkeypatch.context() as capture:
-        capture.setattr(kernel_adamw, "_capturing", lambda device: True)
-        launch.point([torch.zeros(2, 64)])
-    launch.point([grad])
-    launch.grads.zero_()  # as a replay would, with other addresses
-    launch.point([grad])
-    assert launch.grads[0].item() == grad.data_ptr()
+        capture.setattr(adam_tables, "_capturing", lambda device: True)
+        table.point([torch.zeros(2, 64)])
+    table.point([grad])
+    table.grads.zero_()  # as a replay would, with other addresses
+    table.point([grad])
+    assert table.grads[0].item() == grad.data_ptr()
 
 
 @pytest.mark.usefixtures("short_programs")

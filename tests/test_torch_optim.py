@@ -534,7 +534,7 @@ def test_options_of_a_group_that_would_lie(options: dict[str, Any]) -> None:
 
 def test_lists_that_cannot_be() -> None:
     a, b = (nn.Parameter(torch.zeros(3)) for _ in range(2))
-    with pytest.raises(UserError, match=r"one tensor was given: write \[tensor\]"):
+    with pytest.raises(UserError, match=r"got one tensor: pass \[tensor\]"):
         AdamW(a)
     with pytest.raises(UserError, match="same parameter twice"):
         AdamW([a, a])
@@ -576,6 +576,7 @@ def test_names_of_other_libraries() -> None:
     for make, options, words in (
         (AdamW, {"bf16_stochastic_round": False, "weights": "stochastic"}, "choose one of them"),
         (AdamW, {"bf16_stochastic_round": 1}, "bf16_stochastic_round is True or False, not 1"),
+        (AdamW, {"bf16_stochastic_round": True, "master": "fp32"}, "master='fp32' keeps float32 weights"),
         (AdamW, {"min_8bit_size": -1}, "min_8bit_size is a number of elements"),
         (AdamW8bit, {"states": "bf16"}, "use AdamW for states='bf16'"),
         (AdamW8bit, {"block_size": 64, "block": 32}, "two names of one option"),

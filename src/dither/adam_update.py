@@ -1,10 +1,11 @@
-"""How an optimizer keeps its numbers, as frozen data: the weights' rounding, the states' format, and what belongs to a tensor.
+"""How an optimizer stores its numbers, as frozen data: rounding of the weights, format of the states, tensors of a piece.
 
 >>> Update(weights="stochastic", states="bf16").state_rounding
 'stochastic'
 """
 
 import difflib
+import warnings
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,41 +15,64 @@ from dither.errors import UserError
 from dither.formats import TABLE, Format
 
 BITS = 16
-"""How many random bits a stochastic rounding of weights and states uses: all that float32 has more than bfloat16."""
+"""Random bits per stochastic rounding of a weight or state: float32 has 16 more mantissa bits than bfloat16."""
 
 ODD_FACTOR = 0x6255
-"""The second moment rounds by the first one's random bits times this, modulo 2^16: as uniform, and hardly related to them."""
+"""The second moment is rounded with the first one's random bits times this factor, modulo 2^16: uniform, and nearly
+uncorrelated with them."""
 
 WHOLE = ("fp32", "bf16")
-"""State formats with float32's range: stored as they are, one number an element."""
+"""State formats with float32's range: stored without scales, one number per element."""
 
 BLOCKS = ("dynamic8", *(name for name, row in TABLE.items() if row.bits == 8 and row.signed))
-"""State formats of 8 bits: stored as codes, with one float32 scale for each block of neighbours in a row."""
+"""8-bit state formats: stored as codes, with one float32 scale per block of neighbours in a row."""
 
 MOST_BLOCK = 2048
-"""The most neighbours that share a scale of an 8-bit state: the block of the first 8-bit optimizers."""
+"""The largest block of an 8-bit state, which is that of the first 8-bit optimizers."""
 
 WEIGHTS = ("stochastic", "nearest", "kahan")
-"""What becomes of the bits that a 16-bit weight has no room for: see `Update.weights`."""
+"""Roundings of 16-bit weights, see `Update.weights`."""
+
+
+RENAMED_MODES = {"bf16": "bf16-rn"}
+"""Earlier names of modes: `bf16` is also a recipe, which means autocast."""
+
+
+def current_mode(name: str) -> str:
+    """Return the current name of a mode, with a DeprecationWarning if `name` is an earlier one; other names as they are.
+
+    >>> current_mode("bf16-sr")
+    'bf16-sr'
+    """
+    if name not in RENAMED_MODES:
+        return name
+    new = RENAMED_MODES[name]
+    warnings.warn(
+        f"The mode {name!r} is now {new!r} (bfloat16 weights, rounded to nearest): {name!r} alone is the recipe, which is "
+        "autocast. The earlier name will be removed.",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return new
 
 
 @dataclass(frozen=True)
 class Update:
-    """What a step writes: the roundings of weights and moments, and where they are kept. The arithmetic is always float32."""
+    """How a step rounds and stores weights and moments. The arithmetic is always float32."""
 
     weights: Literal["stochastic", "nearest", "kahan"] = "stochastic"
-    """Rounding of 16-bit weights: by random bits (unbiased), to nearest, or to nearest with the lost part kept (Kahan)."""
+    """Rounding of 16-bit weights: stochastic (unbiased), to nearest, or to nearest with the error kept (Kahan)."""
     states: str = "bf16"
-    """Format of both moments: fp32, bf16, dynamic8 (bitsandbytes' map), or int8, e4m3, e5m2, e3m4 with a scale a block."""
+    """Format of both moments: fp32, bf16, or with one scale per block: dynamic8 (bitsandbytes' map), int8, e4m3, e5m2, e3m4."""
     state_rounding: str = ""
-    """stochastic or nearest; unless given, stochastic for bf16 and nearest for 8 bits, whose scales follow a decay."""
+    """stochastic or nearest; by default stochastic for bf16 and nearest for 8 bits, whose scales follow a decay."""
     block: int = 128
-    """How many neighbours in a row share the scale of an 8-bit state."""
+    """Number of neighbours in a row that share the scale of an 8-bit state."""
     master: bool = False
-    """Keep float32 weights as a state and round them to the parameter's format, to nearest (mixed precision's O2)."""
+    """Keep float32 weights as a state and round them to nearest in the parameter's format (mixed precision O2)."""
 
     format: Format | None = field(init=False, repr=False, compare=False)
-    """The parsed `states`; None for dynamic8, which is a table and not a format."""
+    """`states`, parsed; None for dynamic8, which is a table of values."""
 
     def __post_init__(self) -> None:
         known = (*WHOLE, *BLOCKS)
@@ -74,28 +98,37 @@ class Update:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether the moments are 8-bit codes with scales."""
+        """Return True if the moments are 8-bit codes with scales."""
         return self.states not in WHOLE
 
     @property
     def draws_states(self) -> bool:
-        """Whether rounding the moments takes random bits."""
+        """Return True if rounding the moments takes random bits."""
         return self.state_rounding == "stochastic" and self.states != "fp32"
 
 
 HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "active", "sign")
-"""The columns of `hyper`, float64, a row for each tensor. `active` is 1 for those that have a gradient in this step, else 0;
-`sign` is 1, or -1 to maximize."""
+"""Columns of the hyperparameters, float64, one row per parameter. `active` is 1 if the parameter has a gradient in this step,
+else 0; `sign` is 1, or -1 to maximize."""
 
 CONSTANTS = ("scale", "beta1", "rest1", "beta2", "rest2", "decay", "shrink", "size", "root", "eps")
-"""The columns of `constants`, float32, one row for each row of `hyper`: see `dither.reference.adamw`."""
+"""Columns of the constants of a step, float32, one row per row of hyperparameters; t is the number of the step.
+
+    scale     sign * clipping factor / loss scale: what a gradient is multiplied by
+    beta1, rest1, beta2, rest2     the betas and 1 - beta
+    decay, shrink     1 - lr * weight_decay, and lr * weight_decay
+    size      2^-48 lr / (1 - beta1^t)
+    root      1 / sqrt(1 - beta2^t)
+    eps       eps
+
+`dither.reference.adamw` has the update in these terms."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A matrix of a parameter and its states, all contiguous, to be changed in place.
+    """A matrix of a parameter with its states, all contiguous, which a step changes in place.
 
-    `m` and `v` are [rows, columns] in the states' format; in 8 bits they come with one scale a block, [rows, blocks of a row].
+    `w`, `m` and `v` are [rows, columns], the moments in the states' format. 8-bit moments have scales [rows, blocks per row].
     Adam-mini's `v` is float32[runs].
     """
 
@@ -105,22 +138,24 @@ class Piece:
     m_scale: Tensor | None
     v_scale: Tensor | None
     extra: Tensor | None
-    """The float32 master weights, or the part of the weights that Kahan's rounding keeps."""
+    """The float32 master weights, or Kahan's remainder; None if there is neither."""
     row: int
-    """Coordinates of the first element in the whole parameter."""
+    """Row of the first element in the whole parameter."""
     column: int
+    """Column of the first element in the whole parameter."""
     keys: tuple[int, int]
-    """Streams of the weight and of the moments."""
+    """Keys of the random streams of the weights and of the moments."""
     constants: int
-    """Which row of the constants this tensor takes."""
+    """The row of the constants that this piece uses."""
     run: int = 0
-    """Adam-mini: how many rows share one second moment."""
+    """Adam-mini: number of rows that share one second moment (a run)."""
     lead: int = 0
-    """Adam-mini: how many rows of the first run lie before this piece, on another shard."""
+    """Adam-mini: number of rows of the first run that lie before this piece, on another shard."""
     share: int = 0
-    """Adam-mini: how many elements a run has in the whole parameter."""
+    """Adam-mini: number of elements of the whole parameter in one run."""
 
 
-def _hint(given: object, known: tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(str(given), known, n=1)
+def _hint(name: object, known: tuple[str, ...]) -> str:
+    """Return " (did you mean 'x'?)" for the known name closest to `name`, or ""."""
+    near = difflib.get_close_matches(str(name), known, n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""

@@ -398,7 +398,7 @@ def test_a_step_needs_no_memory_to_speak_of(kind: str, nonfinite: str) -> None:
     torch.cuda.reset_peak_memory_stats()
     optimizer.step()
     torch.cuda.synchronize()
-    rows = 3 * 4096 if kind == "mini" else 3 * 4096 * 4096 // (kernels.N * kernels.TILES)
+    rows = 3 * 4096 if kind == "mini" else 3 * 4096 * 4096 // (kernels.TILE * kernels.TILES)
     squares = 0 if nonfinite == "unchecked" else 8 * rows
     scalars = 32 * 512  # the allocator's smallest block for each
     bound = 2 * squares + 4 * 64 + scalars

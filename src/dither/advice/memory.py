@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
-from dither.adam_update import BLOCKS, WHOLE
+from dither.adam_update import BLOCKS, WHOLE, current_mode
 from dither.engines import container
 from dither.errors import UserError
 from dither.formats import TABLE, Format
@@ -156,7 +156,7 @@ STORAGE: Mapping[str, Storage] = MappingProxyType(
         "fp32": Storage(compute="fp32"),
         "o1": Storage(),
         "o2": Storage(parameters="bf16", master=True),
-        "bf16": Storage(**_NARROW),  # type: ignore[arg-type]
+        "bf16-rn": Storage(**_NARROW),  # type: ignore[arg-type]
         "bf16-sr": Storage(**_NARROW),  # type: ignore[arg-type]
         "bf16-kahan": Storage(**_NARROW, compensation=True),  # type: ignore[arg-type]
         "fp16": Storage(compute="fp16"),
@@ -171,7 +171,7 @@ class Setting:
     """How a model is trained, as far as memory depends on it."""
 
     mode: str = "o1"
-    """A precision mode: fp32, o1, o2, bf16, bf16-sr, bf16-kahan, fp16 or fp16-o2."""
+    """A precision mode: fp32, o1, o2, bf16-rn, bf16-sr, bf16-kahan, fp16 or fp16-o2."""
     precision: LayerPrecision | None = None
     """The casts of linear layers in blocks, such as `recipe("fp8-current").default`; None: none."""
     states: str | None = None
@@ -192,6 +192,7 @@ class Setting:
     """Whether a step has several backward passes, so that gradients exist while activations do."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "mode", current_mode(self.mode))
         _choose("mode", self.mode, STORAGE)
         if self.states is not None:
             _choose("format of optimizer states", self.states, (*WHOLE, *BLOCKS))

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from dither.adam_update import current_mode
 from dither.advice.machine import gpus_here
 from dither.advice.memory import GIB, PARTS, STORAGE, Setting, Shape, estimate, largest_batch
 from dither.advice.recommend import Gpu, gpu_named, recommend
@@ -57,7 +58,7 @@ def memory(
     Args:
         model: A preset such as llama-1b, a Hugging Face folder or its config.json, or the folder of a run.
         params: In place of a model: the number of parameters, such as 7e9, of a Llama.
-        mode: Precision modes, one column each: fp32, o1, o2, bf16, bf16-sr, bf16-kahan, fp16, fp16-o2.
+        mode: Precision modes, one column each: fp32, o1, o2, bf16-rn, bf16-sr, bf16-kahan, fp16, fp16-o2.
         recipe: Recipes of linear layers, such as fp8-current, each with every mode; "none" for no casts.
         states: Formats of the optimizer's moments, such as dynamic8, each with every mode; "mode" for that of the mode.
         batch: Sequences per forward pass; by default that of the run, or 8.
@@ -153,6 +154,7 @@ def _columns(modes: Sequence[str], recipes: Sequence[str], states: Sequence[str]
         ]
     found = {} if own is None else {"this run": own}
     for mode, name, kept in asked:
+        mode = current_mode(mode)
         if mode not in STORAGE:
             raise UserError(f"There is no mode {mode!r}: choose from {', '.join(STORAGE)}.")
         precision = None if name is None else _casts(recipe_named(name).default)

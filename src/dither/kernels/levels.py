@@ -19,7 +19,7 @@ from torch import Tensor
 from dither import grouping
 from dither.formats import Format
 from dither.grouping import GroupLayout
-from dither.kernels import Launch, native
+from dither.kernels import BoundKernel, native
 from dither.kernels import quantize as one_cast
 from dither.kernels.quantize import _quantize_both_kernel, _quantize_kernel, _quantize_once_kernel
 from dither.kernels.rounding import draw_arguments
@@ -242,7 +242,7 @@ KERNELS = {_quantize_both_kernel: _both_kernel, _quantize_once_kernel: _once_ker
 """The kernel that chooses by level, for each that casts by one cast."""
 
 
-def _merged(launches: tuple[Launch, ...]) -> Launch:
+def _merged(launches: tuple[BoundKernel, ...]) -> BoundKernel:
     """Return one launch for launches of a kernel that differ in constants by level, and in nothing else."""
     first = launches[0]
     shared = {name: value for name, value in first.constants.items() if name not in BY_LEVEL}
@@ -255,7 +255,7 @@ def _merged(launches: tuple[Launch, ...]) -> Launch:
         constants |= {f"{name}{index}": of_level[name] for name in BY_LEVEL if name in of_level}
     registers = [each.options.get("maxnreg") for each in launches]
     options = {**first.options, "maxnreg": None if None in registers else max(filter(None, registers))}
-    return Launch(KERNELS[first.kernel], first.programs, first.numbers, constants, bits=first.bits, **options)
+    return BoundKernel(KERNELS[first.kernel], first.programs, first.numbers, constants, bits=first.bits, **options)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -268,7 +268,7 @@ def _both_launch(
     container: Format,
     drawn: tuple[tuple[bool, bool, bool], ...],
     scales: torch.dtype,
-) -> Launch | None:
+) -> BoundKernel | None:
     each = [
         one_cast._both_launch(shape, stride, dtype, device, cast, container, bits, scales)
         for cast, bits in zip(casts, drawn, strict=True)
@@ -317,7 +317,7 @@ def _one_launch(
     drawn: tuple[tuple[bool, bool, bool], ...],
     scales: torch.dtype,
     measure: bool,
-) -> Launch:
+) -> BoundKernel:
     return _merged(
         tuple(
             one_cast._one_launch(place, stride, dtype, device, cast, container, bits, scales, measure, False, None)

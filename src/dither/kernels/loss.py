@@ -1,12 +1,17 @@
 """Cross entropy by rows and its gradients, as in `dither.reference.loss` up to the order of additions and the last bits of exp.
 
-A program has a row, and reads it once. A thread holds runs of 16 bytes, eight bfloat16 neighbours, and each place of a run in
-the tile has a largest logit and a sum of its own, so that threads meet once a row: a sum is multiplied by exp(old - new)
-when its largest logit grows, an exponential more for a run. Rows of V logits that are no multiple of eight begin anywhere:
-the whole runs between their edges are loaded and stored 16 bytes at a time all the same, and the edges by the element.
+    loss = log(sum exp(x - largest)) - (x[target] - largest)
+    gradient = (softmax(x) - one at the target) * weight
 
-Bytes that must move: forward, the logits once; backward, the logits once and as many gradients. Rows that do not count are
-not read.
+One program per row, which it reads once. A thread holds runs of 16 bytes (eight bfloat16 neighbours). Each run of the tile has
+its own largest logit and its own sum, so that threads combine them once per row. When the largest logit grows, the sum is
+multiplied by exp(old - new): one more exponential per run. If V is not a multiple of the run, rows begin anywhere. Whole runs
+are then still loaded and stored 16 bytes at a time, and the edges element by element.
+
+Legend: RUN elements are 16 bytes, RUNS runs are loaded at a time, EVEN says that all rows consist of whole runs, ALIKE that
+runs of logits are aligned where runs of gradients are, `words` is V, the size of the vocabulary.
+
+Bytes that must move: the logits once in forward; the logits and as many gradients in backward. Ignored rows are not read.
 """
 
 import functools
@@ -16,22 +21,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dither.kernels import Launch, native
+from dither.kernels import BoundKernel, native
 from dither.kernels.rounding import as_bits, narrow_float, widen
 from dither.reference.loss import IGNORE, gradients_like
 
 BLOCK = 4096
-"""Logits that a program takes at a time; the bounds that `dither.reference.loss` states allow no fewer where a row has them."""
+"""Logits that a program loads at a time. The error bounds in `dither.reference.loss` assume no fewer, if a row has them."""
 
 IGNORED = tl.constexpr(IGNORE)
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
-"""The largest logit of none: finite, so that it can be subtracted from -Inf."""
+"""The largest logit before the first: finite, so that subtracting it from -Inf is defined."""
 
 
 @triton.jit
 def row_parts(row, stride, words, RUN: tl.constexpr):
-    """(where the first aligned run of a row lies, elements before it, whole runs from there on)."""
+    """Return (offset of a row's first aligned run, elements before it, number of whole runs from there on)."""
     begin = row.to(tl.int64) * stride
     first = (begin + RUN - 1) // RUN * RUN
     head = tl.minimum(first - begin, words).to(tl.int32)
@@ -40,7 +45,7 @@ def row_parts(row, stride, words, RUN: tl.constexpr):
 
 @triton.jit
 def row_edges(head, runs, words, RUN: tl.constexpr):
-    """The columns before and after the whole runs, and which of these there are."""
+    """Return the columns before and after the whole runs, [2 * RUN], and a mask of those that exist."""
     lane = tl.arange(0, 2 * RUN)
     column = tl.where(lane < RUN, lane, head + (runs - 1) * RUN + lane)
     return column, ((lane < head) | (lane >= RUN)) & (column < words)
@@ -48,13 +53,13 @@ def row_edges(head, runs, words, RUN: tl.constexpr):
 
 @triton.jit
 def power(x):
-    """e^x, with the exponential that GPUs have."""
+    """Return e^x by the GPU's exp2."""
     return tl.exp2(x * LOG2E)
 
 
 @triton.jit
 def grown(largest, total, x):
-    """The largest logits and the sums of exp(x - largest) of runs, after one more run x [n, RUN] each."""
+    """Return the largest logits and sums of exp(x - largest) per run, after one more run x [n, RUN] each."""
     new = tl.maximum(largest, tl.max(x, axis=1))
     return new, total * power(largest - new) + tl.sum(power(x - new[:, None]), axis=1)
 
@@ -73,7 +78,7 @@ def _cross_entropy_kernel(
     EVEN: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """EVEN says that all rows are whole runs."""
+    """Store the loss of each row, and the two parts of its logsumexp: the largest logit, and the logarithm of the sum."""
     row = tl.program_id(0)
     target = tl.load(targets_ptr + row)
     if target == IGNORED:
@@ -102,7 +107,7 @@ def _cross_entropy_kernel(
             largest = new
         is_word = (target >= 0) & (target < words)
         chosen = widen(tl.load(begin + target, mask=is_word, other=0.0), NATIVE)
-        # A sum of 0 is that of nothing but -Inf; one of NaN compares as false.
+        # The sum is 0 if all logits are -Inf; a sum of NaN compares as false.
         logarithm = tl.where(total > 0, tl.log(total), float("nan"))
         logarithm = tl.where(is_word, logarithm, float("nan"))
         tl.store(losses_ptr + row, logarithm - (chosen - largest))
@@ -112,7 +117,7 @@ def _cross_entropy_kernel(
 
 @triton.jit
 def slopes(x, largest, logarithm, is_target, weight):
-    """(softmax - one at the target) * weight."""
+    """Return (softmax - one at the target) * weight."""
     probability = power((x - largest) - logarithm)
     return tl.where(is_target, probability - 1.0, probability) * weight
 
@@ -134,11 +139,11 @@ def _cross_entropy_backward_kernel(
     ALIKE: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """EVEN: all rows of gradients are whole runs. ALIKE: runs of logits are aligned where those of gradients are."""
+    """Store (softmax - one at the target) * weight of each row."""
     row = tl.program_id(0)
     target, weight = tl.load(targets_ptr + row), tl.load(weights_ptr + row)
-    # As integers: what comparing floats gives, the interpreter cannot combine. Without a weight logits and parts, which may be
-    # NaN, count as 0: all is finite then, and 0 times it is 0, at no cost for an element.
+    # Compared as integers: the interpreter cannot combine the result of comparing floats. For a weight of 0, logits and parts
+    # (which may be NaN) are read as 0, so that the product is 0 at no cost per element.
     counts = (as_bits(weight) & 0x7FFFFFFF) != 0
     largest = tl.load(parts_ptr + row, mask=counts, other=0.0)
     logarithm = tl.load(parts_ptr + rows + row, mask=counts, other=0.0)
@@ -171,7 +176,7 @@ def _cross_entropy_backward_kernel(
 
 
 def forward(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-    """(losses [N], the parts of the logsumexp [2, N]: the largest logit, and the logarithm of the sum), in float32."""
+    """Return (losses [N], parts of the logsumexp [2, N]: the largest logit, and the logarithm of the sum), float32."""
     N, V = logits_NV.shape
     losses_N = torch.empty(N, dtype=torch.float32, device=logits_NV.device)
     parts_2N = torch.empty((2, N), dtype=torch.float32, device=logits_NV.device)
@@ -183,7 +188,7 @@ def forward(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def backward(logits_NV: Tensor, targets_N: Tensor, parts_2N: Tensor, weights_N: Tensor) -> Tensor:
-    """(softmax - one at the target) * weight of each row [N, V], rounded once to the dtype of the logits."""
+    """Return (softmax - one at the target) * weight of each row, [N, V], rounded once to the dtype of the logits."""
     N, V = logits_NV.shape
     grads_NV = gradients_like(logits_NV)
     if N:
@@ -194,18 +199,18 @@ def backward(logits_NV: Tensor, targets_N: Tensor, parts_2N: Tensor, weights_N: 
 
 
 def _with_rows(logits_NV: Tensor) -> Tensor:
-    """The logits with neighbouring words side by side."""
+    """Return the logits with a last stride of 1."""
     return logits_NV if logits_NV.stride(1) == 1 or logits_NV.shape[1] == 1 else logits_NV.contiguous()
 
 
 @functools.lru_cache(maxsize=4096)
-def _launch(backward: bool, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Launch:
-    """The kernel for logits of a type and a size: rows, words, the rows' stride and, for gradients, that of theirs."""
+def _launch(backward: bool, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> BoundKernel:
+    """Return the kernel for logits of a dtype and a size (rows, V, stride of rows; for backward also the gradients' stride)."""
     rows, words, *strides = size
     run = 16 // dtype.itemsize
     block, warps = (_backward_shape if backward else _forward_shape)(words)
     even = words % run == 0 and strides[-1] % run == 0
-    return Launch(
+    return BoundKernel(
         _cross_entropy_backward_kernel if backward else _cross_entropy_kernel,
         rows,
         size,
@@ -221,11 +226,11 @@ def _launch(backward: bool, size: tuple[int, ...], dtype: torch.dtype, device: t
 
 
 def _forward_shape(words: int) -> tuple[int, int]:
-    """(logits, warps) of a program's tile, no larger than a short row needs: `benchmarks/loss.py --sweep`."""
+    """Return (logits, warps) of a program's tile, no larger than a short row needs; see `benchmarks/loss.py --sweep`."""
     block = max(256, min(BLOCK, triton.next_power_of_2(words)))
     return block, max(1, block // 512)
 
 
 def _backward_shape(words: int) -> tuple[int, int]:
-    """The same for the gradients."""
+    """Return (logits, warps) of a program's tile in backward."""
     return _forward_shape(words)

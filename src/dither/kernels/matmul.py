@@ -1,7 +1,7 @@
 """Products of cast operands on the matrix units of NVIDIA GPUs, as in `dither.reference.matmul` up to the order of additions.
 
-`dither.engines` says which units take which operands. Both operands lie in memory along L, the axis that is summed over,
-which is the only layout that the FP8 units of Hopper take.
+Legend: out [P, Q] = A B^T with A [P, L] and B [Q, L]. Both operands are contiguous along L, the axis that is summed over: the
+FP8 units of Hopper take no other layout. `dither.engines` says which units take which operands.
 """
 
 import functools
@@ -27,7 +27,7 @@ from dither.reference.scaling import loaded_scale
 UNITS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 INT8_LENGTH = 1 << 17
-"""INT8 units add in int32: 2^17 products of at most 127^2 stay below 2^31."""
+"""Longest sum per INT8 product: units add in int32, and 2^17 products of at most 127^2 stay below 2^31."""
 
 
 def product(
@@ -41,16 +41,17 @@ def product(
     where: str,
     verified: str = "",
 ) -> Tensor:
-    """A B^T + bias, [P, Q] in `dtype`, from A [P, L], B [Q, L] and bias [Q], on the engine that the operands allow.
+    """Return A B^T + bias, [P, Q] in `dtype`, from A [P, L], B [Q, L] and bias [Q], on the engine that takes the operands.
 
-    `fast` lets FP8 units keep their sums in narrow accumulators where the scales are those of tensors or rows. `emulate`
-    multiplies in float32 instead. `where` names the product in errors. `verified` names, with commas between, the units that
-    passed the self-test on this machine.
+    fast: let FP8 units add in narrow accumulators, if scales are per tensor or per row.
+    emulate: multiply in float32 instead.
+    where: the name of the product in errors.
+    verified: the units that passed the self-test on this machine, separated by commas.
     """
     if (a.cast is None and b.cast is None) or 0 in (*a.shape, *b.shape):
         return reference.product(a, b, bias, dtype, fast=fast, emulate=emulate, where=where)
     size = (a.shape[0], b.shape[0], a.length)
-    if emulate:  # as the CPU multiplies
+    if emulate:  # as on a CPU
         engine = engine_for(a.cast, b.cast, size, None)
         if engine.name == "int8":  # not float32: integers have one product
             return reference.product(a, b, bias, dtype, fast=fast, emulate=emulate, where=where)
@@ -62,7 +63,7 @@ def product(
 def product_on(
     engine: Engine, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, *, fast: bool = False, where: str = ""
 ) -> Tensor:
-    """The same on a given engine, which must take the operands."""
+    """Return A B^T + bias on a given engine, which must take the operands."""
     if engine.name == "fp32":
         return _fp32_product(a, b, bias, dtype, where)
     if engine.name == "int8":
@@ -77,14 +78,14 @@ def product_on(
     scales = (_float_scale(a), _float_scale(b))
     if engine.scaling == "row":
         scales = (_row_scale(a, scales[0]), _row_scale(b, scales[1]).T)
-    # The units add a bias of the result's own 16-bit type.
+    # The units add a bias only in the result's 16-bit dtype.
     inside = None if bias is None or dtype == torch.float32 else bias.to(dtype)
     result = torch._scaled_mm(_codes(a), _codes(b).T, *scales, bias=inside, out_dtype=dtype, use_fast_accum=fast)
     return result if bias is None or inside is not None else result + bias
 
 
 def _plain(a: Operand, b: Operand) -> str:
-    """The format of an operand that is not cast."""
+    """Return the format of the operands that are not cast."""
     kinds = {x.values.dtype for x in (a, b) if x.cast is None}
     return "bf16" if kinds <= {torch.bfloat16} else "fp16" if kinds == {torch.float16} else "fp32"
 
@@ -93,6 +94,7 @@ def _plain(a: Operand, b: Operand) -> str:
 def _engine(
     a: Cast | None, b: Cast | None, size: tuple[int, int, int], device: torch.device, plain: str, verified: str, where: str
 ) -> Engine:
+    """Return the engine for a product on this device; errors begin with `where`."""
     try:
         return engine_for(a, b, size, devices.capability_of(device), plain, tuple(filter(None, verified.split(","))))
     except UserError as error:
@@ -100,37 +102,38 @@ def _engine(
 
 
 def _codes(x: Operand) -> Tensor:
-    """FP8 codes as the dtype that torch multiplies."""
+    """Return FP8 codes in the dtype that torch multiplies."""
     assert x.cast is not None
     dtype = storage_dtype(x.cast.element)
     return x.values if x.values.dtype == dtype else x.values.view(dtype)
 
 
 def _float_scale(x: Operand) -> Tensor:
-    """The scales as float32: one for codes that have none."""
+    """Return the scales as float32; 1 for codes without scales."""
     return x.values.new_ones((), dtype=torch.float32) if x.scale is None else loaded_scale(x.scale)
 
 
 def _row_scale(x: Operand, scale: Tensor) -> Tensor:
-    """[P, 1], contiguous; a tensor's scale stands for each row's."""
+    """Return scales [P, 1], contiguous; a tensor's scale is repeated for each row."""
     return scale if scale.dim() == 2 else scale.expand(x.shape[0], 1).contiguous()
 
 
 def _group_scale(x: Operand) -> tuple[Tensor, ScalingType]:
-    """Scales of 128-element groups as cuBLAS wants them.
+    """Return the scales of 128-element groups in cuBLAS's layout.
 
-    Tiles: [P, L / 128] with the rows innermost. Blocks: [L / 128, P / 128] with L innermost and each run of it filled up to a
-    multiple of 4. torch._scaled_mm does not ask for that filling, and without it the result is silently wrong.
+    Tiles: [P, L / 128] with the rows innermost. Blocks: [L / 128, P / 128] with L innermost and padded to a multiple of 4.
+    torch._scaled_mm does not check the padding; without it the result is silently wrong.
     """
     assert x.cast is not None
     scale = _float_scale(x)
     if x.cast.group.kind == "tile":
-        return scale.T.contiguous().T, ScalingType.BlockWise1x128  # which they are, as casts store them
+        return scale.T.contiguous().T, ScalingType.BlockWise1x128  # no copy: casts store them so
     missing = -scale.shape[1] % 4
     return (functional.pad(scale, (0, missing)) if missing else scale).T, ScalingType.BlockWise128x128
 
 
 def _fp32_product(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, where: str) -> Tensor:
+    """Return the product of dequantized operands in float32."""
     if torch.get_float32_matmul_precision() != "highest":
         raise UserError(
             f"{where} multiplies in float32, which torch.set_float32_matmul_precision("
@@ -146,10 +149,11 @@ def _fp32_product(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtyp
 
 
 def _sixteen_bit_product(engine: Engine, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the product on BF16 or FP16 units, with scales applied to the sums or to the result."""
     left, groups_a, outer_a = _sixteen_bit_numbers(a, engine.name)
     right, groups_b, outer_b = _sixteen_bit_numbers(b, engine.name)
     if groups_a is None and groups_b is None:
-        # A bfloat16 result would let cuBLAS add parts of it in bfloat16.
+        # With a bfloat16 result, cuBLAS may add partial sums in bfloat16.
         result = torch.mm(left, right.T, out_dtype=torch.float32)
     else:
         result = _grouped_product(left, groups_a, a.cast, right, groups_b, b.cast)
@@ -161,9 +165,9 @@ def _sixteen_bit_product(engine: Engine, a: Operand, b: Operand, bias: Tensor | 
 
 
 def _sixteen_bit_numbers(x: Operand, units: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Numbers that the units' format holds exactly [P, L], the float32 scales of groups, and the scale outside of all.
+    """Return (numbers [P, L] that the units' format holds exactly, float32 scales of groups, outer scale).
 
-    The latter is that of the tensor, or [P, 1].
+    The outer scale is the tensor's, or [P, 1].
     """
     if x.cast is None:
         return x.values, None, None
@@ -176,23 +180,23 @@ def _sixteen_bit_numbers(x: Operand, units: str) -> tuple[Tensor, Tensor | None,
 
 
 def _numbers(x: Operand, cast: Cast, dtype: torch.dtype) -> Tensor:
-    """Dequantized as `cast` says, [P, L]; a scale that is missing is 1."""
+    """Return the operand dequantized by `cast`, [P, L]; missing scales are 1."""
     one = x.values.new_ones((), dtype=torch.float32)
-    scale, tensor = (one if given is None else given for given in (x.scale, x.tensor_scale))
+    scale, tensor = (one if stored is None else stored for stored in (x.scale, x.tensor_scale))
     return quantize.dequantize(x.values, scale, tensor, cast, x.shape, 1, dtype)
 
 
 def _grouped_product(
     a: Tensor, scale_a: Tensor | None, cast_a: Cast | None, b: Tensor, scale_b: Tensor | None, cast_b: Cast | None
 ) -> Tensor:
-    """float32 [P, Q]: the sum over groups of (A's scale * B's scale * A_group B_group^T); no scale is 1."""
+    """Return the sum over groups of (A's scale * B's scale * A_group B_group^T), float32 [P, Q]; missing scales are 1."""
     (P, L), Q = a.shape, b.shape[0]
     lengths = [
         cast.group.size for cast, scale in ((cast_a, scale_a), (cast_b, scale_b)) if cast is not None and scale is not None
     ]
     a, b = a.contiguous(), b.contiguous()
     out = a.new_empty((P, Q), dtype=torch.float32)
-    # Tiles of 128 x 128 in steps of 64 take 96 KiB of shared memory in three stages: what the smallest of these GPUs has.
+    # Tiles of 128 x 128 in steps of 64 take 96 KiB of shared memory in three stages: the smallest of these GPUs has as much.
     block_p, block_q, step = 128, 128, min(64, *lengths)
     _group_product_kernel[(triton.cdiv(P, block_p) * triton.cdiv(Q, block_q),)](
         a,
@@ -210,7 +214,7 @@ def _grouped_product(
         BLOCK_P=block_p,
         BLOCK_Q=block_q,
         STEP=step,
-        WIDEN=interpreted(),  # Triton's interpreter would multiply the bits of BF16 numbers as integers
+        WIDEN=interpreted(),  # Triton's interpreter multiplies the bits of BF16 numbers as integers
         num_warps=8,
         num_stages=3,
     )
@@ -218,7 +222,7 @@ def _grouped_product(
 
 
 def _group_constants(side: str, cast: Cast | None, scale: Tensor | None) -> dict[str, int]:
-    """LENGTH: elements along L that share a scale, 0 without scales; LINES: rows that do."""
+    """Return LENGTH, the elements along L that share a scale (0 without scales), and LINES, the rows that do."""
     if cast is None or scale is None:
         return {f"LENGTH_{side}": 0, f"LINES_{side}": 1}
     return {f"LENGTH_{side}": cast.group.size, f"LINES_{side}": cast.group.size if cast.group.kind == "block" else 1}
@@ -247,7 +251,7 @@ def _group_product_kernel(
     STEP: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One tile of out = sum over steps of s_a s_b (A_step B_step^T), A [P, L] and B [Q, L] in 16 bits, all sums in float32.
+    """Store one tile of out = sum over steps of s_a s_b (A_step B_step^T); A [P, L] and B [Q, L] in 16 bits, sums in float32.
 
     A step is no longer than a group, so each sum has one scale per row of A and one per row of B. Example with STEP 2,
     A = [1, 2 | 3, 4] with scales [10 | 100], B = [1, 1 | 1, 1] without: 10 * 3 + 100 * 7 = 730.
@@ -282,9 +286,9 @@ def _group_product_kernel(
 
 
 def _int8_sums(a: Tensor, b: Tensor) -> Tensor:
-    """The exact sums of integer products [P, Q], rounded once to float32.
+    """Return the exact sums of integer products, [P, Q], rounded once to float32.
 
-    torch._int_mm takes more than 16 rows, and a length and columns that are multiples of 8: zeros fill them up.
+    torch._int_mm requires more than 16 rows, and a length and columns that are multiples of 8; operands are padded with zeros.
     """
     P, Q, L = len(a), len(b), a.shape[1]
     a = functional.pad(a, (0, -L % 16, 0, max(32 - P, 0)))
@@ -302,7 +306,10 @@ def _int8_sums(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _mx_product(engine: Engine, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """By Blackwell's own formats, which take scales in the order of `swizzled`; nvfp4's scales of tensors come after."""
+    """Return the product on Blackwell's MX units, which take scales in the order of `swizzled`.
+
+    nvfp4's tensor scales are applied to the result.
+    """
     recipe = ScalingType.BlockWise1x16 if engine.name == "nvfp4" else ScalingType.BlockWise1x32
     code = torch.float8_e4m3fn if engine.name == "mxfp8" else torch.float4_e2m1fn_x2
     swizzle = SwizzleType.SWIZZLE_32_4_4
@@ -323,7 +330,7 @@ def _mx_product(engine: Engine, a: Operand, b: Operand, bias: Tensor | None, dty
 
 
 def _scale_of_rows(x: Operand) -> Tensor:
-    """Stored scales [P, groups], a line for each row: the rows of a square block repeat theirs."""
+    """Return stored scales [P, groups], one line per row; the rows of a square block share theirs."""
     assert x.cast is not None
     assert x.scale is not None
     if x.cast.group.kind != "block":
@@ -333,10 +340,9 @@ def _scale_of_rows(x: Operand) -> Tensor:
 
 
 def swizzled(scale: Tensor) -> Tensor:
-    """Scales [P, G] of one byte each in the order that Blackwell's units read, flat, filled up to 128 rows and 4 columns.
+    """Return one-byte scales [P, G] in the order that Blackwell's units read: flat, padded to 128 rows and 4 columns.
 
-    Tiles of 128 x 4 follow each other, row of tiles by row of tiles. In a tile, scale (r, g) lies at (r % 32) * 16 +
-    (r // 32) * 4 + g.
+    Tiles of 128 x 4 are stored row by row. In a tile, scale (r, g) lies at (r % 32) * 16 + (r // 32) * 4 + g.
 
     >>> import torch
     >>> order = swizzled(torch.arange(128 * 4).reshape(128, 4).to(torch.uint8))

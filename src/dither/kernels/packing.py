@@ -1,13 +1,19 @@
-"""Codes in memory, as in `dither.reference.packing`: two 4-bit codes to a byte, four 6-bit codes to three bytes."""
+"""Packed codes, as in `dither.reference.packing`: two 4-bit codes per byte, four 6-bit codes per three bytes.
+
+Legend: P lines of Q elements in a tile; `stride` is the length of a stored line in items of the output, bytes if packed.
+"""
 
 import triton
 import triton.language as tl
 
 from dither.kernels.rounding import as_bits, as_float
 
-# Eight E2M1 codes as one word. $1..$8: magnitudes as `truncated_code` has them before it adds random bits, code above 22
-# bits of fraction; $9..$16: the signs, on top; $17..$20: two 16-bit random numbers each. A multiply-add brings each code to
-# a byte of its own; byte permutations collect these and the signs. 26 instructions for eight elements fewer than code by code.
+# Eight E2M1 codes as one word.
+#   $1..$8     magnitudes as in `truncated_code` before it adds random bits: the code above 22 bits of fraction
+#   $9..$16    words with the signs in the top bit
+#   $17..$20   two 16-bit random numbers each
+# A multiply-add brings each code to its own byte; byte permutations collect codes and signs. This takes 26 instructions fewer
+# per eight elements than code by code.
 E2M1_WORD = tl.constexpr(
     """{
     .reg .b32 r, even, odd, t<8>, a, b;
@@ -33,7 +39,7 @@ E2M1_WORD = tl.constexpr(
 
 @triton.jit
 def eight(x, P: tl.constexpr, Q: tl.constexpr):
-    """Elements 0 to 7 of each run of eight in x [P, Q], as eight tensors [P, Q / 8]."""
+    """Split x [P, Q] into eight tensors [P, Q / 8]: element i of each run of eight."""
     even, odd = tl.split(tl.reshape(x, [P, Q // 8, 2, 2, 2]))
     x04, x26 = tl.split(even)
     x15, x37 = tl.split(odd)
@@ -46,12 +52,12 @@ def eight(x, P: tl.constexpr, Q: tl.constexpr):
 
 @triton.jit
 def e2m1_words(a, sign, random, F: tl.constexpr, P: tl.constexpr, Q: tl.constexpr):
-    """int32[P, Q / 8] of packed codes: magnitudes with bits `a`, rounded stochastically with 16 bits of `random`."""
+    """Round magnitudes with bits `a` stochastically with 16 random bits; return packed codes, int32[P, Q / 8]."""
     u = as_bits(tl.inline_asm_elementwise(F.DOWN, "=f,f", [as_float(a)], dtype=tl.float32, is_pure=True, pack=1))
     u0, u1, u2, u3, u4, u5, u6, u7 = eight(u, P, Q)
     s0, s1, s2, s3, s4, s5, s6, s7 = eight(sign, P, Q)
     r0, r1, r2, r3, r4, r5, r6, r7 = eight(random, P, Q)
-    # The halves come from these very words, so that the compiler undoes both steps.
+    # The halves were split from such words, and the compiler cancels both steps.
     w0, w1, w2, w3 = r0 | (r1 << 16), r2 | (r3 << 16), r4 | (r5 << 16), r6 | (r7 << 16)
     arguments = [u0, u1, u2, u3, u4, u5, u6, u7, s0, s1, s2, s3, s4, s5, s6, s7, w0, w1, w2, w3]
     constraints: tl.constexpr = "=r" + ",r" * 20
@@ -60,7 +66,7 @@ def e2m1_words(a, sign, random, F: tl.constexpr, P: tl.constexpr, Q: tl.constexp
 
 @triton.jit
 def store_words(pointer, words, line, first, lines, stride, Q: tl.constexpr):
-    """Write words of eight 4-bit codes: elements first .. first + Q - 1 of each line."""
+    """Store words of eight 4-bit codes: elements first to first + Q - 1 of each line."""
     at = first // 8 + tl.arange(0, Q // 8)
     inside = (line < lines)[:, None] & (at < stride // 4)[None, :]
     tl.store(pointer.to(tl.pointer_type(tl.int32)) + line[:, None] * (stride // 4) + at[None, :], words, mask=inside)
@@ -70,13 +76,14 @@ def store_words(pointer, words, line, first, lines, stride, Q: tl.constexpr):
 def store_packed(
     pointer, code, line, first, lines, stride, BITS: tl.constexpr, WORDS: tl.constexpr, P: tl.constexpr, Q: tl.constexpr
 ):
-    """Write codes [P, Q] of elements first .. first + Q - 1 of each line: two to a byte, four to three bytes, or one each.
+    """Store codes [P, Q] of elements first to first + Q - 1 of each line: 4-bit, 6-bit or one per item.
 
-    Lines of codes lie back to back: `stride` is their stored length too (one known multiple of 16 lets stores be wide).
+    Lines follow each other without gaps, so `stride` is also their stored length; stores are wide if it is a multiple of 16.
+    WORDS says that it is a multiple of 4. Example: the 4-bit codes 1, 2, 3, 4 are the bytes 0x21, 0x43.
     """
     start = pointer + line[:, None] * stride
     if BITS == 4 and WORDS:
-        # Eight codes make a word, put together in the thread that has them.
+        # Eight codes make a word, assembled within one thread.
         c0, c1, c2, c3, c4, c5, c6, c7 = eight(code, P, Q)
         low = c0 | (c1 << 4) | (c2 << 8) | (c3 << 12)
         store_words(pointer, low | (c4 << 16) | (c5 << 20) | (c6 << 24) | (c7 << 28), line, first, lines, stride, Q)

@@ -1,4 +1,8 @@
-"""Philox4x32-10 by coordinates, as in `dither.reference.philox`, and the device functions that other kernels draw with."""
+"""Philox4x32-10 by coordinates, as in `dither.reference.philox`, and the device functions by which kernels draw.
+
+Legend: WIDTH is the number of random bits per element, E = 128 / WIDTH the number of neighbours that one call serves (a Philox
+block), ALIGNED says that the first column begins such a block.
+"""
 
 import torch
 import triton
@@ -7,10 +11,15 @@ from torch import Tensor
 
 from dither.random import Draw
 
+ROW_SHIFT = tl.constexpr(1)
+"""Position of the number of rows to add in a step of three numbers: (step, rows to add, number to add to the key)."""
+KEY_SHIFT = tl.constexpr(2)
+"""Position of the number to add to the key."""
+
 
 @triton.jit
 def philox4x32(c0, c1, c2, key):
-    """Four uint32 words for the counter (c0, c1, c2, 0); `key` is an int64 scalar. See the reference for the rounds."""
+    """Return four uint32 words for the counter (c0, c1, c2, 0). `key` is an int64 scalar. The reference explains the rounds."""
     k0 = key.to(tl.uint32)
     k1 = (key >> 32).to(tl.uint32)
     c3 = c0 * 0
@@ -31,12 +40,13 @@ def philox4x32(c0, c1, c2, key):
 
 @triton.jit
 def program_tile(program, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(batch, first row, first column) of tile number `program`, int64.
+    """Return (batch, first row, first column) of tile number `program`, int64.
 
-    The tiles of all matrices stand in one line, since only the first dimension of a grid may exceed 65,535.
+    The grid is one-dimensional, since only the first dimension of a grid may exceed 65,535. Example: matrices of 10 x 300 in
+    tiles of 8 x 128 have 2 x 3 tiles each, and tile 10 is (1, 8, 128).
     """
     program = program.to(tl.uint32)
-    zero = program * 0  # a size of 1 is a constant to Triton, which 3.7 cannot convert
+    zero = program * 0  # Triton makes a size of 1 a constant, which 3.7 cannot convert
     across = tl.cdiv(columns + zero, COLUMNS).to(tl.uint32)
     down = tl.cdiv(rows + zero, ROWS).to(tl.uint32)
     strip = program // across
@@ -47,10 +57,10 @@ def program_tile(program, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constex
 
 @triton.jit
 def random_calls(key, step, row, column, CALLS: tl.constexpr, WIDTH: tl.constexpr):
-    """int32[CALLS * 128 / WIDTH]: WIDTH random bits for each element of the Philox blocks that begin at row[i], column[i]."""
+    """Return WIDTH random bits per element of the Philox blocks that begin at row[i], column[i], int32[CALLS * E]."""
     E: tl.constexpr = 128 // WIDTH
     w0, w1, w2, w3 = philox4x32((column // E).to(tl.uint32), row.to(tl.uint32), step, key)
-    # join(join(0, 2), join(1, 3)) lies in memory order 0, 1, 2, 3; what is joined stays in its thread.
+    # join(join(0, 2), join(1, 3)) has the memory order 0, 1, 2, 3, and a join keeps values in their thread.
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     if WIDTH == 16:
         words = tl.join(words & 0xFFFF, words >> 16)
@@ -61,9 +71,9 @@ def random_calls(key, step, row, column, CALLS: tl.constexpr, WIDTH: tl.constexp
 
 @triton.jit
 def random_elements(key, step, row, column, WIDTH: tl.constexpr):
-    """int32 like `row` and `column`: WIDTH random bits for each element, one call each.
+    """Return WIDTH random bits per element, int32 in the shape of `row` and `column`, with one call per element.
 
-    Slow: for shards that begin inside a block.
+    This is slow, and only for shards that begin inside a block.
     """
     E: tl.constexpr = 128 // WIDTH
     w0, w1, w2, w3 = philox4x32((column // E).to(tl.uint32), row.to(tl.uint32), step, key)
@@ -77,10 +87,7 @@ def random_elements(key, step, row, column, WIDTH: tl.constexpr):
 
 @triton.jit
 def random_tile(key, step, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):
-    """int32[ROWS, COLUMNS] with WIDTH random bits each, for rows and columns from the scalars `row` and `column` on.
-
-    ALIGNED says that `column` begins a Philox block, so that one call serves 128 / WIDTH neighbours.
-    """
+    """Return WIDTH random bits per element, int32[ROWS, COLUMNS], from the scalars `row` and `column` on."""
     if ALIGNED:
         CALLS: tl.constexpr = ROWS * COLUMNS * WIDTH // 128
         first = tl.arange(0, CALLS) * (128 // WIDTH)
@@ -108,6 +115,7 @@ def _random_bits_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Store WIDTH random bits per element of a [rows, columns] matrix, int32."""
     _, first_row, first_column = program_tile(tl.program_id(0), rows, columns, ROWS, COLUMNS)
     row = first_row + tl.arange(0, ROWS)
     column = first_column + tl.arange(0, COLUMNS)
@@ -118,17 +126,17 @@ def _random_bits_kernel(
 
 
 def tiles(batch: int, rows: int, columns: int, ROWS: int, COLUMNS: int) -> tuple[int]:
-    """The grid that `program_tile` takes apart."""
+    """Return the grid for `program_tile`: the number of tiles of all matrices."""
     return (batch * -(-rows // ROWS) * -(-columns // COLUMNS),)
 
 
 def aligned(draw: Draw | None, width: int) -> bool:
-    """Whether a shard begins at a Philox block, so that one call can serve several elements."""
+    """Return whether a shard begins at a Philox block, so that one call serves several elements."""
     return draw is None or draw.column % (128 // width) == 0
 
 
 def random_bits(draw: Draw, rows: int, columns: int, width: int) -> Tensor:
-    """int32[rows, columns]: `width` random bits for each element, by its coordinates."""
+    """Return `width` random bits per element by its coordinates, int32[rows, columns]."""
     out = torch.empty((rows, columns), dtype=torch.int32, device=draw.step.device)
     ROWS, COLUMNS = 8, 256
     if out.numel():

@@ -1,9 +1,10 @@
 """Casting with scales, as in `dither.reference.quantize`: one kernel reads a tensor once and writes codes and scales.
 
 A program holds a tile x_RC of one matrix. It casts along the columns or along the rows (on the transposed tile), and stores
-codes with the quantized axis innermost. Where both layouts hold the same codes, it casts once and stores them twice.
+codes with the quantized axis innermost. If both layouts hold the same codes, it casts once and stores them twice.
+`dither.kernels.tiles` has the legend of the constants and the work of a program.
 
-Bytes that must move, bfloat16 to FP8 with 1 x 128 tiles: 2 + 1 + 4/128 an element, and 1 + 4/128 more for both layouts.
+Bytes that must move per element, bfloat16 to FP8 with 1 x 128 tiles: 2 + 1 + 4/128, and 1 + 4/128 more for both layouts.
 """
 
 import functools
@@ -17,20 +18,21 @@ from torch import Tensor
 from dither import grouping
 from dither.formats import Format
 from dither.grouping import GroupLayout
-from dither.kernels import Launch, native
+from dither.kernels import BoundKernel
+from dither.kernels.dequantize import dequantize as dequantize
 from dither.kernels.packing import store_packed
 from dither.kernels.philox import aligned, program_tile, tiles
-from dither.kernels.rounding import as_bits, as_float, decode, draw_arguments, fields, how
+from dither.kernels.rounding import as_bits, draw_arguments, fields, rounding_constants
 from dither.kernels.scaling import E4M3, amax_bits, block_rounding, group_factors, line_amax_bits, scaling_fields, store_factors
-from dither.kernels.tiles import cast_program, largest, load_tile, restored, spread, store_scales, tile_codes
+from dither.kernels.tiles import cast_program, largest, load_tile, spread, store_scales, tile_codes
 from dither.precision import Cast
 from dither.random import Draw
 
 REGISTERS = 80
-"""A thread's share when six programs of four warps run on a multiprocessor at once. Kernels that draw random bits need more."""
+"""Registers per thread if six programs of four warps share a multiprocessor. Kernels that draw random bits need more."""
 
 LONGEST_ROW = 16384
-"""Rows up to this length are held by one program, which then needs no second reading for their scale."""
+"""Rows up to this length are held by one program, which then need not read them a second time for their scale."""
 
 
 @triton.jit(do_not_specialize=["key", "row0", "column0"])
@@ -73,6 +75,12 @@ def _quantize_kernel(
     RAGGED: tl.constexpr,
     WORDS: tl.constexpr,
 ):
+    """Cast matrices along one axis, one tile per program; see `tiles.cast_program`.
+
+        code = round(x * multiply);  multiply and the stored scale come from the group's largest magnitude
+
+    Example, E4M3 (largest value 448), group [3.5, -7, 0.5, 0]: multiply = 64, scale = 1/64, values 224, -448, 32, 0.
+    """
     cast_program(
         tl.program_id(0), x_ptr, out_ptr, scale_ptr, amax_ptr, tensor_ptr, step_ptr, key, row0, column0, rows, columns, inner,
         stride_b, stride_r, stride_c, out_batch, out_line, out_element, F, C, S, H, SCALE, W, GP, GQ, RUN, ALONG_ROWS, ROWS,
@@ -116,10 +124,11 @@ def _quantize_both_kernel(
     WORDS_T: tl.constexpr,
     COMPACT: tl.constexpr,
 ):
-    """Even programs cast along the columns, odd ones along the rows, over the same part of x at the same time.
+    """Cast a matrix in tiles along both axes: even programs along the columns, odd ones along the rows.
 
-    So x comes from memory once and from the cache the second time. One program that held a tile for both needed 128 x 128
-    elements and so many registers that too few ran at once: 119 us against 90 us at 8192 x 8192, bfloat16 to E4M3.
+    Both work on the same part of x at the same time, so that x is read from memory once and then from the cache. One program
+    with a tile for both needed 128 x 128 elements, and so many registers that too few programs ran at once: 119 us against
+    90 us at 8192 x 8192, bfloat16 to E4M3.
     """
     program = tl.program_id(0)
     tile = program // 2
@@ -173,10 +182,11 @@ def _quantize_once_kernel(
     WORDS: tl.constexpr,
     WORDS_T: tl.constexpr,
 ):
-    """Both layouts where the groups are the same along both axes, G x G blocks or (G = 0) all of x: cast once, store twice.
+    """Cast a matrix once and store it in both layouts; groups are G x G blocks or (G = 0) all of x, alike along both axes.
 
-    A thread holds a few columns of A neighbouring rows, so that codes leave it several at a time in either direction. The
-    second layout goes through shared memory as codes, one byte an element. `measured_ptr` takes the largest magnitude.
+    A thread holds a few columns of A neighbouring rows, so that it stores several codes at once in either direction. The second
+    layout goes through shared memory as codes, one byte per element. Delayed scaling stores the largest magnitude of x in
+    `measured_ptr`.
     """
     _, first_row, first_column = program_tile(tl.program_id(0), rows, columns, ROWS, COLUMNS)
     x, random = load_tile(
@@ -202,7 +212,7 @@ def _quantize_once_kernel(
     code = tile_codes(x, multiply, random, F, C, S, H, G > 0, True)
     row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
     if C.BITS < 8:
-        if not EVEN:  # what fills up a byte is zero, also beside a NaN
+        if not EVEN:  # the rest of a packed byte is zero, even next to NaN
             code = tl.where((row < rows)[:, None] & (column < columns)[None, :], code, 0)
     else:
         code = code.to(out_ptr.dtype.element_ty)
@@ -210,90 +220,27 @@ def _quantize_once_kernel(
     store_packed(out_t_ptr, tl.trans(code), column, first_row, columns, out_t_line, C.BITS, WORDS_T, COLUMNS, ROWS)
 
 
-@triton.jit
-def _dequantize_kernel(
-    code_ptr,
-    scale_ptr,
-    tensor_ptr,
-    out_ptr,
-    lines,
-    length,
-    code_batch,
-    code_line,
-    scale_batch,
-    scale_line,
-    scale_group,
-    out_batch,
-    out_line,
-    out_element,
-    gp,
-    gq,
-    F: tl.constexpr,
-    S: tl.constexpr,
-    E: tl.constexpr,
-    NATIVE: tl.constexpr,
-    P: tl.constexpr,
-    Q: tl.constexpr,
-):
-    batch, first_line, first = program_tile(tl.program_id(0), lines, length, P, Q)
-    line = first_line + tl.arange(0, P)
-    at = first + tl.arange(0, Q)
-    inside = (line < lines)[:, None] & (at < length)[None, :]
-    start = code_ptr + batch * code_batch + line[:, None] * code_line
-    if F.BITS == 4:
-        code = (
-            tl.load(start + at[None, :] // 2, mask=inside, other=0).to(tl.int32) >> (at % 2 * 4).to(tl.int32)[None, :]
-        ) & 0xF
-    elif F.BITS == 6:
-        # Six bits from bit 6 * (at % 4) of three bytes: they touch at most two.
-        bit = at % 4 * 6
-        octet = start + at[None, :] // 4 * 3 + (bit // 8)[None, :]
-        low = tl.load(octet, mask=inside, other=0).to(tl.int32)
-        high = tl.load(octet + 1, mask=inside & (bit % 8 > 2)[None, :], other=0).to(tl.int32)
-        code = ((low | (high << 8)) >> (bit % 8).to(tl.int32)[None, :]) & 0x3F
-    else:
-        code = tl.load(start + at[None, :], mask=inside, other=0).to(tl.int32)
-        if F.BITS < 32:
-            code = code & ((1 << F.BITS) - 1)
-    value = decode(code, F)
-    restore = value
-    tensor = 1.0
-    if S.KIND != "none":
-        group = scale_ptr + batch * scale_batch + (line // gp)[:, None] * scale_line + (at // gq)[None, :] * scale_group
-        stored = tl.load(group, mask=inside, other=0)
-        if S.KIND == "pow2" or S.KIND == "pow2_ceil":
-            exponent = stored.to(tl.int32)
-            restore = as_float(tl.where(exponent == 0, 1 << 22, tl.where(exponent == 255, 0x7FC00000, exponent << 23)))
-        elif S.KIND == "nvfp4":
-            restore = decode(stored.to(tl.int32), E)
-            tensor = tl.load(tensor_ptr)
-        else:
-            restore = stored
-    result = restored(value, restore, tensor, out_ptr.dtype.element_ty, S.KIND != "none", S.KIND == "nvfp4", NATIVE)
-    tl.store(out_ptr + batch * out_batch + line[:, None] * out_line + at[None, :] * out_element, result, mask=inside)
-
-
 def amax(x: Tensor) -> Tensor:
-    """The largest magnitude of a tensor, 0-d float32."""
+    """Return the largest magnitude of a tensor, 0-d float32."""
     return amax_bits(x).view(torch.float32)
 
 
 def quantize(
     x: Tensor, cast: Cast, axis: int, draw: Draw | None, given_amax: Tensor | None, container: Format
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of `x`, their scales and the tensor's scale (empty tensors for what the cast does not have)."""
-    place = grouping.known_layout(tuple(x.shape), cast, axis)
+    """Return (codes of `x`, scales of the groups, scale of the tensor); scales that the cast does not have are empty."""
+    layout = grouping.known_layout(tuple(x.shape), cast, axis)
     values, scale = grouping.known_empty_outputs(x, cast, axis, container)
-    tensor = _launch(x, cast, place, draw, given_amax, container, values, scale, fake=False)
+    tensor = _launch(x, cast, layout, draw, given_amax, container, values, scale, fake=False)
     return values, scale, tensor
 
 
 def fake_quantize(x: Tensor, cast: Cast, axis: int, draw: Draw | None, given_amax: Tensor | None) -> Tensor:
-    """What `dequantize(quantize(x))` gives, in x's dtype and shape, without codes."""
-    place = grouping.values_layout(tuple(x.shape), cast, axis)
-    out = torch.empty_like(place.matrices(x))
-    _launch(x, cast, place, draw, given_amax, cast.element, out, x.new_empty(0, dtype=torch.float32), fake=True)
-    return place.restore(out)
+    """Return `dequantize(quantize(x))` in x's dtype and shape, without storing codes."""
+    layout = grouping.values_layout(tuple(x.shape), cast, axis)
+    out = torch.empty_like(layout.matrices(x))
+    _launch(x, cast, layout, draw, given_amax, cast.element, out, x.new_empty(0, dtype=torch.float32), fake=True)
+    return layout.restore(out)
 
 
 def quantize_both(
@@ -305,10 +252,10 @@ def quantize_both(
     out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
     largest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Codes and scales of the matrix `x` along axis 1 and along axis 0, and, for delayed scaling, its largest magnitude.
+    """Return codes and scales of the matrix `x` along axis 1 and along axis 0, and its largest magnitude (delayed scaling).
 
-    They are written into `out`, if it is given: codes and scales of an earlier call with such an x. `largest` (0-d), if it is
-    given, is raised to the largest magnitude, and returned for it.
+    out: codes and scales of an earlier call with an x of the same kind, to be overwritten.
+    largest: a 0-d tensor that is raised to the largest magnitude of x and returned.
     """
     along = out[:2] if out else grouping.known_empty_outputs(x, cast, 1, container)
     across = out[2:] if out else grouping.known_empty_outputs(x, cast, 0, container)
@@ -319,8 +266,8 @@ def quantize_both(
     outputs = (*along, *across, measured)
     if cast.group.kind == "row":
         for axis, (values, scale) in ((1, along), (0, across)):
-            place = grouping.known_layout(tuple(x.shape), cast, axis)
-            _launch(x, cast, place, draw, None, container, values, scale, fake=False)
+            layout = grouping.known_layout(tuple(x.shape), cast, axis)
+            _launch(x, cast, layout, draw, None, container, values, scale, fake=False)
         return outputs
     launch = _both_launch(tuple(x.shape), x.stride(), x.dtype, x.device, cast, container, _drawn(cast, draw), along[1].dtype)
     if cast.group.kind == "tile":
@@ -348,8 +295,8 @@ def _both_launch(
     container: Format,
     drawn: tuple[bool, bool, bool],
     scales: torch.dtype,
-) -> Launch | None:
-    """The kernel for both layouts of such a matrix: of tiles, or of groups that are the same along both axes."""
+) -> BoundKernel | None:
+    """Return the kernel for both layouts of a matrix, in tiles or in groups that are alike along both axes."""
     if 0 in shape:
         return None
     rows, columns = shape
@@ -365,7 +312,7 @@ def _both_launch(
         count = max(tiles(1, rows, columns, SHORT, LONG), tiles(1, rows, columns, LONG, SHORT))[0]
         constants |= {"GQ": cast.group.size, "LONG": LONG, "SHORT": SHORT, "A": A, "A_T": A_T, "COMPACT": COMPACT}
         constants |= {"EVEN": rows % LONG == columns % LONG == 0, "RAGGED": bool(columns % 8), "RAGGED_T": bool(rows % 8)}
-        return Launch(
+        return BoundKernel(
             _quantize_both_kernel,
             2 * count,
             numbers,
@@ -377,7 +324,7 @@ def _both_launch(
     ROWS, COLUMNS, A, warps, registers = _once_shape(cast.group.size)
     constants |= {"G": cast.group.size, "ROWS": ROWS, "COLUMNS": COLUMNS, "A": A}
     constants |= {"EVEN": rows % ROWS == columns % COLUMNS == 0}
-    return Launch(
+    return BoundKernel(
         _quantize_once_kernel,
         tiles(1, rows, columns, ROWS, COLUMNS)[0],
         numbers,
@@ -388,54 +335,10 @@ def _both_launch(
     )
 
 
-def dequantize(
-    values: Tensor,
-    scale: Tensor,
-    tensor_scale: Tensor,
-    cast: Cast,
-    shape: tuple[int, ...],
-    axis: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """The numbers that codes and scales stand for, of `shape` and `dtype`."""
-    place = grouping.known_layout(shape, cast, axis)
-    out = torch.empty((place.batch, place.rows, place.columns), dtype=dtype, device=values.device)
-    codes = place.collect(values.view(grouping.integer_dtype(cast.element)))
-    groups = scale.reshape(-1)[:0]
-    if cast.group.kind != "none":
-        whole = cast.group.kind == "tensor"
-        groups = scale.reshape(1, 1, 1).expand(place.batch, 1, 1) if whole else place.collect(scale)
-    lines, length = place.lines
-    P, Q = 16, 128
-    if out.numel():
-        stride = out.stride()
-        _dequantize_kernel[tiles(place.batch, lines, length, P, Q)](
-            codes,
-            groups if groups.dtype == torch.float32 else groups.view(torch.uint8),
-            tensor_scale,
-            out,
-            lines,
-            length,
-            *codes.stride()[:2],
-            *(groups.stride() if groups.dim() == 3 else (0, 0, 0)),
-            stride[0],
-            *((stride[2], stride[1]) if place.along_rows else (stride[1], stride[2])),
-            place.group[0] or lines,
-            place.group[1] or length,
-            F=fields(cast.element),
-            S=scaling_fields(cast),
-            E=E4M3,
-            NATIVE=native(out.device),
-            P=P,
-            Q=Q,
-        )
-    return place.restore(out)
-
-
 def _launch(
     x: Tensor,
     cast: Cast,
-    place: GroupLayout,
+    layout: GroupLayout,
     draw: Draw | None,
     given_amax: Tensor | None,
     container: Format,
@@ -444,12 +347,12 @@ def _launch(
     *,
     fake: bool,
 ) -> Tensor:
-    """Fill codes (or values) and scales. Returns nvfp4's scale of the tensor, or an empty tensor."""
+    """Write codes (or, if `fake`, values) to `out` and scales to `scale`. Return nvfp4's tensor scale, or an empty one."""
     kind = cast.group.kind
-    x_BRC = place.matrices(x)
+    x_BRC = layout.matrices(x)
     tensor = x.new_empty(() if cast.scaling.kind == "nvfp4" else (0,), dtype=torch.float32)
     tensor_amax = line_amax = tensor
-    measure = kind in ("tile", "block") or (kind == "row" and not place.along_rows and 0 < place.columns <= LONGEST_ROW)
+    measure = kind in ("tile", "block") or (kind == "row" and not layout.along_rows and 0 < layout.columns <= LONGEST_ROW)
     if cast.scaling.kind == "nvfp4":
         tensor_amax = amax_bits(x) if given_amax is None else given_amax.view(torch.int32)
         store_factors(tensor_amax, tensor, cast)
@@ -457,14 +360,14 @@ def _launch(
         if given_amax is not None:
             line_amax = given_amax.view(torch.int32)
         else:
-            line_amax = amax_bits(x) if kind == "tensor" else line_amax_bits(x_BRC, place.along_rows)
+            line_amax = amax_bits(x) if kind == "tensor" else line_amax_bits(x_BRC, layout.along_rows)
         if not fake:
             store_factors(line_amax, _bits(scale), cast)
     if not x.numel():
         return tensor
 
     launch = _one_launch(
-        place, x_BRC.stride(), x.dtype, x.device, cast, container, _drawn(cast, draw), scale.dtype, measure, fake,
+        layout, x_BRC.stride(), (x.dtype, scale.dtype), x.device, cast, container, _drawn(cast, draw), measure,
         out.stride() if fake else None,
     )  # fmt: skip
     launch(x_BRC, out, scale, line_amax, tensor_amax, *draw_arguments(draw))
@@ -473,51 +376,52 @@ def _launch(
 
 @functools.lru_cache(maxsize=4096)
 def _one_launch(
-    place: GroupLayout,
+    layout: GroupLayout,
     stride: tuple[int, int, int],
-    dtype: torch.dtype,
+    dtypes: tuple[torch.dtype, torch.dtype],
     device: torch.device,
     cast: Cast,
     container: Format,
     drawn: tuple[bool, bool, bool],
-    scales: torch.dtype,
     measure: bool,
-    fake: bool,
-    out_stride: tuple[int, int, int] | None,
-) -> Launch:
-    """The kernel for one layout of such matrices."""
-    kind = cast.group.kind
+    fake_stride: tuple[int, int, int] | None,
+) -> BoundKernel:
+    """Return the kernel for one layout of matrices with these strides.
+
+    dtypes: those of x and of its scales. fake_stride: strides of the values if these are stored instead of codes.
+    """
+    kind, (dtype, scales), fake = cast.group.kind, dtypes, fake_stride is not None
     constants = _known_constants(cast, container, *drawn, dtype.itemsize, device)
-    ROWS, COLUMNS, A, warps = _tile_shape(place, kind, measure, dtype.itemsize, constants["RUN"], drawn[0])
-    P, Q = (COLUMNS, ROWS) if place.along_rows else (ROWS, COLUMNS)
-    # One group a line, or one a tile: its factor is the same wherever in the group the tile lies.
-    GP, GQ = place.group if kind in ("tile", "block") else (1 if kind == "row" else P, Q)
-    if out_stride is None:
-        lines, length = place.lines
+    ROWS, COLUMNS, A, warps = _tile_shape(layout, kind, measure, dtype.itemsize, constants["RUN"], drawn[0])
+    P, Q = (COLUMNS, ROWS) if layout.along_rows else (ROWS, COLUMNS)
+    # One group per line, or one per tile: the factor is the same wherever in the group the tile lies.
+    GP, GQ = layout.group if kind in ("tile", "block") else (1 if kind == "row" else P, Q)
+    if fake_stride is None:
+        lines, length = layout.lines
         line, element = grouping.packed_length(length, container), 1
         batch = lines * line
     else:
-        batch, line, element = out_stride
-        if place.along_rows:
+        batch, line, element = fake_stride
+        if layout.along_rows:
             line, element = element, line
     scale_codes = () if scales == torch.float32 else (2,)
-    return Launch(
+    return BoundKernel(
         _quantize_kernel,
-        tiles(place.batch, place.rows, place.columns, ROWS, COLUMNS)[0],
-        (place.rows, place.columns, place.inner, *stride, batch, line, element),
+        tiles(layout.batch, layout.rows, layout.columns, ROWS, COLUMNS)[0],
+        (layout.rows, layout.columns, layout.inner, *stride, batch, line, element),
         {
             **constants,
             "GP": GP,
             "GQ": GQ,
-            "ALONG_ROWS": place.along_rows,
+            "ALONG_ROWS": layout.along_rows,
             "ROWS": ROWS,
             "COLUMNS": COLUMNS,
             "A": A,
-            "EVEN": place.rows % ROWS == place.columns % COLUMNS == 0,
+            "EVEN": layout.rows % ROWS == layout.columns % COLUMNS == 0,
             "MEASURE": measure,
             "PER_LINE": kind == "row",
             "FAKE": fake,
-            "RAGGED": bool(place.lines[1] % 8),
+            "RAGGED": bool(layout.lines[1] % 8),
             "WORDS": line % 4 == 0,
         },
         bits=scale_codes if fake else (1, *scale_codes),
@@ -527,7 +431,7 @@ def _one_launch(
 
 
 def _drawn(cast: Cast, draw: Draw | None) -> tuple[bool, bool, bool]:
-    """(whether random bits are drawn, whether the device moves their place, whether they begin with a Philox block)."""
+    """Return (random bits are drawn, the device shifts rows and key, the tensor begins at a Philox block)."""
     return draw is not None, draw is not None and draw.step.dim() == 1, aligned(draw, cast.round.width)
 
 
@@ -535,11 +439,12 @@ def _drawn(cast: Cast, draw: Draw | None) -> tuple[bool, bool, bool]:
 def _known_constants(
     cast: Cast, container: Format, drawn: bool, moved: bool, whole: bool, itemsize: int, device: torch.device
 ) -> dict[str, Any]:
+    """Return the constants that all casting kernels share."""
     return {
         "F": fields(cast.element),
         "C": fields(container),
         "S": scaling_fields(cast),
-        "H": how(cast.round, whole, device, moved),
+        "H": rounding_constants(cast.round, whole, device, moved),
         "SCALE": E4M3,
         "W": block_rounding(cast),
         "RUN": max(16 // itemsize, 128 // cast.round.width if drawn else 0),
@@ -547,23 +452,23 @@ def _known_constants(
 
 
 def _bits(scale: Tensor) -> Tensor:
-    """Scales that are codes as integers of their size: kernels write bits."""
+    """Return scales that are codes as integers of their size: kernels store bits."""
     return scale if scale.dtype == torch.float32 else scale.view(grouping.INTEGERS[scale.itemsize])
 
 
 def _tile_shape(
-    place: GroupLayout, kind: str, measure: bool, itemsize: int, run: int, drawn: bool
+    layout: GroupLayout, kind: str, measure: bool, itemsize: int, run: int, drawn: bool
 ) -> tuple[int, int, int, int]:
-    """(rows, columns, A, warps) of a program's tile: whole groups, and 32 to 64 elements a thread to keep memory busy.
+    """Return (rows, columns, A, warps) of a program's tile: whole groups, and 32 to 64 elements per thread to keep memory busy.
 
-    A is how often a thread loads its 16 bytes, as far as the tile's shape allows. Chosen by `benchmarks/quantize.py --sweep`.
+    A is the number of 16-byte loads per thread, as far as the tile's shape allows. Chosen by `benchmarks/quantize.py --sweep`.
     """
-    p, q = place.group if kind in ("tile", "block") else (1, 1)
+    p, q = layout.group if kind in ("tile", "block") else (1, 1)
     if kind == "row" and measure:
-        columns = max(triton.next_power_of_2(place.columns), 128)
+        columns = max(triton.next_power_of_2(layout.columns), 128)
         rows, warps = max(1, 4096 // columns), 4 if columns <= 4096 else 8
         return rows, columns, 1, warps
-    if place.along_rows:
+    if layout.along_rows:
         rows = max(q, 64)
         columns = max(32, p, 8192 // rows)
         warps = 4 if rows * columns <= 8192 else 8
@@ -571,28 +476,28 @@ def _tile_shape(
     if p > 1:  # square blocks
         rows, columns = max(p, 32), max(q, 128)
         return rows, columns, 1, 8 if rows * columns > 4096 else 4
-    columns = 1024 if place.columns >= 1024 else max(q, 128)
+    columns = 1024 if layout.columns >= 1024 else max(q, 128)
     return max(1, 8192 // columns), columns, 4, 4
 
 
 def _rows_a_thread(elements: int, warps: int, run: int) -> int:
-    """A along the rows with random bits: neighbouring rows in each thread, so that neither x nor the bits change threads.
+    """Return A for casts along the rows with random bits: neighbouring rows per thread, so that nothing changes threads.
 
-    Packed codes of eight rows then leave a thread as a word: 125 registers where A twice as large takes 209.
+    A thread then stores the packed codes of eight rows as one word. It takes 125 registers; A twice as large takes 209.
     """
     return elements // (32 * warps * run)
 
 
 def _both_shape(size: int, itemsize: int, run: int, drawn: bool) -> tuple[int, int, int, int, int, int | None, bool]:
-    """(length along the groups, lines, A along columns, A along rows, warps, registers, COMPACT) of tiles for both layouts."""
+    """Return (length along groups, lines, A along columns, A along rows, warps, registers, COMPACT) for both layouts."""
     long = max(size, 128)
     short = max(16, 8192 // long)
     if drawn:
-        # 128 registers let four programs run at once; float32, which fills as many again, would spill too much.
+        # 128 registers let four programs run at once. float32 needs twice as many for x and would spill.
         return long, short, 4, _rows_a_thread(long * short, 4, run), 4, 128 if itemsize == 2 else None, False
     return long, short, 4, 8 * itemsize, 4, REGISTERS, False
 
 
 def _once_shape(size: int) -> tuple[int, int, int, int, int | None]:
-    """(rows, columns, A, warps, registers) of tiles that are cast once for both layouts: whole blocks, 32 elements a thread."""
+    """Return (rows, columns, A, warps, registers) of tiles cast once for both layouts: whole blocks, 32 elements per thread."""
     return (128, 128, 4, 16, None) if size == 128 else (64, 128, 4, 8, None)

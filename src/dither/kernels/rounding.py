@@ -1,11 +1,14 @@
 """Rounding to any format on the bits of float32, as in `dither.reference.rounding`.
 
-The device functions take a format as compile-time constants (`fields`): one body serves all formats. They rest on one
-observation: multiplied by 2^(bias - 127), a number has the format's exponent in float32's exponent field, and the format's
-subnormals are float32's: the bits of the product are the format's code, followed by 23 - m bits of fraction.
+The device functions take a format as compile-time constants (`fields`), so one body serves all formats. They rest on one
+observation. Multiply a number by 2^(bias - 127): float32's exponent field then holds the format's exponent, and float32's
+subnormals are the format's. The bits of the product are the format's code, followed by 23 - m bits of fraction.
 
     2.6 in e2m1 (bias 1, m = 1): 2.6 * 2^-126 has the bits 00000010 01001100..., that is code 0b100 (2.0) and the fraction
     0.3 = 0b01001100..., so stochastic rounding gives 3.0 three times in ten.
+
+Legend: F and C are formats (`Fields`), H is a rounding (`RoundingConstants`), `a` are the int32 bits of a magnitude (a float32
+without its sign), DROP = 23 - F.M is the number of mantissa bits that rounding drops.
 """
 
 import functools
@@ -33,36 +36,46 @@ class Fields(NamedTuple):
     """A format as one compile-time constant."""
 
     M: int
+    """Mantissa bits."""
     BIAS: int
+    """Exponent bias."""
     BITS: int
+    """Bits of a code, sign included."""
     MAX_BITS: int
-    """The bits of the largest value as float32."""
+    """The float32 bits of the largest finite value."""
     MAX_CODE: int
+    """The code of the largest finite value."""
     OVERFLOW_BITS: int
-    """What lies beyond it, unless saturating."""
+    """The float32 bits of a value that overflows without saturation: Inf, NaN or the largest value."""
     NAN_CODE: int
-    """-1 where the format has none."""
+    """The code of NaN; -1 if the format has none."""
     INTEGER: bool
     HAS_INF: bool
     HAS_NAN: bool
     DOWN: str
-    """PTX that multiplies by 2^(BIAS - 127), rounding toward zero; empty where BIAS is 127."""
+    """PTX that multiplies by 2^(BIAS - 127), rounding toward zero; empty if BIAS is 127."""
 
 
-class How(NamedTuple):
-    """A rounding, where its random bits begin, and what the device offers, as one compile-time constant."""
+class RoundingConstants(NamedTuple):
+    """A rounding, with what the kernel needs to know of its random bits and of the device, as one compile-time constant."""
 
     KIND: str
+    """"nearest", "toward_zero" or "stochastic"."""
     BITS: int
+    """Random bits that a stochastic rounding adds."""
     WIDTH: int
+    """Random bits that an element draws: 8, 16 or 32."""
     ALIGNED: bool
+    """True if the tensor begins at a Philox block, so that one call serves 128 / WIDTH neighbours."""
     NATIVE: bool
+    """True if the GPU's own instructions may be used."""
     MOVED: bool = False
+    """True if the step is followed by a number to add to the row and one to add to the key; see `philox.ROW_SHIFT`."""
 
 
 @functools.cache
 def fields(format: Format) -> Fields:
-    """The constant that device functions take for `format`."""
+    """Return the constant that device functions take for `format`."""
     overflow = math.inf if format.inf else math.nan if format.nan else format.max
     return Fields(
         format.mantissa_bits,
@@ -80,39 +93,42 @@ def fields(format: Format) -> Fields:
 
 
 def _truncated_product(exponent: int) -> str:
-    """PTX for $1 * 2^exponent into $0, in two steps where the factor is no normal number."""
+    """Return PTX for $0 = $1 * 2^exponent, in two steps if the factor is not a normal float32 number."""
     steps = [e for e in (max(exponent, -126), min(exponent + 126, 0)) if e]
     lines = [f"mul.rz.f32 $0, ${'0' if i else '1'}, 0f{float_bits(2.0**e):08X};" for i, e in enumerate(steps)]
     return "\n".join(lines)
 
 
 @functools.cache
-def how(rounding: Rounding, whole: bool, device: torch.device, moved: bool = False) -> How:
-    """The constant that device functions take for `rounding`; `whole` says that its random bits begin a Philox block,
-    `moved` that the step is followed by a number of rows to add, and one to add to the key."""
-    return How(rounding.kind, rounding.bits, rounding.width, whole, native(device), moved)
+def rounding_constants(rounding: Rounding, whole: bool, device: torch.device, moved: bool = False) -> RoundingConstants:
+    """Return the constant that device functions take for `rounding`; `whole` is ALIGNED and `moved` is MOVED."""
+    return RoundingConstants(rounding.kind, rounding.bits, rounding.width, whole, native(device), moved)
 
 
 def float_bits(x: float) -> int:
-    """The bits of a float32."""
+    """Return the bits of `x` as a float32 number, int32.
+
+    >>> hex(float_bits(1.0))
+    '0x3f800000'
+    """
     return int(struct.unpack("<i", struct.pack("<f", x))[0])
 
 
 @triton.jit
 def as_bits(x):
-    """The int32 bits of a float32."""
+    """Return the int32 bits of float32 `x`."""
     return x.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def as_float(bits):
-    """The float32 with these int32 bits."""
+    """Return the float32 number with these int32 bits."""
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def widen(x, NATIVE: tl.constexpr):
-    """float32 of a float32, bfloat16 or float16 tile; Triton's interpreter gets subnormal bfloat16 wrong."""
+    """Convert a float32, bfloat16 or float16 tile to float32. Triton's interpreter gets subnormal bfloat16 wrong."""
     if x.dtype == tl.bfloat16 and not NATIVE:
         return as_float(x.to(tl.int16, bitcast=True).to(tl.int32) << 16)
     else:
@@ -121,9 +137,9 @@ def widen(x, NATIVE: tl.constexpr):
 
 @triton.jit
 def narrow_float(x, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
-    """float32 `x` to the nearest in a floating-point DTYPE of 16 bits or more: what lies beyond its range is Inf."""
+    """Round float32 `x` to nearest in DTYPE, a floating-point type of 16 bits or more. Overflow becomes Inf."""
     if DTYPE == tl.bfloat16 and not NATIVE:
-        # Triton's interpreter truncates, and loses subnormal numbers.
+        # Triton's interpreter truncates, and flushes subnormal numbers.
         bits = as_bits(x)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         return tl.where(x == x, nearest, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -137,21 +153,21 @@ WIDEN_FP16 = tl.constexpr("{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0,
 
 @triton.jit
 def widen_here(x, NATIVE: tl.constexpr):
-    """The same where x stays in the threads that loaded it.
+    """Convert to float32 as `widen`, in a way that keeps x in the threads that loaded it.
 
-    Triton 3.6 moves a change of layout that comes later, of codes say, up to a widening that it knows, and then does all
-    that lies between twice: 16.8 instructions an element against 13.1 for E4M3 in both layouts. It does not know this one.
+    Triton 3.6 hoists a later layout conversion, of codes say, above a widening that it recognises, and then computes everything
+    in between twice: 16.8 instructions per element against 13.1 for E4M3 in both layouts. It does not recognise this one.
     """
     if not NATIVE or x.dtype == tl.float32:
         return widen(x, NATIVE)
     else:
-        how: tl.constexpr = WIDEN_BF16 if x.dtype == tl.bfloat16 else WIDEN_FP16
-        return tl.inline_asm_elementwise(how, "=f,=f,r", [x], dtype=tl.float32, is_pure=True, pack=2)
+        ptx: tl.constexpr = WIDEN_BF16 if x.dtype == tl.bfloat16 else WIDEN_FP16
+        return tl.inline_asm_elementwise(ptx, "=f,=f,r", [x], dtype=tl.float32, is_pure=True, pack=2)
 
 
 @triton.jit
 def times_pow2(x, EXPONENT: tl.constexpr):
-    """x * 2^EXPONENT, in two steps where the factor is no normal float32 number. Exact wherever the result is."""
+    """Return x * 2^EXPONENT, in two steps if the factor is not a normal float32 number; exact if the result is a float32."""
     if EXPONENT < -126:
         return x * 2.0**-126 * 2.0 ** (EXPONENT + 126)
     elif EXPONENT > 127:
@@ -164,15 +180,18 @@ def times_pow2(x, EXPONENT: tl.constexpr):
 
 @triton.jit
 def round_nearest(a, F: tl.constexpr):
-    """Bits of magnitudes `a` (at most four times the format's largest) rounded to the format's nearest, ties to even."""
+    """Round magnitudes with bits `a` to the format's nearest value, ties to even; return float32 bits.
+
+    Magnitudes are at most four times the format's largest.
+    """
     DROP: tl.constexpr = 23 - F.M
     if DROP == 0:
         return a
     elif F.BIAS == 127:
-        # The exponents are float32's own: add just under half a unit, and the unit's own bit to make ties even.
+        # The exponents are float32's: add just under half a unit, plus the last kept bit to make ties even.
         return (a + ((1 << (DROP - 1)) - 1) + ((a >> DROP) & 1)) >> DROP << DROP
     else:
-        # Adding 2^(23 - m) times the binade leaves no room for what lies below the spacing: the adder rounds it off.
+        # Adding 2^(23 - m) times the binade shifts everything below the spacing out of the sum: the adder rounds it.
         binade = tl.maximum(a & 0x7F800000, (128 - F.BIAS) << 23)
         large = as_float(binade + (DROP << 23))
         return as_bits((as_float(a) + large) - large)
@@ -180,7 +199,10 @@ def round_nearest(a, F: tl.constexpr):
 
 @triton.jit
 def truncated_code(a, random, F: tl.constexpr, H: tl.constexpr):
-    """Codes, without sign, of float32 magnitudes with bits `a` plus H.BITS random bits below the last kept one."""
+    """Return codes, without sign, of magnitudes with bits `a`, truncated after adding H.BITS random bits below the last kept.
+
+    code = floor(exact code + random / 2^H.BITS);  "toward_zero" adds nothing
+    """
     DROP: tl.constexpr = 23 - F.M
     if DROP == 0:
         return a
@@ -195,7 +217,7 @@ def truncated_code(a, random, F: tl.constexpr, H: tl.constexpr):
             u = as_bits(tl.inline_asm_elementwise(F.DOWN, "=f,f", [as_float(a)], dtype=tl.float32, is_pure=True, pack=1))
         return (u + (random << (DROP - H.BITS))) >> DROP
     else:
-        # The same in integers, with 7 bits more below: room for as many random bits where the format is subnormal.
+        # The same in integers, with 7 more bits below: room for all random bits where the format is subnormal.
         biased = a >> 23
         significand = ((a & 0x7FFFFF) | (tl.minimum(biased, 1) << 23)) << 7
         shift = tl.maximum(128 - F.BIAS - tl.maximum(biased, 1), 0)
@@ -206,7 +228,7 @@ def truncated_code(a, random, F: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def round_magnitude(a, random, F: tl.constexpr, H: tl.constexpr):
-    """Bits of float32 magnitudes `a` (at most four times the format's largest) rounded to the format, H's way."""
+    """Round magnitudes with bits `a` to the format by H; return float32 bits. See `round_nearest` for the range."""
     if H.KIND == "nearest":
         return round_nearest(a, F)
     else:
@@ -215,7 +237,7 @@ def round_magnitude(a, random, F: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def round_code(a, random, F: tl.constexpr, H: tl.constexpr):
-    """The same as codes without sign."""
+    """Round magnitudes with bits `a` to the format by H; return codes without sign."""
     if H.KIND == "nearest":
         return as_bits(times_pow2(as_float(round_nearest(a, F)), F.BIAS - 127)) >> (23 - F.M)
     else:
@@ -224,7 +246,7 @@ def round_code(a, random, F: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def round_code_in(a, random, F: tl.constexpr, C: tl.constexpr, H: tl.constexpr):
-    """The same as codes of the format C, which holds every value of F: only the bias and the mantissa's width change."""
+    """Round magnitudes with bits `a` to F by H; return codes of C without sign. C holds every value of F."""
     if H.KIND == "nearest":
         scaled = times_pow2(as_float(round_nearest(a, F)), C.BIAS - 127)
     else:
@@ -234,12 +256,12 @@ def round_code_in(a, random, F: tl.constexpr, C: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def round_bits(y, sign, random, F: tl.constexpr, H: tl.constexpr, SATURATE: tl.constexpr):
-    """The bits of values of the format for float32 bits `y`, with the sign bit of `sign`; NaN and Inf as in the reference."""
+    """Round float32 bits `y` to the format; return float32 bits with the sign of `sign`. NaN and Inf as in the reference."""
     a = y & 0x7FFFFFFF
     if SATURATE or H.KIND == "toward_zero":
         value = round_magnitude(tl.minimum(a, F.MAX_BITS), random, F, H)
     else:
-        # Four times the largest value is as much beyond it as anything, and stays clear of float32's own overflow.
+        # Clamping to four times the largest value keeps every overflow one, and stays clear of float32's own.
         BEYOND: tl.constexpr = min(F.MAX_BITS + (2 << 23), 0x7F7FFFFF)
         value = round_magnitude(tl.minimum(a, BEYOND), random, F, H)
         value = tl.where(value > F.MAX_BITS, F.OVERFLOW_BITS, value)
@@ -253,17 +275,17 @@ def round_bits(y, sign, random, F: tl.constexpr, H: tl.constexpr, SATURATE: tl.c
 
 @triton.jit
 def with_sign(code, sign, F: tl.constexpr):
-    """Codes with the sign bit of the int32 `sign`."""
+    """Return codes with the sign bit of the int32 `sign`; integers in two's complement."""
     if F.INTEGER:
         return tl.where(sign < 0, -code, code) & ((1 << F.BITS) - 1)
     else:
-        # An arithmetic shift spreads the sign; one bit of it is kept.
+        # The arithmetic shift copies the sign; one bit of it is kept.
         return code | ((sign >> (32 - F.BITS)) & (SIGN if F.BITS == 32 else 1 << (F.BITS - 1)))
 
 
 @triton.jit
 def encode(value, F: tl.constexpr):
-    """int32 codes of bits of `value`s of the format, NaN and Inf included."""
+    """Return the int32 codes of float32 bits that are values of the format, NaN or Inf."""
     a = value & 0x7FFFFFFF
     code = as_bits(times_pow2(as_float(a), F.BIAS - 127)) >> (23 - F.M)
     code = tl.where(a == INFINITY, F.MAX_CODE + 1, code)
@@ -275,7 +297,7 @@ def encode(value, F: tl.constexpr):
 
 @triton.jit
 def decode(code, F: tl.constexpr):
-    """float32 values of int32 codes: `encode` backwards."""
+    """Return the float32 values of int32 codes: the inverse of `encode`."""
     if F.INTEGER:
         return ((code << (32 - F.BITS)) >> (32 - F.BITS)).to(tl.float32)
     magnitude = code & (0x7FFFFFFF >> (32 - F.BITS))
@@ -304,6 +326,7 @@ def _round_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Store x [rows, columns], rounded to F by H, as float32."""
     _, first_row, first_column = program_tile(tl.program_id(0), rows, columns, ROWS, COLUMNS)
     row = first_row + tl.arange(0, ROWS)
     column = first_column + tl.arange(0, COLUMNS)
@@ -318,7 +341,7 @@ def _round_kernel(
 
 
 def round_to(x: Tensor, format: Format, rounding: Rounding, saturate: bool, draw: Draw | None) -> Tensor:
-    """`x` rounded to values of `format`, as float32 of the same shape."""
+    """Round `x` to values of `format`, as float32 of the same shape."""
     x = x.contiguous()
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     rows, columns = matrix_size(x)
@@ -331,7 +354,7 @@ def round_to(x: Tensor, format: Format, rounding: Rounding, saturate: bool, draw
             rows,
             columns,
             F=fields(format),
-            H=how(rounding, aligned(draw, rounding.width), x.device),
+            H=rounding_constants(rounding, aligned(draw, rounding.width), x.device),
             SATURATE=saturate,
             ROWS=ROWS,
             COLUMNS=COLUMNS,
@@ -340,5 +363,5 @@ def round_to(x: Tensor, format: Format, rounding: Rounding, saturate: bool, draw
 
 
 def draw_arguments(draw: Draw | None) -> tuple[Any, int, int, int]:
-    """(step, key, row, column) as kernels take them."""
+    """Return (step, key, row, column) as kernels take them; None and zeros if nothing is drawn."""
     return (None, 0, 0, 0) if draw is None else (draw.step, draw.key, draw.row, draw.column)

@@ -1,9 +1,16 @@
-"""Sampled weights and their gradients, as in `dither.reference.sampling`: a program reads one block, once.
+"""Sampled weights and their gradients, as in `dither.reference.sampling`: one program per block, which it reads once.
 
-A thread holds runs of eight neighbours, which draw their bits in one Philox call. They stay where they were loaded: noise
-is never stored, and only the block's magnitude and sum pass between threads, which are one warp for blocks of up to 32 x 32.
+    w_hat = w + R * amax * 2^(1 - b_t)                     R: random noise; amax: the block's largest |w|; b_t: its bitwidth
+    dL/db_t = -ln 2 * amax * 2^(1 - b_t) * sum(dL/dw_hat * R)
 
-Bytes that must move: w_hat, float32 to bfloat16, 4 + 2 an element; the gradients, bfloat16 to float32, 2 + 4.
+A thread holds runs of eight neighbours, whose bits come from one Philox call. They stay in the thread that loaded them: noise
+is never stored, and only the block's magnitude and sum pass between threads. Blocks of up to 32 x 32 have one warp.
+
+Legend: KIND is the kind of noise, BLOCK the side of a block, F and H the format and rounding of w_hat, EVEN says that blocks
+cover the matrix exactly, ZERO the sign of R = 0 ("-" so that adding it keeps a weight of -0). T1, T2 are the thresholds of
+rounded_normal on bits shifted to the top, E1, E2, E3 those of rounded_normal_exact, C1 to C6 the polynomial of `pow2`.
+
+Bytes that must move per element: 4 + 2 for w_hat, float32 to bfloat16; 2 + 4 for the gradients, bfloat16 to float32.
 """
 
 import functools
@@ -13,17 +20,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dither.kernels import Launch
-from dither.kernels.philox import aligned, philox4x32, program_tile, random_tile, tiles
+from dither.kernels import BoundKernel
+from dither.kernels.philox import KEY_SHIFT, ROW_SHIFT, aligned, philox4x32, program_tile, random_tile, tiles
 from dither.kernels.rounding import (
     as_bits,
     as_float,
     draw_arguments,
     encode,
     fields,
-    how,
     narrow_float,
     round_bits,
+    rounding_constants,
     widen,
     widen_here,
 )
@@ -33,7 +40,7 @@ from dither.random import Draw
 from dither.reference.sampling import DTYPES, LN2, POW2, ROUNDED_NORMAL, ROUNDED_NORMAL_EXACT, block_count, width
 
 RUN = tl.constexpr(8)
-"""Neighbours that a thread holds and that 128 random bits serve."""
+"""Neighbours in a run: a thread holds them, and 128 random bits serve them."""
 
 C1, C2, C3, C4, C5, C6 = (tl.constexpr(c) for c in POW2)
 MINUS_LN2 = tl.constexpr(-LN2)
@@ -44,7 +51,7 @@ NEAREST = Rounding("nearest")
 
 @triton.jit
 def pow2(x):
-    """2^x; see the reference. The launch must not contract multiplications and additions."""
+    """Return 2^x as the reference does. Launch with enable_fp_fusion=False: multiply-adds must not be fused."""
     stopped = tl.minimum(tl.maximum(x, -126.0), 127.0)
     large = stopped + 12582912.0
     fraction = stopped - (large - 12582912.0)
@@ -60,17 +67,17 @@ def pow2(x):
 
 @triton.jit
 def block_scale(amax, b_t):
-    """What R is multiplied by; see the reference."""
+    """Return amax * 2^(1 - b_t), at most 2^126: the factor of R."""
     return tl.minimum(amax * pow2(1.0 - b_t), 2.0**126, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def run_words(key, step, row, column, KIND: tl.constexpr):
-    """int32[n, 4], in each of them the 16 bits of two neighbours, of the runs that begin at row[i], column[i].
+    """Return the random bits of the runs that begin at row[i], column[i]: int32[n, 4] with two neighbours of 16 bits per word.
 
-    "rounded_normal_exact" takes 32 bits an element: [n, 8].
+    "rounded_normal_exact" takes 32 bits per element, int32[n, 8].
     """
-    # What is joined last varies fastest, and stays in its thread.
+    # The last join varies fastest, and joins keep values in their thread.
     if KIND == "rounded_normal_exact":
         a0, a1, a2, a3 = philox4x32(column // 4, row, step, key)
         b0, b1, b2, b3 = philox4x32(column // 4 + 1, row, step, key)
@@ -93,14 +100,14 @@ NORMAL_PAIR = tl.constexpr(
     lop3.b32 r, drawn, r, $3, 0xCA;
     shl.b32 $0, r, 16; and.b32 $1, r, 0xFFFF0000; }}""".format(*(t * 0x200020 for t in ROUNDED_NORMAL))
 )
-"""Two elements of a word at once. Read as FP16 numbers, magnitudes stand in the order of u, and those that read as NaN are not
-below anything. R is put together as BF16: 2 below the second threshold, else 1, with the sign of the word, but $3 where u is
-not below the first threshold."""
+"""R of both elements of a word at once. Halves are compared as FP16 numbers: magnitudes have the order of u, and NaN is not
+below anything. R is assembled as BF16: 2 if u is below the second threshold, else 1, with the sign of the word; $3 (a zero) if
+u is not below the first threshold."""
 
 
 @triton.jit
 def run_noise(key, step, row, column, KIND: tl.constexpr, NATIVE: tl.constexpr, ZERO: tl.constexpr):
-    """float32[n, 8]: R of the runs that begin at row[i], column[i]; a 0 has the sign ZERO."""
+    """Return R of the runs that begin at row[i], column[i], float32[n, 8]; zeros have the sign ZERO."""
     words = run_words(key, step, row, column, KIND)
     if KIND == "rounded_normal" and NATIVE:
         zeros = tl.zeros_like(words) if ZERO == "+" else tl.full(words.shape, -0x7FFF8000, tl.int32)
@@ -115,9 +122,9 @@ def run_noise(key, step, row, column, KIND: tl.constexpr, NATIVE: tl.constexpr, 
 
 @triton.jit
 def noise_of(words, KIND: tl.constexpr, ZERO: tl.constexpr):
-    """float32 R of random bits, the element's own from the top down; a 0 has the sign ZERO."""
+    """Return float32 R of random words, whose top bits are the element's own; zeros have the sign ZERO."""
     if KIND == "uniform":
-        # 1 + (2 h + 1) / 2^17, less 1.5, is exact, and not 0; then to the nearest BF16 number on the bits.
+        # 1 + (2 h + 1) / 2^17 - 1.5 is exact and not 0; it is then rounded to the nearest BF16 number.
         bits = as_bits(as_float(((words >> 9) & 0x7FFF80) | 0x3F800040) - 1.5)
         return as_float((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536)
     elif KIND == "none":
@@ -134,17 +141,17 @@ def noise_of(words, KIND: tl.constexpr, ZERO: tl.constexpr):
 
 @triton.jit
 def where_drawn(step_ptr, key, row0, column0, MOVED: tl.constexpr):
-    """(key, step, row, column) of the first element, as the generator takes them."""
+    """Return (key, step, row, column) of the first element, as the generator takes them."""
     key, step = key.to(tl.int64), tl.load(step_ptr).to(tl.uint32)
     if MOVED:
-        row0 += tl.load(step_ptr + 1)
-        key += tl.load(step_ptr + 2)
+        row0 += tl.load(step_ptr + ROW_SHIFT)
+        key += tl.load(step_ptr + KEY_SHIFT)
     return key, step, row0.to(tl.uint32), column0.to(tl.uint32)
 
 
 @triton.jit
 def load_runs(x_ptr, row, column, rows, columns, stride, EVEN: tl.constexpr):
-    """[n, 8]: the runs that begin at row[i], column[i] of a matrix with rows `stride` apart; zeros beyond its edges."""
+    """Load the runs that begin at row[i], column[i], [n, 8], of a matrix with rows `stride` apart; zeros outside of it."""
     lane = tl.arange(0, RUN)
     place = x_ptr + row.to(tl.int64)[:, None] * stride + column[:, None] + lane[None, :]
     if EVEN:
@@ -155,7 +162,7 @@ def load_runs(x_ptr, row, column, rows, columns, stride, EVEN: tl.constexpr):
 
 @triton.jit
 def store_runs(out_ptr, x, row, column, rows, columns, EVEN: tl.constexpr):
-    """The way back, to a contiguous matrix."""
+    """Store the runs x [n, 8] that begin at row[i], column[i] of a contiguous matrix."""
     lane = tl.arange(0, RUN)
     place = out_ptr + row.to(tl.int64)[:, None] * columns + column[:, None] + lane[None, :]
     if EVEN:
@@ -166,7 +173,7 @@ def store_runs(out_ptr, x, row, column, rows, columns, EVEN: tl.constexpr):
 
 @triton.jit
 def narrow(x, DTYPE: tl.constexpr, F: tl.constexpr, H: tl.constexpr):
-    """float32 `x` to the nearest in DTYPE, or as codes of F: overflow is Inf in 16 bits and saturates in 8."""
+    """Round float32 `x` to nearest in DTYPE, or to codes of F if that has 8 bits: 16 bits overflow to Inf, 8 bits saturate."""
     if F.BITS == 8:
         if H.NATIVE:
             return native_codes(x, 1.0, F, False, False)
@@ -178,30 +185,31 @@ def narrow(x, DTYPE: tl.constexpr, F: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def program_block(columns, reciprocal, BLOCK: tl.constexpr):
-    """(number, first row, first column) of this program's block; blocks are numbered row by row.
+    """Return (number, first row, first column) of this program's block; blocks are numbered row by row.
 
-    `reciprocal` is 2^31 over the blocks across, rounded down: a division would take longer than all that is left until w can
-    be asked for.
+    `reciprocal` is floor(2^31 / blocks across). A division would take longer than everything else before the load of w.
     """
     program = tl.program_id(0).to(tl.uint32)
-    across = tl.cdiv(columns + program * 0, BLOCK).to(tl.uint32)  # or 1 would be a constant, which Triton 3.7 cannot convert
-    down = ((program.to(tl.uint64) * reciprocal.to(tl.uint64)) >> 31).to(tl.uint32)  # or one more
+    across = tl.cdiv(columns + program * 0, BLOCK).to(
+        tl.uint32
+    )  # Triton makes a size of 1 a constant, which 3.7 cannot convert
+    down = ((program.to(tl.uint64) * reciprocal.to(tl.uint64)) >> 31).to(tl.uint32)  # exact, or one too small
     down += (program - down * across >= across).to(tl.uint32)
     return program, (down * BLOCK).to(tl.int32), ((program - down * across) * BLOCK).to(tl.int32)
 
 
 @triton.jit
 def block_runs(first_row, first_column, BLOCK: tl.constexpr):
-    """Row and column of each run of a block."""
+    """Return the row and the column of each run of a block."""
     run = tl.arange(0, BLOCK * BLOCK // RUN)
     return first_row + run // (BLOCK // RUN), first_column + run % (BLOCK // RUN) * RUN
 
 
 @triton.jit
 def amax_of(x, BLOCK: tl.constexpr, NATIVE: tl.constexpr):
-    """The largest magnitude of a block's runs [n, 8]; a NaN counts as larger than any number."""
+    """Return the largest magnitude of a block's runs [n, 8]; NaN counts as larger than any number."""
     if NATIVE:
-        # What a thread holds comes first.
+        # Reduce within a thread first.
         HELD: tl.constexpr = 4 if BLOCK > 16 else 1
         return tl.reduce(tl.reduce(tl.reshape(tl.abs(x), [HELD, BLOCK * BLOCK // HELD]), 0, maximum), 0, maximum)
     else:
@@ -228,10 +236,14 @@ def _sample_kernel(
     BLOCK: tl.constexpr,
     EVEN: tl.constexpr,
 ):
+    """Store w_hat = w + R * amax * 2^(1 - b_t) and the blocks' amax.
+
+    Example: w = 3 in a block with amax = 4, b_t = 5, R = -1: w_hat = 3 - 4 * 2^-4 = 2.75.
+    """
     block, first_row, first_column = program_block(columns, reciprocal, BLOCK)
     row, column = block_runs(first_row, first_column, BLOCK)
     if KIND != "none":
-        # First, while nothing waits for x: R does not depend on it.
+        # First, before the load of x: R does not depend on it.
         b_t = tl.load(b_t_ptr + block)
         key, step, top, left = where_drawn(step_ptr, key, row0, column0, H.MOVED)
         r = run_noise(key, step, top + row.to(tl.uint32), left + column.to(tl.uint32), KIND, H.NATIVE, "-")
@@ -239,7 +251,7 @@ def _sample_kernel(
     amax = amax_of(x, BLOCK, H.NATIVE)
     tl.store(amax_ptr + block, amax)
     if KIND == "rounded_normal" and H.NATIVE:
-        x = tl.fma(r, block_scale(amax, b_t), x)  # R times the scale is exact: one rounding either way
+        x = tl.fma(r, block_scale(amax, b_t), x)  # R * scale is exact, so fused or not there is one rounding
     elif KIND != "none":
         x += r * block_scale(amax, b_t)
     store_runs(out_ptr, narrow(x, out_ptr.dtype.element_ty, F, H), row, column, rows, columns, EVEN)
@@ -247,7 +259,7 @@ def _sample_kernel(
 
 @triton.jit
 def block_sum(x, BLOCK: tl.constexpr):
-    """The sum of a block's runs x [n, 8] in the reference's order: two numbers at a time."""
+    """Return the sum of a block's runs x [n, 8] in the reference's order, two numbers at a time."""
     RUNS: tl.constexpr = BLOCK * BLOCK // RUN
     x = tl.sum(tl.reshape(x, [RUNS * 4, 2]), axis=1)
     x = tl.sum(tl.reshape(x, [RUNS * 2, 2]), axis=1)
@@ -260,7 +272,7 @@ def block_sum(x, BLOCK: tl.constexpr):
 
 @triton.jit
 def copy_block(x_ptr, out_ptr, first_row, first_column, rows, columns, stride, F, H, BLOCK: tl.constexpr, EVEN: tl.constexpr):
-    """A block in another type, read and written by fours, so that no thread has to hand numbers to another one."""
+    """Copy a block to another dtype, four elements per access, so that no numbers pass between threads."""
     four = tl.arange(0, BLOCK * BLOCK // 4)
     row = (first_row + four // (BLOCK // 4))[:, None]
     column = first_column + (four % (BLOCK // 4) * 4)[:, None] + tl.arange(0, 4)[None, :]
@@ -295,7 +307,10 @@ def _sample_backward_kernel(
     EVEN: tl.constexpr,
     COPY: tl.constexpr,
 ):
-    """COPY says that the gradient of w is written too, in another type."""
+    """Store dL/db_t = -ln 2 * amax * 2^(1 - b_t) * sum(dL/dw_hat * R) per block.
+
+    COPY says that the gradient of w is stored too, in another dtype.
+    """
     block, first_row, first_column = program_block(columns, reciprocal, BLOCK)
     row, column = block_runs(first_row, first_column, BLOCK)
     grad = widen_here(load_runs(grad_ptr, row, column, rows, columns, stride, EVEN), H.NATIVE)
@@ -327,7 +342,7 @@ def _noise_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """R of a matrix that may begin anywhere, as float32 or eight in a word."""
+    """Store R of a matrix whose first column may lie inside a Philox block, as float32 or (PACKED) eight per word."""
     _, first_row, first_column = program_tile(tl.program_id(0), rows, columns, ROWS, COLUMNS)
     row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
     key, step, top, left = where_drawn(step_ptr, key, row0 + first_row, column0 + first_column, MOVED)
@@ -347,12 +362,12 @@ def _noise_kernel(
 
 
 def noise(draw: Draw, rows: int, columns: int, kind: str) -> Tensor:
-    """float32[rows, columns]: R for each element by its coordinates."""
+    """Return R for each element by its coordinates, float32[rows, columns]."""
     return _noise(draw, rows, columns, kind, torch.empty((rows, columns), dtype=torch.float32, device=draw.step.device))
 
 
 def packed_noise(draw: Draw, rows: int, columns: int, kind: str) -> Tensor:
-    """int32[rows, ceil(columns / 8)]: R in 4 bits, sign and magnitude."""
+    """Return R in 4 bits, sign and magnitude, eight per word: int32[rows, ceil(columns / 8)]."""
     return _noise(draw, rows, columns, kind, torch.empty((rows, -(-columns // 8)), dtype=torch.int32, device=draw.step.device))
 
 
@@ -384,9 +399,9 @@ def sample(
     dtype: torch.dtype,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(w_hat [N, K] in `dtype`, the blocks' largest magnitudes in float32) for w [N, K] and b_t, one float32 a block.
+    """Return (w_hat [N, K] in `dtype`, float32 largest magnitudes of the blocks) for w [N, K] and b_t, one float32 per block.
 
-    w begins at a multiple of 8 columns of the whole parameter. `out` is memory for both, if there is some.
+    w begins at a multiple of 8 columns of the whole parameter. `out`, if given, is overwritten with both.
     """
     rows, columns = w.shape
     w_hat, amax = out or (
@@ -401,7 +416,7 @@ def sample(
 
 
 def block_amax(w: Tensor, block: int) -> Tensor:
-    """float32[ceil(N / block), ceil(K / block)]: the largest magnitude of each block of w [N, K]; NaN if it holds one."""
+    """Return the largest magnitude of each block of w [N, K], float32[ceil(N / block), ceil(K / block)]; NaN if it has NaN."""
     return sample(w, w.new_empty(0, dtype=torch.float32), Draw(0, w.new_empty((), dtype=torch.int64)), "none", block, w.dtype)[
         1
     ]
@@ -410,7 +425,7 @@ def block_amax(w: Tensor, block: int) -> Tensor:
 def sample_backward(
     grad: Tensor, amax: Tensor, b_t: Tensor, draw: Draw, kind: str, block: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of w, in `dtype` (`grad` itself if that is its own), and of b_t, from that of w_hat [N, K]."""
+    """Return the gradients of w (`grad` itself if it has `dtype`) and of b_t, from the gradient of w_hat [N, K]."""
     if grad.dtype == dtype:
         return grad, bitwidth_grad(grad, amax, b_t, draw, kind, block)
     out = torch.empty(grad.shape, dtype=dtype, device=grad.device)
@@ -418,12 +433,12 @@ def sample_backward(
 
 
 def bitwidth_grad(grad: Tensor, amax: Tensor, b_t: Tensor, draw: Draw, kind: str, block: int) -> Tensor:
-    """The gradient of b_t alone, float32 of its shape."""
+    """Return the gradient of b_t alone, float32 in its shape."""
     return torch.zeros_like(b_t) if kind == "none" else _backward(grad, amax, b_t, draw, kind, block, None)
 
 
 def _backward(grad: Tensor, amax: Tensor, b_t: Tensor, draw: Draw, kind: str, block: int, out: Tensor | None) -> Tensor:
-    """Write the gradient of w to `out` if that is given, and return that of b_t."""
+    """Write the gradient of w to `out`, if given, and return that of b_t."""
     rows, columns = grad.shape
     grad_b_t = torch.empty_like(b_t, memory_format=torch.contiguous_format)
     if grad.numel():
@@ -439,35 +454,35 @@ def _backward(grad: Tensor, amax: Tensor, b_t: Tensor, draw: Draw, kind: str, bl
 def _launch(
     backward: bool,
     size: tuple[int, int, int],
-    given: torch.dtype,
+    input_dtype: torch.dtype,
     dtype: torch.dtype | None,
     device: torch.device,
     kind: str,
     block: int,
     moved: bool,
-) -> Launch:
-    """The kernel for matrices of a size (rows, columns, stride) and type; with dtype None it writes no gradient of w."""
+) -> BoundKernel:
+    """Return the kernel for matrices of a size (rows, columns, stride); with dtype None it stores no gradient of w."""
     rows, columns, _ = size
     down, across = block_count(rows, columns, block)
     constants = {
         "KIND": kind,
-        "F": fields(DTYPES[dtype or given]),
-        "H": how(NEAREST, True, device, moved),
+        "F": fields(DTYPES[dtype or input_dtype]),
+        "H": rounding_constants(NEAREST, True, device, moved),
         "BLOCK": block,
         "EVEN": rows % block == columns % block == 0,
         **({"COPY": dtype is not None} if backward else {}),
     }
-    return Launch(
+    return BoundKernel(
         _sample_backward_kernel if backward else _sample_kernel,
         down * across,
         (*size, min((1 << 31) // across, (1 << 31) - 1)),
         constants,
-        bits=(2,) if dtype is not None and dtype.itemsize == 1 and not backward else (),  # FP8 as bytes: kernels write bits
+        bits=(2,) if dtype is not None and dtype.itemsize == 1 and not backward else (),  # FP8 as bytes: kernels store bits
         num_warps=_warps(block),
         enable_fp_fusion=False,
     )
 
 
 def _warps(block: int) -> int:
-    """Warps of a program, which takes one block: `benchmarks/sampling.py --sweep`."""
+    """Return the warps of a program, which has one block; chosen by `benchmarks/sampling.py --sweep`."""
     return max(1, block * block // 1024)

@@ -1,4 +1,10 @@
-"""Largest magnitudes and scales, as in `dither.reference.scaling`: the same exactly rounded operations in the same order."""
+"""Largest magnitudes and scales, as in `dither.reference.scaling`: the same exactly rounded operations in the same order.
+
+Legend: `amax` are the int32 bits of the largest magnitude of a group, S its scaling (`Scaling`), E the format of stored block
+scales (E4M3, nvfp4 only), W their rounding. `multiply` brings a group into the format's range, `restore` is its inverse.
+
+    E4M3 (MAX 448), amax 7: fp32 multiplies by 448 / 7 = 64 and stores restore = 7 / 448 = 0.015625.
+"""
 
 import functools
 import math
@@ -11,31 +17,35 @@ import triton.language as tl
 from torch import Tensor
 
 from dither.formats import TABLE
-from dither.kernels import Launch, multiprocessors, native
+from dither.kernels import BoundKernel, multiprocessors, native
 from dither.kernels.philox import program_tile, tiles
-from dither.kernels.rounding import How, as_bits, as_float, encode, fields, float_bits, round_bits, widen
+from dither.kernels.rounding import RoundingConstants, as_bits, as_float, encode, fields, float_bits, round_bits, widen
 from dither.precision import Cast
 from dither.random import matrix_size
 
 
 class Scaling(NamedTuple):
-    """A scale kind for a format as one compile-time constant."""
+    """A kind of scale for a format, as one compile-time constant."""
 
     KIND: str
+    """"none", "fp32", "delayed", "pow2", "pow2_ceil" or "nvfp4"."""
     MAX: float
+    """The format's largest value."""
     MAX_EXPONENT: int
+    """Its exponent: floor(log2 MAX)."""
     MAX_MANTISSA: int
+    """Its 23 mantissa bits as float32."""
     INVERSE: float
     """1 / MAX as float32."""
     MARGIN: float
-    """2^-margin, of delayed scaling."""
+    """2^-margin, for delayed scaling."""
     UNDO: float
     """2^margin."""
 
 
 @functools.cache
 def scaling_fields(cast: Cast) -> Scaling:
-    """The constant that device functions take for the scaling of `cast`."""
+    """Return the constant that device functions take for the scaling of `cast`."""
     element, scale = cast.element, cast.scaling
     mantissa = float_bits(element.max) & 0x7FFFFF
     inverse = struct.unpack("<f", struct.pack("<f", 1.0 / element.max))[0]
@@ -43,35 +53,38 @@ def scaling_fields(cast: Cast) -> Scaling:
 
 
 E4M3 = fields(TABLE["e4m3"])
-"""The format of nvfp4's block scales, for the E of device functions (Triton 3.6 reads no constants within constants)."""
+"""The format of nvfp4's block scales, passed to device functions as E: Triton 3.6 cannot read constants within constants."""
 
 
 @functools.cache
-def block_rounding(cast: Cast) -> How:
-    """Their rounding, for W: nearest, or toward zero and then up, so that stochastic values are never clipped."""
-    return How("toward_zero" if cast.round.kind == "stochastic" else "nearest", 0, 32, True, False)
+def block_rounding(cast: Cast) -> RoundingConstants:
+    """Return the rounding W of nvfp4's block scales: nearest, or toward zero and then up for stochastic casts.
+
+    Rounding up keeps the largest values of a group from being clipped, which would bias stochastic rounding.
+    """
+    return RoundingConstants("toward_zero" if cast.round.kind == "stochastic" else "nearest", 0, 32, True, False)
 
 
 @triton.jit
 def pow2(exponent):
-    """2^exponent as float32 for int32 exponents from -127 to 127."""
+    """Return 2^exponent as float32, for int32 exponents from -127 to 127."""
     return as_float(tl.where(exponent == -127, 1 << 22, (exponent + 127) << 23))
 
 
 @triton.jit
 def is_lost(amax):
-    """Whether these are bits of NaN, of an infinity, or of a negative number, which no largest magnitude is."""
+    """Return True for the bits of NaN, Inf or a negative number, which are not valid as a largest magnitude."""
     return amax.to(tl.uint32, bitcast=True) >= 0x7F800000
 
 
-# Division in hardware is a first guess of 1 / b, two steps of Newton and a residual each; the checks for numbers that such
-# steps cannot handle are most of its cost, and mantissas from 1 to 2 need none. Both are rounded to nearest: tests/gpu tries
-# every mantissa.
+# GPUs divide by a guess of 1 / b, refined by two Newton steps with a residual each. Most of the cost are checks for numbers
+# that these steps cannot handle, and operands from 1 to 2 need none. Both functions round to nearest: tests/gpu tries every
+# mantissa.
 
 
 @triton.jit
 def max_over(b, S: tl.constexpr, NATIVE: tl.constexpr):
-    """S.MAX / b for b from 1 to 2."""
+    """Return S.MAX / b, rounded to nearest, for b from 1 to 2."""
     if not NATIVE:
         return tl.div_rn(S.MAX, b)
     guess = tl.inline_asm_elementwise("rcp.approx.f32 $0, $1;", "=f,f", [b], dtype=tl.float32, is_pure=True, pack=1)
@@ -83,7 +96,7 @@ def max_over(b, S: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def over_max(a, S: tl.constexpr, NATIVE: tl.constexpr):
-    """a / S.MAX for a from 1 to 2."""
+    """Return a / S.MAX, rounded to nearest, for a from 1 to 2."""
     if not NATIVE:
         return tl.div_rn(a, S.MAX)
     quotient = a * S.INVERSE
@@ -92,7 +105,7 @@ def over_max(a, S: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def tensor_factor(amax, S: tl.constexpr):
-    """nvfp4's scale of the whole tensor from the bits of its largest magnitude."""
+    """Return nvfp4's scale of a tensor, amax / (448 * S.MAX), at least 2^-117, from the bits of its largest magnitude."""
     scale = tl.div_rn(as_float(amax), 448.0 * S.MAX)
     scale = as_float(tl.maximum(as_bits(scale), 10 << 23))  # 2^-117
     return tl.where(amax == 0, 1.0, tl.where(is_lost(amax), float("nan"), scale))
@@ -100,17 +113,23 @@ def tensor_factor(amax, S: tl.constexpr):
 
 @triton.jit
 def group_factors(amax, tensor, S: tl.constexpr, E: tl.constexpr, W: tl.constexpr, MEASURE: tl.constexpr, NATIVE: tl.constexpr):
-    """(multiply, restore, stored) for groups whose largest magnitudes have the int32 bits `amax`.
+    """Return (multiply, restore, stored) for groups whose largest magnitudes have the int32 bits `amax`.
 
-    `stored` is what goes to memory: float32 for fp32 and delayed, else the int32 code of the E8M0 or E4M3 scale. MEASURE says
-    that `amax` comes from the group itself: any factor will do for zeros then.
+        fp32, delayed    multiply = S.MAX / amax (at most 2^126), restore = amax / S.MAX; delayed also applies the margin
+        pow2             restore = 2^(floor(log2 amax) - S.MAX_EXPONENT), multiply = 1 / restore
+        pow2_ceil        the same, one exponent higher if amax would be clipped
+        nvfp4            restore = E4M3(amax / S.MAX / tensor), multiply = 1 / tensor / restore
+
+    `stored` is written to memory: float32 for fp32 and delayed, else the int32 code of the E8M0 or E4M3 scale. A group of zeros
+    has scale 1; one with NaN or Inf has scale NaN. MEASURE says that `amax` was measured on the group itself, so that for zeros
+    any `multiply` will do.
     """
     nothing = amax == 0
     lost = is_lost(amax)
     if S.KIND == "fp32" or S.KIND == "delayed":
-        # Both quotients of the mantissa alone, which lies in [1, 2), then the exponent by addition: nothing overflows, no
-        # residual of a division underflows, and a subnormal amax, whose mantissa this misreads, is beyond the largest
-        # factor, 2^126, by its exponent alone.
+        # Divide the mantissa alone, which lies in [1, 2), and add the exponent afterwards. Then nothing overflows and no
+        # residual of a division underflows. A subnormal amax has its mantissa misread, but its factor exceeds the largest,
+        # 2^126, by the exponent alone.
         value, exponent = as_float(amax), amax & 0x7F800000
         mantissa = as_float((amax & 0x7FFFFF) | 0x3F800000)
         quotient = max_over(mantissa, S, NATIVE)
@@ -165,7 +184,7 @@ def magnitude_bits(
     COLUMNS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """int32[ROWS * COLUMNS]: the bits of |x| in tile number `program`, row after row, zeros outside the matrix."""
+    """Return the bits of |x| in tile number `program`, row by row, int32[ROWS * COLUMNS]; zeros outside the matrix."""
     batch, first_row, first_column = program_tile(program, rows, columns, ROWS, COLUMNS)
     n = tl.arange(0, ROWS * COLUMNS)
     row, column = n // COLUMNS, n % COLUMNS
@@ -193,16 +212,16 @@ def _amax_kernel(
     WIDE: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """The atomic maximum of the bits of all magnitudes, which does not depend on the order.
+    """Store the bits of the largest magnitude of x by an atomic maximum, which does not depend on the order.
 
-    A program goes through every so many-th of `count` tiles, keeps WIDE maxima in its threads and adds one atomic at its end.
+    A program takes every num_programs-th of `count` tiles, keeps WIDE maxima in its threads, and ends with one atomic.
     """
-    found = tl.full([WIDE], 0, tl.int32)
-    zero = tl.program_id(0) * 0  # the interpreter counts loops in Python's integers
+    tops = tl.full([WIDE], 0, tl.int32)
+    zero = tl.program_id(0) * 0  # in the interpreter, loop variables are Python integers
     for tile in range(tl.program_id(0), count, tl.num_programs(0)):
         bits = magnitude_bits(x_ptr, tile + zero, rows, columns, stride_b, stride_r, stride_c, ROWS, COLUMNS, EVEN)
-        found = tl.maximum(found, tl.max(tl.reshape(bits, [ROWS * COLUMNS // WIDE, WIDE]), axis=0))
-    tl.atomic_max(out_ptr, tl.max(found), sem="relaxed")
+        tops = tl.maximum(tops, tl.max(tl.reshape(bits, [ROWS * COLUMNS // WIDE, WIDE]), axis=0))
+    tl.atomic_max(out_ptr, tl.max(tops), sem="relaxed")
 
 
 @triton.jit
@@ -219,7 +238,7 @@ def _line_amax_kernel(
     COLUMNS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """The same for each column of each matrix, or else for each row."""
+    """Store the bits of the largest magnitude of each column (ALONG_ROWS) or row of each matrix by atomic maxima."""
     program = tl.program_id(0)
     batch, first_row, first_column = program_tile(program, rows, columns, ROWS, COLUMNS)
     bits = magnitude_bits(x_ptr, program, rows, columns, stride_b, stride_r, stride_c, ROWS, COLUMNS, EVEN)
@@ -233,10 +252,10 @@ def _line_amax_kernel(
 
 
 def amax_bits(x: Tensor) -> Tensor:
-    """int32 bits, 0-d, of the largest magnitude of `x`, of any shape and strides."""
+    """Return the bits of the largest magnitude of `x`, 0-d int32; x has any shape and strides."""
     out = torch.zeros((), dtype=torch.int32, device=x.device)
     if x.numel():
-        # Where elements lie back to back, in whatever order, they are one long row.
+        # Elements without gaps, in whatever order, are read as one long row.
         dense = x.is_contiguous() or (x.dim() >= 2 and x.mT.is_contiguous())
         if not dense:
             x = x.reshape(matrix_size(x))
@@ -245,12 +264,14 @@ def amax_bits(x: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
-def _amax_launch(shape: tuple[int, ...], stride: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device) -> Launch:
-    """The kernel for matrices of these strides, or (None) for elements back to back; another dtype is another launch."""
+def _amax_launch(
+    shape: tuple[int, ...], stride: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device
+) -> BoundKernel:
+    """Return the kernel for matrices with these strides; None for elements without gaps. `dtype` is part of the cache key."""
     ROWS, COLUMNS, WIDE, programs, warps = _amax_shape(stride is None, device)
     rows, columns = (1, math.prod(shape)) if stride is None else shape
     count = tiles(1, rows, columns, ROWS, COLUMNS)[0]
-    return Launch(
+    return BoundKernel(
         _amax_kernel,
         min(count, programs),
         (count, rows, columns, 0, *(stride or (columns, 1))),
@@ -260,12 +281,15 @@ def _amax_launch(shape: tuple[int, ...], stride: tuple[int, ...] | None, dtype: 
 
 
 def _amax_shape(dense: bool, device: torch.device) -> tuple[int, int, int, int, int]:
-    """(rows, columns, maxima kept, programs, warps): 16 KiB of bfloat16 in flight, as many programs as run at once."""
+    """Return (rows, columns, maxima kept, programs, warps): 16 KiB of bfloat16 in flight, as many programs as run at once."""
     return (1, 8192, 1024, 8 * multiprocessors(device), 4) if dense else (8, 1024, 1024, 8 * multiprocessors(device), 4)
 
 
 def line_amax_bits(x_BRC: Tensor, along_rows: bool) -> Tensor:
-    """int32[B, columns] (or, unless `along_rows`, [B, rows]): bits of the largest magnitude of each column (or row)."""
+    """Return the bits of the largest magnitude of each column, int32[B, columns], or of each row, [B, rows].
+
+    along_rows: groups run along the rows' axis, so that each column is one.
+    """
     batch, rows, columns = x_BRC.shape
     out = torch.zeros((batch, columns if along_rows else rows), dtype=torch.int32, device=x_BRC.device)
     if x_BRC.numel():
@@ -296,6 +320,7 @@ def _factors_kernel(
     NATIVE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Store the scale (or, MULTIPLY, the factor) of each of n magnitudes; for nvfp4 the scale of the tensor."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     amax = tl.load(amax_ptr + at, mask=at < n, other=0)
     if S.KIND == "nvfp4":
@@ -308,9 +333,9 @@ def _factors_kernel(
 
 
 def store_factors(amax: Tensor, out: Tensor, cast: Cast, *, multiply: bool = False) -> None:
-    """Write the scales that belong to magnitudes (int32 bits) of rows or of the tensor; for nvfp4, the tensor's.
+    """Write the scales of magnitudes (int32 bits) of rows or of the tensor to `out`; for nvfp4, the tensor's scale.
 
-    With `multiply`, write the factors that elements are multiplied by instead (for tests).
+    With `multiply`, write the factors that elements are multiplied by instead; tests use this.
     """
     if amax.numel():
         _factors_kernel[(triton.cdiv(amax.numel(), 256),)](

@@ -1,10 +1,30 @@
-"""What a program of a casting kernel does with its tile: read it, scale it, round it, and write its codes and scales."""
+"""The work of one program of a casting kernel on its tile: load, scale, round, and store codes and scales.
+
+Legend:
+
+    x              a tile [P, Q], float32: P lines of Q elements along the axis that is cast
+    ROWS, COLUMNS  the tile in memory; P, Q = COLUMNS, ROWS if ALONG_ROWS (the tile is transposed), else ROWS, COLUMNS
+    GP, GQ         lines and elements per line of a group that shares a scale
+    F, C           format that values are rounded to, and format of the stored codes
+    H              rounding of the values (`rounding.RoundingConstants`)
+    S              scaling (`scaling.Scaling`)
+    E or SCALE, W  format of stored block scales (E4M3, nvfp4 only) and their rounding
+    A, RUN         arrangement of a thread's elements, see `element_place`
+    MEASURE        scales come from the groups of this tile; else `amax` is passed in
+    PER_LINE       without MEASURE: one `amax` per line, else one for the tensor
+    FAKE           store values instead of codes
+    EVEN           tiles cover the matrix exactly: loads need no mask
+    RAGGED         lines end inside a packed byte or word: the rest of it is filled with zeros
+    WORDS          stored lines are multiples of 4 bytes, so that 4-bit codes are stored as words
+    COMPACT        compute each scale in one thread, see `cast_tile`
+    APART          one register per FP8 code, see `fp8_codes`
+"""
 
 import triton
 import triton.language as tl
 
 from dither.kernels.packing import e2m1_words, store_packed, store_words
-from dither.kernels.philox import program_tile, random_calls, random_elements
+from dither.kernels.philox import KEY_SHIFT, ROW_SHIFT, program_tile, random_calls, random_elements
 from dither.kernels.rounding import (
     SIGN,
     as_bits,
@@ -23,30 +43,33 @@ from dither.kernels.scaling import group_factors, tensor_factor
 
 @triton.jit
 def maximum(a, b):
-    """The larger, or NaN if either is."""
+    """Return the larger of two numbers, or NaN if either is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def largest(magnitude, NATIVE: tl.constexpr):
-    """Bits of the largest of each group, for groups along axes 1 and 3; a NaN counts as larger than any number."""
+    """Return the bits of the largest magnitude of each group along axes 1 and 3; NaN counts as larger than any number."""
     if NATIVE:
         return as_bits(tl.reduce(tl.reduce(magnitude, 3, maximum), 1, maximum))
     else:
-        # The same order on the bits; the interpreter takes a reduction by a function of ours one element at a time.
+        # Bits of magnitudes have the same order. The interpreter runs custom reductions one element at a time.
         return tl.max(tl.max(as_bits(magnitude), axis=3), axis=1)
 
 
 @triton.jit
 def element_place(n, N: tl.constexpr, COLUMNS: tl.constexpr, A: tl.constexpr, RUN: tl.constexpr, ALONG_ROWS: tl.constexpr):
-    """(row, column) in its tile of the n-th element as the tile is loaded.
+    """Return (row, column) in the tile of the n-th element that is loaded.
 
-    A tile is loaded as one line of N elements, since there the share of each thread is the same in every version of Triton:
-    runs of 16 bytes, threads side by side, all of it A times over. Which elements the A rounds bring is our choice.
-    Along the columns, they bring a thread's next runs, so that it holds A * RUN neighbours, and few threads share a group and
-    the work on its scale. Along the rows, they bring the next rows, so that transposed codes leave a thread A at a time.
+    A tile is loaded as one line of N elements. Every version of Triton divides it among threads alike: each thread gets a run
+    of 16 bytes (RUN elements), threads side by side, in A rounds. This function decides which elements a round brings.
+    Along the columns, a round brings each thread's next run: it holds A * RUN neighbours, so that few threads share a group and
+    the work on its scale. Along the rows, a round brings the next rows, so that a thread stores A transposed codes at once.
+
+    Example along the columns, N = 32, COLUMNS = 16, RUN = 4, A = 2: n = 0 to 3 are columns 0 to 3 of row 0, n = 16 to 19 (the
+    same thread's second round) are columns 4 to 7.
     """
-    # Each part is one division and one remainder of n itself: Triton sees that runs stay whole, and loads them whole.
+    # Each term is one division and one remainder of n itself: so Triton sees that runs are contiguous.
     again = n // (N // A)
     if ALONG_ROWS:
         return n // COLUMNS % (N // A // COLUMNS) * A + again, n % COLUMNS
@@ -57,14 +80,14 @@ def element_place(n, N: tl.constexpr, COLUMNS: tl.constexpr, A: tl.constexpr, RU
 
 @triton.jit
 def spread(groups, P: tl.constexpr, Q: tl.constexpr, GP: tl.constexpr, GQ: tl.constexpr):
-    """Repeat [P / GP, Q / GQ] to [P, Q]."""
+    """Repeat one value per group, [P / GP, Q / GQ], to one per element, [P, Q]."""
     wide = tl.broadcast_to(groups[:, None, :, None], [P // GP, GP, Q // GQ, GQ])
     return tl.reshape(wide, [P, Q])
 
 
 @triton.jit
 def restored(value, restore, tensor, DTYPE: tl.constexpr, SCALED: tl.constexpr, TWO_LEVEL: tl.constexpr, NATIVE: tl.constexpr):
-    """value * restore * tensor as DTYPE; finite overflow stops at its largest number."""
+    """Return value * restore * tensor as DTYPE; finite overflow saturates at its largest number."""
     product = value
     if SCALED:
         product = product * restore
@@ -77,7 +100,7 @@ def restored(value, restore, tensor, DTYPE: tl.constexpr, SCALED: tl.constexpr, 
     infinite = (as_bits(value) & 0x7FFFFFFF) == 0x7F800000
     stopped = tl.where((magnitude > 0x7F800000) | infinite, magnitude, tl.minimum(magnitude, LIMIT))
     if DTYPE == tl.bfloat16 and not NATIVE:
-        # Through the bits, because Triton's interpreter truncates, and loses subnormal numbers. NaN is left alone.
+        # On the bits: Triton's interpreter truncates, and flushes subnormal numbers. NaN stays as it is.
         nearest = (stopped + 0x7FFF + ((stopped >> 16) & 1)) & -65536
         stopped = tl.where(magnitude > 0x7F800000, magnitude, nearest)
         return ((stopped | (bits & -0x80000000)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -87,20 +110,20 @@ def restored(value, restore, tensor, DTYPE: tl.constexpr, SCALED: tl.constexpr, 
 
 @triton.jit
 def scaled_bits(x, multiply, S: tl.constexpr, MEASURE: tl.constexpr):
-    """Bits of |x * multiply|. MEASURE says that `multiply` comes from the groups of x themselves: then nothing overflows."""
+    """Return the bits of |x * multiply|. With MEASURE, `multiply` comes from the groups of x, and nothing overflows."""
     magnitude = tl.abs(x)
     if S.KIND == "none":
         return as_bits(magnitude)
     y = as_bits(magnitude * multiply)
     if not MEASURE or S.KIND == "nvfp4":
-        # The tensor's own magnitude was given: a finite product may overflow, and then saturates.
+        # `amax` was passed in: a finite product may overflow, and then saturates.
         y = tl.where((y == 0x7F800000) & (as_bits(magnitude) < 0x7F800000), 0x7F7FFFFF, y)
     return y
 
 
 @triton.jit
 def limited(y, F: tl.constexpr):
-    """At most the format's largest magnitude. Compared unsigned, so does a NaN of either sign stop, as the reference says."""
+    """Return the bits y, clamped to the format's largest magnitude. The unsigned comparison also clamps NaN of either sign."""
     return tl.minimum(y.to(tl.uint32, bitcast=True), F.MAX_BITS).to(tl.int32, bitcast=True)
 
 
@@ -113,14 +136,14 @@ E5M2_PAIR = tl.constexpr(E4M3_PAIR.value.replace("e4m3", "e5m2"))
 
 @triton.jit
 def fp8_codes(value, E4M3: tl.constexpr, APART: tl.constexpr):
-    """Codes by the GPU's own conversions.
+    """Return FP8 codes by the GPU's own conversions.
 
-    APART gives each a register of its own (int32). A conversion makes two codes, halves of one register, and where Triton 3.6
-    stores them across rows, three of eight came out wrong on an H200: those that it shifts out of the upper half in 16 bits.
+    One conversion makes two codes, the halves of a register. APART moves each to its own register (int32): where Triton 3.6
+    stores halves across rows, three of eight codes came out wrong on an H200, those shifted out of the upper half in 16 bits.
     """
     if APART:
-        how: tl.constexpr = E4M3_PAIR if E4M3 else E5M2_PAIR
-        return tl.inline_asm_elementwise(how, "=r,=r,f,f", [value], dtype=tl.int32, is_pure=True, pack=2)
+        ptx: tl.constexpr = E4M3_PAIR if E4M3 else E5M2_PAIR
+        return tl.inline_asm_elementwise(ptx, "=r,=r,f,f", [value], dtype=tl.int32, is_pure=True, pack=2)
     elif E4M3:
         return value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
@@ -129,11 +152,14 @@ def fp8_codes(value, E4M3: tl.constexpr, APART: tl.constexpr):
 
 @triton.jit
 def native_codes(x, multiply, F: tl.constexpr, GROUPED: tl.constexpr, APART: tl.constexpr):
-    """E4M3 or E5M2 codes by the GPU's own conversions, which round and saturate as we do, but make a number of an infinity."""
+    """Return E4M3 or E5M2 codes of x * multiply by the GPU's own conversions.
+
+    They round and saturate as the reference does, but turn an infinity into a number; this restores it.
+    """
     product = x * multiply
     if F.BIAS == 7:
         if not GROUPED:
-            product += x * 0.0  # NaN where x is infinite, and else nothing
+            product += x * 0.0  # adds NaN where x is infinite, else 0
         return fp8_codes(product, True, APART)
     else:
         code = fp8_codes(product, False, APART)
@@ -155,8 +181,8 @@ def tile_codes(
     MEASURE: tl.constexpr,
     APART: tl.constexpr = False,
 ):
-    """Codes in C of x * multiply, rounded to F; see `scaled_bits` for MEASURE and `fp8_codes` for APART."""
-    # A measured scale is NaN when something in the group is not finite: a product is then finite, or all of a group is NaN.
+    """Return codes in C of x * multiply, rounded to F by H."""
+    # A measured scale is NaN if anything in the group is not finite. So the products of a group are all finite or all NaN.
     GROUPED: tl.constexpr = MEASURE and S.KIND != "none"
     FP8: tl.constexpr = F == C and F.BITS == 8 and (F.BIAS == 7 or F.BIAS == 15) and S.KIND != "none"
     if FP8 and H.NATIVE and H.KIND == "nearest":
@@ -167,7 +193,7 @@ def tile_codes(
         if GROUPED and F == C and not F.HAS_NAN:
             return with_sign(round_code(limited(y, F), random, F, H), sign, F)
         elif GROUPED and not F.HAS_NAN and not F.INTEGER and C.BITS == 8 and C.BIAS == 7 and H.NATIVE:
-            # FP4 or FP6 for FP8 units: the conversion has nothing left to round. The sum makes NaN of a lost group.
+            # FP4 or FP6 values as FP8 codes: the conversion is exact. Adding y * 0 makes a group with NaN all NaN.
             value = as_float(round_magnitude(limited(y, F), random, F, H)) + as_float(y) * 0.0
             return fp8_codes(as_float(as_bits(value) | (sign & SIGN)), True, APART)
         elif GROUPED and not F.HAS_NAN and not F.INTEGER and C.HAS_NAN:
@@ -191,7 +217,7 @@ def store_scales(
     GQ: tl.constexpr,
     LINES_INNERMOST: tl.constexpr,
 ):
-    """Write the scales [P / GP, Q / GQ] of the groups from element `first` of line `line0` on."""
+    """Store the scales [P / GP, Q / GQ] of the groups from element `first` of line `line0` on."""
     group_line = line0 // GP + tl.arange(0, P // GP)
     group = first // GQ + tl.arange(0, Q // GQ)
     groups = (length + GQ - 1) // GQ
@@ -232,10 +258,10 @@ def cast_tile(
     WORDS: tl.constexpr,
     COMPACT: tl.constexpr,
 ):
-    """Cast x [P, Q], elements first .. of lines line0 .., with groups [GP, GQ], and store codes (or values) and scales.
+    """Cast x [P, Q] and store codes (or values, if FAKE) and scales.
 
-    F is the format, C the format of the codes. `amax` has the bits for the groups unless MEASURE. Scales are stored here
-    only when measured here.
+    x holds the elements from `first` on of the lines from `line0` on. `amax` has the bits for the groups unless MEASURE. Scales
+    are stored only if they are measured here.
     """
     line = line0 + tl.arange(0, P)
     multiply, restore = x, x
@@ -243,12 +269,12 @@ def cast_tile(
         if MEASURE:
             amax = largest(tl.reshape(tl.abs(x), [P // GP, GP, Q // GQ, GQ]), H.NATIVE)
             if COMPACT:
-                # Each magnitude in one thread, not in all that share the group, so that less work is done twice.
+                # Keep each magnitude in one thread instead of all that share the group: less work is repeated.
                 n: tl.constexpr = (P // GP) * (Q // GQ)
                 amax = tl.reshape(tl.gather(tl.reshape(amax, [n]), tl.arange(0, n), 0), [P // GP, Q // GQ])
         multiply, restore, stored = group_factors(amax, tensor, S, E, W, MEASURE, H.NATIVE)
         if MEASURE and not FAKE:
-            innermost: tl.constexpr = S.KIND == "fp32" and GP == 1 and GQ == 128  # as layout.lines_innermost says
+            innermost: tl.constexpr = S.KIND == "fp32" and GP == 1 and GQ == 128  # as GroupLayout.lines_innermost says
             store_scales(scale_ptr, stored, line0, first, lines, length, P, Q, GP, GQ, innermost)
         multiply = spread(multiply, P, Q, GP, GQ)
         restore = spread(restore, P, Q, GP, GQ)
@@ -259,7 +285,7 @@ def cast_tile(
         inside = (line < lines)[:, None] & (at < length)[None, :]
         tl.store(out_ptr + line[:, None] * stride_line + at[None, :] * stride_element, result, mask=inside)
     elif (
-        # E2M1 in its own storage, with 16 random bits: eight codes at a time.
+        # E2M1 in its own storage with 16 random bits: eight codes at a time.
         F == C and F.BITS == 4 and not F.INTEGER and MEASURE and S.KIND != "none" and H.NATIVE and H.BITS == 16 and WORDS
         and not RAGGED
     ):  # fmt: skip
@@ -293,9 +319,10 @@ def load_tile(
     EVEN: tl.constexpr,
     HERE: tl.constexpr,
 ):
-    """The tile at x_ptr as one line (see `element_place`), zeros beyond its `rows` and `columns`, and its random bits.
+    """Return the tile at x_ptr as one line [ROWS * COLUMNS] (see `element_place`) and its random bits.
 
-    `top` and `left` are the coordinates of its first element in the whole tensor, where its rows lie `inner` apart.
+    Elements beyond `rows` and `columns` are zero. `top` and `left` are the coordinates of the first element in the whole
+    tensor, where the rows of the matrix are `inner` apart. HERE keeps x in the threads that loaded it, see `widen_here`.
     """
     N: tl.constexpr = ROWS * COLUMNS
     row, column = element_place(tl.arange(0, N), N, COLUMNS, A, RUN, BY_ROWS)
@@ -309,8 +336,8 @@ def load_tile(
     if H.KIND == "stochastic":
         step = tl.load(step_ptr).to(tl.uint32)
         if H.MOVED:
-            top += tl.load(step_ptr + 1)
-            key += tl.load(step_ptr + 2)
+            top += tl.load(step_ptr + ROW_SHIFT)
+            key += tl.load(step_ptr + KEY_SHIFT)
         top, left = top.to(tl.uint32), left.to(tl.uint32)
         if H.ALIGNED:
             E: tl.constexpr = 128 // H.WIDTH
@@ -363,10 +390,10 @@ def cast_program(
     WORDS: tl.constexpr,
     COMPACT: tl.constexpr,
 ):
-    """Load tile number `program`, draw its random bits and cast it along its columns or, transposed, along its rows."""
+    """Load tile number `program`, draw its random bits, and cast it along its columns or (ALONG_ROWS) transposed."""
     N: tl.constexpr = ROWS * COLUMNS
     batch, first_row, first_column = program_tile(program, rows, columns, ROWS, COLUMNS)
-    # Matrix b of a batch begins at row (b // inner) * rows * inner + b % inner and takes every inner-th one.
+    # Matrix b of a batch begins at row (b // inner) * rows * inner + b % inner, and takes every inner-th row from there.
     x, random = load_tile(
         x_ptr + batch * stride_b + first_row * stride_r + first_column * stride_c, step_ptr, key,
         row0 + (batch // inner) * rows * inner + batch % inner + first_row * inner, column0 + first_column,

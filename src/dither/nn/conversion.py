@@ -159,7 +159,7 @@ def prepare_plans(model: nn.Module, plans: Iterable[Plan | str]) -> None:
     >>> model = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.ReLU(), torch.nn.Linear(128, 128))
     >>> _ = convert(model, "fp8-block")
     >>> prepare_plans(model, ["fp8-block", "fp4-block"])
-    >>> model[0].levels.tolist()
+    >>> model[0].levels[:, 0].tolist()
     [1, 1, 1, 1, 1, 1]
     """
     layers = _converted(model)

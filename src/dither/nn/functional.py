@@ -109,7 +109,7 @@ class State(NamedTuple):
     weight: OperandCodes | None = None
     """The cast weight, if somebody holds it for this step."""
     levels: Tensor | None = None
-    """int32[6] on the device: the level of input, weight and gradient, each along and across; see `dither.levels`."""
+    """int32[6, 4] on the device: in column 0 the levels of input, weight and gradient, each along and across."""
     input_amax: Amax = Amax()
     weight_amax: Amax = Amax()
     grad_amax: Amax = Amax()
@@ -421,7 +421,7 @@ def _level(levels: Tensor | None, how: Casting) -> Tensor | None:
     if how.level < 0:
         return None
     assert levels is not None
-    return levels[how.level : how.level + 1]
+    return levels[how.level, :1]
 
 
 def _both(

@@ -33,7 +33,7 @@ class StatefulLayer(SampledLayer):
     draw_keys: Tensor | None
     """int64[5] on the device: the keys of the layer's random streams."""
     levels: Tensor | None
-    """int32[6] on the device: which cast of its family each operand takes along and across; see `dither.levels`."""
+    """int32[6, 4] on the device: in column 0, which cast of its family each operand takes along and across (`dither.levels`)."""
     families: Levels
     """Casts of each operand that `levels` chooses between."""
     known_precisions: frozenset[LayerPrecision]
@@ -89,7 +89,7 @@ class StatefulLayer(SampledLayer):
             self.register_buffer("levels", None, persistent=False)
             return
         if self._buffers.get("levels") is None:
-            levels = torch.zeros(6, dtype=torch.int32, device=self.weight.device)
+            levels = torch.zeros((6, 4), dtype=torch.int32, device=self.weight.device)  # 16 bytes each: kernels read aligned
             self.register_buffer("levels", levels, persistent=False)
         self._write_levels(numbers)
 
@@ -114,7 +114,7 @@ class StatefulLayer(SampledLayer):
     def _write_levels(self, numbers: tuple[int, ...]) -> None:
         """Write levels where they are: compiled code and captured CUDA graphs read them there."""
         if self.levels is not None and not self.levels.is_meta:
-            local(self.levels).copy_(torch.tensor(numbers, dtype=torch.int32))
+            local(self.levels).copy_(torch.tensor(numbers, dtype=torch.int32)[:, None])
 
     # A call ------------------------------------------------------------------------------------------------------------
 

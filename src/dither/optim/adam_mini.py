@@ -1,6 +1,7 @@
-"""Adam-mini (Zhang et al., 2024): AdamW with one second moment for a head or a row instead of one for each weight.
+"""Adam-mini (Zhang et al., 2024): AdamW with one second moment per head or row instead of one per weight.
 
-AdamW's update, where v is the moving average of the mean of g * g over the rows that share it; see `dither.optim.roles`.
+The update is AdamW's, with v the moving average of mean(g * g) over the rows that share it. `dither.optim.roles` says which
+rows these are.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,22 +15,22 @@ from dither.adam_update import Piece, Update
 from dither.errors import UserError
 from dither.nn.tensor_parallel import local
 from dither.optim.adamw import AdamW
-from dither.optim.launches import Part, Slot
 from dither.optim.peers import Moments
 from dither.optim.roles import Role, role_of, sections
 from dither.optim.shards import as_matrix, like, reduce_cuts, shards, spread_over
+from dither.optim.slots import Part, Slot
 from dither.optim.states import count_of
 from dither.random import matrix_size
 from dither.reference.adamw import second_moment, store_state, zero_state
 
 
 class AdamMini(AdamW):
-    """Adam-mini for named parameters and their roles; options as `AdamW`'s, with states fp32 or bf16 (the first moment's).
+    """Adam-mini for named parameters with roles. Options are those of `AdamW`; `states` (of the first moment) is fp32 or bf16.
 
     >>> import dither, torch
     >>> model = torch.nn.Linear(8, 4)
-    >>> each_row = {"weight": dither.optim.Role.rows_each(1), "bias": dither.optim.Role.whole()}
-    >>> optimizer = dither.optim.AdamMini(model.named_parameters(), each_row, lr=1e-3)
+    >>> roles = {"weight": dither.optim.Role.rows_each(1), "bias": dither.optim.Role.whole()}
+    >>> optimizer = dither.optim.AdamMini(model.named_parameters(), roles, lr=1e-3)
     >>> model(torch.ones(2, 8)).sum().backward()
     >>> optimizer.step()
     >>> optimizer.state[model.weight]["exp_avg_sq"].shape
@@ -37,7 +38,12 @@ class AdamMini(AdamW):
     """
 
     def __init__(self, params: Iterable[Any], roles: Mapping[str, Role], lr: float | Tensor = 1e-3, **options: Any) -> None:
-        """params: named parameters; roles: `dither.optim.roles(model)`, or a role for each name."""
+        """Create the optimizer.
+
+        params: named parameters, such as `model.named_parameters()`.
+        roles: `dither.optim.roles(model)`, or a dictionary with a role per parameter name.
+        lr, options: as `AdamW`.
+        """
         self.roles = dict(roles)
         super().__init__(params, lr, **options)
 
@@ -62,7 +68,7 @@ class AdamMini(AdamW):
         return super()._is_matrix(name, parameter) and name in self.roles and not self.roles[name].transposed
 
     def _sections(self, slot: Slot) -> list[tuple[int, int, int]]:
-        """(first row, end, run) of the whole parameter, in the orientation that is worked in."""
+        """Return (first row, end, rows per run) of each section of the whole parameter, in the orientation of the update."""
         role, shape = role_of(self.roles, slot.name), slot.parameter.shape
         rows = shape[1] if role.transposed else slot.parameter.numel() // max(shape[-1], 1) if len(shape) else 1
         return sections(role, rows, slot.name)
@@ -74,7 +80,7 @@ class AdamMini(AdamW):
         return {
             "step": torch.zeros((), dtype=torch.int64, device=work.device),
             "exp_avg": like(slot.parameter, moment.view(work.shape)),
-            "exp_avg_sq": torch.zeros(runs, device=work.device),  # whole on every process: it is small
+            "exp_avg_sq": torch.zeros(runs, device=work.device),  # whole on every rank: it is small
             **self._extra_state(slot, {}),
         }
 
@@ -93,23 +99,26 @@ class AdamMini(AdamW):
     def _moment_shape(self, slot: Slot) -> torch.Size:
         return self._work(slot, local(slot.parameter)).shape
 
-    def _encode(self, slot: Slot, found: Moments) -> dict[str, Tensor]:
-        """As AdamW's; a second moment is the mean of those that share it: averages of squares are linear."""
-        v = like(slot.parameter, found.v)
+    def _encode(self, slot: Slot, moments: Moments) -> dict[str, Tensor]:
+        """Return the state of a parameter with these moments.
+
+        A run's second moment is the mean over its elements, which is exact: a moving average of squares is linear.
+        """
+        v = like(slot.parameter, moments.v)
         whole = self._work(slot, v.full_tensor() if isinstance(v, DTensor) else v)
         rows = whole.reshape(matrix_size(whole)).double()
         means = [rows[start:end].reshape((end - start) // run, -1).mean(1) for start, end, run in self._sections(slot)]
-        work, device = self._work(slot, found.m), local(slot.parameter).device
+        work, device = self._work(slot, moments.m), local(slot.parameter).device
         moment, _ = zero_state(matrix_size(work), slot.update, True, device)
         values, _ = store_state(as_matrix(work.to(device).contiguous()), slot.update, True)
         return {
-            "step": count_of(found.step, slot.name).to(device),
+            "step": count_of(moments.step, slot.name).to(device),
             "exp_avg": like(slot.parameter, moment.copy_(values).view(work.shape)),
             "exp_avg_sq": torch.cat(means).float().to(device),
         }
 
     def _decode(self, slot: Slot, state: dict[str, Tensor], update: Update) -> Moments:
-        """As AdamW's, with the second moment that an element shares for each of them."""
+        """Return the moments of a state as float32, with a run's second moment repeated for each of its elements."""
         m, v = self._work(slot, local(state["exp_avg"]).float()), state["exp_avg_sq"]
         if v.shape == slot.parameter.shape and v.shape != self._layout(slot)["exp_avg_sq"][1]:  # torch's
             return Moments(state["step"], m, local(v).float())
@@ -125,15 +134,17 @@ class AdamMini(AdamW):
         return Moments(state["step"], m, self._work(slot, columns))
 
     def _work(self, slot: Slot, part: Tensor) -> Tensor:
+        """Return the part with outputs as rows."""
         return part.t() if role_of(self.roles, slot.name).transposed else part
 
     def _batch(self, code: Any) -> Any:
         return code.MiniBatch
 
-    def _parts(self, place: int, slot: Slot, work: Tensor) -> list[Part]:
+    def _parts(self, active_index: int, slot: Slot, work: Tensor) -> list[Part]:
+        """Return the parts of a parameter: the overlap of each shard with each section."""
         state = self.state[slot.parameter]
         moment, extra = as_matrix(local(state["exp_avg"])), state.get("master", state.get("remainder"))
-        found = []
+        parts = []
         for shard in shards(self._work(slot, slot.parameter)):
             first = 0  # the number of the section's first run
             for begin, end, run in self._sections(slot):
@@ -157,26 +168,26 @@ class AdamMini(AdamW):
                         (low - begin) % run,
                         run * self._work(slot, slot.parameter).shape[-1] if slot.parameter.dim() else 1,
                     )
-                    found.append(Part(place, rows.start, rows.stop, piece, high - low == work.shape[0], runs.start))
+                    parts.append(Part(active_index, rows.start, rows.stop, piece, high - low == work.shape[0], runs.start))
                 first += (end - begin) // run
-        return found
+        return parts
 
     def _update(self, active: list[Slot], matrices: list[Tensor], constants: Tensor, skip: Tensor) -> None:
         cut = [slot for slot in active if isinstance(slot.parameter, DTensor)]
         if cut:
             self._move_second_moments(cut, matrices, constants, skip)
-        for launch in self._launches:
-            moved = isinstance(launch.parameter, DTensor)
-            launch.batch.step(launch.gradients(matrices), constants, self.steps, skip, moved=moved)
+        for batch in self._batches:
+            moved = isinstance(batch.parameter, DTensor)
+            batch.batch.step(batch.gradients(matrices), constants, self.steps, skip, moved=moved)
 
     def _move_second_moments(self, cut: list[Slot], matrices: list[Tensor], constants: Tensor, skip: Tensor) -> None:
-        """Of parameters that are spread over processes: a run may be cut anywhere, so every process adds up what it holds."""
+        """Update the second moments of sharded parameters: sum the squares of each run over the ranks that hold it."""
         moments = {slot.index: self.state[slot.parameter]["exp_avg_sq"] for slot in cut}
         sums = {index: torch.zeros_like(v, dtype=torch.float64) for index, v in moments.items()}
-        for launch in self._launches:
-            if isinstance(launch.parameter, DTensor):
-                for part, found in zip(launch.parts, launch.batch.run_squares(launch.gradients(matrices)), strict=True):
-                    sums[part.piece.constants][part.run : part.run + found.numel()] += found
+        for batch in self._batches:
+            if isinstance(batch.parameter, DTensor):
+                for part, squares in zip(batch.parts, batch.batch.run_squares(batch.gradients(matrices)), strict=True):
+                    sums[part.piece.constants][part.run : part.run + squares.numel()] += squares
         groups: dict[object, list[Slot]] = {}
         for slot in cut:
             groups.setdefault(spread_over(slot.parameter), []).append(slot)

@@ -1,38 +1,36 @@
-"""AdamW whose weights and states may have 16 or 8 bits: one pass over memory, many tensors a launch, nothing read back.
+"""AdamW with 16-bit or 8-bit weights and states: one pass over memory, many tensors per launch, no device-to-host reads.
 
-The update itself is `dither.reference.adamw`. This file finds out which tensors take part and where they lie, at every step:
-groups, states and parameters may be edited at any time. Launches are kept for as long as nothing that they know has changed.
+The formulas are in `dither.reference.adamw`. An optimizer is built in layers, each a class in its own file: `Members`
+(parameters and their options), `States` (formats of the moments), `SavedStates` (state_dict), `Tables` (device tables and
+kernel batches), and `AdamW` (the step).
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, chain, pairwise
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from dither.adam_update import HYPER, Piece
 from dither.compiler import disable
 from dither.errors import DitherError, UserError
 from dither.nn.tensor_parallel import local
-from dither.optim.launches import Launch, Part, Slot
 from dither.optim.options import check_numbers, check_optimizer, check_torchs, read_numbers, rounding_of
-from dither.optim.shards import as_matrix, reduce_cuts, shards, spread_over
-from dither.optim.states import OWN, States
-from dither.random import Stream, check_backend
+from dither.optim.shards import as_matrix, reduce_cuts, spread_over
+from dither.optim.slots import Slot
+from dither.optim.tables import Tables, known_numbers
+from dither.random import check_backend
 from dither.reference.adamw import FORMATS
-from dither.torch_ops import implementation
 
 
 class NonFiniteError(DitherError):
-    """A gradient holds NaN or Inf; the step that met it changed nothing."""
+    """Raised when a gradient holds NaN or Inf. The step has changed nothing."""
 
 
-class AdamW(States):
-    """AdamW for float32, bfloat16 and float16 parameters, of one process or spread over several (DTensor: FSDP2, TP).
+class AdamW(Tables):
+    """AdamW for float32, bfloat16 and float16 parameters, unsharded or DTensors (FSDP2, tensor parallelism).
 
-    Takes the place of `torch.optim.AdamW`: same arguments and defaults, groups, hooks, schedules and states.
+    A drop-in replacement for `torch.optim.AdamW`: it has the same arguments, defaults, groups, hooks, schedules and states.
 
     >>> import dither, torch
     >>> model = torch.nn.Linear(8, 8).to(torch.bfloat16)
@@ -69,28 +67,29 @@ class AdamW(States):
         seed: int = 0,
         backend: str = "auto",
     ) -> None:
-        """Options of rounding and storage (`weights` to `master`, `maximize`, `seed`) may also differ between parameter groups.
+        """Create the optimizer. Parameter groups may override `weights` to `master`, `maximize` and `seed`.
 
         params: `model.named_parameters()`, `model.parameters()`, or groups of either. Unnamed parameters draw random bits by
-            their place; see `name_parameters`.
-        lr, betas: numbers, or 0-d tensors; those on the parameters' device are read there, and by a CUDA graph at every replay.
-        amsgrad, differentiable: False; anything else is refused, as it would not be done.
+            their position in the list; see `name_parameters`.
+        lr, betas: numbers or 0-d tensors. Tensors on the parameters' device are read there, at each replay of a CUDA graph too.
+        amsgrad, differentiable: must be False; other values are refused.
         maximize: move along the gradient instead of against it.
-        foreach, fused: torch's choice of implementation; there is one here, so that they change nothing.
-        capturable: True makes `nonfinite="skip"` the default, since a captured step cannot wait; steps can be captured anyway.
-        weights: rounding of 16-bit parameters: "stochastic" (the default), "nearest", or "kahan" (nearest, the lost part kept
-            in 16 bits). `bf16_stochastic_round` is torchao's name: True means "stochastic", False "nearest".
-        states: "fp32", "bf16", "dynamic8", "int8", "e4m3", "e5m2" or "e3m4"; by default fp32 for float32 parameters, else bf16.
-            Parameters of one dimension (norms, biases) keep fp32 moments where others have 8 bits.
-        state_rounding: "stochastic" (the default of bf16) or "nearest" (of 8 bits).
-        block: how many neighbours in a row share a scale of an 8-bit state, from 16 to 2048.
-        min_8bit_size: parameters of fewer elements keep fp32 moments where others have 8 bits.
-        master: "fp32" keeps float32 weights as a state and rounds them to the parameters (mixed precision's O2).
-        max_norm: clip the norm of all gradients together to this, in the same pass.
-        nonfinite: what a NaN or Inf in a gradient does: "raise" (the default) names the tensor and waits for the device once a
-            step, "skip" leaves everything as it was, counts, and waits for nothing; "unchecked" trusts the gradients and reads
-            them once.
-        seed: of the streams that stochastic roundings draw from, one for each parameter.
+        foreach, fused: torch's choice of implementation. They are accepted and have no effect: there is one implementation.
+        capturable: True makes `nonfinite="skip"` the default, since a captured step cannot wait. Any step can be captured.
+        weights: rounding of 16-bit parameters: "stochastic" (the default), "nearest", or "kahan" (to nearest, with the rounding
+            error kept in 16 bits).
+        bf16_stochastic_round: torchao's name for the same: True means weights="stochastic", False weights="nearest".
+        states: format of both moments: "fp32", "bf16", "dynamic8", "int8", "e4m3", "e5m2" or "e3m4". The default is fp32 for
+            float32 parameters, else bf16. One-dimensional parameters (norms, biases) keep fp32 moments instead of 8-bit ones.
+        state_rounding: "stochastic" (the default of bf16) or "nearest" (the default of 8 bits).
+        block: how many neighbours in a row share the scale of an 8-bit state, from 16 to 2048.
+        min_8bit_size: parameters with fewer elements keep fp32 moments instead of 8-bit ones.
+        master: "fp32" keeps float32 weights as a state and rounds them to the parameters (mixed precision O2).
+        max_norm: clip the norm of all gradients together to this value, in the same pass.
+        nonfinite: what to do if a gradient holds NaN or Inf. "raise" (the default) names the tensor; it waits for the device
+            once per step. "skip" changes nothing, counts the step in `skipped`, and does not wait. "unchecked" does not look.
+        seed: seed of the random streams, one stream per parameter.
+        backend: "auto" (by device), "kernel" or "reference".
         """
         if capturable and nonfinite == "raise":
             raise UserError("capturable=True is for steps that never wait, and nonfinite='raise' waits: use nonfinite='skip'.")
@@ -99,14 +98,14 @@ class AdamW(States):
         flags = {"foreach": foreach, "fused": fused, "capturable": capturable}
         check_torchs({"amsgrad": amsgrad, "differentiable": differentiable, "maximize": maximize, **flags})
         if foreach and fused:
-            raise UserError("foreach=True and fused=True name two implementations: torch takes one of them, and so does this.")
+            raise UserError("foreach=True and fused=True select two implementations: set at most one of them, as for torch.")
         self.max_norm, self.nonfinite, self.backend = max_norm, nonfinite, check_backend(backend)
         self.steps = torch.zeros((), dtype=torch.int64)
-        """How many steps were done, 0-d int64, on the parameters' device from the first step on."""
+        """Number of steps taken, 0-d int64, on the parameters' device from the first step on."""
         self.skipped = torch.zeros((), dtype=torch.int64)
-        """How many were skipped for gradients that were not finite."""
+        """Number of steps skipped because a gradient was not finite, 0-d int64."""
         self.grad_norm: Tensor | None = None
-        """Norm of all gradients in the last step, before clipping; None where none was taken."""
+        """Norm of all gradients in the last step, before clipping; None if the step did not compute it."""
         self._formats = {}
         self._forget()
         defaults = {
@@ -115,7 +114,7 @@ class AdamW(States):
             "eps": eps,
             "weight_decay": weight_decay,
             "maximize": maximize,
-            "weights": rounding_of(weights, bf16_stochastic_round) or "stochastic",
+            "weights": rounding_of(weights, bf16_stochastic_round, master) or "stochastic",
             "states": states,
             "state_rounding": state_rounding,
             "block": block,
@@ -129,7 +128,10 @@ class AdamW(States):
     @Optimizer.profile_hook_step
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient. With `torch.amp.GradScaler`, gradients are unscaled in the same pass."""
+        """Update every parameter that has a gradient; return the loss of `closure`, if it is given.
+
+        With `torch.amp.GradScaler`, gradients are unscaled in the same pass.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -148,7 +150,7 @@ class AdamW(States):
         for staged, work in self._copies:
             staged.copy_(work)
 
-        # GradScaler sets these two for the time of a step; it has looked at the gradients then.
+        # Set by GradScaler for the duration of a step. It has already checked the gradients then.
         loss_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         checks = self.nonfinite != "unchecked" and found_inf is None
         squares = self._square_sum(active, matrices) if checks or self.max_norm else None
@@ -161,18 +163,18 @@ class AdamW(States):
         self._update(active, matrices, constants, skip)
         for staged, work in self._copies:
             work.copy_(staged)
-        # The kernels wrote through addresses: whoever keeps something by a weight's version must see that it is new.
+        # Kernels write through addresses, which autograd does not see: caches keyed by a weight's version must expire.
         torch.autograd.graph.increment_version([slot.parameter for slot in active])
         return loss
 
     def _gradients(self) -> tuple[list[Slot], list[Tensor]]:
-        """Return the parameters that have a gradient, and these, checked.
+        """Return (slots of the parameters that have a gradient, their local gradients), checked.
 
-        This and what follows runs for every tensor in every step: lists are built whole, which takes a third of the time.
+        This runs for every tensor in every step. List comprehensions take a third of a loop's time.
         """
-        found = [p.grad for p in self._parameters]
-        active = [slot for slot, gradient in zip(self._slots, found, strict=True) if gradient is not None]
-        gradients = [gradient for gradient in found if gradient is not None]
+        every = [p.grad for p in self._parameters]
+        active = [slot for slot, gradient in zip(self._slots, every, strict=True) if gradient is not None]
+        gradients = [gradient for gradient in every if gradient is not None]
         if {gradient.layout for gradient in gradients} - {torch.strided} or {g.dtype for g in gradients} - FORMATS.keys():
             for slot, gradient in zip(active, gradients, strict=True):
                 if gradient.layout != torch.strided:
@@ -185,173 +187,35 @@ class AdamW(States):
         return active, [local(gradient) for gradient in gradients] if self._spread else gradients
 
     def _numbers(self) -> list[list[Any]]:
-        """Return rates, betas, eps and decay of each group, checked where the host knows them."""
-        found = []
+        """Return [lr, beta1, beta2, eps, weight_decay] of each group; numbers on the host are checked."""
+        all_numbers = []
         for number, group in enumerate(self.param_groups):
             numbers = read_numbers(group)
-            if number >= len(self._written) or self._written[number] != _known(numbers):
+            if number >= len(self._written) or self._written[number] != known_numbers(numbers):
                 check_numbers(numbers)
-            found.append(numbers)
-        return found
-
-    def _write_hyper(self, numbers: list[list[Any]]) -> None:
-        """Bring hyperparameters to the device where they changed; a fill each, no copy from the host."""
-        for number, (first, end) in enumerate(self._rows):
-            known, before = _known(numbers[number]), self._written[number]
-            if known == before and None not in known:
-                continue
-            rows = self._hyper[first:end]
-            for column, value in enumerate(numbers[number]):
-                if isinstance(value, Tensor):
-                    rows[:, column].copy_(value.reshape(()))
-                elif not before or before[column] != value:
-                    rows[:, column].fill_(value)
-            self._written[number] = known
-
-    def _work(self, slot: Slot, part: Tensor) -> Tensor:
-        """Return a parameter's or gradient's local part as the tensor that is worked on."""
-        return part
-
-    def _arrange(self, active: list[Slot], matrices: list[Tensor]) -> None:
-        """Group the active parameters into launches, unless they, their states and counts lie where they did in the last step.
-
-        What launches were made of stays alive as long as they do, so that no other tensor can have come to its place.
-        """
-        tensors = self._tensors(active)
-        signature = (self.backend, [slot.index for slot in active], [m.dtype for m in matrices], self._addresses(tensors))
-        if signature == self._signature:
-            return
-        self._signature = None  # until all of this is done
-        device = self._device_of(active)
-        if self._hyper.shape[0] != len(self._slots) + 1 or self._hyper.device != device:
-            self._make_tables(device)
-        for place, slot in enumerate(active):
-            active[place] = self._slots[slot.index] = slot = self._up_to_date(slot)
-            matrices[place] = as_matrix(matrices[place])  # the parameter may have been no matrix before, or be none now
-            state = self._settle(slot)
-            state["step"] = self._counted_at(slot.index, state["step"])
-        self.steps, self.skipped = self._counted_at(-1, self.steps), self.skipped.to(device)
-        self._code = implementation("adamw", device, self.backend)
-        self._make_launches(active, matrices)
-        mask = torch.zeros(len(self._slots), dtype=torch.float64)
-        mask[[slot.index for slot in active]] = 1.0
-        self._hyper[:-1, HYPER.index("active")] = mask.to(device)
-        self._signature = (*signature[:3], self._addresses(self._tensors(active)))
-
-    def _tensors(self, active: list[Slot]) -> list[Any]:
-        """Return all that launches are made of: counts, parameters, states."""
-        parameters = [slot.parameter for slot in active]
-        states = [state.values() for state in map(self.state.get, parameters) if state]
-        return [self.steps, self.skipped, *parameters, *chain.from_iterable(states)]
-
-    def _addresses(self, tensors: list[Any]) -> list[Any]:
-        """Return where tensors lie; what else somebody has put into a state stands for itself."""
-        if self._spread:
-            tensors = [local(x) for x in tensors]
-        try:
-            return list(map(Tensor.data_ptr, tensors))
-        except TypeError:
-            return [x.data_ptr() if isinstance(x, Tensor) else id(x) for x in tensors]
-
-    def _device_of(self, active: list[Slot]) -> torch.device:
-        devices = {local(slot.parameter).device for slot in active}
-        if len(devices) > 1:
-            raise UserError(
-                f"The parameters of one optimizer lie on one device, and these lie on {', '.join(sorted(map(str, devices)))}: "
-                "make an optimizer for each."
-            )
-        (device,) = devices
-        return device
-
-    def _make_tables(self, device: torch.device) -> None:
-        """Make the tables of all parameters: hyperparameters, and counts of steps, of which `state[p]["step"]` is a view.
-
-        One more row counts the optimizer's own steps.
-        """
-        self._counted = torch.zeros(len(self._slots) + 1, dtype=torch.int64, device=device)
-        self._hyper = torch.zeros((len(self._slots) + 1, len(HYPER)), dtype=torch.float64, device=device)
-        self._hyper[-1] = torch.tensor([1.0, 0.5, 0.5, 1.0, 0.0, 1.0, 1.0], dtype=torch.float64)
-        ends = [0, *accumulate(len(group["params"]) for group in self.param_groups)]
-        self._rows = list(pairwise(ends))
-        for group, (first, end) in zip(self.param_groups, self._rows, strict=True):
-            self._hyper[first:end, HYPER.index("sign")] = -1.0 if group["maximize"] else 1.0
-        self._written = [() for _ in self.param_groups]
-
-    def _counted_at(self, index: int, count: Tensor) -> Tensor:
-        """Return the table's entry, which has taken over a count that lies elsewhere."""
-        entry = self._counted[index]
-        return count if count.data_ptr() == entry.data_ptr() else entry.copy_(count)
-
-    def _make_launches(self, active: list[Slot], matrices: list[Tensor]) -> None:
-        self._copies = []
-        kinds: dict[Any, list[Part]] = {}
-        for place, slot in enumerate(active):
-            work = self._work(slot, local(slot.parameter).detach())
-            if matrices[place].numel() != work.numel():
-                raise UserError(
-                    f"The gradient of {slot.name} has {matrices[place].numel()} numbers and the parameter has {work.numel()}: "
-                    "it belongs to what the parameter was before."
-                )
-            if not work.is_contiguous():
-                staged = torch.empty_like(work, memory_format=torch.contiguous_format)
-                self._copies.append((staged, work))
-                work = staged
-            key = (slot.update, work.dtype, matrices[place].dtype, spread_over(slot.parameter))
-            for found in self._parts(place, slot, as_matrix(work)) if work.numel() else []:
-                kinds.setdefault(key, []).append(found)
-        self._launches = [
-            Launch(
-                self._batch(self._code)([part.piece for part in parts], key[0]), tuple(parts), active[parts[0].place].parameter
-            )
-            for key, parts in kinds.items()
-        ]
-
-    def _batch(self, code: Any) -> Any:
-        return code.Batch
-
-    def _parts(self, place: int, slot: Slot, work: Tensor) -> list[Part]:
-        """Return the pieces of a parameter whose local matrix is `work`."""
-        kept = self.state[slot.parameter]
-        state = {key: as_matrix(local(kept[key])) for key in OWN if key in kept and key != "step"}
-        extra = state.get("master", state.get("remainder"))
-        found = []
-        for shard in shards(slot.parameter):
-            rows = slice(shard.start, shard.end)
-            tensors = [
-                None if t is None else t[rows]
-                for t in (
-                    work,
-                    state["exp_avg"],
-                    state["exp_avg_sq"],
-                    state.get("exp_avg_scale"),
-                    state.get("exp_avg_sq_scale"),
-                    extra,
-                )
-            ]
-            piece = Piece(*tensors, shard.row, shard.column, self._keys(slot), slot.index)  # type: ignore[arg-type, call-arg]
-            found.append(Part(place, shard.start, shard.end, piece, shard.end - shard.start == work.shape[0]))
-        return found
-
-    def _keys(self, slot: Slot) -> tuple[int, int]:
-        seed = slot.group["seed"]
-        return Stream(seed, "optimizer weight", slot.name).key, Stream(seed, "optimizer moments", slot.name).key
+            all_numbers.append(numbers)
+        return all_numbers
 
     def _square_sum(self, active: list[Slot], matrices: list[Tensor]) -> Tensor:
-        """Of all gradients of all processes, float64, 0-d: hardly ever does the order of its additions show in float32."""
+        """Return the sum of squares of all gradients over all ranks, 0-d float64.
+
+        In float64 the order of the additions hardly ever changes the norm, which is float32.
+        """
         zero = torch.zeros((), dtype=torch.float64, device=self._hyper.device)
-        # A process that holds nothing of some parameters adds its zero with the others.
+        # A rank that holds no part of some parameters contributes zero, so that every rank joins the all-reduce.
         sums = {spread_over(slot.parameter): (zero.clone(), slot.parameter) for slot in active}
-        for launch in self._launches:
-            sums[spread_over(launch.parameter)][0].add_(launch.batch.square_sum(launch.gradients(matrices)))
+        for batch in self._batches:
+            sums[spread_over(batch.parameter)][0].add_(batch.batch.square_sum(batch.gradients(matrices)))
         for total, parameter in sums.values():
             reduce_cuts(total, parameter)
         return torch.stack([total for total, _ in sums.values()]).sum()
 
     def _update(self, active: list[Slot], matrices: list[Tensor], constants: Tensor, skip: Tensor) -> None:
-        for launch in self._launches:
-            launch.batch.step(launch.gradients(matrices), constants, self.steps, skip)
+        for batch in self._batches:
+            batch.batch.step(batch.gradients(matrices), constants, self.steps, skip)
 
     def _refuse(self, skip: Tensor, active: list[Slot], gradients: list[Tensor]) -> None:
+        """Raise if the step was skipped, and say why."""
         if skip.is_cuda and torch.cuda.is_current_stream_capturing():
             raise UserError("A step that is captured in a CUDA graph cannot wait for its gradients: use nonfinite='skip'.")
         if not bool(skip):
@@ -360,30 +224,24 @@ class AdamW(States):
             if not bool(gradient.isfinite().all()):
                 count = int((~gradient.isfinite()).sum())
                 raise NonFiniteError(
-                    f"Step {int(self.steps) + 1}: the gradient of {slot.name} holds {count} NaN "
-                    f"or Inf among {gradient.numel()} numbers, so no weight was changed; nonfinite='skip' would go on."
+                    f"Step {int(self.steps) + 1}: the gradient of {slot.name} holds {count} NaN or Inf "
+                    f"among {gradient.numel()} numbers, so no weight was changed; use nonfinite='skip' to skip such steps."
                 )
         for group in self.param_groups:
-            check_numbers(read_numbers(group, wait=True))  # the only other reason that this process can see
+            check_numbers(read_numbers(group, wait=True))  # the only other reason that this rank can see
         raise NonFiniteError(
-            f"Step {int(self.steps) + 1}: another process has a gradient with NaN or Inf, so no weight was changed."
+            f"Step {int(self.steps) + 1}: another rank has a gradient with NaN or Inf, so no weight was changed."
         )
 
 
 AdamW._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-AdamW.step.hooked = True  # torch would run hooks and its profiler inside of a compiled graph
+AdamW.step.hooked = True  # or torch would run hooks and its profiler inside a compiled graph
 
 
 def _listed(params: Iterable[Any]) -> list[Any]:
     if isinstance(params, Tensor):
-        raise UserError(
-            "An optimizer takes a list of parameters, or of groups of them, and one tensor was given: write [tensor]."
-        )
+        raise UserError("An optimizer takes a list of parameters, or of groups of them, and got one tensor: pass [tensor].")
     listed = list(params)
     if not listed:
-        raise UserError("There are no parameters to optimize: the list is empty (was an iterator used up before?).")
+        raise UserError("The list of parameters is empty: pass at least one (was a generator consumed before?).")
     return listed
-
-
-def _known(numbers: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(None if isinstance(value, Tensor) else value for value in numbers)

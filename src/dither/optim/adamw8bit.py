@@ -1,4 +1,4 @@
-"""AdamW with 8-bit states under the name that other libraries have for it."""
+"""AdamW with 8-bit states, under the name that torchao and bitsandbytes use."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,10 +10,10 @@ from dither.optim.adamw import AdamW
 
 
 class AdamW8bit(AdamW):
-    """AdamW with states of 8 bits by bitsandbytes' dynamic map, under the name and arguments that torchao and it have.
+    """AdamW with states="dynamic8" and block=256, with the arguments of torchao's and bitsandbytes' class of this name.
 
-    `block_size` is this library's `block`, here 256. Rounding is stochastic for 16-bit parameters, and one-dimensional
-    parameters keep fp32 moments, as always here; `min_8bit_size` spares small matrices too (bitsandbytes: 4096).
+    As in `AdamW`, 16-bit parameters are rounded stochastically (`bf16_stochastic_round=False` for to nearest), and
+    one-dimensional parameters keep fp32 moments. `min_8bit_size` exempts small matrices too (bitsandbytes: 4096).
 
     >>> import dither, torch
     >>> model = torch.nn.Linear(512, 8)
@@ -38,8 +38,13 @@ class AdamW8bit(AdamW):
         is_paged: bool = False,
         **options: Any,
     ) -> None:
-        """block_size: `block`, as torchao calls it. optim_bits: 32 or 8, which say nothing in bitsandbytes' class of this name
-        either. is_paged: False. options: those of `AdamW`.
+        """Create the optimizer.
+
+        params, lr, betas, eps, weight_decay, amsgrad: as `AdamW`.
+        block_size: torchao's name for `block`; 256 by default.
+        optim_bits: 8 or 32 (bitsandbytes' default). It has no effect, as in bitsandbytes' class of this name.
+        is_paged: must be False.
+        options: further options of `AdamW`, such as `bf16_stochastic_round`.
         """
         if is_paged:
             raise UserError("is_paged=True moves states to the CPU when memory is short, which this optimizer does not do.")

@@ -1,4 +1,4 @@
-"""An optimizer's state for other libraries' AdamW: what `load_state_dict` of torch's and of bitsandbytes' takes."""
+"""Export an optimizer's state to torch's and bitsandbytes' AdamW."""
 
 from typing import Any
 
@@ -13,10 +13,10 @@ from dither.optim.shards import like
 
 @torch.no_grad()
 def torch_state_dict(optimizer: AdamW) -> dict[str, Any]:
-    """Return the state as `torch.optim.AdamW.load_state_dict` takes it: both moments in float32.
+    """Return the state for `torch.optim.AdamW.load_state_dict`, with both moments in float32.
 
-    torch brings them to the parameter's dtype when it loads them. Float32 weights and Kahan's remainders, the seed and the
-    counts of steps that were skipped have no place there.
+    torch casts them to the parameter's dtype when it loads them. Master weights, Kahan's remainders, the seed and the number
+    of skipped steps are left out: torch has no place for them.
 
     >>> import dither, torch
     >>> model = torch.nn.Linear(4, 4)
@@ -30,11 +30,11 @@ def torch_state_dict(optimizer: AdamW) -> dict[str, Any]:
     """
     state: dict[int, dict[str, Any]] = {}
     for slot in optimizer._stored_slots():
-        found = optimizer._moments(slot)
+        moments = optimizer._moments(slot)
         state[slot.index] = {
-            "step": torch.tensor(float(found.step)),
-            "exp_avg": like(slot.parameter, found.m.clone()),
-            "exp_avg_sq": like(slot.parameter, found.v.clone()),
+            "step": torch.tensor(float(moments.step)),
+            "exp_avg": like(slot.parameter, moments.m.clone()),
+            "exp_avg_sq": like(slot.parameter, moments.v.clone()),
         }
     fixed = {"amsgrad": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None}
     fixed["decoupled_weight_decay"] = True
@@ -43,10 +43,19 @@ def torch_state_dict(optimizer: AdamW) -> dict[str, Any]:
 
 @torch.no_grad()
 def bitsandbytes_state_dict(optimizer: AdamW) -> dict[str, Any]:
-    """Return the state as `bitsandbytes.optim.AdamW8bit.load_state_dict` takes it.
+    """Return the state for `bitsandbytes.optim.AdamW8bit.load_state_dict`.
 
-    Codes are taken over as they are from states="dynamic8" with block=256 where rows are multiples of 256; everything else is
-    rounded to the nearest value of the same map. Tensors of fewer than 4096 elements have float32 moments, as there.
+    With states="dynamic8", block=256 and rows of a multiple of 256 elements, the codes are copied as they are. All other states
+    are rounded to the nearest value of bitsandbytes' map. Tensors of fewer than 4096 elements have float32 moments, as in
+    bitsandbytes.
+
+    >>> import dither, torch
+    >>> model = torch.nn.Linear(512, 16)
+    >>> optimizer = dither.optim.AdamW8bit(model.named_parameters())
+    >>> model(torch.ones(1, 512)).sum().backward()
+    >>> optimizer.step()
+    >>> dither.optim.bitsandbytes_state_dict(optimizer)["state"][0]["state1"].dtype
+    torch.uint8
     """
     state: dict[int, dict[str, Any]] = {}
     for slot in optimizer._stored_slots():
@@ -63,7 +72,7 @@ def bitsandbytes_state_dict(optimizer: AdamW) -> dict[str, Any]:
 
 
 def _groups(optimizer: AdamW) -> list[dict[str, Any]]:
-    """Return the groups with what every AdamW knows, and custom keys."""
+    """Return the groups with the options that every AdamW has, and custom keys."""
     own = ("weights", "states", "state_rounding", "block", "master", "seed", "min_8bit_size", "steps", "skipped")
     groups = [{k: v for k, v in group.items() if k not in own} for group in optimizer.state_dict()["param_groups"]]
     return [group | {"betas": tuple(group["betas"])} for group in groups]

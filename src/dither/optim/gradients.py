@@ -1,6 +1,6 @@
-"""The type that gradients are kept in: what backward passes accumulate in, what processes reduce in, what the optimizer reads.
+"""The dtype of gradients: backward passes accumulate in it, ranks all-reduce in it, and the optimizer reads it.
 
-`parameter.grad` has that type, whichever the parameter's is, so clipping, scaling and inspection work as they always do.
+`parameter.grad` has this dtype whatever the parameter's dtype is, so clipping, scaling and inspection work as usual.
 """
 
 import functools
@@ -20,14 +20,14 @@ from dither.precision import did_you_mean
 from dither.random import Stream, matrix_size
 
 GRADIENTS = ("fp32", "bf16", "bf16-sr")
-"""Types of gradients: float32, bfloat16 (sums rounded to nearest), or bfloat16 with sums rounded stochastically."""
+"""Kinds of gradients: float32, bfloat16 with sums rounded to nearest, or bfloat16 with sums rounded stochastically."""
 
 Count = Callable[[], Tensor]
-"""Returns the number of the optimizer step, 0-d int64."""
+"""A function that returns the number of the optimizer step, 0-d int64."""
 
 
 class Gradients:
-    """The gradients of a model's parameters, kept in one type; those of bitwidths are always float32.
+    """Keep the gradients of a model's parameters in one dtype. Gradients of bitwidths stay float32.
 
     >>> import torch
     >>> layer = torch.nn.Linear(2, 1, bias=False).bfloat16()
@@ -39,14 +39,18 @@ class Gradients:
     """
 
     def __init__(self, model: nn.Module, kind: str, *, seed: int = 0, step: Count | None = None) -> None:
-        """Stochastic sums draw by `seed`, the parameter's name, the optimizer's `step`, the rank and the backward pass."""
+        """Set the dtype of the gradients of all trainable parameters of `model`.
+
+        kind: "fp32", "bf16" or "bf16-sr".
+        seed, step: with the parameter's name, the rank and the backward pass, they determine the random bits of "bf16-sr".
+        """
         if kind not in GRADIENTS:
             raise UserError(f"There are no gradients={kind!r}{did_you_mean(kind, GRADIENTS)}: choose from {_listed()}.")
         self.model, self.kind, self.seed = model, kind, seed
         self.passes = 0
-        """Backward passes since the last step."""
+        """Number of backward passes since the last step."""
         self._step: Count = step or (lambda: torch.zeros((), dtype=torch.int64))
-        self._nodes: list[Any] = []  # held here: torch makes a node that is not referenced anew, without hooks
+        self._nodes: list[Any] = []  # kept alive: torch recreates a node that nothing references, without its hooks
         self._sums: dict[int, Tensor] = {}
         bitwidths = {id(bitwidth) for bitwidth in sampling_parameters(model)}
         for name, parameter in model.named_parameters():
@@ -54,6 +58,7 @@ class Gradients:
                 self._keep(name, parameter)
 
     def _keep(self, name: str, parameter: Tensor) -> None:
+        """Set the gradient dtype of one parameter."""
         dtype = torch.float32 if self.kind == "fp32" else torch.bfloat16
         if isinstance(parameter, DTensor):
             if parameter.dtype == dtype and self.kind != "bf16-sr":
@@ -63,7 +68,7 @@ class Gradients:
                 f"{parameter.dtype}: FSDP2 reduces in its MixedPrecisionPolicy's reduce_dtype, and keeps the parameter's type."
             )
         gradient, parameter.grad = parameter.grad, None
-        # None: the gradient of a pass comes as it is, and the hooks round its sum with those before it.
+        # None leaves the gradient of a pass in its own dtype. The hooks add it to the sum and round.
         parameter.grad_dtype = None if self.kind == "bf16-sr" else dtype
         parameter.grad = None if gradient is None else gradient.to(dtype)
         if self.kind == "bf16-sr":
@@ -72,21 +77,21 @@ class Gradients:
     # Stochastic sums ---------------------------------------------------------------------------------------------------
 
     def _round_sums(self, name: str, parameter: Tensor) -> None:
-        """Hooks around the accumulation of one parameter: before it the sum is put aside, after it both are added."""
+        """Add hooks around the accumulation of one parameter: set the sum aside before it, add and round after it."""
         node = get_gradient_edge(parameter).node
-        # Weak references: a node holds its parameter, which holds its hooks, and no collector would see that circle.
-        us, it = weakref.ref(self), weakref.ref(parameter)
+        # Weak references: node, parameter and hooks form a cycle through C++, which Python's collector cannot see.
+        self_reference, parameter_reference = weakref.ref(self), weakref.ref(parameter)
 
         def before(_: object) -> None:
-            found, ours = it(), us()
-            if ours is not None and found is not None and found.grad is not None:
-                ours._sums[id(found)] = found.grad
-                found.grad = None
+            target, gradients = parameter_reference(), self_reference()
+            if gradients is not None and target is not None and target.grad is not None:
+                gradients._sums[id(target)] = target.grad
+                target.grad = None
 
-        def after(found: Tensor) -> None:
-            ours = us()
-            if ours is not None:
-                ours._add(name, found)
+        def after(target: Tensor) -> None:
+            gradients = self_reference()
+            if gradients is not None:
+                gradients._add(name, target)
 
         node.register_prehook(before)
         self._nodes.append(node)
@@ -94,6 +99,7 @@ class Gradients:
 
     @torch.no_grad()
     def _add(self, name: str, parameter: Tensor) -> None:
+        """Add the earlier sum to the new gradient in float32, and round the result stochastically to bfloat16."""
         earlier, new = self._sums.pop(id(parameter), None), parameter.grad
         assert new is not None
         if earlier is None and new.dtype == torch.bfloat16:
@@ -102,16 +108,16 @@ class Gradients:
         purpose = f"gradient {_rank()}.{self.passes}"
         parameter.grad = _rounded(total, Stream(self.seed, purpose, name), self._step())
 
-    # Several processes -------------------------------------------------------------------------------------------------
+    # Several ranks -----------------------------------------------------------------------------------------------------
 
     def _present(self) -> Iterator[Tensor]:
         return (parameter.grad for parameter in self.model.parameters() if parameter.grad is not None)
 
     @torch.no_grad()
     def all_reduce(self, group: Any = None) -> None:
-        """Sum the gradients over the processes of `group`, in their own type, one collective per type.
+        """Sum the gradients over the ranks of `group` in their own dtype, with one collective per dtype.
 
-        Sums of "bf16-sr" travel in bfloat16, are added up in float32, and are rounded stochastically once.
+        Gradients of "bf16-sr" are sent as bfloat16, summed in float32, and rounded stochastically once.
         """
         if not dist.is_initialized() or dist.get_world_size(group) == 1:
             return
@@ -128,12 +134,12 @@ class Gradients:
             torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
 
     def _stochastic_sum(self, flat: Tensor, group: Any) -> Tensor:
-        """Return the sum over processes: each adds up and rounds its part of all, and gives it to the others."""
+        """Return the sum over ranks (reduce-scatter and all-gather): each rank sums and rounds its share of the elements."""
         world, rank = dist.get_world_size(group), dist.get_rank(group)
         size = -(-flat.numel() // world)
         sent = torch.nn.functional.pad(flat, (0, world * size - flat.numel()))
         received, whole = torch.empty_like(sent), torch.empty_like(sent)
-        # As bytes: not every backend moves bfloat16.
+        # As bytes: not every backend supports bfloat16.
         dist.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8), group=group)
         parts = received.view(world, size)
         total = functools.reduce(torch.Tensor.add_, parts[1:], parts[0].float())  # in the order of ranks
@@ -146,7 +152,7 @@ class Gradients:
 def _rounded(total: Tensor, stream: Stream, step: Tensor, offset: tuple[int, int] = (0, 0)) -> Tensor:
     """Return float32 sums as bfloat16, rounded stochastically."""
     draw = stream.draw(step, matrix_size(total), offset, total.device)
-    # Not `round_to`, which would wait for the device to check for NaN: here NaN and Inf pass, and the optimizer sees them.
+    # Not `ops.round_to`, which waits for the device to check for NaN. Here NaN and Inf pass; the optimizer checks for them.
     rounded: Tensor = torch.ops.dither.round_to(
         total, "bf16", "stochastic(16)", False, draw.key, draw.step, draw.row, draw.column, "auto"
     )

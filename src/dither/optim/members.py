@@ -1,4 +1,4 @@
-"""Which parameters an optimizer has, by group: options, names, and edits of either between two steps."""
+"""The parameters of an optimizer by group: their options and names, and edits of either between two steps."""
 
 import math
 from collections.abc import Iterable
@@ -12,32 +12,33 @@ from torch.optim.optimizer import Optimizer
 from dither.adam_update import MOST_BLOCK, Update
 from dither.errors import UserError
 from dither.nn.tensor_parallel import local
-from dither.optim.launches import Launch, Slot
 from dither.optim.naming import check_names, names_from, names_of
 from dither.optim.options import WATCHED, check_group, check_torchs, rounding_of, update_for
 from dither.optim.shards import shards
+from dither.optim.slots import PartBatch, Slot
 from dither.reference.adamw import FORMATS
 
 
 class Members(Optimizer):
-    """An optimizer's parameters, each with a name of its own and a way in which it is kept."""
+    """An optimizer's parameters, each with a unique name and an `Update` that says how it is stored."""
 
     steps: Tensor
     _formats: dict[Tensor, Update]
-    """How the states were written that there are; a group may say something else since."""
+    """The update that each existing state was written with; its group may say something else since."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with options of their own; see `torch.optim.Optimizer`."""
+        """Add a group of parameters with its own options; see `torch.optim.Optimizer.add_param_group`."""
         if isinstance(param_group, dict):
             for key in ("max_norm", "nonfinite", "backend"):
                 if key in param_group:
                     raise UserError(f"{key} is an option of the whole optimizer, not of a parameter group.")
-            weights = rounding_of(param_group.get("weights"), param_group.pop("bf16_stochastic_round", None))
+            master = param_group.get("master", self.defaults["master"])
+            weights = rounding_of(param_group.get("weights"), param_group.pop("bf16_stochastic_round", None), master)
             if weights is not None:
                 param_group["weights"] = weights
             if not isinstance(param_group["params"], Tensor | set):
                 param_group["params"] = list(param_group["params"])
-                tensors = [each[1] if isinstance(each, tuple) else each for each in param_group["params"]]
+                tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in param_group["params"]]
                 if len(set(map(id, tensors))) < len(tensors):
                     raise UserError("A parameter group has the same parameter twice, and would update it twice: list it once.")
         super().add_param_group(param_group)
@@ -53,10 +54,10 @@ class Members(Optimizer):
         self._forget()
 
     def name_parameters(self, model: nn.Module | Iterable[tuple[str, Tensor]]) -> None:
-        """Take the names of parameters from their model, for an optimizer that was made from `model.parameters()`.
+        """Take the names of the parameters from their model, if the optimizer was made from `model.parameters()`.
 
-        Names choose random bits. So they are given before the first step; later ones would change the run, and are refused
-        unless nothing is rounded stochastically.
+        Random bits depend on names, so call this before the first step. Afterwards new names are refused, unless nothing is
+        rounded stochastically.
 
         >>> import dither, torch
         >>> model = torch.nn.Linear(8, 8).to(torch.bfloat16)
@@ -86,18 +87,19 @@ class Members(Optimizer):
         self._forget()
 
     def _forget(self) -> None:
-        """Look anew, at the next step, at what takes part and where it lies."""
+        """Drop slots, tables and batches, so that the next step rebuilds them."""
         self._slots: list[Slot] = []
         self._parameters: list[Tensor] = []
         self._groups: Any = None
         self._signature: Any = None
-        self._launches: list[Launch] = []
+        self._batches: list[PartBatch] = []
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._hyper = torch.empty(0)
         self._written: list[tuple[Any, ...]] = []
         self._spread = False
 
     def _slots_of(self, number: int, first: int) -> list[Slot]:
+        """Return the slots of group `number`, with indices from `first` on."""
         group = self.param_groups[number]
         named = group.get("param_names") is not None
         pairs = zip(names_of(self.param_groups, number), group["params"], strict=True)
@@ -107,14 +109,17 @@ class Members(Optimizer):
         ]
 
     def _is_matrix(self, name: str, parameter: Tensor) -> bool:
+        """Return whether the parameter's gradients are used as they are, without a view."""
         return parameter.dim() == 2
 
     def _update_of(self, group: dict[str, Any], parameter: Tensor) -> Update:
+        """Return the update that a group's options mean for a parameter."""
         small = parameter.dim() < 2 or parameter.numel() < group["min_8bit_size"]
         options = [group[key] for key in ("weights", "states", "state_rounding", "block", "master")]
         return update_for(*options, parameter.dtype, small)
 
     def _check_slot(self, slot: Slot) -> None:
+        """Raise if the dtype is not supported, or if a shard boundary splits a block of an 8-bit state."""
         parameter, update = slot.parameter, slot.update
         if parameter.dtype not in FORMATS:
             raise UserError(
@@ -126,14 +131,14 @@ class Members(Optimizer):
                 if shard.column % update.block or (end % update.block and end != parameter.shape[-1]):
                     fits = math.gcd(shard.column, end) & -math.gcd(shard.column, end)  # the largest power of two in both
                     raise UserError(
-                        f"The parameter {slot.name!r} is cut at columns {shard.column} to {end}, inside a block of "
+                        f"The parameter {slot.name!r} is sharded at columns {shard.column} to {end}, inside a block of "
                         f"{update.block} that shares a scale: "
-                        + (f"use block={min(fits, MOST_BLOCK)}, or cut" if fits >= 16 else "cut")
+                        + (f"use block={min(fits, MOST_BLOCK)}, or shard" if fits >= 16 else "shard")
                         + f" at multiples of {update.block}."
                     )
 
     def _look(self) -> None:
-        """Notice edits of the groups since the last step: parameters, names, and options that are not numbers."""
+        """Rebuild the slots if groups were edited since the last step: parameters, names, or options other than numbers."""
         seen = [
             (list(map(id, group["params"])), group.get("param_names"), [group.get(key) for key in WATCHED])
             for group in self.param_groups
@@ -151,5 +156,5 @@ class Members(Optimizer):
         self._spread = any(isinstance(p, DTensor) for p in self._parameters)
         present = {id(slot.parameter) for slot in self._slots}
         self._formats = {p: update for p, update in self._formats.items() if id(p) in present}
-        # Names may be edited in place: what is compared must be a copy. Slots keep the parameters, so that ids stay theirs.
+        # Copies of the names, which may be edited in place. Slots keep the parameters alive, so that no id is reused.
         self._groups = [(ids, None if names is None else list(names), options) for ids, names, options in seen]

@@ -1,7 +1,7 @@
-"""Names of an optimizer's parameters: they choose the random bits that a parameter draws, so no two may be the same.
+"""Names of an optimizer's parameters. They determine the random bits that a parameter draws, so they must be unique.
 
-Names come from `model.named_parameters()`, from a model that is given later, or, for a list without names, from places:
-"group 0, parameter 3". A place is all that a saved state knows of an unnamed parameter, too: whoever resumes has the same ones.
+Names come from `model.named_parameters()`, or from a model that is given later. Unnamed parameters are named by position:
+"group 0, parameter 3". Saved states identify unnamed parameters by position too, so a resumed run draws the same bits.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from dither.errors import UserError
 
 
 def names_of(groups: Sequence[Mapping[str, Any]], number: int) -> list[str]:
-    """Return the names of the parameters of group `number`: its own, or their places.
+    """Return the names of the parameters of group `number`: its own, or names by position.
 
     >>> names_of([{"params": ["a"], "param_names": ["weight"]}, {"params": ["b", "c"]}], 1)
     ['group 1, parameter 0', 'group 1, parameter 1']
@@ -21,7 +21,7 @@ def names_of(groups: Sequence[Mapping[str, Any]], number: int) -> list[str]:
     group = groups[number]
     own = group.get("param_names")
     if own is None:
-        return [f"group {number}, parameter {place}" for place in range(len(group["params"]))]
+        return [f"group {number}, parameter {index}" for index in range(len(group["params"]))]
     if len(own) != len(group["params"]):
         raise UserError(
             f"Parameter group {number} has {len(group['params'])} parameters and {len(own)} names: "
@@ -42,7 +42,9 @@ def check_names(groups: Sequence[Mapping[str, Any]]) -> None:
                     "list it once."
                 )
             if name in names:
-                raise UserError(f"Two parameters are called {name!r}, and would draw the same random bits.")
+                raise UserError(
+                    f"Two parameters are called {name!r}, and would draw the same random bits: give each a unique name."
+                )
             names.add(name)
             parameters[id(parameter)] = name
 
@@ -56,6 +58,6 @@ def names_from(model: nn.Module | Iterable[tuple[str, Tensor]], groups: Sequence
             if id(parameter) not in known:
                 raise UserError(
                     f"The parameter {name!r} of shape {tuple(parameter.shape)} is not one of the model's: "
-                    "give the model that the optimizer was made for."
+                    "pass the model that the optimizer was created for."
                 )
     return [[known[id(parameter)] for parameter in group["params"]] for group in groups]

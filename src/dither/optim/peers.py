@@ -1,8 +1,8 @@
-"""States of other libraries' AdamW, read and written by their layouts: torch's, and that of bitsandbytes with 8 bits.
+"""Read and write the states of other libraries' AdamW: torch's and bitsandbytes'.
 
-torch keeps `exp_avg` and `exp_avg_sq` of the parameter's shape and dtype. bitsandbytes keeps `state1` and `state2`: float32 of
-the parameter's shape, or codes of 8 bits with the values that these stand for in `qmap1` and `qmap2`, and the largest
-magnitude of each 256 neighbours of the flattened tensor in `absmax1` and `absmax2`. Newer versions save these as one entry.
+torch keeps `exp_avg` and `exp_avg_sq` in the parameter's shape and dtype. bitsandbytes keeps `state1` and `state2`: float32 in
+the parameter's shape, or 8-bit codes. `qmap1` and `qmap2` hold the value of each code, `absmax1` and `absmax2` the largest
+magnitude of each 256 neighbours of the flattened tensor. Newer versions of bitsandbytes nest these in one entry.
 """
 
 from collections.abc import Mapping
@@ -18,13 +18,13 @@ from dither.reference import dynamic
 from dither.reference.adamw import store_state
 
 BLOCK = 256
-"""bitsandbytes: how many neighbours of the flattened tensor share a scale."""
+"""bitsandbytes: number of neighbours of the flattened tensor that share a scale."""
 
 SMALLEST = 4096
 """bitsandbytes: tensors with fewer elements keep float32 moments."""
 
 WRAPPED = "__bnb_optimizer_quant_state__"
-"""bitsandbytes: where a saved state has what belongs to its codes."""
+"""bitsandbytes: the entry of a saved state that holds codes, maps and scales."""
 
 THEIRS = (
     "amsgrad",
@@ -37,11 +37,11 @@ THEIRS = (
     "t_alpha",
     "t_beta3",
 )
-"""What groups of other libraries have that is theirs alone; it is left out where their states are loaded."""
+"""Group options that only other libraries have; they are dropped when their states are loaded."""
 
 
 class Moments(NamedTuple):
-    """A state without a format: how many steps were taken, and both moments as float32 of the parameter's local shape."""
+    """A state without a storage format: the number of steps, and both moments as float32 in the parameter's local shape."""
 
     step: Any
     m: Tensor
@@ -49,7 +49,7 @@ class Moments(NamedTuple):
 
 
 def check_saved_group(group: Mapping[str, Any]) -> None:
-    """Raise if a group of another library's state says that its moments mean something else."""
+    """Raise if the options of another library's group give its moments a different meaning."""
     if group.get("amsgrad"):
         raise UserError("The state was saved with amsgrad=True, whose largest second moments this optimizer does not keep.")
     if group.get("decoupled_weight_decay") is False and group.get("weight_decay"):
@@ -60,29 +60,30 @@ def check_saved_group(group: Mapping[str, Any]) -> None:
 
 
 def read_moments(saved: Mapping[str, Any], shape: torch.Size, name: str) -> Moments:
-    """Return the moments of a parameter from a state of torch's AdamW or of bitsandbytes'."""
+    """Return the moments of a parameter from a state of torch's or bitsandbytes' AdamW."""
     entries = {**saved, **saved.get(WRAPPED, {})}
     if {"step", "exp_avg", "exp_avg_sq"} <= set(entries):
         if "max_exp_avg_sq" in entries:
             raise UserError(f"The state of {name} has max_exp_avg_sq, amsgrad's, which this optimizer does not keep.")
-        found = Moments(entries["step"], local(entries["exp_avg"]), local(entries["exp_avg_sq"]))
+        moments = Moments(entries["step"], local(entries["exp_avg"]), local(entries["exp_avg_sq"]))
     elif {"step", "state1", "state2"} <= set(entries):
-        found = Moments(entries["step"], _decoded(entries, 1, name), _decoded(entries, 2, name))
+        moments = Moments(entries["step"], _decoded(entries, 1, name), _decoded(entries, 2, name))
     else:
         raise UserError(
             f"The state of {name} has {', '.join(sorted(map(str, saved)))}, which is neither torch's AdamW's (step, exp_avg, "
             "exp_avg_sq) nor bitsandbytes' (step, state1, state2)."
         )
-    for moment in found[1:]:
+    for moment in moments[1:]:
         if moment.shape != shape or not moment.is_floating_point():
             raise UserError(
                 f"The state of {name} has moments of {moment.dtype} {tuple(moment.shape)}, and the parameter is "
                 f"{tuple(shape)}: it belongs to another model."
             )
-    return found._replace(m=found.m.float(), v=found.v.float())
+    return moments._replace(m=moments.m.float(), v=moments.v.float())
 
 
 def _decoded(entries: Mapping[str, Any], which: int, name: str) -> Tensor:
+    """Return bitsandbytes' first or second moment, decoded if it is stored as codes."""
     codes: Tensor = entries[f"state{which}"]
     if codes.dtype != torch.uint8:
         return codes
@@ -92,7 +93,7 @@ def _decoded(entries: Mapping[str, Any], which: int, name: str) -> Tensor:
     values, largest = (entries[key].to(codes.device) for key in needed)
     if values.numel() != 256 or largest.numel() != -(-codes.numel() // BLOCK):
         raise UserError(
-            f"The state of {name} has {largest.numel()} scales for {codes.numel()} codes: blocks of {BLOCK} are what is known."
+            f"The state of {name} has {largest.numel()} scales for {codes.numel()} codes: only blocks of {BLOCK} are supported."
         )
     scales = largest.repeat_interleave(BLOCK)[: codes.numel()]
     decoded: Tensor = values[codes.flatten().long()] * scales
@@ -100,10 +101,10 @@ def _decoded(entries: Mapping[str, Any], which: int, name: str) -> Tensor:
 
 
 def same_codes(saved: Mapping[str, Any], shape: torch.Size, update: Update) -> dict[str, Tensor] | None:
-    """Return bitsandbytes' codes and scales as this library's, where they are the same numbers; else None.
+    """Return bitsandbytes' codes and scales under this library's keys, or None if the two storages differ.
 
-    They are in dynamic8 with blocks of 256, where rows are whole blocks: neighbours of the flattened tensor are then
-    neighbours of a row.
+    They are the same for dynamic8 with blocks of 256 if rows are whole blocks: then blocks of the flattened tensor are blocks
+    of rows.
     """
     entries = {**saved, **saved.get(WRAPPED, {})}
     if not _alike(shape, update) or not all(f"absmax{which}" in entries for which in (1, 2)):
@@ -119,11 +120,12 @@ def same_codes(saved: Mapping[str, Any], shape: torch.Size, update: Update) -> d
 
 
 def _alike(shape: torch.Size, update: Update) -> bool:
+    """Return whether this library stores moments of `shape` as bitsandbytes does."""
     return update.states == "dynamic8" and update.block == BLOCK and len(shape) > 1 and shape[-1] % BLOCK == 0
 
 
 def bitsandbytes_state(state: Mapping[str, Tensor], moments: Moments, update: Update) -> dict[str, Any]:
-    """Return bitsandbytes' state of a parameter: this library's codes where they are the same, else rounded to nearest."""
+    """Return bitsandbytes' state of a parameter: this library's codes if the storages agree, else rounded to nearest."""
     made: dict[str, Any] = {"step": int(moments.step)}
     for which, key, moment, signed in ((1, "exp_avg", moments.m, True), (2, "exp_avg_sq", moments.v, False)):
         if moment.numel() < SMALLEST:

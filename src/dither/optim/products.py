@@ -1,7 +1,7 @@
-"""Products of 16-bit numbers on a CPU, computed in float32.
+"""16-bit matrix products on a CPU, computed in float32.
 
-A CPU without matrix units for bfloat16 takes up to 300 times as long for such a product as for one in float32. Matrix units
-multiply 16-bit numbers exactly, add in float32 and round the sum once; so does this, in another order of additions.
+Without matrix units for bfloat16, a CPU takes up to 300 times as long for such a product as for one in float32. Matrix units
+multiply 16-bit numbers exactly, add in float32 and round the sum once. This does the same, in another order of additions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,15 +21,15 @@ PRODUCTS = {
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 }
-"""What linear layers and attention come to below autograd and autocast, in forward and backward passes."""
+"""The operations of linear layers and attention below autograd and autocast, in forward and backward passes."""
 
 SHORT = (torch.bfloat16, torch.float16)
 
 
 class Float32Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, products and attention of bfloat16 or float16 tensors on the CPU are computed in float32 and rounded once.
+    """Compute matrix products and attention of 16-bit CPU tensors in float32 inside this context, and round once.
 
-    Everything else is computed as without it. Backward passes belong inside as well as forward passes.
+    All other operations are unchanged. Run both forward and backward passes inside the context.
 
     >>> import torch
     >>> x = torch.randn(4, 64).bfloat16()
@@ -45,7 +45,7 @@ class Float32Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Called for every operation."""
+        """Run one operation; torch calls this for every operation inside the context."""
         kwargs = dict(kwargs or {})
         if (
             func not in PRODUCTS
@@ -55,12 +55,12 @@ class Float32Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ):
             return func(*args, **kwargs)
         dtype = args[0].dtype
-        found = func(*map(_long, args), **{key: _long(value) for key, value in kwargs.items()})
-        if isinstance(found, Tensor):
-            return found.to(dtype)
+        result = func(*map(_long, args), **{key: _long(value) for key, value in kwargs.items()})
+        if isinstance(result, Tensor):
+            return result.to(dtype)
         if func is aten._scaled_dot_product_flash_attention_for_cpu.default:
-            return found[0].to(dtype), *found[1:]  # the second are logarithms of sums, in float32 either way
-        return tuple(each.to(dtype) for each in found)
+            return result[0].to(dtype), *result[1:]  # the logsumexp is float32 in either case
+        return tuple(tensor.to(dtype) for tensor in result)
 
 
 def _long(value: Any) -> Any:

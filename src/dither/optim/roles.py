@@ -1,7 +1,8 @@
-"""What a parameter is to Adam-mini: which of its rows share a second moment. The model says so; names alone would be a guess.
+"""Roles of parameters in Adam-mini: which rows of a parameter share a second moment.
 
-Adam-mini (Zhang et al., 2024) has one second moment for each head of a query or key projection, for each output row of every
-other matrix, for each token's row of an embedding or output matrix, and one for a whole norm or bias.
+Adam-mini (Zhang et al., 2024) has one second moment per head of a query or key projection, per output row of every other
+matrix, per token of an embedding or output matrix, and one per norm or bias. Roles come from the model's type; names alone
+would be a guess.
 """
 
 from collections.abc import Mapping
@@ -16,25 +17,25 @@ from dither.nn.guidance import sampling_parameters
 
 @dataclass(frozen=True)
 class Role:
-    """Sections of consecutive rows and, for each, how many rows share one second moment.
+    """Sections of consecutive rows, and the number of rows per second moment in each.
 
     >>> Role.rows_each(1)
     Role(sections=((0, 1),), transposed=False)
     """
 
     sections: tuple[tuple[int, int], ...]
-    """(rows of the section, rows that share one second moment); 0 rows means all that there are, 0 shared means all of them."""
+    """(rows in the section, rows per second moment). 0 rows means all remaining rows, 0 per moment all rows of the section."""
     transposed: bool = False
-    """Whether the parameter is stored as [inputs, outputs], as Hugging Face's Conv1D does: rows are then its columns."""
+    """True if the parameter is stored as [inputs, outputs], as in Hugging Face's Conv1D; rows then means columns."""
 
     @classmethod
     def rows_each(cls, rows: int, *, transposed: bool = False) -> "Role":
-        """One second moment for every `rows` rows: 1 for most matrices, a head's rows for queries and keys."""
+        """Return the role with one second moment per `rows` rows: 1 for most matrices, a head's rows for queries and keys."""
         return cls(((0, rows),), transposed)
 
     @classmethod
     def whole(cls) -> "Role":
-        """One second moment for the whole parameter: norms and biases."""
+        """Return the role with one second moment for the whole parameter, as for norms and biases."""
         return cls(((0, 0),))
 
 
@@ -43,9 +44,9 @@ LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "gpt_neo")
 
 
 def roles(model: nn.Module) -> dict[str, Role]:
-    """The role of every parameter of a Llama, Mistral, Qwen, GPT-Neo or GPT-2 (Dither's or Hugging Face's), by name.
+    """Return the role of every parameter of a Llama, Mistral, Qwen, GPT-Neo or GPT-2 (Dither's or Hugging Face's), by name.
 
-    Other models need a dictionary of their own: `{name: Role.rows_each(1), ...}`.
+    For other models, write the dictionary yourself: `{name: Role.rows_each(1), ...}`.
     """
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
@@ -56,7 +57,7 @@ def roles(model: nn.Module) -> dict[str, Role]:
         )
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     bitwidths = {id(bitwidth) for bitwidth in sampling_parameters(model)}
-    found: dict[str, Role] = {}
+    by_name: dict[str, Role] = {}
     for name, parameter in model.named_parameters():
         role = (
             Role.rows_each(1)
@@ -69,8 +70,8 @@ def roles(model: nn.Module) -> dict[str, Role]:
             raise UserError(
                 f"The parameter {name!r} has no known role in a {kind} model: give AdamMini a dictionary of roles that has it."
             )
-        found[name] = role
-    return found
+        by_name[name] = role
+    return by_name
 
 
 def _llama_role(name: str, parameter: Tensor, config: Any) -> Role | None:
@@ -97,22 +98,26 @@ def _gpt2_role(name: str, parameter: Tensor, config: Any) -> Role | None:
 
 
 def sections(role: Role, rows: int, name: str) -> list[tuple[int, int, int]]:
-    """(first row, end, rows that share a second moment) of a parameter of `rows` rows, checked."""
-    found, start = [], 0
+    """Return (first row, end, rows per second moment) of each section of a parameter with `rows` rows, checked.
+
+    >>> sections(Role(((4, 2), (0, 1))), 6, "weight")
+    [(0, 4, 2), (4, 6, 1)]
+    """
+    result, start = [], 0
     for length, run in role.sections:
         end = start + length if length else rows
         shared = run or end - start
         if end > rows or shared < 1 or (end - start) % shared:
             raise UserError(f"The role {role} does not fit the parameter {name!r}, which has {rows} rows.")
-        found.append((start, end, shared))
+        result.append((start, end, shared))
         start = end
     if start != rows:
         raise UserError(f"The role {role} covers {start} of the {rows} rows of the parameter {name!r}.")
-    return found
+    return result
 
 
 def role_of(roles: Mapping[str, Role], name: str) -> Role:
-    """The role of one parameter; a sentence if there is none."""
+    """Return the role of a parameter; raise if it has none."""
     if name not in roles:
         raise UserError(
             f"The parameter {name!r} has no role: add it to the dictionary given to AdamMini, such as {name!r}: "

@@ -1,4 +1,4 @@
-"""Loss scaling: losses are multiplied so that small FP16 gradients do not vanish, and gradients are divided again."""
+"""Loss scaling: multiply the loss so that small FP16 gradients do not underflow, and divide the gradients again."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from dither.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaling:
-    """How losses are scaled in the modes that do so, fp16 and fp16-o2; the others do not read this.
+    """Settings of loss scaling. Only the modes fp16 and fp16-o2 scale losses.
 
     >>> LossScaling(init_scale=1024).growth_interval
     2000
@@ -20,13 +20,13 @@ class LossScaling:
     init_scale: float = 65536.0
     """The first scale."""
     growth_factor: float = 2.0
-    """What the scale is multiplied by after growth_interval steps without an overflow."""
+    """Factor applied to the scale after growth_interval consecutive steps without overflow."""
     backoff_factor: float = 0.5
-    """What the scale is multiplied by after an overflow, which skips its step."""
+    """Factor applied to the scale after an overflow. The step that overflowed is skipped."""
     growth_interval: int = 2000
-    """How many steps without an overflow in a row let the scale grow."""
+    """Number of consecutive steps without overflow before the scale grows."""
     max_scale: float = 2.0**24
-    """The scale never grows beyond this."""
+    """Largest scale."""
 
     def __post_init__(self) -> None:
         largest = torch.finfo(torch.float32).max
@@ -35,8 +35,8 @@ class LossScaling:
             ("init_scale", 0.0, self.max_scale, f"above 0 and at most loss_scaling.max_scale={self.max_scale!r:.40}"),
             ("growth_factor", 1.0, largest, "above 1"),
         ):
-            if not _number(given := getattr(self, name)) or not low < given <= high:
-                raise UserError(f"loss_scaling.{name} is a number {words}, not {given!r:.40}.")
+            if not _number(value := getattr(self, name)) or not low < value <= high:
+                raise UserError(f"loss_scaling.{name} is a number {words}, not {value!r:.40}.")
         if not _number(self.backoff_factor) or not 0 < self.backoff_factor < 1:
             raise UserError(f"loss_scaling.backoff_factor is a number above 0 and below 1, not {self.backoff_factor!r:.40}.")
         if type(self.growth_interval) is not int or not 1 <= self.growth_interval < 1 << 31:
@@ -46,7 +46,7 @@ class LossScaling:
 
 
 class LossScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` whose scale has a largest value; its state is that of GradScaler."""
+    """A `torch.amp.GradScaler` with a largest scale. Its state dictionary is GradScaler's."""
 
     def __init__(self, device: str, settings: LossScaling, *, enabled: bool) -> None:
         super().__init__(
@@ -61,11 +61,11 @@ class LossScaler(torch.amp.GradScaler):
 
     @property
     def current(self) -> Tensor | None:
-        """A copy of the scale, 0-d float32 on the device: nothing waits for it. None before the first loss, and if disabled."""
+        """Return a copy of the scale, 0-d float32, without waiting for the device; None if disabled or before any loss."""
         return self._scale.detach().clone() if self.is_enabled() and self._scale is not None else None
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Adjust the scale after a step, as GradScaler does, and keep it at `max_scale` or below."""
+        """Adjust the scale after a step, as GradScaler does, and limit it to `max_scale`."""
         super().update(new_scale)
         if self.is_enabled() and self._scale is not None:
             self._scale.clamp_(max=self.max_scale)

@@ -1,4 +1,4 @@
-"""Which part of a parameter this process holds, as matrices with coordinates in the whole, unsharded parameter."""
+"""The part of a parameter that this rank holds, as matrices with coordinates in the unsharded parameter."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 @dataclass(frozen=True)
 class Shard:
-    """Rows `start` to `end` of the local tensor, viewed as a matrix, that lie together in the whole parameter's matrix."""
+    """Rows `start` to `end` of the local matrix, which are consecutive rows of the whole parameter's matrix."""
 
     start: int
     end: int
@@ -20,14 +20,14 @@ class Shard:
 
 
 def as_matrix(x: Tensor) -> Tensor:
-    """A view of a contiguous tensor as (product of leading dimensions, last dimension)."""
-    if x.dim() == 2:  # most are, and a view takes longer than all else that a step does to a tensor on the host
+    """Return a view of a contiguous tensor as (product of leading dimensions, last dimension)."""
+    if x.dim() == 2:  # the usual case; creating a view takes longer than the rest of a step's host work per tensor
         return x
     return x.view(math.prod(x.shape[:-1]), x.shape[-1]) if x.dim() else x.view(1, 1)
 
 
 def like(x: Tensor, part: Tensor, columns: int | None = None) -> Tensor:
-    """`part` as the local part of a tensor that is spread over processes as `x` is; `columns` if its last dimension differs."""
+    """Return `part` as the local part of a DTensor placed like `x`, with `columns` in its last dimension if given."""
     if not isinstance(x, DTensor):
         return part
     shape = x.shape if columns is None else torch.Size((*x.shape[:-1], columns))
@@ -36,7 +36,7 @@ def like(x: Tensor, part: Tensor, columns: int | None = None) -> Tensor:
 
 
 def reduce_cuts(total: Tensor, x: Tensor) -> None:
-    """Add up `total` in place over the processes that hold other parts of `x` than this one."""
+    """All-reduce `total` in place over the ranks that hold other parts of `x`; replicas are not counted twice."""
     if isinstance(x, DTensor):
         for dimension, placement in enumerate(x.placements):
             if not placement.is_replicate():  # is_shard() would leave out the strided shards of FSDP over TP
@@ -44,15 +44,15 @@ def reduce_cuts(total: Tensor, x: Tensor) -> None:
 
 
 def spread_over(x: Tensor) -> object:
-    """What parameters have in common whose sums are added up over the same processes; None for those of one process."""
+    """Return a key that is equal for parameters whose sums are all-reduced over the same ranks; None if unsharded."""
     return (x.device_mesh, tuple(placement.is_replicate() for placement in x.placements)) if isinstance(x, DTensor) else None
 
 
 def shards(x: Tensor) -> list[Shard]:
-    """The matrices that the local part of `x` consists of.
+    """Return the matrices that the local part of `x` consists of.
 
-    One, unless a dimension between the first and the last is cut, as when experts [E, N, K] are cut along N: then one for
-    each index of the dimensions before it.
+    There is one, unless a dimension between the first and the last is sharded, as for experts [E, N, K] sharded along N. Then
+    there is one per index of the dimensions before it.
     """
     if not isinstance(x, DTensor):
         rows = x.numel() // x.shape[-1] if x.dim() and x.numel() else int(x.dim() == 0)
@@ -65,16 +65,16 @@ def shards(x: Tensor) -> list[Shard]:
     leading, whole = shape[:-1], x.shape[:-1]
     cut = max((d for d in range(len(leading)) if leading[d] != whole[d]), default=0)
     inner = math.prod(leading[cut:])
-    found = []
+    parts = []
     for index in range(math.prod(leading[:cut])):
-        # Coordinates of the first row in the whole parameter, the cut dimension and those after it counted from their offset.
-        place, rest = [], index
+        # Coordinates of the first row; the sharded dimension and those after it start at their offset.
+        digits, rest = [], index
         for size in reversed(leading[:cut]):
-            place.append(rest % size)
+            digits.append(rest % size)
             rest //= size
-        coordinates = [*reversed(place), *([0] * (len(leading) - cut))]
+        coordinates = [*reversed(digits), *([0] * (len(leading) - cut))]
         row = 0
         for size, coordinate, start in zip(whole, coordinates, offset[:-1], strict=True):
             row = row * size + coordinate + start
-        found.append(Shard(index * inner, (index + 1) * inner, row, offset[-1]))
-    return found
+        parts.append(Shard(index * inner, (index + 1) * inner, row, offset[-1]))
+    return parts

@@ -1,1 +1,1 @@
-"""What every operation means: pure torch, on any device, written to be read. `dither.kernels` must agree bit for bit."""
+"""The definition of every operation in pure torch, on any device, written to be read. `dither.kernels` agrees bit for bit."""

@@ -1,17 +1,17 @@
-"""One AdamW step (Loshchilov and Hutter, 2019), as it is meant: float32 arithmetic in a fixed order, then one rounding each for
-weight and moments.
+"""The definition of an AdamW step (Loshchilov and Hutter, 2019): float32 arithmetic in a fixed order, then one rounding each
+of weight and moments.
 
-    g = grad * scale                       the gradient, without the loss scale, clipped; negated to maximize
+    g = grad * scale                       the gradient, divided by the loss scale and clipped; negated to maximize
     m = beta1 m + (1 - beta1) g
     v = beta2 v + (1 - beta2) g g
     w = decay w - size * (m / (sqrt(v) * root + eps))
 
 with decay = 1 - lr * weight_decay, size = lr / (1 - beta1^t) and root = 1 / sqrt(1 - beta2^t). The update uses m and v before
-they are rounded. Each operation is exactly rounded, so all devices agree; powers are products of float64 numbers. The quotient
-is computed as 2^48 m / (...), and `size` takes the 2^48 back: it is then a normal number for every m, exact without a test
-for small ones. Second moments that overflowed give NaN, not a weight that stands still.
+they are rounded. Each operation is exactly rounded, so that all devices agree; powers are products of float64 numbers. The
+quotient is computed as 2^48 m / (...), and `size` includes the factor 2^-48: the quotient is then a normal number for every m,
+without a special case for small ones. A second moment that overflowed gives NaN instead of a weight that never moves.
 
-Adam-mini (Zhang et al., 2024) has one v for a run of elements: g g above is then the mean over the run.
+Adam-mini (Zhang et al., 2024) has one v per run of rows: g g above is then the mean over the run.
 """
 
 import math
@@ -38,13 +38,19 @@ def prepare(
     found_inf: Tensor | None,
     max_norm: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(constants, norm, skip): what the tensors of a step need to know, from float64[rows, 7] `hyper`.
+    """Return (constants, norm, skip) of a step, and count it in `steps` or in `skipped`.
 
-    `steps` (int64[rows], of active rows) or `skipped` (0-d int64) becomes one more: the step is skipped, int32 `skip` is 1, if
-    `squares` (of the gradients as they come) is not finite, if `found_inf` (float32) is not 0, or if the rate of an active row
-    is negative or not finite or one of its betas is not in [0, 1): rates on a device are checked here, where it costs nothing.
-    `norm` (0-d float32) is that of the gradients without the `loss_scale` (float32, 0-d) and before clipping to `max_norm`,
-    which 0 turns off; 0 without `squares`.
+    hyper: float64[rows, 7], see `dither.adam_update.HYPER`.
+    steps: int64[rows]; active rows grow by one unless the step is skipped.
+    skipped: 0-d int64; grows by one if the step is skipped.
+    squares: 0-d float64, the sum of squares of the gradients, still multiplied by the loss scale; None if it is not needed.
+    loss_scale, found_inf: 0-d float32, as `torch.amp.GradScaler` sets them, or None.
+    max_norm: the norm to clip to; 0 does not clip.
+
+    The results are constants (float32[rows, 10], see `dither.adam_update.CONSTANTS`), norm (0-d float32, divided by the loss
+    scale and before clipping; 0 without `squares`) and skip (0-d int32). A step is skipped (skip is 1) if `squares` is not
+    finite, if `found_inf` is not 0, or if an active row has a negative or infinite lr or a beta outside [0, 1). Numbers on a
+    device are checked here, where it costs nothing.
     """
     inverse = torch.ones((), dtype=torch.float32, device=hyper.device)
     if loss_scale is not None:
@@ -82,7 +88,7 @@ def prepare(
 
 
 def _power(base: Tensor, exponent: Tensor) -> Tensor:
-    """base^exponent by squaring: products of float64 numbers, which round alike everywhere, as `pow` does not."""
+    """Return base^exponent by squaring: products of float64 numbers round alike everywhere, unlike `pow`."""
     result, exponent = torch.ones_like(base), exponent.clone()
     for _ in range(32):
         result = torch.where(exponent & 1 == 1, result * base, result)
@@ -91,18 +97,21 @@ def _power(base: Tensor, exponent: Tensor) -> Tensor:
 
 
 class Batch:
-    """Tensors that one update treats alike; `step` changes them all in place."""
+    """Pieces that are updated alike; `step` changes them in place."""
 
     def __init__(self, pieces: Sequence[Piece], update: Update) -> None:
         self.pieces = tuple(pieces)
         self.update = update
 
     def square_sum(self, grads: Sequence[Tensor]) -> Tensor:
-        """float64, 0-d: the sum of the squares of the gradients; not finite exactly when one of them is not."""
+        """Return the sum of the squares of the gradients, 0-d float64; it is finite if and only if all of them are."""
         return torch.stack([grad.double().square().sum() for grad in grads]).sum()
 
     def step(self, grads: Sequence[Tensor], constants: Tensor, step: Tensor, skip: Tensor) -> None:
-        """One AdamW step with `grads` (contiguous, the shapes of the weights), unless `skip` (int32, 0-d) is 1."""
+        """Take one AdamW step with `grads` (contiguous, in the shapes of the weights), unless `skip` is 1.
+
+        constants: float32[rows, 10], from `prepare`. step: 0-d int64, which random bits depend on. skip: 0-d int32.
+        """
         if bool(skip):
             return
         update = self.update
@@ -117,10 +126,10 @@ class Batch:
 
 
 class MiniBatch(Batch):
-    """The same for Adam-mini."""
+    """Pieces that Adam-mini updates alike."""
 
     def run_squares(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """float64[runs] for each piece: the sums of squares over what it holds of each run."""
+        """Return, per piece, the sums of squares over the part of each run that it holds: float64[runs]."""
         sums = []
         for piece, grad in zip(self.pieces, grads, strict=True):
             run = (torch.arange(grad.shape[0], device=grad.device) + piece.lead) // piece.run
@@ -128,7 +137,7 @@ class MiniBatch(Batch):
         return sums
 
     def step(self, grads: Sequence[Tensor], constants: Tensor, step: Tensor, skip: Tensor, *, moved: bool = False) -> None:
-        """One step, unless `skip` is 1. `moved` says that the second moments are those after the step already."""
+        """Take one step, unless `skip` is 1. `moved` says that the second moments are already those after the step."""
         if bool(skip):
             return
         if not moved:
@@ -144,9 +153,9 @@ class MiniBatch(Batch):
 
 
 def second_moment(v: Tensor, sums: Tensor, share: Tensor, constants: Tensor) -> Tensor:
-    """Adam-mini's second moments after a step, from those before it and the sums of squares of the gradients as they come.
+    """Return Adam-mini's second moments after a step: beta2 * v + rest2 * scale^2 * sums / share.
 
-    `share` (float64, of v's shape) is how many elements each has.
+    v: float32[runs]. sums: float64[runs], sums of squares of the unscaled gradients. share: float64[runs], elements per run.
     """
     c: dict[str, Tensor] = dict(zip(CONSTANTS, constants, strict=True))
     factor = c["scale"].double()
@@ -155,7 +164,7 @@ def second_moment(v: Tensor, sums: Tensor, share: Tensor, constants: Tensor) -> 
 
 
 def _direction(m: Tensor, v: Tensor, c: dict[str, Tensor]) -> Tensor:
-    """2^48 m / (sqrt(v) * root + eps), and 0 where that is below 2^-100; NaN where it or v is infinite."""
+    """Return 2^48 m / (sqrt(v) * root + eps); 0 if its magnitude is below 2^-100, NaN if it or v is infinite."""
     root = torch.where(v < torch.inf, _sqrt(v), torch.nan)
     quotient = torch.div(m * 2.0**48, root * c["root"] + c["eps"])
     quotient = torch.where(quotient.abs() < torch.inf, quotient, torch.nan)
@@ -163,15 +172,16 @@ def _direction(m: Tensor, v: Tensor, c: dict[str, Tensor]) -> Tensor:
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """The square root of float32, rounded once. torch's own is not everywhere: on x86 it is a library's, right to about an ulp.
+    """Return the square root of float32 `x`, rounded once.
 
-    In float64 it has more than twice the bits, so that even one that is an ulp off rounds to the right float32 number.
+    torch's own is not correctly rounded everywhere: on x86 it comes from a library that is accurate to about an ulp. In float64
+    it has more than twice the bits, so that even one that is an ulp off rounds to the right float32 number.
     """
     return x.double().sqrt().float()
 
 
 def _move(piece: Piece, direction: Tensor, c: dict[str, Tensor], step: Tensor, update: Update) -> None:
-    """Change the weights along `direction`, which is 2^48 m / (sqrt(v) * root + eps)."""
+    """Move the weights along `direction`, 2^48 m / (sqrt(v) * root + eps), and round them as `update` says."""
     format = FORMATS[piece.w.dtype]
     move = c["size"] * direction
     if update.master:
@@ -184,7 +194,7 @@ def _move(piece: Piece, direction: Tensor, c: dict[str, Tensor], step: Tensor, u
     elif update.weights == "kahan":
         assert piece.extra is not None
         w = piece.w.float()
-        # The change, with what earlier roundings lost; what this one loses is kept.
+        # The change includes the error of earlier roundings; the error of this one is kept.
         change = piece.extra.float() - (c["shrink"] * w + move)
         rounded = _nearest(w + change, format)
         piece.w.copy_(rounded)
@@ -198,16 +208,18 @@ def _move(piece: Piece, direction: Tensor, c: dict[str, Tensor], step: Tensor, u
 
 
 def _nearest(x: Tensor, format: Format) -> Tensor:
+    """Round float32 `x` to the nearest value of the format; overflow becomes Inf."""
     return rounding.round_values(x, format, Rounding("nearest"), False, None)
 
 
 def _random(piece: Piece, step: Tensor, key: int) -> Tensor:
+    """Return 16 random bits per element of a piece, int32[rows, columns]."""
     rows, columns = piece.w.shape
     return philox.random_bits(Draw(key, step, piece.row, piece.column), rows, columns, BITS)
 
 
 def load_state(state: Tensor, scale: Tensor | None, update: Update, signed: bool) -> Tensor:
-    """float32[rows, columns] of a stored moment."""
+    """Return a stored moment as float32[rows, columns]."""
     if not update.in_blocks:
         return state.float()
     assert scale is not None
@@ -216,7 +228,7 @@ def load_state(state: Tensor, scale: Tensor | None, update: Update, signed: bool
 
 
 def _store(piece: Piece, state: Tensor, scale: Tensor | None, value: Tensor, step: Tensor, update: Update, which: int) -> None:
-    """Round the first or second moment, float32, into its storage."""
+    """Round the first or second moment (`which` is 1 or 2), float32, into its storage."""
     random = _random(piece, step, piece.keys[1]) if update.draws_states else None
     if random is not None and which == 2:
         random = random * ODD_FACTOR & 0xFFFF
@@ -227,12 +239,12 @@ def _store(piece: Piece, state: Tensor, scale: Tensor | None, value: Tensor, ste
 
 
 def store_state(value: Tensor, update: Update, signed: bool, random: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """(what is stored, scales) of a moment, float32[rows, columns]; rounded by `random` bits, or to nearest without them.
+    """Return (stored values, scales) of a float32[rows, columns] moment, rounded by `random` bits, or to nearest without them.
 
-    Of formats without blocks: float32 numbers that the storage holds exactly, and None.
+    Formats without blocks return float32 numbers that the storage holds exactly, and None for the scales.
     """
     if update.states == "fp32":
-        return value, None  # nothing to round, and a CPU would take two thirds of the step to find that out
+        return value, None  # nothing to round; a CPU would spend two thirds of the step on it
     rule = Rounding("nearest") if random is None else Rounding("stochastic", BITS)
     if not update.in_blocks:
         assert update.format is not None
@@ -252,11 +264,11 @@ def store_state(value: Tensor, update: Update, signed: bool, random: Tensor | No
 
 
 UNIT = Format("unit", 8, 0, 0, 0, 1.0)
-"""Stands for the dynamic map where only the largest value, 1, matters."""
+"""A stand-in for the dynamic map where only its largest value, 1, matters."""
 
 
 def zero_state(shape: tuple[int, int], update: Update, signed: bool, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """A moment before the first step: (storage, scales), all numbers zero."""
+    """Return (storage, scales) of a moment before the first step: all zeros."""
     if not update.in_blocks:
         dtype = torch.float32 if update.states == "fp32" else torch.bfloat16
         return torch.zeros(shape, dtype=dtype, device=device), None

@@ -1,7 +1,7 @@
-"""What a product of cast operands means: dequantize both to float32, multiply and add in float32, round once at the end.
+"""The definition of a product of cast operands: dequantize both to float32, multiply and add in float32, round once.
 
-Two INT8 operands with scales of tensors or rows have a sharper meaning, which every engine gives bit for bit: the sums of
-their integers are exact, and are scaled afterwards, by A's scale first.
+Two INT8 operands with scales per tensor or row are defined more sharply, and every engine agrees bit for bit: the sums of their
+integers are exact, and are scaled afterwards, by A's scale first.
 """
 
 from dataclasses import dataclass
@@ -24,18 +24,18 @@ class Operand:
     scale: Tensor | None = None
     tensor_scale: Tensor | None = None
     cast: Cast | None = None
-    """How to read `values`: its format is that of the codes."""
+    """The cast by which `values` are read; its format is that of the codes."""
     length: int = 0
-    """L, which packed codes do not tell."""
+    """L, which cannot be read off packed codes."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(P, L)."""
+        """Return (P, L)."""
         return self.values.shape[0], self.length
 
 
 def numbers(operand: Operand) -> Tensor:
-    """The operand's numbers, float32 [P, L]."""
+    """Return the operand's numbers, float32 [P, L]."""
     if operand.cast is None:
         return operand.values.float()
     none = operand.values.new_empty(0, dtype=torch.float32)
@@ -55,12 +55,12 @@ def product(
     where: str,
     verified: str = "",
 ) -> Tensor:
-    """A B^T + bias, [P, Q] in `dtype`, from A [P, L], B [Q, L] and bias [Q]. Two plain operands are nn.Linear's product.
+    """Return A B^T + bias, [P, Q] in `dtype`, from A [P, L], B [Q, L] and bias [Q]; two plain operands as in nn.Linear.
 
-    This is what other engines are held against: `fast` would allow narrow accumulators, `emulate` asks for float32, `verified`
-    names units of GPUs, and `where` names the product in errors.
+    Other engines are compared with this one. `fast`, `emulate`, `verified` and `where` have no effect here; see
+    `dither.kernels.matmul.product`.
     """
-    # Under autocast torch would quietly multiply in 16 bits.
+    # Under autocast, torch would multiply in 16 bits.
     with torch.autocast(a.values.device.type, enabled=False):
         if a.cast is None and b.cast is None:
             return functional.linear(a.values, b.values, None if bias is None else bias.to(a.values.dtype)).to(dtype)
@@ -72,9 +72,9 @@ def product(
 
 
 def scaled_sums(sums: Tensor, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """((sums * A's scale) * B's scale + bias) in `dtype`: each operation rounds to float32, the last one to `dtype`.
+    """Return (sums * A's scale) * B's scale + bias in `dtype`: each operation rounds to float32, then once to `dtype`.
 
-    `sums` [P, Q] are float32, so integers above 2^24 have been rounded. A scale is that of the tensor, or [P, 1].
+    `sums` [P, Q] are float32, so integers above 2^24 have been rounded. Scales are 0-d (of the tensor) or [P, 1].
     """
     if a.scale is not None:
         sums = sums * loaded_scale(a.scale)

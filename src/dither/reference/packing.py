@@ -1,4 +1,4 @@
-"""Codes in memory: two 4-bit codes to a byte, low half first; four 6-bit codes to three bytes, little endian."""
+"""Packed codes: two 4-bit codes per byte, low half first; four 6-bit codes per three bytes, little endian."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,11 @@ from dither.formats import Format
 
 
 def pack(codes: Tensor, format: Format) -> Tensor:
-    """int32 codes [..., n] as they are stored, in the integer dtype of the format's storage."""
+    """Pack int32 codes [..., n] into the integer dtype of the format's storage.
+
+    >>> pack(torch.tensor([1, 2, 3], dtype=torch.int32), Format.parse("e2m1"))  # 0x21, 0x03
+    tensor([33,  3], dtype=torch.uint8)
+    """
     if format.bits not in grouping.PACKED_BITS:
         return codes.to(grouping.integer_dtype(format)).contiguous()
     per = 2 if format.bits == 4 else 4
@@ -20,7 +24,7 @@ def pack(codes: Tensor, format: Format) -> Tensor:
 
 
 def unpack(stored: Tensor, n: int, format: Format) -> Tensor:
-    """int32 codes [..., n]; the inverse of `pack`."""
+    """Return int32 codes [..., n]: the inverse of `pack`."""
     codes = stored.int() & ((1 << format.bits) - 1 if format.bits < 32 else -1)
     if format.bits not in grouping.PACKED_BITS:
         return codes

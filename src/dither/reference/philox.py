@@ -12,10 +12,10 @@ ROUNDS = 10
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four random words for each counter; words are int64 tensors holding 32-bit values.
+    """Return four random words per counter. Words are int64 tensors that hold 32-bit values.
 
-    Ten rounds of (c0, c1, c2, c3) -> (hi(M1 c2) ^ c1 ^ k0, lo(M1 c2), hi(M0 c0) ^ c3 ^ k1, lo(M0 c0)), the key growing
-    by the Weyl constants between them. Zero counter and key give 6627e8d5 e169c58d bc57ac4c 9b00dbd8.
+    Ten rounds of (c0, c1, c2, c3) -> (hi(M1 c2) ^ c1 ^ k0, lo(M1 c2), hi(M0 c0) ^ c3 ^ k1, lo(M0 c0)); between rounds the key
+    grows by the Weyl constants. A zero counter and key give 6627e8d5 e169c58d bc57ac4c 9b00dbd8.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key & LOW32, key >> 32 & LOW32
@@ -33,9 +33,9 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int | Tensor
 
 
 def random_bits(draw: Draw, rows: int, columns: int, width: int) -> Tensor:
-    """int32[rows, columns]: `width` random bits for each element, by its coordinates (see `dither.random`).
+    """Return `width` random bits per element by its coordinates, int32[rows, columns]; see `dither.random`.
 
-    Width 16, column 11: block 11 // 8 = 1 of the row, bits 48 to 63 of it: the upper half of its second word.
+    Example, width 16, column 11: block 11 // 8 = 1 of the row, bits 48 to 63, which is the upper half of its second word.
     """
     device = draw.step.device
     lanes = 128 // width

@@ -1,4 +1,8 @@
-"""Casting with scales: codes in real storage, back from them, and the round trip without storing codes."""
+"""Casting with scales: to stored codes, back to numbers, and the round trip without storing codes.
+
+Shapes: a tensor is seen as matrices x_BRC [batch, rows, columns], with groups [B, P, Q] along the axis that is cast; see
+`dither.grouping.GroupLayout`.
+"""
 
 import torch
 from torch import Tensor
@@ -12,31 +16,32 @@ from dither.reference import packing, philox, rounding, scaling
 
 
 def amax(x: Tensor) -> Tensor:
-    """The largest magnitude of a tensor, 0-d float32; NaN or Inf where it holds one, 0 for an empty one."""
+    """Return the largest magnitude of a tensor, 0-d float32; NaN or Inf if it holds one, 0 if it is empty."""
     return x.abs().amax().float() if x.numel() else torch.zeros((), device=x.device)
 
 
 def quantize(
     x: Tensor, cast: Cast, axis: int, draw: Draw | None, given_amax: Tensor | None, container: Format
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of `x`, their scales and the tensor's scale (empty tensors for what the cast does not have).
+    """Return (codes of `x`, scales of the groups, scale of the tensor); scales that the cast does not have are empty.
 
     Codes are those of `container`, which holds every value of the cast's format: the format itself, or e4m3 for FP4 and FP6
-    values on FP8 units. e2m1 tile(4) fp32 of [1, 2, 4, -12]: scale 2, codes of [0.5, 1, 2, -6], packed as 0x21, 0xF4.
+    values on FP8 units. Example: e2m1 tile(4) fp32 of [1, 2, 4, -12] has the scale 2 and the codes of [0.5, 1, 2, -6], packed
+    as 0x21, 0xF4.
     """
-    place = grouping.layout_of(tuple(x.shape), cast, axis)
-    values, found = _scaled_values(x, cast, place, draw, given_amax)
+    layout = grouping.layout_of(tuple(x.shape), cast, axis)
+    values, factors = _scaled_values(x, cast, layout, draw, given_amax)
     codes = rounding.encode(values, container)
-    if place.along_rows:
+    if layout.along_rows:
         codes = codes.transpose(1, 2)
     stored = packing.pack(codes, container).view(grouping.storage_dtype(container))
     scale, tensor = x.new_empty(0, dtype=torch.float32), x.new_empty(0, dtype=torch.float32)
-    if found is not None:
-        scale = scaling.stored_scale(found.restore, cast.scaling)
+    if factors is not None:
+        scale = scaling.stored_scale(factors.restore, cast.scaling)
         if grouping.lines_innermost(cast):
             scale = scale.new_empty(scale.mT.shape).mT.copy_(scale)
-        tensor = tensor if found.tensor is None else found.tensor
-    return place.expose(stored), grouping.expose_scale(scale, cast, place), tensor
+        tensor = tensor if factors.tensor is None else factors.tensor
+    return layout.expose(stored), grouping.expose_scale(scale, cast, layout), tensor
 
 
 def quantize_both(
@@ -48,27 +53,27 @@ def quantize_both(
     out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
     largest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Codes and scales of the matrix `x` along axis 1 and along axis 0, and, for delayed scaling, its largest magnitude.
+    """Return codes and scales of the matrix `x` along axis 1 and along axis 0, and its largest magnitude (delayed scaling).
 
-    They are written into `out`, if it is given: codes and scales of an earlier call with such an x. `largest` (0-d), if it is
-    given, is raised to the largest magnitude, and returned for it.
+    out: codes and scales of an earlier call with an x of the same kind, to be overwritten.
+    largest: a 0-d tensor that is raised to the largest magnitude of x and returned.
     """
     measured = amax(x) if cast.scaling.kind == "delayed" else x.new_empty(0, dtype=torch.float32)
     if largest is not None:
         measured = largest.copy_(torch.maximum(largest, measured))
-    found = [part for axis in (1, 0) for part in quantize(x, cast, axis, draw, given_amax, container)[:2]]
-    values, scale, values_t, scale_t = found if out is None else (old.copy_(new) for old, new in zip(out, found, strict=True))
+    both = [part for axis in (1, 0) for part in quantize(x, cast, axis, draw, given_amax, container)[:2]]
+    values, scale, values_t, scale_t = both if out is None else (old.copy_(new) for old, new in zip(out, both, strict=True))
     return values, scale, values_t, scale_t, measured
 
 
 def fake_quantize(x: Tensor, cast: Cast, axis: int, draw: Draw | None, given_amax: Tensor | None) -> Tensor:
-    """What `dequantize(quantize(x))` gives, in x's dtype and shape, without codes."""
-    place = grouping.values_layout(tuple(x.shape), cast, axis)
-    values, found = _scaled_values(x, cast, place, draw, given_amax)
-    restore = None if found is None else scaling.spread(found.restore, place)
-    tensor = None if found is None else found.tensor
-    out = torch.empty_like(place.matrices(x)).copy_(restored(values, restore, tensor, x.dtype))
-    return place.restore(out)
+    """Return `dequantize(quantize(x))` in x's dtype and shape, without storing codes."""
+    layout = grouping.values_layout(tuple(x.shape), cast, axis)
+    values, factors = _scaled_values(x, cast, layout, draw, given_amax)
+    restore = None if factors is None else scaling.spread(factors.restore, layout)
+    tensor = None if factors is None else factors.tensor
+    out = torch.empty_like(layout.matrices(x)).copy_(restored(values, restore, tensor, x.dtype))
+    return layout.restore(out)
 
 
 def dequantize(
@@ -80,65 +85,64 @@ def dequantize(
     axis: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The numbers that codes and scales stand for, of `shape` and `dtype`: code * scale (* tensor scale)."""
-    place = grouping.layout_of(shape, cast, axis)
-    lines = place.collect(values.view(grouping.integer_dtype(cast.element)))
-    decoded = rounding.decode(packing.unpack(lines, place.lines[1], cast.element), cast.element)
-    if place.along_rows:
+    """Return the numbers that codes and scales stand for, value(code) * scale (* tensor scale), in `shape` and `dtype`."""
+    layout = grouping.layout_of(shape, cast, axis)
+    lines = layout.collect(values.view(grouping.integer_dtype(cast.element)))
+    decoded = rounding.decode(packing.unpack(lines, layout.lines[1], cast.element), cast.element)
+    if layout.along_rows:
         decoded = decoded.transpose(1, 2)
     restore = None
     if cast.group.kind != "none":
         groups = scaling.loaded_scale(scale)
-        groups = groups.reshape(1, 1, 1) if cast.group.kind == "tensor" else place.collect(groups)
-        restore = scaling.spread(groups, place)
-    return place.restore(restored(decoded, restore, tensor_scale if tensor_scale.numel() else None, dtype).contiguous())
+        groups = groups.reshape(1, 1, 1) if cast.group.kind == "tensor" else layout.collect(groups)
+        restore = scaling.spread(groups, layout)
+    return layout.restore(restored(decoded, restore, tensor_scale if tensor_scale.numel() else None, dtype).contiguous())
 
 
 def _scaled_values(
-    x: Tensor, cast: Cast, place: GroupLayout, draw: Draw | None, given_amax: Tensor | None
+    x: Tensor, cast: Cast, layout: GroupLayout, draw: Draw | None, given_amax: Tensor | None
 ) -> tuple[Tensor, scaling.Factors | None]:
-    """Values of the format for each element of x_BRC, and the factors they were scaled by."""
-    x_BRC = place.matrices(x).float()
+    """Return the rounded values of x_BRC in the format's range, and the factors by which they were scaled."""
+    x_BRC = layout.matrices(x).float()
     random = None
     if draw is not None:
-        random = place.matrices(philox.random_bits(draw, *matrix_size(x), cast.round.width).reshape(x.shape))
-    found = factors_of(x_BRC, cast, place, given_amax)
-    if found is not None:
-        x_BRC = _product(x_BRC, scaling.spread(found.multiply, place))
-    return rounding.round_values(x_BRC, cast.element, cast.round, True, random), found
+        random = layout.matrices(philox.random_bits(draw, *matrix_size(x), cast.round.width).reshape(x.shape))
+    factors = factors_of(x_BRC, cast, layout, given_amax)
+    if factors is not None:
+        x_BRC = _product(x_BRC, scaling.spread(factors.multiply, layout))
+    return rounding.round_values(x_BRC, cast.element, cast.round, True, random), factors
 
 
-def factors_of(x_BRC: Tensor, cast: Cast, place: GroupLayout, given_amax: Tensor | None) -> scaling.Factors | None:
+def factors_of(x_BRC: Tensor, cast: Cast, layout: GroupLayout, given_amax: Tensor | None) -> scaling.Factors | None:
     """Return the factors of each group of `x_BRC`, or None for an unscaled cast.
 
-    `given_amax` (0-d) takes the place of the tensor's own largest magnitude.
+    `given_amax` (0-d) replaces the tensor's own largest magnitude.
     """
     if cast.group.kind == "none":
         return None
     tensor_amax = None
     if cast.scaling.kind == "nvfp4":
         tensor_amax = amax(x_BRC) if given_amax is None else given_amax
-        groups = scaling.group_amax(x_BRC, place)
+        groups = scaling.group_amax(x_BRC, layout)
     elif given_amax is not None:
         groups = given_amax.reshape(1, 1, 1)
     else:
-        groups = scaling.group_amax(x_BRC, place)
+        groups = scaling.group_amax(x_BRC, layout)
     return scaling.factors(groups, tensor_amax, cast.element, cast.scaling, cast.round)
 
 
 def _product(x: Tensor, multiply: Tensor) -> Tensor:
-    """x * multiply; finite overflow stops at the largest float32. Where the factor is NaN, so is the product, with x's sign,
-    on which devices disagree."""
+    """Return x * multiply; finite overflow saturates at the largest float32.
+
+    A NaN factor gives NaN with x's sign: devices disagree on the sign of such a product, so it is set here.
+    """
     limit = torch.finfo(torch.float32).max
     product = torch.where(x.isfinite(), (x * multiply).clamp(-limit, limit), x * multiply)
     return torch.where(multiply.isnan(), torch.full_like(x, torch.nan).copysign(x), product)
 
 
 def restored(values: Tensor, restore: Tensor | None, tensor: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """values * restore * tensor in `dtype`, rounded to nearest.
-
-    Finite overflow stops at the largest number; Inf and NaN pass.
-    """
+    """Return values * restore * tensor in `dtype`, rounded to nearest. Finite overflow saturates; Inf and NaN stay."""
     product = values if restore is None else values * restore
     product = product if tensor is None else product * tensor
     limit = torch.finfo(dtype).max

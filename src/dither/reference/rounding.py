@@ -1,7 +1,7 @@
-"""Rounding float32 to any format, and codes of the rounded values: integer arithmetic on the bits, any device.
+"""Rounding float32 to any format, and codes of the rounded values: integer arithmetic on the bits, on any device.
 
-A float32 magnitude is `significand * 2^(exponent - 23)` with a significand below 2^24. Rounding drops the bits that lie
-below the format's spacing at that magnitude and adds one to what is kept when the rounding says so.
+A float32 magnitude is `significand * 2^(exponent - 23)` with a significand below 2^24. Rounding drops the bits below the
+format's spacing at that magnitude, and adds one to the kept bits if the rounding goes up.
 """
 
 import torch
@@ -18,10 +18,10 @@ SIGN = -0x80000000
 
 
 def round_to(x: Tensor, format: Format, rounding: Rounding, saturate: bool, draw: Draw | None) -> Tensor:
-    """`x` of any shape (float32, bfloat16 or float16) rounded to values of `format`, as float32 of the same shape.
+    """Round `x` of any shape (float32, bfloat16 or float16) to values of `format`, as float32 of the same shape.
 
-    Finite overflow goes to the largest value when saturating, otherwise to Inf, or NaN, where the format has one. NaN
-    stays NaN; Inf stays Inf, or becomes NaN where the format has no Inf. Example: 2.6 to e2m1 is 3 (neighbours 2 and 3).
+    Finite overflow becomes the largest value if `saturate`, else Inf, or NaN, if the format has one. NaN stays NaN. Inf stays
+    Inf, or becomes NaN if the format has no Inf. Example: 2.6 in e2m1 is 3 (its neighbours are 2 and 3).
     """
     random = None
     if draw is not None:
@@ -30,7 +30,7 @@ def round_to(x: Tensor, format: Format, rounding: Rounding, saturate: bool, draw
 
 
 def round_values(x: Tensor, format: Format, rounding: Rounding, saturate: bool, random: Tensor | None) -> Tensor:
-    """`round_to` for float32 `x` with the random bits given: int32 of x's shape, of which the low `rounding.bits` count."""
+    """Round float32 `x` as `round_to`, with `random` bits given: int32 in x's shape; the low `rounding.bits` are used."""
     bits = x.view(torch.int32)
     magnitude = bits & MAGNITUDE
     biased = magnitude >> 23
@@ -62,15 +62,15 @@ def round_values(x: Tensor, format: Format, rounding: Rounding, saturate: bool, 
     limited = torch.where(magnitude > INFINITY, torch.nan, limited)
     if format.is_integer:  # no -0.0
         bits = torch.where(limited == 0, 0, bits)
-    # Through the bits, because a minus may or may not reach the sign of a NaN.
+    # On the bits: a minus may or may not change the sign of NaN.
     return (limited.view(torch.int32) | (bits & SIGN)).view(torch.float32)
 
 
 def encode(values: Tensor, format: Format) -> Tensor:
-    """int32 codes of float32 `values` that `round_values` made for `format`; the sign bit on top, as in storage.
+    """Return the int32 codes of float32 `values` that are values of `format`, with the sign in the top bit, as stored.
 
-    NaN loses its sign. A format without NaN has no code for one: it then takes that of the largest magnitude, and it is the
-    scale, or the check at the boundary, that tells (see `dither.quantize`). Example: -3 in e2m1 is 0b1101.
+    NaN loses its sign. A format without NaN uses the code of its largest magnitude instead; the scale, or the check in
+    `dither.quantize`, then reports the NaN. Example: -3 in e2m1 is 0b1101.
     """
     bits = values.view(torch.int32)
     magnitude = bits & MAGNITUDE
@@ -79,7 +79,7 @@ def encode(values: Tensor, format: Format) -> Tensor:
         return torch.where(bits < 0, -code, code) & ((1 << format.bits) - 1)
     m = format.mantissa_bits
     biased, fraction = magnitude >> 23, magnitude & 0x7FFFFF
-    # Below the smallest normal number the code is the multiple of the spacing; above, exponent and mantissa fields.
+    # Below the smallest normal number the code counts spacings; above, it has exponent and mantissa fields.
     subnormal = _ldexp(values.abs(), torch.full_like(bits, m - format.min_exponent))
     normal = ((biased - 127 + format.bias) << m) + (fraction >> (23 - m))
     code = torch.where(values.abs() < format.min_normal, subnormal.nan_to_num(posinf=0.0).int(), normal)
@@ -90,7 +90,7 @@ def encode(values: Tensor, format: Format) -> Tensor:
 
 
 def decode(codes: Tensor, format: Format) -> Tensor:
-    """float32 values of int32 `codes`; the inverse of `encode`."""
+    """Return the float32 values of int32 `codes`: the inverse of `encode`."""
     if format.is_integer:
         shift = 32 - format.bits
         return ((codes << shift) >> shift).float()  # sign extension
@@ -108,6 +108,6 @@ def decode(codes: Tensor, format: Format) -> Tensor:
 
 
 def _ldexp(x: Tensor, exponent: Tensor) -> Tensor:
-    """x * 2^exponent for -252 <= exponent <= 254, exactly wherever the result is a float32 number (torch.ldexp is not)."""
+    """Return x * 2^exponent for -252 <= exponent <= 254, exact if the result is a float32 number (torch.ldexp is not)."""
     half = exponent >> 1
     return x * ((half + 127) << 23).view(torch.float32) * ((exponent - half + 127) << 23).view(torch.float32)

@@ -1,9 +1,9 @@
-"""Gaussian weight sampling: a weight plus random noise as large as a rounding to b_t bits would make (GaussWS).
+"""Gaussian weight sampling (GaussWS): a weight plus random noise of the size of a rounding error to b_t bits.
 
     w_hat = w + R * (max_block|w| * 2^(1 - b_t))
 
-One b_t for each B x B block, ragged at the edges. R is drawn by coordinates, so that backward draws it again instead of
-keeping it. Every step is integer arithmetic or an exactly rounded float32 operation, in a fixed order.
+There is one b_t per B x B block; blocks at the edges may be smaller. R is drawn by coordinates, so that backward draws it again
+instead of storing it. Every step is integer arithmetic or an exactly rounded float32 operation, in a fixed order.
 """
 
 import torch
@@ -15,7 +15,7 @@ from dither.random import Draw
 from dither.reference import philox, rounding
 
 NOISES = ("rounded_normal", "rounded_normal_exact", "uniform", "none")
-"""What R may be."""
+"""Kinds of noise R, see `noise_of`."""
 
 DTYPES = {
     torch.float32: TABLE["fp32"],
@@ -24,32 +24,33 @@ DTYPES = {
     torch.float8_e4m3fn: TABLE["e4m3"],
     torch.float8_e5m2: TABLE["e5m2"],
 }
-"""What sampled weights may be stored as."""
+"""Dtypes of sampled weights."""
 
 ROUNDED_NORMAL = (291, 3)
-"""|R| is at least 1, 2 when ten random bits are below these: P(|R| = 1) = 288/1024 and P(|R| = 2) = 3/1024 (Eq. 8)."""
+"""|R| is at least 1, or 2, if ten random bits are below these: P(|R| = 1) = 288/1024 and P(|R| = 2) = 3/1024 (Eq. 8)."""
 
 ROUNDED_NORMAL_EXACT = (681419127, 5797768, 1231)
-"""The same for 31 bits: 2^31 P(|N(0, 1)| >= 2k - 1) for k = 1, 2, 3, to the nearest integer; for k = 4 that is 0."""
+"""The same for 31 bits: 2^31 P(|N(0, 1)| >= 2k - 1) for k = 1, 2, 3, rounded to integers; it is 0 for k = 4."""
 
 POW2 = tuple(
     map(float.fromhex, ("0x1.62e43p-1", "0x1.ebfbdcp-3", "0x1.c6aee8p-5", "0x1.3b2d4cp-7", "0x1.5f3e52p-10", "0x1.41fbbcp-13"))
 )
-"""2^f = 1 + f (c1 + f (c2 + ...)) for |f| <= 1/2: the best for the relative error, 2.0e-9, rounded to float32."""
+"""Coefficients of 2^f = 1 + f (c1 + f (c2 + ...)) for |f| <= 1/2: minimax in the relative error, 2.0e-9, then rounded to
+float32."""
 
 LN2 = float.fromhex("0x1.62e43p-1")
 """ln 2 as a float32."""
 
 
 def width(kind: str) -> int:
-    """How many random bits an element draws."""
+    """Return the number of random bits that one element draws."""
     return 32 if kind == "rounded_normal_exact" else 16
 
 
 def noise_of(bits: Tensor, kind: str) -> Tensor:
-    """float32 R for int32 `bits`, of which the low `width(kind)` are random: what all of this module draws.
+    """Return float32 R for int32 `bits`, whose low `width(kind)` bits are random.
 
-    - rounded_normal: bit 15 is the sign and bits 5 to 14 are u: |R| is 2 when u < 3, 1 when 3 <= u < 291, and else 0.
+    - rounded_normal: bit 15 is the sign and bits 5 to 14 are u: |R| is 2 if u < 3, 1 if 3 <= u < 291, else 0.
     - rounded_normal_exact: bit 31 is the sign and bits 0 to 30 are u, compared with `ROUNDED_NORMAL_EXACT`: round(N(0, 1) / 2).
     - uniform: (2 h + 1) / 2^17 - 1/2 of all 16 bits h, rounded to the nearest BF16 number.
     - none: 0.
@@ -69,19 +70,20 @@ def noise_of(bits: Tensor, kind: str) -> Tensor:
 
 
 def _count_above(u: Tensor, thresholds: tuple[int, ...]) -> Tensor:
-    """How many of the thresholds lie above u, as float32."""
+    """Return the number of thresholds above u, float32."""
     return sum(((u < t).float() for t in thresholds), torch.zeros_like(u, dtype=torch.float32))
 
 
 def noise(draw: Draw, rows: int, columns: int, kind: str) -> Tensor:
-    """float32[rows, columns]: R for each element by its coordinates."""
+    """Return R for each element by its coordinates, float32[rows, columns]."""
     return noise_of(philox.random_bits(draw, rows, columns, width(kind)), kind)
 
 
 def packed_noise(draw: Draw, rows: int, columns: int, kind: str) -> Tensor:
-    """int32[rows, ceil(columns / 8)]: R in 4 bits, |R| in the lower three and the sign on top, the first element lowest.
+    """Return R in 4 bits, eight elements per word, int32[rows, ceil(columns / 8)], for the kinds whose R is an integer.
 
-    For the kinds whose R is an integer. Example: R = 1, -2, 0, ... is the word 0x...0A1.
+    A code has |R| in the lower three bits and the sign on top; the first element is lowest. Example: R = 1, -2, 0, ... is the
+    word 0x...0A1.
     """
     r = noise(draw, rows, columns, kind).to(torch.int64)
     codes = torch.nn.functional.pad(r.abs() | (r < 0).long() << 3, (0, -columns % 8))
@@ -90,12 +92,12 @@ def packed_noise(draw: Draw, rows: int, columns: int, kind: str) -> Tensor:
 
 
 def pow2(x: Tensor) -> Tensor:
-    """2^x for float32 `x`, exact for integers and within 1.23 units of the last place else; x stops at -126 and at 127.
+    """Return 2^x for float32 `x`, clamped to [-126, 127]: exact for integers, else within 1.23 ulp.
 
-    The nearest integer goes to the exponent field, and `POW2` takes the rest, which is exact.
+    The nearest integer becomes the exponent; the polynomial `POW2` takes the remainder, which is exact.
     """
     x = x.clamp(-126.0, 127.0)  # NaN stays
-    large = x + 1.5 * 2.0**23  # no room for a fraction: the adder rounds it off, and the low bits are the integer
+    large = x + 1.5 * 2.0**23  # no bits left for a fraction: the adder rounds, and the low bits are the integer
     fraction = x - (large - 1.5 * 2.0**23)
     value = torch.full_like(fraction, POW2[-1])
     for coefficient in POW2[-2::-1]:
@@ -106,12 +108,12 @@ def pow2(x: Tensor) -> Tensor:
 
 
 def block_count(rows: int, columns: int, block: int) -> tuple[int, int]:
-    """Blocks down and across."""
+    """Return the number of blocks (down, across)."""
     return -(-rows // block), -(-columns // block)
 
 
 def block_amax(w: Tensor, block: int) -> Tensor:
-    """float32[ceil(N / block), ceil(K / block)]: the largest magnitude of each block of w [N, K]; NaN if it holds one."""
+    """Return the largest magnitude of each block of w [N, K], float32[ceil(N / block), ceil(K / block)]; NaN if it has NaN."""
     return _blocks(w.float().abs(), block).amax(dim=(1, 3))
 
 
@@ -124,10 +126,10 @@ def sample(
     dtype: torch.dtype,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(w_hat [N, K] in `dtype`, the blocks' largest magnitudes in float32) for w [N, K] and b_t, one float32 a block.
+    """Return (w_hat [N, K] in `dtype`, float32 largest magnitudes of the blocks) for w [N, K] and b_t, one float32 per block.
 
-    `out` is memory for both, if there is some. Where R is 0, w_hat is w. Example: w = 3 in a block whose largest magnitude
-    is 4, b_t = 5, R = -1: 3 - 4 * 2^-4 = 2.75.
+    `out`, if given, is overwritten with both. If R is 0, w_hat is w. Example: w = 3 in a block whose largest magnitude is 4,
+    b_t = 5, R = -1: w_hat = 3 - 4 * 2^-4 = 2.75.
     """
     amax = block_amax(w, block)
     x = w.float().contiguous()
@@ -135,15 +137,16 @@ def sample(
         rows, columns = w.shape
         r = noise(draw, rows, columns, kind)
         scale = _spread(block_scale(amax, b_t), block, rows, columns)
-        x = x + torch.where(r == 0, -0.0, r) * scale  # -0 leaves a -0 alone
+        x = x + torch.where(r == 0, -0.0, r) * scale  # adding -0 keeps a weight of -0
     w_hat = to_dtype(x, dtype)
     return (w_hat, amax) if out is None else (out[0].copy_(w_hat), out[1].copy_(amax))
 
 
 def block_scale(amax: Tensor, b_t: Tensor) -> Tensor:
-    """amax * 2^(1 - b_t), at most 2^126: what R is multiplied by, of the shape of both.
+    """Return amax * 2^(1 - b_t), at most 2^126: the factor of R, in the shape of both.
 
-    So 2 R is finite, and a block that holds an Inf keeps its other numbers where R is 0. A NaN makes all of its block NaN.
+    The limit keeps 2 R * scale finite, so that a block with an Inf keeps its other numbers where R is 0. A NaN makes its whole
+    block NaN.
     """
     return (amax * pow2(1.0 - b_t)).clamp(max=2.0**126)
 
@@ -151,16 +154,16 @@ def block_scale(amax: Tensor, b_t: Tensor) -> Tensor:
 def sample_backward(
     grad: Tensor, amax: Tensor, b_t: Tensor, draw: Draw, kind: str, block: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of w, in `dtype` (`grad` itself if that is its own), and of b_t, from that of w_hat [N, K].
+    """Return the gradients of w (`grad` itself if it has `dtype`) and of b_t, from the gradient of w_hat [N, K].
 
-    dL/dw = dL/dw_hat; dL/db_t = -ln 2 * scale * sum_block(dL/dw_hat * R), where the largest magnitude counts as constant.
+    dL/dw = dL/dw_hat; dL/db_t = -ln 2 * scale * sum_block(dL/dw_hat * R), with the largest magnitude taken as constant.
     """
     grad_w = grad if grad.dtype == dtype else to_dtype(grad.contiguous(), dtype)
     return grad_w, bitwidth_grad(grad, amax, b_t, draw, kind, block)
 
 
 def bitwidth_grad(grad: Tensor, amax: Tensor, b_t: Tensor, draw: Draw, kind: str, block: int) -> Tensor:
-    """The gradient of b_t alone, float32 of its shape."""
+    """Return the gradient of b_t alone, float32 in its shape."""
     if kind == "none":
         return torch.zeros_like(b_t)
     P, Q = b_t.shape
@@ -170,10 +173,10 @@ def bitwidth_grad(grad: Tensor, amax: Tensor, b_t: Tensor, draw: Draw, kind: str
 
 
 def block_sum(x: Tensor, block: int) -> Tensor:
-    """float32[P, Q]: sums over the blocks of x [P * block, Q * block], in an order that does not depend on who adds.
+    """Return the sums over the blocks of x [P * block, Q * block], float32[P, Q], in an order that every device follows.
 
-    Neighbouring columns in pairs, three times; then, row by row, the first half of a block and the second, until one number
-    is left. Additions only ever join two numbers.
+    Add neighbouring columns in pairs, three times. Then, with the block in row order, add its first half to its second until
+    one number is left. Each addition has two operands.
     """
     rows, columns = x.shape
     for _ in range(3):
@@ -186,7 +189,7 @@ def block_sum(x: Tensor, block: int) -> Tensor:
 
 
 def to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` to the nearest, ties to even. Beyond the range of 16 bits lies Inf, which is seen; FP8 saturates, as casts do."""
+    """Round `x` to nearest in `dtype`, ties to even. 16-bit types overflow to Inf, which shows; FP8 saturates, as casts do."""
     if x.dtype == dtype:
         return x
     format: Format = DTYPES[dtype]
@@ -197,12 +200,12 @@ def to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _blocks(x: Tensor, block: int) -> Tensor:
-    """x [N, K] with zeros at the ragged edges, as [P, block, Q, block]."""
+    """Return x [N, K] as [P, block, Q, block], padded with zeros."""
     P, Q = block_count(x.shape[0], x.shape[1], block)
     padded = torch.nn.functional.pad(x, (0, Q * block - x.shape[1], 0, P * block - x.shape[0]))
     return padded.contiguous().reshape(P, block, Q, block)
 
 
 def _spread(groups: Tensor, block: int, rows: int, columns: int) -> Tensor:
-    """Repeat a value a block to one an element."""
+    """Repeat one value per block to one per element, [rows, columns]."""
     return groups.repeat_interleave(block, 0)[:rows].repeat_interleave(block, 1)[:, :columns]

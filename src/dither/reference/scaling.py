@@ -1,6 +1,6 @@
-"""Scales: how a group's largest magnitude becomes the factor that its elements are multiplied by, and its inverse.
+"""Scales: from a group's largest magnitude to the factor of its elements, and its inverse.
 
-Every step is an exactly rounded float32 operation or integer arithmetic, in a fixed order, so that each device agrees.
+Every step is an exactly rounded float32 operation or integer arithmetic, in a fixed order, so that all devices agree.
 """
 
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ from dither.reference import rounding
 E4M3 = TABLE["e4m3"]
 SMALLEST = 2.0**-126
 SMALLEST_TENSOR_SCALE = 2.0**-117
-"""nvfp4's scale of a tensor stops here, so that 1 / (tensor scale * smallest block scale) is a float32 number."""
+"""Smallest scale of a tensor in nvfp4: it keeps 1 / (tensor scale * smallest block scale) a float32 number."""
 
 LARGEST_FACTOR = 2.0**126
-"""FMT_MAX / amax overflows for the smallest amax; the factor stops where it and its inverse are normal numbers."""
+"""Largest factor: format.max / amax would overflow for the smallest amax. The factor and its inverse are normal numbers."""
 
 
 @dataclass(frozen=True)
 class Factors:
-    """`multiply` brings a group into the format's range; `restore` (times `tensor`, for nvfp4) brings its codes back."""
+    """Factors of groups: `multiply` brings a group into the format's range, `restore` (times `tensor`, for nvfp4) undoes it."""
 
     multiply: Tensor
     restore: Tensor
@@ -32,9 +32,9 @@ class Factors:
 
 
 def group_amax(x_BRC: Tensor, layout: GroupLayout) -> Tensor:
-    """float32[B, P, Q]: the largest magnitude of each group of float32 `x_BRC`; NaN or Inf where the group holds one.
+    """Return the largest magnitude of each group of float32 `x_BRC`, float32[B, P, Q]; NaN or Inf if the group holds one.
 
-    A tensor that is one group has [1, 1, 1], however many matrices it is seen as.
+    If the whole tensor is one group, the result is [1, 1, 1].
     """
     lines = x_BRC.transpose(1, 2) if layout.along_rows else x_BRC
     if layout.group == (0, 0):
@@ -48,7 +48,7 @@ def group_amax(x_BRC: Tensor, layout: GroupLayout) -> Tensor:
 
 
 def spread(groups: Tensor, layout: GroupLayout) -> Tensor:
-    """Repeat a value per group, [B, P, Q] (or [1, 1, 1] for all), to one per element, in the order of x_BRC."""
+    """Repeat one value per group, [B, P, Q] or [1, 1, 1], to one per element, in the order of x_BRC."""
     groups = groups.expand(layout.batch, -1, -1)
     lines, length = layout.lines
     p, q = layout.group
@@ -57,10 +57,15 @@ def spread(groups: Tensor, layout: GroupLayout) -> Tensor:
 
 
 def factors(amax: Tensor, tensor_amax: Tensor | None, format: Format, scale: Scale, round: Rounding) -> Factors:
-    """The factors of groups with largest magnitudes `amax` (float32, any shape); see spec of each kind below.
+    """Return the factors of groups with largest magnitudes `amax` (float32, any shape).
 
-    An all-zero group has scale 1; a group with a NaN or Inf has scale NaN, so that it can never pass for numbers.
-    e2m1, amax 10: fp32 multiplies by 0.6; pow2 by 2^-(3 - 2), which clips 10/2 to 4..6; pow2_ceil by 2^-1 as well (5 fits).
+        fp32, delayed    multiply = format.max / amax, restore = amax / format.max; `margin` scales both by 2^margin
+        pow2             restore = 2^(floor(log2 amax) - emax), as in OCP MX
+        pow2_ceil        restore = the smallest power of two that clips nothing
+        nvfp4            tensor = tensor_amax / (448 format.max), restore = E4M3(amax / format.max / tensor)
+
+    A group of zeros has scale 1. A group with NaN or Inf has scale NaN, so that it cannot pass for numbers. Example, e2m1 (emax
+    2, largest value 6), amax 10: fp32 multiplies by 0.6; pow2 and pow2_ceil by 2^-(3 - 2) = 1/2, since 5 fits.
     """
     lost = ~torch.isfinite(amax) | torch.signbit(amax)
     nothing = (amax == 0) & ~lost
@@ -88,10 +93,10 @@ def factors(amax: Tensor, tensor_amax: Tensor | None, format: Format, scale: Sca
 
 
 def pow2_exponent(amax: Tensor, format: Format, ceil: bool) -> Tensor:
-    """int32 exponent of the power-of-two scale: floor(log2 amax) - emax (OCP MX), or the smallest that clips nothing.
+    """Return the int32 exponent of the power-of-two scale: floor(log2 amax) - emax (OCP MX), or one that clips nothing.
 
-    From the exponent bits: a floating-point log2 is wrong just below most powers of two. Zero and subnormal amax fall to
-    the lowest exponent, -127, as they should.
+    It is read from the exponent bits: a floating-point log2 is wrong just below most powers of two. Zero and subnormal amax
+    have the lowest exponent, -127, as they should.
     """
     bits = amax.view(torch.int32)
     exponent = (bits >> 23) - 127 - format.max_exponent
@@ -102,10 +107,10 @@ def pow2_exponent(amax: Tensor, format: Format, ceil: bool) -> Tensor:
 
 
 def nvfp4_block_scale(wanted: Tensor, round: Rounding) -> Tensor:
-    """An E4M3 value for the wanted block scale: the nearest, or, for stochastic rounding, the next above.
+    """Return an E4M3 value for the wanted block scale: the nearest, or the next above for stochastic rounding.
 
-    The nearest may be smaller than wanted, and then the group's largest values are clipped, which would bias a stochastic
-    rounding. Never zero: the smallest subnormal stands in for anything below it.
+    The nearest may be smaller than wanted. Then the group's largest values are clipped, which would bias stochastic rounding.
+    The result is at least the smallest subnormal, never zero.
     """
     kind = "toward_zero" if round.kind == "stochastic" else "nearest"
     wanted = wanted.clamp(max=E4M3.max)
@@ -117,7 +122,7 @@ def nvfp4_block_scale(wanted: Tensor, round: Rounding) -> Tensor:
 
 
 def stored_scale(restore: Tensor, scale: Scale) -> Tensor:
-    """`restore` as it is kept: an E8M0 exponent, an E4M3 number or float32. Each holds its value exactly, NaN included."""
+    """Return `restore` in its storage: E8M0, E4M3 or float32. Each holds its value exactly, NaN included."""
     if scale.kind in ("pow2", "pow2_ceil"):
         bits = restore.view(torch.int32)
         # 2^-127 is subnormal: exponent field 0, which is its E8M0 code. NaN is 255 in both.
@@ -128,7 +133,7 @@ def stored_scale(restore: Tensor, scale: Scale) -> Tensor:
 
 
 def loaded_scale(stored: Tensor) -> Tensor:
-    """float32 values of stored scales; the inverse of `stored_scale`."""
+    """Return the float32 values of stored scales: the inverse of `stored_scale`."""
     if stored.dtype == torch.float8_e8m0fnu:
         code = stored.view(torch.uint8).int()
         return torch.where(code == 255, torch.nan, _pow2(code - 127))
@@ -138,22 +143,22 @@ def loaded_scale(stored: Tensor) -> Tensor:
 
 
 def empty_history(length: int, device: torch.device | str = "cpu") -> Tensor:
-    """The state of delayed scaling before its first step: float32[length] of zeros, which means scale 1."""
+    """Return the history of delayed scaling before the first step: float32[length] of zeros, which means scale 1."""
     return torch.zeros(length, dtype=torch.float32, device=device)
 
 
 def push_amax(history: Tensor, amax: Tensor) -> Tensor:
-    """The history after a step whose largest magnitude was `amax` (0-d); the newest stands first. Pure: nothing is changed."""
+    """Return the history after a step with largest magnitude `amax` (0-d), newest first; the argument is not changed."""
     return torch.cat([amax.reshape(1), history[:-1]])
 
 
 def delayed_amax(history: Tensor, scale: Scale) -> Tensor:
-    """The largest magnitude (0-d) that the next step is scaled by: that of the history, or its newest entry."""
+    """Return the magnitude (0-d) that scales the next step: the largest of the history, or its newest entry."""
     return history[0] if scale.algo == "most_recent" else history.amax()
 
 
 def _quotient(a: Tensor | float, b: Tensor | float) -> Tensor:
-    """a / b rounded once. In torch `scalar / tensor` is the scalar times a reciprocal, and `tensor / scalar` may be as well."""
+    """Return a / b, rounded once. torch computes `scalar / tensor` by a reciprocal, and sometimes `tensor / scalar` too."""
     like = a if isinstance(a, Tensor) else b
     assert isinstance(like, Tensor)
     a, b = (v if isinstance(v, Tensor) else torch.full_like(like, v) for v in (a, b))
@@ -161,5 +166,5 @@ def _quotient(a: Tensor | float, b: Tensor | float) -> Tensor:
 
 
 def _pow2(exponent: Tensor) -> Tensor:
-    """2^exponent as float32 for -127 <= exponent <= 127; the lowest is subnormal."""
+    """Return 2^exponent as float32 for -127 <= exponent <= 127; the lowest is subnormal."""
     return torch.where(exponent == -127, 1 << 22, (exponent + 127) << 23).int().view(torch.float32)

@@ -13,7 +13,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from dither.adam_update import BLOCKS
+from dither.adam_update import BLOCKS, current_mode
 from dither.errors import UserError, renamed
 from dither.models import PRESETS
 from dither.optim import GRADIENTS, MODES, LossScaling
@@ -136,7 +136,7 @@ class Precision:
     """The precision of parameters, layers, gradients and optimizer states."""
 
     mode: str = "fp32"
-    """Dtype of parameters and states: fp32, o1, o2, bf16, bf16-sr, bf16-kahan, fp16 or fp16-o2; see docs/optimizers.md."""
+    """Dtype of parameters and states: fp32, o1, o2, bf16-rn, bf16-sr, bf16-kahan, fp16 or fp16-o2; see docs/optimizers.md."""
     recipe: str | None = None
     """Recipe for the casts of linear layers, such as fp8-block; by default no casts."""
     plan: str | None = None
@@ -156,6 +156,7 @@ class Precision:
 
     def __post_init__(self) -> None:
         check_types("precision", self)
+        object.__setattr__(self, "mode", current_mode(self.mode))
         check_choice("precision.mode", self.mode, MODES)
         check_choice("precision.recipe", self.recipe, RECIPES)
         check_choice("precision.states", self.states, ("fp32", "bf16", *BLOCKS))

@@ -1,0 +1,252 @@
+"""Device functions that AdamW's and Adam-mini's kernels share: one element's update, and how it is loaded and stored.
+
+Legend, here and in `dither.kernels.adam_kernels`:
+
+    w, g, m, v     weights, gradients, first and second moments of a tile, float32[TILE]
+    extra          the float32 master weights, or Kahan's remainder; w itself in MODE "plain"
+    place          int[TILE]: where the elements lie in memory, counted from the tile's base
+    inside         bool[TILE]: False for lanes beyond the end of the tensor
+    row, column    coordinates in the whole parameter, by which random bits are drawn
+    W, WH          format of the weights (`rounding.Fields`) and their rounding (`rounding.RoundingConstants`)
+    F, FH, S       format of the states, their rounding, and the scaling of 8-bit states (`scaling.Scaling`)
+    H              a rounding in general: WH or FH
+    MODE           how weights are kept: "plain", "master" or "kahan"
+    KIND           how moments are kept: "whole" (fp32, bf16), "codes" (8-bit formats) or "dynamic8"
+    GROUP          neighbours in a row that share the scale of an 8-bit state
+    TILE, TILES    elements of a tile, and tiles of a program
+    FLAT           rows are whole Philox blocks (and whole groups), so tiles run over the ends of rows and no lane is idle
+    ALIGNED        all addresses are multiples of 16 bytes
+    NATIVE         the GPU's own instructions may be used
+"""
+
+import triton
+import triton.language as tl
+
+from dither.adam_update import BITS, ODD_FACTOR
+from dither.kernels import dynamic
+from dither.kernels.philox import random_calls, random_elements
+from dither.kernels.rounding import QUIET_NAN, as_bits, as_float, decode, encode, round_bits
+from dither.kernels.scaling import group_factors
+
+ODD = tl.constexpr(ODD_FACTOR)
+LANES = tl.constexpr(128 // BITS)
+"""How many neighbouring elements one Philox call serves."""
+
+
+@triton.jit
+def _bf16_bits(x, random, H: tl.constexpr):
+    """Return int32 bits whose upper half is the bfloat16 number that float32 `x` rounds to. Overflow is Inf, NaN stays NaN.
+
+    Half a unit (or random bits) is added below the last kept bit. A carry into the exponent is right, up to infinity itself.
+
+        x = 1 + 3 * 2^-9 has the bits 0x3F80C000. To nearest: + 0x7FFF -> 0x3F813FFF, upper half 0x3F81 = 1 + 2^-7.
+        Stochastically, 16 random bits r: the upper half is 0x3F81 if r >= 0x4000, three times in four.
+    """
+    bits = as_bits(x)
+    if H.KIND == "stochastic":
+        moved = bits + random
+    else:
+        moved = bits + 0x7FFF + ((bits >> 16) & 1)
+    return tl.where(x == x, moved, QUIET_NAN)
+
+
+@triton.jit
+def rounded(x, random, F: tl.constexpr, H: tl.constexpr):
+    """Round float32 `x` to values of format F, as float32. Overflow becomes Inf, NaN stays NaN."""
+    if F.M == 23:
+        return x
+    elif F.BIAS == 127:
+        return as_float(_bf16_bits(x, random, H) & -65536)
+    else:
+        bits = as_bits(x)
+        return as_float(round_bits(bits, bits, random, F, H, False))
+
+
+@triton.jit
+def store_rounded(pointer, place, x, random, inside, F: tl.constexpr, H: tl.constexpr):
+    """Round float32 `x` to format F and store it. `pointer` points to integers of the format's size."""
+    if F.M == 23:
+        tl.store(pointer + place, as_bits(x), mask=inside)
+    elif F.BIAS == 127:
+        tl.store(pointer + place, (_bf16_bits(x, random, H) >> 16).to(tl.int16), mask=inside)
+    else:
+        tl.store(pointer + place, encode(as_bits(rounded(x, random, F, H)), F).to(tl.int16), mask=inside)
+
+
+@triton.jit
+def _spread(groups, GROUP: tl.constexpr, TILE: tl.constexpr):
+    """Repeat one value per group, [TILE / GROUP], to one per element, [TILE]."""
+    return tl.reshape(tl.broadcast_to(groups[:, None], [TILE // GROUP, GROUP]), [TILE])
+
+
+@triton.jit
+def load_codes(
+    state,
+    place,
+    inside,
+    scale,
+    blocks,
+    blocks_inside,
+    tables_ptr,
+    F: tl.constexpr,
+    KIND: tl.constexpr,
+    SIGNED: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Load an 8-bit moment as float32: value(code) * scale of its block."""
+    codes = tl.load(state + place, mask=inside, other=0).to(tl.int32)
+    factor = tl.load(scale + blocks, mask=blocks_inside, other=1.0)
+    if KIND == "dynamic8":
+        values = dynamic.decode(codes, tables_ptr, SIGNED)
+    else:
+        values = decode(codes, F)
+    return values * _spread(factor, GROUP, TILE)
+
+
+@triton.jit
+def store_codes(
+    state,
+    place,
+    inside,
+    scale,
+    blocks,
+    blocks_inside,
+    value,
+    random,
+    tables_ptr,
+    F: tl.constexpr,
+    H: tl.constexpr,
+    S: tl.constexpr,
+    KIND: tl.constexpr,
+    SIGNED: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Round a float32 moment to 8-bit codes and store them with one scale per block.
+
+    scale = max|value| / (largest value of the format); code = round(value / scale).
+    """
+    bits = tl.where(inside, as_bits(value) & 0x7FFFFFFF, 0)
+    amax = tl.max(tl.reshape(bits, [TILE // GROUP, GROUP]), axis=1)
+    multiply, restore, _ = group_factors(amax, 1.0, S, F, H, True, H.NATIVE)
+    scaled = value * _spread(multiply, GROUP, TILE)
+    if KIND == "dynamic8":
+        codes = dynamic.encode(scaled, tables_ptr, SIGNED)
+    else:
+        y = as_bits(scaled)
+        codes = encode(round_bits(y, y, random, F, H, True), F)
+    tl.store(state + place, codes.to(tl.uint8), mask=inside)
+    tl.store(scale + blocks, restore, mask=blocks_inside)
+
+
+@triton.jit
+def moved_weights(w, extra, direction, decay, shrink, size, W: tl.constexpr, WH: tl.constexpr, MODE: tl.constexpr):
+    """Return (weights, master or remainder) after a step of `size` along `direction`: float32, still to be rounded.
+
+        plain     w' = decay * w - size * direction
+        master    the same on the float32 master weights
+        kahan     change = remainder - (shrink * w + size * direction);  w' = w + change;
+                  remainder' = change - (rounded(w') - w)
+
+    Example of kahan in bfloat16 (spacing 2^-7 above 1): w = 1, remainder 0, change 2^-9. w' = 1 + 2^-9 rounds to 1, and the
+    remainder is 2^-9. After three such steps the change is 3 * 2^-9, w' rounds to 1 + 2^-7, and the remainder is -2^-9.
+    """
+    move = size * direction
+    if MODE == "master":
+        master = extra * decay - move
+        return master, master
+    elif MODE == "kahan":
+        change = extra - (shrink * w + move)
+        new = w + change
+        return new, change - (rounded(new, new, W, WH) - w)
+    else:
+        new = w * decay - move
+        return new, new
+
+
+@triton.jit
+def square_root(v, NATIVE: tl.constexpr):
+    """Return sqrt(v), rounded once, for float32 v >= 0; NaN for infinity.
+
+    The GPU's own sqrt.rn is this sequence for the middle of the range and a branch for the rest. A branch per element keeps
+    the elements of a thread from overlapping, so small numbers are scaled instead: 0.99 ms against 1.21 ms for a step.
+    """
+    small = v < 2.0**-100
+    scaled = v * tl.where(small, 2.0**48, 1.0)
+    if NATIVE:
+        # At least 2^-102: the inverse root of zero is infinite.
+        above = tl.maximum(scaled, 2.0**-102)
+        inverse = tl.inline_asm_elementwise(
+            "rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [above], dtype=tl.float32, is_pure=True, pack=1
+        )
+        guess = scaled * inverse
+        result = tl.fma(tl.fma(-guess, guess, scaled), inverse * 0.5, guess)
+    else:
+        result = tl.sqrt_rn(scaled)
+        result = tl.where(scaled < float("inf"), result, float("nan"))
+    return result * tl.where(small, 2.0**-24, 1.0)
+
+
+@triton.jit
+def quotient(m, d, NATIVE: tl.constexpr):
+    """Return 2^48 m / d, rounded once, for d from 10^-30 to 10^30; 0 below 2^-100, NaN for infinity.
+
+    Written without branches, as `square_root`. The factor 2^48 keeps the quotient a normal number for every m; the step's
+    `size` holds 2^-48.
+    """
+    scaled = m * 2.0**48
+    if NATIVE:
+        inverse = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], dtype=tl.float32, is_pure=True, pack=1)
+        inverse = tl.fma(inverse, tl.fma(-d, inverse, 1.0), inverse)
+        result = scaled * inverse
+        result = tl.fma(tl.fma(-d, result, scaled), inverse, result)
+        result = tl.fma(tl.fma(-d, result, scaled), inverse, result)
+    else:
+        result = tl.div_rn(scaled, d)
+        result = tl.where(tl.abs(result) < float("inf"), result, float("nan"))
+    return tl.where(tl.abs(result) < 2.0**-100, 0.0, result)
+
+
+@triton.jit
+def coordinates(e0, size, columns, row0, column0, GROUP: tl.constexpr, TILE: tl.constexpr, FLAT: tl.constexpr):
+    """Return (place, inside, row, column) of the elements from number `e0` on; see the legend.
+
+    FLAT gives one row and column per Philox call, [TILE / LANES]; otherwise there is one per element, [TILE], and the
+    numbering pads rows to whole groups.
+    """
+    if FLAT:
+        # A call's column is counted from the first row's start: it may lie some rows further down.
+        place = tl.arange(0, TILE)
+        first_row = e0 // columns
+        call = (tl.arange(0, TILE // LANES) * LANES).to(tl.uint32) + (e0 - first_row * columns).to(tl.uint32)
+        wide = columns.to(tl.uint32)
+        if columns >= TILE:  # a tile has one row's end at most, and needs no division
+            down = (call >= wide).to(tl.uint32)
+        else:
+            down = call // wide
+        row = (row0 + first_row).to(tl.uint32) + down
+        column = column0.to(tl.uint32) + (call - down * wide)
+        return place, e0 + place < size, row, column
+    else:
+        pitch = tl.cdiv(columns, GROUP) * GROUP
+        e = e0 + tl.arange(0, TILE)
+        row = e // pitch
+        column = e - row * pitch
+        place = row * columns + column
+        return place, (column < columns) & (place < size), row0 + row, column0 + column
+
+
+@triton.jit
+def random_bits(key, step, row, column, TILE: tl.constexpr, FLAT: tl.constexpr):
+    """Return 16 random bits per element, int32[TILE]."""
+    if FLAT:
+        return random_calls(key, step, row, column, TILE // LANES, 16)
+    else:
+        return random_elements(key, step, row, column, 16)
+
+
+@triton.jit
+def second_random_bits(random):
+    """Return the bits for the second moment from those for the first: an odd factor modulo 2^16 permutes them."""
+    return (random * ODD) & 0xFFFF
