@@ -10,9 +10,9 @@ import torch
 from dither import LayerPrecision, Plan, Sampling, UserError, convert, recipe
 from dither.recipes import RECIPES
 from dither.snip import Goal, LayerStatistics, Solution, Times, choose, efficiency, measure_times, options, plan
-from dither.snip.efficiency import SPEEDS, costs
-from dither.snip.options import LEVELS, Option, casts_of
+from dither.snip.layer_options import LEVELS, Option, casts_of
 from dither.snip.planning import choice_of, picture, stage_sizes
+from dither.snip.savings import SPEEDS, costs
 
 PARTS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
 SHAPES = {"self_attn.q_proj": (8, 8), "self_attn.o_proj": (8, 8), "mlp.gate_proj": (24, 8), "mlp.down_proj": (8, 24)}
@@ -117,7 +117,7 @@ def test_times_need_a_gpu(tmp_path):
     ],
 )
 def test_a_file_of_times_that_is_none_is_refused(text, tmp_path):
-    from dither.snip.efficiency import _read
+    from dither.snip.savings import _read
 
     path = tmp_path / "times.json"
     path.write_text(text)

@@ -18,7 +18,7 @@ import dither
 from dither import LayerPrecision, Plan, Stream, UserError
 from dither.optim import AdamW
 from dither.snip import PROBES, Option, Scores, options, score
-from dither.snip.passes import Passes
+from dither.snip.dry_run import Passes
 from dither.snip.probes import normal
 
 FP4 = options("fp8,fp4")[-1]

@@ -10,7 +10,7 @@ from test_snip_probes import batches, everything, same, trained
 
 from dither import Stream, UserError
 from dither.snip import Verification, score, verify
-from dither.snip.verify import spearman
+from dither.snip.verification import spearman
 
 STREAM = Stream(0, "snip", "truth")
 

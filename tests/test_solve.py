@@ -11,7 +11,7 @@ import scipy.optimize
 from dither import UserError
 from dither.snip import Solution, frontier, largest_target, solve
 
-code = importlib.import_module("dither.snip.solve")  # the package has a function of that name
+code = importlib.import_module("dither.snip.solver")  # the package has a function of that name
 
 
 def random_problem(seed: int) -> dict:

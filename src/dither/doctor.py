@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dither.advice.machine import advice_here
-from dither.advice.recommend import Advice
+from dither.advice.recommendation import Advice
 from dither.devices import describe
 from dither.devices import version as version
 from dither.engines import TRIED, VERIFIABLE, Engine

@@ -26,8 +26,8 @@ from dither.data.text import STDLIB
 from dither.doctor import print_table
 from dither.errors import UserError
 from dither.report.comparison import Comparison, Entry, Value, shown
-from dither.report.load import read_all
 from dither.report.page import ABSENT, fixed, short, size
+from dither.report.run_folder import read_all
 from dither.train import config as configs
 from dither.train.config import Config, Data, Optim, Run
 from dither.train.guard import Signals, Status

@@ -33,7 +33,7 @@ def test_times_are_measured_once_and_kept(tmp_path, monkeypatch):
     def fail(*arguments):
         raise AssertionError("it was measured before")
 
-    monkeypatch.setattr(sys.modules["dither.snip.efficiency"], "_measure", fail)  # the package has a function of that name
+    monkeypatch.setattr(sys.modules["dither.snip.savings"], "_measure", fail)  # the package has a function of that name
     assert measure_times(SHAPES, both, path=path) == times
     with pytest.raises(AssertionError, match="it was measured before"):
         measure_times([(1024, 512, 512)], both, path=path)

@@ -19,7 +19,7 @@ from dither.nn.tensor_parallel import local
 from dither.optim.adamw import AdamW
 from dither.reference.adamw import FORMATS
 from dither.reference.numerics import UpdateCounts, update_counts
-from dither.snip.moments import stored
+from dither.snip.update_rules import stored
 
 NEEDED = ("lr", "betas", "eps", "weight_decay")
 

@@ -1,7 +1,7 @@
 """Pages about runs, made from their folders alone: see docs/reports.md."""
 
-from dither.report.load import Run as Run
-from dither.report.load import read as read
-from dither.report.load import read_all as read_all
 from dither.report.page import render as render
 from dither.report.page import write as write
+from dither.report.run_folder import Run as Run
+from dither.report.run_folder import read as read
+from dither.report.run_folder import read_all as read_all

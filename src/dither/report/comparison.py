@@ -9,7 +9,7 @@ from typing import Any
 
 from dither.errors import UserError
 from dither.report.estimates import BOUND, Estimate, estimate, paired
-from dither.report.load import Run
+from dither.report.run_folder import Run
 from dither.report.summary import summarize
 
 VERSION = 1

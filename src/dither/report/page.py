@@ -16,7 +16,7 @@ from dither.precision import Plan
 from dither.report import maps, plots
 from dither.report.comparison import Comparison, shown
 from dither.report.estimates import Estimate, paired
-from dither.report.load import Run, read_all
+from dither.report.run_folder import Run, read_all
 from dither.report.summary import Summary, summarize
 
 MOST_SHOWN = 200

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dither.errors import UserError
 from dither.report.comparison import Comparison, shown
-from dither.report.load import Run, number
+from dither.report.run_folder import Run, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dither.report.load import Run, number
+from dither.report.run_folder import Run, number
 
 
 @dataclass(frozen=True)

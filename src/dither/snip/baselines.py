@@ -21,10 +21,10 @@ from types import MappingProxyType
 from dither.errors import UserError
 from dither.precision import OPERANDS, PARTS, PRODUCTS, Cast, matches
 from dither.random import Stream
-from dither.snip.efficiency import efficiency
-from dither.snip.options import Option
+from dither.snip.layer_options import Option
 from dither.snip.planning import Goal, blocks_of, choose
-from dither.snip.solve import SLACK, Solution
+from dither.snip.savings import efficiency
+from dither.snip.solver import SLACK, Solution
 from dither.snip.statistics import Statistics
 
 Baseline = Callable[[Statistics, Sequence[Option], Goal], Solution]

@@ -18,15 +18,15 @@ from dither.precision import Plan, did_you_mean, matches
 from dither.random import Stream
 from dither.snip.baselines import BASELINES, random
 from dither.snip.divergence import Scores
-from dither.snip.efficiency import efficiency, measure_times
-from dither.snip.options import Option
-from dither.snip.options import options as combinations
-from dither.snip.passes import Passes
+from dither.snip.dry_run import Passes
+from dither.snip.layer_options import Option
+from dither.snip.layer_options import options as combinations
 from dither.snip.planning import Goal, bits_of, check_weights, choice_of, choose, picture, pins, stage_sizes, weights_said
 from dither.snip.planning import plan as plan_of
 from dither.snip.probes import PROBES, score
-from dither.snip.solve import Rows, Solution, frontier
-from dither.snip.verify import verify as verify_scores
+from dither.snip.savings import efficiency, measure_times
+from dither.snip.solver import Rows, Solution, frontier
+from dither.snip.verification import verify as verify_scores
 from dither.train import checkpoint, config
 from dither.train.distributed import joined
 from dither.train.job import Job, open_corpus

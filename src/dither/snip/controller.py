@@ -23,11 +23,11 @@ from dither.precision import Plan, matches
 from dither.random import Stream
 from dither.recipes import recipe
 from dither.snip.divergence import Scores
-from dither.snip.efficiency import Times, measure_times
-from dither.snip.options import options as combinations
+from dither.snip.layer_options import options as combinations
 from dither.snip.planning import Goal, check_finite, check_weights, choice_of, choose, plan, weights_said
 from dither.snip.probes import score
-from dither.snip.solve import Solution
+from dither.snip.savings import Times, measure_times
+from dither.snip.solver import Solution
 from dither.snip.statistics import cut_by_tensor_parallelism, layers_of
 
 VERSION = 1

@@ -9,9 +9,9 @@ from typing import Literal
 
 from dither.errors import UserError
 from dither.precision import OPERANDS, SAMPLINGS, LayerPrecision, Plan, did_you_mean, matches
-from dither.snip.efficiency import Cost, Times, costs, efficiency
-from dither.snip.options import Option
-from dither.snip.solve import Rows, Solution, solve
+from dither.snip.layer_options import Option
+from dither.snip.savings import Cost, Times, costs, efficiency
+from dither.snip.solver import Rows, Solution, solve
 from dither.snip.statistics import LayerStatistics
 
 Value = str | int | float | bool | None
@@ -78,7 +78,7 @@ def choose(quality: Rows, layers: Sequence[LayerStatistics], options: Sequence[O
     """The options with the least sum of `quality`, a row for each layer, that reach the goal.
 
     >>> from types import SimpleNamespace as Layer
-    >>> from dither.snip.options import options
+    >>> from dither.snip.layer_options import options
     >>> layers = [Layer(name="blocks.0.up", M=8, N=4, K=4), Layer(name="blocks.1.up", M=8, N=4, K=4)]
     >>> costs = [[0, 1, 1, 2, 1, 2, 2, 3], [0, 2, 2, 4, 2, 4, 4, 6]]
     >>> choose(costs, layers, options("fp8,fp4"), Goal(target=0.5)).choice
@@ -124,7 +124,7 @@ def plan(layers: Sequence[str], options: Sequence[Option], solution: Solution, b
     """`base` with a rule for each layer by its name: the chosen casts, and the samplings that `base` has for it.
 
     >>> from dither.recipes import recipe
-    >>> from dither.snip.options import options
+    >>> from dither.snip.layer_options import options
     >>> solution = Solution((0, 7), quality=0.1, efficiency=0.5, gap=0.0, target=0.5)
     >>> chosen = plan(["up", "down"], options("fp8,fp4"), solution, recipe("fp8-block"), step=100)
     >>> print(chosen.for_layer("down").weight, chosen.provenance["step"])
@@ -230,7 +230,7 @@ def picture(given: Plan) -> str:
     """A plan in a table of blocks and parts, each as bits of input/weight/gradient; what is no single layer as it prints.
 
     >>> from dither.recipes import recipe
-    >>> from dither.snip.options import options
+    >>> from dither.snip.layer_options import options
     >>> solution = Solution((0, 7, 3, 0), quality=0.1, efficiency=0.5, gap=0.0, target=0.5)
     >>> layers = ["h.0.up", "h.0.down", "h.1.up", "h.1.down"]
     >>> print(picture(plan(layers, options("fp8,fp4"), solution, recipe("fp8-block"))).split("\\n\\n")[0])

@@ -27,9 +27,9 @@ from dither.precision import PRODUCTS, Cast, LayerPrecision, Override, did_you_m
 from dither.random import Stream
 from dither.snip import divergence
 from dither.snip.divergence import Scores
-from dither.snip.options import Option
-from dither.snip.options import options as all_options
-from dither.snip.passes import Forward, Pass, Passes, plain_forward
+from dither.snip.dry_run import Forward, Pass, Passes, plain_forward
+from dither.snip.layer_options import Option
+from dither.snip.layer_options import options as all_options
 from dither.snip.statistics import LayerStatistics, Statistics, collecting
 
 PROBES = ("measure", "layer", "last", "direct")
@@ -259,7 +259,7 @@ class _Slot(NamedTuple):
 def _slots(options: Sequence[Option]) -> list[_Slot]:
     """What is tried by itself, the gradient first and what is in the forward product last.
 
-    >>> from dither.snip.options import options as levels
+    >>> from dither.snip.layer_options import options as levels
     >>> [slot.operand for slot in _slots(levels("fp8,fp4"))]
     ['grad', 'input', 'weight']
     >>> [slot.products for slot in _slots(levels("fp8,fp4-forward"))][1:]

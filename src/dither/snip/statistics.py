@@ -26,8 +26,8 @@ from dither.optim.shards import like
 from dither.precision import Cast
 from dither.random import Stream
 from dither.safe_files import Refused, from_json
-from dither.snip.moments import UpdateRule
-from dither.snip.options import Option, casts_of
+from dither.snip.layer_options import Option, casts_of
+from dither.snip.update_rules import UpdateRule
 from dither.torch_ops import implementation
 
 TENSORS = ("x", "w", "y", "dy", "dx", "dw")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dither.data import Batch, Corpus, Loader, held_out, is_prepared, load_tokenizer, open_tokens, prepare
 from dither.data.text import STDLIB
 from dither.errors import UserError
-from dither.evaluate.perplexity import summed_loss
+from dither.evaluate.held_out import summed_loss
 from dither.models import CausalLM, build, compile_blocks, generate, hf, preset
 from dither.nn import Linear, apply_plan, bitwidth_loss, convert, effective_precision, param_groups, step_context
 from dither.numerics import Monitor, Report

@@ -25,8 +25,8 @@ from dither.nn.tensor_parallel import local
 from dither.optim.shards import reduce_cuts, spread_over
 from dither.precision import LayerPrecision
 from dither.random import Stream
-from dither.snip.moments import UpdateRule, moments_of
 from dither.snip.statistics import Collector, Statistics, cut_by_tensor_parallelism, layers_of
+from dither.snip.update_rules import UpdateRule, moments_of
 
 Forward = Callable[[nn.Module, Any], Tensor | None]
 """(model, batch) -> the loss, 0-d; whatever autocast there is belongs in here. None in a pipeline's stages but the last."""

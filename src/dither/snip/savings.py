@@ -21,7 +21,7 @@ import torch
 from dither.errors import UserError
 from dither.nn import Linear
 from dither.precision import PRODUCTS, Cast
-from dither.snip.options import Option
+from dither.snip.layer_options import Option
 from dither.snip.statistics import LayerStatistics
 
 Shape = tuple[int, int, int]
@@ -61,7 +61,7 @@ def costs(
     """What each layer takes in each option: seconds of `Times`, or FLOPs as a share of the model's, each at its speed.
 
     >>> from types import SimpleNamespace as Layer
-    >>> from dither.snip.options import options
+    >>> from dither.snip.layer_options import options
     >>> costs([Layer(name="up", M=8, N=4, K=4)], options("bf16,fp4"))[0]
     [1.0, 0.25]
     """
@@ -82,7 +82,7 @@ def efficiency(
     """The share of what could be saved that each layer contributes in each option; the rows that `solve` takes.
 
     >>> from types import SimpleNamespace as Layer
-    >>> from dither.snip.options import options
+    >>> from dither.snip.layer_options import options
     >>> layers = [Layer(name="up", M=8, N=4, K=4), Layer(name="down", M=8, N=8, K=4)]
     >>> [[round(share, 3) for share in row] for row in efficiency(layers, options("fp8,fp4"))]
     [[0.0, 0.0, 0.0, 0.111, 0.0, 0.111, 0.111, 0.333], [0.0, 0.0, 0.0, 0.222, 0.0, 0.222, 0.222, 0.667]]

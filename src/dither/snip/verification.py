@@ -18,9 +18,9 @@ from dither.nn.deployment import _printed
 from dither.precision import LayerPrecision
 from dither.random import Stream
 from dither.snip.divergence import Scores, Table
-from dither.snip.options import Option
-from dither.snip.options import options as all_options
-from dither.snip.passes import Forward, Passes, plain_forward
+from dither.snip.dry_run import Forward, Passes, plain_forward
+from dither.snip.layer_options import Option
+from dither.snip.layer_options import options as all_options
 from dither.snip.statistics import VERSION, check_version, load_json
 
 
