@@ -1,36 +1,26 @@
-"""Predict what an optimizer will do with a gradient, from the state that it keeps: an `UpdateRule` for each weight.
+"""Update rules of optimizers: the next step of a weight as a function of its gradient, and the derivative of that step.
 
-    u(g)    what the next step subtracts from the weight, besides decoupled weight decay, which is the same for every gradient
-    h'      the derivative of u by g (SNIP, section 4.3.2), element by element where the rule is; |h'| is its Frobenius norm
+    u(g)    what the next step subtracts from the weight, without decoupled weight decay, which does not depend on g
+    h'      derivative of u with respect to g (SNIP, section 4.3.2), elementwise if the rule is; |h'| is its Frobenius norm
 
-Rules are written as torch.optim computes them, in float32. Coupled weight decay (`g + weight_decay * w`) is part of the
-gradient, and `maximize` turns its sign. Nothing here changes the optimizer.
+Rules compute what torch.optim computes, in float32. Coupled weight decay (`g + weight_decay * w`) is part of the gradient, and
+`maximize` flips its sign. `dither.snip.optimizer_state` reads rules from optimizers.
 
-    AdamW, Adam, AdamMini    `Moments`         m, v in whatever format
+    AdamW, Adam, AdamMini    `AdamRule`        m, v in any format
     SGD                      `SgdRule`         momentum, dampening, Nesterov
     RMSprop                  `RmspropRule`     centered or not, momentum
     Adagrad                  `AdagradRule`     decay of the learning rate
     Muon                     `MuonRule`        momentum, Nesterov, Newton-Schulz iterations
 """
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from dither.adam_update import Update
 from dither.errors import UserError
-from dither.nn.tensor_parallel import local
-from dither.optim.adam_mini import AdamMini
-from dither.optim.adamw import AdamW
-from dither.optim.roles import role_of
-from dither.optim.shards import as_matrix
-from dither.reference.adamw import load_state
 
 _Rule = TypeVar("_Rule", bound="UpdateRule")
 
@@ -38,20 +28,20 @@ _Rule = TypeVar("_Rule", bound="UpdateRule")
 class UpdateRule:
     """The next step of one weight as a function of its gradient.
 
-    Of a weight that is spread over processes, states are those of this process's part; `whole` gathers them.
+    For a sharded weight, the states are those of this rank's shard; `whole` gathers them.
     """
 
     TENSORS: ClassVar[tuple[str, ...]] = ()
-    """The fields that are tensors in the weight's shape, or None."""
+    """Fields that are tensors in the weight's shape, or None."""
     t: int | None
-    """The number of the step to come, from 1 on; None where the optimizer does not count."""
+    """Number of the next step, starting at 1; None if the optimizer does not count steps."""
 
     def update(self, g: Tensor) -> Tensor:
-        """Return u(g), what a step subtracts from the weight besides decoupled decay: float32 in the weight's shape."""
+        """Return u(g), which a step subtracts from the weight besides decoupled decay: float32 in the weight's shape."""
         raise NotImplementedError
 
     def slope(self, g: Tensor) -> Tensor:
-        """Return |h'| of each element: how far its update moves for a small change of its own gradient."""
+        """Return |h'| elementwise: the change of each update per small change of its own gradient."""
         raise NotImplementedError
 
     def slope_norm(self, g: Tensor) -> Tensor:
@@ -60,25 +50,25 @@ class UpdateRule:
         return found
 
     def whole(self: _Rule, gather: Callable[[Tensor], Tensor]) -> _Rule:
-        """Return the rule of the whole weight; `gather` makes a whole tensor of this process's part."""
+        """Return the rule of the whole weight; `gather` turns this rank's shard into the whole tensor."""
         parts = {name: getattr(self, name) for name in self.TENSORS}
         return replace(self, **{name: gather(part) for name, part in parts.items() if part is not None})  # type: ignore[type-var]
 
 
 def _gradient(g: Tensor, decay: Tensor | None, maximize: bool) -> Tensor:
-    """Return the gradient that a rule starts from: with its sign, and with coupled weight decay."""
+    """Return the gradient that a rule starts from: with the sign of `maximize` and with coupled weight decay."""
     g = -g if maximize else g
     return g if decay is None else g + decay
 
 
 @dataclass(frozen=True)
-class Moments(UpdateRule):
-    """The moments of one weight before a step, float32 in the weight's shape, and what the step will use.
+class AdamRule(UpdateRule):
+    """Adam, AdamW and Adam-mini: the moments of one weight before a step, float32 in its shape, and the step's settings.
 
         m' = b1 m + (1 - b1) g        v' = b2 v + (1 - b2) g^2
         u(g) = lr / (1 - b1^t) * m' / (sqrt(v' / (1 - b2^t)) + eps)
 
-    With Adam-mini, g^2 is its mean over the elements that share a second moment. With `amsgrad` the largest v' so far divides.
+    With Adam-mini, g^2 is averaged over the elements that share a second moment. With `amsgrad` the largest v' so far is used.
     """
 
     TENSORS: ClassVar[tuple[str, ...]] = ("m", "v", "largest", "decay")
@@ -86,18 +76,18 @@ class Moments(UpdateRule):
     m: Tensor
     v: Tensor
     t: int
-    """The number of the step to come, from 1 on."""
+    """Number of the next step, starting at 1."""
     lr: float
     betas: tuple[float, float]
     eps: float
     runs: Tensor | None = None
-    """Adam-mini: the number of the second moment of each row, int64[rows]; None: each element has its own."""
+    """Adam-mini: index of the second moment of each row, int64[rows]; None if each element has its own."""
     transposed: bool = False
-    """Adam-mini: whether rows are those of the transposed weight."""
+    """Adam-mini: True if rows are those of the transposed weight."""
     largest: Tensor | None = None
-    """With amsgrad: the largest second moment so far."""
+    """amsgrad: largest second moment so far."""
     decay: Tensor | None = None
-    """Coupled weight decay: weight_decay * w; None where there is none or it is decoupled."""
+    """Coupled weight decay: weight_decay * w; None without weight decay or if it is decoupled."""
     maximize: bool = False
 
     def after(self, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,10 +104,10 @@ class Moments(UpdateRule):
         return b1 * self.m + (1 - b1) * g, b2 * self.v + (1 - b2) * squares
 
     def update(self, g: Tensor) -> Tensor:
-        """Return u(g), what a step subtracts from the weight besides decoupled decay: float32 in the weight's shape.
+        """Return u(g), which a step subtracts from the weight besides decoupled decay: float32 in the weight's shape.
 
         >>> one = torch.ones(1, 1)
-        >>> Moments(m=one, v=one, t=10**6, lr=0.5, betas=(0.9, 0.95), eps=0.0).update(one)
+        >>> AdamRule(m=one, v=one, t=10**6, lr=0.5, betas=(0.9, 0.95), eps=0.0).update(one)
         tensor([[0.5000]])
         """
         b1, b2 = self.betas
@@ -126,12 +116,12 @@ class Moments(UpdateRule):
         return self.lr / (1 - b1**self.t) * m / ((v / (1 - b2**self.t)).sqrt() + self.eps)
 
     def slope(self, g: Tensor) -> Tensor:
-        """Return h' as SNIP has it (section 4.3.2), element by element.
+        """Return h' as in SNIP (section 4.3.2), elementwise.
 
             h' = lr sqrt(1 - b2^t) / (1 - b1^t) * | (1 - b1) / (sqrt v' + eps) - (1 - b2) m' g / (sqrt v' (sqrt v' + eps)^2) |
 
-        With Adam-mini, where n elements share v', the second term is 1/n of that. With amsgrad, an element whose v' stays below
-        the largest so far has no second term.
+        With Adam-mini, where n elements share v', the second term is divided by n. With amsgrad, it is 0 for elements whose v'
+        stays below the largest so far.
         """
         (b1, b2), g = self.betas, g.float()
         m, v = self.after(g)
@@ -143,7 +133,7 @@ class Moments(UpdateRule):
         if self.runs is not None:
             rows = torch.bincount(self.runs)[self.runs][:, None] * g.shape[0 if self.transposed else 1]
             shared = rows.T if self.transposed else rows
-        # Where v' is 0 so are g and m', and an element that never had a gradient has no second term.
+        # Where v' is 0, g and m' are 0 too, and the second term is 0.
         second = torch.where((v > 0) & grows, (1 - b2) * m * g / (shared * root * (root + self.eps).square()), 0.0)
         size = self.lr * (1 - b2**self.t) ** 0.5 / (1 - b1**self.t)
         slope: Tensor = size * ((1 - b1) / (root + self.eps) - second)
@@ -152,13 +142,13 @@ class Moments(UpdateRule):
 
 @dataclass(frozen=True)
 class SgdRule(UpdateRule):
-    """SGD: a linear function of the gradient, so that h' is one number.
+    """SGD: linear in the gradient, so that h' is one number.
 
         b' = momentum b + (1 - dampening) g, at the first step b' = g
         u(g) = lr b', with Nesterov lr (g + momentum b'), without momentum lr g
         h' = lr (1 - dampening), with Nesterov lr (1 + momentum (1 - dampening)), without momentum lr
 
-    At the first step with momentum, where there is no b, (1 - dampening) is 1.
+    At the first step with momentum there is no b yet, and (1 - dampening) is replaced by 1.
 
     >>> g = torch.ones(1, 1)
     >>> rule = SgdRule(lr=0.5, momentum=0.9, dampening=0.1, nesterov=False, buffer=2 * g)
@@ -181,11 +171,11 @@ class SgdRule(UpdateRule):
 
     @property
     def _taken(self) -> float:
-        """The part of the gradient that goes into b'."""
+        """Return the factor of the gradient in b'."""
         return 1.0 if self.buffer is None else 1 - self.dampening
 
     def update(self, g: Tensor) -> Tensor:
-        """Return u(g), what a step subtracts from the weight: float32 in the weight's shape."""
+        """Return u(g), which a step subtracts from the weight: float32 in the weight's shape."""
         g = _gradient(g.float(), self.decay, self.maximize)
         if not self.momentum:
             return self.lr * g
@@ -201,10 +191,10 @@ class SgdRule(UpdateRule):
 
 @dataclass(frozen=True)
 class RmspropRule(UpdateRule):
-    """RMSprop: each element is divided by the root of its mean square.
+    """RMSprop: each element is divided by its root mean square.
 
-    v' = alpha v + (1 - alpha) g^2        a' = alpha a + (1 - alpha) g, where centered
-    s = sqrt(v'), where centered sqrt(v' - a'^2)
+    v' = alpha v + (1 - alpha) g^2        a' = alpha a + (1 - alpha) g, if centered
+    s = sqrt(v'), if centered sqrt(v' - a'^2)
     u(g) = lr (momentum b + g / (s + eps))
     h' = lr | 1 / (s + eps) - (1 - alpha) g (g - a') / (s (s + eps)^2) |, where a' is 0 unless centered
     """
@@ -226,7 +216,7 @@ class RmspropRule(UpdateRule):
     maximize: bool = False
 
     def _parts(self, g: Tensor) -> tuple[Tensor, Tensor, Tensor | float]:
-        """Return g with its decay, s and a'."""
+        """Return g with decay, s and a'."""
         g = _gradient(g.float(), self.decay, self.maximize)
         v = self.alpha * self.v + (1 - self.alpha) * g.square()
         mean: Tensor | float = 0.0
@@ -236,13 +226,13 @@ class RmspropRule(UpdateRule):
         return g, v.sqrt(), mean
 
     def update(self, g: Tensor) -> Tensor:
-        """Return u(g), what a step subtracts from the weight: float32 in the weight's shape."""
+        """Return u(g), which a step subtracts from the weight: float32 in the weight's shape."""
         g, s, _ = self._parts(g)
         step = g / (s + self.eps)
         return self.lr * (step if self.buffer is None else self.momentum * self.buffer + step)
 
     def slope(self, g: Tensor) -> Tensor:
-        """Return h', element by element."""
+        """Return h', elementwise."""
         g, s, mean = self._parts(g)
         second = torch.where(s > 0, (1 - self.alpha) * g * (g - mean) / (s * (s + self.eps).square()), 0.0)
         slope: Tensor = self.lr * (1 / (s + self.eps) - second)
@@ -274,12 +264,12 @@ class AdagradRule(UpdateRule):
         return self.lr / (1 + (self.t - 1) * self.lr_decay)
 
     def update(self, g: Tensor) -> Tensor:
-        """Return u(g), what a step subtracts from the weight: float32 in the weight's shape."""
+        """Return u(g), which a step subtracts from the weight: float32 in the weight's shape."""
         g = _gradient(g.float(), self.decay, self.maximize)
         return self._rate * g / ((self.total + g.square()).sqrt() + self.eps)
 
     def slope(self, g: Tensor) -> Tensor:
-        """Return h', element by element."""
+        """Return h', elementwise."""
         g = _gradient(g.float(), self.decay, self.maximize)
         root = (self.total + g.square()).sqrt()
         second = torch.where(root > 0, g.square() / (root * (root + self.eps).square()), 0.0)
@@ -289,23 +279,23 @@ class AdagradRule(UpdateRule):
 
 @dataclass(frozen=True)
 class MuonRule(UpdateRule):
-    """Muon: a function of the whole matrix, so that only the norm of h' is known, not its elements.
+    """Muon: a function of the whole matrix, so that only the norm of h' is available, not its elements.
 
         b' = momentum b + (1 - momentum) g        c = momentum b' + (1 - momentum) g with Nesterov, else b'
         X = c / max(|c|, eps)        steps times: A = X X^T, X <- a X + (b A + c A^2) X        u(g) = rate X
 
-    The iteration takes a singular value s to p(s) = a s + b s^3 + c s^5 and leaves singular vectors as they are. With
+    The iteration maps a singular value s to p(s) = a s + b s^3 + c s^5 and keeps singular vectors. With
     s_i the singular values of the N x K matrix X before it (N <= K), f = p(p(...)) and f_i = f(s_i), the derivative of the
     iteration has the Frobenius norm
 
         |F|^2 = sum_i f'_i^2 + sum_{i<j} [((f_i - f_j) / (s_i - s_j))^2 + ((f_i + f_j) / (s_i + s_j))^2]
                 + (K - N) sum_i (f_i / s_i)^2
 
-    (for i = j the quotient is f', for s = 0 it is f'(0)). Dividing by |c| takes away the direction of X itself:
+    (for i = j the quotient is f', for s = 0 it is f'(0)). Dividing by |c| removes the direction of X itself:
 
         |h'| = rate * weight of g in c / |c| * sqrt(|F|^2 - sum_i (f'_i s_i)^2)
 
-    torch computes the iteration in bfloat16; here it is float32, since differences of two updates would be mostly rounding.
+    torch computes the iteration in bfloat16. Here it is float32: differences of two bfloat16 updates would be mostly rounding.
     """
 
     TENSORS: ClassVar[tuple[str, ...]] = ("buffer",)
@@ -326,7 +316,7 @@ class MuonRule(UpdateRule):
         return torch.lerp(g.float(), b, self.momentum) if self.nesterov else b
 
     def update(self, g: Tensor) -> Tensor:
-        """Return u(g), what a step subtracts from the weight besides its decay: float32 in the weight's shape."""
+        """Return u(g), which a step subtracts from the weight besides its decay: float32 in the weight's shape."""
         given = self._direction(g)
         x = given.T if given.shape[0] > given.shape[1] else given
         x = x / torch.linalg.vector_norm(x).clamp(min=self.eps)
@@ -338,7 +328,7 @@ class MuonRule(UpdateRule):
         return found
 
     def slope(self, g: Tensor) -> Tensor:
-        """Raise: every element of Muon's update depends on the whole gradient."""
+        """Raise a UserError: every element of Muon's update depends on the whole gradient."""
         raise UserError("Muon's update of one element depends on the whole gradient: ask for slope_norm, not for slope.")
 
     def slope_norm(self, g: Tensor) -> Tensor:
@@ -352,7 +342,7 @@ class MuonRule(UpdateRule):
         for _ in range(self.steps):
             slope = slope * (one + 3 * three * f.square() + 5 * five * f.pow(4))
             f = one * f + three * f.pow(3) + five * f.pow(5)
-        # Singular values that are equal to 10 digits share a derivative: their quotient would be rounding.
+        # Singular values that agree to 10 digits use the derivative: their difference quotient would be rounding noise.
         apart, together = s[:, None] - s, s[:, None] + s
         near, zero = apart.abs() <= 1e-10 * together.clamp(min=1e-300), together == 0
         mean = (slope[:, None] + slope) / 2
@@ -361,222 +351,8 @@ class MuonRule(UpdateRule):
         pairs = (minus.square() + plus.square()).triu(1).sum()
         plain = torch.where(s > 0, f / torch.where(s > 0, s, 1.0), slope).square().sum() * (x.shape[1] - x.shape[0])
         total = slope.square().sum() + pairs + plain
-        if bool(size >= self.eps):  # below it torch divides by eps, and nothing is taken away
+        if bool(size >= self.eps):  # below it torch divides by eps, and no direction is removed
             total = total - (slope * s).square().sum()
         taken = (1 - self.momentum) * (1 + self.momentum if self.nesterov else 1)
         found: Tensor = abs(self.rate) * taken / size.clamp(min=self.eps) * total.clamp(min=0).sqrt()
         return found.float()
-
-
-class _Loading(Mapping[str, UpdateRule]):
-    """Rules that are read from the optimizer when they are asked for: all at once, in float32, they can be many gigabytes."""
-
-    def __init__(self, load: dict[str, Callable[[], UpdateRule]]) -> None:
-        self._load = load
-
-    def __getitem__(self, name: str) -> UpdateRule:
-        return self._load[name]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._load)
-
-    def __len__(self) -> int:
-        return len(self._load)
-
-
-def moments_of(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> Mapping[str, UpdateRule]:
-    """Return the update rule of each layer's weight, by layer name.
-
-    Known are dither's AdamW in every format and AdamMini, and torch's AdamW, Adam, SGD, RMSprop, Adagrad and Muon. Rules are
-    those of the optimizer when they are asked for; formats other than float32 are read anew each time.
-
-    >>> layer = torch.nn.Linear(4, 2)
-    >>> optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
-    >>> moments_of(optimizer, {"up": layer.weight})
-    Traceback (most recent call last):
-        ...
-    dither.errors.UserError: The optimizer has no state of the layer 'up' yet: take a few steps before its moments are needed.
-    >>> moments_of(torch.optim.SGD(layer.parameters(), lr=0.1), {"up": layer.weight})["up"].lr
-    0.1
-    """
-    places = {id(p): (group, number) for group in optimizer.param_groups for number, p in enumerate(group["params"])}
-    if isinstance(optimizer, AdamW):
-        optimizer._stored_slots()  # in the formats that its groups have now
-    read = _reader(optimizer)
-    found: dict[str, Callable[[], UpdateRule]] = {}
-    for name, weight in weights.items():
-        if isinstance(weight, DTensor) and isinstance(optimizer, AdamMini | torch.optim.Muon):
-            shared = "second moments are" if isinstance(optimizer, AdamMini) else "update of each element is"
-            raise UserError(
-                f"The weight of the layer {name!r} is spread over processes, and {type(optimizer).__name__}'s {shared} shared "
-                "between them: score a whole copy of the model."
-            )
-        if id(weight) not in places:
-            raise UserError(f"The optimizer does not have the weight of the layer {name!r}: it never changes, so leave it out.")
-        state = optimizer.state.get(weight, {})
-        group, number = places[id(weight)]
-        if (not state and read is not _sgd) or (read is _moments and not int(state.get("step", 0))):
-            raise UserError(
-                f"The optimizer has no state of the layer {name!r} yet: take a few steps before its moments are needed."
-            )
-        if read is _moments:
-            _check_state(optimizer, name, state, group)
-        found[name] = partial(read, optimizer, weight, state, group, number)
-    return _Loading(found)
-
-
-_Reader = Callable[[torch.optim.Optimizer, Tensor, dict[str, Any], dict[str, Any], int], UpdateRule]
-
-
-def _reader(optimizer: torch.optim.Optimizer) -> _Reader:
-    """Return the function that makes a rule of a weight's state."""
-    readers: list[tuple[type, _Reader]] = [
-        (torch.optim.SGD, _sgd),
-        (torch.optim.RMSprop, _rmsprop),
-        (torch.optim.Adagrad, _adagrad),
-        (torch.optim.Muon, _muon),
-    ]
-    for kind, read in readers:
-        if isinstance(optimizer, kind):
-            return read
-    # Some of torch's others keep states with AdamW's names, and step otherwise.
-    if type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, torch.optim.Adam):
-        raise _unknown(optimizer)
-    return _moments
-
-
-def _unknown(optimizer: torch.optim.Optimizer) -> UserError:
-    return UserError(
-        f"SNIP needs the derivative of an optimizer's step by its gradient, and does not know that of "
-        f"{type(optimizer).__name__}: use AdamW, Adam, AdamMini, SGD, RMSprop, Adagrad or Muon."
-    )
-
-
-def _check_state(optimizer: torch.optim.Optimizer, name: str, state: dict[str, Any], group: dict[str, Any]) -> None:
-    missing = [key for key in ("exp_avg", "exp_avg_sq") if key not in state]
-    missing += [key for key in ("lr", "betas", "eps") if key not in group]
-    if missing:
-        raise _unknown(optimizer)
-
-
-def _coupled(weight: Tensor, group: dict[str, Any]) -> Tensor | None:
-    """Return weight_decay * w where weight decay is added to the gradient, or None."""
-    return float(group["weight_decay"]) * local(weight).detach().float() if group["weight_decay"] else None
-
-
-def _wide(state: dict[str, Any], key: str) -> Tensor | None:
-    return None if state.get(key) is None else _some(state, key)
-
-
-def _some(state: dict[str, Any], key: str) -> Tensor:
-    found: Tensor = local(state[key]).detach().float()
-    return found
-
-
-def _sgd(optimizer: torch.optim.Optimizer, weight: Tensor, state: dict[str, Any], group: dict[str, Any], _: int) -> SgdRule:
-    return SgdRule(
-        float(group["lr"]),
-        group["momentum"],
-        group["dampening"],
-        group["nesterov"],
-        _wide(state, "momentum_buffer"),
-        _coupled(weight, group),
-        group["maximize"],
-    )
-
-
-def _rmsprop(
-    optimizer: torch.optim.Optimizer, weight: Tensor, state: dict[str, Any], group: dict[str, Any], _: int
-) -> RmspropRule:
-    return RmspropRule(
-        _some(state, "square_avg"),
-        int(state["step"]) + 1,
-        float(group["lr"]),
-        group["alpha"],
-        group["eps"],
-        group["momentum"],
-        _wide(state, "grad_avg") if group["centered"] else None,
-        _wide(state, "momentum_buffer") if group["momentum"] > 0 else None,
-        _coupled(weight, group),
-        group["maximize"],
-    )
-
-
-def _adagrad(
-    optimizer: torch.optim.Optimizer, weight: Tensor, state: dict[str, Any], group: dict[str, Any], _: int
-) -> AdagradRule:
-    return AdagradRule(
-        _some(state, "sum"),
-        int(state["step"]) + 1,
-        float(group["lr"]),
-        group["lr_decay"],
-        group["eps"],
-        _coupled(weight, group),
-        group["maximize"],
-    )
-
-
-def _muon(optimizer: torch.optim.Optimizer, weight: Tensor, state: dict[str, Any], group: dict[str, Any], _: int) -> MuonRule:
-    rows, columns = weight.shape
-    adjust = group["adjust_lr_fn"]
-    ratio = 0.2 * math.sqrt(max(rows, columns)) if adjust == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
-    return MuonRule(
-        _some(state, "momentum_buffer"),
-        float(group["lr"]) * ratio,
-        group["momentum"],
-        group["nesterov"],
-        tuple(group["ns_coefficients"]),
-        group["ns_steps"],
-        group["eps"],
-    )
-
-
-class Stored(NamedTuple):
-    """The moments of a weight as the optimizer keeps them now, float32 in the weight's shape (of this process's part)."""
-
-    m: Tensor
-    v: Tensor
-    runs: Tensor | None = None
-    """See `Moments.runs`."""
-    transposed: bool = False
-    """See `Moments.transposed`."""
-    update: Update | None = None
-    """How the optimizer rounds, if it is one of dither's."""
-
-
-def stored(optimizer: torch.optim.Optimizer, weight: Tensor, group: dict[str, Any], number: int) -> Stored:
-    """Read the moments of parameter `number` of a group; nothing waits for the device."""
-    state = optimizer.state[weight]
-    if not isinstance(optimizer, AdamW):
-        return Stored(local(state["exp_avg"]).float(), local(state["exp_avg_sq"]).float())
-    slot = optimizer._slots_of(next(i for i, each in enumerate(optimizer.param_groups) if each is group), 0)[number]
-    parts = {key: as_matrix(local(value)) for key, value in state.items() if key != "step"}
-    m = load_state(parts["exp_avg"], parts.get("exp_avg_scale"), slot.update, True)
-    if not isinstance(optimizer, AdamMini):
-        v = load_state(parts["exp_avg_sq"], parts.get("exp_avg_sq_scale"), slot.update, False)
-        shape = local(weight).shape
-        return Stored(m.view(shape), v.view(shape), update=slot.update)
-    transposed = role_of(optimizer.roles, slot.name).transposed
-    runs, first = [], 0
-    for begin, end, run in optimizer._sections(slot):
-        runs.append(first + torch.arange(end - begin, device=m.device) // run)
-        first += (end - begin) // run
-    of_row = torch.cat(runs)
-    v = state["exp_avg_sq"][of_row][:, None].expand_as(m)
-    m, v = (m.T, v.T) if transposed else (m, v)
-    return Stored(m, v, of_row, transposed, slot.update)
-
-
-def _moments(
-    optimizer: torch.optim.Optimizer, weight: Tensor, state: dict[str, Any], group: dict[str, Any], number: int
-) -> Moments:
-    found = stored(optimizer, weight, group, number)
-    t, lr, betas, eps = int(state["step"]) + 1, float(group["lr"]), tuple(group["betas"]), group["eps"]
-    decay = largest = None
-    if isinstance(optimizer, torch.optim.Adam):  # torch's AdamW is one, with decoupled decay
-        decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
-        decay = None if decoupled else _coupled(weight, group)
-        largest = _wide(state, "max_exp_avg_sq") if group["amsgrad"] else None
-    # One of another library that has AdamW's states is taken for AdamW.
-    maximize = bool(group.get("maximize"))
-    return Moments(found.m, found.v, t, lr, betas, eps, found.runs, found.transposed, largest, decay, maximize)

@@ -156,29 +156,18 @@ class Job:
         snip = self.config.snip
         if snip.target is None:
             return None
-        return Snip(
+        made = Snip(
             self.model,
             self.training.optimizer,
             self.plan,
-            target=snip.target,
             options=snip.options,
-            start=snip.start,
-            every=snip.every,
-            delay=snip.delay,
-            probe=snip.probe,
-            cost=snip.cost,
-            stages=snip.goal.stages,
-            balance=snip.balance,
-            pinned=snip.goal.pinned,
-            power=snip.power,
-            loss_weight=snip.loss_weight,
-            update_weight=snip.update_weight,
-            rows=snip.rows,
-            hysteresis=snip.hysteresis,
+            goal=snip.goal,
+            schedule=snip.schedule,
+            estimator=snip.estimator(self.config.run.seed),
             forward=self.loss,
-            seed=self.config.run.seed,
-            tell=lambda _: None,  # the loop tells what became of statistics
         )
+        made.on_failure = lambda _: None  # the loop reports what became of the statistics
+        return made
 
     def choose(self, batch: Batch) -> Decision | None:
         """Before a step: statistics on its batch, or the plan that follows from earlier ones, if it is time for that."""
