@@ -110,6 +110,7 @@ ORDER = [
     "dither.numerics",
     "dither.models.causal",
     "dither.models.llama",
+    "dither.models.gpt",
     "dither.models.gpt2",
     "dither.models.gpt_neo",
     "dither.models.presets",

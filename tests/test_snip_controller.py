@@ -514,3 +514,77 @@ def test_it_takes_what_score_takes():
     train(snip, range(4))
     assert fake.calls == [(3, ["batch"], ("forward", "probe", "setup"))]
     assert {"forward", "probe", "rows", "setup", "stream", "step"} <= set(score.__kwdefaults__ or {}) | {"stream"}
+
+
+# The previous release --------------------------------------------------------------------------------------------------
+
+
+def test_old_keywords_work_with_one_warning():
+    old = {"target": 0.5, "every": 10, "start": 3, "delay": 4, "power": 1, "hysteresis": 0.1, "rows": True, "seed": 7}
+    old |= {"probe": None, "pinned": None, "max_norm": 1.0, "cost": "flops", "times": "t.json", "stages": [2, 2]}
+    told = []
+    with pytest.warns(DeprecationWarning, match=r"target is now Goal\(target=...\); every is now Schedule") as warned:
+        snip = Snip(net(), None, "fp8-block", estimate=Fake(), tell=told.append, **old)
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
+    assert snip.goal == Goal(target=0.5, times="t.json", stages=(2, 2))
+    assert snip.schedule == Schedule(every=10, start=3, delay=4, hysteresis=0.1)
+    assert snip.estimator == Estimator(power=1, rows=True, seed=7, score=snip._score)
+    assert snip._setup == TrainingSetup(max_norm=1.0)
+    snip._stay(1, 1, "because", None)
+    assert told == ["snip keeps its plan at step 1: because"]
+
+
+def test_unknown_keywords_are_refused():
+    with pytest.raises(TypeError, match=r"Snip\(\) got an unexpected keyword argument 'taget'"):
+        Snip(net(), None, "fp8-block", taget=0.5)
+
+
+def test_old_keywords_of_score():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.randn(32, 16)
+    loss_of(model, batch).backward()
+    optimizer.step()
+    given = {"probe": "direct", "stream": dither.Stream(0, "snip", ""), "forward": loss_of}
+    with pytest.warns(DeprecationWarning, match=r"max_norm is now TrainingSetup\(max_norm=...\)"):
+        old = score(model, [batch], optimizer, BOTH, max_norm=1e-3, **given)
+    new = score(model, [batch], optimizer, BOTH, setup=TrainingSetup(max_norm=1e-3), **given)
+    assert (old.loss, old.weights) == (new.loss, new.weights)
+
+
+def test_old_names_of_harm():
+    scores = Fake()(None, [], None, BOTH, stream=None, step=3)
+    with pytest.warns(DeprecationWarning, match=r"Scores.quality is now Scores.harm"):
+        assert scores.quality() == scores.harm()
+    layers = scores.statistics.layers
+    new = dither.snip.choose(scores.harm(), layers, BOTH, Goal(target=0.5))
+    with pytest.warns(DeprecationWarning, match="choose's quality= is now harm="):
+        assert dither.snip.choose(quality=scores.harm(), layers=layers, options=BOTH, goal=Goal(target=0.5)) == new
+    with pytest.warns(DeprecationWarning, match=r"Solution.quality is now Solution.harm"):
+        assert new.quality == new.harm
+
+
+@pytest.mark.parametrize(("old", "new"), [("Moments", "AdamRule"), ("moments_of", "update_rules_of"), ("plan", "build_plan")])
+def test_old_names(old, new):
+    with pytest.warns(DeprecationWarning, match=f"dither.snip.{old} is now dither.snip.{new}"):
+        assert getattr(dither.snip, old) is getattr(dither.snip, new)
+
+
+def test_a_state_of_the_previous_release_goes_on():
+    """It calls the harm of a solution its quality."""
+    first = make()
+    train(first, range(5))
+    first._pending.answer.result()
+    state = json.loads(json.dumps(first.state_dict()))
+    solution = state["pending"]["answer"]["solution"]
+    solution["quality"] = solution.pop("harm")
+    second = make()
+    second.load_state_dict(state)
+    assert train(first, range(5, 8))[7].plan == train(second, range(5, 8))[7].plan
+
+
+def test_times_have_to_be_measured_before_a_choice():
+    scores = Fake()(None, [], None, BOTH, stream=None, step=3)
+    with pytest.raises(UserError, match="Times have to be measured first"):
+        dither.snip.choose(scores.harm(), scores.statistics.layers, BOTH, Goal(cost="time"))
