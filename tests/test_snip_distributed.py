@@ -167,7 +167,7 @@ def check_refused() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     model.eval()(*batches()[0]).backward()
     optimizer.step()
-    with pytest.raises(UserError, match="The layer 'up' is cut by tensor parallelism and kept by FSDP2"):
+    with pytest.raises(UserError, match="The layer 'up' is sharded by tensor parallelism and by FSDP2"):
         score(model, batches(), optimizer, TILES, stream=STREAM, setup=TrainingSetup(group=mesh["data"].get_group()))
 
 
