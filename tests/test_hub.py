@@ -294,18 +294,18 @@ def header(text):
 
 NORM = "transformer.ln_f.weight"
 HOSTILE = {
-    "no config": (lambda f: (f / CONFIG).unlink(), "config.json is no file"),
+    "no config": (lambda f: (f / CONFIG).unlink(), "config.json is not a file"),
     "no weights": (lambda f: (f / WEIGHTS).unlink(), "has neither model.safetensors nor model.safetensors.index.json"),
-    "a pickle": (pickled("pytorch_model.bin"), "weights in 'pytorch_model.bin', a pickle, which can execute anything"),
+    "a pickle": (pickled("pytorch_model.bin"), "weights in 'pytorch_model.bin', a pickle, which can execute code"),
     "another pickle": (pickled("weights.pt"), "'weights.pt', a pickle"),
-    "a pickle called safetensors": (lambda f: weights(pickle.dumps(Trap(f / "executed")))(f), "no whole safetensors file"),
+    "a pickle called safetensors": (lambda f: weights(pickle.dumps(Trap(f / "executed")))(f), "a complete safetensors file"),
     "a pickle as config": (lambda f: config_text(pickle.dumps(Trap(f / "executed")))(f), "is not JSON that can be read"),
-    "config is a folder": (replaced_by(os.mkdir, CONFIG), "config.json is no file"),
-    "config is a pipe": (replaced_by(os.mkfifo, CONFIG), "config.json is no file"),
-    "weights are a folder": (replaced_by(os.mkdir, WEIGHTS), "model.safetensors is no file"),
-    "weights are a pipe": (replaced_by(os.mkfifo, WEIGHTS), "model.safetensors is no file"),
-    "weights are a device": (replaced_by(lambda p: p.symlink_to("/dev/zero"), WEIGHTS), "model.safetensors is no file"),
-    "config is a device": (replaced_by(lambda p: p.symlink_to("/dev/zero"), CONFIG), "config.json is no file"),
+    "config is a folder": (replaced_by(os.mkdir, CONFIG), "config.json is not a file"),
+    "config is a pipe": (replaced_by(os.mkfifo, CONFIG), "config.json is not a file"),
+    "weights are a folder": (replaced_by(os.mkdir, WEIGHTS), "model.safetensors is not a file"),
+    "weights are a pipe": (replaced_by(os.mkfifo, WEIGHTS), "model.safetensors is not a file"),
+    "weights are a device": (replaced_by(lambda p: p.symlink_to("/dev/zero"), WEIGHTS), "model.safetensors is not a file"),
+    "config is a device": (replaced_by(lambda p: p.symlink_to("/dev/zero"), CONFIG), "config.json is not a file"),
     "empty config": (config_text(""), "is not JSON that can be read"),
     "half a config": (config_text('{"model_type": "gp'), "is not JSON that can be read"),
     "not UTF-8": (config_text(b'{"model_type": "\xff"}'), "is not JSON that can be read"),
@@ -351,15 +351,15 @@ HOSTILE = {
     ),
     "FP8": (tensors_with(**{NORM: torch.ones(32).to(torch.float8_e5m2)}), "weights of type F8_E5M2"),
     "two dtypes": (tensors_with(**{NORM: torch.ones(32, dtype=torch.bfloat16)}), "types BF16, F32: say which with dtype="),
-    "no bytes": (truncated(0), "is no whole safetensors file"),
-    "four bytes": (truncated(4), "is no whole safetensors file"),
-    "half a header": (truncated(100), "is no whole safetensors file"),
-    "half the weights": (truncated(30_000), "is no whole safetensors file"),
-    "a byte less": (truncated(-1), "is no whole safetensors file"),
-    "an endless header": (weights(b"\xff" * 64), "is no whole safetensors file"),
-    "a header of text": (header("hello"), "is no whole safetensors file"),
-    "offsets beyond": (header('{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}'), "is no whole safetensors file"),
-    "a shape that lies": (header('{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,0]}}'), "is no whole safetensors file"),
+    "no bytes": (truncated(0), "is not a complete safetensors"),
+    "four bytes": (truncated(4), "is not a complete safetensors"),
+    "half a header": (truncated(100), "is not a complete safetensors"),
+    "half the weights": (truncated(30_000), "is not a complete safetensors"),
+    "a byte less": (truncated(-1), "is not a complete safetensors"),
+    "an endless header": (weights(b"\xff" * 64), "is not a complete safetensors"),
+    "a header of text": (header("hello"), "is not a complete safetensors"),
+    "offsets beyond": (header('{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}'), "is not a complete safetensors"),
+    "a shape that lies": (header('{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,0]}}'), "is not a complete safetensors"),
     "no tensors": (header("{}"), "asks for 2 layers, and there are 0 tensors"),
     "an index that is a list": (index("[]"), r"holds \[\], and not a JSON object"),
     "an index of nothing": (index("{}"), "has no 'weight_map'"),
@@ -368,9 +368,9 @@ HOSTILE = {
     "an index that leads far": (index({"a": "/etc/passwd.safetensors"}), "names a file '/etc/passwd.safetensors'"),
     "an index of a pickle": (index({"a": "model.bin"}), "names a file 'model.bin'"),
     "an index of numbers": (index({"a": 3}), "names a file '3'"),
-    "an index of a missing file": (index({"a": "model-2.safetensors"}), "model-2.safetensors is no file"),
-    "an index with more": (index(lambda m: m | {"a": "model-1.safetensors"}), "has the tensor 'a', and it has not"),
-    "an index with less": (index(lambda m: dict(list(m.items())[1:])), "of which model.safetensors.index.json says nothing"),
+    "an index of a missing file": (index({"a": "model-2.safetensors"}), "model-2.safetensors is not a file"),
+    "an index with more": (index(lambda m: m | {"a": "model-1.safetensors"}), "has the tensor 'a', but it does not"),
+    "an index with less": (index(lambda m: dict(list(m.items())[1:])), "which model.safetensors.index.json does not list"),
 }
 
 
@@ -427,7 +427,7 @@ def test_llamas_that_are_not_ours(changes, words, tmp_path):
         ({"dtype": "bf16"}, "not in 'bf16'"),
         pytest.param(
             {"device": "cuda"},
-            "'cuda' takes a GPU, and torch finds none here",
+            "'cuda' needs a GPU, and torch finds none here",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
         ),
     ],
@@ -467,11 +467,11 @@ def test_what_cannot_be_saved(tmp_path, monkeypatch):
     model = build(CONFIGS["gpt2"])
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes").write_text("mine")
-    for folder, words in (("full", "new or an empty folder"), ("full/notes", "new or an empty folder")):
+    for folder, words in (("full", "new or empty folder"), ("full/notes", "new or an empty folder")):
         with pytest.raises(UserError, match=words):
             save_pretrained(model, tmp_path / folder)
     (tmp_path / "link").symlink_to(tmp_path / "full")
-    with pytest.raises(UserError, match="new or an empty folder"):
+    with pytest.raises(UserError, match="new or empty folder"):
         save_pretrained(model, tmp_path / "link")
     with pytest.raises(UserError, match=r"could not be saved into .*Not a directory"):
         save_pretrained(model, tmp_path / "full" / "notes" / "model")
@@ -507,7 +507,7 @@ def test_without_transformers(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UserError, match="seed is an integer from 0 to"):
         hf("some/folder", seed=-1)
-    with pytest.raises(UserError, match="'some/folder' takes transformers, which is not installed: pip install transformers"):
+    with pytest.raises(UserError, match="'some/folder' needs transformers, which is not installed: pip install transformers"):
         hf("some/folder")
 
 
@@ -590,10 +590,10 @@ def test_wrapped_models_that_there_are_not(saved, tmp_path):
     library()
     for source, words in (
         (3, "hf takes a folder, the name of a model, or a config of transformers, not of a int"),
-        (tmp_path / "nowhere", "transformers cannot make the model"),
-        (tmp_path / "nowhere.json", "nowhere.json is no file"),
-        ({"model_type": "none such"}, "transformers cannot make the model of a dict: "),
-        ({}, "transformers cannot make the model of a dict: "),
+        (tmp_path / "nowhere", "transformers cannot create the model"),
+        (tmp_path / "nowhere.json", "nowhere.json is not a file"),
+        ({"model_type": "none such"}, "transformers cannot create the model of a dict: "),
+        ({}, "transformers cannot create the model of a dict: "),
     ):
         with pytest.raises(UserError, match=words) as caught:
             hf(source)

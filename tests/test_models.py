@@ -691,7 +691,7 @@ def test_generation_compiles_nothing():
         ({"temperature": -1.0}, "temperature is a number of at least 0, not -1.0"),
         ({"temperature": math.nan}, "not nan"),
         ({"top_k": 0}, "top_k is an integer of at least 1, not 0"),
-        ({"generator": None}, "temperature of 1 takes a generator"),
+        ({"generator": None}, "temperature of 1 needs a generator"),
     ],
 )
 def test_impossible_generation(changes, words):

@@ -7,7 +7,7 @@ import pytest
 
 from dither import Cast, UserError
 from dither.recipes import recipe
-from dither.snip import BASELINES, Goal, LayerStatistics, Statistics, baselines, choose, efficiency, options, plan
+from dither.snip import BASELINES, Goal, LayerStatistics, Statistics, baselines, build_plan, choose, efficiency, options
 
 BOTH = options("fp8,fp4")
 BLOCKS = 6
@@ -63,7 +63,7 @@ def test_every_baseline_reaches_every_target(name, target):
     assert found.target == target
     if name != "uniform":  # one layer too many at most
         assert reached <= target + max(map(max, shares))
-    assert plan([layer.name for layer in statistics().layers], BOTH, found, recipe("fp8-block"), method=name).layers
+    assert build_plan([layer.name for layer in statistics().layers], BOTH, found, recipe("fp8-block"), method=name).layers
 
 
 def test_uniform_takes_the_least_that_reaches_the_target():
@@ -71,7 +71,7 @@ def test_uniform_takes_the_least_that_reaches_the_target():
         (found,) = set(names_of(baselines.uniform(statistics(), BOTH, Goal(target=target))))
         assert found == expected or (expected is None and found.count("fp4") == 2)
     some = [option for option in BOTH if option.name != "fp4/fp4/fp4"]
-    with pytest.raises(UserError, match=r"No one option reaches a target of 0\.5: the largest feasible one is 0\.333"):
+    with pytest.raises(UserError, match=r"No single option reaches a target of 0\.5: the largest feasible one is 0\.333"):
         baselines.uniform(statistics(), some, Goal(target=0.5))
 
 
@@ -103,12 +103,12 @@ def test_errors_are_minimised_by_the_solver(name, relative):
         found = layer.errors[operand][str(cast)]
         return found / layer.norms[{"input": "x", "weight": "w", "grad": "dy"}[operand]] if relative else found
 
-    quality = [
+    harm = [
         [sum(error(layer, operand, cast) for operand, cast in option.casts.items()) for option in BOTH]
         for layer in given.layers
     ]
     goal = Goal(target=0.6, stages=(3, 3), pinned={"*.0.mlp.up_proj": "fp8"})
-    assert BASELINES[name](given, BOTH, goal).choice == choose(quality, given.layers, BOTH, goal).choice
+    assert BASELINES[name](given, BOTH, goal).choice == choose(harm, given.layers, BOTH, goal).choice
 
 
 def test_absolute_and_relative_errors_differ():
@@ -158,14 +158,14 @@ def test_layer_type_takes_attention_then_down_then_the_rest():
     assert parts(attention) == {part for part in SHAPES if "attn" in part}
     assert parts(attention + down) == {part for part in SHAPES if "attn" in part} | {"mlp.down_proj"}
     assert len(parts(1)) == len(SHAPES)
-    with pytest.raises(UserError, match=r"The layer 'model.layers.0.router' is none of the parts"):
+    with pytest.raises(UserError, match=r"'model.layers.0.router' is none of qkv"):
         baselines.layer_type(statistics(["model.layers.0.router"]), BOTH, Goal(target=0.5))
 
 
 @pytest.mark.parametrize("name", ["uniform", "random", "E-layer-id", "E-layer-type"])
 def test_what_has_no_use_for_stages_says_so(name):
     for goal in (Goal(stages=(3, 3)), Goal(pinned={"*": "fp8"})):
-        with pytest.raises(UserError, match="Stages and pinned layers go with"):
+        with pytest.raises(UserError, match="Stages and pinned layers work only with"):
             BASELINES[name](statistics(), BOTH, goal)
 
 

@@ -208,7 +208,7 @@ def test_weights_and_the_row_wise_formula_reach_the_plan(run, text, tmp_path, ca
         tables = [[row[at] for row, at in zip(table, choice, strict=True)] for table in (found[name].loss, found[name].weights)]
         costs[name] = tuple(map(sum, tables))
         counted = {"loss": costs[name][:1], "update": costs[name][1:]}.get(name, costs[name])
-        assert chosen[name].provenance["quality"] == pytest.approx(sum(counted))
+        assert chosen[name].provenance["harm"] == pytest.approx(sum(counted))
     assert costs["loss"][0] <= costs["both"][0]
     assert costs["update"][1] <= costs["both"][1]
     assert chosen["loss"].provenance["update_weight"] == 0
@@ -301,7 +301,7 @@ def test_frontier(run, capsys):
         (["RUN", "--power", "0.5"], "--power is a number of at least 1, not 0.5"),
         (["RUN", "--device", "tpu"], "run.device is"),
         (["RUN", "--probe", "direct", "-o", "/nowhere/plan.json"], "'/nowhere/plan.json' cannot be written"),
-        (["RUN", "--probe", "direct", "--cost", "time"], "Times are those of a CUDA GPU"),
+        (["RUN", "--probe", "direct", "--cost", "time"], "Times are measured on a CUDA GPU"),
         (["show", "nowhere.json"], "The plan 'nowhere.json' cannot be read"),
         (["diff", "nowhere.json", "nowhere.json"], "The plan 'nowhere.json' cannot be read"),
         (["verify", "nowhere"], "'nowhere' is neither a run's folder"),

@@ -15,7 +15,7 @@ import dither
 from dither import LayerPrecision, Plan, UserError, convert, recipe
 from dither.nn.conversion import _converted
 from dither.safe_files import check_plain
-from dither.snip import LayerStatistics, Scores, Snip, Statistics, options, score
+from dither.snip import Estimator, Goal, LayerStatistics, Schedule, Scores, Snip, Statistics, TrainingSetup, options, score
 from dither.snip.planning import choice_of
 
 BOTH = options("fp8,fp4")
@@ -46,9 +46,19 @@ class Fake:
         return Scores(step, "fake", NAMES, tuple(o.name for o in options), rows, zeros, Statistics(step, 1.0, layers))
 
 
+def settings(**given):
+    """Sort settings into the objects that have them."""
+    kinds = {"goal": Goal, "schedule": Schedule, "estimator": Estimator, "setup": TrainingSetup}
+    made = {
+        name: kind(**{key: given.pop(key) for key in list(given) if key in kind.__dataclass_fields__})
+        for name, kind in kinds.items()
+    }
+    return {**made, **given}
+
+
 def make(model=None, estimate=None, **given):
-    settings = {"target": 0.5, "every": 10, "start": 3, "delay": 4, "power": 1, **given}
-    return Snip(model or net(), None, "fp8-block", estimate=estimate or Fake(), **settings)
+    given = {"target": 0.5, "every": 10, "start": 3, "delay": 4, "power": 1, "score": estimate or Fake(), **given}
+    return Snip(model or net(), None, "fp8-block", **settings(**given))
 
 
 def narrow(model):
@@ -93,7 +103,7 @@ def test_the_plan_is_the_best_for_the_target():
         "cost": "flops",
         "target": 0.5,
         "efficiency": 0.5,
-        "quality": 30.0,  # 3 operands of costs 1 to 4
+        "harm": 30.0,  # 3 operands of costs 1 to 4
         "gap": 0.0,
     }
     assert json.loads(json.dumps(decision.to_dict()))["scores"]["layers"] == list(NAMES)
@@ -122,7 +132,7 @@ def test_squares_of_divergences_are_added_up_unless_told_otherwise(given, chosen
         zeros = tuple((0.0,) * len(options) for _ in rows)
         return Scores(step, "fake", tuple(sizes), tuple(o.name for o in options), rows, zeros, Statistics(step, 1.0, layers))
 
-    snip = Snip(model, None, "fp8-block", estimate=estimate, target=0.5, start=3, delay=4, **given)
+    snip = Snip(model, None, "fp8-block", **settings(score=estimate, target=0.5, start=3, delay=4, **given))
     decision = train(snip, range(8))[7]
     assert narrow(model) == {str(n) for n in chosen}
     assert decision.plan.provenance["power"] == given.get("power", 2.0)
@@ -183,7 +193,7 @@ def test_without_a_gain_the_plan_and_the_layers_stay():
     assert not decision.changed
     assert decision.plan is snip.plan is plan
     assert casts(snip.model) == precisions
-    assert decision.reason == "the plan is still the best, with a cost of 30"
+    assert decision.reason == "the plan is still the best, with a harm of 30"
 
 
 # At step 3 layers 0 to 3 take FP4, for 3 * (1 + 2 + 3 + 4) = 30. At step 13 layer 7 has become the cheapest, and they cost
@@ -325,7 +335,7 @@ def test_an_estimate_that_is_not_finite_names_its_layer_and_harms_nothing():
     assert (decision.changed, decision.scores, decision.plan) == (False, None, recipe("fp8-block"))
     assert train(snip, range(4, 13)) == {}
     assert casts(snip.model) == before
-    snip._estimate = fake
+    snip._score = fake
     assert train(snip, range(13, 18))[17].changed  # the next time all is well
 
 
@@ -401,7 +411,8 @@ def trained(steps, delay=3):
     model = nn.Sequential(*(Block(32) for _ in range(3)))
     convert(model, "fp8-block")
     optimizer = dither.optim.AdamW(model.named_parameters(), lr=1e-2)
-    snip = Snip(model, optimizer, "fp8-block", target=0.65, every=5, start=2, delay=delay, forward=loss_of, probe="direct")
+    given = settings(target=0.65, every=5, start=2, delay=delay, probe="direct")
+    snip = Snip(model, optimizer, "fp8-block", forward=loss_of, **given)
     size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     generator, decisions = torch.Generator().manual_seed(1), []
     for step in range(steps):
@@ -501,5 +512,79 @@ def test_it_takes_what_score_takes():
     fake = Fake()
     snip = make(estimate=fake, forward=loss_of, probe="last", max_norm=1.0)
     train(snip, range(4))
-    assert fake.calls == [(3, ["batch"], ("forward", "max_norm", "probe"))]
-    assert {"forward", "max_norm", "probe", "stream", "step", "group"} <= set(score.__kwdefaults__ or {}) | {"stream"}
+    assert fake.calls == [(3, ["batch"], ("forward", "probe", "setup"))]
+    assert {"forward", "probe", "rows", "setup", "stream", "step"} <= set(score.__kwdefaults__ or {}) | {"stream"}
+
+
+# The previous release --------------------------------------------------------------------------------------------------
+
+
+def test_old_keywords_work_with_one_warning():
+    old = {"target": 0.5, "every": 10, "start": 3, "delay": 4, "power": 1, "hysteresis": 0.1, "rows": True, "seed": 7}
+    old |= {"probe": None, "pinned": None, "max_norm": 1.0, "cost": "flops", "times": "t.json", "stages": [2, 2]}
+    told = []
+    with pytest.warns(DeprecationWarning, match=r"target is now Goal\(target=...\); every is now Schedule") as warned:
+        snip = Snip(net(), None, "fp8-block", estimate=Fake(), tell=told.append, **old)
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
+    assert snip.goal == Goal(target=0.5, times="t.json", stages=(2, 2))
+    assert snip.schedule == Schedule(every=10, start=3, delay=4, hysteresis=0.1)
+    assert snip.estimator == Estimator(power=1, rows=True, seed=7, score=snip._score)
+    assert snip._setup == TrainingSetup(max_norm=1.0)
+    snip._stay(1, 1, "because", None)
+    assert told == ["snip keeps its plan at step 1: because"]
+
+
+def test_unknown_keywords_are_refused():
+    with pytest.raises(TypeError, match=r"Snip\(\) got an unexpected keyword argument 'taget'"):
+        Snip(net(), None, "fp8-block", taget=0.5)
+
+
+def test_old_keywords_of_score():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.randn(32, 16)
+    loss_of(model, batch).backward()
+    optimizer.step()
+    given = {"probe": "direct", "stream": dither.Stream(0, "snip", ""), "forward": loss_of}
+    with pytest.warns(DeprecationWarning, match=r"max_norm is now TrainingSetup\(max_norm=...\)"):
+        old = score(model, [batch], optimizer, BOTH, max_norm=1e-3, **given)
+    new = score(model, [batch], optimizer, BOTH, setup=TrainingSetup(max_norm=1e-3), **given)
+    assert (old.loss, old.weights) == (new.loss, new.weights)
+
+
+def test_old_names_of_harm():
+    scores = Fake()(None, [], None, BOTH, stream=None, step=3)
+    with pytest.warns(DeprecationWarning, match=r"Scores.quality is now Scores.harm"):
+        assert scores.quality() == scores.harm()
+    layers = scores.statistics.layers
+    new = dither.snip.choose(scores.harm(), layers, BOTH, Goal(target=0.5))
+    with pytest.warns(DeprecationWarning, match="choose's quality= is now harm="):
+        assert dither.snip.choose(quality=scores.harm(), layers=layers, options=BOTH, goal=Goal(target=0.5)) == new
+    with pytest.warns(DeprecationWarning, match=r"Solution.quality is now Solution.harm"):
+        assert new.quality == new.harm
+
+
+@pytest.mark.parametrize(("old", "new"), [("Moments", "AdamRule"), ("moments_of", "update_rules_of"), ("plan", "build_plan")])
+def test_old_names(old, new):
+    with pytest.warns(DeprecationWarning, match=f"dither.snip.{old} is now dither.snip.{new}"):
+        assert getattr(dither.snip, old) is getattr(dither.snip, new)
+
+
+def test_a_state_of_the_previous_release_goes_on():
+    """It calls the harm of a solution its quality."""
+    first = make()
+    train(first, range(5))
+    first._pending.answer.result()
+    state = json.loads(json.dumps(first.state_dict()))
+    solution = state["pending"]["answer"]["solution"]
+    solution["quality"] = solution.pop("harm")
+    second = make()
+    second.load_state_dict(state)
+    assert train(first, range(5, 8))[7].plan == train(second, range(5, 8))[7].plan
+
+
+def test_times_have_to_be_measured_before_a_choice():
+    scores = Fake()(None, [], None, BOTH, stream=None, step=3)
+    with pytest.raises(UserError, match="Times have to be measured first"):
+        dither.snip.choose(scores.harm(), scores.statistics.layers, BOTH, Goal(cost="time"))

@@ -21,10 +21,24 @@ from dither import Cast, Plan, UserError
 from dither.nn.tensor_parallel import local
 from dither.optim import AdamMini, AdamW
 from dither.optim.roles import Role
-from dither.snip import PROBES, Option, Scores, Snip, options, pipelined, score, verify
+from dither.snip import (
+    PROBES,
+    Estimator,
+    Goal,
+    Option,
+    Schedule,
+    Scores,
+    Snip,
+    TrainingSetup,
+    options,
+    pipelined,
+    score,
+    verify,
+)
 from dither.snip.statistics import layers_of
 
 OPTIONS = "bf16,fp8,fp4"
+GOAL, AT_3 = Goal(target=0.5), Schedule(start=3, delay=1)
 
 
 def pieces(batch: tuple[torch.Tensor, torch.Tensor], count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -73,7 +87,7 @@ def check_same(found: Scores, expected: Scores, what: object) -> None:
         pairs = zip(chain(*getattr(found, name)), chain(*getattr(expected, name)), strict=True)
         assert all(a == pytest.approx(b, rel=2e-3, abs=1e-6) for a, b in pairs), (what, name)
     every = [None] * dist.get_world_size()
-    dist.all_gather_object(every, found.quality())
+    dist.all_gather_object(every, found.harm())
     assert all(each == every[0] for each in every), what
 
 
@@ -93,10 +107,10 @@ def check_scores() -> None:
         with dither.step_context(model, step=3):
             model(*mine[0]).backward()  # gradients that wait for their step
         before = everything(model, optimizer)
-        given = {"stream": STREAM, "max_norm": 1.0}
+        spread_setup, alone_setup = TrainingSetup(max_norm=1.0, group=dist.group.WORLD), TrainingSetup(max_norm=1.0)
         for probe in PROBES:
-            found = score(model, mine, optimizer, OPTIONS, probe=probe, group=dist.group.WORLD, **given)
-            expected = score(alone, batches(size), its, OPTIONS, probe=probe, **given)
+            found = score(model, mine, optimizer, OPTIONS, probe=probe, stream=STREAM, setup=spread_setup)
+            expected = score(alone, batches(size), its, OPTIONS, probe=probe, stream=STREAM, setup=alone_setup)
             check_same(found, expected, (cuts, probe))
             assert {layer.M for layer in found.statistics.layers} == {32 * size}
         after = everything(model, optimizer)
@@ -108,16 +122,17 @@ def check_truth_and_plans() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     model, optimizer = trained("root")
     alone, its = trained()
-    mine, chosen, group = batches(size)[rank : rank + 1], options(OPTIONS), dist.group.WORLD
+    mine, chosen, setup = batches(size)[rank : rank + 1], options(OPTIONS), TrainingSetup(group=dist.group.WORLD)
     with torch.no_grad():
         model(*mine[0])
     assert not isinstance(model.up.weight, DTensor)
-    scores = score(model, mine, optimizer, chosen, probe="direct", stream=STREAM, group=group)
-    found = verify(model, mine, optimizer, scores, chosen, stream=STREAM, group=group, more_for_loss=mine)
+    scores = score(model, mine, optimizer, chosen, probe="direct", stream=STREAM, setup=setup)
+    found = verify(model, mine, optimizer, scores, chosen, stream=STREAM, setup=setup, more_for_loss=mine)
     assert isinstance(model.up.weight, DTensor)
     assert all(row[0] == 0.0 < row[-1] for row in found.weights)
-    snip = Snip(model, optimizer, "fp8-block", target=0.5, start=3, delay=1, probe="measure")
-    one = Snip(alone, its, "fp8-block", target=0.5, start=3, delay=1, probe="measure", estimate=lambda *given, **how: scored)
+    snip = Snip(model, optimizer, "fp8-block", goal=GOAL, schedule=AT_3)
+    known = Estimator(score=lambda *given, **how: scored)
+    one = Snip(alone, its, "fp8-block", goal=GOAL, schedule=AT_3, estimator=known)
     scored = score(alone, batches(size), its, one.options, stream=dither.Stream(0, "snip", "3"), step=3)
     one._group = dist.new_group([rank], use_local_synchronization=True)
     for step in range(3, 6):
@@ -135,11 +150,11 @@ def check_truth_and_plans() -> None:
 
 def check_refused() -> None:
     model, optimizer = trained("root")
-    with pytest.raises(UserError, match="'up' is spread over processes: pass those that share it as group="):
+    with pytest.raises(UserError, match="'up' is sharded over ranks: pass them as setup=TrainingSetup"):
         score(model, batches(), optimizer, OPTIONS, stream=STREAM)
     model, optimizer = trained("root", lambda named: AdamMini(named, {name: Role.whole() for name, _ in named}, lr=1e-2))
     with pytest.raises(UserError, match="AdamMini's second moments are shared between them"):
-        score(model, batches(), optimizer, OPTIONS, stream=STREAM, group=dist.group.WORLD)
+        score(model, batches(), optimizer, OPTIONS, stream=STREAM, setup=TrainingSetup(group=dist.group.WORLD))
     model, optimizer = parallel("bf16")
     with pytest.raises(UserError, match=r"'up' has its 48 outputs cut into .* weight is cast by .* multiple of 128"):
         score(model, batches(), optimizer, OPTIONS, stream=STREAM)
@@ -152,8 +167,8 @@ def check_refused() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     model.eval()(*batches()[0]).backward()
     optimizer.step()
-    with pytest.raises(UserError, match="The layer 'up' is cut by tensor parallelism and kept by FSDP2"):
-        score(model, batches(), optimizer, TILES, stream=STREAM, group=mesh["data"].get_group())
+    with pytest.raises(UserError, match="The layer 'up' is sharded by tensor parallelism and by FSDP2"):
+        score(model, batches(), optimizer, TILES, stream=STREAM, setup=TrainingSetup(group=mesh["data"].get_group()))
 
 
 def parallel(plan: str | Plan, shared: bool = True):
@@ -186,7 +201,7 @@ def check_tensor_parallel() -> None:
     """Layers cut by outputs and by inputs: scores, truth and plans are those of one process that has all of them."""
     plan = Plan(default=TILES[0].precision)
     (model, optimizer), (alone, its) = parallel(plan), parallel(plan, False)
-    given = {"stream": STREAM, "max_norm": 0.01}
+    given = {"stream": STREAM, "setup": TrainingSetup(max_norm=0.01)}
     for probe in PROBES:
         found = score(model, batches(2), optimizer, TILES, probe=probe, **given)
         expected = score(alone, batches(2), its, TILES, probe=probe, **given)
@@ -196,7 +211,7 @@ def check_tensor_parallel() -> None:
     real = verify(alone, batches(1, seed=4), its, expected, TILES, **given)
     pairs = zip(chain(*truth.weights), chain(*real.weights), strict=True)
     assert all(a == pytest.approx(b, rel=2e-3, abs=1e-7) for a, b in pairs)
-    snip = Snip(model, optimizer, plan, target=0.5, start=3, delay=1, options=TILES)
+    snip = Snip(model, optimizer, plan, goal=GOAL, schedule=AT_3, options=TILES)
     for step in range(3, 6):
         decision = snip.before_step(step, batches(2))
         assert (decision is not None) == (step == 4)
@@ -263,10 +278,11 @@ def check_pipeline() -> None:
         forward(model, whole[0])  # gradients that wait for their step
         before = {name: p.grad.clone() for name, p in model.named_parameters()}
         calls = model.calls.clone()
-        given = {"forward": forward, "pipeline": dist.group.WORLD, "stream": STREAM, "max_norm": 0.01}
+        setup = TrainingSetup(pipeline=dist.group.WORLD, max_norm=0.01)
+        given = {"forward": forward, "setup": setup, "stream": STREAM}
         for probe in PROBES:
             found = score(model, whole, optimizer, OPTIONS, probe=probe, **given)
-            expected = score(alone, single, its, OPTIONS, probe=probe, stream=STREAM, max_norm=0.01)
+            expected = score(alone, single, its, OPTIONS, probe=probe, stream=STREAM, setup=TrainingSetup(max_norm=0.01))
             check_same(found, expected, (schedule, probe))
             assert found.passes == expected.passes
         truth = verify(model, whole[:1], optimizer, found, OPTIONS, more_for_loss=whole[1:], **given)
@@ -274,7 +290,8 @@ def check_pipeline() -> None:
         assert all(row[0] == 0.0 < row[-1] for row in truth.weights)
         assert torch.equal(model.calls, calls)
         assert all(torch.equal(p.grad, before[name]) for name, p in model.named_parameters())
-        snip = Snip(model, optimizer, "fp8-block", target=0.5, start=3, delay=1, forward=forward, pipeline=dist.group.WORLD)
+        how = {"goal": GOAL, "schedule": AT_3, "forward": forward, "setup": TrainingSetup(pipeline=dist.group.WORLD)}
+        snip = Snip(model, optimizer, "fp8-block", **how)
         for step in range(3, 6):
             decision = snip.before_step(step, whole)
             assert (decision is not None) == (step == 4)
@@ -287,7 +304,7 @@ def check_pipeline() -> None:
             with dither.step_context(model, step=step):
                 forward(model, whole[0])
             optimizer.step()
-        again = Snip(model, optimizer, "fp8-block", target=0.5, start=3, delay=1, forward=forward, pipeline=dist.group.WORLD)
+        again = Snip(model, optimizer, "fp8-block", **how)
         again.load_state_dict(snip.state_dict())
         assert again.plan == snip.plan
 
@@ -295,7 +312,7 @@ def check_pipeline() -> None:
 def check_pipeline_refused() -> None:
     """What one stage has against it, all of them say."""
     model, optimizer, forward = staged(ScheduleGPipe)
-    given = {"forward": forward, "pipeline": dist.group.WORLD, "stream": STREAM}
+    given = {"forward": forward, "setup": TrainingSetup(pipeline=dist.group.WORLD), "stream": STREAM}
     if dist.get_rank() == 0:
         with torch.no_grad():
             model.up.weight[0, 0] = torch.nan
@@ -312,9 +329,10 @@ def check_pipeline_refused() -> None:
     other.step()
     with pytest.raises(UserError, match="Two stages of the pipeline have a layer '0'"):
         score(twin, batches(), other, OPTIONS, **given)
-    with pytest.raises(UserError, match="forward= gave None for the loss"):
+    with pytest.raises(UserError, match="forward= returned None for the loss"):
         score(twin, batches(), other, OPTIONS, stream=STREAM, forward=lambda *_: None)
-    alone = {"pipeline": dist.new_group([dist.get_rank()], use_local_synchronization=True), "forward": lambda *_: None}
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    alone = {"setup": TrainingSetup(pipeline=group), "forward": lambda *_: None}
     with pytest.raises(UserError, match="The schedule did not run the given model"):
         score(twin, batches(), other, OPTIONS, stream=STREAM, **alone)
     with pytest.raises(UserError, match=r"No stage of the pipeline has a dither\.Linear"):

@@ -121,12 +121,12 @@ def scores(**changed) -> Scores:
 
 
 def test_quality_is_a_weighted_sum_of_powers():
-    assert [*chain(*scores().quality(power=1))] == pytest.approx([0.3, 0.7, 0.2, 1.5])
-    assert [*chain(*scores().quality(loss_weight=0.0, update_weight=2.0, power=1))] == pytest.approx([0.4, 0.6, 0.0, 2.0])
-    assert [*chain(*scores().quality(loss_weight=0.0, update_weight=2.0))] == pytest.approx([0.16, 0.36, 0.0, 4.0])
-    parts = scores().quality(update_weight=0), scores().quality(loss_weight=0)
+    assert [*chain(*scores().harm(power=1))] == pytest.approx([0.3, 0.7, 0.2, 1.5])
+    assert [*chain(*scores().harm(loss_weight=0.0, update_weight=2.0, power=1))] == pytest.approx([0.4, 0.6, 0.0, 2.0])
+    assert [*chain(*scores().harm(loss_weight=0.0, update_weight=2.0))] == pytest.approx([0.16, 0.36, 0.0, 4.0])
+    parts = scores().harm(update_weight=0), scores().harm(loss_weight=0)
     both = [a + b for a, b in zip(*(chain(*part) for part in parts), strict=True)]
-    assert [*chain(*scores().quality())] == pytest.approx(both)
+    assert [*chain(*scores().harm())] == pytest.approx(both)
 
 
 def test_scores_survive_json():
@@ -138,7 +138,7 @@ def test_scores_survive_json():
 
 
 def test_scores_that_are_no_table_of_numbers_are_refused():
-    with pytest.raises(UserError, match="a column for each of 2 options"):
+    with pytest.raises(UserError, match=r"one column per option \(2\)"):
         scores(loss=((0.1,), (0.2,)))
     with pytest.raises(UserError, match="'down' hold a number that is not finite in weights"):
         scores(weights=((0.2, 0.3), (0.0, math.nan)))

@@ -9,10 +9,10 @@ import torch
 
 from dither import LayerPrecision, Plan, Sampling, UserError, convert, recipe
 from dither.recipes import RECIPES
-from dither.snip import Goal, LayerStatistics, Solution, Times, choose, efficiency, measure_times, options, plan
-from dither.snip.efficiency import SPEEDS, costs
-from dither.snip.options import LEVELS, Option, casts_of
+from dither.snip import Goal, LayerStatistics, Solution, Times, build_plan, choose, efficiency, measure_times, options
+from dither.snip.layer_options import LEVELS, Option, casts_of
 from dither.snip.planning import choice_of, picture, stage_sizes
+from dither.snip.savings import SPEEDS, costs
 
 PARTS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
 SHAPES = {"self_attn.q_proj": (8, 8), "self_attn.o_proj": (8, 8), "mlp.gate_proj": (24, 8), "mlp.down_proj": (8, 24)}
@@ -95,12 +95,12 @@ def test_times_are_taken_as_they_are():
     assert rows[3][7] == pytest.approx(0.5 / 1.75)
     assert chosen(rows, [0, 0, 7, 7]) == pytest.approx(1)
     assert costs(layers(1), BOTH, times)[2][7] == 0.25
-    with pytest.raises(UserError, match=r"none of layer 'model.layers.0.self_attn.q_proj' with option 'bf16/bf16/bf16'"):
+    with pytest.raises(UserError, match=r"do not include layer 'model.layers.0.self_attn.q_proj' with option 'bf16/bf16/bf16'"):
         efficiency(layers(1), options("bf16,fp8"), times)
 
 
 def test_times_need_a_gpu(tmp_path):
-    with pytest.raises(UserError, match="Times are those of a CUDA GPU, and 'cpu' is none here: use cost='flops'"):
+    with pytest.raises(UserError, match="Times are measured on a CUDA GPU, and 'cpu' is not one here: use cost='flops'"):
         measure_times([(16, 8, 8)], BOTH, path=tmp_path / "times.json", device="cpu")
 
 
@@ -117,7 +117,7 @@ def test_times_need_a_gpu(tmp_path):
     ],
 )
 def test_a_file_of_times_that_is_none_is_refused(text, tmp_path):
-    from dither.snip.efficiency import _read
+    from dither.snip.savings import _read
 
     path = tmp_path / "times.json"
     path.write_text(text)
@@ -141,7 +141,7 @@ def test_no_layers():
 # Goals -----------------------------------------------------------------------------------------------------------------
 
 
-def quality_of(blocks=3):
+def harm_of(blocks=3):
     """Costs that grow with the number of FP4 operands, unlike for every layer."""
     return [
         [(1 + place % 5) * sum("fp4" in part for part in option.name.split("/")) for option in BOTH]
@@ -150,18 +150,18 @@ def quality_of(blocks=3):
 
 
 def test_choose_finds_the_best_of_all_choices():
-    few, quality = layers(1), quality_of(1)
+    few, harm = layers(1), harm_of(1)
     shares = efficiency(few, BOTH)
     for target in (0, 0.3, 0.5, 0.75, 1):
-        found = choose(quality, few, BOTH, Goal(target=target))
+        found = choose(harm, few, BOTH, Goal(target=target))
         every = itertools.product(range(8), repeat=4)
-        best = min(chosen(quality, choice) for choice in every if chosen(shares, choice) >= target - 1e-9)
-        assert found.quality == pytest.approx(best)
+        best = min(chosen(harm, choice) for choice in every if chosen(shares, choice) >= target - 1e-9)
+        assert found.harm == pytest.approx(best)
         assert found.efficiency >= target - 1e-9
 
 
 def test_stages_by_share_and_by_the_slowest():
-    many, quality = layers(22), quality_of(22)
+    many, harm = layers(22), harm_of(22)
     stages = (6, 6, 6, 4)
     shares = efficiency(many, BOTH)
     time = costs(many, BOTH)
@@ -170,16 +170,16 @@ def test_stages_by_share_and_by_the_slowest():
     def of(choice, rows):
         return [chosen(rows[a:b], choice[a:b]) for a, b in itertools.pairwise(ends)]
 
-    by_share = choose(quality, many, BOTH, Goal(target=0.5, stages=stages, balance="share")).choice
+    by_share = choose(harm, many, BOTH, Goal(target=0.5, stages=stages, balance="share")).choice
     for saved, size in zip(of(by_share, shares), stages, strict=True):
         assert saved >= 0.5 * size / 22 - 1e-9
-    slowest = choose(quality, many, BOTH, Goal(target=0.5, stages=stages))
+    slowest = choose(harm, many, BOTH, Goal(target=0.5, stages=stages))
     taken = of(slowest.choice, time)
     # A stage of 6 blocks takes 6/22 / 2 in FP8 and half of it in FP4: half of what can be saved leaves 3/4.
     assert max(taken) <= 6 / 22 / 2 * 0.75 + 1e-9
     # Four blocks in FP8 take 4/22 / 2, less than that: the last stage need not save anything, as in the paper's Figure 12.
     assert of(slowest.choice, shares)[3] < 0.5 * 4 / 22
-    assert slowest.quality < chosen(quality, by_share)
+    assert slowest.harm < chosen(harm, by_share)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_stages_by_share_and_by_the_slowest():
 )
 def test_stages_that_do_not_cover_the_model(stages, message):
     with pytest.raises(UserError, match=message):
-        choose(quality_of(), layers(), BOTH, Goal(target=0.5, stages=stages))
+        choose(harm_of(), layers(), BOTH, Goal(target=0.5, stages=stages))
 
 
 def test_stages_follow_names():
@@ -207,11 +207,11 @@ def test_stages_follow_names():
 
 def test_pinned_layers_keep_what_they_are_given():
     goal = Goal(target=0.5, pinned={"*.0.mlp.gate_proj": "fp4/fp8/fp4", "*.gate_proj": "fp8"})
-    found = choose(quality_of(), layers(), BOTH, goal).choice
+    found = choose(harm_of(), layers(), BOTH, goal).choice
     names = [BOTH[option].name for option in found]
     assert [names[place] for place in (2, 6, 10)] == ["fp4/fp8/fp4", "fp8/fp8/fp8", "fp8/fp8/fp8"]
     with pytest.raises(UserError, match="largest feasible one is"):
-        choose(quality_of(), layers(), BOTH, Goal(target=1, pinned={"*.gate_proj": "fp8"}))
+        choose(harm_of(), layers(), BOTH, Goal(target=1, pinned={"*.gate_proj": "fp8"}))
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_pinned_layers_keep_what_they_are_given():
         ({"target": float("nan")}, "A target is a share"),
         ({"target": "half"}, "A target is a share"),
         ({"target": True}, "A target is a share"),
-        ({"cost": "time"}, "A cost is"),
+        ({"cost": "money"}, "A cost is"),
         ({"balance": "even"}, "Stages are balanced by"),
         ({"pinned": {"*.gate": "fp8"}}, "The pinned '.*' matches no layer"),
         ({"pinned": {"*": "fp16"}}, r"pinned to 'fp16'.*: options are fp8/fp8/fp8"),
@@ -230,16 +230,16 @@ def test_pinned_layers_keep_what_they_are_given():
 )
 def test_bad_goals(goal, message):
     with pytest.raises(UserError, match=message) as raised:
-        choose(quality_of(), layers(), BOTH, Goal(**goal))
+        choose(harm_of(), layers(), BOTH, Goal(**goal))
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_estimates_that_are_not_finite_name_their_layer(bad):
-    quality = quality_of()
-    quality[6][3] = bad
+    harm = harm_of()
+    harm[6][3] = bad
     with pytest.raises(UserError, match=f"layer 'model.layers.1.mlp.gate_proj' with option 'fp8/fp4/fp4' is {bad}"):
-        choose(quality, layers(), BOTH, Goal())
+        choose(harm, layers(), BOTH, Goal())
 
 
 # Plans -----------------------------------------------------------------------------------------------------------------
@@ -254,8 +254,8 @@ def test_a_plan_has_a_rule_for_each_layer_and_keeps_the_rest_of_its_base():
         compute="bf16",
         provenance={"recipe": "mine"},
     )
-    solution = Solution((0, 7, 1, 2), quality=0.25, efficiency=0.5, gap=0.0, target=0.5)
-    found = plan(names, BOTH, solution, base, probe="measure", step=7)
+    solution = Solution((0, 7, 1, 2), harm=0.25, efficiency=0.5, gap=0.0, target=0.5)
+    found = build_plan(names, BOTH, solution, base, probe="measure", step=7)
     assert [pattern for pattern, _ in found.layers] == [*names, "lm_head"]
     for name, option in zip(names, solution.choice, strict=True):
         assert found.for_layer(name).input == BOTH[option].input
@@ -269,33 +269,33 @@ def test_a_plan_has_a_rule_for_each_layer_and_keeps_the_rest_of_its_base():
         "step": 7,
         "target": 0.5,
         "efficiency": 0.5,
-        "quality": 0.25,
+        "harm": 0.25,
         "gap": 0.0,
     }
     assert Plan.from_json(found.to_json()) == found
     assert choice_of(names, BOTH, found) == solution.choice
     assert choice_of(names, options("bf16,fp8"), found) is None
     with pytest.raises(UserError, match="leaves the layer 'lm_head' alone"):
-        plan(["lm_head"], BOTH, Solution((0,), 0.0, 0.0, 0.0, 0.0), base)
+        build_plan(["lm_head"], BOTH, Solution((0,), 0.0, 0.0, 0.0, 0.0), base)
 
 
 def test_an_unknown_gap_is_text():
-    solution = Solution((0,), quality=0.0, efficiency=0.0, gap=math.inf, target=0.0)
-    assert plan(["up"], BOTH, solution, recipe("fp8-block")).provenance["gap"] == "inf"
+    solution = Solution((0,), harm=0.0, efficiency=0.0, gap=math.inf, target=0.0)
+    assert build_plan(["up"], BOTH, solution, recipe("fp8-block")).provenance["gap"] == "inf"
 
 
 def test_names_are_no_patterns():
     model = torch.nn.ModuleDict({"[ab]": torch.nn.Linear(8, 8), "a": torch.nn.Linear(8, 8)})
-    solution = Solution((7,), quality=0.0, efficiency=1.0, gap=0.0, target=0.0)
-    found = plan(["[ab]"], BOTH, solution, recipe("fp8-block"))
+    solution = Solution((7,), harm=0.0, efficiency=1.0, gap=0.0, target=0.0)
+    found = build_plan(["[ab]"], BOTH, solution, recipe("fp8-block"))
     assert convert(model, found).layers[0].precision == BOTH[7].precision
     assert found.for_layer("a") == recipe("fp8-block").default
 
 
 def test_the_picture_of_a_plan():
     names = [layer.name for layer in layers(2)]
-    solution = Solution((0, 7, 1, 2, 3, 4, 5, 6), quality=0.25, efficiency=0.5, gap=0.0, target=0.5)
-    lines = picture(plan(names, BOTH, solution, recipe("fp8-block"), step=7)).splitlines()
+    solution = Solution((0, 7, 1, 2, 3, 4, 5, 6), harm=0.25, efficiency=0.5, gap=0.0, target=0.5)
+    lines = picture(build_plan(names, BOTH, solution, recipe("fp8-block"), step=7)).splitlines()
     assert lines[0].split() == ["block", *PARTS]
     assert lines[1].split() == ["0", "8/8/8", "4/4/4", "8/8/4", "8/4/8"]
     assert lines[2].split() == ["1", "8/4/4", "4/8/8", "4/8/4", "4/4/8"]

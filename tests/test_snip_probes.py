@@ -17,8 +17,8 @@ from torch import nn
 import dither
 from dither import LayerPrecision, Plan, Stream, UserError
 from dither.optim import AdamW
-from dither.snip import PROBES, Option, Scores, options, score
-from dither.snip.passes import Passes
+from dither.snip import PROBES, Option, Scores, TrainingSetup, options, score
+from dither.snip.dry_run import DryRun
 from dither.snip.probes import normal
 
 FP4 = options("fp8,fp4")[-1]
@@ -244,7 +244,7 @@ def test_noise_at_an_output_raises_a_quadratic_loss_by_its_variance():
 
 def test_gradients_are_clipped_as_the_optimizer_clips_them():
     model, optimizer = trained(max_norm=1e-3)
-    passes = Passes(model, batches(), optimizer, stream=STREAM)
+    passes = DryRun(model, batches(), optimizer, stream=STREAM)
     with passes.borrowed():
         found = passes.run()
         updates = passes.updates(found)
@@ -274,7 +274,9 @@ def _rank(rank: int, port: int, probes: list[str], folder: str) -> None:
     whole = nn.parallel.DistributedDataParallel(model)
     group = dist.group.WORLD
     for probe in probes:
-        found = score(whole, [batches(2)[rank]], optimizer, "fp8,fp4", probe=probe, stream=STREAM, group=group)
+        found = score(
+            whole, [batches(2)[rank]], optimizer, "fp8,fp4", probe=probe, stream=STREAM, setup=TrainingSetup(group=group)
+        )
         Path(folder, f"{probe} {rank}.json").write_text(found.to_json())
     dist.destroy_process_group()
 
@@ -313,7 +315,7 @@ def test_bad_input_is_named():
         score(model, batches(), AdamW(model.named_parameters()), "fp8,fp4", stream=STREAM)
     with pytest.raises(UserError, match=r"stream=dither\.Stream"):
         score(model, batches(), optimizer, "fp8,fp4", stream=0)
-    with pytest.raises(UserError, match="no loss: pass forward="):
+    with pytest.raises(UserError, match="not a loss: pass forward="):
         score(nn.Sequential(model.up), [batches()[0][0]], optimizer, "fp8,fp4", stream=STREAM)
     with torch.no_grad():
         model.down.weight[0, 0] = math.nan

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import dither
 from dither.errors import UserError
-from dither.snip import MuonRule, SgdRule, moments_of, score
+from dither.snip import MuonRule, SgdRule, score, update_rules_of
 
 SHAPE = (6, 9)
 KINDS = {
@@ -46,7 +46,7 @@ def stepped(kind: str, steps: int) -> tuple[Tensor, torch.optim.Optimizer, Tenso
 @pytest.mark.parametrize("kind", KINDS)
 def test_updates_and_slopes_are_those_of_torchs_own_step(kind, steps):
     weight, optimizer, g = stepped(kind, steps)
-    rule = moments_of(optimizer, {"up": weight})["up"]
+    rule = update_rules_of(optimizer, {"up": weight})["up"]
     update, slope, norm = rule.update(g), rule.slope(g), rule.slope_norm(g)
     old = weight.detach().clone()
     weight.grad = g.requires_grad_()
@@ -62,7 +62,7 @@ def test_the_first_step_of_sgd_has_no_momentum_yet():
     g = draws(1)[0].float()
     for momentum, nesterov, slope in ((0.0, False, 0.1), (0.9, False, 0.1), (0.9, True, 0.19)):
         optimizer = torch.optim.SGD([weight], lr=0.1, momentum=momentum, nesterov=nesterov)
-        rule = moments_of(optimizer, {"up": weight})["up"]
+        rule = update_rules_of(optimizer, {"up": weight})["up"]
         old, weight.grad = weight.detach().clone(), g
         optimizer.step()
         torch.testing.assert_close(rule.update(g), old - weight.detach())
@@ -94,7 +94,7 @@ def test_muon(shape, nesterov):
         weight.grad = torch.randn(shape, generator=generator)
         optimizer.step()
     g = torch.randn(shape, generator=generator)
-    rule = moments_of(optimizer, {"up": weight})["up"]
+    rule = update_rules_of(optimizer, {"up": weight})["up"]
     update = rule.update(g)
     torch.testing.assert_close(update.double(), newton_schulz(g.double(), rule), rtol=1e-4, atol=1e-6)
     jacobian = torch.autograd.functional.jacobian(lambda x: newton_schulz(x, rule), g.double())
@@ -121,8 +121,8 @@ def test_muon_with_equal_and_with_no_singular_values():
 @pytest.mark.parametrize("kind", ["NAdam", "RAdam", "Adamax", "Adadelta", "ASGD", "Rprop", "Adafactor"])
 def test_optimizers_without_a_rule_are_named(kind):
     weight = torch.zeros(SHAPE, requires_grad=True)
-    with pytest.raises(UserError, match=f"does not know that of {kind}: use AdamW, Adam, AdamMini, SGD"):
-        moments_of(getattr(torch.optim, kind)([weight]), {"up": weight})
+    with pytest.raises(UserError, match=f"has none for {kind}: use AdamW, Adam, AdamMini, SGD"):
+        update_rules_of(getattr(torch.optim, kind)([weight]), {"up": weight})
 
 
 @pytest.mark.parametrize("kind", ["sgd", "sgd momentum", "rmsprop centered", "adagrad", "muon"])

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import dither
 from dither import LayerPrecision, Plan, Stream, UserError
 from dither.optim import AdamMini, AdamW, Role
-from dither.snip import Statistics, collecting, moments_of, options
+from dither.snip import Statistics, collecting, options, update_rules_of
 
 LEVELS = ("fp8", "fp4")
 CHOSEN = options("fp8,fp4")
@@ -72,7 +72,7 @@ def collected(model: nn.Module, optimizer, batches) -> Statistics:
             loss.backward()
             total += loss.detach()
     weights = {name: getattr(model, name).weight for name in ("left", "right", "out")}
-    return seen.statistics(moments_of(optimizer, weights), step=7, loss=total)
+    return seen.statistics(update_rules_of(optimizer, weights), step=7, loss=total)
 
 
 def test_options_are_all_combinations():
@@ -98,8 +98,8 @@ def test_options_are_all_combinations():
         ("fp8", "nothing to choose between"),
         ("fp8,fp9", "There is no level 'fp9'"),
         (["fp8", 4], "a LayerPrecision, not 4"),
-        (["fp8", LayerPrecision(sampling=dither.Sampling())], "an option only casts"),
-        ([CHOSEN[0], CHOSEN[0]], "Two options have one name"),
+        (["fp8", LayerPrecision(sampling=dither.Sampling())], "options only cast"),
+        ([CHOSEN[0], CHOSEN[0]], "Two options have the same name"),
     ],
 )
 def test_options_that_are_none_are_named(given, said):
@@ -126,7 +126,9 @@ def test_norms_are_those_of_float64_autograd(kind, asked):
             losses = [model(x if asked == "weights" else x.detach()) / len(batches) for x in batches]
             parts = [torch.autograd.grad(loss, list(weights.values())) for loss in losses]
         gradients = dict(zip(weights, map(sum, zip(*parts, strict=True)), strict=True))
-        statistics = seen.statistics(moments_of(optimizer, weights), step=7, loss=sum(losses).detach(), gradients=gradients)
+        statistics = seen.statistics(
+            update_rules_of(optimizer, weights), step=7, loss=sum(losses).detach(), gradients=gradients
+        )
     found = {layer.name: layer for layer in statistics.layers}
 
     wide = Net().double()
@@ -190,7 +192,7 @@ def test_collecting_changes_nothing(plan):
                     loss.backward()
             if collects and step:
                 weights = {name: getattr(model, name).weight for name in ("left", "right", "out")}
-                seen.statistics(moments_of(optimizer, weights), step=step, loss=loss)
+                seen.statistics(update_rules_of(optimizer, weights), step=step, loss=loss)
             optimizer.step()
             optimizer.zero_grad()
         return [p.detach() for p in model.state_dict().values()]
@@ -213,7 +215,7 @@ def test_compiled_models_are_seen():
             loss.backward()
             total += loss.detach()
     weights = {name: getattr(model, name).weight for name in ("left", "right", "out")}
-    assert seen.statistics(moments_of(optimizer, weights), step=7, loss=total) == plainly
+    assert seen.statistics(update_rules_of(optimizer, weights), step=7, loss=total) == plainly
 
 
 def test_statistics_survive_json():
@@ -250,11 +252,11 @@ def test_layers_that_are_missing_are_named():
     with collecting(model, CHOSEN, stream=STREAM) as seen:
         pass
     with pytest.raises(UserError, match="'left' took no part"):
-        seen.statistics(moments_of(optimizer, weights), step=0, loss=1.0)
+        seen.statistics(update_rules_of(optimizer, weights), step=0, loss=1.0)
     with pytest.raises(UserError, match="convert it first"), collecting(Net(), CHOSEN, stream=STREAM):
         pass
     model.out.weight.requires_grad_(False)
-    with pytest.raises(UserError, match="'out' does not learn"), collecting(model, CHOSEN, stream=STREAM):
+    with pytest.raises(UserError, match="'out' is frozen"), collecting(model, CHOSEN, stream=STREAM):
         pass
 
 
@@ -276,7 +278,7 @@ def test_updates_are_those_of_the_optimizers_step(kind):
     model = net()
     optimizer = stepped(model, OPTIMIZERS[kind])
     before = {name: getattr(model, name).weight.detach().clone() for name in ("left", "right", "out")}
-    moments = moments_of(optimizer, {name: getattr(model, name).weight for name in before})
+    moments = update_rules_of(optimizer, {name: getattr(model, name).weight for name in before})
     model(inputs()[0]).backward()
     expected = {name: moments[name].update(getattr(model, name).weight.grad) for name in before}
     decay = 1 - 1e-2 * optimizer.param_groups[0]["weight_decay"]
@@ -291,7 +293,7 @@ def test_slopes_are_derivatives_of_updates(kind):
     """h' is AdamW's derivative where eps does not matter; with Adam-mini, the diagonal of it."""
     model = net()
     optimizer = stepped(model, OPTIMIZERS[kind])
-    moments = moments_of(optimizer, {"left": model.left.weight})["left"]
+    moments = update_rules_of(optimizer, {"left": model.left.weight})["left"]
     model(inputs()[0]).backward()
     g = model.left.weight.grad.double()
     wide = type(moments)(moments.m.double(), moments.v.double(), moments.t, moments.lr, moments.betas, moments.eps,
@@ -315,7 +317,7 @@ def test_transposed_roles_share_columns():
     model = net()
     roles = ROLES | {"left.weight": Role.rows_each(4, transposed=True)}
     optimizer = stepped(model, lambda p: AdamMini(p, roles, lr=1e-2, weight_decay=0.1))
-    moments = moments_of(optimizer, {"left": model.left.weight})["left"]
+    moments = update_rules_of(optimizer, {"left": model.left.weight})["left"]
     old = model.left.weight.detach().clone()
     model(inputs()[0]).backward()
     expected = moments.update(model.left.weight.grad)
@@ -327,17 +329,17 @@ def test_optimizers_without_moments_are_refused():
     model = net()
     weights = {"left": model.left.weight}
     with pytest.raises(UserError, match="no state of the layer 'left' yet"):
-        moments_of(AdamW(model.named_parameters()), weights)
+        update_rules_of(AdamW(model.named_parameters()), weights)
     with pytest.raises(UserError, match="does not have the weight of the layer 'left'"):
-        moments_of(torch.optim.AdamW(model.out.parameters()), weights)
+        update_rules_of(torch.optim.AdamW(model.out.parameters()), weights)
     with pytest.raises(UserError, match="does not know that of Adadelta"):
-        moments_of(torch.optim.Adadelta(model.parameters()), weights)
+        update_rules_of(torch.optim.Adadelta(model.parameters()), weights)
 
 
 def test_an_optimizer_that_maximizes_adds_what_others_subtract():
     model = net()
     optimizer = stepped(model, lambda p: AdamW(p, lr=1e-2, weight_decay=0.0, states="fp32", maximize=True))
-    moments = moments_of(optimizer, {"left": model.left.weight})["left"]
+    moments = update_rules_of(optimizer, {"left": model.left.weight})["left"]
     old = model.left.weight.detach().clone()
     model(inputs()[0]).backward()
     expected = moments.update(model.left.weight.grad)
@@ -350,7 +352,7 @@ def test_moments_are_read_when_they_are_asked_for():
     optimizer = dither.optim.AdamW([("up.weight", layer.weight)], lr=1e-2, states="dynamic8")
     layer.weight.grad = torch.ones_like(layer.weight)
     optimizer.step()
-    found = moments_of(optimizer, {"up": layer.weight})
+    found = update_rules_of(optimizer, {"up": layer.weight})
     assert (list(found), len(found)) == (["up"], 1)
     before = found["up"]
     optimizer.step()

@@ -10,7 +10,7 @@ from test_snip_probes import batches, everything, same, trained
 
 from dither import Stream, UserError
 from dither.snip import Verification, score, verify
-from dither.snip.verify import spearman
+from dither.snip.verification import spearman
 
 STREAM = Stream(0, "snip", "truth")
 
@@ -85,7 +85,7 @@ def test_ranks_are_scipys():
 def test_scores_of_something_else_are_refused():
     model, optimizer = trained()
     given = score(model, batches(), optimizer, "fp8,fp4", probe="direct", stream=STREAM)
-    with pytest.raises(UserError, match=r"3 layers and 8 options .*score it anew"):
+    with pytest.raises(UserError, match=r"3 layers and 8 options .*score again"):
         verify(model, batches(), optimizer, given, "bf16,fp4", stream=STREAM)
     with pytest.raises(UserError, match="no scores"):
         verify(model, batches(), optimizer, [], "fp8,fp4", stream=STREAM)

@@ -11,7 +11,7 @@ import scipy.optimize
 from dither import UserError
 from dither.snip import Solution, frontier, largest_target, solve
 
-code = importlib.import_module("dither.snip.solve")  # the package has a function of that name
+code = importlib.import_module("dither.snip.solver")
 
 
 def random_problem(seed: int) -> dict:
@@ -25,7 +25,7 @@ def random_problem(seed: int) -> dict:
         drawn = random.random(count)
         return [float(x) for x in (numpy.round(drawn * grain) / grain if grain else drawn)]
 
-    given = {"quality": [numbers(count) for count in counts], "efficiency": [numbers(count) for count in counts]}
+    given = {"harm": [numbers(count) for count in counts], "efficiency": [numbers(count) for count in counts]}
     whole = sum(max(row) for row in given["efficiency"]) or 1.0
     given["efficiency"] = [[x / whole for x in row] for row in given["efficiency"]]
     kind = seed % 3
@@ -47,7 +47,7 @@ def sums(given: dict, choice: tuple[int, ...], what: str, part: range) -> float:
 
 def allowed(given: dict, choice: tuple[int, ...]) -> bool:
     """What the docstring of `solve` says, written out."""
-    layers = range(len(given["quality"]))
+    layers = range(len(given["harm"]))
     if any(choice[layer] != option for layer, option in given.get("pinned", {}).items()):
         return False
     if "stages" not in given:
@@ -69,9 +69,9 @@ def allowed(given: dict, choice: tuple[int, ...]) -> bool:
 
 def brute_force(given: dict) -> float:
     """The least cost of any allowed choice; Inf if there is none."""
-    choices = itertools.product(*(range(len(row)) for row in given["quality"]))
-    layers = range(len(given["quality"]))
-    return min((sums(given, choice, "quality", layers) for choice in choices if allowed(given, choice)), default=math.inf)
+    choices = itertools.product(*(range(len(row)) for row in given["harm"]))
+    layers = range(len(given["harm"]))
+    return min((sums(given, choice, "harm", layers) for choice in choices if allowed(given, choice)), default=math.inf)
 
 
 def check(given: dict) -> Solution | None:
@@ -82,9 +82,9 @@ def check(given: dict) -> Solution | None:
         return None
     found = solve(**given)
     assert allowed(given, found.choice)
-    assert found.quality == pytest.approx(least, rel=1e-12, abs=1e-12)
+    assert found.harm == pytest.approx(least, rel=1e-12, abs=1e-12)
     layers = range(len(found.choice))
-    assert found.quality == sums(given, found.choice, "quality", layers)
+    assert found.harm == sums(given, found.choice, "harm", layers)
     assert found.efficiency == sums(given, found.choice, "efficiency", layers)
     assert found.gap == 0
     return found
@@ -113,7 +113,7 @@ def test_cp_sat_finds_nothing_better(part: int) -> None:
     for seed in range(10 * part, 10 * part + 10):
         random = numpy.random.default_rng(seed)
         options = int(random.integers(2, 9))
-        quality = numpy.sort(random.integers(0, 1000, (200, options)), axis=1)
+        harm = numpy.sort(random.integers(0, 1000, (200, options)), axis=1)
         efficiency = numpy.sort(random.integers(0, 1000, (200, options)), axis=1)
         whole = int(efficiency.max(axis=1).sum())
         least = int(random.uniform(0.2, 0.95) * whole)
@@ -123,29 +123,29 @@ def test_cp_sat_finds_nothing_better(part: int) -> None:
             model.add_exactly_one(row)
         flat = [variable for row in x for variable in row]
         model.add(cp_model.LinearExpr.weighted_sum(flat, efficiency.ravel().tolist()) >= least)
-        model.minimize(cp_model.LinearExpr.weighted_sum(flat, quality.ravel().tolist()))
+        model.minimize(cp_model.LinearExpr.weighted_sum(flat, harm.ravel().tolist()))
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = 2
         assert solver.solve(model) == cp_model.OPTIMAL
-        found = solve(quality.tolist(), (efficiency / whole).tolist(), target=least / whole)
-        assert found.quality == solver.objective_value
+        found = solve(harm.tolist(), (efficiency / whole).tolist(), target=least / whole)
+        assert found.harm == solver.objective_value
         assert round(found.efficiency * whole) >= least
 
 
 def test_a_large_model_is_solved_exactly() -> None:
     """560 layers with 8 options on 8 stages: no gap, and no better than the bound that any price gives (weak duality)."""
     random = numpy.random.default_rng(0)
-    quality = numpy.sort(random.random((560, 8)) * random.random((560, 1)), axis=1)
+    harm = numpy.sort(random.random((560, 8)) * random.random((560, 1)), axis=1)
     efficiency = numpy.sort(random.random((560, 8)), axis=1) / 560
-    found = solve(quality.tolist(), efficiency.tolist(), target=0.6, stages=[70] * 8)
+    found = solve(harm.tolist(), efficiency.tolist(), target=0.6, stages=[70] * 8)
     assert found.gap == 0
     whole, bound = efficiency.max(axis=1).sum(), 0.0
     for stage in range(8):
         rows = slice(70 * stage, 70 * stage + 70)
         least = 0.6 * efficiency[rows].max(axis=1).sum() / whole
         prices = numpy.linspace(0, 2000, 4001)
-        bound += max((quality[rows] - p * efficiency[rows]).min(axis=1).sum() + p * least for p in prices)
-    assert bound <= found.quality <= bound * 1.001
+        bound += max((harm[rows] - p * efficiency[rows]).min(axis=1).sum() + p * least for p in prices)
+    assert bound <= found.harm <= bound * 1.001
 
 
 def test_equal_layers_take_lower_options_first() -> None:
@@ -157,10 +157,10 @@ def test_equal_layers_take_lower_options_first() -> None:
 
 def test_a_frontier_never_falls() -> None:
     random = numpy.random.default_rng(3)
-    quality, efficiency = numpy.sort(random.random((20, 4)), axis=1), numpy.sort(random.random((20, 4)), axis=1) / 20
-    given = quality.tolist(), efficiency.tolist()
+    harm, efficiency = numpy.sort(random.random((20, 4)), axis=1), numpy.sort(random.random((20, 4)), axis=1) / 20
+    given = harm.tolist(), efficiency.tolist()
     found = frontier(*given, targets=11)
-    assert [solution.quality for solution in found] == sorted(solution.quality for solution in found)
+    assert [solution.harm for solution in found] == sorted(solution.harm for solution in found)
     assert all(solution.efficiency >= solution.target - 1e-9 for solution in found)
     assert found[-1].target == pytest.approx(efficiency.max(axis=1).sum())
     assert found == frontier(*given, targets=[solution.target for solution in found])
@@ -168,10 +168,10 @@ def test_a_frontier_never_falls() -> None:
 
 def test_slow_stages_are_made_faster_and_others_left_alone() -> None:
     """Six layers and two: at half the target only the larger stage changes."""
-    quality, efficiency, times = [[0.0, 1.0]] * 8, [[0.0, 0.125]] * 8, [[2.0, 1.0]] * 8
-    found = solve(quality, efficiency, target=0.5, stages=[6, 2], times=times)
+    harm, efficiency, times = [[0.0, 1.0]] * 8, [[0.0, 0.125]] * 8, [[2.0, 1.0]] * 8
+    found = solve(harm, efficiency, target=0.5, stages=[6, 2], times=times)
     assert found.choice == (0, 0, 0, 1, 1, 1, 0, 0)
-    assert largest_target(quality, efficiency, stages=[6, 2], times=times) == 1.0
+    assert largest_target(harm, efficiency, stages=[6, 2], times=times) == 1.0
 
 
 ONE = [[0.0, 1.0]]
@@ -183,22 +183,22 @@ ONE = [[0.0, 1.0]]
         ({"target": 1.5}, r"a share from 0 to 1, such as 0.75, not 1.5"),
         ({"target": math.nan}, r"a share from 0 to 1, .* not nan"),
         ({"target": True}, r"not True"),
-        ({"quality": []}, r"quality has a row for each layer .* there are none"),
-        ({"quality": [[]], "efficiency": [[]]}, r"there are none"),
-        ({"quality": [[0.0, math.nan]]}, r"The quality of option 1 of layer 0 is nan"),
-        ({"efficiency": [[0.0, -1.0]]}, r"The efficiency of option 1 of layer 0 is -1.0, .* not negative"),
-        ({"efficiency": [[0.0]]}, r"efficiency and quality have different numbers"),
+        ({"harm": []}, r"harm has a row for each layer .* there are none"),
+        ({"harm": [[]], "efficiency": [[]]}, r"there are none"),
+        ({"harm": [[0.0, math.nan]]}, r"The harm of option 1 of layer 0 is nan"),
+        ({"efficiency": [[0.0, -1.0]]}, r"The efficiency of option 1 of layer 0 is -1.0: .* not negative"),
+        ({"efficiency": [[0.0]]}, r"efficiency and harm have different numbers"),
         ({"pinned": {1: 0}}, r"Layer 1 is pinned to option 0, and there are 1 layers"),
         ({"pinned": {0: 2}}, r"Layer 0 is pinned to option 2, .* with 2 options"),
         ({"stages": [2]}, r"The stages \(2,\) have 2 layers, and the model has 1"),
         ({"stages": [0, 1]}, r"stages are numbers of layers, such as \(6, 6, 6, 4\), not \[0, 1\]"),
         ({"times": ONE}, r"give stages="),
-        ({"stages": [1], "times": [[1.0]]}, r"times and quality have different numbers"),
+        ({"stages": [1], "times": [[1.0]]}, r"times and harm have different numbers"),
         ({"target": 0.5, "pinned": {0: 0}}, r"No choice reaches a target of 0.5: the largest feasible one is 0"),
     ],
 )
 def test_bad_input_is_a_sentence(given: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        solve(**{"quality": ONE, "efficiency": ONE, "target": 0.0, **given})
+        solve(**{"harm": ONE, "efficiency": ONE, "target": 0.0, **given})
     with pytest.raises(UserError, match="two targets or more"):
         frontier(ONE, ONE, targets=1)

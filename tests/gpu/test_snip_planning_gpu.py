@@ -1,14 +1,13 @@
 """Times of layers on a GPU: measured once, kept in a file, and what plans are chosen by."""
 
 import json
-import sys
 
 import pytest
 import torch
 
 import dither
 from dither import convert
-from dither.snip import LayerStatistics, Snip, efficiency, measure_times, options
+from dither.snip import Estimator, Goal, LayerStatistics, Schedule, Snip, efficiency, measure_times, options, savings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -33,7 +32,7 @@ def test_times_are_measured_once_and_kept(tmp_path, monkeypatch):
     def fail(*arguments):
         raise AssertionError("it was measured before")
 
-    monkeypatch.setattr(sys.modules["dither.snip.efficiency"], "_measure", fail)  # the package has a function of that name
+    monkeypatch.setattr(savings, "_measure", fail)
     assert measure_times(SHAPES, both, path=path) == times
     with pytest.raises(AssertionError, match="it was measured before"):
         measure_times([(1024, 512, 512)], both, path=path)
@@ -68,7 +67,8 @@ def test_plans_by_time_while_a_model_trains():
         with torch.autocast("cuda", torch.bfloat16):
             return (model(x) - x).float().square().mean()
 
-    given = {"target": 0.3, "start": 2, "delay": 2, "every": 10, "cost": "time", "options": "bf16,fp8", "probe": "direct"}
+    goal, schedule = Goal(target=0.3, cost="time"), Schedule(start=2, delay=2, every=10)
+    given = {"goal": goal, "schedule": schedule, "estimator": Estimator(probe="direct"), "options": "bf16,fp8"}
     snip = Snip(model, optimizer, "fp8-block", forward=loss, **given)
     decisions = {}
     for step in range(6):

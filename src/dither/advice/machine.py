@@ -6,7 +6,7 @@ import time
 import torch
 
 from dither.advice.memory import Shape
-from dither.advice.recommend import Advice, Gpu, advise
+from dither.advice.recommendation import Advice, Gpu, advise
 
 SMALL = {
     "tiny": Shape(width=128, layers=2, heads=4, feed_forward=384, vocab=256, key_value_heads=2),

@@ -11,7 +11,7 @@ import tyro
 from dither.adam_update import current_mode
 from dither.advice.machine import gpus_here
 from dither.advice.memory import GIB, PARTS, STORAGE, Setting, Shape, estimate, largest_batch
-from dither.advice.recommend import Gpu, gpu_named, recommend
+from dither.advice.recommendation import Gpu, gpu_named, recommend
 from dither.advice.shapes import model_shape
 from dither.data import is_prepared, load_tokenizer, open_tokens
 from dither.errors import UserError

@@ -19,16 +19,17 @@ from dither.precision import Plan, did_you_mean, matches
 from dither.random import Stream
 from dither.snip.baselines import BASELINES, random
 from dither.snip.divergence import Scores
-from dither.snip.efficiency import efficiency, measure_times
-from dither.snip.options import Option
-from dither.snip.options import options as combinations
-from dither.snip.passes import Passes
-from dither.snip.planning import Goal, bits_of, check_weights, choice_of, choose, picture, pins, stage_sizes, weights_said
-from dither.snip.planning import plan as plan_of
-from dither.snip.probes import PROBES, score
-from dither.snip.solve import Rows, Solution
-from dither.snip.solve import frontier as frontier_of
-from dither.snip.verify import verify as verify_scores
+from dither.snip.dry_run import DryRun
+from dither.snip.layer_options import Option
+from dither.snip.layer_options import options as combinations
+from dither.snip.planning import bits_of, choice_of, choose, picture, stage_sizes
+from dither.snip.planning import build_plan as plan_of
+from dither.snip.probes import score
+from dither.snip.savings import efficiency, measure_times
+from dither.snip.settings import PROBES, Goal, check_weights, pins, weights_said
+from dither.snip.solver import Rows, Solution
+from dither.snip.solver import frontier as frontier_of
+from dither.snip.verification import verify as verify_scores
 from dither.tables import print_table
 from dither.train import checkpoint, config
 from dither.train.distributed import joined
@@ -107,7 +108,7 @@ def plan(
     if cost == "time":
         shapes = [(layer.M, layer.N, layer.K) for layer in found.statistics.layers]
         goal = Goal(**{**vars(goal), "cost": measure_times(shapes, given, path=times, device=opened.job.ranks.device)})
-    solution = _solution(method, found, given, goal, found.quality(loss_weight, update_weight, power), seed)
+    solution = _solution(method, found, given, goal, found.harm(loss_weight, update_weight, power), seed)
     snip = {"probe": found.probe, "power": power, **weights_said(loss_weight, update_weight)}
     ways: dict[str, dict[str, Any]] = {"snip": snip, "random": {"seed": seed}}
     said = ways.get(method, {})
@@ -260,10 +261,10 @@ def frontier(
     shares = efficiency(layers, given)
     split = None if sizes is None else stage_sizes(found.layers, sizes)
     lines = [
-        (f"{each.target:.3f}", f"{each.efficiency:.3f}", f"{each.quality:.4g}", f"{each.gap:g}")
-        for each in frontier_of(found.quality(loss_weight, update_weight, power), shares, targets=targets, stages=split)
+        (f"{each.target:.3f}", f"{each.efficiency:.3f}", f"{each.harm:.4g}", f"{each.gap:g}")
+        for each in frontier_of(found.harm(loss_weight, update_weight, power), shares, targets=targets, stages=split)
     ]
-    print_table(f"Step {found.step}, {len(layers)} layers", ("target", "saved", "cost", "gap"), lines, right=[0, 1, 2, 3])
+    print_table(f"Step {found.step}, {len(layers)} layers", ("target", "saved", "harm", "gap"), lines, right=[0, 1, 2, 3])
     return 0
 
 
@@ -353,9 +354,9 @@ def _announced(forward: Callable[[nn.Module, Batch], Tensor], parts: Sequence[Ba
     return forwarded
 
 
-def _solution(method: str, scores: Scores, options: Sequence[Option], goal: Goal, quality: Rows, seed: int) -> Solution:
+def _solution(method: str, scores: Scores, options: Sequence[Option], goal: Goal, harm: Rows, seed: int) -> Solution:
     if method == "snip":
-        return choose(quality, scores.statistics.layers, options, goal)
+        return choose(harm, scores.statistics.layers, options, goal)
     if method == "random":
         return random(scores.statistics, options, goal, seed=seed)
     return BASELINES[method](scores.statistics, options, goal)
@@ -376,7 +377,7 @@ def _tried(opened: _Opened, plan: Plan, options: Sequence[Option], probe: Probe,
     stream, loss, moved, base = Stream(seed, "snip", "plan"), 0.0, 0.0, 0.0
     parts = opened.parts(batches, after=1)
     for part in parts:
-        passes = Passes(opened.job.model, [part], opened.job.training.optimizer, stream=stream, forward=opened.loss)
+        passes = DryRun(opened.job.model, [part], opened.job.training.optimizer, stream=stream, forward=opened.loss)
         with passes.borrowed():
             plain = passes.run()
             updates = passes.updates(plain)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from dither.advice.machine import advice_here
-from dither.advice.recommend import Advice
+from dither.advice.recommendation import Advice
 from dither.devices import describe
 from dither.doctor.machine import Device, best_device, devices
 from dither.doctor.native_units import UnitsCheck, units_checks

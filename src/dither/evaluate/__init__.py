@@ -1,4 +1,4 @@
-"""How good a model is: see docs/evaluation.md."""
+"""Evaluate language models: see docs/evaluation.md."""
 
-from dither.evaluate.perplexity import Perplexity as Perplexity
-from dither.evaluate.perplexity import perplexity as perplexity
+from dither.evaluate.held_out import Perplexity as Perplexity
+from dither.evaluate.held_out import perplexity as perplexity

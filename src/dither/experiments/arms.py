@@ -18,7 +18,7 @@ from dither.errors import UserError
 from dither.optim import MODES
 from dither.precision import PARTS, Sampling, did_you_mean
 from dither.recipes import RECIPES
-from dither.report.load import number
+from dither.report.run_folder import number
 from dither.train import config as configs
 from dither.train.config import SAMPLING_KEY, Config, Precision
 

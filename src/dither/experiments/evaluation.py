@@ -15,7 +15,7 @@ from torch import nn
 from dither import safe_files
 from dither.data import Corpus, Tokenizer, is_prepared, load_tokenizer, open_tokens, prepare
 from dither.errors import UserError
-from dither.evaluate.perplexity import Perplexity, perplexity
+from dither.evaluate.held_out import Perplexity, perplexity
 from dither.nn.deployment import Deployment, deploy, weight_cast
 from dither.precision import Cast, LayerPrecision, Plan
 from dither.train import checkpoint, weights

@@ -25,8 +25,8 @@ from dither.data.text import STDLIB
 from dither.errors import UserError
 from dither.experiments.arms import Arm, Sweep, axis_value, value_of
 from dither.report.comparison import Comparison, Entry, Value, shown
-from dither.report.load import read_all
 from dither.report.page import ABSENT, fixed, short, size
+from dither.report.run_folder import read_all
 from dither.tables import print_table
 from dither.train import config as configs
 from dither.train.config import Config, Data, Optim, RunSettings

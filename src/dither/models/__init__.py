@@ -1,4 +1,4 @@
-"""Small, plain language models with Hugging Face's parameter names, and any of Hugging Face's own."""
+"""Small, plain language models with Hugging Face's parameter names, and a wrapper for models of transformers."""
 
 from dither.models.causal import CausalLM as CausalLM
 from dither.models.generation import generate as generate

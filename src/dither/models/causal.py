@@ -1,6 +1,6 @@
-"""What all language models here have in common: tokens in, logits or a loss out, blocks that are compiled one by one.
+"""The common interface of all language models here: tokens in, logits or a loss out, blocks that are compiled one by one.
 
-Shapes: B sequences, S tokens in each, N = B * S tokens, V words.
+Shapes: B sequences, S tokens in each, N = B * S tokens, V vocabulary.
 """
 
 import math
@@ -17,17 +17,17 @@ from dither.random import check_backend
 from dither.reference.loss import IGNORE
 
 LOGITS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""The dtypes of logits that have a loss, which is computed in float32 whichever they are."""
+"""Dtypes of logits that `cross_entropy` takes; it computes in float32 for all of them."""
 
 LARGEST = 1 << 28
-"""The largest size that a config takes: three times its square, in bytes of float32, still is a number of 64 bits."""
+"""Maximum of any size in a config: three times its square, in bytes of float32, still fits into 64 bits."""
 
 Draw = Callable[[str, Tensor, float], object]
-"""Fills a parameter, given with its name, with normal numbers of a standard deviation."""
+"""(name, parameter, standard deviation) -> fills the parameter with normal numbers."""
 
 
 def check_fields(config: Any) -> None:
-    """Raise unless a config's integers are sizes, its numbers positive and finite, and its switches true or false."""
+    """Raise unless the integers of a config are positive, its floats positive and finite, and its switches booleans."""
     for field in fields(config):
         name, value = f"{type(config).__name__}.{field.name}", getattr(config, field.name)
         if field.type is bool:
@@ -44,15 +44,15 @@ def check_fields(config: Any) -> None:
 
 
 def normal_from(generator: torch.Generator | None) -> Draw:
-    """Normal numbers in the order of the parameters, from one of torch's generators, or from torch's global one."""
+    """Return a function that draws normal numbers from a generator, or from torch's global one, parameter by parameter."""
     return lambda _, parameter, deviation: nn.init.normal_(parameter, std=deviation, generator=generator)
 
 
 class CausalLM(nn.Module, ABC):
     """A language model: each token's logits depend on the tokens up to it.
 
-    `model(tokens)` with int64 tokens [B, S] gives logits [B, S, V]. `model(tokens, targets)` gives the mean cross entropy,
-    where targets [B, S] holds the token that follows each token (the caller shifts them), or -100 where none counts.
+    `model(tokens)` with int64 tokens [B, S] returns logits [B, S, V]. `model(tokens, targets)` returns the mean cross entropy,
+    where targets [B, S] holds the token that follows each token (the caller shifts them), or -100 to ignore a position.
     """
 
     config: Any
@@ -60,19 +60,19 @@ class CausalLM(nn.Module, ABC):
     @property
     @abstractmethod
     def blocks(self) -> nn.ModuleList:
-        """The blocks, first to last."""
+        """Return the blocks, first to last."""
 
     @property
     @abstractmethod
     def embedding(self) -> nn.Embedding:
-        """Tokens to vectors."""
+        """Return the token embedding."""
 
     @abstractmethod
     def logits(self, tokens_BS: Tensor) -> Tensor:
-        """[B, S] to [B, S, V]."""
+        """Return logits [B, S, V] for tokens [B, S]."""
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits, or with targets the mean cross entropy."""
+        """Return logits, or the mean cross entropy if targets are given."""
         longest = getattr(self.config, "max_position_embeddings", None)
         if tokens.dim() != 2 or (longest is not None and tokens.shape[1] > longest):
             up_to = "" if longest is None else f" with a length of up to {longest} by its config"
@@ -87,17 +87,17 @@ class CausalLM(nn.Module, ABC):
 
 
 class PlainLM(CausalLM):
-    """A model that is written out here: it has an `lm_head`, and knows how its parameters start."""
+    """A model implemented here, with an `lm_head` and rules to initialize its parameters."""
 
     lm_head: nn.Linear
 
     def deviation(self, name: str) -> float:
-        """The standard deviation that a matrix starts with."""
+        """Return the initial standard deviation of a matrix."""
         return float(self.config.initializer_range)
 
     @torch.no_grad()
     def initialize(self, draw: Draw) -> None:
-        """Set every parameter as before training: matrices by `draw`, biases to zero, norms to one."""
+        """Initialize every parameter: matrices by `draw`, biases with zeros, norms with ones."""
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 draw(name, parameter, self.deviation(name))
@@ -105,18 +105,23 @@ class PlainLM(CausalLM):
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
     def tie(self) -> None:
-        """Give the output layer the embedding's weight, if the config says so: `to_empty` makes two of them."""
+        """Share the embedding's weight with the output layer if the config says so; `to_empty` separates them."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.embedding.weight
 
 
 def cross_entropy(logits_NV: Tensor, targets_N: Tensor, *, backend: str = "auto") -> Tensor:
-    """Mean cross entropy in float32 (0-d) of the int64 targets that are not -100; NaN if none is.
+    """Return the mean cross entropy, 0-d float32, over the targets that are not -100; NaN if there are none.
 
-    Its values and gradients are those of `functional.cross_entropy(logits.float(), targets)`, up to the errors that
-    `dither.reference.loss` states, but no float32 logits are kept: the forward pass reads the logits once, the backward pass
-    reads them again and writes gradients in their dtype. Recomputing the logits themselves would save them too, but costs
-    a matrix product, 6 % of a step at 134 M parameters. A target that is no word makes the loss NaN.
+    Values and gradients are those of `functional.cross_entropy(logits.float(), targets)`, up to the errors stated in
+    `dither.reference.loss`, but without float32 logits in memory: the forward pass reads the logits once, the backward pass
+    reads them again and writes gradients in their dtype. Recomputing the logits would free their memory too, but takes another
+    matrix product, 6 % of a step at 134 M parameters. A target outside the vocabulary makes the loss NaN.
+
+    Args:
+        logits_NV: float32, bfloat16, float16 or float64 [N, V].
+        targets_N: int64 [N].
+        backend: "auto", or a backend by name.
 
     >>> import torch
     >>> from dither.models.causal import cross_entropy
@@ -126,12 +131,12 @@ def cross_entropy(logits_NV: Tensor, targets_N: Tensor, *, backend: str = "auto"
     if logits_NV.dim() != 2 or logits_NV.shape[1] == 0 or logits_NV.dtype not in LOGITS:
         given = f"{logits_NV.dtype} of shape {list(logits_NV.shape)}"
         raise UserError(
-            f"cross_entropy takes float32, bfloat16, float16 or float64 logits of shape [tokens, words], not {given}."
+            f"cross_entropy takes float32, bfloat16, float16 or float64 logits of shape [tokens, vocabulary], not {given}."
         )
     if targets_N.dtype != torch.int64 or targets_N.shape != logits_NV.shape[:1]:
         given = f"{targets_N.dtype} of shape {list(targets_N.shape)}"
         raise UserError(
-            f"cross_entropy takes int64 targets of shape [{logits_NV.shape[0]}], one a row of the logits, not {given}."
+            f"cross_entropy takes int64 targets of shape [{logits_NV.shape[0]}], one per row of the logits, not {given}."
         )
     loss: Tensor = _CrossEntropy.apply(logits_NV, targets_N, check_backend(backend))  # type: ignore[no-untyped-call]
     return loss

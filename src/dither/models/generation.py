@@ -1,4 +1,4 @@
-"""Text from a model, token by token: samples to look at while it trains."""
+"""Generate text with a model, token by token: samples to read while it trains."""
 
 import contextlib
 
@@ -18,12 +18,18 @@ def generate(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """`tokens` [B, S] followed by `count` tokens that the model draws: int64[B, S + count], on the device of `tokens`.
+    """Return `tokens` followed by `count` tokens sampled from the model: int64[B, S + count] on the device of `tokens`.
 
-    Tokens are drawn in proportion to exp(logits / temperature), among the `top_k` likeliest if that is given, with random
-    numbers of `generator`; a temperature of 0 takes the likeliest and needs none. The model sees as many of the last tokens
-    as it has positions for, is in eval mode meanwhile, and runs without compiled code, which would be compiled for every
-    length. Nothing is cached: a token costs a pass over what is before it.
+    The model runs in eval mode, and uncompiled, since it would be compiled for every length. It sees the last tokens that fit
+    into its maximum length. Nothing is cached: each token takes a pass over all tokens before it.
+
+    Args:
+        model: A language model that returns logits [B, S, V] for tokens [B, S].
+        tokens: Prompts, int64[B, S].
+        count: Number of tokens to add.
+        temperature: Tokens are drawn with probabilities proportional to exp(logits / temperature); 0 takes the likeliest.
+        top_k: Draw among the `top_k` likeliest tokens only.
+        generator: Source of random numbers; not needed at temperature 0.
 
     >>> import torch
     >>> from dither.models import build, generate
@@ -50,7 +56,7 @@ def generate(
 def _check(tokens: Tensor, count: int, temperature: float, top_k: int | None, generator: torch.Generator | None) -> None:
     if tokens.dim() != 2 or tokens.dtype != torch.int64 or not tokens.numel():
         raise UserError(
-            f"Generation continues int64 tokens of shape [batch, length], at least one of them, not {tokens.dtype} tokens of "
+            f"generate takes int64 tokens of shape [batch, length], at least one of them, not {tokens.dtype} tokens of "
             f"shape {list(tokens.shape)}."
         )
     for what, number, least in (("A number of tokens", count, 0), ("top_k", 1 if top_k is None else top_k, 1)):
@@ -60,21 +66,21 @@ def _check(tokens: Tensor, count: int, temperature: float, top_k: int | None, ge
         raise UserError(f"A temperature is a number of at least 0, not {temperature!r}.")
     if temperature > 0 and generator is None:
         raise UserError(
-            f"Drawing at a temperature of {temperature:g} takes a generator, such as torch.Generator().manual_seed(0); "
-            "temperature=0 takes the likeliest token."
+            f"Drawing at a temperature of {temperature:g} needs a generator, such as torch.Generator().manual_seed(0); "
+            "temperature=0 takes the likeliest token without one."
         )
 
 
 def _choose(logits_BV: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """One token for each row, int64[B, 1]."""
+    """Choose one token per row: int64[B, 1]."""
     if not bool(logits_BV.amax(-1).isfinite().all()):
         raise UserError("The model's logits are not finite, so no token can be chosen.")
     if temperature == 0 or generator is None:
         return logits_BV.argmax(-1, keepdim=True)
-    # Where the generator is: with one on the CPU, samples of a GPU run have the random numbers of a CPU run.
+    # On the device of the generator: with a CPU generator, GPU runs draw the random numbers of CPU runs.
     logits_BV = logits_BV.to(generator.device)
     if top_k is not None and top_k < logits_BV.shape[1]:
         logits_BV = logits_BV.masked_fill(logits_BV < logits_BV.topk(top_k).values[:, -1:], -torch.inf)
-    # The largest logit becomes 0, and float64 divides by any temperature, so that nothing overflows.
+    # The largest logit becomes 0, and the division is float64, so that nothing overflows at any temperature.
     scaled = (logits_BV - logits_BV.amax(-1, keepdim=True)).double() / temperature
     return torch.multinomial(torch.softmax(scaled, dim=-1), 1, generator=generator)

@@ -1,7 +1,7 @@
 """GPT-Neo in plain PyTorch, with the parameter names of Hugging Face's `GPTNeoForCausalLM`, so that weights load both ways.
 
-Blocks alternate between global attention and local attention, which sees the last `window_size` tokens. Scores are not divided
-by the root of a head's size. Shapes: B sequences, S tokens in each, D hidden, H heads, E = D / H the size of a head.
+Blocks alternate between global attention and local attention, which sees the last `window_size` tokens. Attention scores are
+not divided by the root of the head size. Shapes: B sequences, S tokens in each, D hidden, H heads, E = D / H head size.
 """
 
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dither.errors import UserError
-from dither.models.causal import PlainLM, check_fields, normal_from
-from dither.nn.output import Output
+from dither.models.causal import check_fields
+from dither.models.gpt import GPT, MLP, Backbone, Block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,27 +28,27 @@ class GPTNeoConfig:
     """
 
     model_type: ClassVar[str] = "gpt_neo"
-    """What Hugging Face calls the architecture."""
+    """Name of the architecture at Hugging Face."""
     hidden_size: int
     """Width of the residual stream."""
     num_layers: int
     """Number of blocks: the first, third and so on attend globally, the others locally."""
     num_heads: int
-    """Attention heads; they share the hidden size evenly."""
+    """Number of attention heads, which split the hidden size evenly."""
     intermediate_size: int | None = None
     """Width of the feed-forward layers; None makes it four times `hidden_size`."""
     window_size: int = 256
-    """How many tokens local attention sees, the token itself included."""
+    """Number of tokens that local attention sees, including the token itself."""
     vocab_size: int = 50257
-    """Number of different tokens."""
+    """Size of the vocabulary."""
     max_position_embeddings: int = 2048
-    """The longest sequence: each position has a learned vector."""
+    """Maximum sequence length: each position has a learned vector."""
     layer_norm_epsilon: float = 1e-5
-    """Added to the variance before its root in each norm."""
+    """Added to the variance in each norm."""
     tie_word_embeddings: bool = True
-    """Whether the output layer uses the embedding's weight."""
+    """True if the output layer shares the embedding's weight."""
     initializer_range: float = 0.02
-    """Standard deviation of every matrix at the start; norms start at one, biases at zero."""
+    """Initial standard deviation of every matrix; norms start at one, biases at zero."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -60,24 +60,24 @@ class GPTNeoConfig:
 
     @property
     def attention_layers(self) -> tuple[str, ...]:
-        """The kind of attention of each block."""
+        """Return the kind of attention of each block: "global" or "local"."""
         return tuple(("global", "local")[layer % 2] for layer in range(self.num_layers))
 
-    # What other models call these sizes, as transformers has it too.
+    # The same sizes under the names of other models, as transformers has them too.
 
     @property
     def num_hidden_layers(self) -> int:
-        """Number of blocks."""
+        """Return the number of blocks."""
         return self.num_layers
 
     @property
     def num_attention_heads(self) -> int:
-        """Attention heads."""
+        """Return the number of attention heads."""
         return self.num_heads
 
     @property
     def head_dim(self) -> int:
-        """Size of a head."""
+        """Return the size of a head."""
         return self.hidden_size // self.num_heads
 
 
@@ -92,12 +92,12 @@ PRESETS: Mapping[str, GPTNeoConfig] = MappingProxyType(
 
 
 class SelfAttention(nn.Module):
-    """Causal attention over all tokens, or over those that a mask shows; scores are not scaled."""
+    """Causal attention over all tokens, or over those of a mask; attention scores are not scaled."""
 
     def __init__(self, config: GPTNeoConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        # In Hugging Face's order, which optimizer states are saved in.
+        # In Hugging Face's order: optimizer states are saved in the order of parameters.
         self.k_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
@@ -116,7 +116,7 @@ class SelfAttention(nn.Module):
 
 
 class Attention(nn.Module):
-    """A module of its own for the sake of the names."""
+    """A separate module because of Hugging Face's parameter names."""
 
     def __init__(self, config: GPTNeoConfig) -> None:
         super().__init__()
@@ -127,38 +127,20 @@ class Attention(nn.Module):
         return out_BSD
 
 
-class MLP(nn.Module):
-    """c_proj(gelu(c_fc(x))), with the tanh form of GELU."""
-
-    def __init__(self, config: GPTNeoConfig) -> None:
-        super().__init__()
-        inner = config.intermediate_size or 4 * config.hidden_size
-        self.c_fc = nn.Linear(config.hidden_size, inner)
-        self.c_proj = nn.Linear(inner, config.hidden_size)
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        out_BSD: Tensor = self.c_proj(functional.gelu(self.c_fc(x_BSD), approximate="tanh"))
-        return out_BSD
-
-
-class Block(nn.Module):
-    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+class GPTNeoBlock(Block):
+    """A block with separate layers for queries, keys and values."""
 
     def __init__(self, config: GPTNeoConfig) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.hidden_size, config.layer_norm_epsilon)
         self.attn = Attention(config)
         self.ln_2 = nn.LayerNorm(config.hidden_size, config.layer_norm_epsilon)
-        self.mlp = MLP(config)
-
-    def forward(self, x_BSD: Tensor, mask_SS: Tensor | None) -> Tensor:
-        x_BSD = x_BSD + self.attn(self.ln_1(x_BSD), mask_SS)
-        out_BSD: Tensor = x_BSD + self.mlp(self.ln_2(x_BSD))
-        return out_BSD
+        inner = config.intermediate_size or 4 * config.hidden_size
+        self.mlp = MLP(nn.Linear(config.hidden_size, inner), nn.Linear(inner, config.hidden_size))
 
 
 def window_mask(length: int, window: int, device: torch.device) -> Tensor | None:
-    """Return which keys each query sees, bool[S, S]: the last `window` tokens. None where a window holds the whole sequence.
+    """Return a mask bool[S, S] of the keys that each query sees: the last `window` tokens. None if that is the whole sequence.
 
     >>> window_mask(4, 2, torch.device("cpu")).int()
     tensor([[1, 0, 0, 0],
@@ -173,32 +155,20 @@ def window_mask(length: int, window: int, device: torch.device) -> Tensor | None
     return (back_SS >= 0) & (back_SS < window)
 
 
-class Backbone(nn.Module):
-    """Everything between tokens and the output layer; it is a module of its own for the sake of the names."""
+class GPTNeoBackbone(Backbone):
+    """A backbone whose blocks alternate between global and local attention."""
 
-    def __init__(self, config: GPTNeoConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.wte = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.wpe = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-        self.h = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.ln_f = nn.LayerNorm(config.hidden_size, config.layer_norm_epsilon)
-
-    def forward(self, tokens_BS: Tensor) -> Tensor:
-        length, device = tokens_BS.shape[-1], tokens_BS.device
-        x_BSD = self.wte(tokens_BS) + self.wpe(torch.arange(length, device=device))
-        masks = {"global": None, "local": window_mask(length, self.config.window_size, device)}
-        for block, kind in zip(self.h, self.config.attention_layers, strict=True):
-            x_BSD = block(x_BSD, masks[kind])
-        out_BSD: Tensor = self.ln_f(x_BSD)
-        return out_BSD
+    def masks(self, length: int, device: torch.device) -> list[Tensor | None]:
+        """Return the attention mask of each block for sequences of `length` tokens."""
+        of_kind = {"global": None, "local": window_mask(length, self.config.window_size, device)}
+        return [of_kind[kind] for kind in self.config.attention_layers]
 
 
-class GPTNeo(PlainLM):
-    """A GPT-Neo: matrices start as normal numbers (from `generator`), norms as ones, biases as zeros.
+class GPTNeo(GPT):
+    """A GPT-Neo. Matrices are initialized with normal numbers from `generator`, norms with ones, biases with zeros.
 
-    `model(tokens)` with int64 tokens [B, S] gives logits [B, S, V]. `model(tokens, targets)` gives the mean cross entropy,
-    where targets [B, S] holds the token that follows each token (the caller shifts them), or -100 where none counts.
+    `model(tokens)` with int64 tokens [B, S] returns logits [B, S, V]. `model(tokens, targets)` returns the mean cross entropy,
+    where targets [B, S] holds the token that follows each token (the caller shifts them), or -100 to ignore a position.
 
     >>> import torch
     >>> from dither.models import GPTNeo, GPTNeoConfig
@@ -214,24 +184,4 @@ class GPTNeo(PlainLM):
     config: GPTNeoConfig
 
     def __init__(self, config: GPTNeoConfig, *, generator: torch.Generator | None = None) -> None:
-        super().__init__()
-        self.config = config
-        self.transformer = Backbone(config)
-        self.lm_head = Output(config.hidden_size, config.vocab_size)
-        self.tie()
-        self.initialize(normal_from(generator))
-
-    @property
-    def blocks(self) -> nn.ModuleList:
-        """The blocks, first to last."""
-        return self.transformer.h
-
-    @property
-    def embedding(self) -> nn.Embedding:
-        """Tokens to vectors."""
-        return self.transformer.wte
-
-    def logits(self, tokens_BS: Tensor) -> Tensor:
-        """[B, S] to [B, S, V]."""
-        logits_BSV: Tensor = self.lm_head(self.transformer(tokens_BS))
-        return logits_BSV
+        super().__init__(config, GPTNeoBackbone(config, (GPTNeoBlock(config) for _ in range(config.num_layers))), generator)

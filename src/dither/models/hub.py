@@ -1,7 +1,7 @@
-"""Models in folders as Hugging Face has them: `config.json` and safetensors, read and written; and any model of transformers.
+"""Read and write models in Hugging Face's folder format (`config.json` and safetensors), and wrap models of transformers.
 
-Reading executes nothing: weights that are pickles are refused, and so is a folder whose tensors are not exactly those that its
-config asks for. What is wrong is said before memory is taken for the model.
+Reading executes no code: pickled weights are refused, and so is a folder whose tensors do not match its config exactly. Errors
+are raised before memory is allocated for the model.
 """
 
 import dataclasses
@@ -34,26 +34,26 @@ from dither.safe_files import Refused, from_json, read, sync
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 MOST_LAYERS = 10_000
-"""Far more than any model has."""
+"""Maximum number of layers, far above that of any model."""
 
 DTYPES = MappingProxyType({"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64})
-"""What weights may be stored in, by safetensors' names."""
+"""Dtypes of stored weights by their names in safetensors."""
 
 
 @dataclass(frozen=True)
 class _Family:
-    """How transformers describes one of our models."""
+    """The description of one of our models in transformers."""
 
     config: type[Config]
     architecture: str
     prefix: str
-    """What names of weights begin with; checkpoints of a model without its output layer leave it out."""
+    """Prefix of the names of weights; checkpoints of a model without its output layer omit it."""
     fixed: Mapping[str, Any]
-    """Fields of transformers' config that have one possible value here, which is also what they are when missing."""
+    """Fields of transformers' config with a single supported value, which is also their default."""
     defaults: Mapping[str, Any]
-    """What our fields are when missing, where that is not our own default."""
+    """Defaults of our fields in transformers where they differ from our own."""
     stale: str
-    """Names of tensors that old checkpoints have and that are no weights."""
+    """Pattern of tensor names in old checkpoints that are not weights."""
 
 
 _FAMILIES: Mapping[str, _Family] = {
@@ -95,12 +95,16 @@ _FAMILIES: Mapping[str, _Family] = {
 def save_pretrained(
     model: CausalLM, folder: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None, shard_bytes: int = 5 * 10**9
 ) -> None:
-    """Write a model as Hugging Face's `AutoModelForCausalLM.from_pretrained(folder)` reads it, with the same logits.
+    """Write a model so that Hugging Face's `AutoModelForCausalLM.from_pretrained(folder)` reads it with the same logits.
 
-    `folder` is new or empty; it appears whole or not at all. `extra` are further fields of config.json, such as
-    `{"eos_token_id": 0}`. Weights go into files of up to `shard_bytes`. A converted model is written in its parameters'
-    own dtype, without what training added (bitwidths, histories of delayed scaling): checkpoints have that. Norms that a
-    training keeps in float32 beside 16-bit parameters (O2) are rounded to those, since a config has one dtype.
+    A converted model is written in the dtype of its parameters, without what training added (bitwidths, histories of delayed
+    scaling), which checkpoints keep. Norms in float32 next to 16-bit parameters (O2) are rounded: a config has one dtype.
+
+    Args:
+        model: A model of dither.models.
+        folder: A new or empty folder. It appears complete or not at all.
+        extra: Further fields of config.json, such as `{"eos_token_id": 0}`.
+        shard_bytes: Maximum bytes per file of weights.
 
     >>> import tempfile
     >>> from dither.models import build, load_pretrained, save_pretrained
@@ -115,7 +119,7 @@ def save_pretrained(
         raise UserError(f"shard_bytes is a positive number of bytes, not {shard_bytes!r}.")
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
-            raise UserError(f"The parameter {name!r} is spread over processes: gather the model on one before saving it.")
+            raise UserError(f"The parameter {name!r} is sharded over ranks: gather the model on one rank before saving it.")
     with _appearing(Path(folder)) as place:
         if isinstance(model, HuggingFace):
             model.save(place, dict(extra or {}), shard_bytes)
@@ -156,15 +160,15 @@ def _names(config: Config) -> set[str]:
 
 
 def _described(config: Config) -> dict[str, Any]:
-    """A config as transformers has it."""
+    """Return a config in the format of transformers."""
     family = _FAMILIES[config.model_type]
     described = dataclasses.asdict(config) | dict(family.fixed)
     if isinstance(config, LlamaConfig):
         described |= {"num_key_value_heads": config.key_value_heads, "head_dim": config.head_dim}
-        # Versions from 5 on read the first, earlier ones the second.
+        # transformers reads rope_parameters from version 5 on, rope_theta before.
         described["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_theta}
     elif isinstance(config, GPTNeoConfig):
-        # Both are said: the first is what transformers reads, and the second must have as many entries as there are blocks.
+        # transformers reads attention_types, and attention_layers must have one entry per block.
         described["attention_types"] = [[[kind], 1] for kind in config.attention_layers]
         described["attention_layers"] = list(config.attention_layers)
         described |= {"attention_dropout": 0.0, "embed_dropout": 0.0, "resid_dropout": 0.0}
@@ -184,9 +188,9 @@ def _write_json(path: Path, value: object) -> None:
 
 @contextmanager
 def _appearing(folder: Path) -> Iterator[Path]:
-    """A new folder to write into, which takes its name when everything in it is on the disk."""
+    """Yield a temporary folder to write into; rename it to `folder` after everything in it is on disk."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()) or (folder.is_dir() and any(folder.iterdir())):
-        raise UserError(f"A model is saved into a new or an empty folder, and {str(folder)!r} is none.")
+        raise UserError(f"A model is saved into a new or empty folder, and {str(folder)!r} is neither.")
     folder = folder.absolute()
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     try:
@@ -209,10 +213,15 @@ def _appearing(folder: Path) -> Iterator[Path]:
 def load_pretrained(
     folder: str | os.PathLike[str], *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> Llama | GPT2 | GPTNeo:
-    """The Llama or GPT-2 in a folder of Hugging Face's, one file of weights or several, in `dtype` or in that of the weights.
+    """Load a Llama, GPT-2 or GPT-Neo from a Hugging Face folder, with one file of weights or several.
 
-    What our models do not have, such as biases in a Llama's attention or scaled rotary embeddings, is refused; `hf(folder)`
-    runs such a model as transformers has it. Dropout in a GPT-2's config is not refused: models here train without any.
+    Features that our models lack, such as attention biases in a Llama or scaled rotary embeddings, raise a UserError;
+    `hf(folder)` runs such models with transformers. Dropout in a config is ignored: models here train without dropout.
+
+    Args:
+        folder: The folder, with config.json and safetensors.
+        device: Device of the model.
+        dtype: Dtype of the parameters; None keeps that of the weights.
 
     >>> from dither.models import load_pretrained
     >>> load_pretrained("nowhere")
@@ -265,7 +274,7 @@ def _tensor(folder: Path, files: Mapping[str, Any], place: tuple[str, str]) -> T
 
 
 def _renamed(places: dict[str, tuple[str, str]], family: _Family) -> dict[str, tuple[str, str]]:
-    """Tensors under their whole names, without those that are no weights."""
+    """Return tensors under their full names, without those that are not weights."""
     if not any(name.startswith(family.prefix) for name in places):
         places = {name if name.startswith("lm_head.") else family.prefix + name: place for name, place in places.items()}
     return {name: place for name, place in places.items() if not re.fullmatch(family.stale, name)}
@@ -278,7 +287,7 @@ def _compare(
     expected: Mapping[str, list[int]],
     config: Config,
 ) -> None:
-    """Raise unless the tensors are exactly those that the config asks for."""
+    """Raise unless the tensors match the config exactly."""
     free = {"lm_head.weight"} if config.tie_word_embeddings else set()
     for what, names in (
         ("lacks tensors that its config asks for", [name for name in expected if name not in places and name not in free]),
@@ -297,14 +306,14 @@ def _compare(
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[dict[str, Any]]:
-    """The safetensors files of a folder, by name, open; each is checked by the library, sizes included."""
+    """Yield the open safetensors files of a folder by name; the library checks each of them, including sizes."""
     names = [WEIGHTS]
     where: dict[str, str] | None = None
     if not (folder / WEIGHTS).exists():
         if not (folder / INDEX).exists():
             if pickles := sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth")):
                 raise UserError(
-                    f"{folder} has its weights in {pickles[0][:200]!r}, a pickle, which can execute anything when it is read; "
+                    f"{folder} has its weights in {pickles[0][:200]!r}, a pickle, which can execute code when it is read: "
                     "save the model with safetensors."
                 )
             raise UserError(f"{folder} has neither {WEIGHTS} nor {INDEX}.")
@@ -313,24 +322,24 @@ def _opened(folder: Path) -> Iterator[dict[str, Any]]:
     files: dict[str, Any] = {}
     with ExitStack() as stack:
         for name in names:
-            if not (folder / name).is_file():  # nor a device, which might never end
-                raise UserError(f"{folder / name} is no file.")
+            if not (folder / name).is_file():  # a device might never end
+                raise UserError(f"{folder / name} is not a file.")
             try:
                 files[name] = stack.enter_context(safe_open(folder / name, framework="pt"))
             except (SafetensorError, OSError) as error:
-                raise UserError(f"{folder / name} is no whole safetensors file: {error}.") from None
+                raise UserError(f"{folder / name} is not a complete safetensors file: {error}.") from None
         if where is not None:
             _check_index(folder, where, files)
         yield files
 
 
 def _check_index(folder: Path, where: Mapping[str, str], files: Mapping[str, Any]) -> None:
-    """Raise unless every tensor is in the file that the index says, and in no other."""
+    """Raise unless the index lists every tensor with the file that it is in."""
     there = {(tensor, name) for name, file in files.items() for tensor in file.keys()}  # noqa: SIM118
     for tensor, name in sorted(set(where.items()) - there):
-        raise UserError(f"{folder / INDEX} says that {name} has the tensor {tensor[:200]!r}, and it has not.")
+        raise UserError(f"{folder / INDEX} says that {name} has the tensor {tensor[:200]!r}, but it does not.")
     for tensor, name in sorted(there - set(where.items())):
-        raise UserError(f"{folder / name} has the tensor {tensor[:200]!r}, of which {INDEX} says nothing.")
+        raise UserError(f"{folder / name} has the tensor {tensor[:200]!r}, which {INDEX} does not list.")
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
@@ -384,7 +393,7 @@ def _read_config(folder: Path) -> tuple[_Family, Config]:
 
 
 def _check_attention(path: Path, data: dict[str, Any], config: GPTNeoConfig) -> None:
-    """Raise unless the blocks of a GPT-Neo alternate between global and local attention, as those here do."""
+    """Raise unless the blocks of a GPT-Neo alternate between global and local attention, as ours do."""
     types, layers = data.get("attention_types", [[["global", "local"], config.num_layers // 2]]), data.get("attention_layers")
     try:
         said = layers if layers is not None else [kind for kinds, count in types for _ in range(count) for kind in kinds]
@@ -397,7 +406,7 @@ def _check_attention(path: Path, data: dict[str, Any], config: GPTNeoConfig) -> 
 
 
 def _rotary(path: Path, data: dict[str, Any]) -> dict[str, Any]:
-    """rope_theta, where transformers has put it over the years; anything but plain rotary embeddings is refused."""
+    """Return rope_theta from any of the places where versions of transformers put it; raise for scaled rotary embeddings."""
     found: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         given = data.get(key)
@@ -411,9 +420,9 @@ def _rotary(path: Path, data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, and nothing but JSON. Links are followed: Hugging Face's caches are full of them."""
+    """Read a file that holds one JSON object. Links are followed, since Hugging Face's cache consists of them."""
     if not path.is_file():
-        raise UserError(f"{path} is no file.")
+        raise UserError(f"{path} is not a file.")
     try:
         value = from_json(read(path, follow=True))
     except Refused as error:
@@ -424,7 +433,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _short(value: object) -> str:
-    """A value from a file, as JSON, in a sentence."""
+    """Return a value from a file as JSON of at most 100 characters."""
     text = json.dumps(value)
     return text if len(text) <= 100 else f"{text[:100]}..."
 
@@ -433,10 +442,10 @@ def _short(value: object) -> str:
 
 
 class HuggingFace(CausalLM):
-    """A causal language model of transformers (`self.hf`) that is called as ours are: `model(tokens, targets)` gives our loss.
+    """A causal language model of transformers (`self.hf`) with our interface: `model(tokens, targets)` returns our loss.
 
-    Names of parameters begin with `hf.`; `model.config` is that of transformers. Losses that a model of its own adds, such as
-    those of routers, are not added.
+    Names of parameters begin with `hf.`; `model.config` is the config of transformers. Auxiliary losses of the model, such as
+    those of routers, are not included.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -445,12 +454,12 @@ class HuggingFace(CausalLM):
 
     @property
     def config(self) -> Any:
-        """The config of transformers."""
+        """Return the config of transformers."""
         return self.hf.config
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """The blocks, first to last: the list that has as many modules as the config has layers."""
+        """Return the blocks, first to last: the list with as many modules as the config has layers."""
         layers = getattr(self.config, "num_hidden_layers", None)
         for module in self.hf.modules():
             if isinstance(module, nn.ModuleList) and len(module) == layers:
@@ -459,17 +468,17 @@ class HuggingFace(CausalLM):
 
     @property
     def embedding(self) -> nn.Embedding:
-        """Tokens to vectors."""
+        """Return the token embedding."""
         embedding: nn.Embedding = self.hf.get_input_embeddings()  # type: ignore[operator]
         return embedding
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The output layer, which `dither.convert` leaves alone."""
+        """Return the output layer, which `dither.convert` does not convert."""
         layer: nn.Module | None = self.hf.get_output_embeddings()  # type: ignore[operator]
         return layer
 
     def logits(self, tokens_BS: Tensor) -> Tensor:
-        """[B, S] to [B, S, V]."""
+        """Return logits [B, S, V] for tokens [B, S]."""
         logits_BSV: Tensor = self.hf(input_ids=tokens_BS, use_cache=False).logits
         return logits_BSV
 
@@ -483,12 +492,16 @@ class HuggingFace(CausalLM):
 
 
 def hf(source: Any, *, seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> HuggingFace:
-    """Any causal language model of transformers, to be trained as ours are.
+    """Return any causal language model of transformers with our interface. Code that comes with a model is not run.
 
-    `source` is a folder of a model, or the name of one as transformers takes it: its weights, which must be safetensors, are
-    loaded, in `dtype` or their own. Or it is a config: a file that ends in `.json`, a mapping with "model_type", or a config of
-    transformers; the model then has first weights of `seed`, float32 unless `dtype` says otherwise. No code that comes with a
-    model is run.
+    Args:
+        source: A model or a config. A model is a folder, or a name as transformers takes it; its weights must be safetensors.
+            A config is a file that ends in `.json`, a mapping with "model_type", or a config of transformers.
+        seed: Seed of the initial weights, if `source` is a config.
+        device: Device of the model.
+        dtype: Dtype of the parameters; None keeps that of the weights, or float32 for a config.
+
+        model = hf("Qwen/Qwen2.5-0.5B", device="cuda", dtype=torch.bfloat16)
     """
     check_seed(seed)
     check_place(device, dtype or torch.float32)
@@ -496,7 +509,7 @@ def hf(source: Any, *, seed: int = 0, device: torch.device | str = "cpu", dtype:
         import transformers
     except ImportError:
         raise UserError(
-            f"The model {_named(source)} takes transformers, which is not installed: pip install transformers."
+            f"The model {_named(source)} needs transformers, which is not installed: pip install transformers."
         ) from None
     if isinstance(source, str | os.PathLike) and Path(source).suffix != ".json":
         return _pretrained(transformers, str(source), device, dtype)
@@ -504,19 +517,19 @@ def hf(source: Any, *, seed: int = 0, device: torch.device | str = "cpu", dtype:
     if isinstance(config, Mapping):
         fields = dict(config)
         kind = fields.pop("model_type", None)
-        config = _told(source, lambda: transformers.AutoConfig.for_model(kind, **fields))
+        config = _call(source, lambda: transformers.AutoConfig.for_model(kind, **fields))
     if not isinstance(config, transformers.PretrainedConfig):
         raise UserError(f"hf takes a folder, the name of a model, or a config of transformers, not {_named(source)}.")
     _check_sizes(source, config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        made = _told(source, lambda: transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+        made = _call(source, lambda: transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False))
     return HuggingFace(made.to(device=device, dtype=dtype or torch.float32)).train()
 
 
 def _pretrained(transformers: Any, source: str, device: torch.device | str, dtype: torch.dtype | None) -> HuggingFace:
-    _check_sizes(source, _told(source, lambda: transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)))
-    model, said = _told(
+    _check_sizes(source, _call(source, lambda: transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)))
+    model, said = _call(
         source,
         lambda: transformers.AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True
@@ -531,20 +544,20 @@ def _pretrained(transformers: Any, source: str, device: torch.device | str, dtyp
 
 
 def _check_sizes(source: object, config: Any) -> None:
-    """Refuse a number of layers that would be built one by one until memory or patience ends, and a width of nothing."""
+    """Raise for a number of layers that would take very long to build, and for a hidden size below 1."""
     if isinstance(layers := getattr(config, "num_hidden_layers", None), int) and layers > MOST_LAYERS:
-        raise UserError(f"The model {_named(source)} would have {layers!r:.40} layers, and at most {MOST_LAYERS:,} are built.")
+        raise UserError(f"The model {_named(source)} would have {layers!r:.40} layers, and the maximum is {MOST_LAYERS:,}.")
     if isinstance(width := getattr(config, "hidden_size", None), int) and width < 1:
         raise UserError(f"The model {_named(source)} would have a hidden size of {width}, and at least 1 is needed.")
 
 
-def _told(source: object, make: Callable[[], Any]) -> Any:
-    """What `make` makes; where transformers cannot, its first sentence."""
+def _call(source: object, make: Callable[[], Any]) -> Any:
+    """Return `make()`; if transformers raises, raise a UserError with the first line of its message."""
     try:
         return make()
-    except Exception as error:  # it raises errors of many libraries for what is wrong in a file
+    except Exception as error:  # transformers raises errors of many libraries for a bad file
         words = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:")
-        raise UserError(f"transformers cannot make the model {_named(source)}: {words}.") from None
+        raise UserError(f"transformers cannot create the model {_named(source)}: {words}.") from None
 
 
 def _named(source: object) -> str:

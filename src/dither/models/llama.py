@@ -1,6 +1,6 @@
 """Llama in plain PyTorch, with the parameter names of Hugging Face's `LlamaForCausalLM`, so that weights load both ways.
 
-Shapes: B sequences, S tokens in each, N = B * S tokens, V words, D hidden, F feed-forward, H heads, G key/value heads,
+Shapes: B sequences, S tokens in each, N = B * S tokens, V vocabulary, D hidden, F feed-forward, H heads, G key/value heads,
 E = D / H the size of a head.
 """
 
@@ -28,7 +28,7 @@ class LlamaConfig:
     """
 
     model_type: ClassVar[str] = "llama"
-    """What Hugging Face calls the architecture."""
+    """Name of the architecture at Hugging Face."""
     hidden_size: int
     """Width of the residual stream."""
     intermediate_size: int
@@ -36,21 +36,21 @@ class LlamaConfig:
     num_hidden_layers: int
     """Number of blocks."""
     num_attention_heads: int
-    """Query heads; they share the hidden size evenly, and a head's size is even."""
+    """Number of query heads, which split the hidden size evenly; the size of a head must be even."""
     num_key_value_heads: int | None = None
-    """Key and value heads, each shared by as many query heads; None gives every query head its own."""
+    """Number of key/value heads, each shared by equally many query heads; None gives every query head its own."""
     vocab_size: int = 32000
-    """Number of different tokens."""
+    """Size of the vocabulary."""
     max_position_embeddings: int = 2048
-    """The longest sequence; nothing is stored for it."""
+    """Maximum sequence length; the model stores nothing per position."""
     rope_theta: float = 10000.0
     """Base of the rotary embeddings' wavelengths."""
     rms_norm_eps: float = 1e-5
-    """Added to the mean square before its root in each norm."""
+    """Added to the mean square in each norm."""
     tie_word_embeddings: bool = False
-    """Whether the output layer uses the embedding's weight."""
+    """True if the output layer shares the embedding's weight."""
     initializer_range: float = 0.02
-    """Standard deviation of every matrix at the start; norms start at one."""
+    """Initial standard deviation of every matrix; norms start at one."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -67,12 +67,12 @@ class LlamaConfig:
 
     @property
     def head_dim(self) -> int:
-        """Size of a head."""
+        """Return the size of a head."""
         return self.hidden_size // self.num_attention_heads
 
     @property
     def key_value_heads(self) -> int:
-        """Key and value heads, as a number."""
+        """Return the number of key/value heads."""
         return self.num_attention_heads if self.num_key_value_heads is None else self.num_key_value_heads
 
 
@@ -93,11 +93,11 @@ PRESETS: Mapping[str, LlamaConfig] = MappingProxyType(
         "llama-8b": _preset(4096, 32, 32, 14336, num_key_value_heads=8),
     }
 )
-"""Sizes by name, with untied output layers and 32,000 words, but for `tiny` (256) and `llama-34m` (8192)."""
+"""Sizes by name. Output layers are untied; the vocabulary is 32,000 except for `tiny` (256) and `llama-34m` (8192)."""
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension; the quotient is taken in float32 and rounded to the dtype of x."""
+    """x / rms(x) * weight over the last dimension; the quotient is computed in float32 and rounded to the dtype of x."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -110,9 +110,9 @@ class RMSNorm(nn.Module):
 
 
 def rotary_angles(config: LlamaConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, float32[S, E], of every position's rotations; columns e and e + E/2 share an angle.
+    """Return cosine and sine, float32[S, E], of the rotation at each position; columns e and e + E/2 share an angle.
 
-    They are computed anew in each forward pass: a buffer would be rounded by `model.to(torch.bfloat16)`.
+    They are recomputed in each forward pass: `model.to(torch.bfloat16)` would round a buffer.
     """
     exponents = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32) / config.head_dim
     angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), 1.0 / config.rope_theta**exponents)
@@ -121,7 +121,7 @@ def rotary_angles(config: LlamaConfig, length: int, device: torch.device) -> tup
 
 
 def rotate(x_BHSE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
-    """Rotary embedding as Hugging Face has it: pairs are (e, e + E/2), not neighbours. Computed in float32."""
+    """Apply the rotary embedding as Hugging Face does, in float32: pairs are (e, e + E/2), not neighbours."""
     wide = x_BHSE.float()
     first, second = wide.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
@@ -167,11 +167,11 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+    """Attention and feed-forward, each after a norm and added to the residual stream."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        # In Hugging Face's order, which optimizer states are saved in.
+        # In Hugging Face's order: optimizer states are saved in the order of parameters.
         self.self_attn = Attention(config)
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -184,7 +184,7 @@ class Block(nn.Module):
 
 
 class Backbone(nn.Module):
-    """Everything between tokens and the output layer; it is a module of its own for the sake of the names."""
+    """Everything between tokens and the output layer; a separate module because of Hugging Face's parameter names."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -203,10 +203,10 @@ class Backbone(nn.Module):
 
 
 class Llama(PlainLM):
-    """A Llama: matrices start as normal numbers of deviation `config.initializer_range` (from `generator`), norms as ones.
+    """A Llama. Matrices are initialized with normal numbers from `generator`, norms with ones.
 
-    `model(tokens)` with int64 tokens [B, S] gives logits [B, S, V]. `model(tokens, targets)` gives the mean cross entropy,
-    where targets [B, S] holds the token that follows each token (the caller shifts them), or -100 where none counts.
+    `model(tokens)` with int64 tokens [B, S] returns logits [B, S, V]. `model(tokens, targets)` returns the mean cross entropy,
+    where targets [B, S] holds the token that follows each token (the caller shifts them), or -100 to ignore a position.
 
     >>> import torch
     >>> from dither.models import PRESETS, Llama
@@ -230,15 +230,15 @@ class Llama(PlainLM):
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """The blocks, first to last."""
+        """Return the blocks, first to last."""
         return self.model.layers
 
     @property
     def embedding(self) -> nn.Embedding:
-        """Tokens to vectors."""
+        """Return the token embedding."""
         return self.model.embed_tokens
 
     def logits(self, tokens_BS: Tensor) -> Tensor:
-        """[B, S] to [B, S, V]."""
+        """Return logits [B, S, V] for tokens [B, S]."""
         logits_BSV: Tensor = self.lm_head(self.model(tokens_BS))
         return logits_BSV

@@ -1,4 +1,4 @@
-"""Models by name or config: sizes, first weights, and what a token costs."""
+"""Build models by name or config; count their parameters and the FLOPs per token."""
 
 import dataclasses
 import functools
@@ -25,11 +25,11 @@ PRESETS: Mapping[str, Config] = MappingProxyType({**llama.PRESETS, **gpt2.PRESET
 """Configs by name."""
 
 DRAWN_AT_ONCE = 1 << 24
-"""Elements of a matrix that are drawn at once, so that their random bits need little memory."""
+"""Number of elements that are drawn at once, which bounds the memory of their random bits."""
 
 
 def preset(name: str, **changes: Any) -> Config:
-    """The config of that name, with other values for some of its fields.
+    """Return the config of that name with some fields changed.
 
     >>> from dither.models import preset
     >>> preset("gpt2-124m", vocab_size=8192, n_positions=2048).vocab_size
@@ -55,10 +55,17 @@ def build(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Llama | GPT2 | GPTNeo:
-    """A model with first weights: those of `seed`, the same on every device; of narrower dtypes they are the rounded ones.
+    """Return a model with initial weights, the same on every device; narrower dtypes get the rounded weights.
 
-    A matrix's element is a function of the seed, the matrix's name, and the element's row and column, and of nothing else:
-    one of the 2^16 quantiles of the normal distribution, chosen by 16 random bits, times the standard deviation.
+    An element of a matrix depends only on the seed, the name of the matrix, and its row and column: it is one of 2^16 quantiles
+    of the normal distribution, chosen by 16 random bits, times the standard deviation.
+
+    Args:
+        name_or_config: Name of a preset, or a config.
+        vocab_size: Size of the vocabulary in place of the config's.
+        seed: Seed of the initial weights.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
 
     >>> from dither.models import build
     >>> model = build("tiny", vocab_size=300, seed=1)
@@ -75,7 +82,7 @@ def build(
 
 
 def skeleton(config: Config) -> Llama | GPT2 | GPTNeo:
-    """The model of a config on the meta device: names and shapes without memory."""
+    """Return the model of a config on the meta device: names and shapes without memory."""
     with torch.device("meta"):
         if isinstance(_known(config), LlamaConfig):
             return Llama(config)  # type: ignore[arg-type]
@@ -83,7 +90,7 @@ def skeleton(config: Config) -> Llama | GPT2 | GPTNeo:
 
 
 def empty(config: Config, device: torch.device | str, dtype: torch.dtype) -> Llama | GPT2 | GPTNeo:
-    """The model of a config in memory that holds anything yet."""
+    """Return the model of a config with uninitialized parameters."""
     check_place(device, dtype)
     model = skeleton(config).to(dtype).to_empty(device=device)
     model.tie()
@@ -91,12 +98,12 @@ def empty(config: Config, device: torch.device | str, dtype: torch.dtype) -> Lla
 
 
 def check_seed(seed: int) -> None:
-    """Raise unless a stream takes the seed, before anything is built."""
+    """Raise unless the seed is valid, before anything is built."""
     Stream(seed, "init", "")
 
 
 def check_place(device: torch.device | str, dtype: torch.dtype) -> None:
-    """Raise unless a model can be on that device and in that dtype."""
+    """Raise unless a model can be created on that device and in that dtype."""
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
         raise UserError(f"A model is in float32, bfloat16, float16 or float64, not in {dtype!r}.")
     try:
@@ -104,7 +111,7 @@ def check_place(device: torch.device | str, dtype: torch.dtype) -> None:
     except (RuntimeError, TypeError):
         raise UserError(f"There is no device {device!r}: 'cpu' and 'cuda' are devices.") from None
     if kind == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"The device {str(device)!r} takes a GPU, and torch finds none here: 'cpu' would work.")
+        raise UserError(f"The device {str(device)!r} needs a GPU, and torch finds none here: use 'cpu'.")
 
 
 def _known(config: Config) -> Config:
@@ -126,14 +133,14 @@ def _draw(stream: Stream, parameter: Tensor, deviation: float) -> None:
 
 @functools.cache
 def _normal_quantiles() -> Tensor:
-    """The values that a normal number is below with probability (k + 1/2) / 2^16, float64[2^16]; the largest is 4.3."""
-    # In Python, since torch's own inverse differs between devices.
+    """Return the quantiles (k + 1/2) / 2^16 of the normal distribution, float64[2^16]; the largest is 4.3."""
+    # Computed in Python, since torch's inverse differs between devices.
     upper = [statistics.NormalDist().inv_cdf((k + 0.5) / 65536) for k in range(32768, 65536)]
     return torch.tensor([-value for value in reversed(upper)] + upper, dtype=torch.float64)
 
 
 def parameter_count(config: Config) -> int:
-    """How many parameters the model of a config has; a tied output layer counts once.
+    """Return the number of parameters of a config's model; a tied output layer counts once.
 
     >>> from dither.models import PRESETS, parameter_count
     >>> parameter_count(PRESETS["gpt2-124m"])
@@ -143,12 +150,14 @@ def parameter_count(config: Config) -> int:
 
 
 def flops_per_token(model_or_config: nn.Module | Config, sequence: int) -> int:
-    """Floating-point operations of forward and backward for one token in a sequence of `sequence` tokens.
+    """Return the floating-point operations per token, forward and backward, in a sequence of `sequence` tokens.
 
-    6 for each weight of a linear layer, the output layer included, tied or not, and embeddings not (a product and a sum in each
-    of three products), and 12 * layers * width of all heads * sequence for attention. That is the formula of PaLM's appendix
-    B, which MFU is quoted by: it counts whole S x S squares, of which causal attention needs half. Takes any model that has
-    Hugging Face's config; experts count as often as a token visits them. Nothing is added for what is recomputed.
+        6 * weights of linear layers + 12 * layers * width of all heads * sequence
+
+    Each weight takes a multiplication and an addition in each of the three products (fprop, dgrad, wgrad). The output layer
+    counts, tied or not; embeddings do not. This is the formula of PaLM's appendix B, which is used for MFU: it counts whole
+    S x S attention matrices, of which causal attention needs half. Experts count once per token that visits them. Recomputation
+    does not count. Any model with a Hugging Face config works.
 
     >>> from dither.models import PRESETS, flops_per_token
     >>> flops_per_token(PRESETS["llama-134m"], 2048)  # 109.5 million weights that multiply, and attention
@@ -160,7 +169,7 @@ def flops_per_token(model_or_config: nn.Module | Config, sequence: int) -> int:
     config: Any = getattr(model, "config", None)
     heads = getattr(config, "num_attention_heads", None)
     if heads is None:
-        raise UserError(f"{type(model).__name__} has no config that says how many heads and layers it has.")
+        raise UserError(f"{type(model).__name__} has no config with numbers of heads and layers.")
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     weights = sum(site.work for site in _sites(model))
     return int(6 * weights + 12 * config.num_hidden_layers * width * sequence)

@@ -33,7 +33,7 @@ class StatefulLayer(SampledLayer):
     draw_keys: Tensor | None
     """int64[5] on the device: the keys of the layer's random streams."""
     levels: Tensor | None
-    """int32[6, 4] on the device: in column 0, which cast of its family each operand takes along and across (`dither.levels`)."""
+    """int32[6, 4] on the device: in column 0 the cast of its family that each operand takes, along and across."""
     families: Levels
     """Casts of each operand that `levels` chooses between."""
     known_precisions: frozenset[LayerPrecision]

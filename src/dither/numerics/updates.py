@@ -19,7 +19,7 @@ from dither.nn.tensor_parallel import local
 from dither.optim.adamw import AdamW
 from dither.reference.adamw import FORMATS
 from dither.reference.numerics import UpdateCounts, update_counts
-from dither.snip.moments import stored
+from dither.snip.optimizer_state import read_moments
 
 NEEDED = ("lr", "betas", "eps", "weight_decay")
 
@@ -74,7 +74,7 @@ def weight_and_update(
     Of a parameter that is spread over processes they are those of this process's part.
     """
     state = optimizer.state[parameter]
-    found = stored(optimizer, parameter, group, number)
+    found = read_moments(optimizer, parameter, group, number)
     w = local(parameter.detach())
     v = local(state["max_exp_avg_sq"]).float() if group.get("amsgrad") else found.v
     rounding = "nearest"

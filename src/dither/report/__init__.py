@@ -1,7 +1,14 @@
-"""Pages about runs, made from their folders alone: see docs/reports.md."""
+"""Write HTML reports about runs from their folders alone: see docs/reports.md."""
 
-from dither.report.load import Run as Run
-from dither.report.load import read as read
-from dither.report.load import read_all as read_all
+from typing import Any
+
+from dither.errors import renamed
 from dither.report.page import render as render
 from dither.report.page import write as write
+from dither.report.run_folder import RunFolder as RunFolder
+from dither.report.run_folder import read as read
+from dither.report.run_folder import read_all as read_all
+
+
+def __getattr__(name: str) -> Any:
+    return globals()[renamed("dither.report", {"Run": "RunFolder"}, name)]

@@ -9,7 +9,7 @@ from typing import Any
 
 from dither.errors import UserError
 from dither.report.estimates import BOUND, Estimate, estimate, paired
-from dither.report.load import Run
+from dither.report.run_folder import RunFolder
 from dither.report.summary import summarize
 
 VERSION = 1
@@ -43,7 +43,7 @@ class Entry:
     """Peak bytes."""
 
     @classmethod
-    def of(cls, run: Run, *, arm: str, seed: int, value: Value | None = None) -> "Entry":
+    def of(cls, run: RunFolder, *, arm: str, seed: int, value: Value | None = None) -> "Entry":
         """Return the entry of a run.
 
         A run that stopped before its last step has no final loss: the last one it measured is that of an earlier step.

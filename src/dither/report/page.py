@@ -16,7 +16,7 @@ from dither.precision import Plan
 from dither.report import maps, plots
 from dither.report.comparison import Comparison, shown
 from dither.report.estimates import Estimate, paired
-from dither.report.load import Run, read_all
+from dither.report.run_folder import RunFolder, read_all
 from dither.report.summary import Summary, summarize
 
 MOST_SHOWN = 200
@@ -30,7 +30,7 @@ LONGEST_SHOWN = 4000
 class _Section:
     """All that a page says about one run."""
 
-    run: Run
+    run: RunFolder
     summary: Summary
     difference: Estimate | None
     """Held-out loss less that of the first run; None for the first run itself."""
@@ -47,7 +47,7 @@ class _Section:
     missing: tuple[str, ...]
 
 
-def render(runs: Sequence[Run], comparison: Comparison | None = None) -> str:
+def render(runs: Sequence[RunFolder], comparison: Comparison | None = None) -> str:
     """Return the page of one run or several as HTML; the same runs give the same bytes.
 
     With a comparison of the runs, its tables, sentences and figure come first.
@@ -106,7 +106,7 @@ def write(folders: Sequence[str | Path], out: str | Path | None = None, comparis
 # What is shown --------------------------------------------------------------------------------------------------------
 
 
-def _section(run: Run, index: int, first: Run) -> _Section:
+def _section(run: RunFolder, index: int, first: RunFolder) -> _Section:
     names, missing = [layer.name for layer in run.layers], list(run.missing)
     precision, later = None, list[tuple[int, str, maps.Grid]]()
     if run.plan is not None and names:
@@ -141,7 +141,7 @@ def _section(run: Run, index: int, first: Run) -> _Section:
     )
 
 
-def _events(run: Run) -> tuple[tuple[int, str, str], ...]:
+def _events(run: RunFolder) -> tuple[tuple[int, str, str], ...]:
     """What the guard saw, where a run began again and how it ended, in the order of steps."""
     found = []
     for line in run.of("guard"):
@@ -161,7 +161,7 @@ def _words(value: object) -> str:
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]} ... ({len(text):,} characters)"
 
 
-def _embedded(runs: Sequence[Run], sections: Sequence[_Section], comparison: Comparison | None) -> str:
+def _embedded(runs: Sequence[RunFolder], sections: Sequence[_Section], comparison: Comparison | None) -> str:
     """The figures and curves as JSON for programs that read the page, in a form that no HTML parser can leave early."""
     curves = (("train", "loss"), ("train", "loss_ema"), ("train", "tokens_per_s"), ("eval", "loss"), ("eval", "bits_per_byte"))
     data = [

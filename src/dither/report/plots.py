@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dither.errors import UserError
 from dither.report.comparison import Comparison, shown
-from dither.report.load import Run, number
+from dither.report.run_folder import RunFolder, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,7 +54,7 @@ class _Line:
     marker: str = ""
 
 
-def charts(runs: Sequence[Run]) -> tuple[Chart, ...]:
+def charts(runs: Sequence[RunFolder]) -> tuple[Chart, ...]:
     """The curves of all runs, each kind in one chart; those for which nothing was written are left out."""
     about = "Thick: held-out text. Thin: training, averaged over steps."
     found = []
@@ -132,7 +132,7 @@ def _draw_sweep(axes: "Axes", comparison: Comparison) -> None:
     axes.set_xlabel(comparison.field or "")
 
 
-def bitwidth_charts(run: Run, index: int = 0) -> tuple[Chart, ...]:
+def bitwidth_charts(run: RunFolder, index: int = 0) -> tuple[Chart, ...]:
     """How a run's bitwidths moved, a line for each layer, and how they are distributed at the end."""
     steps = [(line["step"], _layers(line)) for line in run.of("bitwidths")]
     names = dict.fromkeys(name for _, layers in steps for name in layers)
@@ -148,7 +148,7 @@ def bitwidth_charts(run: Run, index: int = 0) -> tuple[Chart, ...]:
     return tuple(chart for chart in found if chart is not None)
 
 
-def layer_bits(run: Run) -> dict[str, float]:
+def layer_bits(run: RunFolder) -> dict[str, float]:
     """The mean bitwidth of each layer in the last line that has any."""
     lines = run.of("bitwidths")
     found = {name: layer["mean"] for name, layer in _layers(lines[-1]).items()} if lines else {}
@@ -188,7 +188,7 @@ def thin(points: Points, most: int = MOST_POINTS) -> Points:
     return kept
 
 
-def _losses(run: Run, index: int, x: str, raw: bool) -> list[_Line]:
+def _losses(run: RunFolder, index: int, x: str, raw: bool) -> list[_Line]:
     """The curves of a run's losses: the averaged one where there is one, the plain one faintly behind it."""
     tokens = run.curve("train", "tokens")
     plain, mean = run.curve("train", "loss", x), run.curve("train", "loss_ema", x)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dither.report.load import Run, number
+from dither.report.run_folder import RunFolder, number
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Summary:
     parameters: float | None
 
 
-def summarize(run: Run) -> Summary:
+def summarize(run: RunFolder) -> Summary:
     """The figures of a run.
 
     >>> import tempfile, pathlib

@@ -1,33 +1,35 @@
-"""How far an option leads a training astray: the change of its loss and the change of its weights' next step.
+"""Estimate how an option perturbs training: the change of the loss and the change of the next weight update.
 
-Layer l computes Y = X W^T with X: M x K and W: N x K. A cast adds to an operand T an error of norm |err T|, taken as white:
-every element deviates by s_T = |err T| / sqrt(number of elements). Norms are Frobenius norms, gradients those of the loss L.
+Layer l computes Y = X W^T with X: M x K and W: N x K. A cast adds an error of norm |err T| to an operand T. The error
+is modelled as white noise: every element has the standard deviation s_T = |err T| / sqrt(number of elements). Norms are
+Frobenius norms, and gradients are those of the loss L.
 
-What follows without another pass is here; `dither.snip.probes` measures the rest.
+This module has the closed forms, which need no further pass; `dither.snip.probes` measures the rest.
 """
 
 import json
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dither.errors import UserError
-from dither.snip.options import Option
+from dither.snip.layer_options import Option
 from dither.snip.statistics import VERSION, LayerStatistics, Statistics, check_version, load_json
 
 Table = tuple[tuple[float, ...], ...]
-"""One row a layer, one column an option."""
+"""One row per layer, one column per option."""
 
 
 def loss_divergence(layer: LayerStatistics, option: Option, loss: float, *, rows: bool = False) -> float:
-    """SNIP's loss divergence (section 4.2): the change of the loss that the slope explains, in units of the loss.
+    """Return SNIP's loss divergence (section 4.2): the first-order change of the loss, relative to the loss.
 
         dL = sqrt((|grad X| |err X| / sqrt(M K))^2 + (|grad W| |err W| / sqrt(N K))^2) / |L|
 
     With M = 4, N = 2, K = 4, |grad X| = 2, |err X| = 0.4, |grad W| = 3, |err W| = 0.2 and L = 5 that is
-    sqrt((0.8 / 4)^2 + (0.6 / sqrt 8)^2) / 5 = 0.0583. The paper's section 6.3 takes norms row by row: `rows=True` replaces the
-    square of |grad X| |err X| / sqrt(M K) by the sum over rows of |grad X_m|^2 |err X_m|^2 / K, and that of W likewise.
+    sqrt((0.8 / 4)^2 + (0.6 / sqrt 8)^2) / 5 = 0.0583. Section 6.3 of the paper takes norms row by row: `rows=True` replaces
+    the square of |grad X| |err X| / sqrt(M K) by the sum over rows of |grad X_m|^2 |err X_m|^2 / K, and that of W likewise.
     """
     parts = []
     for operand, gradient in (("input", "dx"), ("weight", "dw")):
@@ -40,7 +42,7 @@ def loss_divergence(layer: LayerStatistics, option: Option, loss: float, *, rows
 
 
 def gradient_error(layer: LayerStatistics, option: Option) -> float:
-    """|err g| of the layer's own weight gradient g = dY^T X, from the errors of dY and X in that product: the direct term.
+    """Return |err g| of the layer's own weight gradient g = dY^T X, from the errors of dY and X in that product.
 
         |err g|^2 = K s_X^2 |dY|^2 + N s_dY^2 |X|^2 = (|dY|^2 |err X|^2 + |X|^2 |err dY|^2) / M
 
@@ -52,7 +54,9 @@ def gradient_error(layer: LayerStatistics, option: Option) -> float:
 
 
 def output_deviation(layer: LayerStatistics, option: Option) -> float:
-    """By how much an element of Y = X W^T deviates: sqrt(s_X^2 |W|^2 / N + s_W^2 |X|^2 / M), what later layers see.
+    """Return the standard deviation of the error of an element of Y = X W^T, which later layers see.
+
+        s_Y = sqrt(s_X^2 |W|^2 / N + s_W^2 |X|^2 / M)
 
     With s_X = 0.1, |W| = 4, N = 2, s_W = 0.05, |X| = 6 and M = 4 that is sqrt(0.08 + 0.0225) = 0.3202.
     """
@@ -62,7 +66,9 @@ def output_deviation(layer: LayerStatistics, option: Option) -> float:
 
 
 def input_gradient_deviation(layer: LayerStatistics, option: Option) -> float:
-    """By how much an element of dX = dY W deviates: sqrt(s_dY^2 |W|^2 / K + s_W^2 |dY|^2 / M), what earlier layers see.
+    """Return the standard deviation of the error of an element of dX = dY W, which earlier layers see.
+
+        s_dX = sqrt(s_dY^2 |W|^2 / K + s_W^2 |dY|^2 / M)
 
     With s_dY = 0.1, |W| = 4, K = 4, s_W = 0.05, |dY| = 6 and M = 4 that is sqrt(0.04 + 0.0225) = 0.25.
     """
@@ -72,11 +78,11 @@ def input_gradient_deviation(layer: LayerStatistics, option: Option) -> float:
 
 
 def weight_divergence(statistics: Statistics, errors: Mapping[str, float]) -> float:
-    """SNIP's weight divergence (section 4.3): errors of gradients, as AdamW passes them on to the weights.
+    """Return SNIP's weight divergence (section 4.3): errors of gradients, propagated through the optimizer's update.
 
         dW = mean over all layers i of |h'_i| |err g_i| / sqrt(N_i K_i) / |W_i|
 
-    `errors` has |err g_i| by layer, and layers that are not in it have none. With two layers, |h'| = 0.02, |err g| = 0.5,
+    `errors` maps layer names to |err g_i|; other layers have no error. With two layers, |h'| = 0.02, |err g| = 0.5,
     N K = 8 and |W| = 4 in the first and no error in the second, that is 0.02 * 0.5 / sqrt 8 / 4 / 2 = 0.000442.
     """
     passed = zip(statistics.layers, sensitivities(statistics), strict=True)
@@ -84,9 +90,9 @@ def weight_divergence(statistics: Statistics, errors: Mapping[str, float]) -> fl
 
 
 def sensitivities(statistics: Statistics) -> list[float]:
-    """|h'_i| / sqrt(N_i K_i) / |W_i| of each layer: how far an error of its gradient moves its weights, in units of them.
+    """Return |h'_i| / sqrt(N_i K_i) / |W_i| of each layer: the relative change of its weights per unit error of its gradient.
 
-    A weight that is all zeros has no such units, and counts as one that does not move.
+    A weight that is all zeros has no relative change and counts as 0.
     """
     return [
         layer.update / math.sqrt(layer.N * layer.K) / layer.norms["w"] if layer.norms["w"] else 0.0
@@ -96,42 +102,46 @@ def sensitivities(statistics: Statistics) -> list[float]:
 
 @dataclass(frozen=True)
 class Scores:
-    """What each option of each layer does to training, as one of the probes found it."""
+    """Estimated effect of each option of each layer on training; see `dither.snip.score`."""
 
     step: int
+    """Step of the statistics."""
     probe: str
+    """Probe that made the estimates."""
     layers: tuple[str, ...]
+    """Names of the layers."""
     options: tuple[str, ...]
+    """Names of the options."""
     loss: Table
-    """The change of the loss, in units of the loss: one row a layer, one column an option."""
+    """dL, the change of the loss relative to the loss: one row per layer, one column per option."""
     weights: Table
-    """The change that the next weights take, in units of the weights, the mean over all layers."""
+    """dW, the change of the next weights relative to the weights, averaged over all layers."""
     statistics: Statistics
     passes: int = 0
-    """How many passes over a micro-batch, forward and backward, it took to find out."""
+    """Number of passes over a micro-batch, forward and backward, that the estimates took."""
     seconds: float = 0.0
-    """And how long."""
+    """Time that the estimates took."""
 
     def __post_init__(self) -> None:
         for name in ("loss", "weights"):
             table = getattr(self, name)
             if len(table) != len(self.layers) or any(len(row) != len(self.options) for row in table):
                 raise UserError(
-                    f"The {name} of scores has a row for each of {len(self.layers)} layers and a column for each of "
-                    f"{len(self.options)} options."
+                    f"Scores need a table {name!r} with one row per layer ({len(self.layers)}) and one column per option "
+                    f"({len(self.options)})."
                 )
             for layer, row in zip(self.layers, table, strict=True):
                 if not all(isinstance(number, int | float) and math.isfinite(number) for number in row):
                     raise UserError(f"The scores of the layer {layer!r} hold a number that is not finite in {name}.")
 
-    def quality(self, loss_weight: float = 1.0, update_weight: float = 1.0, power: float = 2.0) -> list[list[float]]:
-        """Return q = (loss_weight dL)^power + (update_weight dW)^power of each layer and option, which `solve` makes small.
+    def harm(self, loss_weight: float = 1.0, update_weight: float = 1.0, power: float = 2.0) -> list[list[float]]:
+        """Return (loss_weight dL)^power + (update_weight dW)^power of each layer and option, which `solve` minimises.
 
-        Errors of two layers are independent, so squares of what they do add up, and the root of their sum is what a plan does.
-        The paper adds up divergences as they are: power=1. docs/results/snip.md tells what training says to either.
+        Errors of different layers are independent, so the squares of their effects add up: power=2. The paper adds the
+        divergences themselves: power=1. docs/results/snip.md compares both in training.
 
         >>> one = Scores(0, "direct", ("up",), ("fp8", "fp4"), ((0.5, 2.0),), ((0.5, 1.0),), Statistics(0, 1.0, ()))
-        >>> one.quality(), one.quality(update_weight=2.0, power=1)
+        >>> one.harm(), one.harm(update_weight=2.0, power=1)
         ([[0.5, 5.0]], [[1.5, 4.0]])
         """
         return [
@@ -139,13 +149,18 @@ class Scores:
             for one, other in zip(self.loss, self.weights, strict=True)
         ]
 
+    def quality(self, loss_weight: float = 1.0, update_weight: float = 1.0, power: float = 2.0) -> list[list[float]]:
+        """Return `harm`, under its name in the previous release."""
+        warnings.warn("Scores.quality is now Scores.harm.", DeprecationWarning, stacklevel=2)
+        return self.harm(loss_weight, update_weight, power)
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return plain values, ready for JSON."""
         return {"version": VERSION, **vars(self), "statistics": self.statistics.to_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Scores":
-        """The inverse of `to_dict`."""
+        """Return the object that `to_dict` described."""
         check_version("scores", data)
         fields = {key: value for key, value in data.items() if key != "version"}
         try:
@@ -158,10 +173,10 @@ class Scores:
             raise UserError(f"These are not scores as this version writes them: {error}.") from None
 
     def to_json(self) -> str:
-        """One line of JSON."""
+        """Return one line of JSON."""
         return json.dumps(self.to_dict())
 
     @classmethod
     def from_json(cls, text: str) -> "Scores":
-        """The inverse of `to_json`."""
+        """Return the object that `to_json` described."""
         return cls.from_dict(load_json("scores", text))

@@ -1,11 +1,11 @@
-"""Ways to find out what an option does to a training: `score`, by closed forms, by noise, or by trying.
+"""Estimate what each option of each layer does to training (`score`), by one of four probes.
 
-    direct    closed forms of one step's statistics: the paper's loss divergence and each layer's own weight gradient
-    last      the paper's: two passes with Gaussian noise at the last layer
-    layer     Gaussian noise at each layer in turn: three passes a layer, whatever the options
-    measure   each operand of each layer in its coarsest cast, one at a time, for real
+    direct    closed forms from the statistics of one step: the paper's loss divergence and each layer's own weight gradient
+    last      the paper's probe: two passes with Gaussian noise at the last layer
+    layer     Gaussian noise at each layer in turn: three passes per layer, for any number of options
+    measure   each operand of each layer in its coarsest cast, one at a time, measured
 
-docs/snip.md has what they are worth and what they cost.
+docs/snip.md compares how accurate they are and how long they take.
 """
 
 import itertools
@@ -27,15 +27,14 @@ from dither.precision import PRODUCTS, Cast, LayerPrecision, Override, did_you_m
 from dither.random import Stream
 from dither.snip import divergence
 from dither.snip.divergence import Scores
-from dither.snip.options import Option
-from dither.snip.options import options as all_options
-from dither.snip.passes import Forward, Pass, Passes, plain_forward
+from dither.snip.dry_run import DryRun, Forward, LossAndGradients, plain_forward
+from dither.snip.layer_options import Option
+from dither.snip.layer_options import options as all_options
+from dither.snip.settings import PROBES, TrainingSetup, with_old_keywords
 from dither.snip.statistics import LayerStatistics, Statistics, collecting
 
-PROBES = ("measure", "layer", "last", "direct")
-
-Found = tuple[list[list[float]], list[list[float]]]
-"""dL and dW, a row for each layer, a column for each option."""
+LossAndWeights = tuple[list[list[float]], list[list[float]]]
+"""(dL, dW), each with one row per layer and one column per option."""
 
 
 def score(
@@ -48,20 +47,27 @@ def score(
     forward: Forward = plain_forward,
     probe: Literal["measure", "layer", "last", "direct"] = "measure",
     rows: bool = False,
-    max_norm: float | None = None,
     step: int | None = None,
-    group: torch.distributed.ProcessGroup | None = None,
-    pipeline: torch.distributed.ProcessGroup | None = None,
+    setup: TrainingSetup | None = None,
+    **old: Any,
 ) -> Scores:
-    """What each option of each layer of a converted model would do to its training, on `batches` of it.
+    """Estimate what each option of each layer of a converted model does to its training.
 
-    The model runs uncast but for what is tried, and is left as it was, to the bit, with gradients, generators and optimizer.
-    Batches count as micro-batches of one step; `forward(model, batch)` gives the loss of one, under the autocast of training.
-    `max_norm` is what gradients are clipped to (dither's AdamW says so itself), `step` the optimizer's number of steps unless
-    given. `rows` takes the row-wise form of the paper's loss divergence. With `group`, its ranks bring batches of their own and
-    get the same scores; FSDP2 needs it. `pipeline` are the processes of a pipeline in the order of its stages: each gives its
-    own stage as `model`, with the names of the whole one, and gets the scores of all; `forward` is then `pipelined(schedule,
-    stage)`. What sampling a layer does, if it does, is left out.
+    During the estimate the model runs uncast except for the operand under test. Afterwards the model, its gradients, the random
+    generators and the optimizer are bit for bit what they were. Effects of sampling layers are not part of the estimate.
+
+    Args:
+        model: A converted model, or in a pipeline the module of this rank's stage.
+        batches: Micro-batches of one step; with `setup.group`, those of this rank.
+        optimizer: The optimizer of the model, with its moments.
+        options: Options of each layer, as `dither.snip.options` takes them.
+        stream: Source of noise and of the bits of stochastic casts.
+        forward: Function of (model, batch) that returns the 0-d loss under the autocast of training; in a pipeline,
+            `pipelined(schedule, stage)`.
+        probe: "measure", "layer", "last" or "direct".
+        rows: Use the row-wise form of the paper's loss divergence (section 6.3).
+        step: Step that the scores are labelled with; by default the optimizer's number of steps.
+        setup: Clipping and process groups of the training loop.
 
     >>> import dither
     >>> from dither.models import PRESETS, Llama
@@ -79,26 +85,25 @@ def score(
     if probe not in PROBES:
         hint = did_you_mean(probe, PROBES) if isinstance(probe, str) else ""
         raise UserError(f"There is no probe {probe!r}{hint}: choose one of {', '.join(PROBES)}.")
+    (setup,) = with_old_keywords("score", old, setup or TrainingSetup())
     began, chosen = time.perf_counter(), all_options(options)
-    passes = Passes(
-        model, batches, optimizer, stream=stream, forward=forward, max_norm=max_norm, group=group, pipeline=pipeline
-    )
-    step = passes.steps if step is None else step
-    with passes.borrowed():
-        with collecting(passes.model, chosen, stream=stream, some=pipeline is None) as seen:
-            base = passes.run()
-        statistics = passes.statistics(seen, base, step)
+    dry_run = DryRun(model, batches, optimizer, stream=stream, forward=forward, setup=setup)
+    step = dry_run.steps if step is None else step
+    with dry_run.borrowed():
+        with collecting(dry_run.model, chosen, stream=stream, some=setup.pipeline is None) as seen:
+            base = dry_run.run()
+        statistics = dry_run.statistics(seen, base, step)
         probes = {"direct": _direct, "last": _last, "layer": _layer, "measure": _measure}
-        loss, weights = probes[probe](passes, statistics, chosen, base, rows)
+        loss, weights = probes[probe](dry_run, statistics, chosen, base, rows)
     return Scores(
         step,
         f"{probe} by rows" if rows else probe,
-        tuple(passes.names),
+        tuple(dry_run.names),
         tuple(option.name for option in chosen),
         tuple(tuple(row) for row in loss),
         tuple(tuple(row) for row in weights),
         statistics,
-        passes.count,
+        dry_run.count,
         time.perf_counter() - began,
     )
 
@@ -110,7 +115,9 @@ def _closed_loss(statistics: Statistics, options: Sequence[Option], rows: bool) 
     ]
 
 
-def _direct(passes: Passes, statistics: Statistics, options: Sequence[Option], base: Pass, rows: bool) -> Found:
+def _direct(
+    dry_run: DryRun, statistics: Statistics, options: Sequence[Option], base: LossAndGradients, rows: bool
+) -> LossAndWeights:
     weights = [
         [divergence.weight_divergence(statistics, {layer.name: divergence.gradient_error(layer, option)}) for option in options]
         for layer in statistics.layers
@@ -118,22 +125,24 @@ def _direct(passes: Passes, statistics: Statistics, options: Sequence[Option], b
     return _closed_loss(statistics, options, rows), weights
 
 
-def _last(passes: Passes, statistics: Statistics, options: Sequence[Option], base: Pass, rows: bool) -> Found:
-    """The paper's two passes: noise on the last layer's output, and noise on its input's gradient.
+def _last(
+    dry_run: DryRun, statistics: Statistics, options: Sequence[Option], base: LossAndGradients, rows: bool
+) -> LossAndWeights:
+    """Run the paper's two passes: noise on the last layer's output, and noise on the gradient of its input.
 
-    The paper takes |change of g_i| from them for every layer i, and does not say what it is for an error at another layer l.
-    We read them as relative: an error of Y_l, in units of Y_l, changes g_i as one of the last layer's Y in its units does,
-    and an error of dX_l changes the g_i of earlier layers as one of the last layer's dX does.
+    The paper takes |change of g_i| of every layer i from them, and does not say how it follows for an error at another layer l.
+    We read it as relative: a relative error of Y_l changes g_i as the same relative error of the last layer's Y does, and a
+    relative error of dX_l changes the g_i of earlier layers as the same relative error of the last layer's dX does.
     """
     last = statistics.layers[-1]
     size = {"y": _rms(last, "y"), "dx": _rms(last, "dx")}
     bends: dict[str, dict[str, float]] = {}
     for where in size:
-        # A hundredth: small enough to be linear, and far above the rounding of bfloat16 in the mean over a tensor.
-        with _noise(passes, last.name, where, 0.01 * size[where], 0):
-            found = passes.run()
-        moved = passes.norms(found.gradients.pop(name) - g for name, g in base.gradients.items())
-        bends[where] = dict(zip(passes.names, moved.mul(100).tolist(), strict=True))
+        # 1 %: small enough to be linear, and far above bfloat16 rounding when averaged over a tensor.
+        with _noise(dry_run, last.name, where, 0.01 * size[where], 0):
+            found = dry_run.run()
+        moved = dry_run.norms(found.gradients.pop(name) - g for name, g in base.gradients.items())
+        bends[where] = dict(zip(dry_run.names, moved.mul(100).tolist(), strict=True))
     passed = numpy.array(divergence.sensitivities(statistics)) / len(statistics.layers)
     by_y, by_dx = (numpy.array([bends[where][layer.name] for layer in statistics.layers]) for where in ("y", "dx"))
     weights = []
@@ -150,13 +159,15 @@ def _last(passes: Passes, statistics: Statistics, options: Sequence[Option], bas
     return _closed_loss(statistics, options, rows), weights
 
 
-def _layer(passes: Passes, statistics: Statistics, options: Sequence[Option], base: Pass, rows: bool) -> Found:
-    """Noise of both signs on a layer's output and noise on its input's gradient, each as large as that of the worst option.
+def _layer(
+    dry_run: DryRun, statistics: Statistics, options: Sequence[Option], base: LossAndGradients, rows: bool
+) -> LossAndWeights:
+    """Add noise to each layer's output, with both signs, and to the gradient of its input, each as large as the worst option's.
 
-    Changes of updates grow with the noise's deviation and the rise of the loss by curvature, in which the slope cancels,
-    (L(+) + L(-)) / 2 - L, with its square: that is how the other options follow.
+    The other options follow by scaling: changes of updates are proportional to the standard deviation of the noise. The rise of
+    the loss by curvature, (L(+) + L(-)) / 2 - L, in which the slope cancels, is proportional to its square.
     """
-    updates, base_loss = passes.updates(base), float(base.loss)
+    updates, base_loss = dry_run.updates(base), float(base.loss)
     closed, passed = _closed_loss(statistics, options, rows), divergence.sensitivities(statistics)
     loss, weights = [], []
     for place, layer in enumerate(statistics.layers):
@@ -165,13 +176,13 @@ def _layer(passes: Passes, statistics: Statistics, options: Sequence[Option], ba
         moved, rise = torch.zeros(2, len(statistics.layers), dtype=torch.float64), 0.0
         if max(ahead) > 0:
             for sign in (1.0, -1.0):
-                with _noise(passes, layer.name, "y", sign * max(ahead), place):
-                    found = passes.run()
+                with _noise(dry_run, layer.name, "y", sign * max(ahead), place):
+                    found = dry_run.run()
                 rise += (float(found.loss) - base_loss) / 2
-                moved[0] += passes.change(found, updates).square().cpu() / 2
+                moved[0] += dry_run.change(found, updates).square().cpu() / 2
         if max(back) > 0:
-            with _noise(passes, layer.name, "dx", max(back), place):
-                moved[1] = passes.change(passes.run(), updates).square().cpu()
+            with _noise(dry_run, layer.name, "dx", max(back), place):
+                moved[1] = dry_run.change(dry_run.run(), updates).square().cpu()
         row_loss, row_weights = [], []
         for number, option in enumerate(options):
             near, far = (a / max(all_) if max(all_) else 0.0 for a, all_ in ((ahead[number], ahead), (back[number], back)))
@@ -185,19 +196,22 @@ def _layer(passes: Passes, statistics: Statistics, options: Sequence[Option], ba
     return loss, weights
 
 
-def _measure(passes: Passes, statistics: Statistics, options: Sequence[Option], base: Pass, rows: bool) -> Found:
-    """Each operand of each layer in its coarsest cast, one at a time: the change of every layer's step, and loss by curvature.
+def _measure(
+    dry_run: DryRun, statistics: Statistics, options: Sequence[Option], base: LossAndGradients, rows: bool
+) -> LossAndWeights:
+    """Cast each operand of each layer with its coarsest cast, one at a time; measure the updates and the loss's curvature.
 
-    An operand that some option casts otherwise for one of its two products is tried in each of them by itself.
+    An operand that some option casts differently in its two products is tried in each product separately.
 
-    An error e moves the loss by g e + e H e / 2, slope and curvature. The slope's part belongs to this batch: on others it has
-    another size and sign, of which the closed form knows the deviation. The curvature's part is the same everywhere, and is
-    half of what the slope along e differs by, from the near end of e, g e, to the far end, (g + H e) e. Differences of losses
-    would do, too, but in bfloat16 they are mostly rounding. With finer casts, curvature shrinks with the square of their
-    errors' norm, and changes of steps with the norm itself. Errors of two operands are independent: parts of curvature add up,
-    and squares of changes.
+    An error e changes the loss by g e + e H e / 2, slope and curvature. The slope term depends on the batch: on other batches
+    it has another size and sign, and the closed form gives its standard deviation. The curvature term is the same for all
+    batches. It is half of the difference between the slope along e at its far end, (g + H e) e, and at its near end, g e.
+    Differences of losses would give it too, but in bfloat16 they are mostly rounding.
+
+    For finer casts, curvature scales with the squared norm of the error, and changes of updates scale with the norm. Errors of
+    two operands are independent: their curvature terms add up, and so do the squares of their changes of updates.
     """
-    updates, base_loss = passes.updates(base), float(base.loss)
+    updates, base_loss = dry_run.updates(base), float(base.loss)
     closed, slots = _closed_loss(statistics, options, rows), _slots(options)
     loss, weights = [], []
     for place, layer in enumerate(statistics.layers):
@@ -211,15 +225,15 @@ def _measure(passes: Passes, statistics: Statistics, options: Sequence[Option], 
         errors = {slot: layer.error(slot.operand, cast) for slot, cast in coarsest.items()}
         bend = dict.fromkeys(slots, 0.0)
         moved = {slot: torch.zeros(len(statistics.layers), dtype=torch.float64) for slot in slots}
-        slopes = _Slopes(passes, layer.name)
+        slopes = _Slopes(dry_run, layer.name)
         for number, slot in enumerate(slots):
-            # The first is not in the forward product: it leaves the loss and its gradient dY of this layer as they are.
+            # The first slot is not in the forward product, so it leaves the loss and this layer's dY unchanged.
             if errors[slot] > 0 or (number == 0 and any(errors.values())):
                 cast = coarsest[slot] if errors[slot] > 0 else None
-                with passes.cast(layer.name, slot.precision(cast)), slopes.watched(slot.operand if slot.forward else "grad"):
-                    found = passes.run()
+                with dry_run.cast(layer.name, slot.precision(cast)), slopes.watched(slot.operand if slot.forward else "grad"):
+                    found = dry_run.run()
                 bend[slot] = slopes.curvature()
-                moved[slot] = passes.change(found, updates).square().cpu()
+                moved[slot] = dry_run.change(found, updates).square().cpu()
         row_loss, row_weights = [], []
         for number, option in enumerate(options):
             shares = {
@@ -235,31 +249,31 @@ def _measure(passes: Passes, statistics: Statistics, options: Sequence[Option], 
 
 
 class _Slot(NamedTuple):
-    """An operand in both of its products, or in one of them, where options cast it otherwise in the other."""
+    """An operand in both of its products, or in one of them if options cast it differently in the other."""
 
     operand: str
     products: tuple[str, ...]
 
     @property
     def forward(self) -> bool:
-        """Whether its cast changes the loss."""
+        """Return True if its cast changes the loss."""
         return "forward" in self.products
 
     def cast(self, option: Option) -> Cast | None:
-        """What an option makes of it."""
+        """Return the cast that an option gives it."""
         return option.cast(self.products[0], self.operand)
 
     def precision(self, cast: Cast | None) -> LayerPrecision:
-        """A layer with this cast alone."""
+        """Return the precision of a layer with this cast alone."""
         if len(self.products) == 2:
             return LayerPrecision(**{self.operand: cast})  # type: ignore[arg-type]
         return LayerPrecision(overrides=(Override(self.products[0], self.operand, cast),))  # type: ignore[arg-type]
 
 
 def _slots(options: Sequence[Option]) -> list[_Slot]:
-    """What is tried by itself, the gradient first and what is in the forward product last.
+    """Return the operands to try one at a time: the gradient first, those in the forward product last.
 
-    >>> from dither.snip.options import options as levels
+    >>> from dither.snip.layer_options import options as levels
     >>> [slot.operand for slot in _slots(levels("fp8,fp4"))]
     ['grad', 'input', 'weight']
     >>> [slot.products for slot in _slots(levels("fp8,fp4-forward"))][1:]
@@ -274,19 +288,19 @@ def _slots(options: Sequence[Option]) -> list[_Slot]:
 
 
 class _Slopes:
-    """The loss's slope along a layer's error Y - X W^T, at both of its ends: dY (Y - X W^T) with the dY of either."""
+    """Slope of the loss along a layer's error Y - X W^T at its near and far end: dY (Y - X W^T) with the dY of each end."""
 
-    def __init__(self, passes: Passes, name: str) -> None:
-        self.passes, self.layer = passes, passes.layers.get(name)  # None: another stage's
+    def __init__(self, dry_run: DryRun, name: str) -> None:
+        self.dry_run, self.layer = dry_run, dry_run.layers.get(name)  # None if it belongs to another stage
         self.near: dict[int, Tensor] = {}
         """dY without an error, by micro-batch."""
         self.bends: list[Tensor] = []
         self.cut: torch.distributed.ProcessGroup | None = None
-        """The processes among which tensor parallelism cuts the layer."""
+        """Ranks over which tensor parallelism shards the layer."""
 
     @contextmanager
     def watched(self, operand: str) -> Iterator[None]:
-        """Inside, a pass with this operand cast is looked at; that of the gradient, which is remembered, comes first."""
+        """Observe a pass with this operand cast. The pass that casts the gradient comes first: its dY is the near end."""
         self.bends = []
         if (layer := self.layer) is None:
             yield
@@ -296,22 +310,22 @@ class _Slopes:
         @torch.no_grad()
         def before(_: nn.Module, args: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> None:
             x = args[0] if args else named["input"]
-            # Here and not afterwards, when FSDP2 may have put the weight away.
+            # Before the layer runs: afterwards FSDP2 may have freed the weight.
             exact.append(functional._plain(x, layer.weight, layer.bias, layer.transposed))
             if isinstance(layer.weight, DTensor) and not layer.weight.placements[0].is_replicate():
                 self.cut = layer.weight.device_mesh.get_group()
 
         def after(_: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
-            if not y.requires_grad:  # a checkpointed block, which is computed again
+            if not y.requires_grad:  # a checkpointed block, which will be recomputed
                 exact.clear()
                 return
             number = next(numbers)
             if operand == "grad":
-                # A copy, since a pipeline receives gradients where the next ones will be.
+                # Cloned, since a pipeline reuses the buffer in which it receives gradients.
                 y.register_hook(lambda dy: self.near.update({number: local(dy).clone()}))  # type: ignore[no-untyped-call]
                 return
             known = exact.pop()
-            if isinstance(y, DTensor):  # perhaps a sum that is still to be added up, and the other one is already
+            if isinstance(y, DTensor):  # y may be Partial where the exact output is already reduced
                 known = known.redistribute(y.device_mesh, y.placements)  # type: ignore[attr-defined]
             error = local(y.detach()).float() - local(known).float()
 
@@ -320,7 +334,7 @@ class _Slopes:
 
             y.register_hook(bend)  # type: ignore[no-untyped-call]
 
-        hooks = [layer.register_forward_hook(after, prepend=self.passes.parallel)]
+        hooks = [layer.register_forward_hook(after, prepend=self.dry_run.parallel)]
         if operand != "grad":
             hooks.append(layer.register_forward_pre_hook(before, with_kwargs=True))
         try:
@@ -330,15 +344,15 @@ class _Slopes:
                 hook.remove()
 
     def curvature(self) -> float:
-        """e H e / 2 of the pass that was watched."""
-        passes = self.passes
-        total = torch.zeros((), dtype=torch.float64, device=passes.device)
+        """Return e H e / 2 of the observed pass."""
+        dry_run = self.dry_run
+        total = torch.zeros((), dtype=torch.float64, device=dry_run.device)
         if self.bends:
             total += torch.stack(self.bends).sum()
-        for group in (self.cut, passes.group, passes.pipeline):
+        for group in (self.cut, dry_run.group, dry_run.pipeline):
             if group is not None:
                 torch.distributed.all_reduce(total, group=group)
-        return float(total) / passes.ranks / passes.undivided / 2
+        return float(total) / dry_run.ranks / dry_run.undivided / 2
 
 
 def _rms(layer: LayerStatistics, tensor: str) -> float:
@@ -346,15 +360,15 @@ def _rms(layer: LayerStatistics, tensor: str) -> float:
 
 
 @contextmanager
-def _noise(passes: Passes, name: str, where: str, deviation: float, draw: int) -> Iterator[None]:
-    """Inside, Gaussian noise is added to a layer's output ("y") or to the gradient of its input ("dx")."""
-    stream = Stream(passes.stream.seed, f"{passes.stream.purpose} {where}", f"{passes.stream.name}.{name}")
-    layer = passes.layers.get(name)
-    if layer is None:  # another stage's
+def _noise(dry_run: DryRun, name: str, where: str, deviation: float, draw: int) -> Iterator[None]:
+    """Add Gaussian noise to a layer's output ("y") or to the gradient of its input ("dx") inside the context."""
+    stream = Stream(dry_run.stream.seed, f"{dry_run.stream.purpose} {where}", f"{dry_run.stream.name}.{name}")
+    layer = dry_run.layers.get(name)
+    if layer is None:  # on another stage
         yield
         return
     if where == "dx":
-        deviation *= passes.ranks * passes.undivided  # each rank differentiates losses of its own, and they are averaged later
+        deviation *= dry_run.ranks * dry_run.undivided  # gradients of ranks and micro-batches are averaged later
 
     def noisy(x: Tensor, row: int) -> Tensor:
         if not isinstance(x, DTensor):
@@ -362,23 +376,23 @@ def _noise(passes: Passes, name: str, where: str, deviation: float, draw: int) -
         own, mesh, (placement,) = x.to_local(), x.device_mesh, x.placements
         column = first_column(x) if placement.is_shard() else 0
         noise = (deviation * normal(stream, draw, own.shape, row, own.device, column)).to(own.dtype)
-        if placement.is_partial() and mesh.get_local_rank() != 0:  # of a sum, one term
+        if placement.is_partial() and mesh.get_local_rank() != 0:  # add it to one term of the sum only
             noise.zero_()
         return x + DTensor.from_local(noise, mesh, x.placements, run_check=False)
 
     def output(_: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> Tensor:
-        return noisy(y, passes.row)
+        return noisy(y, dry_run.row)
 
     def input_gradient(_: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor]) -> Any:
-        x, row = args[0] if args else named["input"], passes.row
+        x, row = args[0] if args else named["input"], dry_run.row
         if not x.requires_grad:
             return None
-        own = x.view_as(x)  # x itself may be a buffer of a pipeline, and keep its hooks
+        own = x.view_as(x)  # x itself may be a buffer of a pipeline, which would keep the hook
         own.register_hook(lambda dx: noisy(dx, row))  # type: ignore[no-untyped-call]
         return ((own, *args[1:]), named) if args else (args, {**named, "input": own})
 
     if where == "y":
-        hook = layer.register_forward_hook(output, prepend=passes.parallel)
+        hook = layer.register_forward_hook(output, prepend=dry_run.parallel)
     else:
         hook = layer.register_forward_pre_hook(input_gradient, with_kwargs=True)
     try:
@@ -388,13 +402,13 @@ def _noise(passes: Passes, name: str, where: str, deviation: float, draw: int) -
 
 
 def normal(stream: Stream, step: int, shape: Sequence[int], row: int, device: torch.device | str, column: int = 0) -> Tensor:
-    """Normal numbers of a stream by Box and Muller, float32: cos(2 pi u) sqrt(-2 ln v) of two draws of 32 bits.
+    """Return standard normal numbers, float32 in `shape`, by Box-Muller: cos(2 pi u) sqrt(-2 ln v) of two 32-bit draws.
 
     >>> normal(Stream(0, "noise", ""), 0, (2, 3), 0, "cpu").shape
     torch.Size([2, 3])
     """
     size = math.prod(shape[:-1]), 2 * shape[-1]
-    # From the middle of 2^24 parts of (0, 1), so that neither is 0.
+    # Midpoints of 2^24 intervals of (0, 1), so that neither u nor v is 0.
     uniform = ((stream.bits(step, size, (row, 2 * column), device=device) >> 8 & 0xFFFFFF).float() + 0.5) * 2.0**-24
     u, v = uniform.view(*shape, 2).unbind(-1)
     return torch.cos(2 * math.pi * u) * torch.sqrt(-2 * torch.log(v))

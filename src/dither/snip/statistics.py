@@ -1,7 +1,7 @@
-"""What a training step shows of its linear layers: norms of their tensors, and of what casting would change in them.
+"""Collect statistics of the linear layers in a training step: norms of their tensors and of the errors of casts.
 
-Shapes: x_MK input, w_NK weight, y_MN = x_MK w_NK^T output, and dx, dw, dy their gradients. M counts the tokens of all
-micro-batches of the step, on all ranks: x, y and their gradients are those of the whole step, stacked.
+Shapes: x_MK input, w_NK weight, y_MN = x_MK w_NK^T output, and dx, dw, dy their gradients. M is the number of tokens of the
+whole step, over all micro-batches and ranks: x, y and their gradients are those of the step, stacked.
 """
 
 import json
@@ -26,65 +26,65 @@ from dither.optim.shards import like
 from dither.precision import Cast
 from dither.random import Stream
 from dither.safe_files import Refused, from_json
-from dither.snip.moments import UpdateRule
-from dither.snip.options import Option, casts_of
+from dither.snip.layer_options import Option, casts_of
+from dither.snip.update_rules import UpdateRule
 from dither.torch_ops import implementation
 
 TENSORS = ("x", "w", "y", "dy", "dx", "dw")
 
 VERSION = 1
-"""Of the JSON of statistics and scores."""
+"""Version of the JSON of statistics and scores."""
 
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """Numbers of one layer in one step; norms are Frobenius norms."""
+    """Statistics of one layer in one step; norms are Frobenius norms."""
 
     name: str
     M: int
-    """Tokens."""
+    """Number of tokens."""
     N: int
-    """Outputs."""
+    """Number of output features."""
     K: int
-    """Inputs."""
+    """Number of input features."""
     norms: Mapping[str, float]
-    """Of x, w, y, dy, dx and dw."""
+    """Norms of x, w, y, dy, dx and dw."""
     errors: Mapping[str, Mapping[str, float]]
-    """|Q(T) - T| of each cast, by operand (input, weight, grad) and the cast's text."""
+    """|Q(T) - T| by operand T (input, weight, grad) and by the cast as text."""
     rows: Mapping[str, Mapping[str, float]]
-    """sqrt(sum over rows of |gradient's row|^2 |error's row|^2 / K) of input and weight: the row-wise loss change."""
+    """sqrt(sum over rows of |row of the gradient|^2 |row of the error|^2 / K) of input and weight, for the row-wise dL."""
     update: float
-    """|h'|: see `UpdateRule.slope_norm`. With clipping it is that of the unclipped gradient."""
+    """|h'|: see `UpdateRule.slope_norm`. With clipping, the derivative is with respect to the unclipped gradient."""
 
     def error(self, operand: str, cast: Cast | None) -> float:
-        """The norm of what a cast of an operand changes; 0 for none."""
+        """Return the norm of the error of an operand's cast; 0 if it is uncast."""
         return 0.0 if cast is None else self.errors[operand][str(cast)]
 
     def deviation(self, operand: str, cast: Cast | None) -> float:
-        """The same for one element: the norm divided by the root of the number of elements."""
+        """Return the standard deviation of one element's error: the norm divided by the root of the number of elements."""
         size = {"input": self.M * self.K, "weight": self.N * self.K, "grad": self.M * self.N}[operand]
         return self.error(operand, cast) / math.sqrt(size)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return plain values, ready for JSON."""
         return {key: _plain(value) for key, value in vars(self).items()}
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Numbers of all layers in one step."""
+    """Statistics of all layers in one step."""
 
     step: int
     loss: float
     layers: tuple[LayerStatistics, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return plain values, ready for JSON."""
         return {"version": VERSION, "step": self.step, "loss": self.loss, "layers": [each.to_dict() for each in self.layers]}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Statistics":
-        """The inverse of `to_dict`."""
+        """Return the object that `to_dict` described."""
         check_version("statistics", data)
         try:
             return cls(data["step"], data["loss"], tuple(LayerStatistics(**each) for each in data["layers"]))
@@ -92,19 +92,19 @@ class Statistics:
             raise UserError(f"These are not the statistics of a step as this version writes them: {error}.") from None
 
     def to_json(self) -> str:
-        """One line of JSON."""
+        """Return one line of JSON."""
         return json.dumps(self.to_dict())
 
     @classmethod
     def from_json(cls, text: str) -> "Statistics":
-        """The inverse of `to_json`."""
+        """Return the object that `to_json` described."""
         return cls.from_dict(load_json("statistics", text))
 
 
 def layers_of(model: nn.Module, *, some: bool = True) -> dict[str, Linear]:
-    """The layers that statistics are taken of, by name: every `dither.Linear`; experts share a parameter and are left out.
+    """Return the layers that statistics are taken of, by name: every `dither.Linear` except experts, which share a parameter.
 
-    `some` says that there must be one.
+    With `some`, raise if there is none.
     """
     found = {
         name: module
@@ -115,13 +115,13 @@ def layers_of(model: nn.Module, *, some: bool = True) -> dict[str, Linear]:
         raise UserError(f"{type(model).__name__} has no dither.Linear to take statistics of: convert it first.")
     if frozen := [name for name, layer in found.items() if not layer.weight.requires_grad]:
         raise UserError(
-            f"The weight of the layer {frozen[0]!r} does not learn, and scores are about learning: convert without it."
+            f"The weight of the layer {frozen[0]!r} is frozen, and scores are about updates: convert without this layer."
         )
     return found
 
 
 def cut_by_tensor_parallelism(model: nn.Module) -> bool:
-    """Whether processes have parts of layers, and not, as with FSDP2, only of what they keep between uses."""
+    """Return True if tensor parallelism shards layers; FSDP2, which shards weights between uses only, does not count."""
     modules = list(model.modules())
     spread = any(isinstance(module, Linear) and isinstance(module.weight, DTensor) for module in modules)
     return spread and not any(isinstance(module, FSDPModule) for module in modules)
@@ -129,12 +129,12 @@ def cut_by_tensor_parallelism(model: nn.Module) -> bool:
 
 @dataclass
 class _Norms:
-    """What has been seen of one layer so far: norms whose squares add up, 0-d float32 on its device."""
+    """Norms of one layer so far, whose squares add up: 0-d float32 on its device."""
 
     tokens: int = 0
     found: dict[str, list[Tensor]] = field(default_factory=dict)
     inputs: list[tuple[Any, dict[str, Tensor]]] = field(default_factory=list)
-    """While the layer computes: its input's place in the graph, and what casts change in its rows."""
+    """While the layer computes: the graph node of its input, and the norms of the errors of casts in its rows."""
 
     def add(self, key: str, x: Tensor | Part) -> None:
         if isinstance(x, Part):
@@ -143,26 +143,26 @@ class _Norms:
 
 
 class Collector:
-    """What `collecting` gives: numbers stay on the device, and nobody waits for them, until `statistics` reads them."""
+    """Collects norms, as `collecting` yields it. Numbers stay on the device, without synchronization, until `statistics`."""
 
     def __init__(self, layers: Mapping[str, Linear], options: Iterable[Option], stream: Stream, parallel: bool) -> None:
-        """`parallel` says that tensor parallelism cuts layers."""
+        """Prepare for layers by name; `parallel` says that tensor parallelism shards them."""
         self._layers, self._casts, self._stream, self._parallel = dict(layers), casts_of(options), stream, parallel
         self._norms = {name: _Norms() for name in layers}
 
     def _input(self, name: str, layer: Linear, x: Tensor) -> Tensor:
-        """Before a layer reads x: what casts of it would change. The layer is given a view that has a gradient of its own."""
-        if isinstance(layer.weight, DTensor):  # even now that it is needed: by tensor parallelism
+        """Record the errors of casts of x before a layer reads it; return a view of x with a gradient of its own."""
+        if isinstance(layer.weight, DTensor):  # still sharded while in use: by tensor parallelism
             if not self._parallel:
                 raise UserError(
-                    f"The layer {name!r} is cut by tensor parallelism and kept by FSDP2, and numbers of layers are taken with "
-                    "one of them: score a copy of the model without the other."
+                    f"The layer {name!r} is sharded by tensor parallelism and by FSDP2, and statistics support one of them: "
+                    "score a copy of the model without the other."
                 )
             tensor_parallel.check(name, layer.weight, layer.transposed, self._casts)
         own = x.view_as(x)
         with torch.no_grad():
             norms, part = self._norms[name], tensor_parallel.part_of(x.detach())
-            first = torch._C._current_graph_task_id() == -1  # else a checkpointed block is computed again, in backward
+            first = torch._C._current_graph_task_id() == -1  # else backward recomputes a checkpointed block
             errors = {str(cast): self._errors(name, part, cast) for cast in self._casts["input"]}
             if first:
                 norms.tokens += part.matrix.shape[0]
@@ -175,7 +175,7 @@ class Collector:
         return own
 
     def _output(self, name: str, layer: Linear, y: Tensor) -> None:
-        """After it has computed y."""
+        """Record y after the layer has computed it."""
         node, errors = self._norms[name].inputs.pop()
         if torch._C._current_graph_task_id() == -1:
             self._norms[name].add("y", tensor_parallel.part_of(y.detach()))
@@ -188,7 +188,7 @@ class Collector:
         self._norms[name].add("dy", part)
         for cast in self._casts["grad"]:
             self._norms[name].add(f"grad {cast}", self._errors(name, part, cast))
-        if node is None or not torch._C._will_engine_execute_node(node):  # nobody asks for the gradient of this input
+        if node is None or not torch._C._will_engine_execute_node(node):  # the gradient of this input is not computed
             self._input_gradient(name, layer, errors, dy @ _weight(layer).to(dy.dtype))
 
     @torch.no_grad()
@@ -199,23 +199,23 @@ class Collector:
             self._norms[name].add(f"rows input {text}", dx_M * error_M)
 
     def _errors(self, name: str, part: Part, cast: Cast) -> Tensor:
-        """The norms of what the cast changes in each row: float32[rows]."""
+        """Return the norm of the cast's error in each row: float32[rows]."""
         x = part.matrix
         amax = x.abs().amax().float() if cast.scaling.kind == "delayed" else None
         draw = None
         if cast.round.kind == "stochastic":
             stream = Stream(self._stream.seed, self._stream.purpose, f"{self._stream.name}.{name}")
             draw = stream.draw(0, (x.shape[0], x.shape[1]), (0, part.column), x.device)
-        # What is behind the operator: the function around it would look, on the host, for numbers that are not finite. Rounded
-        # to nearest, a number and its cast are within a factor of two, or the cast is 0, so that their difference is exact;
-        # elsewhere (stochastic rounding of what is far below the grid, saturation) it is rounded once, to the input's dtype.
+        # The implementation behind the operator: the public function would check for non-finite numbers on the host. Rounded to
+        # nearest, a number and its cast are within a factor of two, or the cast is 0, so their difference is exact. Otherwise
+        # (stochastic rounding far below the grid, saturation) it is rounded once, to the input's dtype.
         changed = implementation("quantize", x.device, "auto").fake_quantize(x, cast, 1, draw, amax) - x
         return _row_norms(part._replace(matrix=changed))
 
     @torch.no_grad()
     def statistics(
         self,
-        moments: Mapping[str, UpdateRule],
+        rules: Mapping[str, UpdateRule],
         *,
         step: int,
         loss: Tensor | float,
@@ -224,14 +224,19 @@ class Collector:
         micro: int = 1,
         group: torch.distributed.ProcessGroup | None = None,
     ) -> Statistics:
-        """The step's numbers; call it after backward and before the optimizer's step.
+        """Return the statistics of the step; call it after backward and before the optimizer's step.
 
-        `moments` are `moments_of(optimizer, ...)`; `gradients` those of the weights by layer, or None for their `.grad`;
-        `scale` is what clipping will multiply them by. `loss` is the step's, whose gradients these are; `micro` is of how many
-        losses it is the mean that were differentiated as they are, as a pipeline's micro-batches are. With `group`, tensors of
-        its ranks count as stacked and the loss is the mean of theirs, as in data parallelism: every rank gets the same.
+        Args:
+            rules: The update rules of the weights, as `update_rules_of(optimizer, ...)` returns them.
+            step: Number of the step.
+            loss: Loss of the step, whose gradients these are.
+            gradients: Gradients of the weights by layer name; None takes their `.grad`.
+            scale: Factor by which clipping will multiply the gradients.
+            micro: Factor by which gradients are divided to match the mean loss, such as a pipeline's number of micro-batches.
+            group: Ranks of data parallelism: their tensors count as stacked, and their losses are averaged. Every rank gets
+                the same statistics.
         """
-        if not self._layers:  # a pipeline's stage may have none
+        if not self._layers:  # a stage of a pipeline may have none
             return Statistics(step, float(loss), ())
         ranks = 1 if group is None else torch.distributed.get_world_size(group)
         keys: list[tuple[str, str]] = []
@@ -248,15 +253,13 @@ class Collector:
                 own += found
             g = layer.weight.grad if gradients is None else gradients[name]
             if g is None:
-                raise UserError(
-                    f"The weight of the layer {name!r} has no gradient: run backward before statistics are asked for."
-                )
-            late.append(self._of_weight(name, layer, g.detach(), moments[name], scale))
+                raise UserError(f"The weight of the layer {name!r} has no gradient: run backward before you call statistics.")
+            late.append(self._of_weight(name, layer, g.detach(), rules[name], scale))
         device = own[0].device
         squares = torch.zeros(len(keys), dtype=torch.float64, device=device)
         squares.index_add_(0, torch.tensor(places, device=device), torch.stack([n.to(device) for n in own]).double().square())
         tokens = torch.tensor([float(norms.tokens) for norms in self._norms.values()], dtype=torch.float64, device=device)
-        # Each rank's loss is its own mean; in the loss of all of them its gradients are as many times smaller.
+        # Each rank differentiates its own mean loss; gradients of the mean over ranks are smaller by the number of ranks.
         part = (ranks * micro) ** -2
         smaller = [part if key in ("dy", "dx") or key.startswith(("grad ", "rows ")) else 1 for _, key in keys]
         squares *= torch.tensor(smaller, dtype=torch.float64, device=device)
@@ -265,9 +268,9 @@ class Collector:
         if group is not None:
             torch.distributed.all_reduce(together, group=group)
         last = torch.stack([number.to(device) for numbers in late for number in numbers.values()]).double().square()
-        mean, *rest = torch.cat([together, last]).tolist()  # the one place where the host waits
+        mean, *rest = torch.cat([together, last]).tolist()  # the only synchronization with the device
         if not math.isfinite(mean):
-            raise UserError(f"The loss of step {step} is {mean}, so there is nothing to learn about its layers.")
+            raise UserError(f"The loss of step {step} is {mean}, which is not finite: no statistics can be taken of it.")
         numbers = iter(rest)
         found_of = {name: {"tokens": next(numbers)} for name in self._layers}
         for name, key in keys:
@@ -276,17 +279,17 @@ class Collector:
             found_of[name] |= {key: next(numbers) for key in names}
         return Statistics(step, mean, tuple(self._layer(name, layer, found_of[name]) for name, layer in self._layers.items()))
 
-    def _of_weight(self, name: str, layer: Linear, g: Tensor, moments: UpdateRule, scale: Tensor | float) -> dict[str, Tensor]:
-        """Norms of a weight, its gradient and its casts' errors; what is spread over processes is gathered, one at a time."""
+    def _of_weight(self, name: str, layer: Linear, g: Tensor, rule: UpdateRule, scale: Tensor | float) -> dict[str, Tensor]:
+        """Return norms of a weight, its gradient and the errors of its casts; shards are gathered, one weight at a time."""
         weight = layer.weight.detach()
         if isinstance(weight, DTensor):
 
             def gather(part: Tensor, spread: DTensor = weight) -> Tensor:
                 return like(spread, part).full_tensor()  # type: ignore[attr-defined,no-any-return]
 
-            g, weight, moments = gather(local(g)), weight.full_tensor(), moments.whole(gather)
+            g, weight, rule = gather(local(g)), weight.full_tensor(), rule.whole(gather)
         w_NK, dw_N = weight.T if layer.transposed else weight, _row_norms(Part(g.T if layer.transposed else g))
-        found = {"w": _norm(w_NK), "dw": _norm(dw_N), "update": scale * moments.slope_norm(scale * g)}
+        found = {"w": _norm(w_NK), "dw": _norm(dw_N), "update": scale * rule.slope_norm(scale * g)}
         for cast in self._casts["weight"]:
             error_N = self._errors(name, Part(w_NK), cast)
             found |= {f"weight {cast}": _norm(error_N), f"rows weight {cast}": _norm(error_N * dw_N)}
@@ -296,7 +299,7 @@ class Collector:
         if wrong := [key for key, value in squares.items() if not math.isfinite(value)]:
             raise UserError(
                 f"The statistics of the layer {name!r} hold {squares[wrong[0]]} ({wrong[0]}): a tensor of this step is not "
-                "finite, so no plan can be made from it; later steps may do."
+                "finite, so no plan can be made from it; try a later step."
             )
         norm = {key: math.sqrt(value) for key, value in squares.items()}
         root = math.sqrt(layer.in_features)
@@ -317,14 +320,19 @@ class Collector:
 
 @contextmanager
 def collecting(model: nn.Module, options: Iterable[Option], *, stream: Stream, some: bool = True) -> Iterator[Collector]:
-    """Forward and backward of one step, all its micro-batches, happen inside; they compute what they would without it.
+    """Collect statistics of the forward and backward passes of one step inside the context, without changing their results.
 
-    Error norms are taken where X, W and dY are at hand, and only numbers are kept. Inside, compiled blocks run uncompiled:
-    hooks that come after compilation would not be called. `stream` draws the bits of stochastic casts; `some` says that a model
-    without a layer to look at is a mistake.
+    Norms are computed while X, W and dY are in memory, and only numbers are kept. Compiled blocks run uncompiled inside, since
+    they would not call hooks that were registered after compilation.
+
+    Args:
+        model: A converted model.
+        options: Options whose casts are measured.
+        stream: Source of the bits of stochastic casts.
+        some: Raise if the model has no layer to take statistics of.
 
     >>> import dither
-    >>> from dither.snip import collecting, moments_of, options
+    >>> from dither.snip import collecting, options, update_rules_of
     >>> layer = dither.Linear(8, 4, name="up")
     >>> optimizer = torch.optim.AdamW(layer.parameters())
     >>> for step in range(2):
@@ -332,7 +340,7 @@ def collecting(model: nn.Module, options: Iterable[Option], *, stream: Stream, s
     ...         loss = layer(torch.randn(16, 8)).square().mean()
     ...         loss.backward()
     ...     if step == 1:
-    ...         statistics = seen.statistics(moments_of(optimizer, {"": layer.weight}), step=step, loss=loss)
+    ...         statistics = seen.statistics(update_rules_of(optimizer, {"": layer.weight}), step=step, loss=loss)
     ...     optimizer.step()
     >>> statistics.layers[0].M, sorted(statistics.layers[0].norms)
     (16, ['dw', 'dx', 'dy', 'w', 'x', 'y'])
@@ -343,8 +351,8 @@ def collecting(model: nn.Module, options: Iterable[Option], *, stream: Stream, s
     hooks = []
     for name, layer in layers.items():
         hooks.append(layer.register_forward_pre_hook(partial(_before, seen, name), with_kwargs=True))
-        # Before the hooks of tensor parallelism, which hand out parts of a result as if they were all of it, but after
-        # FSDP2's, so that in backward, too, the weight is there.
+        # Before the hooks of tensor parallelism, which return the local shard as a plain tensor, but after FSDP2's hooks, so
+        # that the weight is gathered in backward too.
         hooks.append(layer.register_forward_hook(partial(_after, seen, name), prepend=parallel))
     try:
         with torch.compiler.set_stance("force_eager"):
@@ -369,7 +377,7 @@ def _after(seen: Collector, name: str, layer: nn.Module, args: tuple[Tensor, ...
 
 
 def _weight(layer: Linear) -> Tensor:
-    """w_NK, however it is stored."""
+    """Return w_NK, also if it is stored transposed."""
     weight = layer.weight.detach()
     return weight.T if layer.transposed else weight
 
@@ -380,7 +388,7 @@ def _norm(x: Tensor) -> Tensor:
 
 
 def _row_norms(part: Part) -> Tensor:
-    """float32[rows], of whole rows."""
+    """Return the norms of whole rows, float32[rows]."""
     found: Tensor = torch.linalg.vector_norm(part.matrix, dim=1, dtype=torch.float32)
     if part.cut is None:
         return found
@@ -397,11 +405,11 @@ def check_version(what: str, data: Mapping[str, Any]) -> None:
     """Raise unless `data` is an object of the version that this code reads."""
     if not isinstance(data, Mapping) or data.get("version") != VERSION:
         given = data.get("version") if isinstance(data, Mapping) else data
-        raise UserError(f"The {what} have version {given!r}, and this dither reads version {VERSION}.")
+        raise UserError(f"The {what} have version {given!r}, and this version of dither reads version {VERSION}.")
 
 
 def load_json(what: str, text: str) -> Any:
-    """JSON, or a sentence."""
+    """Parse JSON; raise a UserError if it is invalid."""
     try:
         return from_json(text.encode())
     except (Refused, UnicodeEncodeError) as error:

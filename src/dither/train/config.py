@@ -22,7 +22,7 @@ from dither.precision import Plan, Sampling, did_you_mean
 from dither.recipes import RECIPES, recipe
 from dither.safe_files import Refused, read_text
 from dither.snip import options
-from dither.snip.planning import Goal, check_weights, pins
+from dither.snip.settings import Estimator, Goal, Schedule, check_weights, pins
 from dither.train.fields import check_at_least, check_choice, check_seed, check_types, check_within, hints, sentences, type_name
 from dither.train.guard import Policy
 from dither.train.toml_text import parse, parse_value
@@ -223,7 +223,7 @@ class Snip:
     rows: bool = False
     """Use the row-wise form of the loss divergence (section 6.3 of the paper)."""
     hysteresis: float = 0.0
-    """The part of a plan's cost that another must save to take its place."""
+    """Fraction of its harm that a plan must save to replace the current one."""
 
     def __post_init__(self) -> None:
         check_types("snip", self)
@@ -242,9 +242,20 @@ class Snip:
 
     @property
     def goal(self) -> Goal:
-        """What plans are to reach."""
+        """Return what plans must reach."""
         target = 0.0 if self.target is None else self.target
-        return Goal(target=target, stages=self.stages or None, balance=self.balance, pinned=pins(self.pinned))
+        pinned = pins(self.pinned)
+        return Goal(target=target, cost=self.cost, stages=self.stages or None, balance=self.balance, pinned=pinned)
+
+    @property
+    def schedule(self) -> Schedule:
+        """Return when statistics are taken and plans change."""
+        return Schedule(start=self.start, every=self.every, delay=self.delay, hysteresis=self.hysteresis)
+
+    def estimator(self, seed: int) -> Estimator:
+        """Return how the harm of an option is estimated."""
+        names = ("probe", "tokens", "rows", "power", "loss_weight", "update_weight")
+        return Estimator(**{name: getattr(self, name) for name in names}, seed=seed)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dither.data import Batch, Corpus, Loader, held_out, is_prepared, load_tokenizer, open_tokens, prepare
 from dither.data.text import STDLIB
 from dither.errors import UserError
-from dither.evaluate.perplexity import summed_loss
+from dither.evaluate.held_out import summed_loss
 from dither.models import CausalLM, build, compile_blocks, hf, preset
 from dither.nn import Linear, apply_plan, bitwidth_loss, convert, effective_precision, param_groups, step_context
 from dither.numerics import Monitor, Report
@@ -161,29 +161,18 @@ class Trainer:
         snip = self.config.snip
         if snip.target is None:
             return None
-        return Snip(
+        made = Snip(
             self.model,
             self.training.optimizer,
             self.plan,
-            target=snip.target,
             options=snip.options,
-            start=snip.start,
-            every=snip.every,
-            delay=snip.delay,
-            probe=snip.probe,
-            cost=snip.cost,
-            stages=snip.goal.stages,
-            balance=snip.balance,
-            pinned=snip.goal.pinned,
-            power=snip.power,
-            loss_weight=snip.loss_weight,
-            update_weight=snip.update_weight,
-            rows=snip.rows,
-            hysteresis=snip.hysteresis,
+            goal=snip.goal,
+            schedule=snip.schedule,
+            estimator=snip.estimator(self.config.run.seed),
             forward=self.loss,
-            seed=self.config.run.seed,
-            tell=lambda _: None,  # the loop tells what became of statistics
         )
+        made.on_failure = lambda _: None  # the loop reports what became of the statistics
+        return made
 
     def choose(self, batch: Batch) -> Decision | None:
         """Collect statistics on the batch of the next step, or switch to the plan of earlier ones, if either is due."""

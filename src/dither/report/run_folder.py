@@ -31,7 +31,7 @@ EVENTS = ("start", "end", "guard", "plan", "save")
 
 
 @dataclass(frozen=True)
-class Layer:
+class ConvertedLayer:
     """A layer that was converted."""
 
     name: str
@@ -42,7 +42,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Left:
+class SkippedModule:
     """A module that was left as it was, and why."""
 
     name: str
@@ -50,7 +50,7 @@ class Left:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFolder:
     """A run folder; see `read`."""
 
     folder: Path
@@ -59,8 +59,8 @@ class Run:
     """The sections of config.toml; empty where there is none."""
     config_text: str
     plan: Plan | None
-    layers: tuple[Layer, ...]
-    left: tuple[Left, ...]
+    layers: tuple[ConvertedLayer, ...]
+    left: tuple[SkippedModule, ...]
     environment: Mapping[str, Any]
     lines: Mapping[str, tuple[Mapping[str, Any], ...]]
     """Lines of metrics by their kind, in the order of steps; of lines that were written again after a resume, the last."""
@@ -114,7 +114,7 @@ def number(value: object) -> float | None:
     return float(value)  # type: ignore[arg-type]
 
 
-def read(folder: str | Path) -> Run:
+def read(folder: str | Path) -> RunFolder:
     """The run in a folder. A folder that is no run is a UserError; what a run lacks is a sentence in `missing`.
 
     >>> import tempfile
@@ -139,10 +139,10 @@ def read(folder: str | Path) -> Run:
     name = folder.name or folder.resolve().name
     frozen = (MappingProxyType(each) for each in (environment, lines, status))
     env, kinds, state = frozen
-    return Run(folder, name, MappingProxyType(config), text, plan, layers, left, env, kinds, state, tuple(missing))
+    return RunFolder(folder, name, MappingProxyType(config), text, plan, layers, left, env, kinds, state, tuple(missing))
 
 
-def read_all(folders: Sequence[str | Path]) -> tuple[Run, ...]:
+def read_all(folders: Sequence[str | Path]) -> tuple[RunFolder, ...]:
     """Several runs, under names that tell them apart: those of their folders, with as many of the folders above as it takes."""
     if not folders:
         raise UserError("A report is about one run or more: name their folders.")
@@ -158,7 +158,7 @@ def read_all(folders: Sequence[str | Path]) -> tuple[Run, ...]:
         if len(set(names)) == len(names):
             break
     runs = (read(folder) for folder in folders)
-    return tuple(Run(**{**vars(run), "name": name}) for run, name in zip(runs, names, strict=True))
+    return tuple(RunFolder(**{**vars(run), "name": name}) for run, name in zip(runs, names, strict=True))
 
 
 # Files ----------------------------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def _plan(folder: Path, missing: list[str]) -> Plan | None:
         return None
 
 
-def _conversion(folder: Path, missing: list[str]) -> tuple[tuple[Layer, ...], tuple[Left, ...]]:
+def _conversion(folder: Path, missing: list[str]) -> tuple[tuple[ConvertedLayer, ...], tuple[SkippedModule, ...]]:
     found = _object(folder, "conversion.json", missing)
     layers, left = (
         [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries := found.get(key), list) else []
@@ -207,10 +207,12 @@ def _conversion(folder: Path, missing: list[str]) -> tuple[tuple[Layer, ...], tu
     )
     return (
         tuple(
-            Layer(_text(each.get("name")), _text(each.get("precision")), _text(each.get("engine")), number(each.get("share")))
+            ConvertedLayer(
+                _text(each.get("name")), _text(each.get("precision")), _text(each.get("engine")), number(each.get("share"))
+            )
             for each in layers
         ),
-        tuple(Left(_text(each.get("name")), _text(each.get("why"))) for each in left),
+        tuple(SkippedModule(_text(each.get("name")), _text(each.get("why"))) for each in left),
     )
 
 

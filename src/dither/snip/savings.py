@@ -1,9 +1,14 @@
-"""What an option saves: by the FLOPs of its products, or by times measured on a GPU.
+"""Cost of an option, in FLOPs or in measured seconds, and the savings of a choice of options (its efficiency).
 
-A layer Y = X W^T, X: M x K, W: N x K, has three products of M * N * K multiplications each: forward (X, W), input gradient
-(dY, W) and weight gradient (dY, X). A product is as fast as its wider operand allows. The efficiency of a choice is the share
-that it reaches of what could be saved: 0 with every layer in its slowest option, 1 with every product in the narrowest format
-there is. Between FP8 and FP4 that is SNIP's share of the FLOPs that run in FP4, which needs both operands in FP4.
+A layer Y = X W^T with X: M x K and W: N x K has three products of M * N * K multiplications each:
+
+    forward (fprop)        X, W
+    input_grad (dgrad)     dY, W
+    weight_grad (wgrad)    dY, X
+
+A product is as fast as its wider operand allows. The efficiency of a choice is the fraction of the possible savings that it
+reaches: 0 with every layer in its slowest option, 1 with every product in the narrowest format available. Between FP8 and FP4
+it is SNIP's fraction of FLOPs that run in FP4, which needs both operands in FP4.
 """
 
 import json
@@ -21,19 +26,19 @@ import torch
 from dither.errors import UserError
 from dither.nn import Linear
 from dither.precision import PRODUCTS, Cast
-from dither.snip.options import Option
+from dither.snip.layer_options import Option
 from dither.snip.statistics import LayerStatistics
 
 Shape = tuple[int, int, int]
-"""M, N, K: tokens, outputs and inputs of a layer."""
+"""(M, N, K): tokens, output features and input features of a layer."""
 
 SPEEDS: Mapping[int, float] = MappingProxyType({32: 0.5, 16: 1.0, 8: 2.0, 6: 2.0, 4: 4.0})
-"""How fast matrix units multiply operands of so many bits, BF16 = 1. FP6 runs as fast as FP8 on the GPUs that have it."""
+"""Speed of matrix units by the bits of their operands, relative to BF16. FP6 runs as fast as FP8 on the GPUs that have it."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds that a layer takes, forward and backward, by its shape and its casts, on one kind of GPU."""
+    """Seconds per layer, forward and backward, by shape and casts, on one kind of GPU."""
 
     device: str
     torch: str
@@ -41,27 +46,28 @@ class Times:
     """By (M, N, K), then by `str(option.precision)`."""
 
     def of(self, layer: LayerStatistics, option: Option) -> float:
-        """The time of a layer in an option; what was not measured is an error."""
+        """Return the seconds of a layer in an option; raise if they were not measured."""
         shape = layer.M, layer.N, layer.K
         found = self.seconds.get(shape, {}).get(str(option.precision))
         if found is None:
             raise UserError(
-                f"The times of {self.device!r} have none of layer {layer.name!r} with option {option.name!r} and "
-                f"(M, N, K) = {shape}: dither.snip.measure_times measures them."
+                f"The times of {self.device!r} do not include layer {layer.name!r} with option {option.name!r} and "
+                f"(M, N, K) = {shape}: measure them with dither.snip.measure_times."
             )
         return found
 
 
 Cost = Literal["flops"] | Times
+"""What computing a layer takes: FLOPs at the speed of their format, or measured seconds."""
 
 
 def costs(
     layers: Sequence[LayerStatistics], options: Sequence[Option], cost: Cost = "flops", *, speeds: Mapping[int, float] = SPEEDS
 ) -> list[list[float]]:
-    """What each layer takes in each option: seconds of `Times`, or FLOPs as a share of the model's, each at its speed.
+    """Return the cost of each layer in each option: seconds, or its fraction of the model's FLOPs divided by their speed.
 
     >>> from types import SimpleNamespace as Layer
-    >>> from dither.snip.options import options
+    >>> from dither.snip.layer_options import options
     >>> costs([Layer(name="up", M=8, N=4, K=4)], options("bf16,fp4"))[0]
     [1.0, 0.25]
     """
@@ -79,10 +85,10 @@ def costs(
 def efficiency(
     layers: Sequence[LayerStatistics], options: Sequence[Option], cost: Cost = "flops", *, speeds: Mapping[int, float] = SPEEDS
 ) -> list[list[float]]:
-    """The share of what could be saved that each layer contributes in each option; the rows that `solve` takes.
+    """Return the fraction of the possible savings that each layer contributes in each option, as `solve` takes it.
 
     >>> from types import SimpleNamespace as Layer
-    >>> from dither.snip.options import options
+    >>> from dither.snip.layer_options import options
     >>> layers = [Layer(name="up", M=8, N=4, K=4), Layer(name="down", M=8, N=8, K=4)]
     >>> [[round(share, 3) for share in row] for row in efficiency(layers, options("fp8,fp4"))]
     [[0.0, 0.0, 0.0, 0.111, 0.0, 0.111, 0.111, 0.333], [0.0, 0.0, 0.0, 0.222, 0.0, 0.222, 0.222, 0.667]]
@@ -91,7 +97,7 @@ def efficiency(
     most = [max(row) for row in taken]
     if isinstance(cost, Times):
         possible = math.fsum(slow - min(row) for slow, row in zip(most, taken, strict=True))
-    else:  # that of the narrowest format for all operands, whether or not there is an option of it
+    else:  # the savings of the narrowest format for all operands, whether or not there is such an option
         found = {_speed(cast, speeds) for option in options for each in PRODUCTS for cast in option.precision.casts(each)}
         possible = 1 / min(found) - 1 / max(found)
         most = [share / min(found) for share in shares(layers)]
@@ -99,12 +105,12 @@ def efficiency(
         what = f"on {cost.device!r}" if isinstance(cost, Times) else "in FLOPs"
         names = ", ".join(option.name for option in options[:3])
         raise UserError(f"The options {names}, ... all cost the same {what}, so no target can choose among them.")
-    # An option of the slowest kind saves nothing, also where a sum of thirds comes out a little larger than the whole.
+    # The slowest option saves nothing, even if rounding makes its sum of thirds a little larger than the whole.
     return [[max(0.0, slow - each) / possible for each in row] for slow, row in zip(most, taken, strict=True)]
 
 
 def shares(layers: Sequence[LayerStatistics]) -> list[float]:
-    """Each layer's part of the multiplications of all."""
+    """Return each layer's fraction of the multiplications of all layers."""
     if not layers:
         raise UserError("There is no layer to choose a precision for.")
     work = [layer.M * layer.N * layer.K for layer in layers]
@@ -112,7 +118,7 @@ def shares(layers: Sequence[LayerStatistics]) -> list[float]:
 
 
 def _speed(cast: Cast | None, speeds: Mapping[int, float]) -> float:
-    bits = 16 if cast is None else cast.element.bits  # what is uncast computes in bf16
+    bits = 16 if cast is None else cast.element.bits  # uncast operands are multiplied in bf16
     wide = [known for known in speeds if known >= bits]
     if not wide:
         raise UserError(f"The speeds have no entry for {bits} bits, those of {cast}: they end at {max(speeds)}.")
@@ -124,10 +130,10 @@ def _speed(cast: Cast | None, speeds: Mapping[int, float]) -> float:
 TIMES_VERSION = 1
 
 TOKENS = 8192
-"""The most tokens that a measurement takes; a step of more takes as many times longer."""
+"""Maximum number of tokens per measurement; times of more tokens are extrapolated linearly."""
 
 WARMUPS, REPEATS, REPLAYS = 3, 7, 10
-"""Runs before a graph is captured; medians of so many measurements, of so many replays each."""
+"""Runs before a graph is captured; measurements per median; replays per measurement."""
 
 
 def measure_times(
@@ -137,16 +143,16 @@ def measure_times(
     path: str | Path | None = None,
     device: torch.device | str = "cuda",
 ) -> Times:
-    """The time of a BF16 layer, forward and backward with all its casts, for each shape (M, N, K) and option on this GPU.
+    """Measure the time of a BF16 layer, forward and backward with all its casts, for each shape (M, N, K) and option.
 
-    `path` is a JSON file of times, which is read first and completed: it keeps those of several GPUs and versions of torch
-    apart. An option that the GPU cannot run is an error.
+    `path` is a JSON file of times. It is read first, and only what is missing is measured and added; times of several GPUs
+    and versions of torch are kept apart. An option that the GPU cannot run is an error.
 
         times = measure_times([(8192, 5632, 2048)], options("fp8,fp4"), path="times.json")
     """
     where = torch.device(device)
     if where.type != "cuda" or not torch.cuda.is_available():
-        raise UserError(f"Times are those of a CUDA GPU, and {str(where)!r} is none here: use cost='flops'.")
+        raise UserError(f"Times are measured on a CUDA GPU, and {str(where)!r} is not one here: use cost='flops'.")
     name = torch.cuda.get_device_name(where)
     known = {} if path is None else _read(Path(path))
     mine = known.setdefault(f"{name}, torch {torch.__version__}", {})
@@ -157,7 +163,7 @@ def measure_times(
             if str(option.precision) not in row:
                 row[str(option.precision)] = _measure(shape, option, where)
         if path is not None:
-            new = Path(f"{path}.new")  # a reader, or a run after a crash, sees the old file or the new one
+            new = Path(f"{path}.new")  # replaced atomically: a reader sees the old file or the new one
             new.write_text(json.dumps({"version": TIMES_VERSION, "times": known}, indent=1), encoding="utf-8")
             os.replace(new, path)
     return Times(name, torch.__version__, {shape: dict(mine[" x ".join(map(str, shape))]) for shape in asked})
@@ -173,7 +179,7 @@ def _measure(shape: Shape, option: Option, device: torch.device) -> float:
     def step() -> None:
         torch.autograd.grad(layer(x), (x, layer.weight), dy)
 
-    # A captured graph, so that a small layer is not timed by how fast Python launches its kernels.
+    # A captured graph: otherwise a small layer would measure how fast Python launches kernels.
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.device(device), torch.cuda.stream(stream):
@@ -195,7 +201,7 @@ def _measure(shape: Shape, option: Option, device: torch.device) -> float:
 
 
 def _read(path: Path) -> dict[str, dict[str, dict[str, float]]]:
-    """The times of a file, by GPU and torch, shape and casts; none if there is no such file."""
+    """Read the times of a file by GPU and torch version, shape and casts; return {} if there is no such file."""
     if not path.exists():
         return {}
     try:
@@ -205,7 +211,7 @@ def _read(path: Path) -> dict[str, dict[str, dict[str, float]]]:
         times: dict[str, dict[str, dict[str, float]]] = data["times"]
         numbers = [number for rows in times.values() for row in rows.values() for number in row.values()]
         if not all(isinstance(number, float) and math.isfinite(number) and number > 0 for number in numbers):
-            raise ValueError("a time is no positive number")
+            raise ValueError("a time is not a positive number")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"The times {str(path)!r} cannot be read: {error!r:.200}.") from None
     return times

@@ -1,4 +1,4 @@
-"""What a layer may be: a cast for each of its operands, in all combinations of a few levels that matrix units multiply.
+"""Options of a layer: one cast per operand, in all combinations of a few levels that matrix units can multiply.
 
 >>> [option.name for option in options("fp8,fp4")][:3]
 ['fp8/fp8/fp8', 'fp8/fp8/fp4', 'fp8/fp4/fp8']
@@ -22,32 +22,34 @@ LEVELS: Mapping[str, LayerPrecision] = MappingProxyType(
         "fp4": RECIPES["fp4-block"].plan.default or LayerPrecision(),
     }
 )
-"""Levels by their short names; those of recipes will do as well."""
+"""Levels by their short names; names of recipes work as well."""
 
 HOPPER = (9, 0)
-"""The GPUs whose matrix units multiply the most pairs of formats; a choice is the same wherever it is made."""
+"""Compute capability that decides which mixtures run: Hopper multiplies the most pairs of formats.
+
+It is fixed, so that options do not depend on the machine."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """A cast for each operand of a layer; None leaves one uncast."""
+    """One cast per operand of a layer; None leaves an operand uncast."""
 
     name: str
-    """The levels of input, weight and gradient, such as "fp4/fp8/fp4", or the level whose casts differ by product."""
+    """Levels of input, weight and gradient, such as "fp4/fp8/fp4", or the name of a level whose casts differ by product."""
     input: Cast | None
     weight: Cast | None
     grad: Cast | None
     overrides: tuple[Override, ...] = ()
-    """Other casts of single operands in single products."""
+    """Casts of single operands in single products that differ from the above."""
 
     @property
     def casts(self) -> dict[str, Cast | None]:
-        """The casts by operand, without overrides."""
+        """Return the casts by operand, without overrides."""
         return {operand: getattr(self, operand) for operand in OPERANDS}
 
     @property
     def precision(self) -> LayerPrecision:
-        """The option as a plan has it."""
+        """Return the option as a LayerPrecision, as plans have it."""
         return LayerPrecision(self.input, self.weight, self.grad, overrides=self.overrides)
 
     def cast(self, product: str, operand: str) -> Cast | None:
@@ -56,10 +58,10 @@ class Option:
 
     @property
     def runs(self) -> bool:
-        """Whether matrix units multiply all three products as they are, if dimensions are multiples of 128.
+        """Return True if a Hopper GPU's matrix units multiply all three products, given dimensions that are multiples of 128.
 
-        Units of 16 bits that scale the sums of groups are for GPUs without FP8 units: a mixture that needs them on a Hopper GPU
-        saves nothing there.
+        A mixture that Hopper can only run on 16-bit units with group scales saves nothing there and does not count: these
+        units are for GPUs without FP8.
         """
         try:
             found = engines_of(self.precision, (128, 128, 128), HOPPER)
@@ -69,15 +71,16 @@ class Option:
 
 
 def options(given: "str | Iterable[str | LayerPrecision | Option]") -> tuple[Option, ...]:
-    """Combinations of levels for input, weight and gradient, the first level's first: FP8 and FP4 give 8 options.
+    """Return the combinations of levels for input, weight and gradient, the first level first: FP8 and FP4 give 8 options.
 
-    Levels are mixed where matrix units multiply the mixture: an uncast operand beside one in groups with float32 scales, as
-    those of "fp8", is multiplied no faster than two uncast ones, so "bf16,fp8" are two options. A level whose casts differ by
-    product, such as "fp4-forward", is one option, and is not mixed.
+    Levels are mixed only if matrix units multiply the mixture. For example, an uncast operand next to one with float32 group
+    scales, such as "fp8", is no faster than two uncast ones, so "bf16,fp8" gives two options. A level whose casts differ by
+    product, such as "fp4-forward", is one option and is not mixed.
 
-    `given` is names with commas between, or a list of names (`bf16`, `fp8`, `fp6`, `fp4`, or a recipe's), of LayerPrecision,
-    or of both; a list of Option is taken as it is. What two levels have in common counts once: "fp4-fp8grad" casts gradients
-    as "fp8" does, so the two have 2 x 2 x 1 options.
+    Args:
+        given: Names separated by commas, or a list of names (`bf16`, `fp8`, `fp6`, `fp4`, or a recipe's) and LayerPrecisions.
+            A list of Option is returned as it is. Casts that two levels share count once: "fp4-fp8grad" casts gradients
+            as "fp8" does, so the two give 2 x 2 x 1 options.
 
     >>> len(options("fp8,fp6,fp4")), len(options(["fp8", "fp4-fp8grad"])), len(options("bf16,fp8,fp4"))
     (27, 4, 9)
@@ -99,7 +102,7 @@ def options(given: "str | Iterable[str | LayerPrecision | Option]") -> tuple[Opt
                 cast = getattr(precision, operand)
                 found.setdefault(cast, label or ("bf16" if cast is None else cast.format))
             names = list(found.values())
-            # Two levels of one format, such as e2m1 in tiles of 32 and of 128, are told apart by all of the cast.
+            # Two levels of one format, such as e2m1 in tiles of 32 and of 128, are named by the whole cast.
             clear = {cast: str(cast) if names.count(name) > 1 else name for cast, name in found.items()}
             choices.append([(name, cast) for cast, name in clear.items()])
         all_of_them = (
@@ -114,14 +117,14 @@ def options(given: "str | Iterable[str | LayerPrecision | Option]") -> tuple[Opt
             if level.overrides
         )
     if len(made) < 2:
-        raise UserError(f"There is nothing to choose between in {given!r}: give two levels or more, such as 'fp8,fp4'.")
+        raise UserError(f"There is nothing to choose between in {given!r}: give at least two levels, such as 'fp8,fp4'.")
     if len({option.name for option in made}) < len(made):
-        raise UserError(f"Two options have one name among {', '.join(option.name for option in made)}: give each its own.")
+        raise UserError(f"Two options have the same name among {', '.join(option.name for option in made)}: give each its own.")
     return made
 
 
 def _level(given: "str | LayerPrecision | Option") -> tuple[str, LayerPrecision]:
-    """A level's name ("": say what its casts are) and its casts."""
+    """Return a level's name ("" for a LayerPrecision) and its casts."""
     if isinstance(given, LayerPrecision):
         precision: LayerPrecision | None = given
         label = ""
@@ -135,12 +138,14 @@ def _level(given: "str | LayerPrecision | Option") -> tuple[str, LayerPrecision]
         raise UserError(f"A level is a name such as 'fp8' or a LayerPrecision, not {given!r}.")
     assert precision is not None
     if precision.sampled:
-        raise UserError(f"The level {label or str(precision)!r} samples, and an option only casts: give one without sampling.")
+        raise UserError(
+            f"The level {label or str(precision)!r} uses sampling, and options only cast: give a level without sampling."
+        )
     return label, precision
 
 
 def _formats(precision: LayerPrecision) -> str:
-    """The formats of input, weight and gradient; where its two products differ, both."""
+    """Return the formats of input, weight and gradient; both formats if an operand's two products differ."""
     found = []
     for operand in OPERANDS:
         names = ["bf16" if cast is None else cast.format for cast in precision.casts_of(operand)]
@@ -149,7 +154,7 @@ def _formats(precision: LayerPrecision) -> str:
 
 
 def casts_of(given: Iterable[Option]) -> dict[str, tuple[Cast, ...]]:
-    """The different casts of each operand in either of its products, in the options' order.
+    """Return the distinct casts of each operand over both of its products, in the order of the options.
 
     >>> {operand: len(casts) for operand, casts in casts_of(options("bf16,fp8,fp4")).items()}
     {'input': 2, 'weight': 2, 'grad': 2}

@@ -1,4 +1,4 @@
-"""Loss, perplexity and bits per byte of a model on tokens."""
+"""Evaluate a model on held-out tokens: loss, perplexity and bits per byte."""
 
 import math
 from dataclasses import dataclass
@@ -12,30 +12,37 @@ from dither.nn.deployment import evaluating
 
 @dataclass(frozen=True)
 class Perplexity:
-    """What a model makes of a text.
+    """Loss, perplexity and bits per byte of a model on a text.
 
     >>> Perplexity(loss=0.0, bits_per_byte=0.0, tokens=1000).perplexity  # a model that knows the text by heart
     1.0
     """
 
     loss: float
-    """Nats a token, the mean over all targets."""
+    """Mean loss over all targets, in nats per token."""
     bits_per_byte: float | None
-    """Comparable between tokenizers; None where it is not known how many bytes the tokens stand for."""
+    """Bits per byte, comparable between tokenizers; None if the number of bytes of the tokens is unknown."""
     tokens: int
-    """How many were predicted."""
+    """Number of predicted tokens."""
 
     @property
     def perplexity(self) -> float:
-        """e to the loss: infinite where that is too large for a number."""
+        """Return exp(loss), or infinity if that overflows."""
         return math.inf if self.loss > 700 else math.exp(self.loss)
 
 
 def perplexity(model: nn.Module, tokens: Tokens, sequence: int, *, count: int | None = None, batch: int = 16) -> Perplexity:
-    """The mean loss over `count` windows of `sequence` tokens, evenly spread over `tokens`; None takes all there are.
+    """Return the mean loss of a model over windows of `sequence` tokens, spread evenly over `tokens`.
 
-    `model(inputs, targets)` gives the mean cross entropy of [b, T] tokens, as models here do; it is in eval mode meanwhile.
-    Each window is read by itself, so its first tokens are predicted from little; longer sequences give lower losses.
+    The model is in eval mode meanwhile. Each window is evaluated separately, so its first tokens have little context: longer
+    sequences give lower losses.
+
+    Args:
+        model: `model(inputs, targets)` returns the mean cross entropy of tokens [b, T], as models of dither do.
+        tokens: The text.
+        sequence: Tokens per window.
+        count: Number of windows; None takes all.
+        batch: Windows per forward pass.
 
     >>> import numpy as np
     >>> from dither.data import BYTES
@@ -56,7 +63,7 @@ def perplexity(model: nn.Module, tokens: Tokens, sequence: int, *, count: int | 
 
 
 def summed_loss(model: nn.Module, windows: Tensor, batch: int) -> Tensor:
-    """float64 (0-d): the loss in nats, summed over the targets of windows int64[n, T + 1], `batch` of them at a time."""
+    """Return the loss in nats, 0-d float64, summed over the targets of windows int64[n, T + 1], `batch` windows at a time."""
     total = torch.zeros((), dtype=torch.float64, device=windows.device)
     for part in torch.split(windows, batch) if len(windows) else ():
         inputs, targets = part[:, :-1].contiguous(), part[:, 1:].contiguous()

@@ -1,4 +1,4 @@
-"""Estimates held against the truth: every option of every layer tried for real, on batches that no estimate has seen."""
+"""Verify estimates: measure every option of every layer on batches that the estimates have not seen."""
 
 import json
 import math
@@ -18,62 +18,64 @@ from dither.nn.deployment import _printed
 from dither.precision import LayerPrecision
 from dither.random import Stream
 from dither.snip.divergence import Scores, Table
-from dither.snip.options import Option
-from dither.snip.options import options as all_options
-from dither.snip.passes import Forward, Passes, plain_forward
+from dither.snip.dry_run import DryRun, Forward, plain_forward
+from dither.snip.layer_options import Option
+from dither.snip.layer_options import options as all_options
+from dither.snip.settings import TrainingSetup, with_old_keywords
 from dither.snip.statistics import VERSION, check_version, load_json
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """How well one probe ranks the options of all layers."""
+class ProbeAccuracy:
+    """Rank correlations of one probe's estimates with measured changes."""
 
     probe: str
     loss: float
-    """Spearman's correlation between estimated and actual changes of a batch's loss, over all layers and options."""
+    """Spearman correlation of estimated and measured changes of a batch's loss, over all layers and options."""
     mean_loss: float
-    """The same for changes of the mean loss of all batches, in which their slopes cancel."""
+    """The same for changes of the mean loss over all batches, in which the slopes of single batches cancel."""
     weights: float
     """The same for changes of the next weights."""
     passes: int
-    """What the estimate cost, in passes over a micro-batch."""
+    """Passes over a micro-batch that the estimate took."""
     seconds: float
+    """Seconds that the estimate took."""
 
 
 @dataclass(frozen=True)
 class Verification:
-    """Actual changes beside estimated ones; prints as a table with a line for each probe."""
+    """Measured changes next to estimated ones; prints as a table with one line per probe."""
 
     layers: tuple[str, ...]
     options: tuple[str, ...]
     batches: int
     more_for_loss: int
-    """Batches that only the loss was looked at of, besides."""
+    """Extra batches used for the loss only."""
     base: float
-    """The loss without casts, the mean over all batches."""
+    """Loss without casts, averaged over all batches."""
     loss: Table
-    """Actual changes of a batch's loss, the mean of their magnitudes, in units of it: one row a layer, one column an option."""
+    """Mean absolute change of a batch's loss, relative to the loss: one row per layer, one column per option."""
     mean_loss: Table
-    """Actual changes of the mean loss of all batches, with their signs, in units of it."""
+    """Signed change of the mean loss over all batches, relative to the loss."""
     weights: Table
-    """Actual changes of what the next step does to the weights, in units of them, the mean over all layers."""
+    """Change of the next weights relative to the weights, averaged over all layers."""
     agreement: tuple[float, float, float] | None
-    """The same correlations, of loss, mean loss and weights, between two halves of the batches: no estimate is much better.
+    """The same correlations (loss, mean loss, weights) between two halves of the batches: about the best possible.
 
-    None for a single batch, which has no halves."""
-    estimates: tuple[Estimate, ...]
+    None for a single batch."""
+    estimates: tuple[ProbeAccuracy, ...]
     scores: tuple[Scores, ...]
     passes: int
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return plain values, ready for JSON."""
         plain = {"estimates": [dict(vars(each)) for each in self.estimates], "scores": [each.to_dict() for each in self.scores]}
         return {"version": VERSION, **vars(self), **plain}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Verification":
-        """The inverse of `to_dict`."""
+        """Return the object that `to_dict` described."""
         check_version("results of a verification", data)
         fields = {key: value for key, value in data.items() if key != "version"}
         try:
@@ -81,19 +83,19 @@ class Verification:
                 fields[key] = fields[key] and tuple(fields[key])
             for key in ("loss", "mean_loss", "weights"):
                 fields[key] = tuple(tuple(row) for row in fields[key])
-            fields["estimates"] = tuple(Estimate(**each) for each in fields["estimates"])
+            fields["estimates"] = tuple(ProbeAccuracy(**each) for each in fields["estimates"])
             fields["scores"] = tuple(Scores.from_dict(each) for each in fields["scores"])
             return cls(**fields)
         except (KeyError, TypeError) as error:
             raise UserError(f"These are not the results of a verification as this version writes them: {error}.") from None
 
     def to_json(self) -> str:
-        """One line of JSON."""
+        """Return one line of JSON."""
         return json.dumps(self.to_dict())
 
     @classmethod
     def from_json(cls, text: str) -> "Verification":
-        """The inverse of `to_json`."""
+        """Return the object that `to_json` described."""
         return cls.from_dict(load_json("results of a verification", text))
 
     def __rich__(self) -> RichTable:
@@ -123,17 +125,26 @@ def verify(
     *,
     stream: Stream,
     forward: Forward = plain_forward,
-    max_norm: float | None = None,
     more_for_loss: Sequence[Any] = (),
-    group: torch.distributed.ProcessGroup | None = None,
-    pipeline: torch.distributed.ProcessGroup | None = None,
+    setup: TrainingSetup | None = None,
+    **old: Any,
 ) -> Verification:
-    """Try every option on one layer at a time, and say how well `scores` of the same model and options ranked them.
+    """Measure every option on one layer at a time, and compare the ranking with that of `scores` of the same model.
 
-    Give batches that the scores have not seen: each is a step of its own, and changes are means over them. The actual change of
-    the loss is compared by its magnitude, as SNIP defines it: in a batch, and of the mean over all batches, in which what lies
-    in one batch alone cancels. `more_for_loss` are further batches that only the loss is looked at of, which takes a sixth of
-    the time. Other arguments are those of `score`; the model is left as it was.
+    Each batch is a step of its own, and changes are averaged over batches. The change of the loss is compared by its magnitude,
+    as SNIP defines it, in two ways: in a single batch, and of the mean over all batches, in which the slopes of single batches
+    cancel. The model is left as it was.
+
+    Args:
+        model: The model, as for `score`.
+        batches: Batches that the scores have not seen.
+        optimizer: The optimizer, as for `score`.
+        scores: Scores of one probe, or of several.
+        options: The options of the scores.
+        stream: Source of the bits of stochastic casts.
+        forward: Function of (model, batch) that returns the loss, as for `score`.
+        more_for_loss: Extra batches used for the loss only, which takes a sixth of the time.
+        setup: Clipping and process groups of the training loop.
 
     >>> import dither
     >>> from dither.snip import score
@@ -148,55 +159,55 @@ def verify(
     >>> found.layers, len(found.loss[0]), found.estimates[0].probe
     (('0', '2'), 8, 'measure')
     """
+    (setup,) = with_old_keywords("verify", old, setup or TrainingSetup())
     chosen, given = all_options(options), (scores,) if isinstance(scores, Scores) else tuple(scores)
     names = tuple(option.name for option in chosen)
     if not given:
-        raise UserError("There are no scores to verify: give those of one probe or more.")
+        raise UserError("There are no scores to verify: give the scores of at least one probe.")
     began, count, base_loss = time.perf_counter(), 0, 0.0
     if not len(batches):
         raise UserError("There are no batches to verify on: give at least one that the scores have not seen.")
     losses, changes = [], []
     total = len(batches) + len(more_for_loss)
 
-    def over(batch: Any) -> Passes:
-        how: dict[str, Any] = {"forward": forward, "max_norm": max_norm, "group": group, "pipeline": pipeline}
-        return Passes(model, [batch], optimizer, stream=stream, **how)
+    def over(batch: Any) -> DryRun:
+        return DryRun(model, [batch], optimizer, stream=stream, forward=forward, setup=setup)
 
     for batch in batches:
-        passes = over(batch)
-        layers = tuple(passes.names)
+        dry_run = over(batch)
+        layers = tuple(dry_run.names)
         for each in given:
             if each.layers != layers or each.options != names:
                 raise UserError(
-                    f"The scores of the probe {each.probe!r} are of {len(each.layers)} layers and {len(each.options)} options "
-                    f"({', '.join(each.options[:2])}, ...), and these are {len(layers)} and {len(names)}: score it anew."
+                    f"The scores of the probe {each.probe!r} have {len(each.layers)} layers and {len(each.options)} options "
+                    f"({', '.join(each.options[:2])}, ...); here there are {len(layers)} and {len(names)}: score again."
                 )
-        with passes.borrowed():
-            base = passes.run()
-            updates = passes.updates(base)
+        with dry_run.borrowed():
+            base = dry_run.run()
+            updates = dry_run.updates(base)
             rises, moves = [], []
             for layer in layers:
                 for option in chosen:
-                    with passes.cast(layer, option.precision):
-                        found = passes.run()
+                    with dry_run.cast(layer, option.precision):
+                        found = dry_run.run()
                     rises.append(found.loss - base.loss)
-                    moves.append(passes.change(found, updates).mean())
+                    moves.append(dry_run.change(found, updates).mean())
         shape = len(layers), len(chosen)
         base_loss += float(base.loss) / total
         losses.append(torch.stack(rises).view(shape).cpu().numpy())
         changes.append(torch.stack(moves).view(shape).cpu().numpy())
-        count += passes.count
+        count += dry_run.count
     for batch in more_for_loss:
-        passes = over(batch)
-        with passes.borrowed():
-            plain, rises = passes.loss(), []
+        dry_run = over(batch)
+        with dry_run.borrowed():
+            plain, rises = dry_run.loss(), []
             for layer in layers:
-                known: dict[Any, torch.Tensor] = {}  # a gradient's cast changes no loss
+                known: dict[Any, torch.Tensor] = {}  # the cast of a gradient does not change the loss
                 for option in chosen:
                     casts = option.precision.casts("forward")
                     if casts not in known:
-                        with passes.cast(layer, LayerPrecision(*casts)):
-                            known[casts] = passes.loss() - plain
+                        with dry_run.cast(layer, LayerPrecision(*casts)):
+                            known[casts] = dry_run.loss() - plain
                     rises.append(known[casts])
         base_loss += float(plain) / total
         losses.append(torch.stack(rises).view(len(layers), len(chosen)).cpu().numpy())
@@ -207,7 +218,7 @@ def verify(
         pairs = [(numpy.abs(one), numpy.abs(other)) for one, other in zip(even, odd, strict=True)]
         agreement = (spearman(*pairs[0]), spearman(*pairs[1]), spearman(*pairs[2]))
     estimates = tuple(
-        Estimate(
+        ProbeAccuracy(
             each.probe,
             spearman(loss, each.loss),
             spearman(numpy.abs(mean_loss), each.loss),
@@ -235,7 +246,7 @@ def verify(
 
 
 def _truth(losses: Sequence[Any], changes: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """Magnitude of the change of a batch's loss, change of the mean loss, and change of the weights, the means over batches."""
+    """Return means over batches: |change of the loss|, change of the loss, change of the weights."""
     return numpy.mean(numpy.abs(losses), axis=0), numpy.mean(losses, axis=0), numpy.mean(changes, axis=0)
 
 
@@ -244,12 +255,12 @@ def _table(numbers: Any) -> Table:
 
 
 def spearman(a: Any, b: Any) -> float:
-    """Spearman's rank correlation of two tables of numbers, ties at their mean rank; 0 where one of them is constant.
+    """Return Spearman's rank correlation of two tables; ties get their mean rank, and a constant table gives 0.
 
     >>> round(spearman([[1.0, 5.0], [2.0, 3.0]], [[10.0, 40.0], [30.0, 20.0]]), 6)
     0.8
     """
-    from scipy.stats import rankdata  # type: ignore[import-untyped]  # it takes most of a second, which no other command needs
+    from scipy.stats import rankdata  # type: ignore[import-untyped]  # takes most of a second to import
 
     ranks = [rankdata(numpy.asarray(each, dtype=numpy.float64).ravel()) for each in (a, b)]
     if any(len(set(each.tolist())) < 2 for each in ranks):

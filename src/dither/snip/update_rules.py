@@ -1,0 +1,358 @@
+"""Update rules of optimizers: the next step of a weight as a function of its gradient, and the derivative of that step.
+
+    u(g)    what the next step subtracts from the weight, without decoupled weight decay, which does not depend on g
+    h'      derivative of u with respect to g (SNIP, section 4.3.2), elementwise if the rule is; |h'| is its Frobenius norm
+
+Rules compute what torch.optim computes, in float32. Coupled weight decay (`g + weight_decay * w`) is part of the gradient, and
+`maximize` flips its sign. `dither.snip.optimizer_state` reads rules from optimizers.
+
+    AdamW, Adam, AdamMini    `AdamRule`        m, v in any format
+    SGD                      `SgdRule`         momentum, dampening, Nesterov
+    RMSprop                  `RmspropRule`     centered or not, momentum
+    Adagrad                  `AdagradRule`     decay of the learning rate
+    Muon                     `MuonRule`        momentum, Nesterov, Newton-Schulz iterations
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from dither.errors import UserError
+
+_Rule = TypeVar("_Rule", bound="UpdateRule")
+
+
+class UpdateRule:
+    """The next step of one weight as a function of its gradient.
+
+    For a sharded weight, the states are those of this rank's shard; `whole` gathers them.
+    """
+
+    TENSORS: ClassVar[tuple[str, ...]] = ()
+    """Fields that are tensors in the weight's shape, or None."""
+    t: int | None
+    """Number of the next step, starting at 1; None if the optimizer does not count steps."""
+
+    def update(self, g: Tensor) -> Tensor:
+        """Return u(g), which a step subtracts from the weight besides decoupled decay: float32 in the weight's shape."""
+        raise NotImplementedError
+
+    def slope(self, g: Tensor) -> Tensor:
+        """Return |h'| elementwise: the change of each update per small change of its own gradient."""
+        raise NotImplementedError
+
+    def slope_norm(self, g: Tensor) -> Tensor:
+        """Return the Frobenius norm of h', 0-d float32."""
+        found: Tensor = torch.linalg.vector_norm(self.slope(g), dtype=torch.float32)
+        return found
+
+    def whole(self: _Rule, gather: Callable[[Tensor], Tensor]) -> _Rule:
+        """Return the rule of the whole weight; `gather` turns this rank's shard into the whole tensor."""
+        parts = {name: getattr(self, name) for name in self.TENSORS}
+        return replace(self, **{name: gather(part) for name, part in parts.items() if part is not None})  # type: ignore[type-var]
+
+
+def _gradient(g: Tensor, decay: Tensor | None, maximize: bool) -> Tensor:
+    """Return the gradient that a rule starts from: with the sign of `maximize` and with coupled weight decay."""
+    g = -g if maximize else g
+    return g if decay is None else g + decay
+
+
+@dataclass(frozen=True)
+class AdamRule(UpdateRule):
+    """Adam, AdamW and Adam-mini: the moments of one weight before a step, float32 in its shape, and the step's settings.
+
+        m' = b1 m + (1 - b1) g        v' = b2 v + (1 - b2) g^2
+        u(g) = lr / (1 - b1^t) * m' / (sqrt(v' / (1 - b2^t)) + eps)
+
+    With Adam-mini, g^2 is averaged over the elements that share a second moment. With `amsgrad` the largest v' so far is used.
+    """
+
+    TENSORS: ClassVar[tuple[str, ...]] = ("m", "v", "largest", "decay")
+
+    m: Tensor
+    v: Tensor
+    t: int
+    """Number of the next step, starting at 1."""
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    runs: Tensor | None = None
+    """Adam-mini: index of the second moment of each row, int64[rows]; None if each element has its own."""
+    transposed: bool = False
+    """Adam-mini: True if rows are those of the transposed weight."""
+    largest: Tensor | None = None
+    """amsgrad: largest second moment so far."""
+    decay: Tensor | None = None
+    """Coupled weight decay: weight_decay * w; None without weight decay or if it is decoupled."""
+    maximize: bool = False
+
+    def after(self, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Return m' and v', the moments after a step with the gradient g."""
+        b1, b2 = self.betas
+        g = _gradient(g, self.decay, self.maximize)
+        squares = g.square()
+        if self.runs is not None:
+            rows = (squares.T if self.transposed else squares).mean(1)
+            count = torch.bincount(self.runs)
+            mean = torch.zeros_like(count, dtype=rows.dtype).index_add_(0, self.runs, rows) / count
+            squares = mean[self.runs][:, None].expand(-1, g.shape[0 if self.transposed else 1])
+            squares = squares.T if self.transposed else squares
+        return b1 * self.m + (1 - b1) * g, b2 * self.v + (1 - b2) * squares
+
+    def update(self, g: Tensor) -> Tensor:
+        """Return u(g), which a step subtracts from the weight besides decoupled decay: float32 in the weight's shape.
+
+        >>> one = torch.ones(1, 1)
+        >>> AdamRule(m=one, v=one, t=10**6, lr=0.5, betas=(0.9, 0.95), eps=0.0).update(one)
+        tensor([[0.5000]])
+        """
+        b1, b2 = self.betas
+        m, v = self.after(g.float())
+        v = v if self.largest is None else torch.maximum(v, self.largest)
+        return self.lr / (1 - b1**self.t) * m / ((v / (1 - b2**self.t)).sqrt() + self.eps)
+
+    def slope(self, g: Tensor) -> Tensor:
+        """Return h' as in SNIP (section 4.3.2), elementwise.
+
+            h' = lr sqrt(1 - b2^t) / (1 - b1^t) * | (1 - b1) / (sqrt v' + eps) - (1 - b2) m' g / (sqrt v' (sqrt v' + eps)^2) |
+
+        With Adam-mini, where n elements share v', the second term is divided by n. With amsgrad, it is 0 for elements whose v'
+        stays below the largest so far.
+        """
+        (b1, b2), g = self.betas, g.float()
+        m, v = self.after(g)
+        g = _gradient(g, self.decay, self.maximize)
+        grows = torch.ones_like(v, dtype=torch.bool) if self.largest is None else v > self.largest
+        v = v if self.largest is None else torch.maximum(v, self.largest)
+        root = v.sqrt()
+        shared: Tensor | float = 1.0
+        if self.runs is not None:
+            rows = torch.bincount(self.runs)[self.runs][:, None] * g.shape[0 if self.transposed else 1]
+            shared = rows.T if self.transposed else rows
+        # Where v' is 0, g and m' are 0 too, and the second term is 0.
+        second = torch.where((v > 0) & grows, (1 - b2) * m * g / (shared * root * (root + self.eps).square()), 0.0)
+        size = self.lr * (1 - b2**self.t) ** 0.5 / (1 - b1**self.t)
+        slope: Tensor = size * ((1 - b1) / (root + self.eps) - second)
+        return slope.abs()
+
+
+@dataclass(frozen=True)
+class SgdRule(UpdateRule):
+    """SGD: linear in the gradient, so that h' is one number.
+
+        b' = momentum b + (1 - dampening) g, at the first step b' = g
+        u(g) = lr b', with Nesterov lr (g + momentum b'), without momentum lr g
+        h' = lr (1 - dampening), with Nesterov lr (1 + momentum (1 - dampening)), without momentum lr
+
+    At the first step with momentum there is no b yet, and (1 - dampening) is replaced by 1.
+
+    >>> g = torch.ones(1, 1)
+    >>> rule = SgdRule(lr=0.5, momentum=0.9, dampening=0.1, nesterov=False, buffer=2 * g)
+    >>> rule.update(g), rule.slope(g)  # 0.5 * (0.9 * 2 + 0.9 * 1)
+    (tensor([[1.3500]]), tensor([[0.4500]]))
+    """
+
+    TENSORS: ClassVar[tuple[str, ...]] = ("buffer", "decay")
+
+    lr: float
+    momentum: float
+    dampening: float
+    nesterov: bool
+    buffer: Tensor | None = None
+    """b; None before the first step, and without momentum."""
+    decay: Tensor | None = None
+    """Coupled weight decay: weight_decay * w."""
+    maximize: bool = False
+    t: int | None = None
+
+    @property
+    def _taken(self) -> float:
+        """Return the factor of the gradient in b'."""
+        return 1.0 if self.buffer is None else 1 - self.dampening
+
+    def update(self, g: Tensor) -> Tensor:
+        """Return u(g), which a step subtracts from the weight: float32 in the weight's shape."""
+        g = _gradient(g.float(), self.decay, self.maximize)
+        if not self.momentum:
+            return self.lr * g
+        b = self._taken * g if self.buffer is None else self.momentum * self.buffer + self._taken * g
+        return self.lr * (g + self.momentum * b if self.nesterov else b)
+
+    def slope(self, g: Tensor) -> Tensor:
+        """Return h', the same number for every element."""
+        taken = self._taken if self.momentum else 1.0
+        taken = 1 + self.momentum * taken if self.momentum and self.nesterov else taken
+        return torch.full_like(g, abs(self.lr * taken), dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class RmspropRule(UpdateRule):
+    """RMSprop: each element is divided by its root mean square.
+
+    v' = alpha v + (1 - alpha) g^2        a' = alpha a + (1 - alpha) g, if centered
+    s = sqrt(v'), if centered sqrt(v' - a'^2)
+    u(g) = lr (momentum b + g / (s + eps))
+    h' = lr | 1 / (s + eps) - (1 - alpha) g (g - a') / (s (s + eps)^2) |, where a' is 0 unless centered
+    """
+
+    TENSORS: ClassVar[tuple[str, ...]] = ("v", "mean", "buffer", "decay")
+
+    v: Tensor
+    t: int
+    lr: float
+    alpha: float
+    eps: float
+    momentum: float = 0.0
+    mean: Tensor | None = None
+    """a; None unless centered."""
+    buffer: Tensor | None = None
+    """b; None without momentum."""
+    decay: Tensor | None = None
+    """Coupled weight decay: weight_decay * w."""
+    maximize: bool = False
+
+    def _parts(self, g: Tensor) -> tuple[Tensor, Tensor, Tensor | float]:
+        """Return g with decay, s and a'."""
+        g = _gradient(g.float(), self.decay, self.maximize)
+        v = self.alpha * self.v + (1 - self.alpha) * g.square()
+        mean: Tensor | float = 0.0
+        if self.mean is not None:
+            mean = self.alpha * self.mean + (1 - self.alpha) * g
+            v = v - mean * mean
+        return g, v.sqrt(), mean
+
+    def update(self, g: Tensor) -> Tensor:
+        """Return u(g), which a step subtracts from the weight: float32 in the weight's shape."""
+        g, s, _ = self._parts(g)
+        step = g / (s + self.eps)
+        return self.lr * (step if self.buffer is None else self.momentum * self.buffer + step)
+
+    def slope(self, g: Tensor) -> Tensor:
+        """Return h', elementwise."""
+        g, s, mean = self._parts(g)
+        second = torch.where(s > 0, (1 - self.alpha) * g * (g - mean) / (s * (s + self.eps).square()), 0.0)
+        slope: Tensor = self.lr * (1 / (s + self.eps) - second)
+        return slope.abs()
+
+
+@dataclass(frozen=True)
+class AdagradRule(UpdateRule):
+    """Adagrad: each element is divided by the root of its sum of squares.
+
+    z' = z + g^2        u(g) = lr / (1 + (t - 1) lr_decay) * g / (sqrt(z') + eps)
+    h' = lr / (1 + (t - 1) lr_decay) * | 1 / (sqrt z' + eps) - g^2 / (sqrt z' (sqrt z' + eps)^2) |
+    """
+
+    TENSORS: ClassVar[tuple[str, ...]] = ("total", "decay")
+
+    total: Tensor
+    """z, the sum of squares so far."""
+    t: int
+    lr: float
+    lr_decay: float
+    eps: float
+    decay: Tensor | None = None
+    """Coupled weight decay: weight_decay * w."""
+    maximize: bool = False
+
+    @property
+    def _rate(self) -> float:
+        return self.lr / (1 + (self.t - 1) * self.lr_decay)
+
+    def update(self, g: Tensor) -> Tensor:
+        """Return u(g), which a step subtracts from the weight: float32 in the weight's shape."""
+        g = _gradient(g.float(), self.decay, self.maximize)
+        return self._rate * g / ((self.total + g.square()).sqrt() + self.eps)
+
+    def slope(self, g: Tensor) -> Tensor:
+        """Return h', elementwise."""
+        g = _gradient(g.float(), self.decay, self.maximize)
+        root = (self.total + g.square()).sqrt()
+        second = torch.where(root > 0, g.square() / (root * (root + self.eps).square()), 0.0)
+        slope: Tensor = self._rate * (1 / (root + self.eps) - second)
+        return slope.abs()
+
+
+@dataclass(frozen=True)
+class MuonRule(UpdateRule):
+    """Muon: a function of the whole matrix, so that only the norm of h' is available, not its elements.
+
+        b' = momentum b + (1 - momentum) g        c = momentum b' + (1 - momentum) g with Nesterov, else b'
+        X = c / max(|c|, eps)        steps times: A = X X^T, X <- a X + (b A + c A^2) X        u(g) = rate X
+
+    The iteration maps a singular value s to p(s) = a s + b s^3 + c s^5 and keeps singular vectors. With
+    s_i the singular values of the N x K matrix X before it (N <= K), f = p(p(...)) and f_i = f(s_i), the derivative of the
+    iteration has the Frobenius norm
+
+        |F|^2 = sum_i f'_i^2 + sum_{i<j} [((f_i - f_j) / (s_i - s_j))^2 + ((f_i + f_j) / (s_i + s_j))^2]
+                + (K - N) sum_i (f_i / s_i)^2
+
+    (for i = j the quotient is f', for s = 0 it is f'(0)). Dividing by |c| removes the direction of X itself:
+
+        |h'| = rate * weight of g in c / |c| * sqrt(|F|^2 - sum_i (f'_i s_i)^2)
+
+    torch computes the iteration in bfloat16. Here it is float32: differences of two bfloat16 updates would be mostly rounding.
+    """
+
+    TENSORS: ClassVar[tuple[str, ...]] = ("buffer",)
+
+    buffer: Tensor
+    """b."""
+    rate: float
+    """The learning rate with torch's adjustment for the weight's shape."""
+    momentum: float
+    nesterov: bool
+    coefficients: tuple[float, float, float]
+    steps: int
+    eps: float
+    t: int | None = None
+
+    def _direction(self, g: Tensor) -> Tensor:
+        b = torch.lerp(self.buffer, g.float(), 1 - self.momentum)
+        return torch.lerp(g.float(), b, self.momentum) if self.nesterov else b
+
+    def update(self, g: Tensor) -> Tensor:
+        """Return u(g), which a step subtracts from the weight besides its decay: float32 in the weight's shape."""
+        given = self._direction(g)
+        x = given.T if given.shape[0] > given.shape[1] else given
+        x = x / torch.linalg.vector_norm(x).clamp(min=self.eps)
+        one, three, five = self.coefficients
+        for _ in range(self.steps):
+            gram = x @ x.T
+            x = one * x + (three * gram + five * gram @ gram) @ x
+        found: Tensor = self.rate * (x.T if given.shape[0] > given.shape[1] else x)
+        return found
+
+    def slope(self, g: Tensor) -> Tensor:
+        """Raise a UserError: every element of Muon's update depends on the whole gradient."""
+        raise UserError("Muon's update of one element depends on the whole gradient: ask for slope_norm, not for slope.")
+
+    def slope_norm(self, g: Tensor) -> Tensor:
+        """Return the Frobenius norm of h', 0-d float32, from the singular values of the direction, in float64."""
+        given = self._direction(g).double()
+        x = given.T if given.shape[0] > given.shape[1] else given
+        size = torch.linalg.vector_norm(x)
+        s = torch.linalg.eigvalsh(x @ x.T).clamp(min=0).sqrt() / size.clamp(min=self.eps)
+        f, slope = s, torch.ones_like(s)
+        one, three, five = self.coefficients
+        for _ in range(self.steps):
+            slope = slope * (one + 3 * three * f.square() + 5 * five * f.pow(4))
+            f = one * f + three * f.pow(3) + five * f.pow(5)
+        # Singular values that agree to 10 digits use the derivative: their difference quotient would be rounding noise.
+        apart, together = s[:, None] - s, s[:, None] + s
+        near, zero = apart.abs() <= 1e-10 * together.clamp(min=1e-300), together == 0
+        mean = (slope[:, None] + slope) / 2
+        minus = torch.where(near, mean, (f[:, None] - f) / torch.where(near, 1.0, apart))
+        plus = torch.where(zero, mean, (f[:, None] + f) / torch.where(zero, 1.0, together))
+        pairs = (minus.square() + plus.square()).triu(1).sum()
+        plain = torch.where(s > 0, f / torch.where(s > 0, s, 1.0), slope).square().sum() * (x.shape[1] - x.shape[0])
+        total = slope.square().sum() + pairs + plain
+        if bool(size >= self.eps):  # below it torch divides by eps, and no direction is removed
+            total = total - (slope * s).square().sum()
+        taken = (1 - self.momentum) * (1 + self.momentum if self.nesterov else 1)
+        found: Tensor = abs(self.rate) * taken / size.clamp(min=self.eps) * total.clamp(min=0).sqrt()
+        return found.float()
