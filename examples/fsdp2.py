@@ -3,9 +3,9 @@
     torchrun --nproc-per-node=2 examples/fsdp2.py     # two CPU processes over gloo, about 30 seconds; GPUs where there are some
     python examples/fsdp2.py                          # the same training in one process
 
-Convert first, then shard. Stochastic rounding, of gradients in the products and of BF16 weights in the optimizer, draws the bits of an
-element's place in the whole tensor. So ranks need no shared generator state, and both commands start with the same losses; later ones
-differ a little, because ranks add gradients up in another order.
+Convert first, then shard. Stochastic rounding draws random bits by the place of an element in the whole tensor: in the
+products, which round gradients, and in the optimizer, which rounds BF16 weights. So ranks need no shared generator state. Both
+commands start with the same losses; later ones differ a little, because ranks add gradients in another order.
 """
 
 import argparse

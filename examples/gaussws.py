@@ -3,10 +3,10 @@
     python examples/gaussws.py                # about 30 seconds on a CPU
     python examples/gaussws.py --steps 400    # bitwidths have more time to fall
 
-While the model trains, noise is added to each 32 x 32 block of a weight. Its size follows a bitwidth b_t that is learned per block:
-one bit less means twice the noise. Guidance pulls bitwidths from 6 toward 3, and the loss pushes them up where a block does not
-tolerate noise. Afterwards the bitwidths say which format each layer needs. The pages docs/sampling.md and docs/deployment.md
-have the theory; docs/results/gaussws.md says when the method pays.
+While the model trains, noise is added to each 32 x 32 block of a weight. The size of the noise follows a bitwidth b_t that is
+learned per block: one bit less means twice the noise. Guidance pulls bitwidths from 6 toward 3, and the loss pushes them up
+where a block does not tolerate noise. Afterwards the bitwidths say which format each layer needs. The pages docs/sampling.md
+and docs/deployment.md have the theory; docs/results/gaussws.md says when the method pays.
 """
 
 import argparse

@@ -4,8 +4,8 @@
     python examples/huggingface.py --recipe fp4-block --steps 200
     python examples/huggingface.py --model path/to/model --save tuned   # a model of yours, such as a Llama or a GPT-2
 
-Without --model it makes a tiny Llama with random weights, so nothing is downloaded. `dither.convert` replaces the linear layers in
-place and keeps every parameter under its name. So the optimizer, `save_pretrained` and `from_pretrained` work as before.
+Without --model it makes a tiny Llama with random weights, so nothing is downloaded. `dither.convert` replaces the linear layers
+in place and keeps every parameter under its name. So the optimizer, `save_pretrained` and `from_pretrained` work as before.
 
 Needs the extra `hf`: pip install 'dither[hf]'. The page docs/huggingface.md explains each line.
 """

@@ -3,9 +3,9 @@
     python examples/own_loop_snip.py                  # about 20 seconds on a CPU
     python examples/own_loop_snip.py --target 0.5     # half of the FLOPs of linear layers in FP4 instead of three quarters
 
-The model starts in FP8. After a third of the steps SNIP estimates, for every layer, how much FP4 would disturb the loss and the weight updates. It
-then solves for the options with the least disturbance that reach the target, and switches the layers between two steps. Training
-goes on with the same weights and the same optimizer. The page docs/snip-planning.md has the details.
+The model starts in FP8. After a third of the steps SNIP estimates, for every layer, how much FP4 would disturb the loss and the
+weight updates. It then finds the options that disturb least and reach the target, and switches the layers between two steps.
+Training continues with the same weights and the same optimizer. The page docs/snip-planning.md has the details.
 """
 
 import argparse
