@@ -88,7 +88,14 @@ def scale_groups() -> Picture:
         picture.text(x + 80, 30, name, "middle", 15, bold=True)
         picture.grid(x, 42, 8, 8, 20, [[colors[group(i, j) % 8] for j in range(8)] for i in range(8)])
         picture.text(x + 80, 222, note, "middle", 13, color=FAINT)
-    picture.text(430, 242, "Each patch of one color has a scale. The product sums along a row; rows and tiles run in that direction.", "middle", 12, color=FAINT)
+    picture.text(
+        430,
+        242,
+        "Each patch of one color has a scale. The product sums along a row; rows and tiles run in that direction.",
+        "middle",
+        12,
+        color=FAINT,
+    )
     return picture
 
 
