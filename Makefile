@@ -35,6 +35,7 @@ check: $(INSTALLED)
 
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	! grep -rE '<(script|link|img)[^>]* (src|href)="?https?://' --include='*.html' site  # nothing is loaded from elsewhere
 
 soak: $(INSTALLED)
 	$(VENV)/bin/python tests/soak.py $(SOAK)
