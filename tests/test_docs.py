@@ -134,12 +134,19 @@ def test_the_table_of_formats_in_the_docs_is_that_of_the_command():
         assert f"| {' | '.join(cli._row(format)[:-1])} |" in page
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/examples.md"])
 def test_files_named_in_pages_exist(page):
     named = re.findall(r"(?:src|tests|docs|benchmarks|examples)/[\w./-]*\w", (ROOT / page).read_text())
     assert named
     for path in named:
         assert (ROOT / path).exists(), path
+
+
+def test_files_of_the_package_in_the_architecture_page_exist():
+    named = re.findall(r"`([a-z_]+/[a-z_0-9]+\.py)`", (ROOT / "docs" / "architecture.md").read_text())
+    assert len(named) > 5
+    for path in named:
+        assert (ROOT / "src" / "dither" / path).exists(), path
 
 
 def test_the_ways_to_break_a_kernel_are_still_possible():
