@@ -6,13 +6,14 @@ JOBS ?= 1
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-exhaustive check soak gpu-test
+.PHONY: help demo test test-exhaustive check docs soak gpu-test
 
 help:
 	@echo 'make demo      set up $(VENV) and train a tiny model on real text, in minutes on two CPU cores, with a report'
 	@echo 'make test      set up $(VENV) and run the tests'
 	@echo 'make test-exhaustive  the sweeps over every combination, which make test samples'
 	@echo 'make check     ruff and mypy'
+	@echo 'make docs      build the documentation site into site/, strictly and without a network'
 	@echo 'make soak      kills, flipped bits, full disks, hostile input: a scoreboard, in about ten minutes (SOAK="--scale 10": more)'
 	@echo 'make gpu-test  run the tests marked gpu with $(PYTHON) as it is, installing nothing (JOBS=8: in eight processes)'
 
@@ -32,6 +33,10 @@ check: $(INSTALLED)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	! grep -rE '<(script|link|img)[^>]* (src|href)="?https?://' --include='*.html' site  # nothing is loaded from elsewhere
+
 soak: $(INSTALLED)
 	$(VENV)/bin/python tests/soak.py $(SOAK)
 
@@ -43,5 +48,5 @@ gpu-test:
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --disable-pip-version-check torch==2.13.0
-	$(VENV)/bin/python -m pip install --disable-pip-version-check -e '.[test,dev]'
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -e '.[test,dev,docs]'
 	touch $@

@@ -1,10 +1,10 @@
-"""The bounds of `dither.theory` beside simulations: what rounding costs Adam, and which statements hold as printed.
+"""Compare the bounds of `dither.theory` with simulations of Adam, and show which of the paper's statements hold.
 
-    python examples/bounds.py                          # the tables, in about 15 seconds
-    python examples/bounds.py --plot bounds.svg        # and the figure of docs/stochastic-rounding.md, if matplotlib is there
+    python examples/bounds.py                          # tables, in about 15 seconds
+    python examples/bounds.py --plot bounds.svg        # and the figure of docs/stochastic-rounding.md
 
 The loss is Huber's, F(x) = sum_i h(x_i) with h(x) = x^2 / 2 for |x| <= 1 and |x| - 1/2 beyond: its curvature is at most L = 1.
-Gradients of batches have a fair coin's noise, and are at most R = 1 + noise. Weights are multiples of Delta, rounded after each
+Gradients have the noise of a coin flip and are at most R = 1 + noise. Weights are multiples of Delta, rounded after each
 step: to nearest, stochastically by the random bits of a `dither.Stream`, or not at all.
 """
 
@@ -31,36 +31,36 @@ HOW = ("exact", "nearest", "stochastic")
 
 
 def huber(x: Tensor) -> Tensor:
-    """F of each weight."""
+    """Return F of each weight."""
     return torch.where(x.abs() <= 1, x.square() / 2, x.abs() - 0.5)
 
 
 def stochastic(z: Tensor, uniform: Tensor, delta: float = DELTA) -> Tensor:
-    """z to multiples of delta, up where a uniform number below 1 is less than how far up z is."""
+    """Round z to multiples of delta: up where `uniform`, in [0, 1), is less than the fraction of z."""
     low = (z / delta).floor()
     return (low + (uniform < z / delta - low)) * delta
 
 
 def draws(stream: dither.Stream, steps: int, runs: int, chunk: int = 500) -> Iterator[Tensor]:
-    """Uniform numbers below 1 for each step, float32[runs], of 24 random bits each; many steps are drawn at once."""
+    """Yield uniform numbers in [0, 1) per step, float32[runs], with 24 random bits each; draw many steps at once."""
     for first in range(0, steps, chunk):
         bits = stream.bits(0, (min(chunk, steps - first), runs), (first, 0))
         yield from (bits >> 8 & 0xFFFFFF).float() * 2.0**-24
 
 
 class Outcome(NamedTuple):
-    """What simulations gave: a row for each of HOW, a column for each rate."""
+    """Results of simulations: a row for each of HOW, a column for each rate."""
 
     G: Tensor
     """(1/T) sum over steps of |grad F(x_t)|^2, the mean over weights."""
     share: float
-    """Of stochastic rounding, the sum of all squared errors over what Lemma 2 allows for it."""
+    """For stochastic rounding: the sum of all squared errors divided by the bound of Lemma 2."""
 
 
 def descend(rates: Sequence[float], T: int, *, weights: int = 64, seed: int = 0) -> Outcome:
-    """Adam without momentum, as the theorems have it, on independent weights: each is a problem with d = 1.
+    """Run Adam without momentum, as in the theorems, on independent weights: each is a problem with d = 1.
 
-    All ways to round and all rates take their steps together.
+    All ways of rounding and all rates run together.
     """
     alpha = torch.tensor(rates)[None, :, None]
     x = torch.full((len(HOW), len(rates), weights), START)
@@ -81,7 +81,7 @@ def descend(rates: Sequence[float], T: int, *, weights: int = 64, seed: int = 0)
 
 
 def problem(alpha: float) -> Adam:
-    """The constants of `descend` for one weight."""
+    """Return the constants of `descend` for one weight."""
     gap = float(huber(torch.tensor(START)))
     return Adam(alpha=alpha, beta2=BETA2, epsilon=EPSILON, R=1 + NOISE + math.sqrt(EPSILON), L=1.0, d=1, gap=gap)
 
@@ -90,9 +90,9 @@ class Path(NamedTuple):
     """Gradient descent on x^2 / 2 from x = 1 with stochastic rounding."""
 
     mean: float
-    """Of x at the end, over all runs."""
+    """Mean of x at the end, over all runs."""
     error: float
-    """The standard error of that."""
+    """Standard error of the mean."""
     unrounded: float
     """x without rounding."""
     flow: float
@@ -100,7 +100,7 @@ class Path(NamedTuple):
 
 
 def mean_path(runs: int, *, delta: float = 1 / 8, steps: int = 256, seed: int = 0) -> Path:
-    """Return where stochastic rounding leads on average.
+    """Return the mean end point under stochastic rounding.
 
     A step alpha x is below delta, so F_SR = x^2 / 2 + alpha/4 x^2 + (delta |x| - alpha x^2) / 4 = x^2 / 2 + delta/4 |x|, whose
     flow is dx/dt = -x - delta/4.
@@ -113,7 +113,7 @@ def mean_path(runs: int, *, delta: float = 1 / 8, steps: int = 256, seed: int = 
 
 
 def sampled_loss(x: Tensor, alpha: float, many: int, seed: int = 0) -> tuple[float, float]:
-    """The mean of F + alpha/4 |step / alpha|^2 over stochastic roundings of one step on x^2 / 2, and its error."""
+    """Return the mean of F + alpha/4 |step / alpha|^2 over stochastic roundings of one step on x^2 / 2, and its error."""
     uniform = torch.stack(list(draws(dither.Stream(seed, "example", "one step"), len(x), many, chunk=len(x))))
     after = stochastic((x - alpha * x)[:, None], uniform).T
     values = ((x - after) / alpha).square().double().sum(1) * alpha / 4 + float(x.square().sum() / 2)
@@ -155,7 +155,7 @@ def print_regularization(runs: int) -> None:
 
 
 def plot(found: Outcome, T: int, file: str) -> None:
-    """Bounds as lines, simulations as dots, over the learning rate."""
+    """Draw bounds as lines and simulations as dots, over the learning rate."""
     import matplotlib
 
     matplotlib.use("svg")

@@ -1,7 +1,7 @@
-"""Why weights in BF16 stand still, and what stochastic rounding and the learning rate do about it.
+"""Why BF16 weights stop moving, and how stochastic rounding and the learning rate help.
 
-    python examples/stagnation.py                    # the tables, in about 20 seconds
-    python examples/stagnation.py --plot walks.png   # and a picture of the walks, if matplotlib is there
+    python examples/stagnation.py                    # tables, in about 20 seconds
+    python examples/stagnation.py --plot walks.png   # and a picture of the walks; needs matplotlib
 
 Section 2.2 of "Stochastic Rounding for LLM Training: Theory and Practice" (Ozkara, Yu, Park, 2025) lets Adam walk down a
 line, f(x) = 3 - x, from x = 2 to x = 3, while the learning rate decays to a minimum. BF16 numbers are 1/64 apart there, and
@@ -9,8 +9,8 @@ a step is far smaller. The paper gives neither the rate at the start nor how it 
 
     rate(t) = max(0.0007 * (1 - 1/1500)^t, minimum),
 
-which meets its averages within the error of its 100 runs; 0.0007 is also the paper's rate for its smallest model.
-`--schedule cosine`, from 0.0003 to the minimum in 7000 steps, is the other reading that comes close: the same story.
+which reproduces its averages within the error of its 100 runs; 0.0007 is also the paper's rate for its smallest model.
+`--schedule cosine`, from 0.0003 to the minimum in 7000 steps, comes close as well and leads to the same conclusion.
 
 Adam's states are float32; only the sum x + update is rounded, always by `dither.round_to` from a `dither.Stream`.
 """
@@ -63,7 +63,7 @@ WALKS = [
 
 @functools.cache
 def updates(schedule: str, minimum: float, steps: int, beta1: float = 0.9, beta2: float = 0.95, eps: float = 1e-8) -> Tensor:
-    """What Adam adds to x at each step, float32[steps]. The gradient is -1 all the way, so x does not enter."""
+    """Return Adam's update of x per step, float32[steps]. The gradient is -1 everywhere, so updates do not depend on x."""
     m = v = 0.0
     result = []
     for t in range(steps):
@@ -74,7 +74,7 @@ def updates(schedule: str, minimum: float, steps: int, beta1: float = 0.9, beta2
 
 
 def walk(added: Tensor, rounding: str, stream: dither.Stream, runs: int) -> Tensor:
-    """Positions float32[steps, runs] in BF16 after each step: the definition. Step t draws from the stream's row t."""
+    """Return BF16 positions after each step, float32[steps, runs], step by step. Step t draws from row t of the stream."""
     x = torch.full((1, runs), START)
     positions = []
     for t, u in enumerate(added):
@@ -86,17 +86,17 @@ def walk(added: Tensor, rounding: str, stream: dither.Stream, runs: int) -> Tens
 def walk_at_once(
     added: Tensor, rounding: str, stream: dither.Stream, runs: int, x: float | Tensor = START, first: int = 0
 ) -> Tensor:
-    """`walk` by a single rounding: the same bits. It may go on from x [runs], with step `first`.
+    """Return the positions of `walk`, bit for bit, with one call of `round_to`. Start from x [runs] at step `first`.
 
-    From 2 to 4 neighbours lie evenly, so what a rounding adds to a BF16 number x is what it adds to 2; and what it draws
-    depends on the step and the run, not on what was drawn before.
+    BF16 numbers are evenly spaced from 2 to 4. So rounding x + update moves x as it moves 2 + update. The random bits
+    depend on the step and the run only.
     """
     moved = dither.round_to((START + added)[:, None].expand(-1, runs), "bf16", rounding, stream=stream, offset=(first, 0))
     return x + (moved - START).cumsum(0)  # sums of multiples of 1/64: exact
 
 
 def arrivals(schedule: str, minimum: float, rounding: str, stream: dither.Stream, runs: int, chunk: int = 2000) -> Tensor:
-    """The step at which each run in BF16 reaches the goal, int64[runs]; 0 for one that has not after LIMIT steps."""
+    """Return the step at which each BF16 run reaches the goal, int64[runs]; 0 if it takes more than LIMIT steps."""
     added = updates(schedule, minimum, LIMIT)
     x, arrived = torch.full((runs,), START), torch.zeros(runs, dtype=torch.int64)
     for first in range(0, LIMIT, chunk):
@@ -110,7 +110,7 @@ def arrivals(schedule: str, minimum: float, rounding: str, stream: dither.Stream
 
 
 def arrival_in_fp32(schedule: str, minimum: float) -> int:
-    """The same for x in float32, whose sums are rounded to multiples of 2^-22 here: every step counts."""
+    """Return the step at which x in float32 reaches the goal. Sums are rounded to multiples of 2^-22: no step is lost."""
     x = torch.tensor(START)
     for t, u in enumerate(updates(schedule, minimum, LIMIT)):
         x = x + u
@@ -120,10 +120,10 @@ def arrival_in_fp32(schedule: str, minimum: float) -> int:
 
 
 def exact_arrival(schedule: str, minimum: float) -> tuple[float, float]:
-    """Mean and deviation of the step at which stochastic rounding arrives, by theory.
+    """Return the exact mean and standard deviation of the step at which stochastic rounding reaches the goal.
 
-    A walk stands on one of 64 numbers before the goal and moves on to the next one with probability update / spacing,
-    where x + update has been rounded to float32. Probabilities of where it stands, step by step, give those of T.
+    A walk is at one of 64 numbers before the goal. It moves to the next one with probability update / spacing, where
+    x + update has been rounded to float32. The distribution over positions, step by step, gives that of the arrival.
     """
     chances = (START + updates(schedule, minimum, LIMIT) - START).double() / SPACING
     standing = numpy.zeros(round((GOAL - START) / SPACING))
@@ -138,10 +138,10 @@ def exact_arrival(schedule: str, minimum: float) -> tuple[float, float]:
 
 
 def two_halves(epsilon: float, runs: int, stream: dither.Stream) -> Tensor:
-    """Section 2.2's first example: from 0 to 1 by updates 1/2, 1/2, epsilon, epsilon, ...; int64[runs] arrival steps.
+    """Return arrival steps int64[runs] of section 2.2's first example: 0 to 1 by updates 1/2, 1/2, epsilon, epsilon, ...
 
-    0 and 1 are neighbours in int8. Until a run moves it stands at 0, so here, too, one rounding is enough for all steps; none
-    of a million runs is left after 64 / epsilon of them.
+    0 and 1 are neighbors in int8. A run stays at 0 until it moves, so one call of `round_to` covers all steps. After
+    64 / epsilon steps, all of a million runs have moved.
     """
     added = torch.full((round(64 / epsilon),), epsilon)
     added[:2] = 0.5
@@ -150,14 +150,14 @@ def two_halves(epsilon: float, runs: int, stream: dither.Stream) -> Tensor:
 
 
 def coins(stream: dither.Stream, shape: tuple[int, ...]) -> Tensor:
-    """Fair zeros and ones, float32."""
+    """Return zeros and ones with equal probability, float32."""
     return (stream.bits(0, shape, width=8) & 1).float()
 
 
 def gradients(rho: float, delta: float, how: str, dimensions: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Proposition 1: gradients float32[dimensions] at two times, g1[i] + g2[i, t] and a perturbation.
+    """Return the gradients of Proposition 1 at two times, float32[dimensions]: g1[i] + g2[i, t] plus a perturbation.
 
-    `how` is "none", "coin" (the paper's model: delta times a coin) or "rounded": really rounded, to multiples of delta.
+    `how` is "none", "coin" (the paper's model: delta times a coin flip) or "rounded" (rounded to multiples of delta).
     """
     fixed = rho * coins(dither.Stream(seed, "example", "fixed part"), (1, dimensions))
     both = fixed + coins(dither.Stream(seed, "example", "varying part"), (2, dimensions))
@@ -170,9 +170,9 @@ def gradients(rho: float, delta: float, how: str, dimensions: int, seed: int) ->
 
 
 def exact_correlation(rho: float, delta: float, how: str, dimensions: int) -> tuple[float, float]:
-    """The correlation of `gradients` at two times, and the standard error of its estimate from so many dimensions.
+    """Return the correlation of `gradients` at two times, and the standard error of its estimate.
 
-    Both by adding up the cases. For standardised x and y with correlation r the estimate's variance is, to first order,
+    Both are sums over all cases. For standardized x and y with correlation r the estimate's variance is, to first order,
     E[(xy - r (x^2 + y^2) / 2)^2] / dimensions.
     """
 
@@ -222,7 +222,7 @@ def print_walks(schedule: str, runs: int, seed: int) -> None:
 
 
 def print_two_halves(runs: int, seed: int) -> None:
-    print(f"\nSteps from 0 to its neighbour 1 by 1/2, 1/2, e, e, ... ({runs} runs; exact: 3/2 + 1/(4 e); without rounding: 2)")
+    print(f"\nSteps from 0 to its neighbor 1 by 1/2, 1/2, e, e, ... ({runs} runs; exact: 3/2 + 1/(4 e); without rounding: 2)")
     print(f"{'e':<10}{'mean':>9}{'+-':>7}{'exact':>8}{'T <= 2':>9}{'exact':>7}")
     for exponent in (1, 3, 5, 7):
         e = 2.0**-exponent
@@ -243,7 +243,7 @@ def print_correlations(dimensions: int, seed: int) -> None:
 
 
 def plot(schedule: str, seed: int, file: str, runs: int = 30, steps: int = 20_000) -> None:
-    """The paper's Figure 3: walks with stochastic rounding, beside float32."""
+    """Draw the paper's Figure 3: walks with stochastic rounding and in float32."""
     from matplotlib import pyplot
 
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)

@@ -1,8 +1,8 @@
 """A task that trains in a second, and figures as small SVG files: shared by the examples about number formats.
 
-Three linear layers predict the next of 32 words from the two before it. A word in sixteen is a separator: its inputs are
-100 times as large as those of the others, as they are at the first token and at delimiters of language models, and anything may
-follow it. So its loss never falls and its gradients stay large. Everywhere else a rule holds, and gradients shrink as the model
+Three linear layers predict the next token from the two before it, with a vocabulary of 32. One token in sixteen is a separator.
+Its inputs are 100 times as large as the others, as in language models at the first token and at delimiters. Any token may
+follow it, so its loss never falls and its gradients stay large. Everywhere else a rule holds, and gradients shrink as the model
 learns it.
 """
 

@@ -1,33 +1,118 @@
 """What the documentation shows is what happens: the examples in README.md, docs/ and the docstrings run."""
 
 import doctest
+import functools
 import importlib
 import pkgutil
 import re
+import runpy
+import shlex
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
+import tyro
 
 import dither
 from dither.commands.formats import _row
 from dither.formats import TABLE
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *(p for p in sorted((ROOT / "docs").glob("*.md")) if p.stem != "benchmarks")]  # no code there
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MODULES = [
     module.name
     for module in pkgutil.walk_packages(dither.__path__, "dither.")
     if not module.name.startswith("dither.kernels")  # these need Triton, and have no examples
 ]
+IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """Return the language and the text of each fenced block of a page."""
+    return re.findall(r"^```(\w*)[^\n]*\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def commands(page: Path) -> list[str]:
+    """Return the lines of a page's blocks that run `dither`."""
+    lines = [line.strip() for language, text in blocks(page) if language in ("", "sh") for line in text.splitlines()]
+    lines = [line.removeprefix(".venv/bin/") for line in lines]
+    return [line for line in lines if re.match(r"dither [a-z]", line)]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if ">>>" in page.read_text()], ids=lambda page: page.name)
 def test_examples_in_pages(page):
     torch.manual_seed(0)
-    results = doctest.testfile(str(page), module_relative=False)
+    results = doctest.testfile(str(page), module_relative=False, encoding="utf-8")
     assert results.attempted > 0
     assert results.failed == 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_every_python_block_is_run(page):
+    """A block of Python without prompts would not be run by the test above."""
+    for language, text in blocks(page):
+        assert language in ("", "python", "sh", "toml", "text"), language
+        if language == "python":
+            assert all(part.startswith(">>>") for part in re.split(r"\n\s*\n", text.strip())), text
+
+
+COMMANDS = [(page, line) for page in PAGES for line in commands(page)]
+
+
+@pytest.mark.parametrize(("page", "line"), COMMANDS, ids=[f"{page.name}: {line[:60]}" for page, line in COMMANDS])
+def test_commands_in_pages_parse(page, line):
+    words = shlex.split(line, comments=True)[1:]
+    found = next((name for name in (" ".join(words[:2]), "-".join(words[:2]), words[0]) if name in cli.COMMANDS), None)
+    assert found, line
+    entry = cli.COMMANDS[found]
+    function = entry.load() if hasattr(entry, "load") else entry
+    rest = words[1 if found == words[0] else 2 :]
+    calls = []
+
+    @functools.wraps(function)
+    def record(*args: object, **options: object) -> int:
+        calls.append((args, options))
+        return 0
+
+    try:
+        tyro.cli(record, args=rest, prog=f"dither {found}")  # exits where an argument is unknown or has a wrong type
+    except dither.UserError:
+        return  # parsed; the files that it names are not there
+    assert calls
+
+
+def test_commands_that_do_not_parse_are_found():
+    with pytest.raises(SystemExit):
+        test_commands_in_pages_parse(None, "dither eval runs/x --no-such-flag 1")
+    with pytest.raises(AssertionError):
+        test_commands_in_pages_parse(None, "dither trian")
+
+
+SHORT = {"steps = 100": "steps = 4", "sequence = 64": "sequence = 16", "batch = 4": "batch = 2"}
+"""Settings of the tutorial's config file, and shorter ones."""
+
+
+def test_the_tutorial_typed_line_by_line(tmp_path, monkeypatch, capsys):
+    """Every command of the tutorial runs, in its order, on a config file with fewer steps and a smaller text."""
+    monkeypatch.chdir(tmp_path)
+    page = ROOT / "docs" / "tutorial.md"
+    (config,) = [text for language, text in blocks(page) if language == "toml"]
+    for setting, shorter in SHORT.items():
+        assert f"{setting}\n" in config
+        config = config.replace(setting, shorter)
+    (tmp_path / "small.toml").write_text(config)
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(60):
+        (folder / f"{i}.txt").write_text(f"{i} green bottles standing on the wall. " * 8)
+    typed = commands(page)
+    assert len(typed) >= 10
+    for line in typed:
+        words = [str(folder) if word == "stdlib" else word for word in shlex.split(line, comments=True)[1:]]
+        code = cli.main(words)
+        assert code == 0, (line, capsys.readouterr().err)
+    assert (tmp_path / "runs").is_dir()
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -49,12 +134,19 @@ def test_the_table_of_formats_in_the_docs_is_that_of_the_command():
         assert f"| {' | '.join(_row(format)[:-1])} |" in page
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/examples.md"])
 def test_files_named_in_pages_exist(page):
     named = re.findall(r"(?:src|tests|docs|benchmarks|examples)/[\w./-]*\w", (ROOT / page).read_text())
     assert named
     for path in named:
         assert (ROOT / path).exists(), path
+
+
+def test_files_of_the_package_in_the_architecture_page_exist():
+    named = re.findall(r"`((?!tests/)[a-z_]+/[a-z_0-9]+\.py)`", (ROOT / "docs" / "architecture.md").read_text())
+    assert len(named) > 5
+    for path in named:
+        assert (ROOT / "src" / "dither" / path).exists(), path
 
 
 def test_the_ways_to_break_a_kernel_are_still_possible():
@@ -70,3 +162,43 @@ def test_the_ways_to_break_a_kernel_are_still_possible():
         assert f"def {test}(" in tests
     kernels = {name for source in sources.values() for name in re.findall(r"^def (_\w+_kernel)\(", source, flags=re.MULTILINE)}
     assert {kernel for kernel, *_ in rows} == kernels
+
+
+SITE = runpy.run_path(str(ROOT / "docs" / "site.py"))
+PICTURES = runpy.run_path(str(ROOT / "docs" / "pictures.py"))
+
+
+def test_every_page_is_in_the_site():
+    nav = (ROOT / "mkdocs.yml").read_text()
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert re.search(rf"[ :]{re.escape(str(page.relative_to(ROOT / 'docs')))}$", nav, flags=re.MULTILINE), page
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        path = target.partition("#")[0]
+        if path and "://" not in target:
+            assert (page.parent / path).exists(), target
+
+
+def test_hooks_of_the_site():
+    assert doctest.run_docstring_examples(SITE["inside_docs"], SITE) is None
+    moved = SITE["inside_docs"]("[a](docs/casts.md#scales), [c](CONTRIBUTING.md), [d](examples/toy.py), [e](https://x.org)")
+    assert moved == "[a](casts.md#scales), [c](contributing.md), d, [e](https://x.org)"
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "api").glob("*.md")), ids=lambda page: page.stem)
+def test_the_api_reference_names_what_exists(page):
+    (module,) = re.findall(r"^::: public names of (\S+)$", page.read_text(), flags=re.MULTILINE)
+    names = [line.split(".")[-1] for line in SITE["entries"](module).splitlines()]
+    assert names
+    for name in names:
+        assert hasattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("name", PICTURES["PICTURES"])
+def test_pictures_are_those_of_the_script(name):
+    file = ROOT / "docs" / "pictures" / f"{name}.svg"
+    ElementTree.parse(file)
+    assert file.read_text() == PICTURES["PICTURES"][name]().svg(), "run python docs/pictures.py"

@@ -1,8 +1,10 @@
-"""The examples about number formats, shortened: they run, draw, and show what their pages say."""
+"""The examples, shortened: they run, print what their headers promise, draw, and show what their pages say."""
 
 import importlib
+import os
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -71,3 +73,46 @@ def test_delayed_scaling_clips_what_grows_and_nothing_else():
     assert relative[fp8.JUMP] > 0.5
     assert max(relative[: fp8.JUMP] + relative[fp8.JUMP + 1 :]) < 0.04
     assert fp8.errors("e4m3 tensor", series)[1] == [0.0] * len(series)
+
+
+TRAINING = {"huggingface": ["--steps", "3"], "own_loop_snip": ["--steps", "6"], "gaussws": ["--steps", "4"]}
+"""Examples that train a model, and arguments that make them short."""
+
+
+def _losses(text: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^step +\d+  loss (\d+\.\d+) nats per token", text, flags=re.MULTILINE)]
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_training_example_learns(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *TRAINING[name]])
+    runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    losses = _losses(out)
+    assert losses[-1] < losses[0] < 6
+    expected = {
+        "huggingface": "loaded back without dither: weights equal",
+        "own_loop_snip": "step 4: a plan from the statistics of step 2",
+        "gaussws": "FP4 everywhere: 4.0 bits per weight, held-out loss ",
+    }
+    assert expected[name] in out
+
+
+def test_fsdp2_on_two_ranks():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "examples/fsdp2.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [*command, "--steps", "2"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    losses = _losses(done.stdout)
+    assert len(losses) == 2
+    assert losses[-1] < losses[0]
+    assert "2 ranks" in done.stdout
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_every_example_says_how_to_run_it(path):
+    header = path.read_text().split('"""')[1]
+    if path.stem not in ("text", "toy"):  # these are imported by the others
+        assert re.search(rf"^    (python|torchrun .*) ?examples/{path.name}", header, flags=re.MULTILINE)
