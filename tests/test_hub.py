@@ -467,7 +467,7 @@ def test_what_cannot_be_saved(tmp_path, monkeypatch):
     model = build(CONFIGS["gpt2"])
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes").write_text("mine")
-    for folder, words in (("full", "new or empty folder"), ("full/notes", "new or an empty folder")):
+    for folder, words in (("full", "new or empty folder"), ("full/notes", "new or empty folder")):
         with pytest.raises(UserError, match=words):
             save_pretrained(model, tmp_path / folder)
     (tmp_path / "link").symlink_to(tmp_path / "full")

@@ -175,7 +175,7 @@ def test_compiled_blocks_are_looked_at_aside():
     plain, block = Monitor(copy.deepcopy(model)), model[0]
     block.compile(backend="aot_eager", fullgraph=True)
     monitor = Monitor(model)
-    said = r"'0' is compiled, and its operands do not show: run a small batch in monitor\.aside"
+    said = r"'0' is compiled, so its operands cannot be observed: run a small batch in monitor\.aside"
     with pytest.raises(UserError, match=said), monitor.step(0):
         pass
     block(data()).sum().backward()  # compiled, before anybody looks
@@ -310,12 +310,12 @@ def test_gradients_in_fp16_do_not_show_what_they_lost():
 
 
 def test_what_cannot_be_watched_is_a_sentence():
-    with pytest.raises(UserError, match=r"Sequential has no dither\.Linear to watch: convert it first"):
+    with pytest.raises(UserError, match=r"Sequential has no dither\.Linear to monitor: convert it first"):
         Monitor(nn.Sequential(nn.Linear(4, 4)))
     with pytest.raises(UserError, match="every= is the number of steps"):
         Monitor(net(), every=-1)
     model = net()
-    with pytest.raises(UserError, match="The updates of SGD do not follow from moments"):
+    with pytest.raises(UserError, match="SGD has no moments like AdamW"):
         Monitor(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert not Monitor(model, every=0).due(0)
 

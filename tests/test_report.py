@@ -99,7 +99,7 @@ def test_a_page_has_what_the_run_has(tmp_path):
     assert "self_attn.q_proj" in found.text
     assert "Not in this page" not in found.text
     titles = [attributes["aria-label"] for tag, attributes in found.elements if tag == "svg"]
-    assert titles == ["Loss over steps", "Loss over tokens", "Learning rate", "Gradient norm", "Tokens a second"]
+    assert titles == ["Loss over steps", "Loss over tokens", "Learning rate", "Gradient norm", "Tokens per second"]
     (data,) = embedded(html)["runs"]
     assert data["loss"] == pytest.approx(2 + 3 * math.exp(-4))
     assert data["tokens_per_s"] == 1020.5
@@ -176,11 +176,11 @@ def test_pages_go_to_the_run_or_to_the_common_folder(tmp_path, capsys):
     ("arguments", "words"),
     [
         (["nowhere"], "There is no run 'nowhere'"),
-        (["{tmp}"], "is no run: it has neither config.toml nor metrics.jsonl"),
+        (["{tmp}"], "is not a run: it has neither config.toml nor metrics.jsonl"),
         (["{run}", "{run}"], "is named twice"),
         (["{run}", "-o", "{tmp}"], "is a folder: name a file"),
         (["{run}", "-o", "/dev/null/page.html"], "cannot be written"),
-        ([], "one run or more"),
+        ([], "at least one run"),
     ],
 )
 def test_mistakes_are_sentences(tmp_path, capsys, arguments, words):

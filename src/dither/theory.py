@@ -12,7 +12,7 @@ Variables have the paper's names:
     d, T     the number of weights, and of steps
     G_T      (1/T) sum over steps of E|grad F(x_t)|^2, what the theorems bound
 
-`examples/bounds.py` holds all of them against simulations. docs/stochastic-rounding.md says which of the paper's statements
+`examples/bounds.py` compares all of them with simulations. docs/stochastic-rounding.md says which of the paper's statements
 hold as printed, and which do not.
 """
 
@@ -46,10 +46,10 @@ def perturbation_variance(x: Tensor, gradient: Tensor, alpha: float, Delta: floa
 def modified_loss(loss: Tensor | float, x: Tensor, gradient: Tensor, alpha: float, Delta: float) -> Tensor:
     """Return F_SR of Theorem 1: F + alpha/4 |grad F|^2 + alpha/4 E|xi|^2.
 
-    It is the mean, over roundings, of F + alpha/4 |step / alpha|^2: gradient descent's own modified loss, with the step that is
-    really taken. The theorem says that the mean path of stochastic rounding descends on it. It does not: the mean of a
-    rounded step is the unrounded step, so rounding changes the mean path by nothing where the gradient is linear. The proof
-    swaps a derivative and an expectation over roundings whose places depend on x.
+    It is the mean, over roundings, of F + alpha/4 |step / alpha|^2: gradient descent's own modified loss, with the actual
+    step. The theorem says that the mean path of stochastic rounding descends on it. It does not: the mean of a
+    rounded step is the unrounded step, so rounding does not change the mean path if the gradient is linear. The proof swaps a
+    derivative and an expectation over roundings that depend on x.
     """
     rest = perturbation_variance(x, gradient, alpha, Delta).sum() + gradient.square().sum()
     return torch.as_tensor(loss) + alpha / 4 * rest
@@ -88,9 +88,9 @@ class Adam:
     L: float
     """A bound of the loss's curvature."""
     d: int
-    """Weights."""
+    """Number of weights."""
     gap: float
-    """F_0 - F_star: how far the loss can fall."""
+    """F_0 - F_star: the largest possible decrease of the loss."""
 
     def __post_init__(self) -> None:
         _positive(alpha=self.alpha, epsilon=self.epsilon, R=self.R, L=self.L, d=self.d)
@@ -105,14 +105,14 @@ class Adam:
 
     @property
     def _log(self) -> float:
-        """ln(1 + R^2 / (epsilon (1 - beta2))), by which Lemma 4 bounds what the second moment may grow by."""
+        """Return ln(1 + R^2 / (epsilon (1 - beta2))), Lemma 4's bound of the growth of the second moment."""
         return math.log1p(self.R**2 / (self.epsilon * (1 - self.beta2)))
 
     def exact_bound(self, T: int) -> float:
         """Return the bound of G_T without rounding, the terms that Theorems 2 and 3 share.
 
         2R (F_0 - F_star) / (alpha T) + (2 R d / T) (2 R / sqrt(1 - beta2) + alpha L / (1 - beta2)) (log + T ln(1 / beta2)),
-        with log = ln(1 + R^2 / (epsilon (1 - beta2))). Of the second part, log / T vanishes; the paper's text hides it in A.
+        with log = ln(1 + R^2 / (epsilon (1 - beta2))). log / T vanishes for large T; the paper's text hides it in A.
         """
         _positive(T=T)
         first = 2 * self.R * self.gap / (self.alpha * T)
@@ -120,7 +120,7 @@ class Adam:
         return first + 2 * self.R * self.d / T * factor * (self._log + T * math.log(1 / self.beta2))
 
     def adam_gap(self) -> float:
-        """Return what stays of `exact_bound` when T grows, Adam's own gap.
+        """Return the limit of `exact_bound` for large T, Adam's own gap.
 
         2 R d (2 R / sqrt(1 - beta2) + alpha L / (1 - beta2)) ln(1 / beta2)
         """
@@ -161,7 +161,7 @@ class Adam:
         return self.exact_bound(T) + 2 * self.rounding_error(T, Delta) + bias
 
     def negligible_spacings(self) -> tuple[float, float]:
-        """Return Corollary 1's two spacings; far below either, rounding's part of the bound is small beside Adam's own.
+        """Return Corollary 1's two spacings; far below either, the rounding error is small compared with Adam's own gap.
 
         alpha / sqrt(1 - beta2) sqrt(ln(1 / beta2)), which the learning rate sets, and R / L sqrt(ln(1 / beta2)), which the
         problem sets. With beta2 = 0.95 the first is 1.01 alpha.
@@ -174,7 +174,7 @@ class Adam:
         return self.alpha / self._root * log, self.R / self.L * log
 
     def rounding_ratio(self, Delta: float) -> float:
-        """Return what stays of Theorem 2's rounding error over Adam's own gap: Corollary 1 as a number.
+        """Return the limit of Theorem 2's rounding error for large T, divided by Adam's own gap: Corollary 1 as a number.
 
         Delta / (2 (2 b + a)), where a and b are the spacings of `negligible_spacings`, by rate and by problem.
         """

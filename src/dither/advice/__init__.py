@@ -1,4 +1,4 @@
-"""How much memory a training needs, and which precision suits a model on a GPU."""
+"""Estimate the memory of training, and recommend a precision for a model on a GPU."""
 
 from dither.advice.memory import Estimate as Estimate
 from dither.advice.memory import Setting as Setting

@@ -1,4 +1,4 @@
-"""Look at this machine for advice: its GPUs, and how slow BF16 is on its CPU."""
+"""Describe this machine for advice: its GPUs, and the speed of BF16 on its CPU."""
 
 import os
 import time
@@ -18,10 +18,10 @@ LARGE = {
     "llama-3b": Shape(width=3072, layers=28, heads=24, feed_forward=8192, vocab=32000),
     "llama-8b": Shape(width=4096, layers=32, heads=32, feed_forward=14336, vocab=32000, key_value_heads=8),
 }
-"""The presets that `dither doctor` gives advice for, on a CPU and on a GPU: written out, so that it needs torch alone."""
+"""Presets that `dither doctor` gives advice for, on a CPU and on a GPU; written out, so that only torch is needed."""
 
 SIDE, TRIES = 192, 3
-"""The product that tells how slow BF16 is: SIDE^3, the fastest of a few."""
+"""The product that measures BF16: SIDE^3 multiplications, the fastest of TRIES."""
 
 
 def gpus_here() -> tuple[Gpu, ...]:
@@ -54,7 +54,7 @@ def bf16_slowdown() -> float:
 
 
 def advice_here() -> Advice:
-    """Return what to use on this machine: on its GPUs, or else on its CPU."""
+    """Return advice for this machine: for its GPUs, or else for its CPU."""
     gpus = gpus_here()
     if gpus:
         return advise(gpus, LARGE)

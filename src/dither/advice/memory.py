@@ -1,17 +1,17 @@
 """Estimate the memory that a training step needs on one GPU, part by part: pure functions of sizes, without a model.
 
 Shapes: M tokens in a forward pass, L blocks, d the width of the residual stream, q the width of all query heads, k that of all
-key heads (and of all value heads), f the feed-forward width, V words, P parameters. Bytes of a number: p of parameters, c of
-products (2 under autocast to BF16), x of a code of an input, with its share of the scale.
+key heads (and of all value heads), f the feed-forward width, V vocabulary, P parameters. Bytes per number: p of parameters, c
+of products (2 under autocast to BF16), x of a code of an input, with its share of the scale.
 
-A step has three moments that may be its peak, and the estimate is the largest of them:
+The peak of a step is at one of three moments, and the estimate is the largest of them:
 
     loss        the forward pass is done: all activations are kept for backward, logits and their gradients exist
-    recompute   with checkpointing: the last block is computed again, logits are gone
+    recompute   with checkpointing: the last block is recomputed, logits are freed
     update      backward is at its end: gradients exist, activations are those of the first block
 
-Activations are those that Inductor keeps of a block that is compiled by itself, or those that autograd keeps of one that is
-not. docs/memory.md has every formula, and the peaks that they are held against.
+Activations are those that Inductor keeps of a block that is compiled separately, or those that autograd keeps of an uncompiled
+block. docs/memory.md has every formula, and measured peaks to compare with.
 """
 
 import math
@@ -29,10 +29,10 @@ from dither.precision import Cast, LayerPrecision, did_you_mean
 GIB = 2**30
 
 ALIGNED = 64
-"""Rows of logits begin at multiples of so many numbers, where the vocabulary has an odd size: `dither.nn.output`."""
+"""Alignment of the rows of logits, in numbers, if the vocabulary has an odd size: see `dither.nn.output`."""
 
 WORKSPACE = 64 * 2**20
-"""Bytes that matrix products keep for themselves. Peaks on an H200 are 70 to 110 MiB above the sum of all other parts."""
+"""Bytes of workspaces of matrix products. Peaks on an H200 are 70 to 110 MiB above the sum of all other parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,27 +46,27 @@ class Shape:
     width: int
     """d, the width of the residual stream."""
     layers: int
-    """L, blocks."""
+    """L, number of blocks."""
     heads: int
-    """Query heads."""
+    """Number of query heads."""
     feed_forward: int
     """f, the width of the feed-forward layers."""
     vocab: int
-    """V, different tokens."""
+    """V, size of the vocabulary."""
     head_size: int | None = None
-    """Width of one head; None: width / heads."""
+    """Width of one head; None means width / heads."""
     key_value_heads: int | None = None
-    """Key heads, and as many value heads; None: as many as query heads."""
+    """Number of key heads and of value heads; None means as many as query heads."""
     gated: bool = True
-    """Whether the feed-forward layer has a gate (SwiGLU, as in Llama) beside its two matrices, and norms are RMSNorm."""
+    """True if the feed-forward layer has a gate besides its two matrices (SwiGLU, as in Llama), and norms are RMSNorm."""
     biases: bool = False
-    """Whether linear layers and norms have biases, as GPT-2's have."""
+    """True if linear layers and norms have biases, as in GPT-2."""
     positions: int = 0
-    """Learned vectors of positions, 0 for none."""
+    """Number of learned position vectors."""
     tied: bool = False
-    """Whether the output layer has the embedding's weight."""
+    """True if the output layer shares the embedding's weight."""
     counted: int | None = None
-    """Parameters, if they are known otherwise; None: by the sizes above."""
+    """Number of parameters if it is known; None computes it from the sizes above."""
 
     def __post_init__(self) -> None:
         for name in ("width", "layers", "heads", "feed_forward", "vocab"):
@@ -76,28 +76,28 @@ class Shape:
 
     @property
     def query_width(self) -> int:
-        """q, the width of all query heads together."""
+        """Return q, the width of all query heads together."""
         return self.heads * (self.head_size or self.width // self.heads)
 
     @property
     def key_width(self) -> int:
-        """k, the width of all key heads together, and of all value heads."""
+        """Return k, the width of all key heads together, and of all value heads."""
         return (self.key_value_heads or self.heads) * (self.head_size or self.width // self.heads)
 
     @property
     def block_weights(self) -> int:
-        """Weights of the linear layers of all blocks: those that recipes cast."""
+        """Return the number of weights of the linear layers of all blocks, which recipes cast."""
         attention = 2 * self.width * (self.query_width + self.key_width)
         return self.layers * (attention + (3 if self.gated else 2) * self.width * self.feed_forward)
 
     @property
     def output_weights(self) -> int:
-        """Weights of the output layer, tied or not."""
+        """Return the number of weights of the output layer, tied or not."""
         return self.vocab * self.width
 
     @property
     def parameters(self) -> int:
-        """P: all weights, a tied output layer once."""
+        """Return P, the number of all weights; a tied output layer counts once."""
         if self.counted is not None:
             return self.counted
         norms = (2 * self.layers + 1) * self.width * (2 if self.biases else 1)
@@ -128,24 +128,24 @@ def llama_of(parameters: float, *, vocab: int = 32000) -> Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Storage:
-    """The types that a mode keeps its numbers in, by names of formats; `STORAGE` has them all."""
+    """Formats in which a mode stores its numbers; `STORAGE` has those of all modes."""
 
     parameters: str = "fp32"
-    """Of the weights that products read."""
+    """Format of the weights that products read."""
     compute: str = "bf16"
-    """Of products; autocast where it is narrower than the parameters."""
+    """Format of products; autocast if it is narrower than the parameters."""
     master: bool = False
-    """Whether the optimizer keeps float32 weights beside them."""
+    """True if the optimizer keeps float32 master weights."""
     compensation: bool = False
-    """Whether it keeps Kahan's compensation, as wide as a parameter."""
+    """True if it keeps a Kahan compensation, as wide as a parameter."""
     gradients: str = "fp32"
-    """Of gradients."""
+    """Format of gradients."""
     states: str = "fp32"
-    """Of the optimizer's moments."""
+    """Format of the optimizer's moments."""
 
     @property
     def autocast(self) -> bool:
-        """Return whether products read narrower copies of the parameters."""
+        """Return True if products read narrower copies of the parameters."""
         return _bytes(self.compute) < _bytes(self.parameters)
 
 
@@ -163,33 +163,33 @@ STORAGE: Mapping[str, Storage] = MappingProxyType(
         "fp16-o2": Storage(parameters="fp16", compute="fp16", master=True),
     }
 )
-"""Types by mode, as `dither.optim.training` has them."""
+"""Formats by mode, as in `dither.optim.training`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How a model is trained, as far as memory depends on it."""
+    """Settings of a training that its memory depends on."""
 
     mode: str = "o1"
     """A precision mode: fp32, o1, o2, bf16-rn, bf16-sr, bf16-kahan, fp16 or fp16-o2."""
     precision: LayerPrecision | None = None
-    """The casts of linear layers in blocks, such as `recipe("fp8-current").default`; None: none."""
+    """Casts of linear layers in blocks, such as `recipe("fp8-current").default`; None means no casts."""
     states: str | None = None
-    """The format of the optimizer's moments, such as dynamic8; None: the mode's."""
+    """Format of the optimizer's moments, such as dynamic8; None takes the mode's."""
     state_block: int = 128
-    """How many neighbours share the scale of an 8-bit state."""
+    """Number of elements that share the scale of an 8-bit state."""
     gradients: str | None = None
-    """The format of gradients, fp32 or bf16; None: the mode's."""
+    """Format of gradients, fp32 or bf16; None takes the mode's."""
     optimizer: Literal["adamw", "adam-mini"] = "adamw"
-    """adam-mini has one moment for each parameter, and next to nothing for the other."""
+    """adamw has two moments per parameter; adam-mini has one, and almost nothing for the second."""
     sampling: Literal["none", "kept", "recomputed"] = "none"
-    """Sampled weights (GaussWS, DiffQ): none, kept from forward to backward, or computed again (`recompute`)."""
+    """Sampled weights (GaussWS, DiffQ): none, kept from forward to backward, or recomputed in backward."""
     checkpointing: bool = False
-    """Whether each block keeps its input only and is computed again in backward (`torch.utils.checkpoint`)."""
+    """True if each block keeps only its input and is recomputed in backward (`torch.utils.checkpoint`)."""
     compiled: bool = True
-    """Whether each block is compiled by itself, as `dither train` does on a GPU."""
+    """True if each block is compiled separately, as `dither train` does on a GPU."""
     accumulate: bool = False
-    """Whether a step has several backward passes, so that gradients exist while activations do."""
+    """True if a step has several backward passes (gradient accumulation), so that gradients and activations coexist."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", current_mode(self.mode))
@@ -203,7 +203,7 @@ class Setting:
 
     @property
     def storage(self) -> Storage:
-        """The types that everything is kept in."""
+        """Return the formats in which everything is stored."""
         found = STORAGE[self.mode]
         found = found if self.states is None else replace(found, states=self.states)
         return found if self.gradients is None else replace(found, gradients=self.gradients)
@@ -215,14 +215,14 @@ PARTS = MappingProxyType(
         "masters": "float32 copies that the optimizer keeps, or Kahan's compensation",
         "gradients": "gradients of all parameters",
         "states": "the optimizer's moments",
-        "weight_codes": "codes of weights, or the 16-bit copies that autocast or sampling makes",
-        "activations": "what blocks keep for backward, besides codes",
+        "weight_codes": "codes of weights, or their 16-bit copies for autocast or sampling",
+        "activations": "tensors that blocks keep for backward, besides codes",
         "input_codes": "codes of the inputs of linear layers",
         "logits": "logits and their gradients",
-        "temporaries": "the last norm, the block at hand, workspaces of products",
+        "temporaries": "the last norm, the current block, workspaces of products",
     }
 )
-"""The parts of an estimate, and what each of them is."""
+"""The parts of an estimate and their descriptions."""
 
 MOMENTS = ("loss", "recompute", "update")
 
@@ -236,22 +236,22 @@ class Estimate:
 
     @property
     def moment(self) -> str:
-        """The moment of the peak."""
+        """Return the moment of the peak."""
         return max(self.moments, key=lambda moment: sum(self.moments[moment].values()))
 
     @property
     def parts(self) -> Mapping[str, int]:
-        """Bytes of each part at the peak."""
+        """Return the bytes of each part at the peak."""
         return self.moments[self.moment]
 
     @property
     def peak(self) -> int:
-        """Bytes of all parts at the peak."""
+        """Return the bytes of all parts at the peak."""
         return sum(self.parts.values())
 
 
 def estimate(shape: Shape, setting: Setting, *, batch: int, sequence: int) -> Estimate:
-    """Return what a training step needs on one GPU; `batch` counts the sequences of one forward pass.
+    """Estimate the memory of a training step on one GPU; `batch` is the number of sequences per forward pass.
 
     >>> shape = Shape(width=2048, layers=22, heads=32, feed_forward=5632, vocab=32000)
     >>> round(estimate(shape, Setting(mode="o1"), batch=8, sequence=2048).peak / GIB, 1)  # an H200 measures 42.42
@@ -267,7 +267,7 @@ def estimate(shape: Shape, setting: Setting, *, batch: int, sequence: int) -> Es
     gradients = round(shape.parameters * _bytes(storage.gradients))
     kept, codes = (tokens * each for each in _block(shape, setting))
     copies = _weight_codes(shape, setting)
-    held = copies if _casts_weight(setting) else 0  # codes lie in buffers that stay; copies are freed by backward
+    held = copies if _casts_weight(setting) else 0  # codes stay in buffers; backward frees copies
     logits = 2 * tokens * math.ceil(shape.vocab / ALIGNED) * ALIGNED * _bytes(storage.compute)
     last = tokens * _last_norm(shape, setting)
     while_forward = {**still, "gradients": gradients if setting.accumulate else 0, "weight_codes": copies}
@@ -275,7 +275,7 @@ def estimate(shape: Shape, setting: Setting, *, batch: int, sequence: int) -> Es
     moments = {}
     if setting.checkpointing:
         inputs = tokens * shape.layers * shape.width * _bytes(storage.parameters)
-        # A compiled block makes its copies of weights again; autocast outside of one keeps them all.
+        # A compiled block recreates its copies of weights; autocast without compilation keeps them all.
         copies = copies if held or not setting.compiled else copies // shape.layers
         again = {**while_forward, "weight_codes": copies, "activations": inputs, "input_codes": codes, "logits": 0}
         again["gradients"] = max(again["gradients"], shape.output_weights * _bytes(storage.gradients))
@@ -283,8 +283,8 @@ def estimate(shape: Shape, setting: Setting, *, batch: int, sequence: int) -> Es
         everything = {"activations": inputs, "input_codes": 0}
         while_forward["weight_codes"] = copies
     moments["loss"] = {**while_forward, **everything, "logits": logits, "temporaries": last + WORKSPACE}
-    # The last gradient is made in the type of products before it is kept in its own; and while the first block goes back, all
-    # gradients but its own exist.
+    # The last gradient is computed in the format of products before it is converted to its own; during the backward pass of
+    # the first block, all gradients but its own exist.
     widest = shape.output_weights * _bytes(storage.compute)
     first = kept + codes - gradients * shape.block_weights / shape.parameters / shape.layers
     nothing = {"activations": 0, "input_codes": 0, "logits": 0, "temporaries": max(widest, first) + WORKSPACE}
@@ -312,8 +312,7 @@ def largest_batch(shape: Shape, setting: Setting, *, sequence: int, memory: int,
 def code_bytes(cast: Cast, rows: int, columns: int) -> float:
     """Return the bytes of one code of a [rows, columns] matrix on a GPU, with its share of the scales.
 
-    FP4 and FP6 that run on FP8 units are kept in E4M3 codes; others are packed. Scales are float32, but E8M0 and E4M3 scales
-    have a byte.
+    FP4 and FP6 that run on FP8 units are stored in E4M3 codes; others are packed. A scale takes 4 bytes, E8M0 and E4M3 one.
 
     >>> [code_bytes(Cast.parse(text), 4096, 4096) for text in ("e4m3 tile(128)", "e2m1 tile(128)", "mxfp4")]
     [1.03125, 1.03125, 0.53125]
@@ -329,7 +328,7 @@ def code_bytes(cast: Cast, rows: int, columns: int) -> float:
 
 
 def _still(shape: Shape, setting: Setting) -> dict[str, int]:
-    """Return weights, masters and states: what stays from step to step."""
+    """Return the bytes of weights, masters and states, which persist between steps."""
     storage, count = setting.storage, shape.parameters
     own = 4 if storage.master else _bytes(storage.parameters) if storage.compensation else 0
     moments = 1 if setting.optimizer == "adam-mini" else 2
@@ -346,29 +345,29 @@ def _block(shape: Shape, setting: Setting) -> tuple[float, float]:
     storage, precision = setting.storage, setting.precision
     p, c = _bytes(storage.parameters), _bytes(storage.compute)
     d, q, k, f = shape.width, shape.query_width, shape.key_width, shape.feed_forward
-    cast = precision.cast("weight_grad", "input") if precision is not None else None  # the layout that is kept for backward
-    attention = c * (q + 2 * k) + c * q + 4 * shape.heads  # queries, keys and values, the result, logarithms of sums
+    cast = precision.cast("weight_grad", "input") if precision is not None else None  # in the layout that backward needs
+    attention = c * (q + 2 * k) + c * q + 4 * shape.heads  # queries, keys and values, the output, log-sum-exp
     ups = 2 if shape.gated else 1
     if setting.compiled:
-        # The block's input, and the sum with attention's result as its second term; norms are computed again.
+        # The block's input, and the residual stream after attention; norms are recomputed.
         residual = p * d + c * d
         up = ups * c * f
         inputs = 0 if cast is not None else 2 * c * d + c * f  # of q, k, v; of gate and up; of down
         codes = 0.0 if cast is None else (2 * d + q) * code_bytes(cast, d, d) + f * code_bytes(cast, d, f)
         return residual + attention + up + inputs, codes
-    # Two norms. RMSNorm, written out, keeps x in float32 and the quotient in the type of x; LayerNorm keeps x.
+    # Two norms. RMSNorm, uncompiled, keeps x in float32 and the quotient in the dtype of x; LayerNorm keeps x.
     residual = 2 * (max(4, p) + p) * d + 8 if shape.gated else 2 * p * d + 4 * p
     up = (2 * ups) * c * f if shape.gated else 2 * c * f  # gate, silu(gate), up and their product, or before and after GELU
     readers = (3, 2) if shape.gated else (1, 1)  # layers that read the first and the second norm
     if cast is not None:
-        # Each layer casts its own input; attention's result is there for attention itself.
+        # Each layer casts its own input; the output of attention is kept for attention itself.
         codes = (sum(readers) * d + q) * code_bytes(cast, d, d) + f * code_bytes(cast, d, f)
         return residual + attention + up - c * f, codes
     return residual + attention + up + c * d * (sum(readers) if storage.autocast else 2), 0.0
 
 
 def _weight_codes(shape: Shape, setting: Setting) -> float:
-    """Return the bytes of what is made of weights for products: codes in both layouts, or narrower copies."""
+    """Return the bytes of codes of weights in both layouts, or of their narrower copies."""
     storage, weights = setting.storage, shape.block_weights
     copies = _bytes(storage.compute) if storage.autocast else 0
     output = shape.output_weights * copies

@@ -1,7 +1,7 @@
 """Recommend a precision for a model on a GPU, with reasons: pure functions of sizes and compute capabilities.
 
-What is recommended rests on what was measured (docs/benchmarks.md, on an H200) and says where it does not. `recommend` answers
-for one GPU; parts of `dither.advice.memory` serve those who divide a model over several.
+Recommendations are based on measurements on an H200 (docs/benchmarks.md), and say so where there are none. `recommend` is for
+one GPU; the parts of an estimate of `dither.advice.memory` help to divide a model over several.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,10 +20,10 @@ FP8_FROM = 9e8
 """Parameters from which FP8 pays: measured 0.89 of BF16's speed at 134M and 1.255 at 1B; between them nothing was measured."""
 
 MARGIN, CONTEXT = 0.04, GIB
-"""The share of a GPU's memory, and the bytes, that are left to the allocator's fragments and to CUDA itself."""
+"""Fraction of a GPU's memory left to fragmentation, and bytes left to CUDA itself."""
 
 PASS, MOST = 8192, 64
-"""Tokens that a forward pass is asked to have, and sequences that are recommended at most."""
+"""Desired tokens per forward pass, and maximum number of sequences that is recommended."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Gpu:
     name: str
     capability: tuple[int, int] | None
     memory: int
-    """Bytes."""
+    """Memory in bytes."""
 
     @property
     def usable(self) -> int:
-        """Bytes that tensors may take."""
+        """Return the bytes available to tensors."""
         return max(0, round(self.memory * (1 - MARGIN) - CONTEXT))
 
 
@@ -60,7 +60,7 @@ GPUS = _gpus(
     ("B200", (10, 0), 180),
     ("RTX-5090", (12, 0), 32),
 )
-"""GPUs by name, with their compute capability and about the memory that CUDA reports."""
+"""GPUs by name, with compute capability and approximately the memory that CUDA reports."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,13 @@ class Recommendation:
     """How to train a model on a GPU."""
 
     mode: str
-    """For `precision.mode`."""
+    """Value of `precision.mode`."""
     recipe: str | None
-    """For `precision.recipe`."""
+    """Value of `precision.recipe`."""
     states: str | None
-    """For `precision.states`."""
+    """Value of `precision.states`."""
     checkpointing: bool
-    """Whether blocks should be computed again in backward."""
+    """True if blocks should be recomputed in backward."""
     batch: int
     """The largest power of two of sequences that fits into a forward pass; 0 if nothing fits."""
     estimate: Estimate
@@ -84,19 +84,19 @@ class Recommendation:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Return what to pass to `dither train --set`."""
+        """Return the settings for `dither train --set`."""
         given = {"precision.mode": self.mode, "precision.recipe": self.recipe, "precision.states": self.states}
         return tuple(f"{key}={value}" for key, value in given.items() if value is not None)
 
     @property
     def summary(self) -> str:
-        """The choice in a few words."""
+        """Return the choice in a few words."""
         parts = [self.mode, self.recipe, self.states and f"{self.states} states", self.checkpointing and "checkpointing"]
         return " + ".join(str(part) for part in parts if part)
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return the GPU of that name, in any case of letters.
+    """Return the GPU of that name, ignoring case.
 
     >>> gpu_named("a100-80gb").capability
     (8, 0)
@@ -108,12 +108,18 @@ def gpu_named(name: str) -> Gpu:
 
 
 def recommend(shape: Shape, gpu: Gpu, *, sequence: int = 2048, tokens: int = PASS, risk: Risk = "low") -> Recommendation:
-    """Return the precision to train a model in on one GPU, and why.
+    """Recommend a precision to train a model in on one GPU, with reasons.
 
-    The first of a ladder of settings is taken that fits with `tokens` tokens in a forward pass, from plain to lean. Where none
-    does, it is the leanest with fewer tokens, and where that does not fit, checkpointing. With risk="none" numerics stay those
-    of mixed precision in BF16 (FP16 where a GPU has no BF16). "low" also takes FP8, stochastic rounding and 8-bit states, and
-    "high" FP4 where a GPU has units for it.
+    Settings are tried in order of decreasing memory. The first one that fits with `tokens` tokens per forward pass is taken. If
+    none fits, it is the leanest one with fewer tokens, and if that does not fit either, one with checkpointing.
+
+    Args:
+        shape: Sizes of the model.
+        gpu: The GPU.
+        sequence: Tokens per sequence.
+        tokens: Desired tokens per forward pass.
+        risk: "none" keeps the numerics of mixed precision in BF16 (FP16 if the GPU has no BF16). "low" adds FP8, stochastic
+            rounding and 8-bit states; "high" adds FP4 if the GPU has units for it.
 
     >>> from dither.advice.memory import llama_of
     >>> found = recommend(llama_of(3e9), GPUS["h100-80gb"])
@@ -127,7 +133,7 @@ def recommend(shape: Shape, gpu: Gpu, *, sequence: int = 2048, tokens: int = PAS
     plain, again = ([rung for rung in ladder if rung.checkpointing is kind] for kind in (False, True))
     for least, rungs in ((wanted, plain), (1, plain[::-1]), (wanted, again), (1, again)):
         for rung in rungs:
-            setting = replace(rung.setting, accumulate=least < wanted)  # gradients wait for further passes
+            setting = replace(rung.setting, accumulate=least < wanted)  # gradients accumulate over several passes
             batch = largest_batch(shape, setting, sequence=sequence, memory=gpu.usable, most=MOST)
             if batch >= least:
                 why = [before.given_up(shape, gpu, sequence, least) for before in ladder[: ladder.index(rung)]]
@@ -162,7 +168,7 @@ class _Rung:
         return Recommendation(self.mode, self.recipe, self.states, self.checkpointing, batch, fits, tuple(reasons))
 
     def given_up(self, shape: Shape, gpu: Gpu, sequence: int, batch: int) -> str:
-        """Say why this was not taken."""
+        """Return the reason why this setting was not taken."""
         setting = replace(self.setting, accumulate=batch * sequence < PASS)
         needs = estimate(shape, setting, batch=batch, sequence=sequence).peak / GIB
         name = Recommendation(self.mode, self.recipe, self.states, self.checkpointing, 0, Estimate({}), ()).summary
@@ -191,7 +197,7 @@ GENERAL = (STOCHASTIC, EIGHT_BITS, AGAIN, SMALL, EIGHT, UNTRIED, FOUR, EXPERIMEN
 
 
 def _ladder(shape: Shape, gpu: Gpu, risk: Risk) -> tuple[list[_Rung], list[str]]:
-    """Return the settings to try, from plain to lean, and what is true of all of them."""
+    """Return the settings to try, in order of decreasing memory, and reasons that apply to all of them."""
     if gpu.capability is None:
         said = "A CPU has no matrix units for few bits: train in float32; recipes are emulated exactly, for experiments."
         return [_Rung("fp32")], [said]
@@ -209,14 +215,14 @@ def _ladder(shape: Shape, gpu: Gpu, risk: Risk) -> tuple[list[_Rung], list[str]]
     name, reasons = _casts(shape, gpu, risk)
     narrow = _Rung("bf16-sr", name, reasons=(STOCHASTIC,))
     eight = replace(narrow, states="dynamic8", reasons=(STOCHASTIC, EIGHT_BITS))
-    # Weights are read as they are without casts, so that no codes of them lie beside them.
+    # Without casts there are no codes of weights in memory.
     plain = replace(eight, recipe=None)
     again = replace(plain, checkpointing=True, reasons=(STOCHASTIC, EIGHT_BITS, AGAIN))
     return list(dict.fromkeys([_Rung("o1", name), narrow, eight, plain, again])), reasons
 
 
 def _casts(shape: Shape, gpu: Gpu, risk: Risk) -> tuple[str | None, list[str]]:
-    """Return the recipe for linear layers, if one pays, and why or why not."""
+    """Return the recipe for linear layers, or None if none is faster, and the reasons."""
     assert gpu.capability is not None
     if gpu.capability < (8, 9):
         return None, [f"{gpu.name} has no FP8 units: products run in BF16."]
@@ -230,7 +236,7 @@ def _casts(shape: Shape, gpu: Gpu, risk: Risk) -> tuple[str | None, list[str]]:
 
 
 def selection(gpus: Sequence[Gpu], sizes: Mapping[str, Shape], *, risk: Risk = "low") -> list[tuple[str, ...]]:
-    """Return a table of what to use: one row per GPU, one column per size, each the summary of a recommendation.
+    """Return a table of recommendations: one row per GPU, one column per size of model.
 
     >>> from dither.advice.memory import llama_of
     >>> selection([GPUS["t4"], GPUS["h200"]], {"134M": llama_of(134e6), "7B": llama_of(7e9)})
@@ -246,15 +252,15 @@ def selection(gpus: Sequence[Gpu], sizes: Mapping[str, Shape], *, risk: Risk = "
 
 @dataclass(frozen=True)
 class Advice:
-    """What to use on a machine: a row for each device and size of model, and sentences that say why."""
+    """Recommendations for a machine: one row per device and size of model, and the reasons as sentences."""
 
     rows: tuple[tuple[str, ...], ...]
-    """(device, model, what to use, tokens in a pass, estimated GiB)."""
+    """(device, model, recommendation, tokens per pass, estimated GiB)."""
     notes: tuple[str, ...]
 
 
 def advise(gpus: Sequence[Gpu], sizes: Mapping[str, Shape], *, bf16_slowdown: float | None = None) -> Advice:
-    """Return what to use on a machine for models of these sizes; GPUs that are alike count once.
+    """Return recommendations for a machine and models of these sizes; identical GPUs count once.
 
     `bf16_slowdown` is the time of a BF16 product over that of a float32 one on the CPU, if it was measured.
 
@@ -271,7 +277,7 @@ def advise(gpus: Sequence[Gpu], sizes: Mapping[str, Shape], *, bf16_slowdown: fl
             best = recommend(shape, gpu)
             fits = (f"{best.batch * 2048}", f"{best.estimate.peak / GIB:.1f}") if best.batch else ("-", "-")
             rows.append((gpu.name, size, best.summary if best.batch else "does not fit on one", *fits))
-            # What is about one size only stands in the table.
+            # Reasons about a single size are in the table already.
             notes += [reason for reason in best.reasons if reason in GENERAL or reason.startswith(gpu.name)]
         notes += _ladder(next(iter(sizes.values())), gpu, "low")[1] if gpu.capability is None else []
     if bf16_slowdown is not None and bf16_slowdown > 2:

@@ -1,4 +1,4 @@
-"""Find the sizes of a model: of a config, a preset, a folder of Hugging Face's, or a number of parameters."""
+"""Find the sizes of a model given as a config, a preset, a Hugging Face folder, or a number of parameters."""
 
 import os
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ NAMES = {
     "key_value_heads": ("num_key_value_heads",),
     "head_size": ("head_dim",),
 }
-"""What architectures call a size."""
+"""Names of each size in Hugging Face configs."""
 
 
 def shape_of(config: Config | Mapping[str, Any]) -> Shape:
@@ -46,7 +46,9 @@ def shape_of(config: Config | Mapping[str, Any]) -> Shape:
         data |= {"model_type": config.model_type}
     kind = str(data.get("model_type", ""))
     if data.get("num_local_experts") or data.get("num_experts") or data.get("n_routed_experts"):
-        raise UserError(f"The model {kind!r} has experts, which are not estimated here: give --params for what does not move.")
+        raise UserError(
+            f"The model {kind!r} has experts, which are not supported here: give --params, the parameters without experts."
+        )
     found: dict[str, Any] = {}
     for size, names in NAMES.items():
         value = next((data[name] for name in names if data.get(name) is not None), None)
@@ -55,7 +57,7 @@ def shape_of(config: Config | Mapping[str, Any]) -> Shape:
     if "width" in found:
         found.setdefault("feed_forward", 4 * found["width"])
     if missing := [size for size in ("width", "layers", "heads", "vocab") if size not in found]:
-        raise UserError(f"The model's config does not say its {missing[0]}: {' or '.join(NAMES[missing[0]])} would.")
+        raise UserError(f"The model's config does not say its {missing[0]}: add {' or '.join(NAMES[missing[0]])}.")
     ungated = kind in UNGATED
     positions = int(data.get("n_positions") or data.get("max_position_embeddings") or 0) if kind in ("gpt2", "gpt_neo") else 0
     tied = bool(data.get("tie_word_embeddings", kind in ("gpt2", "gpt_neo")))

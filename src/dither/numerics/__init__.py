@@ -1,4 +1,4 @@
-"""Numerics of training: what casts do to operands, what rounding does to updates, and which layer makes a run diverge."""
+"""Numerics of training: effects of casts on operands and of rounding on updates, and the layer that makes a run diverge."""
 
 from dither.numerics.monitor import Monitor as Monitor
 from dither.numerics.report import LayerNumerics as LayerNumerics

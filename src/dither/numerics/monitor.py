@@ -1,4 +1,4 @@
-"""A monitor of numerics for any training loop: every n-th step it looks, on the others it costs nothing."""
+"""A monitor of numerics for any training loop: it samples every n-th step and has no overhead on the others."""
 
 import math
 import warnings
@@ -17,11 +17,11 @@ from dither.numerics.report import KEPT, OPERANDS, STAGNANT, LayerNumerics, Loss
 from dither.reference.numerics import COUNTS, EXPONENTS, required_factor
 
 UPDATE = 3
-"""Numbers of a weight's update: how many move, how many nearest rounding drops, and the median of |update| / spacing."""
+"""Numbers per weight: nonzero updates, updates that rounding to nearest drops, and the median of |update| / spacing."""
 
 
 class Monitor:
-    """Look at the numbers of a model's converted layers in every `every`-th step.
+    """Sample the operands of a model's converted layers, and the updates of their weights, in every `every`-th step.
 
     >>> import dither
     >>> model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
@@ -49,36 +49,41 @@ class Monitor:
         group: torch.distributed.ProcessGroup | None = None,
         tell: Callable[[str], object] | None = None,
     ) -> None:
-        """`optimizer` is whose updates are compared with the weights' spacing: AdamW or Adam, dither's or torch's, or AdamMini.
+        """Prepare to monitor a converted model.
 
-        every: steps from look to look, from step 0 on; 0 means never.
-        scaler: of FP16 training. Gradients are then those of the scaled loss, and operands without a cast count as FP16.
-        group: ranks whose numbers are brought together, in one collective: each rank has a part of the batch or of the model.
-        tell: called with a sentence, once, when updates become too small for weights that are rounded to nearest; by default
-            a warning.
+        Args:
+            model: A converted model.
+            optimizer: Its optimizer, whose updates are compared with the spacing of the weights: AdamW or Adam, dither's or
+                torch's, or AdamMini. None monitors operands only.
+            every: Steps from one sampled step to the next, starting at step 0; 0 means never.
+            scaler: GradScaler of FP16 training. Gradients are then those of the scaled loss, and operands without a cast count
+                as FP16.
+            group: Ranks whose numbers are combined, in one collective; each rank has a part of the batch or of the model.
+            tell: Called once, with a sentence, when updates become too small for weights that are rounded to nearest. By
+                default it warns.
         """
         if not isinstance(every, int) or isinstance(every, bool) or every < 0:
-            raise UserError(f"every= is the number of steps from look to look, from 1 on, or 0 for never, not {every!r}.")
+            raise UserError(f"every= is the number of steps between sampled steps, at least 1, or 0 for never, not {every!r}.")
         if not layers_of(model):
-            raise UserError(f"{type(model).__name__} has no dither.Linear to watch: convert it first.")
+            raise UserError(f"{type(model).__name__} has no dither.Linear to monitor: convert it first.")
         if optimizer is not None:
             updates.check(optimizer)
         self.model, self.optimizer, self.every, self.scaler, self.group = model, optimizer, every, scaler, group
         self.tell = tell
         self.report: Report | None = None
-        """What the last step showed; None if it was not looked at."""
+        """Report of the last step; None if it was not sampled."""
         self.warned = False
-        """Whether `tell` was called."""
+        """True after `tell` was called."""
 
     def due(self, step: int) -> bool:
-        """Return whether a step is one to look at."""
+        """Return True if a step is sampled."""
         return self.every > 0 and step % self.every == 0
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Look at an ordinary step: all its forward and backward passes, and the optimizer's step, happen inside.
+        """Sample a training step inside the context: all its forward and backward passes, and the optimizer's step.
 
-        Nothing that is computed changes. Blocks that are compiled cannot be looked at: `aside` runs an extra pass for them.
+        Results do not change. Operands of compiled blocks cannot be observed: use `aside`, with an extra pass, for them.
         """
         self.report = None
         if not self.due(step):
@@ -86,8 +91,8 @@ class Monitor:
             return
         if names := compiled_modules(self.model):
             raise UserError(
-                f"The module {names[0] or type(self.model).__name__!r} is compiled, and its operands do not show: run a small "
-                "batch in monitor.aside(step), which computes uncompiled and leaves no trace."
+                f"The module {names[0] or type(self.model).__name__!r} is compiled, so its operands cannot be observed: run a "
+                "small batch in monitor.aside(step), which runs uncompiled and has no side effects."
             )
         observer = self._observer()
         with observing(self.model, observer):
@@ -96,9 +101,9 @@ class Monitor:
 
     @contextmanager
     def aside(self, step: int) -> Iterator[None]:
-        """Look at an extra forward and backward pass inside, which leaves no trace; the optimizer's last step is looked at.
+        """Sample an extra forward and backward pass inside the context, without side effects, and the optimizer's last step.
 
-        Compiled blocks run uncompiled in it. A small batch will do: shares of a few thousand tokens are exact enough.
+        Compiled blocks run uncompiled. A small batch is enough: a few thousand tokens give accurate fractions.
         """
         self.report = None
         observer = self._observer()
@@ -112,12 +117,12 @@ class Monitor:
 
     @torch.no_grad()
     def _finish(self, step: int, observer: Observer) -> None:
-        """Bring all numbers together, wait for them once, and say what they mean."""
+        """Combine all numbers with a single synchronization and set `report`."""
         first = next(iter(observer.layers.values())).weight
         device = first.device
         found = {} if self.optimizer is None else updates.measured(self.optimizer, observer.layers)
         count = len(observer.layers)
-        still = torch.zeros(UPDATE, dtype=torch.float64, device=device)  # filled there: a copy would wait for the device
+        still = torch.zeros(UPDATE, dtype=torch.float64, device=device)  # filled on the device: a copy would synchronize
         still[-1:].fill_(math.nan)
         moves = [torch.stack([n.double() for n in found[name].counts]) if name in found else still for name in observer.layers]
         empty = torch.zeros(EXPONENTS, dtype=torch.float64, device=device)
@@ -139,7 +144,7 @@ class Monitor:
         typical = moved[..., 2].nanmedian(0).values
         numbers = torch.cat([
             merged(of_ranks).flatten(), moved[..., 0].sum(0), moved[..., 1].sum(0), typical, fields.sum(0), scales[0]
-        ]).tolist()  # fmt: skip  # the one place where the host waits
+        ]).tolist()  # fmt: skip  # the only synchronization with the device
         self.report = _report(step, observer, found, numbers)
         share = self.report.stagnant
         if share is not None and share >= STAGNANT and not self.warned:
@@ -197,9 +202,9 @@ def _operand(cast: str, came: bool, line: list[float]) -> Operand:
 
 
 def _loss_scale(layers: list[LayerNumerics], came: bool, fields: list[float], scale: float) -> LossScale:
-    """Hold the loss scale against the output gradients of all layers, whose exponents were counted; `came`: in FP16 already."""
+    """Compare the loss scale with the counted exponents of all output gradients; `came` says that they were FP16 already."""
     fp16 = TABLE["fp16"]
-    # Numbers up to half of the smallest round to zero: 2^-25 itself, a tie, is the one that is not counted.
+    # Numbers below half of the smallest FP16 number round to zero; 2^-25 itself, a tie, is not counted.
     half = 127 + fp16.min_exponent - fp16.mantissa_bits - 1
     total, lost = sum(fields), sum(fields[:half])
     amax = max((each.grad.amax for each in layers if each.grad is not None), default=0.0)

@@ -1,7 +1,7 @@
-"""Looking at the operands of a model's converted layers while it computes, and passes that leave no trace.
+"""Observe the operands of a model's converted layers while it computes, and run passes without side effects.
 
-Hooks are registered only during a look: other steps run the code that they would run without this file. Numbers stay on the
-device until `Observer.lines` brings them together.
+Hooks are registered only in sampled steps: other steps run the same code as without this module. Numbers stay on the device
+until `Observer.lines` combines them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,13 +25,13 @@ from dither.reference import numerics, scaling
 from dither.snip.statistics import cut_by_tensor_parallelism
 
 LINE = len(numerics.COUNTS) + 4
-"""Numbers of an operand: see `dither.reference.numerics.summary`."""
+"""Number of values per operand: see `dither.reference.numerics.summary`."""
 
 FORMATS = {storage_dtype(TABLE[name]): name for name in ("fp32", "bf16", "fp16")}
 
 
 def layers_of(model: nn.Module) -> dict[str, Linear]:
-    """Return every converted layer by its name in the model, experts by the names that plans give them."""
+    """Return every converted layer by its name in the model; experts by their names in plans."""
     return {
         module.name if isinstance(module, ExpertLinear) else name: module
         for name, module in model.named_modules()
@@ -41,26 +41,26 @@ def layers_of(model: nn.Module) -> dict[str, Linear]:
 
 @dataclass
 class Observer:
-    """Collects numbers of layers' operands; `observing` shows it a model."""
+    """Collects numbers of layers' operands; `observing` attaches it to a model."""
 
     layers: Mapping[str, Linear]
     compute: str | None = None
-    """The format of operands without a cast; None: that of autocast or of the tensors."""
+    """Format of operands without a cast; None takes that of autocast or of the tensors."""
     exponents: bool = False
-    """Whether to count the exponents of output gradients, for the loss scale."""
+    """Count the exponents of output gradients, for the loss scale."""
     found: dict[tuple[str, str], list[Tensor]] = field(default_factory=dict)
     casts: dict[tuple[str, str], tuple[str, bool]] = field(default_factory=dict)
-    """The cast of each operand, and whether the tensor came in that format already."""
+    """(cast, True if the tensor was in that format already) of each operand."""
     gradients: list[Tensor] = field(default_factory=list)
-    """float64[256] each: exponents of output gradients."""
+    """Counts of the exponents of output gradients, float64[256] each."""
     narrow: bool = False
-    """Whether an output gradient came in FP16, so that what was too small for it is zero already."""
+    """True if an output gradient was in FP16 already, so that its smallest numbers have become zero."""
 
     @torch.no_grad()
     def before(self, name: str, layer: nn.Module, args: Any, named: Any) -> None:
-        """Look at the input and, at the first call, at the weight, which FSDP2 has gathered then."""
+        """Record the input and, at the first call, the weight, which FSDP2 has gathered by then."""
         assert isinstance(layer, Linear)
-        # While a backward pass runs, a checkpointed block is computed again.
+        # Skip the recomputation of checkpointed blocks in backward.
         if not layer.training or torch._C._current_graph_task_id() != -1:
             return
         x: Tensor = args[0] if args else named["input"]
@@ -72,7 +72,7 @@ class Observer:
             )
 
     def after(self, name: str, layer: nn.Module, _: Any, y: Tensor) -> None:
-        """Be called with the gradient of the output."""
+        """Register a hook that records the gradient of the output."""
         assert isinstance(layer, Linear)
         if layer.training and y.requires_grad:
             y.register_hook(partial(self._gradient, name, layer))  # type: ignore[no-untyped-call]
@@ -87,7 +87,7 @@ class Observer:
 
     @torch.no_grad()
     def _look(self, name: str, layer: Linear, operand: str, x: Tensor, product: torch.dtype, axis: int) -> None:
-        cast = layer.precision.casts_of(operand)[0]  # in the first of its products, along the axis that is looked at
+        cast = layer.precision.casts_of(operand)[0]  # in the first of its products, along the observed axis
         came = False
         if cast is None:
             cast = Cast(self.compute or FORMATS[product])
@@ -99,7 +99,7 @@ class Observer:
         self.found.setdefault((name, operand), []).append(numerics.summary(numerics.cast_counts(x, cast, axis, given)))
 
     def lines(self, device: torch.device) -> Tensor:
-        """float64[layers, 3, 10]: the numbers of each operand, over all that was seen of it."""
+        """Return the numbers of each operand over all calls: float64[layers, 3, 10]."""
         unseen = torch.zeros(LINE, dtype=torch.float64, device=device)
         unseen[-3:] = torch.nan
         keys = [(name, operand) for name in self.layers for operand in OPERANDS]
@@ -110,9 +110,9 @@ class Observer:
 
 
 def merged(lines: Tensor) -> Tensor:
-    """float64[..., 10] of float64[n, ..., 10]: counts are added up, magnitudes and scales keep their extremes.
+    """Merge float64[n, ..., 10] into float64[..., 10]: add counts, keep extremes of magnitudes and scales.
 
-    The median of scales is the median of their medians.
+    The median scale becomes the median of the medians.
     """
     if len(lines) == 1:
         return lines[0]
@@ -130,7 +130,7 @@ def merged(lines: Tensor) -> Tensor:
 
 
 def delayed_amax(layer: Linear, operand: str) -> Tensor:
-    """The magnitude that a layer's history scales an operand by, 0-d; 0 while one of its histories is empty."""
+    """Return the amax by which a layer's history scales an operand, 0-d; 0 while one of its histories is empty."""
     scales = {
         each: getattr(layer.precision, each).scaling for each in OPERANDS if getattr(layer, f"{each}_history") is not None
     }
@@ -144,11 +144,11 @@ def delayed_amax(layer: Linear, operand: str) -> Tensor:
 
 @contextmanager
 def observing(model: nn.Module, observer: Observer) -> Iterator[None]:
-    """Show the forward and backward passes inside to an observer; they compute what they would without it."""
+    """Let an observer record the forward and backward passes inside the context, without changing their results."""
     parallel, hooks = cut_by_tensor_parallelism(model), []
     for name, layer in observer.layers.items():
         hooks.append(layer.register_forward_pre_hook(partial(observer.before, name), with_kwargs=True))
-        # Before the hooks of tensor parallelism, which hand out parts of a result as if they were all of it.
+        # Before the hooks of tensor parallelism, which return the local shard as a plain tensor.
         hooks.append(layer.register_forward_hook(partial(observer.after, name), prepend=parallel))
     try:
         yield
@@ -159,7 +159,7 @@ def observing(model: nn.Module, observer: Observer) -> Iterator[None]:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Leave no trace of the passes inside: gradients, buffers, generators and what layers remember are as they were.
+    """Undo the side effects of the passes inside: restore gradients, buffers, generators and the state of layers.
 
     Compiled blocks run uncompiled inside, and DistributedDataParallel reduces nothing.
     """
@@ -191,6 +191,6 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def compiled_modules(model: nn.Module) -> Sequence[str]:
-    """The names of the modules that torch.compile has compiled."""
+    """Return the names of the modules that torch.compile has compiled."""
     whole = [""] if isinstance(model, torch._dynamo.OptimizedModule) else []
     return whole + [name for name, module in model.named_modules() if module._compiled_call_impl is not None]

@@ -1,4 +1,4 @@
-"""What the monitor saw in a step, as frozen data: per layer and operand, what casts do to its numbers; and what is wrong."""
+"""The report of a sampled step: effects of casts per layer and operand, updates of weights, and problems."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,72 +8,72 @@ from typing import Any
 OPERANDS = ("input", "weight", "grad")
 
 CLIPPED = 0.05
-"""A cast that clips at least this share of an operand's numbers is a problem."""
+"""Fraction of an operand's numbers that a cast clips, from which it is a problem."""
 
 FLUSHED = 0.5
-"""So is one that rounds at least this share of them to zero by rounding to nearest; stochastic rounding keeps their mean."""
+"""Fraction that rounding to nearest flushes to zero, from which it is a problem; stochastic rounding keeps the mean."""
 
 LOST = 0.05
-"""So is a loss scale at which at least this share of the gradients is below FP16's smallest number."""
+"""Fraction of gradients below FP16's smallest number, from which the loss scale is a problem."""
 
 STAGNANT = 0.9
-"""So is a learning rate at which rounding to nearest drops at least this share of the updates of 16-bit weights."""
+"""Fraction of updates of 16-bit weights that rounding to nearest drops, from which the learning rate is a problem."""
 
 KEPT = 0.999
-"""The share of gradients that the required loss scale keeps."""
+"""Fraction of gradients that the required loss scale keeps."""
 
 
 @dataclass(frozen=True)
 class Operand:
-    """An operand of a layer under its cast. Shares are of the numbers that are finite and not zero."""
+    """An operand of a layer under its cast. Fractions are of the finite, nonzero numbers unless stated otherwise."""
 
     cast: str
-    """The cast, or the format of the product's operands where there is none."""
+    """The cast, or the format of the product's operands if there is none."""
     clipped: float | None
-    """The share that saturates; None where the tensor came rounded to that format and no longer shows it."""
+    """Fraction that saturates; None if the tensor was in that format already, so that it cannot be seen."""
     flushed: float | None
-    """The share that rounds to zero; None likewise."""
+    """Fraction that rounds to zero; None as above."""
     subnormal: float
-    """The share that becomes subnormal in the format, with fewer significant bits."""
+    """Fraction that becomes subnormal in the format, with fewer significant bits."""
     zeros: float
-    """The share of all numbers that were zero before the cast."""
+    """Fraction of all numbers that were zero before the cast."""
     nonfinite: float
-    """The share of all numbers that are NaN or Inf."""
+    """Fraction of all numbers that are NaN or Inf."""
     amax: float
-    """The largest finite magnitude."""
+    """Largest finite magnitude."""
     scale: tuple[float, float, float] | None
-    """Minimum, median and maximum over groups of what codes are multiplied by; None for an unscaled cast."""
+    """Minimum, median and maximum of the scale over groups; None for an unscaled cast."""
 
     @property
     def worst(self) -> float:
-        """The largest of the shares that count as loss."""
+        """Return the largest of the fractions that count as loss."""
         return max(self.nonfinite, self.clipped or 0.0, self.flushed or 0.0)
 
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """The last update of a layer's weight against the spacing of the format that it is added up in."""
+    """The last update of a layer's weight compared with the spacing of the format in which updates are accumulated."""
 
     format: str
-    """That of the weight, or of its float32 master."""
+    """Format of the weight, or of its float32 master."""
     rounding: str
-    """nearest, stochastic or kahan: what the optimizer does with the bits that the format has no room for."""
+    """Rounding of the optimizer: nearest, stochastic or kahan."""
     ratio: float | None
-    """The median of |update| / spacing; None where nothing moves."""
+    """Median of |update| / spacing; None if all updates are zero."""
     stagnant: float
-    """The share of updates that rounding to nearest drops, whatever the optimizer does."""
+    """Fraction of updates that rounding to nearest would drop, for any rounding of the optimizer."""
     elements: int
-    """How many weights have an update that is not zero."""
+    """Number of nonzero updates."""
 
     @property
     def stands_still(self) -> bool:
-        """Return whether those updates are really lost: a 16-bit weight, rounded to nearest."""
+        """Return True if these updates are lost: a 16-bit weight that is rounded to nearest."""
         return self.rounding == "nearest" and self.format != "fp32"
 
 
 @dataclass(frozen=True)
 class LayerNumerics:
-    """A converted layer in a sampled step; None for an operand that was not seen."""
+    """A converted layer in a sampled step; None for an operand that was not observed."""
 
     name: str
     input: Operand | None
@@ -83,22 +83,22 @@ class LayerNumerics:
 
     @property
     def operands(self) -> Iterator[tuple[str, Operand]]:
-        """The operands that were seen, by name."""
+        """Return the observed operands by name."""
         return ((name, found) for name in OPERANDS if (found := getattr(self, name)) is not None)
 
 
 @dataclass(frozen=True)
 class LossScale:
-    """FP16's loss scale against the gradients of all layers' outputs together."""
+    """The loss scale of FP16 compared with the output gradients of all layers."""
 
     scale: float
-    """What the loss is multiplied by now."""
+    """Current factor of the loss."""
     flushed: float | None
-    """The share of nonzero gradients that FP16 rounds to zero at this scale; None where they came in FP16 already."""
+    """Fraction of nonzero gradients that FP16 rounds to zero at this scale; None if they were in FP16 already."""
     required: float | None
-    """The smallest power of two that keeps 99.9 % of them at or above FP16's smallest number, 2^-24."""
+    """Smallest power of two that keeps 99.9 % of them at or above FP16's smallest number, 2^-24."""
     largest: float | None
-    """The largest power of two at which the largest gradient does not overflow."""
+    """Largest power of two at which the largest gradient does not overflow."""
 
 
 @dataclass(frozen=True)
@@ -117,14 +117,14 @@ class Report:
 
     @property
     def stagnant(self) -> float | None:
-        """The share of updates that are lost, over all 16-bit weights that are rounded to nearest; None without such."""
+        """Return the fraction of lost updates over all 16-bit weights that are rounded to nearest; None if there are none."""
         found = [each.update for each in self.layers if each.update is not None and each.update.stands_still]
         total = sum(each.elements for each in found)
         return sum(each.stagnant * each.elements for each in found) / total if total else None
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Return what is wrong, in sentences: one for each kind, of the layer that has it worst."""
+        """Return one sentence per kind of problem, about the layer that is affected most."""
         return tuple(filter(None, (self._nonfinite(), self._clipped(), self._flushed(), self._lost(), self._stands_still())))
 
     def _nonfinite(self) -> str:
@@ -145,7 +145,7 @@ class Report:
         ]
         if not found:
             return ""
-        most, name, operand, cast = max(found, key=lambda each: each[0])  # of equals the first layer
+        most, name, operand, cast = max(found, key=lambda each: each[0])  # among equals, the first layer
         words = {"input": "input", "weight": "weight", "grad": "output gradient"}[operand]
         others = f" (and {len(found) - 1} more operand{'s' * (len(found) > 2)})" if len(found) > 1 else ""
         return f"{percent(most)} of the {words} of {name} {what}{'' if share == 'nonfinite' else f' {cast}'}{others}."
@@ -170,12 +170,12 @@ class Report:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON: what is not finite is None."""
+        """Return plain values, ready for JSON; numbers that are not finite become None."""
         data = finite(asdict(self))
         return {**data, "stagnant": self.stagnant, "problems": list(self.problems)}
 
     def __str__(self) -> str:
-        """Return two tables, the worst operands and the smallest updates first, and what is wrong."""
+        """Return two tables, the worst operands and the smallest updates first, and the problems."""
         parts = [f"Numerics of step {self.step}", *lines(OPERAND_HEADER, operand_rows(self.layers))]
         if rows := update_rows(self.layers):
             parts += ["", *lines(UPDATE_HEADER, rows)]
@@ -191,7 +191,7 @@ UPDATE_HEADER = ("layer", "weights in", "rounding", "update / spacing, median", 
 
 
 def operand_rows(layers: Sequence[LayerNumerics]) -> list[tuple[str, ...]]:
-    """The operands of all layers as rows of a table, the worst first."""
+    """Return the operands of all layers as rows of a table, the worst first."""
     found = [(each.worst, layer.name, operand, each) for layer in layers for operand, each in layer.operands]
     return [
         (
@@ -203,7 +203,7 @@ def operand_rows(layers: Sequence[LayerNumerics]) -> list[tuple[str, ...]]:
 
 
 def update_rows(layers: Sequence[LayerNumerics]) -> list[tuple[str, ...]]:
-    """The updates of all layers as rows of a table, the smallest against their spacing first."""
+    """Return the updates of all layers as rows of a table, the smallest relative to their spacing first."""
     found = [(layer.name, layer.update) for layer in layers if layer.update is not None]
     return [
         (name, each.format, each.rounding, "" if each.ratio is None else f"{each.ratio:.3g}", percent(each.stagnant))
@@ -212,13 +212,13 @@ def update_rows(layers: Sequence[LayerNumerics]) -> list[tuple[str, ...]]:
 
 
 def lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table as aligned lines."""
+    """Return a table as aligned lines."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (header, *rows)]
 
 
 def percent(share: float | None) -> str:
-    """A share in words; what is tiny is told from zero.
+    """Return a fraction as a percentage; tiny fractions differ from zero.
 
     >>> percent(0.0), percent(0.1234), percent(1e-7), percent(None)
     ('0 %', '12 %', '< 0.01 %', '-')

@@ -1,9 +1,9 @@
-"""The last update of each layer's weight, from what the optimizer keeps, against the spacing of the weight's format.
+"""Compare the last update of each layer's weight, reconstructed from the optimizer's moments, with the spacing of its format.
 
     u = lr / (1 - b1^t) * m / (sqrt(v / (1 - b2^t)) + eps) + lr * weight_decay * w
 
-with the moments m and v after step t, as they are stored: in bfloat16 or 8 bits they are rounded, and so is u. Nothing here
-changes the optimizer or waits for the device.
+m and v are the moments after step t as they are stored: in bfloat16 or 8 bits they are rounded, and so is u. Nothing here
+changes the optimizer or synchronizes with the device.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ NEEDED = ("lr", "betas", "eps", "weight_decay")
 
 
 class Measured(NamedTuple):
-    """The counts of a layer's weight, and where its updates are added up."""
+    """Counts of a layer's weight, and the format and rounding in which its updates are accumulated."""
 
     counts: UpdateCounts
     format: str
@@ -33,20 +33,20 @@ class Measured(NamedTuple):
 
 
 def check(optimizer: torch.optim.Optimizer) -> None:
-    """Raise unless the updates of an optimizer follow from moments as AdamW keeps them."""
+    """Raise unless an optimizer has moments like AdamW's."""
     if any(key not in group for group in optimizer.param_groups for key in NEEDED):
         raise UserError(
-            f"The updates of {type(optimizer).__name__} do not follow from moments as AdamW keeps them: leave out optimizer= "
-            "to watch operands alone."
+            f"{type(optimizer).__name__} has no moments like AdamW's, from which updates could be computed: leave out "
+            "optimizer= to monitor operands only."
         )
 
 
 @torch.no_grad()
 def measured(optimizer: torch.optim.Optimizer, layers: Mapping[str, Linear]) -> dict[str, Measured]:
-    """Measure the last update of each layer's weight; layers without a step so far, or not in the optimizer, are left out."""
+    """Measure the last update of each layer's weight; skip layers that have no step yet or are not in the optimizer."""
     places = {id(p): (group, number) for group in optimizer.param_groups for number, p in enumerate(group["params"])}
     found: dict[str, Measured] = {}
-    experts: dict[int, tuple[Tensor, Tensor, Any, str]] = {}  # one parameter holds all experts: its update is made once
+    experts: dict[int, tuple[Tensor, Tensor, Any, str]] = {}  # one parameter holds all experts: compute its update once
     for name, layer in layers.items():
         parameter, index = (
             (getattr(layer._home[0], layer._parameter), layer._index)
@@ -69,9 +69,9 @@ def measured(optimizer: torch.optim.Optimizer, layers: Mapping[str, Linear]) -> 
 def weight_and_update(
     optimizer: torch.optim.Optimizer, parameter: Tensor, group: dict[str, Any], number: int
 ) -> tuple[Tensor, Tensor, torch.dtype, str]:
-    """Return a weight, its last update in float32, the dtype that updates are added up in, and how it is rounded.
+    """Return (weight, last update in float32, dtype in which updates are accumulated, rounding).
 
-    Of a parameter that is spread over processes they are those of this process's part.
+    For a sharded parameter, these are those of this rank's shard.
     """
     state = optimizer.state[parameter]
     found = read_moments(optimizer, parameter, group, number)
@@ -92,12 +92,12 @@ def weight_and_update(
 
 
 def on_device(value: Tensor | float, device: torch.device) -> Tensor:
-    """0-d float64; a number of the host is filled in, since copying it would wait for the device."""
+    """Return a 0-d float64 tensor; a number of the host is filled in, since copying it would synchronize with the device."""
     if isinstance(value, Tensor) and value.device == device:
         return value.detach().double()
     return torch.full((), float(value), dtype=torch.float64, device=device)
 
 
 def as_stored(x: Tensor, transposed: bool) -> Tensor:
-    """A state of a weight in the weight's own orientation."""
+    """Return a state in the orientation of its weight."""
     return x.T if transposed else x

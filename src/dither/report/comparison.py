@@ -1,6 +1,6 @@
-"""A comparison of arms over seeds, with or without a sweep: tables, and sentences that name a winner only beyond chance.
+"""Compare arms over seeds, with or without a sweep: tables, and sentences that name a winner only if it is significant.
 
-`dither compare` makes a `Comparison` from its run folders; the terminal, the page, the figure and comparison.json show it.
+`dither compare` makes a `Comparison` of its run folders; the terminal, the page, the figure and comparison.json show it.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class Entry:
     run: str = ""
     """The name of the run's folder."""
     state: str = "done"
-    """How the run ended."""
+    """State in which the run ended."""
     loss: float | None = None
     """Held-out loss after the last step, in nats per token; None for a run that did not reach it."""
     bits_per_byte: float | None = None
@@ -40,13 +40,13 @@ class Entry:
     tokens_per_s: float | None = None
     """Median over the lines of metrics."""
     memory: float | None = None
-    """Peak bytes."""
+    """Peak memory in bytes."""
 
     @classmethod
     def of(cls, run: RunFolder, *, arm: str, seed: int, value: Value | None = None) -> "Entry":
         """Return the entry of a run.
 
-        A run that stopped before its last step has no final loss: the last one it measured is that of an earlier step.
+        A run that stopped early has no final loss: its last measured loss belongs to an earlier step.
         """
         found = summarize(run)
         done = found.state == "done"
@@ -72,7 +72,7 @@ class Row:
     loss: Estimate | None
     """Held-out loss; None if a run of the arm did not reach its last step."""
     difference: Estimate | None
-    """Loss less that of the row it is compared with, within seeds; None for that row itself."""
+    """Difference of the loss to the row it is compared with, paired by seed; None for that row itself."""
     bits_per_byte: float | None
     tokens_per_s: float | None
     memory: float | None
@@ -94,7 +94,7 @@ class Curve:
 
     @property
     def at_an_end(self) -> bool:
-        """Return whether the lowest of several numbers is the first or last of them, so that a better one may lie beyond."""
+        """Return True if the best of several numbers is the smallest or the largest, so that a better one may lie beyond."""
         known = [row.value for row in self.rows if isinstance(row.value, float)]
         return self.lowest is not None and len(known) > 1 and self.lowest.value in (min(known), max(known))
 
@@ -118,17 +118,17 @@ class Comparison:
 
     @property
     def arms(self) -> tuple[str, ...]:
-        """The arms in the order in which they were named."""
+        """Return the arms in the order in which they were named."""
         return tuple(dict.fromkeys(entry.arm for entry in self.entries))
 
     @property
     def values(self) -> tuple[Value | None, ...]:
-        """The values of the sweep in their order; (None,) without one."""
+        """Return the values of the sweep in order; (None,) without a sweep."""
         return tuple(dict.fromkeys(entry.value for entry in self.entries))
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """The seeds in their order."""
+        """Return the seeds in order."""
         return tuple(dict.fromkeys(entry.seed for entry in self.entries))
 
     def runs(self, arm: str, value: Value | None) -> tuple[Entry, ...]:
@@ -178,7 +178,7 @@ class Comparison:
         )
 
     def sentences(self) -> tuple[str, ...]:
-        """Return what the numbers say: the best value of each arm and the best arm, if seeds tell them from chance."""
+        """Return sentences about the best value of each arm and the best arm, if the differences are significant over seeds."""
         found = [self._about(curve) for curve in self.curves()] if self.field is not None else []
         if len(self.arms) > 1:
             found.append(self._winner())
@@ -247,7 +247,7 @@ class Comparison:
         entries = data.get("entries") if isinstance(data, dict) and data.get("version") == VERSION else None
         known = {each.name for each in fields(Entry)}
         if not isinstance(entries, list) or not entries or not all(isinstance(e, dict) and set(e) == known for e in entries):
-            raise UserError(f"This is no comparison.json of version {VERSION}, as `dither compare` writes it.")
+            raise UserError(f"This is not a comparison.json of version {VERSION}, as `dither compare` writes it.")
         assert isinstance(data, dict)
         return cls(entries=tuple(Entry(**each) for each in entries), field=data.get("field"))
 

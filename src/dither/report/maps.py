@@ -1,4 +1,4 @@
-"""Layers as a grid: a row for each kind of layer, a column for each block of the model."""
+"""Draw layers as a grid: one row per kind of layer, one column per block of the model."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -9,34 +9,34 @@ from dither.formats import Format
 from dither.precision import OPERANDS, LayerPrecision, Plan
 
 OTHER = ""
-"""The column of layers that belong to no block."""
+"""Column of layers outside of blocks."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A square of a map."""
+    """A cell of a grid."""
 
     text: str
-    """What stands in it where there is room, and in the legend."""
+    """Text in the cell, if there is room, and in the legend."""
     about: str
-    """All of it."""
+    """Full description."""
     style: str
-    """How it is coloured: a class of the page's style sheet."""
+    """Class of the page's style sheet, which colours the cell."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Layers of one kind, and what of them is shown."""
+    """Layers of one kind, and one of their operands."""
 
     label: str
     part: str
     cells: tuple[Cell | None, ...]
-    """One for each column; None where the block has no such layer."""
+    """One cell per column; None if the block has no such layer."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A map of a model."""
+    """A grid of a model's layers."""
 
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
@@ -44,12 +44,12 @@ class Grid:
 
     @property
     def wide(self) -> bool:
-        """Whether there are too many columns for text in the cells."""
+        """Return True if there are too many columns for text in the cells."""
         return len(self.columns) > 12
 
 
 def place(name: str) -> tuple[str, str]:
-    """The kind of a layer, and the number of its block.
+    """Return the kind of a layer and the index of its block.
 
     >>> place("model.layers.11.mlp.up_proj"), place("lm_head")
     (('mlp.up_proj', '11'), ('lm_head', ''))
@@ -59,7 +59,7 @@ def place(name: str) -> tuple[str, str]:
 
 
 def precision_map(plan: Plan, names: Iterable[str]) -> Grid:
-    """How each operand of each layer is cast.
+    """Return a grid of the casts of each operand of each layer.
 
     >>> from dither.recipes import recipe
     >>> grid = precision_map(recipe("fp8-current"), ["h.0.up", "h.0.down", "h.1.up", "h.1.down"])
@@ -76,7 +76,7 @@ def precision_map(plan: Plan, names: Iterable[str]) -> Grid:
 
 
 def bitwidth_map(bits: Mapping[str, float]) -> Grid:
-    """The mean bitwidth of each layer, in ten shades from the fewest to the most.
+    """Return a grid of the mean bitwidth of each layer, in ten shades from the smallest to the largest.
 
     >>> [cell.style for cell in bitwidth_map({"h.0.up": 4.0, "h.1.up": 6.0}).rows[0].cells]
     ['shade0', 'shade9']
@@ -101,7 +101,7 @@ def _grid(cells: Mapping[tuple[str, str, str], Cell]) -> Grid:
 def _cast_cell(precision: LayerPrecision, operand: str, compute: str) -> Cell:
     texts = [compute if cast is None else cast.format for cast in precision.casts_of(operand)]
     sampling = {"input": precision.input_sampling, "weight": precision.sampling}.get(operand)
-    text = "|".join(dict.fromkeys(texts))  # both where its two products differ
+    text = "|".join(dict.fromkeys(texts))  # both if the operand's two products differ
     style = f"bits{_family(texts[0])}" + (" second" if texts[0] in ("e5m2", "e3m4", "int8", "e3m2", "int4", "fp16") else "")
     if sampling is not None:
         text, style = f"{text} sampled", f"{style} sampled"
@@ -109,7 +109,7 @@ def _cast_cell(precision: LayerPrecision, operand: str, compute: str) -> Cell:
 
 
 def _family(name: str) -> int:
-    """How many bits a format has, rounded up to a width that the style sheet has a colour for."""
+    """Return the bits of a format, rounded up to a width that the style sheet has a colour for."""
     try:
         bits = Format.parse(name).bits
     except UserError:

@@ -1,4 +1,4 @@
-"""A page about runs: one file, nothing loaded from anywhere, nothing run, everything from the runs escaped."""
+"""Render runs as an HTML page: a single file without scripts or external resources; all text from runs is escaped."""
 
 import json
 import math
@@ -20,28 +20,28 @@ from dither.report.run_folder import RunFolder, read_all
 from dither.report.summary import Summary, summarize
 
 MOST_SHOWN = 200
-"""Lines of samples and of events of a run that a page has, the last ones."""
+"""Maximum number of samples and of events per run; the last ones are shown."""
 
 LONGEST_SHOWN = 4000
-"""Characters of a sample that are shown."""
+"""Maximum number of characters of a sample."""
 
 
 @dataclass(frozen=True)
 class _Section:
-    """All that a page says about one run."""
+    """Contents of a page about one run."""
 
     run: RunFolder
     summary: Summary
     difference: Estimate | None
-    """Held-out loss less that of the first run; None for the first run itself."""
+    """Difference of the held-out loss to the first run; None for the first run itself."""
     precision: maps.Grid | None
     later: tuple[tuple[int, str, maps.Grid], ...]
-    """Plans that came later: the step, the reason, the map."""
+    """Later plans: (step, reason, map)."""
     bitwidths: maps.Grid | None
     bitwidth_charts: tuple[plots.Chart, ...]
     samples: tuple[Mapping[str, Any], ...]
     events: tuple[tuple[int, str, str], ...]
-    """Step, kind and text."""
+    """(step, kind, text)."""
     command: str
     environment: tuple[tuple[str, str], ...]
     missing: tuple[str, ...]
@@ -74,10 +74,12 @@ def render(runs: Sequence[RunFolder], comparison: Comparison | None = None) -> s
 
 
 def write(folders: Sequence[str | Path], out: str | Path | None = None, comparison: Comparison | None = None) -> Path:
-    """Read the runs in `folders`, write their page in one piece, and return its path.
+    """Read the runs in `folders`, write their page atomically, and return its path.
 
-    Without `out` it is report.html in the folder of the run, or, of several, in the folder that they have in common. With a
-    comparison of the runs the page shows it first.
+    Args:
+        folders: Run folders.
+        out: Path of the page; by default report.html in the folder of the run, or in the common parent of several.
+        comparison: Comparison of the runs, which the page shows first.
     """
     runs = read_all(folders)
     parents = [Path(folder).resolve() if len(folders) == 1 else Path(folder).resolve().parent for folder in folders]
@@ -93,7 +95,7 @@ def write(folders: Sequence[str | Path], out: str | Path | None = None, comparis
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(page)
-            os.chmod(temporary, 0o644)  # as others are; a temporary file is for its owner alone
+            os.chmod(temporary, 0o644)  # readable by others, unlike a temporary file
             os.replace(temporary, path)
         except BaseException:
             os.unlink(temporary)
@@ -103,7 +105,7 @@ def write(folders: Sequence[str | Path], out: str | Path | None = None, comparis
     return path
 
 
-# What is shown --------------------------------------------------------------------------------------------------------
+# Sections --------------------------------------------------------------------------------------------------------
 
 
 def _section(run: RunFolder, index: int, first: RunFolder) -> _Section:
@@ -142,7 +144,7 @@ def _section(run: RunFolder, index: int, first: RunFolder) -> _Section:
 
 
 def _events(run: RunFolder) -> tuple[tuple[int, str, str], ...]:
-    """What the guard saw, where a run began again and how it ended, in the order of steps."""
+    """Return events in the order of steps: messages of the guard, resumes, and how the run ended."""
     found = []
     for line in run.of("guard"):
         found.append((line["step"], _words(line.get("event")) or "guard", _words(line.get("text"))))
@@ -156,13 +158,13 @@ def _events(run: RunFolder) -> tuple[tuple[int, str, str], ...]:
 
 
 def _words(value: object) -> str:
-    """A value from a file as text of bounded length."""
+    """Return a value from a file as text of bounded length."""
     text = value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]} ... ({len(text):,} characters)"
 
 
 def _embedded(runs: Sequence[RunFolder], sections: Sequence[_Section], comparison: Comparison | None) -> str:
-    """The figures and curves as JSON for programs that read the page, in a form that no HTML parser can leave early."""
+    """Return figures and curves as JSON for programs, escaped so that it cannot end the HTML element early."""
     curves = (("train", "loss"), ("train", "loss_ema"), ("train", "tokens_per_s"), ("eval", "loss"), ("eval", "bits_per_byte"))
     data = [
         {
@@ -184,7 +186,7 @@ ABSENT = "-"
 
 
 def fixed(value: float | None, digits: int = 4, sign: bool = False) -> str:
-    """A number with so many digits behind the point.
+    """Format a number with `digits` digits after the decimal point.
 
     >>> fixed(1.23456), fixed(0.5, 2, sign=True), fixed(None)
     ('1.2346', '+0.50', '-')
@@ -199,7 +201,7 @@ def _estimate(value: Estimate | None, sign: bool = False) -> str:
 
 
 def short(value: float | None) -> str:
-    """A count in three digits.
+    """Format a count with three digits.
 
     >>> short(950), short(12_340), short(1.5e9), short(0.25)
     ('950', '12.3 k', '1.5 G', '0.25')
@@ -211,7 +213,7 @@ def short(value: float | None) -> str:
 
 
 def size(value: float | None) -> str:
-    """Bytes.
+    """Format a number of bytes.
 
     >>> size(3 << 30)
     '3 GiB'
@@ -223,7 +225,7 @@ def size(value: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds in words.
+    """Format seconds in words.
 
     >>> duration(12.5), duration(200), duration(7500)
     ('12.5 s', '3 min 20 s', '2 h 5 min')

@@ -1,7 +1,7 @@
-"""Curves of runs as SVG that stands in a page: the page's fonts, the page's colours, light or dark, and no text of a user's.
+"""Draw curves of runs as SVG for a page, with its fonts and its light or dark colours, and without text from users.
 
-The same runs give the same bytes: ids come from a fixed salt, and no date is written. Matplotlib draws in black and in marked
-colours, each of which then becomes a variable of the page's style sheet.
+The same runs give the same bytes: ids come from a fixed salt, and no date is written. Matplotlib draws in placeholder colours,
+which are then replaced by variables of the page's style sheet.
 """
 
 import bisect
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS = 8
-"""Runs that have colours of their own: --c0 to --c7 of the page. Those after them have the same again, dashed."""
+"""Number of colours, --c0 to --c7 of the page. Further runs reuse them with dashed lines."""
 
 MOST_POINTS = 1500
-"""Points of a curve that are drawn: about two for each pixel of its width."""
+"""Maximum number of points per curve: about two per pixel of its width."""
 
 PALETTE = ("#2563b8", "#c2410c", "#15803d", "#7e3fb8", "#a16207", "#0f7c8a", "#be185d", "#52606d")
-"""The colours --c0 to --c7 of the page in files of their own."""
+"""Colours --c0 to --c7 in separate files."""
 
 INK, GRID = "#010203", "#040506"
-"""What becomes var(--muted) and var(--line)."""
+"""Placeholders of var(--muted) and var(--line)."""
 
 Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A drawing and what it shows."""
+    """A drawing with its title and description."""
 
     title: str
     svg: str
@@ -55,7 +55,7 @@ class _Line:
 
 
 def charts(runs: Sequence[RunFolder]) -> tuple[Chart, ...]:
-    """The curves of all runs, each kind in one chart; those for which nothing was written are left out."""
+    """Return the curves of all runs, one chart per kind; charts without data are left out."""
     about = "Thick: held-out text. Thin: training, averaged over steps."
     found = []
     for x, label in (("step", "steps"), ("tokens", "tokens")):
@@ -64,7 +64,7 @@ def charts(runs: Sequence[RunFolder]) -> tuple[Chart, ...]:
     for key, title in (
         ("lr", "Learning rate"),
         ("grad_norm", "Gradient norm"),
-        ("tokens_per_s", "Tokens a second"),
+        ("tokens_per_s", "Tokens per second"),
         ("memory", "Peak memory, bytes"),
     ):
         lines = [_Line(thin(run.curve("train", key)), index) for index, run in enumerate(runs)]
@@ -81,7 +81,7 @@ def sweep_chart(comparison: Comparison) -> Chart | None:
 
 
 def sweep_file(comparison: Comparison, path: Path) -> Path:
-    """Write the same drawing as an SVG file of its own, with a legend, and return its path."""
+    """Write the same drawing as a separate SVG file with a legend, and return its path."""
 
     def draw(axes: "Axes") -> None:
         _draw_sweep(axes, comparison)
@@ -105,7 +105,7 @@ def _about_sweep(comparison: Comparison) -> str:
 
 
 def _draw_sweep(axes: "Axes", comparison: Comparison) -> None:
-    """Draw a line per arm: numbers where they lie, on a logarithmic axis if they span a factor of 4; text evenly."""
+    """Draw one line per arm: numbers at their values, on a logarithmic axis if they span a factor of 4; text evenly spaced."""
     numbers = [value for value in comparison.values if isinstance(value, float)]
     numeric = len(numbers) == len(comparison.values)
     places = {value: value if isinstance(value, float) and numeric else float(n) for n, value in enumerate(comparison.values)}
@@ -133,7 +133,7 @@ def _draw_sweep(axes: "Axes", comparison: Comparison) -> None:
 
 
 def bitwidth_charts(run: RunFolder, index: int = 0) -> tuple[Chart, ...]:
-    """How a run's bitwidths moved, a line for each layer, and how they are distributed at the end."""
+    """Draw a run's bitwidths: one line per layer over steps, and their distribution at the end."""
     steps = [(line["step"], _layers(line)) for line in run.of("bitwidths")]
     names = dict.fromkeys(name for _, layers in steps for name in layers)
     curves = [[(float(step), layers[name]["mean"]) for step, layers in steps if name in layers] for name in names]
@@ -149,14 +149,14 @@ def bitwidth_charts(run: RunFolder, index: int = 0) -> tuple[Chart, ...]:
 
 
 def layer_bits(run: RunFolder) -> dict[str, float]:
-    """The mean bitwidth of each layer in the last line that has any."""
+    """Return the mean bitwidth of each layer in the last line of bitwidths."""
     lines = run.of("bitwidths")
     found = {name: layer["mean"] for name, layer in _layers(lines[-1]).items()} if lines else {}
     return {name: mean for name, mean in found.items() if mean is not None}
 
 
 def _layers(line: Any) -> dict[str, dict[str, Any]]:
-    """The layers of a line of bitwidths, of which only numbers are left."""
+    """Return the layers of a line of bitwidths, with everything but numbers removed."""
     layers = line.get("layers")
     found = {}
     for name, each in layers.items() if isinstance(layers, dict) else ():
@@ -173,7 +173,7 @@ def _layers(line: Any) -> dict[str, dict[str, Any]]:
 
 
 def thin(points: Points, most: int = MOST_POINTS) -> Points:
-    """At most about `most` points, among them the lowest and the highest of each stretch: spikes stay.
+    """Reduce a curve to about `most` points; the lowest and the highest of each stretch are kept, so that spikes stay.
 
     >>> thin([(0, 1.0), (1, 9.0), (2, 1.0), (3, 1.0), (4, 0.5), (5, 1.0)], most=4)
     [(0, 1.0), (1, 9.0), (3, 1.0), (4, 0.5)]
@@ -189,11 +189,11 @@ def thin(points: Points, most: int = MOST_POINTS) -> Points:
 
 
 def _losses(run: RunFolder, index: int, x: str, raw: bool) -> list[_Line]:
-    """The curves of a run's losses: the averaged one where there is one, the plain one faintly behind it."""
+    """Return the curves of a run's losses: the averaged one if there is one, with the raw one faintly behind it."""
     tokens = run.curve("train", "tokens")
     plain, mean = run.curve("train", "loss", x), run.curve("train", "loss_ema", x)
     held_out = run.curve("eval", "loss")
-    if x == "tokens":  # an evaluation counts the tokens it looked at; where it stands are those of training
+    if x == "tokens":  # evaluations count their own tokens; the x axis has those of training
         held_out = tuple((at, loss) for step, loss in held_out if (at := _at(tokens, step)) is not None)
     lines = [_Line(thin(plain), index, 0.7, 0.25)] if raw and mean else []
     lines.append(_Line(thin(mean or plain), index, 1.0, 0.65))
@@ -202,7 +202,7 @@ def _losses(run: RunFolder, index: int, x: str, raw: bool) -> list[_Line]:
 
 
 def _at(points: Points, step: float) -> float | None:
-    """The y of a curve from (0, 0) over `points` at a step; None beyond its end."""
+    """Interpolate a curve from (0, 0) over `points` at a step; None beyond its end."""
     index = bisect.bisect_left(points, step, key=lambda point: point[0])
     if index == len(points):
         return None
@@ -252,10 +252,7 @@ def _mark(colour: int) -> str:
 
 
 def _svg(title: str, run: int, draw: "Callable[[Axes], None]", page: bool = True) -> str:
-    """Return what `draw` puts on a pair of axes: an `<svg>` element for a page, or a file.
-
-    Title and run make its ids its own.
-    """
+    """Return the drawing of `draw` as an `<svg>` element for a page, or as a file. Its ids derive from title and run."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -271,7 +268,7 @@ def _svg(title: str, run: int, draw: "Callable[[Axes], None]", page: bool = True
         "axes.unicode_minus": False,
         "path.simplify": True,
     }
-    # The defaults, whatever a user's own style file says, but for the backend, which is not used here and not to be touched.
+    # Matplotlib's defaults instead of a user's style file, except for the backend, which is not used here.
     plain: dict[str, Any] = {key: value for key, value in matplotlib.rcParamsDefault.items() if not key.startswith("backend")}
     with matplotlib.rc_context(plain | style):  # type: ignore[arg-type]
         figure = Figure(figsize=(5.4, 3.1), layout="constrained")
@@ -293,14 +290,14 @@ def _svg(title: str, run: int, draw: "Callable[[Axes], None]", page: bool = True
 
 
 def _for_file(document: str) -> str:
-    """Return the drawing with colours of its own, on white."""
+    """Return the drawing with fixed colours on white."""
     for mark, colour in ((INK, "#5b6570"), (GRID, "#d9dee4"), *((_mark(c), colour) for c, colour in enumerate(PALETTE))):
         document = document.replace(mark, colour)
     return "\n".join(line.rstrip() for line in document.splitlines()) + "\n"
 
 
 def _for_page(document: str, title: str) -> str:
-    """The drawing without what belongs to a file of its own, with the page's variables for colours."""
+    """Return the drawing without file headers and with the page's variables for colours."""
     svg = document[document.index("<svg") :].strip()
     svg = re.sub(r"<(metadata|style).*?</\1>|<!--.*?-->|<defs>\s*</defs>", "", svg, flags=re.DOTALL)
     for colour, variable in ((INK, "--muted"), (GRID, "--line"), *((_mark(c), f"--c{c}") for c in range(COLOURS))):

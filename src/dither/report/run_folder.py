@@ -1,7 +1,7 @@
-"""A run folder, read: what it was asked to do, what it did, and what in the folder is missing or cannot be read.
+"""Read a run folder: its config, plan, metrics and status, and a list of what is missing or unreadable.
 
-Nothing that is read is trusted or executed. Files are regular files of bounded size, JSON is strict, and a number that no
-curve can show (NaN, Infinity, beyond 1e30) counts as absent. Imports nothing of `dither.train`: the folder is the contract.
+Nothing that is read is trusted or executed. Files must be regular files of bounded size, JSON is strict, and numbers that a
+plot cannot show (NaN, Infinity, above 1e30) count as missing. Imports nothing from `dither.train`: the folder is the interface.
 """
 
 import os
@@ -18,32 +18,32 @@ from dither.precision import Plan
 from dither.safe_files import Refused
 
 LARGEST_METRICS = 256 << 20
-"""The most bytes that are read of the metrics: a million lines of training have about as many."""
+"""Maximum size of the metrics in bytes: about a million lines of training."""
 
 LONGEST_LINE = 16 << 20
-"""The most bytes of a line of metrics."""
+"""Maximum size of a line of metrics in bytes."""
 
 HUGE = 1e30
-"""No figure of a run is as large, and no plot has room for larger ones."""
+"""Larger numbers are treated as missing."""
 
 EVENTS = ("start", "end", "guard", "plan", "save")
-"""Kinds of lines of which each tells something of its own; of the others, the last of a step counts."""
+"""Kinds of lines that are all kept; of other kinds, only the last line per step is."""
 
 
 @dataclass(frozen=True)
 class ConvertedLayer:
-    """A layer that was converted."""
+    """A converted layer."""
 
     name: str
     precision: str
     engine: str
     share: float | None
-    """Its part of the multiplications of all linear layers."""
+    """Its fraction of the multiplications of all linear layers."""
 
 
 @dataclass(frozen=True)
 class SkippedModule:
-    """A module that was left as it was, and why."""
+    """A module that was not converted, and the reason."""
 
     name: str
     why: str
@@ -51,40 +51,40 @@ class SkippedModule:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run folder; see `read`."""
+    """Contents of a run folder; see `read`."""
 
     folder: Path
     name: str
     config: Mapping[str, Any]
-    """The sections of config.toml; empty where there is none."""
+    """Sections of config.toml; empty if there is no such file."""
     config_text: str
     plan: Plan | None
     layers: tuple[ConvertedLayer, ...]
     left: tuple[SkippedModule, ...]
     environment: Mapping[str, Any]
     lines: Mapping[str, tuple[Mapping[str, Any], ...]]
-    """Lines of metrics by their kind, in the order of steps; of lines that were written again after a resume, the last."""
+    """Lines of metrics by kind, in the order of steps; of lines rewritten after a resume, the last one."""
     status: Mapping[str, Any]
     missing: tuple[str, ...]
-    """Sentences: what is not there, or could not be read."""
+    """Sentences about files that are missing or unreadable."""
 
     def of(self, kind: str) -> tuple[Mapping[str, Any], ...]:
-        """The lines of a kind; none where none were written."""
+        """Return the lines of a kind."""
         return self.lines.get(kind, ())
 
     def curve(self, kind: str, y: str, x: str = "step") -> tuple[tuple[float, float], ...]:
-        """Points of a curve: those lines of a kind in which both are numbers."""
+        """Return the points (x, y) of a curve, from the lines of a kind in which both are numbers."""
         pairs = ((number(line.get(x)), number(line.get(y))) for line in self.of(kind))
         return tuple((at, value) for at, value in pairs if at is not None and value is not None)
 
     def last(self, kind: str, key: str) -> float | None:
-        """The last number of a curve, or None."""
+        """Return the last value of a curve, or None."""
         points = self.curve(kind, key)
         return points[-1][1] if points else None
 
     @property
     def state(self) -> str:
-        """How it ended, in a few words, by status.json or else by the last line that says so."""
+        """Return how the run ended, in a few words, from status.json or else from the last line of metrics that says so."""
         states = {
             "running": "running, or killed",
             "done": "done",
@@ -98,13 +98,13 @@ class RunFolder:
 
     @property
     def steps(self) -> int:
-        """How many steps were done, as far as the folder tells."""
+        """Return the number of steps that the folder records."""
         steps = [self.status.get("step"), *(line["step"] for kind in ("train", "eval", "end") for line in self.of(kind)[-1:])]
         return max((step for step in steps if type(step) is int and 0 <= step < HUGE), default=0)
 
 
 def number(value: object) -> float | None:
-    """`value` where it is a finite number of a size that a figure may have.
+    """Return `value` as a float if it is a finite number up to 1e30, else None.
 
     >>> number(3), number(True), number("3"), number(10**400), number(float("nan"))
     (3.0, None, None, None, None)
@@ -115,7 +115,7 @@ def number(value: object) -> float | None:
 
 
 def read(folder: str | Path) -> RunFolder:
-    """The run in a folder. A folder that is no run is a UserError; what a run lacks is a sentence in `missing`.
+    """Read a run folder. Raise a UserError if the folder is not a run; list what a run lacks in `missing`.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -128,7 +128,7 @@ def read(folder: str | Path) -> RunFolder:
     if not os.path.isdir(folder):
         raise UserError(f"There is no run {str(folder)!r}: a run is the folder that `dither train` wrote.")
     if not any(os.path.lexists(folder / name) for name in ("config.toml", "metrics.jsonl")):
-        raise UserError(f"The folder {str(folder)!r} is no run: it has neither config.toml nor metrics.jsonl.")
+        raise UserError(f"The folder {str(folder)!r} is not a run: it has neither config.toml nor metrics.jsonl.")
     missing: list[str] = []
     text, config = _config(folder, missing)
     plan = _plan(folder, missing)
@@ -143,9 +143,9 @@ def read(folder: str | Path) -> RunFolder:
 
 
 def read_all(folders: Sequence[str | Path]) -> tuple[RunFolder, ...]:
-    """Several runs, under names that tell them apart: those of their folders, with as many of the folders above as it takes."""
+    """Read several runs. Their names are those of their folders, with as many parent folders as needed to be distinct."""
     if not folders:
-        raise UserError("A report is about one run or more: name their folders.")
+        raise UserError("A report needs at least one run: name its folder.")
     for folder in folders:
         if not os.path.isdir(folder):
             raise UserError(f"There is no run {str(folder)!r}: a run is the folder that `dither train` wrote.")
@@ -165,7 +165,7 @@ def read_all(folders: Sequence[str | Path]) -> tuple[RunFolder, ...]:
 
 
 def _object(folder: Path, name: str, missing: list[str]) -> dict[str, Any]:
-    """A file that holds an object; an empty one, and a sentence, where it does not."""
+    """Read a file that holds a JSON object; on failure add a sentence to `missing` and return {}."""
     try:
         found, _ = safe_files.read_json(folder / name)
         if not isinstance(found, dict):
@@ -195,7 +195,7 @@ def _plan(folder: Path, missing: list[str]) -> Plan | None:
     try:
         return Plan.from_dict(found) if found else None
     except UserError as error:
-        missing.append(f"plan.json is no plan: {error}")
+        missing.append(f"plan.json is not a plan: {error}")
         return None
 
 
@@ -233,7 +233,7 @@ def _metrics(folder: Path, missing: list[str]) -> dict[str, tuple[Mapping[str, A
     broken: list[str] = []
     for place, line in enumerate(_parsed(data, broken)):
         kind, step = line["kind"], line["step"]
-        # A line that is written again after a resume stands in the place of the first.
+        # A line rewritten after a resume replaces the first one.
         found.setdefault(kind, {})[place if kind in EVENTS else step] = line
     if broken:
         others = f", and {len(broken) - 1:,} other lines" if len(broken) > 1 else ""
@@ -254,11 +254,11 @@ def _parsed(data: bytes, broken: list[str]) -> Iterator[Mapping[str, Any]]:
                 raise Refused(f"it has more than {LONGEST_LINE >> 20} MiB")
             line = safe_files.from_json(raw)
             if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
-                raise Refused("it is no object with a kind")
+                raise Refused("it is not an object with a kind")
             if type(line.get("step")) is not int or not 0 <= line["step"] < 1 << 53:
                 raise Refused("it has no step")
         except Refused as error:
-            # A process that is killed leaves half a line: that is how it should be, and says nothing.
+            # A killed process leaves half a line at the end: this is expected and not reported.
             if at < len(lines):
                 broken.append(f"line {at} cannot be read: {error}")
         else:

@@ -1,4 +1,4 @@
-"""What a run comes to: one row of a table."""
+"""Summarize a run in one row of a table."""
 
 import statistics
 from collections.abc import Mapping
@@ -10,28 +10,28 @@ from dither.report.run_folder import RunFolder, number
 
 @dataclass(frozen=True)
 class Summary:
-    """A run in figures; None is what its folder does not tell."""
+    """Key figures of a run; None if its folder does not have them."""
 
     name: str
     precision: str
-    """In a few words: mode, recipe or plan, sampling."""
+    """Precision in a few words: mode, recipe or plan, sampling."""
     state: str
     steps: int
     tokens: float | None
-    """How many it was trained on."""
+    """Number of training tokens."""
     loss: float | None
-    """On held-out text, at the end."""
+    """Held-out loss at the end, in nats per token."""
     bits_per_byte: float | None
     tokens_per_s: float | None
-    """The median over the lines of training."""
+    """Median over the lines of training."""
     memory: float | None
-    """Peak bytes."""
+    """Peak memory in bytes."""
     seconds: float | None
     parameters: float | None
 
 
 def summarize(run: RunFolder) -> Summary:
-    """The figures of a run.
+    """Return the key figures of a run.
 
     >>> import tempfile, pathlib
     >>> from dither.report import read
@@ -58,7 +58,7 @@ def summarize(run: RunFolder) -> Summary:
 
 
 def precision_of(config: Mapping[str, Any]) -> str:
-    """The precision section of a config in a few words.
+    """Describe the precision section of a config in a few words.
 
     >>> precision_of({"precision": {"mode": "bf16-sr", "sampling": {"noise": "rounded_normal", "parts": "od"}}})
     'bf16-sr, rounded_normal on od'
