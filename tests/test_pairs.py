@@ -56,8 +56,8 @@ def _quiet() -> object:
 
 
 def parts_of(cast: Cast) -> tuple[object, ...]:
-    """What varies in a cast: every format, and every scaling, with either rounding."""
-    return (cast.format, cast.round.kind), (cast.group, cast.scaling, cast.round.kind)
+    """What varies in a cast: its format with rounding and with the kind of scale, and all of its scaling with rounding."""
+    return (cast.format, cast.round.kind), (cast.format, cast.scaling.kind), (cast.group, cast.scaling, cast.round.kind)
 
 
 def as_written(case: tuple[object, ...]) -> tuple[object, ...]:
