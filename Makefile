@@ -21,9 +21,9 @@ help:
 demo: $(INSTALLED)
 	out=runs/demo-$$(date +%Y%m%d-%H%M%S) && $(VENV)/bin/dither train --out $$out && $(VENV)/bin/dither report $$out
 
-# A process a core, each with one thread, or they would fight over the cores.
+# One process per core, each with one thread, or they would fight over the cores. Eight minutes on two idle cores.
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto --maxprocesses=8 --dist worksteal
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto --maxprocesses=8 --dist worksteal --durations=15
 
 test-exhaustive: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto --maxprocesses=8 --dist worksteal -m exhaustive

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import dither
 from dither.models import build
-from dither.snip import Snip
+from dither.snip import Estimator, Goal, Schedule, Snip, picture
 from dither.snip.planning import picture
 
 
@@ -41,7 +41,13 @@ def main() -> None:
     dither.convert(model, "fp8-block")
     optimizer = dither.optim.AdamW(dither.nn.param_groups(model), lr=2e-3, max_norm=1.0)
     snip = Snip(
-        model, optimizer, "fp8-block", target=options.target, start=options.steps // 3, delay=2, probe="last", forward=loss_of
+        model,
+        optimizer,
+        "fp8-block",
+        goal=Goal(target=options.target),
+        schedule=Schedule(start=options.steps // 3, delay=2),
+        estimator=Estimator(probe="last"),
+        forward=loss_of,
     )
 
     for step in range(options.steps):

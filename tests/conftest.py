@@ -1,6 +1,7 @@
 """Without a GPU the kernels run in Triton's interpreter, which must be chosen before triton is imported."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,24 @@ if not torch.cuda.is_available():
 def pytest_configure(config: pytest.Config) -> None:
     """Ignore hints about speed. In pyproject.toml this would import dither, and with it triton, before the choice above."""
     config.addinivalue_line("filterwarnings", "ignore::dither.errors.PerformanceWarning")
+
+
+def gpu_tests_wanted(config: pytest.Config) -> bool:
+    """Return whether tests/gpu is collected: there is a CUDA device, and `-m gpu` asks for it."""
+    return torch.cuda.is_available() and "gpu" in config.getoption("markexpr").split()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave tests/gpu out unless it is wanted: to import and to skip its hundreds of tests would take its time."""
+    return True if collection_path == Path(__file__).with_name("gpu") and not gpu_tests_wanted(config) else None
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Say why tests/gpu is missing."""
+    if gpu_tests_wanted(config):
+        return None
+    why = "`make gpu-test` runs it" if torch.cuda.is_available() else "there is no CUDA device"
+    return f"tests/gpu is not collected: {why}"
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import torch
 import tyro
 
 import dither
+from dither import cli
 from dither.commands.formats import _row
 from dither.formats import TABLE
 

@@ -1,19 +1,22 @@
 """Layers that tensor parallelism cuts: casts of parts are those of the whole, scales, codes and random bits."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
-from test_optim_distributed import pytestmark as pytestmark
-from test_optim_distributed import spread
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from worlds import in_processes, needs_gloo, spread
 
 import dither
 from dither import LayerPrecision, Plan, Sampling, UserError
 from dither.nn import Conv1D
 from dither.nn.tensor_parallel import local
+
+pytestmark = needs_gloo
 
 WIDTH = 64
 """A multiple of what each of four processes has of it, in tiles of 16."""
@@ -174,9 +177,12 @@ def check_refused() -> None:
         model(x)
 
 
-def test_two_processes() -> None:
-    spread(2, check_casts, check_sampled, check_learning, check_transposed, check_refused)
-
-
-def test_four_processes() -> None:
-    spread(4, check_casts, check_uneven)
+@pytest.mark.parametrize(
+    ("size", "check"),
+    [
+        *in_processes(2, check_casts, check_sampled, check_learning, check_transposed, check_refused),
+        *in_processes(4, check_casts, check_uneven),
+    ],
+)
+def test_processes(size: int, check: Callable[[], None]) -> None:
+    spread(size, check)

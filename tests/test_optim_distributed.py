@@ -1,54 +1,22 @@
 """Optimizers of parameters that are spread over processes (DTensor): the same bits as in one process, however they are cut."""
 
 import copy
-import datetime
-import os
-import socket
-import time
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
+from worlds import in_processes, needs_gloo, spread
 
 from dither import UserError
 from dither.optim import AdamMini, AdamW, NonFiniteError, Role
 from dither.optim.shards import reduce_cuts, shards
 
-TIMEOUT = 60
-
-pytestmark = [
-    pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo"),
-]
-
-
-def _work(rank: int, size: int, port: int, checks: list[Callable[[], None]]) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=TIMEOUT))
-    for check in checks:
-        check()
-        dist.barrier()
-    dist.destroy_process_group()
-
-
-def spread(size: int, *checks: Callable[[], None]) -> None:
-    """Run functions in `size` processes, one after the other: starting processes takes longer than all of them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.spawn(_work, (size, port, list(checks)), nprocs=size, join=False)
-    end = time.monotonic() + 2 * TIMEOUT
-    while not context.join(timeout=max(end - time.monotonic(), 0)):  # raises what a process raised
-        if time.monotonic() > end:
-            for process in context.processes:
-                process.kill()
-            pytest.fail(f"{size} processes were not done in {2 * TIMEOUT} s")
+pytestmark = needs_gloo
 
 
 # One body for every cut -----------------------------------------------------------------------------------------------
@@ -268,9 +236,12 @@ def check_fsdp() -> None:
 # The worlds -----------------------------------------------------------------------------------------------------------
 
 
-def test_three_processes() -> None:
-    spread(3, check_cuts, check_clipping, check_nonfinite)
-
-
-def test_four_processes() -> None:
-    spread(4, check_cuts_in_pairs, check_meshes, check_blocks, check_fsdp)
+@pytest.mark.parametrize(
+    ("size", "check"),
+    [
+        *in_processes(3, check_cuts, check_clipping, check_nonfinite),
+        *in_processes(4, check_cuts_in_pairs, check_meshes, check_blocks, check_fsdp),
+    ],
+)
+def test_processes(size: int, check: Callable[[], None]) -> None:
+    spread(size, check)

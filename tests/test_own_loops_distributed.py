@@ -1,9 +1,10 @@
 """Rows that ranks count: data parallel ranks draw together what one process draws; ranks that share a layer draw alike."""
 
+from collections.abc import Callable
+
+import pytest
 import torch
 import torch.distributed as dist
-from test_optim_distributed import pytestmark as pytestmark
-from test_optim_distributed import spread
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -11,10 +12,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from worlds import in_processes, needs_gloo, spread
 
 import dither
 from dither import LayerPrecision, Plan
 from dither.nn.draws import batch_rank
+
+pytestmark = needs_gloo
 
 PLAN = Plan(default=LayerPrecision.of("e2m1 tile(16) stochastic(16)", "e2m1 block(16)", "e2m1 tile(16) stochastic(16)"))
 MICRO, TOKENS = 2, 8
@@ -92,9 +96,8 @@ def check_both() -> None:
         assert batch_rank(cut) == (mesh.get_coordinate()[1 - dim], 2)
 
 
-def test_two_ranks() -> None:
-    spread(2, check_data_parallel, check_tensor_parallel)
-
-
-def test_four_ranks() -> None:
-    spread(4, check_both)
+@pytest.mark.parametrize(
+    ("size", "check"), [*in_processes(2, check_data_parallel, check_tensor_parallel), *in_processes(4, check_both)]
+)
+def test_processes(size: int, check: Callable[[], None]) -> None:
+    spread(size, check)

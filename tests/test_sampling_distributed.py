@@ -1,20 +1,23 @@
 """Sampled weights that are spread over processes (FSDP2, tensor parallelism): the same noise as in one process."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
-from test_optim_distributed import pytestmark as pytestmark
-from test_optim_distributed import spread
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from worlds import in_processes, needs_gloo, spread
 
 from dither import UserError
 from dither.nn import Linear, bitwidth_loss, convert, sampling_parameters, step_context
 from dither.nn.conversion import apply_plan
 from dither.precision import BitwidthLoss, LayerPrecision, Plan, Sampling
+
+pytestmark = needs_gloo
 
 K, N = 64, 256
 
@@ -119,9 +122,12 @@ def check_refused() -> None:
         layer(DTensor.from_local(inputs(), mesh))
 
 
-def test_two_processes() -> None:
-    spread(2, check_fully_sharded, check_tensor_parallel, check_refused)
-
-
-def test_four_processes() -> None:
-    spread(4, check_fully_sharded, check_tensor_parallel, check_both)
+@pytest.mark.parametrize(
+    ("size", "check"),
+    [
+        *in_processes(2, check_fully_sharded, check_tensor_parallel, check_refused),
+        *in_processes(4, check_fully_sharded, check_tensor_parallel, check_both),
+    ],
+)
+def test_processes(size: int, check: Callable[[], None]) -> None:
+    spread(size, check)

@@ -8,8 +8,8 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from test_optim_distributed import spread
 from torch import nn
+from worlds import in_processes, needs_gloo, spread
 
 import dither
 from dither import LayerPrecision, Plan, UserError, convert, recipe
@@ -481,10 +481,12 @@ def test_one_process_gives_the_plans_that_ranks_are_held_against():
     assert [(each.step, each.measured, choice_of(each.scores.layers, BOTH, each.plan)) for each in decisions] == EXPECTED
 
 
-@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
-@pytest.mark.parametrize("size", [2, 4])
-def test_the_same_plans_on_any_number_of_ranks(size):
-    spread(size, check_ranks, check_failing_rank, check_rank_0_decides)
+@needs_gloo
+@pytest.mark.parametrize(
+    ("size", "check"), [p for size in (2, 4) for p in in_processes(size, check_ranks, check_failing_rank, check_rank_0_decides)]
+)
+def test_the_same_plans_on_any_number_of_ranks(size, check):
+    spread(size, check)
 
 
 def test_statistics_alone_change_nothing():

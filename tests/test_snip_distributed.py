@@ -1,13 +1,12 @@
 """Scores of models whose weights are spread over processes: those of one process that sees all batches."""
 
+from collections.abc import Callable
 from itertools import chain
 
 import pytest
 import torch
 import torch.distributed as dist
 from test_monitor import check_ranks
-from test_optim_distributed import pytestmark as pytestmark
-from test_optim_distributed import spread
 from test_snip_probes import FP4, STREAM, Net, batches, same
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from worlds import in_processes, needs_gloo, spread
 
 import dither
 from dither import Cast, Plan, UserError
@@ -36,6 +36,8 @@ from dither.snip import (
     verify,
 )
 from dither.snip.statistics import layers_of
+
+pytestmark = needs_gloo
 
 OPTIONS = "bf16,fp8,fp4"
 GOAL, AT_3 = Goal(target=0.5), Schedule(start=3, delay=1)
@@ -339,18 +341,13 @@ def check_pipeline_refused() -> None:
         score(nn.Linear(2, 2), batches(), other, OPTIONS, stream=STREAM, **alone)
 
 
-def test_two_processes() -> None:
-    spread(2, check_scores, check_truth_and_plans, check_refused)
-
-
-def test_two_processes_that_share_a_model() -> None:
-    spread(2, check_tensor_parallel, check_pipeline, check_pipeline_refused)
-
-
-def test_three_processes() -> None:
-    """Rows that do not divide evenly, of means that do not either; a stage without a layer."""
-    spread(3, check_scores, check_tensor_parallel, check_pipeline)
-
-
-def test_ranks_bring_their_numerics_together() -> None:
-    spread(3, check_ranks)
+@pytest.mark.parametrize(
+    ("size", "check"),
+    [
+        *in_processes(2, check_scores, check_truth_and_plans, check_refused),
+        *in_processes(2, check_tensor_parallel, check_pipeline, check_pipeline_refused),
+        *in_processes(3, check_scores, check_tensor_parallel, check_pipeline, check_ranks),
+    ],
+)
+def test_processes(size: int, check: Callable[[], None]) -> None:
+    spread(size, check)

@@ -3,16 +3,14 @@
 import copy
 import datetime
 import math
-import os
-import socket
 from itertools import chain, product
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
+from worlds import environment, free_port, needs_gloo, start, wait
 
 import dither
 from dither import LayerPrecision, Plan, Stream, UserError
@@ -267,9 +265,8 @@ def test_normal_numbers():
 
 
 def _rank(rank: int, port: int, probes: list[str], folder: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
+    environment(rank, 2, port)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     model, optimizer = trained()
     whole = nn.parallel.DistributedDataParallel(model)
     group = dist.group.WORLD
@@ -281,13 +278,10 @@ def _rank(rank: int, port: int, probes: list[str], folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
+@needs_gloo
 def test_ranks_get_the_scores_of_one_process_that_sees_all_batches(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     probes = ["layer", "measure"]
-    mp.spawn(_rank, (port, probes, str(tmp_path)), nprocs=2)
+    wait(start(_rank, (free_port(), probes, str(tmp_path)), 2))
     for probe in probes:
         found = [Scores.from_json((tmp_path / f"{probe} {rank}.json").read_text()) for rank in (0, 1)]
         assert (found[0].loss, found[0].weights, found[0].statistics) == (found[1].loss, found[1].weights, found[1].statistics)

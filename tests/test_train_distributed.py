@@ -5,7 +5,6 @@ import math
 import os
 import shutil
 import signal
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.tensor import Shard, distribute_tensor
+from worlds import environment, free_port, needs_gloo, start, wait
 
 from dither import UserError, cli
 from dither.optim import GRADIENTS, Gradients, training
@@ -23,9 +22,7 @@ from dither.train import config as configs
 from dither.train.distributed import TIMEOUT, Ranks
 from dither.train.trainer import Trainer
 
-pytestmark = [
-    pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo"),
-]
+pytestmark = needs_gloo
 
 STEPS = 6
 
@@ -42,9 +39,7 @@ def settings(text: Path, out: Path, *more: str) -> Config:
 
 def _rank(rank: int, port: int, folder: Path) -> None:
     """All that two processes do here, one after the other: starting them takes longest."""
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    environment(rank, 2, port)
     dist.init_process_group("gloo", timeout=TIMEOUT)
     text = folder / "text"
     assert train(settings(text, folder / "two")).step == STEPS
@@ -94,9 +89,7 @@ def _reduce(rank: int, folder: Path) -> None:
 
 
 def _dying(rank: int, port: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    environment(rank, 2, port)
     original = Trainer.step
 
     def step(self: Trainer, *arguments: Any) -> torch.Tensor:
@@ -114,11 +107,7 @@ def _dying(rank: int, port: int, folder: Path) -> None:
 
 def test_a_rank_that_dies_ends_the_others_with_a_sentence(runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs / "text", tmp_path / "text")
-    context = mp.get_context("spawn")
-    port = free_port()
-    ranks = [context.Process(target=_dying, args=(rank, port, tmp_path)) for rank in (0, 1)]
-    for rank in ranks:
-        rank.start()
+    ranks = start(_dying, (free_port(), tmp_path), 2).processes
     ranks[1].join()
     ranks[0].join(5)
     assert [rank.exitcode for rank in ranks] == [1, -signal.SIGKILL]
@@ -128,12 +117,6 @@ def test_a_rank_that_dies_ends_the_others_with_a_sentence(runs: Path, tmp_path: 
     assert Status.load(tmp_path / "run").state == "failed"
     assert "in step 5" in Status.load(tmp_path / "run").why
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000003"]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +132,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(threads)
     shutil.copytree(folder / "one", folder / "resumed")
     checkpoint.drop(folder / "resumed" / "checkpoints", after=3)
-    mp.spawn(_rank, (free_port(), folder), nprocs=2)
+    wait(start(_rank, (free_port(), folder), 2))
     return folder
 
 
