@@ -1,11 +1,24 @@
 """Passes as CUDA graphs in the trainer: the same bits as without them, and zero new graphs of Dynamo when plans change."""
 
+import os
+
 import pytest
 import torch
 
 from dither.train import checkpoint, config, loop
 
 pytestmark = pytest.mark.gpu
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+
+
+@pytest.fixture(autouse=True)
+def _deterministic():
+    """Attention's backward pass adds in any order otherwise, with graphs and without them."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
 
 SETTINGS = {
     "o1": ['precision.mode="o1"'],
