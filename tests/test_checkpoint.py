@@ -6,8 +6,8 @@ import json
 import os
 import random
 import resource
+import runpy
 import shutil
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from worlds import forked
 
 import dither
 from dither import Sampling, UserError, safe_files
@@ -206,17 +207,16 @@ for kind, count in zip(("new", "replace", "keep"), map(int, sys.argv[2:])):
 """
 
 
+def _script(*arguments):
+    sys.argv = list(arguments)
+    runpy.run_path(arguments[0])
+
+
 def test_kill_9_anywhere_in_a_save_or_removal_loses_nothing(tmp_path):
     counts = {"new": 24, "replace": 12, "keep": 6}
     (tmp_path / "killer.py").write_text(KILLER)
-    environment = {**os.environ, "PYTHONPATH": str(Path(dither.__file__).parents[1])}
-    done = subprocess.run(
-        [sys.executable, tmp_path / "killer.py", tmp_path, *map(str, counts.values())],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    code, said = forked(_script, str(tmp_path / "killer.py"), str(tmp_path), *map(str, counts.values()))
+    assert code == 0, said
     found: dict[str, set[tuple[str, float]]] = {"new": set(), "replace": set(), "keep": set()}
     for kind, values in found.items():
         for trial in range(counts[kind]):

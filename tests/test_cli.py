@@ -71,11 +71,12 @@ def test_formats_lists_the_ends_of_a_long_format(name, first, last, capsys):
     assert (values[0], values[1], values[-1]) == ("0", first, last)
 
 
-def test_an_unknown_format_is_one_line_and_exit_code_2():
-    result = run("formats", "e4n3")
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith("dither: error: There is no number format 'e4n3' (did you mean 'e4m3'?)")
-    assert result.stderr.count("\n") == 1
+def test_an_unknown_format_is_one_line_and_exit_code_2(capsys):
+    assert cli.main(["formats", "e4n3"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("dither: error: There is no number format 'e4n3' (did you mean 'e4m3'?)")
+    assert said.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -123,17 +124,25 @@ def test_a_reader_that_stops_early_sees_no_traceback():
 # The doctor -----------------------------------------------------------------------------------------------------------
 
 
-def test_too_few_elements_are_an_error():
-    result = run("doctor", "--elements", "5")
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == "dither: error: The self-test takes 512 elements a cast or more, not 5.\n"
+def test_too_few_elements_are_an_error(capsys):
+    assert cli.main(["doctor", "--elements", "5"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == "dither: error: The self-test takes 512 elements a cast or more, not 5.\n"
 
 
 @pytest.mark.skipif(not doctor.has_triton(), reason="the kernels need Triton, which is not installed")
-def test_doctor_finds_that_all_bits_agree():
-    result = run("doctor")
-    assert result.returncode == 0, result.stdout + result.stderr
-    found, advice = result.stdout.split("\nAdvice ")
+@pytest.mark.parametrize("share", [20, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_doctor_finds_that_all_bits_agree(share, capsys, monkeypatch):
+    """One of 20 jobs, in one process; and all of them, in a process per core."""
+    if share > 1 and not torch.cuda.is_available():
+        popen = subprocess.Popen
+        monkeypatch.setattr(os, "cpu_count", lambda: 1)
+        monkeypatch.setattr(subprocess, "Popen", lambda command, **options: popen([*command[:-1], f"0/{share}"], **options))
+    code = cli.main(["doctor"])
+    said = capsys.readouterr()
+    assert code == 0, said
+    found, advice = said.out.split("\nAdvice ")
     lines = found.splitlines()
     assert lines[-1] == "All bits agree."
     assert torch.cuda.is_available() or "A CPU has no matrix units for few bits" in advice
@@ -144,7 +153,8 @@ def test_doctor_finds_that_all_bits_agree():
     across = "0" if torch.cuda.is_available() else "not run"
     for name in ["random bits", *(name for name in TABLE if name != "e8m0"), "total"]:
         assert rows[name][2:] == ["0", across]
-    assert int(rows["total"][0]) == len(doctor.jobs(doctor.ELEMENTS))
+    jobs = len(doctor.jobs(doctor.ELEMENTS))
+    assert int(rows["total"][0]) == sum(place // 2 % share == 0 or torch.cuda.is_available() for place in range(jobs))
 
 
 def test_the_self_test_covers_every_format_granularity_scale_and_rounding():

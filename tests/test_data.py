@@ -6,7 +6,6 @@ import lzma
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import types
@@ -18,6 +17,7 @@ import tokenizers
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from worlds import forked
 
 import dither.data as data
 from dither import UserError
@@ -567,17 +567,13 @@ def test_a_full_disk_leaves_nothing_behind(folder, tmp_path, monkeypatch, number
     assert data.prepare(str(folder), tmp_path / "tokens", held_out=0.2).train.counts.documents > 80
 
 
-KILLED = """
-import os, signal, sys
-import dither.data as data
-data.prepare(sys.argv[1], sys.argv[2], held_out=0.2, progress=lambda counts: os.kill(os.getpid(), signal.SIGKILL))
-"""
+def _killed(folder: str, out: str) -> None:
+    data.prepare(folder, out, held_out=0.2, progress=lambda counts: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def test_a_killed_run_leaves_no_tokens_and_is_swept_away(folder, tmp_path):
     out = tmp_path / "tokens"
-    done = subprocess.run([sys.executable, "-c", KILLED, str(folder), str(out)], capture_output=True)
-    assert done.returncode == -signal.SIGKILL
+    assert forked(_killed, str(folder), str(out))[0] == -signal.SIGKILL
     left = [path for path in tmp_path.iterdir() if path.name.startswith(".tokens.")]
     assert len(left) == 1
     assert not out.exists()

@@ -3,7 +3,6 @@
 import os
 import random
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +10,11 @@ from pathlib import Path
 import hostile
 import pytest
 import torch
+from worlds import forked
 
 import dither
 from dither import UserError, cli, report
 from dither.safe_files import MOST, Refused, read_text
-
-SOAK = Path(__file__).with_name("soak.py")
 
 FAULTS = {"kills": 0.04, "saves": 0.06, "damage": 0.03, "disks": 0.2, "worlds": 0.75, "signals": 0.2}
 """Parts of the soak and how many times its counts: 8 kills, 30 saves, 300 flips, 4 disks, 3 processes, 2 signals."""
@@ -25,19 +23,20 @@ HOSTILE = {"configs": 60, "plans": 10, "tokenizers": 15, "data": 30, "checkpoint
 """How many of each kind, drawn with a fixed seed."""
 
 
+def _soak(part: str) -> int:
+    import soak
+
+    sys.argv = [soak.__file__, part, "--scale", str(FAULTS[part])]
+    return soak.main()
+
+
 @pytest.mark.parametrize("part", FAULTS)
 def test_faults(part: str) -> None:
     """In a process of its own, which forks: a process with pytest's threads must not."""
-    source = str(Path(dither.__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, SOAK, part, "--scale", str(FAULTS[part])],
-        env={"PYTHONPATH": source, "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "FAIL" not in done.stdout
-    assert done.stdout.count("PASS") >= 1
+    code, said = forked(_soak, part)
+    assert code == 0, said
+    assert "FAIL" not in said
+    assert said.count("PASS") >= 1
 
 
 @pytest.fixture(scope="module")

@@ -6,15 +6,12 @@ import os
 import random
 import signal
 import statistics
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
+from worlds import forked
 
-import dither
 from dither import UserError
 from dither.train.guard import Decision, Guard, Policy, Signals, Status, first_nonfinite
 
@@ -219,23 +216,20 @@ def test_a_signal_is_a_flag_and_handlers_come_back(number):
     assert {each: signal.getsignal(each) for each in Signals.CAUGHT} == before
 
 
+def _two_signals(second: int) -> None:
+    try:
+        with Signals():
+            os.kill(os.getpid(), signal.SIGTERM)
+            print("one", flush=True)
+            os.kill(os.getpid(), second)
+            print("two", flush=True)
+    finally:
+        print("cleared up", flush=True)
+
+
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_ends_the_process_at_once(second):
-    code = """
-import os, signal, sys
-from dither.train.guard import Signals
-try:
-    with Signals() as signals:
-        os.kill(os.getpid(), signal.SIGTERM)
-        print("one", flush=True)
-        os.kill(os.getpid(), int(sys.argv[1]))
-        print("two", flush=True)
-finally:
-    print("cleared up", flush=True)
-"""
-    environment = {**os.environ, "PYTHONPATH": str(Path(dither.__file__).parents[1])}
-    done = subprocess.run([sys.executable, "-c", code, str(int(second))], env=environment, capture_output=True, text=True)
-    assert (done.stdout, done.returncode) == ("one\n", -second)
+    assert forked(_two_signals, second) == (-second, "one\n")
 
 
 def test_signals_are_for_the_main_thread():

@@ -3,12 +3,14 @@
 On a machine with a GPU the same bodies run on it; `tests/gpu` holds what only a GPU can show.
 """
 
+import itertools
 import operator
 
 import numpy as np
 import pairs
 import pytest
 import torch
+from sweeps import sweep
 
 import dither
 from dither import Cast, doctor
@@ -53,6 +55,16 @@ def _quiet() -> object:
         yield
 
 
+def parts_of(cast: Cast) -> tuple[object, ...]:
+    """What varies in a cast: its format with rounding and with the kind of scale, and all of its scaling with rounding."""
+    return (cast.format, cast.round.kind), (cast.format, cast.scaling.kind), (cast.group, cast.scaling, cast.round.kind)
+
+
+def as_written(case: tuple[object, ...]) -> tuple[object, ...]:
+    """Parameters by their names: NaN and -0.0 are values of their own."""
+    return tuple(map(repr, case))
+
+
 SPECIAL = [
     0.0,
     -0.0,
@@ -77,8 +89,11 @@ def test_random_bits(width: int, offset: tuple[int, int], device: str) -> None:
     assert pairs.check_random_bits(11, 300, offset, width, device) == 0
 
 
-@pytest.mark.parametrize("name", [*pairs.FORMATS, "e4m10", "e2m2", "e7m3", "e2m5", "e6m1"])
-@pytest.mark.parametrize("how", ["nearest", "toward_zero", "stochastic(4)", "stochastic(16)", "stochastic(20)"])
+ODD = ["e4m10", "e2m2", "e7m3", "e2m5", "e6m1"]
+ROUNDINGS = ["nearest", "toward_zero", "stochastic(4)", "stochastic(16)", "stochastic(20)"]
+
+
+@pytest.mark.parametrize(("name", "how"), sweep(itertools.product([*pairs.FORMATS, *ODD], ROUNDINGS), strength=1))
 def test_rounding(name: str, how: str, device: str) -> None:
     if how.startswith("stochastic") and int(how[11:-1]) + Format.parse(name).mantissa_bits > 30:
         pytest.skip("more random bits than this format can use: Cast refuses it")
@@ -101,7 +116,10 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("cast", pairs.casts(["e4m3", "e5m2", "e3m4", "e2m3", "e2m1", "int8", "fp16"], SMALL), ids=str)
+FEW = pairs.casts(["e4m3", "e5m2", "e3m4", "e2m3", "e2m1", "int8", "fp16"], SMALL)
+
+
+@pytest.mark.parametrize("cast", sweep(FEW, strength=1, key=parts_of, ids=str))
 def test_casts(cast: Cast, device: str) -> None:
     dtype = torch.bfloat16 if cast.round.kind == "nearest" else torch.float32
     x = pairs.hard_values(11, 67, dtype, 5, device)
@@ -109,8 +127,10 @@ def test_casts(cast: Cast, device: str) -> None:
     assert pairs.check_quantize(x, cast, 0, (2, 3)) == 0
 
 
-@pytest.mark.parametrize("text", ["e4m3 row", "e2m1 tile(16) pow2_ceil stochastic(16)"])
-@pytest.mark.parametrize("axis", [0, 1, 2, 3])
+AXES = itertools.product(["e4m3 row", "e2m1 tile(16) pow2_ceil stochastic(16)"], range(4))
+
+
+@pytest.mark.parametrize(("text", "axis"), sweep(AXES, strength=1))
 def test_axes_of_four_dimensions(text: str, axis: int, device: str) -> None:
     x = pairs.hard_values(12, 9, torch.float16, 6, device).reshape(2, 3, 2, 9)
     assert pairs.check_quantize(x, Cast.parse(text), axis, (3, 8)) == 0
@@ -129,17 +149,11 @@ def test_lost_groups(text: str, device: str) -> None:
         assert pairs.check_quantize(x.to(device), Cast.parse(text), axis) == 0
 
 
-@pytest.mark.parametrize("value", [0.0, -0.0, -1.0, 1e-45, 1e-30, 1.0, 3.4e38, torch.inf, torch.nan])
-@pytest.mark.parametrize(
-    "text",
-    [
-        "e4m3 tensor delayed(4)",
-        "e5m2 tensor delayed(4,3)",
-        "e2m1 tensor fp32",
-        "e2m1 tile(16) nvfp4",
-        "e4m3 tile(16) nvfp4",
-    ],
-)
+GIVEN = ["e4m3 tensor delayed(4)", "e5m2 tensor delayed(4,3)", "e2m1 tensor fp32", "e2m1 tile(16) nvfp4", "e4m3 tile(16) nvfp4"]
+MAGNITUDES = [0.0, -0.0, -1.0, 1e-45, 1e-30, 1.0, 3.4e38, torch.inf, torch.nan]
+
+
+@pytest.mark.parametrize(("text", "value"), sweep(itertools.product(GIVEN, MAGNITUDES), strength=1, key=as_written))
 def test_given_magnitudes(text: str, value: float, device: str) -> None:
     x = pairs.hard_values(6, 40, torch.float32, 8, device)
     assert pairs.check_quantize(x, Cast.parse(text), 1, amax=torch.tensor(value, device=device)) == 0
@@ -148,7 +162,7 @@ def test_given_magnitudes(text: str, value: float, device: str) -> None:
 BOTH = ["tile(32) fp32", "tile(16) pow2_ceil", "tensor fp32", "tensor pow2", "row fp32", "block(16) pow2", "none none"]
 
 
-@pytest.mark.parametrize("cast", pairs.casts(["e4m3", "e2m1", "e3m2", "int8"], BOTH), ids=str)
+@pytest.mark.parametrize("cast", sweep(pairs.casts(["e4m3", "e2m1", "e3m2", "int8"], BOTH), strength=1, key=parts_of, ids=str))
 def test_both_layouts(cast: Cast, device: str) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         x = pairs.hard_values(70, 75, dtype, 9, device)
@@ -160,8 +174,12 @@ def test_both_layouts(cast: Cast, device: str) -> None:
         assert pairs.check_quantize(x, cast, 1, container="e4m3") == 0
 
 
-@pytest.mark.parametrize("value", [0.0, 0.03, 1.0, torch.inf, torch.nan])
-@pytest.mark.parametrize("text", ["e4m3 tensor delayed(4)", "e5m2 tensor delayed(4,3) stochastic(8)", "e5m2 tensor fp32"])
+DELAYED = ["e4m3 tensor delayed(4)", "e5m2 tensor delayed(4,3) stochastic(8)", "e5m2 tensor fp32"]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), sweep(itertools.product(DELAYED, [0.0, 0.03, 1.0, torch.inf, torch.nan]), strength=1, key=as_written)
+)
 def test_both_layouts_of_given_magnitudes(text: str, value: float, device: str) -> None:
     """A NaN or an infinity keeps its place in the codes, and shows in the magnitude that was measured."""
     x = pairs.hard_values(70, 130, torch.bfloat16, 8, "cpu")
@@ -481,8 +499,7 @@ def test_noise(kind: str, offset: tuple[int, int], device: str) -> None:
     assert pairs.check_noise(11, 300, offset, kind, device) == 0
 
 
-@pytest.mark.parametrize("kind", sampling.NOISES)
-@pytest.mark.parametrize("dtype", list(sampling.DTYPES), ids=str)
+@pytest.mark.parametrize(("kind", "dtype"), sweep(itertools.product(sampling.NOISES, sampling.DTYPES), strength=1))
 def test_sampled_weights(kind: str, dtype: torch.dtype, device: str) -> None:
     for given in (torch.float32, torch.bfloat16, torch.float16):
         w = pairs.hard_values(40, 70, given, 11, device)
@@ -492,8 +509,10 @@ def test_sampled_weights(kind: str, dtype: torch.dtype, device: str) -> None:
     assert pairs.check_sample(w, kind, 32, dtype, moved=True, special=special) == 0
 
 
-@pytest.mark.parametrize("block", [16, 32, 64, 128])
-@pytest.mark.parametrize("shape", [(32, 128), (1, 1), (35, 140), (0, 8), (8, 0)])
+SHAPES = [(32, 128), (1, 1), (35, 140), (0, 8), (8, 0)]
+
+
+@pytest.mark.parametrize(("shape", "block"), sweep(itertools.product(SHAPES, [16, 32, 64, 128]), strength=1))
 def test_sampled_weights_of_any_shape_and_block(shape: tuple[int, int], block: int, device: str) -> None:
     w = torch.randn(*shape, generator=torch.Generator().manual_seed(2)).to(device)
     assert pairs.check_sample(w, "rounded_normal", block, torch.bfloat16, (128, 256)) == 0
@@ -502,8 +521,10 @@ def test_sampled_weights_of_any_shape_and_block(shape: tuple[int, int], block: i
     assert pairs.check_sample_backward(w.T, "uniform", block, torch.float32) == 0
 
 
-@pytest.mark.parametrize("kind", sampling.NOISES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    sweep(itertools.product(sampling.NOISES, [torch.float32, torch.bfloat16, torch.float16]), strength=1),
+)
 def test_sampled_gradients(kind: str, dtype: torch.dtype, device: str) -> None:
     """Hard values make sums depend on their order; gradients of zeros keep the signs of zeros."""
     for given in (torch.float32, torch.bfloat16, torch.float16):

@@ -7,6 +7,7 @@ import math
 import numpy
 import pytest
 import scipy.optimize
+from sweeps import only
 
 from dither import UserError
 from dither.snip import Solution, frontier, largest_target, solve
@@ -106,11 +107,18 @@ def test_integer_programming_takes_over_where_sums_are_too_many(monkeypatch: pyt
     assert len(called) > 20
 
 
-@pytest.mark.parametrize("part", range(5))
-def test_cp_sat_finds_nothing_better(part: int) -> None:
+SEEDS = [(0, 1, 5, 9, 14), (6, 7, 11, 12, 13)]
+"""Every number of options; together they notice each fault that any seed did. CP-SAT takes a minute for seeds 37 and 38."""
+OTHERS = [seed for seed in range(50) if not any(seed in few for few in SEEDS)]
+
+
+@pytest.mark.parametrize(
+    "seeds", [*(only((few,), True) for few in SEEDS), *(only(((seed,),), False) for seed in OTHERS)], ids=str
+)
+def test_cp_sat_finds_nothing_better(seeds: tuple[int, ...]) -> None:
     """200 layers with whole numbers for costs and contributions."""
     cp_model = pytest.importorskip("ortools.sat.python.cp_model", reason="OR-tools is not installed")
-    for seed in range(10 * part, 10 * part + 10):
+    for seed in seeds:
         random = numpy.random.default_rng(seed)
         options = int(random.integers(2, 9))
         quality = numpy.sort(random.integers(0, 1000, (200, options)), axis=1)

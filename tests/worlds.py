@@ -1,10 +1,11 @@
-"""Groups of processes (gloo) for tests of distributed code.
+"""Processes for tests: groups of them (gloo) for distributed code, and single ones to be killed or to end by a signal.
 
-Processes are forked from a server that has imported torch and dither already: starting one takes a few milliseconds instead of
-seconds, so that every check is a test of its own, in processes of its own.
+They are forked from a server that has imported torch and dither already: starting one takes milliseconds instead of seconds, so
+that every check can be a test of its own, in processes of its own.
 """
 
 import datetime
+import io
 import multiprocessing.forkserver as forkserver
 import os
 import socket
@@ -44,12 +45,19 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start(function: Callable[..., None], arguments: tuple[Any, ...], size: int) -> mp.ProcessContext:
-    """Start `size` processes that call `function(rank, *arguments)`."""
-    mp.get_context("forkserver").set_forkserver_preload(PRELOADED)
-    # The server has no sys.path from us, only our environment.
+def server() -> Any:
+    """Return the context of multiprocessing whose processes are forked from the server, which is started if needed."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    # The server does not get our sys.path, only our environment.
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
         forkserver.ensure_running()
+    return context
+
+
+def start(function: Callable[..., None], arguments: tuple[Any, ...], size: int) -> mp.ProcessContext:
+    """Start `size` processes that call `function(rank, *arguments)`."""
+    server()
     return mp.start_processes(function, arguments, nprocs=size, join=False, start_method="forkserver")
 
 
@@ -87,3 +95,55 @@ def spread(size: int, *checks: Callable[[], None]) -> None:
 def in_processes(size: int, *checks: Callable[[], None]) -> list[Any]:
     """Return pytest parameters `(size, check)` named after the check, for `spread`."""
     return [pytest.param(size, check, id=f"{size}-{check.__name__.removeprefix('check_')}") for check in checks]
+
+
+# A single process -----------------------------------------------------------------------------------------------------
+
+
+class Forked:
+    """A process that calls `function(*arguments)` and exits with what it returns; like `subprocess.Popen` with one pipe.
+
+    `stdout` has both its standard output and its standard error.
+    """
+
+    def __init__(self, function: Callable[..., int | None], *arguments: Any) -> None:
+        reader, writer = mp.Pipe(duplex=False)
+        self.process = server().Process(target=_redirected, args=(writer, function, arguments))
+        self.process.start()
+        writer.close()
+        self.stdout = os.fdopen(os.dup(reader.fileno()), encoding="utf-8")
+        reader.close()
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def communicate(self) -> str:
+        """Wait for the end of the process. Return what it printed and was not read yet."""
+        with self.stdout:
+            rest = self.stdout.read()
+        self.process.join()
+        return rest
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+
+def _redirected(writer: Any, function: Callable[..., int | None], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.dup2(writer.fileno(), 1)
+    os.dup2(writer.fileno(), 2)
+    writer.close()
+    sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(number, "w"), "utf-8", line_buffering=True) for number in (1, 2))
+    sys.exit(function(*arguments))
+
+
+def forked(function: Callable[..., int | None], *arguments: Any) -> tuple[int, str]:
+    """Call a function in a process of its own. Return its exit code, negative for a signal, and what it printed."""
+    process = Forked(function, *arguments)
+    said = process.communicate()
+    assert process.returncode is not None
+    return process.returncode, said
