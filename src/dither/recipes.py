@@ -1,4 +1,4 @@
-"""Recipes: named plans with the same precision for every layer. Print them, save them, or change them with `dataclasses.replace`.
+"""Recipes: named plans with the same precision for every layer. Print, save or change them with `dataclasses.replace`.
 
 >>> print(recipe("fp8-block"))
 layers  input                        weight                        grad
@@ -145,7 +145,7 @@ _RECIPES = {
         "e2m1 tile(128) stochastic(16)",
     ),
     "fp4-forward": _cast(
-        "FP4 forward, scaled like fp8-block; FP8 backward, one scale per tensor: gradients in e5m2, inputs and weights in e4m3.",
+        "FP4 forward, scaled like fp8-block; FP8 backward with one scale per tensor: gradients in e5m2, the rest in e4m3.",
         "e2m1 tile(128)",
         "e2m1 block(128)",
         "e5m2 tensor",
@@ -163,9 +163,9 @@ _RECIPES = {
         "int8 tensor",
         "int8 tensor",
     ),
-    # Gradients are rounded to nearest, as in torchao. Over four seeds the loss of the model in tests/test_recipes.py is from 0.2 %
-    # below to 0.4 % above that of bf16, and with stochastic gradients from 0.1 % below to 0.3 % above: statistically tied, and
-    # rounding to nearest needs no random bits. One scale per tensor raises the loss by 2.7 to 6.1 %.
+    # Gradients are rounded to nearest, as in torchao. Over four seeds the loss of the model in tests/test_recipes.py is from
+    # 0.2 % below to 0.4 % above that of bf16, and with stochastic gradients from 0.1 % below to 0.3 % above: statistically
+    # tied, and rounding to nearest needs no random bits. One scale per tensor raises the loss by 2.7 to 6.1 %.
     "int8-row": _cast(
         "INT8 with one scale per row of each operand, rounded to nearest: integer sums, the same bits on every device.",
         "int8 row",
