@@ -179,9 +179,7 @@ def allocate(
     {'a': 4.0, 'b': 6.0}
     """
     if (tolerance is None) == (mean is None):
-        raise UserError(
-            f"Give either a tolerance or a mean, not both or neither: tolerance={tolerance!r}, mean={mean!r}."
-        )
+        raise UserError(f"Give either a tolerance or a mean, not both or neither: tolerance={tolerance!r}, mean={mean!r}.")
     total = sum(weights[layer] for layer in sensitivity)
 
     def chosen(price: float) -> dict[str, float]:

@@ -34,8 +34,8 @@ class Override:
             raise UserError(f"An Override takes a Cast or None, not {self.cast!r}; LayerPrecision.of takes strings.")
         if self.cast is not None and self.cast.scaling.kind == "delayed":
             raise UserError(
-                f"The override of {self.place} has delayed scaling, which keeps one history per operand: use it for the operand "
-                f"itself, or scale the override by its own tensor: {self.cast.format + ' tensor'!r}."
+                f"The override of {self.place} has delayed scaling, which keeps one history per operand: use it for the "
+                f"operand itself, or scale the override by its own tensor: {self.cast.format + ' tensor'!r}."
             )
 
     @property
@@ -97,11 +97,11 @@ class LayerPrecision:
             raise UserError("An input_sampling keeps no copy of the input besides that of the products: use recompute=False.")
 
     def _check_overrides(self) -> None:
-        """Check overrides, sort them by product, and drop those that repeat the operand's own cast, so that equal means equal."""
+        """Sort overrides and drop those that repeat the operand's own cast, so that equal precisions compare equal."""
         overrides = self.overrides
         if not isinstance(overrides, tuple | list) or not all(isinstance(item, Override) for item in overrides):
             raise UserError(
-                f"LayerPrecision takes a tuple of Override as overrides, not {overrides!r}; LayerPrecision.of takes a dictionary."
+                f"LayerPrecision takes a tuple of Override, not overrides={overrides!r}; LayerPrecision.of takes a dictionary."
             )
         if twice := [place for place, count in Counter(override.place for override in overrides).items() if count > 1]:
             raise UserError(f"There are two overrides of {twice[0]}: keep one.")

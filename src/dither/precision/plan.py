@@ -83,7 +83,7 @@ class Plan:
         return Plan.from_dict, (self.to_dict(),)  # a mapping proxy cannot be pickled or copied
 
     def for_layer(self, name: str) -> LayerPrecision | None:
-        """Return the precision of the layer called `name`, without samplings of other `parts`, or None to leave it unchanged."""
+        """Return the precision of the layer called `name`, without samplings of other `parts`; None: unchanged."""
         chosen = next((precision for pattern, precision in self.layers if matches(pattern, name)), self.default)
         return chosen and chosen.on(name)
 
