@@ -75,8 +75,7 @@ _LIBRARY = torch.library.Library("dither", "FRAGMENT")  # type: ignore[no-untype
 def _operator(function: Callable[..., Any], mutates: tuple[str, ...] = ()) -> Any:
     """Register a function `_NAME_op` without a gradient as `torch.ops.dither.NAME`. It changes the arguments named `mutates`.
 
-    torch.library.custom_op would add 80 us per call, for gradients and for comparing results with arguments. That is more than
-    the kernels of a layer take.
+    torch.library.custom_op would add 80 us per call, which is more than the kernels of a layer take.
     """
     name = function.__name__.removeprefix("_").removesuffix("_op")
     schema = torch.library.infer_schema(function, mutates_args=mutates)
@@ -472,10 +471,7 @@ def sample_into(w: Tensor, b_t: Tensor, step: Tensor, kind: str, block: int, out
 
 @_operator
 def _resample_op(w: Tensor, b_t: Tensor, step: Tensor, kind: str, block: int, dtype: torch.dtype, after: Tensor) -> Tensor:
-    """Sample the same w_hat in backward. `after`, a gradient, is not read: it only keeps this operator after forward.
-
-    A compiler would merge two equal calls of `sample`, and keep the result for backward.
-    """
+    """Sample w_hat again in backward. `after`, a gradient, is not read: it keeps a compiler from merging this with forward."""
     w_hat: Tensor = _sample_op(w, b_t, 0, step, 0, 0, kind, block, dtype, "auto")[0]
     return w_hat
 

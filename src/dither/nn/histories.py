@@ -1,4 +1,4 @@
-"""Histories of delayed scaling: the largest magnitudes of earlier steps, which scale a layer's operands."""
+"""Histories of delayed scaling: the largest magnitudes of earlier steps, from which a layer's scales follow."""
 
 from collections.abc import Sequence
 from typing import Any
