@@ -1,11 +1,11 @@
-"""The trainer beside a bare loop: what data, clipping, the guard, metrics and checkpoints cost.
+"""The trainer compared with a bare loop: the cost of data, clipping, the guard, metrics and checkpoints.
 
     PYTHONPATH=src python3 benchmarks/trainer.py TOKENS                  # a folder of `dither data prepare`
     PYTHONPATH=src python3 benchmarks/trainer.py TOKENS --curve gpt2-124m --steps 600 --json curve.json
 
 Without --curve: the Llama of 134 M parameters, 24 sequences of 2048 tokens, BF16 autocast, compiled blocks, a line of metrics
-every 10 steps and a checkpoint every 100, once by `dither.train.loop.train` and once as `benchmarks/train.py` has it (random
-tokens, no clipping, nobody looks). The trainer's rate counts all seconds between the first line of metrics and the last but
+every 10 steps and a checkpoint every 100, once by `dither.train.loop.train` and once as in `benchmarks/train.py` (random
+tokens, no clipping, no metrics). The trainer's rate counts all seconds between the first line of metrics and the last but
 those of evaluations and samples of text. With --curve: one run of a preset, and its losses.
 """
 
@@ -23,7 +23,7 @@ BARE = "134m"
 
 
 def run(settings: list[str], folder: str) -> list[dict]:
-    """The metrics of a run into a folder that is not there yet."""
+    """Train into a new folder, and return the metrics of the run."""
     outcome = loop.train(config.override(config.Config(), [*settings, f'run.out="{folder}"']))
     if outcome.code:
         raise RuntimeError(outcome.why)
@@ -31,7 +31,7 @@ def run(settings: list[str], folder: str) -> list[dict]:
 
 
 def rate(lines: list[dict]) -> float:
-    """Tokens a second after the first line of metrics, which has the compilation in it."""
+    """Return tokens per second after the first line of metrics, which includes compilation."""
     lines = [line for line in lines if line["kind"] == "train"]
     counts = [after["tokens"] - before["tokens"] for before, after in itertools.pairwise(lines)]
     seconds = [count / line["tokens_per_s"] for count, line in zip(counts, lines[1:], strict=True)]

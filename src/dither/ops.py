@@ -396,7 +396,7 @@ def _check_tensor(x: Tensor, caller: str) -> None:
     if not isinstance(x, Tensor):
         raise UserError(f"{caller} takes a torch.Tensor, not {type(x).__name__}.")
     if x.dtype not in INPUT_DTYPES:
-        hint = "; convert it yourself, since that rounds once more" if x.dtype == torch.float64 else ""
+        hint = "; convert float64 first, so that this rounding is explicit" if x.dtype == torch.float64 else ""
         raise UserError(f"{caller} takes float32, bfloat16 or float16, not {x.dtype} (shape {tuple(x.shape)}){hint}.")
 
 
