@@ -324,7 +324,7 @@ def test_tolerances_at_the_limits():
     assert allocate(sensitivity, weights, mean=1, low=2, high=8) == {"a": 2, "b": 2, "c": 2}
     with pytest.raises(UserError, match="8 bits in every layer are not enough for a mean of 9"):
         allocate(sensitivity, weights, mean=9, low=2, high=8)
-    with pytest.raises(UserError, match="either a tolerance or a mean.*tolerance=None, mean=None"):
+    with pytest.raises(UserError, match=r"either a tolerance or a mean.*tolerance=None, mean=None"):
         allocate(sensitivity, weights, low=2, high=8)
 
 
