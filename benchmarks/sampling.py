@@ -82,7 +82,7 @@ def table() -> None:
     for shape in SHAPES:
         w, b_t, copy = inputs(shape)
         narrow, wide = w.to(torch.bfloat16), torch.empty_like(w)
-        # What is timed, and the bytes an element that must move.
+        # Timed functions, and the bytes per element that must move.
         ways: dict[str, tuple[Callable[[], object], int]] = {
             "plain cast": (partial(w.to, torch.bfloat16), 6),
             **{kind: (forward(w, b_t, kind), 6) for kind in NOISES},

@@ -66,7 +66,7 @@ def main() -> None:
         for line in lines:
             if line["kind"] == "eval":
                 print(f"step {line['step']:>6}  held-out loss {line['loss']:.4f}  {line['bits_per_byte']:.4f} bits per byte")
-        print(f"{rate(lines) / 1e3:.1f} thousand tokens a second")
+        print(f"{rate(lines) / 1e3:.1f} thousand tokens per second")
         return
     found = rate(lines)
     stalls = [line["seconds"] for line in lines if line["kind"] == "save"]
@@ -74,7 +74,7 @@ def main() -> None:
         device="cuda", sequence=2048, batch=None, warmup=5, steps=40, compile=True, peer=None, layers=None, profile=False
     )
     (result,) = bare.separately(BARE, ["o1"], argparse.Namespace(**vars(options), verbose=True))
-    print(f"trainer    {found / 1e3:.1f} thousand tokens a second; saves held it up for {', '.join(map(str, stalls))} s")
+    print(f"trainer    {found / 1e3:.1f} thousand tokens per second; saves held it up for {', '.join(map(str, stalls))} s")
     print(f"bare loop  {result['tokens_per_second'] / 1e3:.1f}; the trainer reaches {found / result['tokens_per_second']:.4f}")
 
 
