@@ -212,6 +212,7 @@ class _Site:
 
     @property
     def work(self) -> int:
+        """Return the number of multiplications per token."""
         return self.out_features * self.in_features * self.uses
 
     def adopt(self, seed: int, emulate: bool, verified: tuple[str, ...], fallback: Fallback) -> "Layer":
@@ -227,6 +228,7 @@ class _Site:
         return layer
 
     def install(self, model: nn.Module, layer: "Layer") -> None:
+        """Put a converted layer in the place of this one, under all of its names."""
         if isinstance(layer, ExpertsLinear):
             experts.install(self.module, self.parameter, layer)
             return

@@ -63,7 +63,7 @@ class EffectivePrecision:
     """All layers together."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return plain values, ready for JSON."""
         return {"layers": [dict(vars(layer)) for layer in self.layers], "total": dict(vars(self.total))}
 
     def __rich__(self) -> Table:
@@ -375,11 +375,11 @@ def deploy_blocks(
         block, weight = layer.precision.sampling.block, layer.weight.detach()  # type: ignore[union-attr]
         chosen, candidates = _narrowest(b_t, formats, slack)
         grid = chosen.view(layer.bitwidths().shape).to(weight.device)
-        which = grid.repeat_interleave(block, 0)[: weight.shape[0]].repeat_interleave(block, 1)[:, : weight.shape[1]]
+        by_weight = grid.repeat_interleave(block, 0)[: weight.shape[0]].repeat_interleave(block, 1)[:, : weight.shape[1]]
         result, shares, bits = torch.empty_like(weight), {}, math.ceil(math.log2(len(candidates))) * len(counts)
         for index in sorted(set(chosen.tolist())):
             cast = weight_cast(candidates[index], f"block({block})", scale)
-            result = torch.where(which == index, quantize(weight, cast).dequantize(), result)
+            result = torch.where(by_weight == index, quantize(weight, cast).dequantize(), result)
             here = counts[chosen == index]
             shares[cast.format] = (here.sum() / counts.sum()).item()
             scales = {"none": 0, "fp32": 32}.get(cast.scaling.kind, 8) * len(here)

@@ -56,6 +56,7 @@ class ExpertLinear(Linear):
         return functional.linear(input, weight, None, settings, state=self.call_state(settings, tokens))
 
     def learned_weight(self) -> Tensor:
+        """Return the parameter that holds the matrices of all experts."""
         whole: Tensor = getattr(self._home[0], self._parameter)
         return whole
 
