@@ -1,10 +1,10 @@
-"""What checkpoints cost a training: steps with and without saves, and what one save takes, beside `torch.save`.
+"""The cost of checkpoints in training: steps with and without saves, and the time of one save compared with `torch.save`.
 
     PYTHONPATH=src python3 benchmarks/checkpoints.py --preset llama-134m --steps 200 --every 100 --folder FOLDER
     PYTHONPATH=src python3 benchmarks/checkpoints.py --device cpu --preset tiny --batch 2 --sequence 64 --steps 20 --every 10
 
 A step is forward, backward and `dither.optim.AdamW` (`o1`: float32 parameters and states, bfloat16 autocast on a GPU) on random
-tokens, blocks not compiled. Runs with saves end when the last save is on the disk. FOLDER is emptied of what this script wrote.
+tokens, blocks not compiled. Runs with saves end when the last save is on the disk. The script removes its files from FOLDER.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from dither.train import Saver, checkpoint, pack
 
 
 def wait(device: torch.device) -> float:
-    """The time when the device is done."""
+    """Return the time at which the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -51,7 +51,7 @@ def main() -> None:
         optimizer.zero_grad()
 
     def train(saver: Saver | None) -> tuple[float, list[float]]:
-        """Seconds of all steps, and those that the host spent in each save."""
+        """Return the seconds of all steps, and the host's seconds in each save."""
         calls, start = [], wait(device)
         for number in range(1, options.steps + 1):
             step()

@@ -1,4 +1,4 @@
-"""Losses of runs as a drawing for the documentation: metrics.jsonl, as `dither train` writes it, to SVG.
+"""Draw the losses of runs for the documentation: from metrics.jsonl of `dither train` to SVG.
 
 python3 benchmarks/draw.py docs/results/gpt2-124m.svg "GPT-2 124M"=curve.json
 """

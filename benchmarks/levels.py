@@ -1,4 +1,4 @@
-"""Casting by a level that is read on the device, against kernels made for one cast: milliseconds and the share of a copy.
+"""Time casts by a level that is read on the device, and kernels for one cast: milliseconds, and the speed relative to a copy.
 
 PYTHONPATH=src python3 benchmarks/levels.py
 """

@@ -1,13 +1,13 @@
-"""The parts of a linear layer's step on the GPU: casts and products, beside the BF16 products they replace.
+"""The parts of a linear layer's step on the GPU: casts and products, compared with the BF16 products that they replace.
 
     PYTHONPATH=src python3 benchmarks/linear.py                              # every model and recipe
     PYTHONPATH=src python3 benchmarks/linear.py --models 1B --recipes fp8-block fp8-row
     PYTHONPATH=src python3 benchmarks/linear.py --peer FOLDER                # and torchao's float8 layers, from that folder
 
-Times are medians of replays of captured graphs. M is the number of tokens of a step, batch * 2048. A layer's step is what one
-micro-batch does: x cast for two products, forward, dY cast for two products, input gradient, weight gradient. The weight's
-cast, once an optimizer step, stands by itself. "layer" times `dither.nn.Linear` as it is used, forward and backward, and what
-it has over the parts is what stands between them. "BF16" is nn.Linear with bfloat16 tensors in the same run.
+Times are medians of replays of captured graphs. M is the number of tokens of a step, batch * 2048. A layer's step is the work
+of one micro-batch: x cast for two products, forward, dY cast for two products, input gradient, weight gradient. The weight's
+cast, once per optimizer step, is a line of its own. "layer" is the time of `dither.nn.Linear`, forward and backward; the
+difference to the parts is the overhead between them. "BF16" is nn.Linear with bfloat16 tensors in the same run.
 """
 
 import argparse
@@ -36,7 +36,7 @@ RECIPES = ["fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "fp4-block", "m
 
 
 def shapes(model: str) -> list[tuple[str, int, int, int]]:
-    """(name, M, K, N) of the linear layers of a block; layers of the same shape stand once, with how many there are."""
+    """Return (name, M, K, N) of the linear layers of a block; layers of the same shape are listed once, with their number."""
     width, ffn, batch = MODELS[model]
     tokens = batch * 2048
     return [
@@ -47,13 +47,13 @@ def shapes(model: str) -> list[tuple[str, int, int, int]]:
 
 
 def micros(function) -> float:
-    """Median time on the device in microseconds."""
+    """Return the median time on the device in microseconds."""
     with torch.cuda.stream(torch.cuda.Stream()):
         return do_bench_cudagraph(function, rep=30, return_mode="median") * 1e3
 
 
 def step_of(layer: nn.Module, x: Tensor, dy: Tensor):
-    """Forward and backward of one micro-batch."""
+    """Return a function that runs forward and backward of one micro-batch."""
     inputs = [x, *layer.parameters()]
 
     def run() -> None:
@@ -63,7 +63,7 @@ def step_of(layer: nn.Module, x: Tensor, dy: Tensor):
 
 
 def parts(precision: LayerPrecision, m: int, k: int, n: int) -> dict[str, float]:
-    """The time of each cast and product, and of the whole layer."""
+    """Return the time of each cast and product, and of the whole layer."""
     torch.manual_seed(0)
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     dy = torch.randn(m, n, device="cuda", dtype=torch.bfloat16) * 1e-3
@@ -118,7 +118,7 @@ def bf16_products(m: int, k: int, n: int) -> dict[str, float]:
 
 
 def peer(folder: str, kind: str, m: int, k: int, n: int) -> float:
-    """A compiled float8 layer of torchao, forward and backward; its weight is cast in every call."""
+    """Time forward and backward of a compiled float8 layer of torchao, whose weight is cast in every call."""
     if folder not in sys.path:
         sys.path.insert(0, folder)
     float8 = importlib.import_module("torchao.float8")

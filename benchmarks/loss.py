@@ -1,13 +1,13 @@
-"""Cross entropy of bfloat16 logits and its gradients on the GPU, beside torch, softmax in chunks, and a copy.
+"""Cross entropy of bfloat16 logits and its gradients on the GPU, compared with torch, softmax in chunks, and a copy.
 
     PYTHONPATH=src python3 benchmarks/loss.py            # the table
     PYTHONPATH=src python3 benchmarks/loss.py --sweep    # tiles and warps of both kernels, to choose from
-    PYTHONPATH=src TRITON_INTERPRET=1 python3 benchmarks/loss.py --device cpu --tiny    # that it runs, anywhere
+    PYTHONPATH=src TRITON_INTERPRET=1 python3 benchmarks/loss.py --device cpu --tiny    # test that the script runs
 
 Forward must read the logits once, 2 bytes each; backward must read them once and write as many gradients, 4 bytes. "share" is
-the bandwidth of these bytes over that of a copy of the logits in the same run; "peak" is what was allocated beside the logits,
-the gradients included. All ways are timed as models call them, with autograd around them and the host's time, but for the
-kernels alone.
+the bandwidth of these bytes over that of a copy of the logits in the same run; "peak" is the memory allocated besides the
+logits, gradients included. All methods are timed with autograd and the host's time, as models call them, except for the rows
+of kernels alone.
 """
 
 import argparse
@@ -30,12 +30,12 @@ TINY = [(8, 300), (4, 5003)]
 
 
 def plain(logits: Tensor, targets: Tensor) -> Tensor:
-    """What most training loops have."""
+    """Return the loss as in most training loops."""
     return functional.cross_entropy(logits.float(), targets)
 
 
 class Chunks(torch.autograd.Function):
-    """Softmax in float32 of 4096 rows at a time, forward and again backward: what models here did before there was a kernel."""
+    """Softmax in float32 of 4096 rows at a time, forward and again in backward: the method that the kernel replaced."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor) -> Tensor:
@@ -66,14 +66,14 @@ def chunked(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def inputs(shape: tuple[int, int], device: str) -> tuple[Tensor, Tensor]:
-    """Logits of deviation 2, as a model's are, and targets."""
+    """Return logits with standard deviation 2, as in a trained model, and targets."""
     generator = torch.Generator(device).manual_seed(0)
     logits = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(std=2.0, generator=generator)
     return logits, torch.randint(shape[1], shape[:1], device=device, generator=generator)
 
 
 def wall_ms(run: Callable[[], object], device: str) -> float:
-    """Median time of a call, autograd's work on the host included: between events on a GPU, by the clock on a CPU."""
+    """Return the median time of a call, with autograd's time on the host: by events on a GPU, by the clock on a CPU."""
     times = []
     for _ in range(3 if device == "cpu" else 20):
         if device == "cpu":
@@ -91,7 +91,7 @@ def wall_ms(run: Callable[[], object], device: str) -> float:
 
 
 def passes(function: Callable[[Tensor, Tensor], Tensor], logits: Tensor, targets: Tensor) -> tuple[float, float, float]:
-    """(milliseconds forward, milliseconds backward, MiB at the peak) of a loss."""
+    """Return (milliseconds forward, milliseconds backward, MiB at the peak) of a loss."""
     device, leaf = logits.device.type, logits.requires_grad_()
     before, grads = 0, partial(torch.autograd.grad, inputs=leaf, retain_graph=True)
     grads(function(leaf, targets))  # compiles
@@ -107,7 +107,7 @@ def passes(function: Callable[[Tensor, Tensor], Tensor], logits: Tensor, targets
 
 
 def table(device: str, shapes: list[tuple[int, int]]) -> None:
-    """Every way, every shape."""
+    """Print all methods and shapes."""
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}, Triton {triton.__version__}, bfloat16")
     print(f"{'shape':<17}{'':<26}{'forward ms':>11}{'share':>7}{'backward ms':>13}{'share':>7}{'peak MiB':>10}")
@@ -152,7 +152,7 @@ TILES = [
 
 
 def sweep() -> None:
-    """Shares of a copy for every tile, best first. Forward, tiles of other sizes add in other orders: bits may differ there."""
+    """Print the speed of all tiles relative to a copy, best first. Other tiles may give other forward bits."""
     for shape in ((8192, 32000), (8192, 128256), (8192, 50257)):
         logits, targets = inputs(shape, "cuda")
         target = torch.empty_like(logits)

@@ -1,4 +1,4 @@
-"""Estimated memory beside measured peaks: whole training steps, by size and by setting, each in a process of its own.
+"""Estimated memory compared with measured peaks: whole training steps, by size and by setting, each in a process of its own.
 
     PYTHONPATH=src python3 benchmarks/memory.py                                  # all cases of CASES, about five minutes
     PYTHONPATH=src python3 benchmarks/memory.py --cases 1b:o1,1b:bf16-sr+nvfp4 --json memory.json
@@ -6,7 +6,7 @@
 
 A case is SIZE:MODE with parts added by +: a recipe (fp8-block), states (dynamic8), again (checkpointing), eager (blocks not
 compiled), accumulate (two backward passes), small (128 tokens, so that gradients are the peak). The measured peak is that of
-allocated memory over three steps after a warm-up, as `torch.cuda.max_memory_allocated` has it. The last column but one is the
+allocated memory over three steps after a warm-up, by `torch.cuda.max_memory_allocated`. The last column but one is the
 estimate's error; more than 10 % fails (exit code 1).
 """
 
@@ -50,7 +50,7 @@ CASES = (
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A size and how it is trained."""
+    """A size and the settings of its training."""
 
     text: str
     shape: Shape
@@ -61,7 +61,7 @@ class Case:
 
 
 def parse(text: str) -> Case:
-    """A case from its text; a mistake ends the script with a sentence."""
+    """Parse the text of a case; a mistake ends the script with a message."""
     size, _, rest = text.partition(":")
     mode, *parts = rest.split("+")
     known = {*RECIPES, *BLOCKS, "again", "eager", "accumulate", "small"}
@@ -85,19 +85,19 @@ def parse(text: str) -> Case:
 
 
 class Again(nn.Module):
-    """A block that keeps its input only and is computed again in backward."""
+    """A block that keeps only its input and is recomputed in backward."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """The block's result."""
+        """Return the block's output."""
         return checkpoint(self.block, *inputs, use_reentrant=False)
 
 
 def measure(text: str, device: str) -> int:
-    """The peak of allocated bytes over three steps; 0 on a CPU, where torch does not count."""
+    """Return the peak of allocated bytes over three steps; 0 on a CPU, where torch does not count."""
     case, how = parse(text), parse(text).setting
     config = SIZES[text.partition(":")[0]][0]
     model = build(config, device=device)

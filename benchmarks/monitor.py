@@ -1,13 +1,13 @@
-"""What the numerics monitor costs a training: a look, in ordinary steps, and steps that are not looked at.
+"""The cost of the numerics monitor in training: of a sampled step, in ordinary steps, and of steps that are not sampled.
 
     PYTHONPATH=src python3 benchmarks/monitor.py --size 1b
     PYTHONPATH=src python3 benchmarks/monitor.py --device cpu --size tiny --sequence 32 --tokens 32 --steps 2  # the script runs
 
-A Llama of `benchmarks/train.py` trains by --mode, its blocks compiled. Three kinds of steps take turns: ordinary ones without a
-monitor, ones inside `monitor.step` that are not sampled, and looks: an uncompiled pass over --tokens of the step's batch in
-`monitor.aside`, with the statistics of all layers, as the trainer makes it after a step. Seconds are medians, those of a clock,
-the host's part and the one wait for the device included; peaks are of allocated memory. The last line is the share of training
-that a look every --every steps takes: the seconds of a look divided by those of --every ordinary steps.
+A Llama of `benchmarks/train.py` trains in --mode, with compiled blocks. Three kinds of steps alternate: ordinary ones without
+a monitor, ones inside `monitor.step` that are not sampled, and looks: an uncompiled pass over --tokens of the step's batch in
+`monitor.aside`, with the statistics of all layers, as in the trainer. Seconds are medians of wall-clock time, including the
+host and one synchronization with the device; peaks are of allocated memory. The last line is the fraction of training time for
+one look per --every steps: the seconds of a look divided by those of --every ordinary steps.
 """
 
 import argparse

@@ -1,14 +1,14 @@
-"""One optimizer step on the GPU beside torch's fused AdamW, torchao's and bitsandbytes', and beside a copy.
+"""One optimizer step on the GPU, compared with torch's fused AdamW, torchao's, bitsandbytes', and a copy.
 
     PYTHONPATH=src python3 benchmarks/optimizers.py                      # ours and torch's
     PYTHONPATH=src python3 benchmarks/optimizers.py --peers FOLDER       # and those of packages unpacked in FOLDER
     PYTHONPATH=src python3 benchmarks/optimizers.py --lists 1b           # the tensors of a 1B Llama, many of them small
 
-"must move" counts what a step has to read and write of weights, gradients and states, in bytes a parameter; "share" is the
-bandwidth of these bytes over that of a copy in the same run. Times are those of steps one after the other, so that the host
-prepares one while the device works on another, as it does in training; and medians of single calls of `step()`, from an idle
-device to an idle device. Gradients are in place. Ours run as `nonfinite="unchecked"`, as the peers look at no gradient either,
-and once more as "skip", which reads the gradients twice, with clipping. Memory is what a step needs beyond what lies there.
+"must move" counts what a step has to read and write of weights, gradients and states, in bytes per parameter; "share" is the
+bandwidth of these bytes over that of a copy in the same run. Times are those of consecutive steps, in which the host prepares
+one step while the device works on another, as in training; and medians of single calls of `step()`, from an idle device to an
+idle device. Gradients exist already. Dither's optimizers run with `nonfinite="unchecked"`, since the peers do not check
+gradients, and again with "skip", which reads gradients twice, with clipping. Memory is the additional memory of a step.
 """
 
 import argparse
@@ -32,7 +32,7 @@ Named = list[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class Case:
-    """An optimizer, the dtype of its parameters, and the bytes a parameter that a step must move."""
+    """An optimizer, the dtype of its parameters, and the bytes per parameter that a step must move."""
 
     name: str
     dtype: torch.dtype
@@ -94,7 +94,7 @@ PEERS = [
 
 
 def tensors(which: str, dtype: torch.dtype) -> tuple[Named, dict[str, Role]]:
-    """Parameters with gradients, and their roles: 64 squares, or those of a Llama."""
+    """Return parameters with gradients, and their roles: 64 square matrices, or those of a Llama."""
     if which == "squares":
         named = [(f"w{i}", torch.randn(4096, 4096, device="cuda").mul_(0.02).to(dtype)) for i in range(64)]
         known = {name: Role.rows_each(1) for name, _ in named}
@@ -112,7 +112,7 @@ def tensors(which: str, dtype: torch.dtype) -> tuple[Named, dict[str, Role]]:
 
 
 def queued_ms(step: Callable[[], Any], repeats: int) -> float:
-    """The time a step adds where the device has work before and after it, as it has behind a backward pass."""
+    """Return the time that a step adds if the device has work before and after it, as after a backward pass."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(repeats):
@@ -122,7 +122,7 @@ def queued_ms(step: Callable[[], Any], repeats: int) -> float:
 
 
 def idle_ms(step: Callable[[], Any], repeats: int) -> float:
-    """Median of whole calls from an idle device to an idle device, host time included."""
+    """Return the median time of whole calls from an idle device to an idle device, host time included."""
     times = []
     for _ in range(repeats):
         torch.cuda.synchronize()
@@ -134,7 +134,7 @@ def idle_ms(step: Callable[[], Any], repeats: int) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second, read plus written, of the best of two ways to copy 1 GiB."""
+    """Return bytes per second, read plus written, of the faster of two ways to copy 1 GiB."""
     a = torch.ones(2**29, dtype=torch.bfloat16, device="cuda")
     b = torch.empty_like(a)
     with torch.cuda.stream(torch.cuda.Stream()):

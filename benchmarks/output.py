@@ -1,10 +1,10 @@
-"""The three products of an output layer whose number of words is odd, by how rows of logits lie and how far they reach.
+"""The three products of an output layer with an odd vocabulary size, for three layouts of the logits.
 
-    PYTHONPATH=src python3 benchmarks/output.py            # GPT-2: 32768 tokens, 768 inputs, 50257 words, in bfloat16
+    PYTHONPATH=src python3 benchmarks/output.py            # GPT-2: 32768 tokens, 768 inputs, vocabulary 50257, in bfloat16
 
-"side by side": rows of 50257 numbers, one after the other. "aligned": they begin at multiples of 64, as `dither.nn.output` has
-them. "padded": products over 50304 words, of a weight with rows of zeros, and of gradients copied into rows that end in zeros;
-the copies count. TFLOP/s are those of 50257 words.
+"side by side": contiguous rows of 50257 numbers. "aligned": rows begin at multiples of 64, as in `dither.nn.output`.
+"padded": products with a vocabulary of 50304, of a weight with rows of zeros, and of gradients copied into rows that end in
+zeros; the times include the copies. TFLOP/s count a vocabulary of 50257.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Casting with scales on the GPU, beside a copy and beside `torch.compile` of the same cast.
+"""Casts with scales on the GPU, compared with a copy and with `torch.compile` of the same cast.
 
     PYTHONPATH=src python3 benchmarks/quantize.py            # the table
     PYTHONPATH=src python3 benchmarks/quantize.py --sweep    # tile shapes and warps of the kernel, to choose defaults from
@@ -50,13 +50,13 @@ CASES = [
 
 
 def median_ms(function) -> float:
-    """Median time on the device: replays of a captured graph, so that what the host does in between does not count."""
+    """Return the median time on the device of a captured graph, without the host's time."""
     with torch.cuda.stream(torch.cuda.Stream()):
         return do_bench_cudagraph(function, rep=50, return_mode="median")
 
 
 def host_us(function) -> float:
-    """Time that the host spends on a call, in microseconds."""
+    """Return the host's time of a call in microseconds."""
     function()
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -68,12 +68,12 @@ def host_us(function) -> float:
 
 
 def bytes_moved(x: Tensor, outputs: tuple[Tensor, ...]) -> int:
-    """What must move: the input once and the outputs once."""
+    """Return the bytes that must move: the input once and the outputs once."""
     return sum(t.numel() * t.itemsize for t in (x, *outputs))
 
 
 def compiled_cast(cast: Cast):
-    """The plain-torch version of a nearest FP8 tile cast, as a user would write it."""
+    """Cast to nearest FP8 in tiles with plain torch, as a user would write it."""
     n, largest = cast.group.size, cast.element.max
 
     @torch.compile
@@ -86,7 +86,7 @@ def compiled_cast(cast: Cast):
 
 
 def call(x: Tensor, cast: Cast, layouts: str, stream: Stream):
-    """A closure over the kernel itself, without the checks and dispatch around it."""
+    """Return a function that calls the kernel without checks and dispatch."""
     draw = stream.draw(1, tuple(x.shape), (0, 0), x.device) if cast.round.kind == "stochastic" else None
     amax = torch.ones((), device=x.device) if cast.scaling.kind == "delayed" else None
     if layouts == "one":
@@ -96,7 +96,7 @@ def call(x: Tensor, cast: Cast, layouts: str, stream: Stream):
 
 
 def prepare(size: int) -> tuple[Tensor, float]:
-    """The input, and the bandwidth of a copy of it in bytes a millisecond."""
+    """Return the input, and the bandwidth of a copy of it in bytes per millisecond."""
     torch.manual_seed(0)
     x = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(x)
@@ -108,7 +108,7 @@ def prepare(size: int) -> tuple[Tensor, float]:
 
 
 def table(size: int) -> None:
-    """Every case at size x size."""
+    """Print all cases at size x size."""
     x, bandwidth = prepare(size)
     stream = Stream(0, "bench", "x")
     print(f"{'cast':<42}{'layouts':>14}{'us':>9}{'TB/s':>8}{'share':>8}{'host us':>9}{'compile us':>12}")
@@ -162,7 +162,7 @@ SWEEPS = [
 
 
 def sweep(size: int) -> None:
-    """Shapes and warps over the cases with targets, best first; each must give the bits of the default, which is marked."""
+    """Print shapes and warps for the cases with targets, best first; each must give the bits of the default (marked)."""
     x, bandwidth = prepare(size)
     stream = Stream(0, "bench", "x")
     for text, layouts, name, shapes in SWEEPS:
@@ -179,18 +179,18 @@ AMAX = [(4096, 1024, 4), (8192, 1024, 4), (8192, 2048, 8), (16384, 2048, 8), (16
 
 
 def octets(x: Tensor) -> Tensor:
-    """The raw bytes."""
+    """Return the raw bytes of tensors."""
     return x.reshape(-1).view(torch.uint8)
 
 
 def forget_launches() -> None:
-    """Launches are kept with the shape that was chosen for them."""
+    """Clear the cache of launches, which are stored with their shape."""
     for kept in (kernels._one_launch, kernels._both_launch, scaling._amax_launch, sampling._launch, loss._launch):
         kept.cache_clear()
 
 
 def try_shapes(module, name: str, shapes: list[tuple], run, least: float) -> None:
-    """Time `run` with each shape in place of what module.name chooses; `least` is what a copy would take in milliseconds."""
+    """Time `run` with each shape in place of that of module.name; `least` is the time of a copy in milliseconds."""
     default, expected, results = getattr(module, name), run(), []
     results.append((least / median_ms(run), "default", True))
     for shape in shapes:

@@ -1,10 +1,11 @@
-"""Sampling weights on the GPU, float32 to bfloat16, beside torch, a Box-Muller kernel, the plain cast and a copy.
+"""Sampling weights on the GPU, float32 to bfloat16, compared with torch, a Box-Muller kernel, the plain cast and a copy.
 
     PYTHONPATH=src python3 benchmarks/sampling.py            # the table: Figure 5 of the GaussWS paper, and the gradients
     PYTHONPATH=src python3 benchmarks/sampling.py --sweep    # warps of both kernels, to choose from
 
-A sampled weight must be read and written once, 6 bytes an element, and so must its gradients, bfloat16 to float32. "share" is
-the bandwidth of these bytes over that of a copy of as many, in the same run; "of cast" is the speed beside `w.to(bfloat16)`.
+A sampled weight must be read and written once, 6 bytes per element, and so must its gradients, bfloat16 to float32. "share" is
+the bandwidth of these bytes over that of a copy of as many, in the same run; "of cast" is the speed relative to
+`w.to(bfloat16)`.
 """
 
 import argparse
@@ -31,7 +32,7 @@ STREAM = Stream(0, "sample", "w")
 def _box_muller_kernel(
     w_ptr, b_t_ptr, out_ptr, step_ptr, key, rows, columns, reciprocal, B: tl.constexpr, NATIVE: tl.constexpr
 ):
-    """Our kernel with the paper's other noise: round(N(0, 1) / 2), two normal numbers from two uniform ones of 32 bits."""
+    """Sample with the paper's other noise: round(N(0, 1) / 2), two normal numbers from two uniform ones of 32 bits."""
     block, first_row, first_column = program_block(columns, reciprocal, B)
     row, column = block_runs(first_row, first_column, B)
     x = load_runs(w_ptr, row, column, rows, columns, columns, True)
@@ -47,7 +48,7 @@ def _box_muller_kernel(
 
 
 def box_muller(w: Tensor, b_t: Tensor) -> Tensor:
-    """w_hat by the kernel above; w has whole tiles."""
+    """Return w_hat by the kernel above; w has whole tiles."""
     out, draw = torch.empty_like(w, dtype=torch.bfloat16), STREAM.draw(1, tuple(w.shape), (0, 0), w.device)
     (rows, columns), across = w.shape, w.shape[1] // BLOCK
     _box_muller_kernel[(rows // BLOCK * across,)](
@@ -57,7 +58,7 @@ def box_muller(w: Tensor, b_t: Tensor) -> Tensor:
 
 
 def plain(w: Tensor, b_t: Tensor, uniform: bool) -> Tensor:
-    """The same in torch, as the paper's baseline has it."""
+    """Return the same in torch, as in the paper's baseline."""
     squares = w.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
     scale = squares.abs().amax((1, 3), keepdim=True) * torch.exp2(1 - b_t)[:, None, :, None]
     r = torch.rand_like(w, dtype=torch.bfloat16) - 0.5 if uniform else (torch.randn_like(w) / 2).round()
@@ -65,7 +66,7 @@ def plain(w: Tensor, b_t: Tensor, uniform: bool) -> Tensor:
 
 
 def inputs(shape: tuple[int, int]) -> tuple[Tensor, Tensor, float]:
-    """A weight, its bitwidths, and how long a copy of 6 bytes an element takes in milliseconds."""
+    """Return a weight, its bitwidths, and the time of a copy of 6 bytes per element in milliseconds."""
     torch.manual_seed(0)
     w = torch.randn(shape, device="cuda")
     b_t = 4 + 2 * torch.rand(shape[0] // BLOCK, shape[1] // BLOCK, device="cuda")
@@ -75,13 +76,13 @@ def inputs(shape: tuple[int, int]) -> tuple[Tensor, Tensor, float]:
 
 
 def table() -> None:
-    """Every way to sample, every shape."""
+    """Print all methods and shapes."""
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, float32 to bfloat16")
     print(f"{'shape':<15}{'':<36}{'us':>9}{'10^9/s':>9}{'share':>8}{'of cast':>9}")
     for shape in SHAPES:
         w, b_t, copy = inputs(shape)
         narrow, wide = w.to(torch.bfloat16), torch.empty_like(w)
-        # What is timed, and the bytes an element that must move.
+        # Timed functions, and the bytes per element that must move.
         ways: dict[str, tuple[Callable[[], object], int]] = {
             "plain cast": (partial(w.to, torch.bfloat16), 6),
             **{kind: (forward(w, b_t, kind), 6) for kind in NOISES},
@@ -101,19 +102,19 @@ def table() -> None:
 
 
 def forward(w: Tensor, b_t: Tensor, kind: str) -> Callable[[], tuple[Tensor, Tensor]]:
-    """A closure over the kernel itself, without the checks and dispatch around it."""
+    """Return a function that calls the kernel without checks and dispatch."""
     draw = STREAM.draw(1, tuple(w.shape), (0, 0), w.device)
     return lambda: kernels.sample(w, b_t, draw, kind, BLOCK, torch.bfloat16)
 
 
 def backward(grad: Tensor, b_t: Tensor, dtype: torch.dtype) -> Callable[[], tuple[Tensor, Tensor]]:
-    """The same for the gradients; with the gradient's own `dtype` only that of b_t is computed."""
+    """Return the same for the gradients; with the gradient's own `dtype`, only that of b_t is computed."""
     draw, amax = STREAM.draw(1, tuple(grad.shape), (0, 0), grad.device), torch.ones_like(b_t)
     return lambda: kernels.sample_backward(grad, amax, b_t, draw, "rounded_normal", BLOCK, dtype)
 
 
 def sweep() -> None:
-    """Shares of a copy by warps of a program, at a small and a large shape, best first; each must give the default's bits."""
+    """Print the speed by warps of a program relative to a copy, at two shapes, best first; all must give the same bits."""
     for shape in (SHAPES[1], SHAPES[2]):
         w, b_t, copy = inputs(shape)
         print(f"{shape}, float32 to bfloat16 (_warps)")

@@ -3,15 +3,15 @@
     PYTHONPATH=src python3 benchmarks/sampling_quality.py --prepare TEXT... --train train.npy --held-out held_out.npy
     PYTHONPATH=src python3 benchmarks/sampling_quality.py --train train.npy --held-out held_out.npy --json quality.json
     PYTHONPATH=src python3 benchmarks/sampling_quality.py --device cpu --tiny  # random text, in seconds: the script runs
-    PYTHONPATH=src python3 benchmarks/sampling_quality.py --table quality-*.json  # of processes that had some of the arms each
+    PYTHONPATH=src python3 benchmarks/sampling_quality.py --table quality-*.json  # from several processes
 
-A small Llama is trained from scratch once for each arm and seed. Runs of one seed begin with the same weights and see the same
-text in the same order, whatever the arm, so that arms are compared by differences within a seed; the tables have their mean and
-its standard error. All runs share a process: blocks of one arm are compiled once. Results are written after each run, and
-runs that --json has already are not repeated; --minutes begins no run that would not end in time. Arms are
+A small Llama is trained from scratch once per arm and seed. Runs of one seed begin with the same weights and read the same
+text in the same order, so that arms are compared by differences within a seed; the tables have their mean and its standard
+error. All runs share a process: blocks of one arm are compiled once. Results are written after each run, and runs that --json
+has already are not repeated; --minutes begins no run that would not end in time. Arms are
 METHOD[:PARTS][/B_TARGET][@OPERATOR]:
 
-    bf16                 float32 parameters, bfloat16 autocast (O1): what the others are compared with
+    bf16                 float32 parameters, bfloat16 autocast (O1): the baseline
     gaussws:all          rounded normal noise in every layer's weight but the output's; parts as in Sampling: od, qkv, ...
     gaussws:all/3        the same down to b_t = 3, and from as much above it as --b-init is above --b-target
     diffq:all            uniform noise instead; at equal b_t its variance is 1/12 against 75/256, at 0.91 bits less the same
@@ -21,9 +21,9 @@ METHOD[:PARTS][/B_TARGET][@OPERATOR]:
     bf16@fp8-block       no noise; operands cast as the recipe says (any recipe that casts)
     gaussws:all@fp4-block, diffq:all@fp4-block, ...
 
-b_t goes from --b-init to --b-target by a decay of the bitwidths that is chosen by how little is to be left of the way after
-the last step (--left), or by the loss term with weight --lambda. Noise that could vanish in the operator is left as it is,
-since that is what arms are to show; --clamp holds b_t where noise is safe.
+b_t goes from --b-init to --b-target by a decay of the bitwidths that leaves the fraction --left of the way after the last
+step, or by the loss term with weight --lambda. Noise that could vanish in the operator is not limited, since arms should show
+its effect; --clamp limits b_t to safe values.
 """
 
 import argparse
@@ -66,13 +66,13 @@ CASTS = [f"{element} {group}" for element in ("e2m3", "e3m2", "e2m1", "int4") fo
 
 
 def documents(path: Path) -> list[str]:
-    """The documents of a text file, `.xz` or plain: what stands between lines `<|endoftext|>`."""
+    """Return the documents of a text file, `.xz` or plain, which are separated by lines `<|endoftext|>`."""
     with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as file:
         return [text for text in file.read().split(f"\n{END}\n") if text.strip()]
 
 
 def tokenizer_of(path: Path | None, texts: list[str], words: int):
-    """The tokenizer in `path` (the `tokenizers` package's JSON), or a byte-level BPE of so many words trained on the texts."""
+    """Return the tokenizer in `path` (JSON of the `tokenizers` package), or a byte-level BPE trained on the texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if path is not None:
@@ -88,9 +88,9 @@ def tokenizer_of(path: Path | None, texts: list[str], words: int):
 
 
 def prepare(arguments: argparse.Namespace) -> None:
-    """Texts to two files of token ids, uint16: documents in a random but fixed order, each ended by a token of its own.
+    """Write texts to two files of token ids, uint16: documents in a random but fixed order, each with an end token.
 
-    Held out are the texts of --held-out-text, or else every hundredth document.
+    Held out are the texts of --held-out-text, or every hundredth document.
     """
     texts = [text for path in arguments.prepare for text in documents(path)]
     random.Random(0).shuffle(texts)
@@ -117,7 +117,7 @@ def prepare(arguments: argparse.Namespace) -> None:
 
 
 def token_ids(arguments: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
-    """Those to train on and those held out: of --train and --held-out, or with --tiny of a language made up."""
+    """Return token ids for training and held out: of --train and --held-out, or of an artificial language with --tiny."""
     if arguments.tiny:
         # Something to learn: the next word is a function of the last one, or any word.
         noise = np.random.default_rng(0).integers(0, arguments.words, 200_000)
@@ -134,7 +134,7 @@ def token_ids(arguments: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Text:
-    """Token ids on the device, and the windows that runs see."""
+    """Token ids on the device, and the windows of the runs."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.length, self.device = arguments.sequence, arguments.device
@@ -144,18 +144,18 @@ class Text:
         self.held_out = torch.from_numpy(np.array(held_out[: windows * self.length + 1], dtype=np.int64)).to(self.device)
 
     def order(self, seed: int, steps: int, batch: int) -> torch.Tensor:
-        """Where the windows of each step begin, int64[steps, batch]: a function of the seed alone."""
+        """Return the first tokens of the windows of each step, int64[steps, batch]: a function of the seed alone."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(len(self.train) - self.length, (steps, batch), generator=generator).to(self.device)
 
     def windows(self, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and the tokens that follow them, int64[batch, length] each."""
+        """Return tokens and the tokens that follow them, int64[batch, length] each."""
         places = starts[:, None] + torch.arange(self.length + 1, device=self.device)
         found = self.train[places].long()
         return found[:, :-1], found[:, 1:]
 
     def held_out_loss(self, model: Llama, batch: int) -> float:
-        """The mean loss over all windows of the held-out text, under autocast; blocks run uncompiled."""
+        """Return the mean loss over all windows of the held-out text, under autocast, with uncompiled blocks."""
         tokens, targets = self.held_out[:-1].view(-1, self.length), self.held_out[1:].view(-1, self.length)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         with torch.no_grad(), autocast(self.device), torch.compiler.set_stance("force_eager"):
@@ -173,7 +173,7 @@ def autocast(device: str) -> torch.autocast:
 
 
 def parse_arm(arm: str) -> tuple[str, str, float | None, str]:
-    """Method, parts, target and operator of an arm."""
+    """Return method, parts, target and operator of an arm."""
     methods = f"bf16|({'|'.join(NOISES)}):(?P<parts>[^/@]+)(/(?P<target>[0-9.]+))?"
     found = re.fullmatch(f"(?P<method>{methods})(@(?P<operator>.+))?", arm)
     if found is None:
@@ -183,7 +183,7 @@ def parse_arm(arm: str) -> tuple[str, str, float | None, str]:
 
 
 def plan_of(arm: str, arguments: argparse.Namespace, targets) -> Plan:
-    """The plan of an arm; `targets(parts)` chooses those of `auto`."""
+    """Return the plan of an arm; `targets(parts)` chooses those of `auto`."""
     method, parts, target, operator = parse_arm(arm)
     compute = "bf16" if torch.device(arguments.device).type == "cuda" else "fp32"
     base = dither.recipe(operator) if operator else Plan(default=LayerPrecision())
@@ -211,7 +211,7 @@ def plan_of(arm: str, arguments: argparse.Namespace, targets) -> Plan:
 
 
 def build(plan: Plan, seed: int, arguments: argparse.Namespace) -> Llama:
-    """A Llama with the weights of a seed, converted; the same weights for every plan."""
+    """Return a converted Llama with the weights of a seed, the same for every plan."""
     config = LlamaConfig(
         hidden_size=arguments.hidden,
         intermediate_size=arguments.ffn,
@@ -227,13 +227,13 @@ def build(plan: Plan, seed: int, arguments: argparse.Namespace) -> Llama:
 
 
 def rate(step: int, arguments: argparse.Namespace) -> float:
-    """The share of --lr in a step: warmup, then a cosine down to a tenth."""
+    """Return the learning rate of a step as a fraction of --lr: warmup, then a cosine to a tenth."""
     done = max(0.0, (step - arguments.warmup) / max(1, arguments.steps - arguments.warmup))
     return min(1.0, (step + 1) / arguments.warmup) * (0.55 + 0.45 * math.cos(math.pi * done))
 
 
 def train(model: Llama, text: Text, seed: int, arguments: argparse.Namespace) -> float:
-    """Train for all steps; the mean loss over the last tenth of them."""
+    """Train for all steps, and return the mean loss of the last tenth of them."""
     if arguments.compile:
         compile_blocks(model)
     groups = param_groups(model, weight_decay=arguments.weight_decay, bitwidth_lr=arguments.bitwidth_lr)
@@ -260,7 +260,7 @@ def train(model: Llama, text: Text, seed: int, arguments: argparse.Namespace) ->
 
 
 def evaluate(model: Llama, text: Text, arguments: argparse.Namespace) -> dict:
-    """What was learned: bitwidths, held-out loss, and held-out loss with weights in few bits."""
+    """Return learned bitwidths, held-out loss, and held-out loss with weights in few bits."""
     found: dict = {}
     model.eval()
     sampled = [module for module in model.modules() if isinstance(module, dither.Linear) and module.precision.sampled]
@@ -283,7 +283,7 @@ def evaluate(model: Llama, text: Text, arguments: argparse.Namespace) -> dict:
 
 
 class Runs:
-    """The results so far, and what they share."""
+    """The results so far, and the data and models that runs share."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments, self.text = arguments, Text(arguments)
@@ -310,7 +310,7 @@ class Runs:
         return next((r for r in self.results if (r["arm"], r["seed"], r["settings"]) == (arm, seed, self.settings)), None)
 
     def run(self, arm: str, seed: int) -> dict:
-        """Train and evaluate one arm with one seed, and write it down."""
+        """Train and evaluate one arm with one seed, and write the result."""
         began = time.perf_counter()
         model = build(plan_of(arm, self.arguments, lambda sampling: self.targets(sampling, seed)), seed, self.arguments)
         train_loss = train(model, self.text, seed, self.arguments)
@@ -328,7 +328,7 @@ class Runs:
         return result
 
     def targets(self, sampling: Sampling, seed: int):
-        """Bitwidths of each layer's own for the trained bf16 model of the seed, with --b-target as their mean."""
+        """Return bitwidths per layer for the trained bf16 model of the seed, with --b-target as their mean."""
         if seed not in self.trained:
             self.run("bf16", seed)
         model = build(plan_of("bf16", self.arguments, None), seed, self.arguments)
@@ -349,7 +349,7 @@ class Runs:
 
 
 def paired(results: list[dict], base: list[dict], value) -> str:
-    """Mean difference of `value` to the base's over the seeds that both have, and its standard error."""
+    """Return the mean difference of `value` to the base's over the seeds that both have, and its standard error."""
     theirs = {r["seed"]: value(r) for r in base}
     differences = [value(r) - theirs[r["seed"]] for r in results if r["seed"] in theirs]
     if not differences:
@@ -359,7 +359,7 @@ def paired(results: list[dict], base: list[dict], value) -> str:
 
 
 def print_tables(here: list[dict]) -> None:
-    """Held-out loss of every arm, and what each cast of its weights adds, beside bf16."""
+    """Print the held-out loss of every arm, and the increase by each cast of its weights, with bf16 for comparison."""
     arms = list(dict.fromkeys(r["arm"] for r in here))
     base = [r for r in here if r["arm"] == "bf16"]
     print(
@@ -401,7 +401,7 @@ TINY |= {
 
 
 def read_results(paths: list[Path]) -> list[dict]:
-    """The results that files hold, one after the other."""
+    """Return the results of several files."""
     try:
         return [result for path in paths for result in json.loads(path.read_text())]
     except (OSError, ValueError) as error:
@@ -409,7 +409,7 @@ def read_results(paths: list[Path]) -> list[dict]:
 
 
 def arms_and_seeds(parser: argparse.ArgumentParser, arguments: argparse.Namespace, parse) -> tuple[list[str], list[int]]:
-    """Those to run, if there are such arms and the device is there."""
+    """Return the arms and seeds to run; raise if an arm or the device does not exist."""
     if arguments.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("torch sees no GPU here; --device cpu --tiny shows that the script runs")
     arms = arguments.arms.split(",")

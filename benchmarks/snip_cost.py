@@ -1,12 +1,12 @@
-"""What a plan costs while a model trains: GPU time and memory of SNIP's estimates, in ordinary steps, and the solver's seconds.
+"""The cost of a plan during training: GPU time and memory of SNIP's estimates, in ordinary steps, and the solver's seconds.
 
     PYTHONPATH=src python3 benchmarks/snip_cost.py --size 1b --tokens 8192,16384
     PYTHONPATH=src python3 benchmarks/snip_cost.py --device cpu --size tiny --sequence 32  # the script runs
 
-A Llama of `benchmarks/train.py` trains by --mode, its blocks compiled. Ordinary steps are timed first; then each probe scores
+A Llama of `benchmarks/train.py` trains in --mode, with compiled blocks. Ordinary steps are timed first; then each probe scores
 all options of all layers on --tokens of a step's batch, uncompiled, in micro-batches of a quarter of it, as the trainer does.
-Seconds are those of a clock, the host's part included, and those of the GPU's kernels; both are told in ordinary steps too.
-Peaks are of allocated memory, with the model, its optimizer and everything else that lies there. --profile lists the kernels.
+Seconds are wall-clock time, including the host, and time of the GPU's kernels; both are also given in ordinary steps. Peaks are
+of allocated memory, including the model and its optimizer. --profile lists the kernels.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from dither.snip import PROBES, Goal, choose, options, score
 
 
 def seconds_of(work, device: str) -> tuple[float, float | None]:
-    """Of work on the device, the host's part included, and the peak of memory in GiB."""
+    """Return the seconds of work on the device, the host's part included, and the peak of memory in GiB."""
     cuda = device.startswith("cuda")
     if cuda:
         torch.cuda.synchronize()

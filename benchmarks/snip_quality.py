@@ -1,19 +1,19 @@
-"""Plans of equal efficiency on real text: SNIP's beside the baselines', and beside BF16, FP8 and FP4 throughout.
+"""Plans of equal efficiency on real text: SNIP's compared with the baselines', and with BF16, FP8 and FP4 throughout.
 
     PYTHONPATH=src python3 benchmarks/snip_quality.py --train train.npy --held-out held_out.npy --json plans.json --minutes 9
     PYTHONPATH=src python3 benchmarks/snip_quality.py --device cpu --tiny  # made-up text, in seconds: the script runs
 
 Several processes share a GPU, which one alone leaves idle half of the time:
 
-    ... --state here --prepare --seeds 0                        # once for each seed, side by side: to where the arms part
-    ... --state here --share 1/8 --json plans-1.json            # and 2/8, ... 8/8, side by side: the arms
+    ... --state here --prepare --seeds 0                        # once per seed, in parallel: to the point where the arms branch
+    ... --state here --share 1/8 --json plans-1.json            # and 2/8, ... 8/8, in parallel: the arms
     PYTHONPATH=src python3 benchmarks/snip_quality.py --table plans-*.json --plot plans.svg
 
-A GPU's runs are not the same to the bit, and what parted twice has parted at two places: results say where theirs did
-(`parted`), and only those that parted at the same place are compared.
+Runs on a GPU are not reproducible to the bit, so two preparations give two branching points. Results record theirs (`parted`),
+and only those with the same one are compared.
 
 The files of token ids are those of `benchmarks/sampling_quality.py --prepare`. For each seed a small Llama is trained in FP8
-for --before steps; there SNIP's estimates are taken, on batches that no step sees, and plans are made. From that point on each
+for --before steps; there SNIP's estimates are taken, on batches that no step uses, and plans are made. From that point on each
 arm trains the same weights and moments on the same text in its own precision, so that arms are compared by differences within
 a seed; the tables have their mean and its standard error. FP4 runs through FP8 units. Blocks are not compiled: a plan makes
 nearly every block different, and compiling each takes longer than these runs do. Results are written after each run, and runs
@@ -23,7 +23,7 @@ that --json has already are not repeated; --minutes begins no run that would not
     fp4/fp8/fp8               one option for input, weight and gradient, in every layer but the output
     snip@75                   SNIP at a target of 75 % of FLOPs in FP4, by the default probe; snip:last@75 by another one
     snip^1@75                 divergences added up as the paper does, instead of their squares
-    random@75, min-abs-err@75, min-rel-err@75, E-layer-id@75, E-layer-type@75; random layers are others for each seed
+    random@75, min-abs-err@75, min-rel-err@75, E-layer-id@75, E-layer-type@75; random layers differ by seed
     uniform@75                the least option that reaches the target everywhere: fp4 above a third of the FLOPs
 """
 
@@ -62,7 +62,7 @@ TINY |= {"arms": "bf16,fp8,snip@50,random@50,snip:direct@50"}
 
 
 def parse_arm(arm: str) -> tuple[str, str, float, float]:
-    """Method, probe, power and target of an arm."""
+    """Return method, probe, power and target of an arm."""
     if arm in WHOLE:
         return arm, "", 0.0, 0.0
     snip = rf"snip(:(?P<probe>{'|'.join(PROBES)}))?(\^(?P<power>[0-9.]+))?"
@@ -74,7 +74,7 @@ def parse_arm(arm: str) -> tuple[str, str, float, float]:
 
 
 class Seed:
-    """A model of one seed at the point where the arms part, and what was measured there."""
+    """A model of one seed at the point where the arms branch, and its statistics."""
 
     def __init__(self, seed: int, text: Text, arguments: argparse.Namespace) -> None:
         self.seed, self.text, self.arguments = seed, text, arguments
@@ -98,7 +98,7 @@ class Seed:
             self.parted.update(weight.cpu().view(torch.uint8).numpy().tobytes())
 
     def train(self, first: int, end: int) -> None:
-        """Steps from `first` to `end` in the precision that the model has."""
+        """Train from step `first` to `end` in the model's precision."""
         arguments = self.arguments
         for step in range(first, end):
             for group in self.optimizer.param_groups:
@@ -111,14 +111,14 @@ class Seed:
             self.optimizer.zero_grad()
 
     def restore(self) -> None:
-        """Back to where the arms part, in FP8."""
+        """Restore the point where the arms branch, in FP8."""
         dither.apply_plan(self.model, WHOLE["fp8"])
         weights, moments = copy.deepcopy(self.kept)
         self.model.load_state_dict(weights)
         self.optimizer.load_state_dict(moments)
 
     def measured(self, probe: str) -> Scores:
-        """Scores by a probe, taken once."""
+        """Return the scores of a probe, from a cache."""
 
         def forward(model: Llama, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
             with autocast(self.arguments.device):
@@ -139,7 +139,7 @@ class Seed:
         return self.scores[probe]
 
     def plan(self, arm: str) -> Plan:
-        """The plan of an arm."""
+        """Return the plan of an arm."""
         method, probe, power, target = parse_arm(arm)
         if arm in WHOLE:
             return WHOLE[arm]
@@ -153,7 +153,7 @@ class Seed:
         return plan(scores.layers, OPTIONS, solution, WHOLE["fp8"])
 
     def run(self, arm: str) -> dict:
-        """Train an arm to the end: held-out loss in its own precision, and without casts."""
+        """Train an arm to the end, and return its held-out loss in its own precision and without casts."""
         chosen = self.plan(arm)
         began = time.perf_counter()
         self.restore()
@@ -170,7 +170,7 @@ class Seed:
 
 
 def of_arms(results: list[dict]) -> dict[str, list[dict]]:
-    """Results by arm; their seeds are places where arms parted."""
+    """Return results by arm; their seeds are the points where arms branched."""
     found: dict[str, list[dict]] = {}
     for result in results:
         found.setdefault(result["arm"], []).append(result | {"seed": (result["seed"], result.get("parted"))})
@@ -178,7 +178,7 @@ def of_arms(results: list[dict]) -> dict[str, list[dict]]:
 
 
 def print_table(results: list[dict]) -> None:
-    """Every arm beside bf16 and beside SNIP at the same target: in its own precision, and its weights without casts."""
+    """Print every arm compared with bf16 and with SNIP at the same target: in its own precision, and without casts."""
     of, columns = of_arms(results), ("loss - bf16", "loss - snip", "uncast - bf16", "uncast - snip")
     print(f"\n{'arm':<20}{'seeds':>6}{'in FP4':>8}{'loss':>9}" + "".join(f"{name:>20}" for name in columns) + f"{'s':>7}")
     for arm, mine in of.items():
@@ -194,7 +194,7 @@ def print_table(results: list[dict]) -> None:
 
 
 def plot(results: list[dict], path: Path) -> None:
-    """What each method costs by the share of FLOPs in FP4, from fp8 to fp4, with standard errors: an SVG."""
+    """Draw the cost of each method over the fraction of FLOPs in FP4, from fp8 to fp4, with standard errors, as SVG."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -206,7 +206,7 @@ def plot(results: list[dict], path: Path) -> None:
         raise SystemExit(f"curves go from fp8 to fp4, above bf16: there is no run of {missing[0]}")
 
     def cost(arm: str) -> tuple[float, float, float]:
-        """The share in FP4, and the mean of loss - bf16 with its standard error, in thousandths of a nat."""
+        """Return the fraction in FP4, and the mean of loss - bf16 with its standard error, in thousandths of a nat."""
         base = {r["seed"]: r["loss"] for r in of["bf16"]}
         found = [1e3 * (r["loss"] - base[r["seed"]]) for r in of[arm] if r["seed"] in base]
         share = {"fp8": 0.0, "fp4": 1.0}.get(arm, of[arm][0]["efficiency"])
@@ -224,7 +224,7 @@ def plot(results: list[dict], path: Path) -> None:
 
 
 def check_state(arguments: argparse.Namespace, settings: dict) -> None:
-    """Raise if --state was filled with other settings, and write down those of a new one: arms must part where they say."""
+    """Raise if --state was written with other settings; write the settings of a new one."""
     if arguments.state:
         arguments.state.mkdir(parents=True, exist_ok=True)
         path = arguments.state / "settings.json"

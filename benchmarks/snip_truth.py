@@ -1,4 +1,4 @@
-"""SNIP's estimates beside the truth: how well each probe ranks the options of all layers of a trained Llama, and what it costs.
+"""SNIP's estimates compared with the truth: rank correlation of each probe over all layers of a trained Llama, and cost.
 
     PYTHONPATH=src python3 benchmarks/snip_truth.py --train train.npy --held-out held_out.npy --json truth.json
     PYTHONPATH=src python3 benchmarks/snip_truth.py --device cpu --tiny  # random text, in a minute: the script runs
@@ -8,8 +8,8 @@ in BF16 autocast with float32 parameters (O1), uncast. Every probe then scores e
 training text, and `dither.snip.verify` tries all options for real, one layer at a time, on whole batches of held-out text.
 --minutes bounds the truth: as many held-out batches are taken as fit, one at least, and then, for the loss alone, as many more
 as still do, up to --loss-batches.
---tokens scores once more on the first so many tokens of the training text: what fewer of them are worth. --compute fp32 looks
-at all of it in float32: in BF16, what follows a change is rounded anew, which hides the small ones.
+--tokens scores again on that many first tokens of the training text, to show the effect of fewer tokens. --compute fp32 does
+everything in float32: in BF16, later layers round again, which hides small changes.
 """
 
 import argparse
@@ -33,7 +33,7 @@ TINY = {"hidden": 64, "layers": 2, "heads": 4, "ffn": 128, "words": 64, "sequenc
 
 
 class Text:
-    """Token ids on the device, and the windows that steps and probes see."""
+    """Token ids on the device, and the windows of steps and probes."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.length, self.batch, self.device = arguments.sequence, arguments.batch, arguments.device
@@ -42,25 +42,25 @@ class Text:
         )
 
     def windows(self, ids: torch.Tensor, generator: torch.Generator, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and the tokens that follow them, int64[count, length] each, from random places."""
+        """Return tokens and the tokens that follow them, int64[count, length] each, from random positions."""
         starts = torch.randint(len(ids) - self.length, (count,), generator=generator).to(self.device)
         found = ids[starts[:, None] + torch.arange(self.length + 1, device=self.device)].long()
         return found[:, :-1], found[:, 1:]
 
 
 def forward(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """The loss of a batch under BF16 autocast; without it on a CPU, where BF16 products are slow."""
+    """Return the loss of a batch under BF16 autocast; without it on a CPU, where BF16 products are slow."""
     with autocast(batch[0].device.type):
         return model(*batch)
 
 
 def exact_forward(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """The loss of a batch in float32."""
+    """Return the loss of a batch in float32."""
     return model(*batch)
 
 
 def trained(text: Text, arguments: argparse.Namespace) -> tuple[Llama, torch.optim.Optimizer, float]:
-    """A Llama after --steps steps, its optimizer, and the mean loss of the last tenth of them."""
+    """Return a Llama after --steps steps, its optimizer, and the mean loss of the last tenth of them."""
     model = build(dither.Plan(default=dither.LayerPrecision()), arguments.seed, arguments)
     if arguments.device == "cuda":
         compile_blocks(model)
@@ -81,7 +81,7 @@ def trained(text: Text, arguments: argparse.Namespace) -> tuple[Llama, torch.opt
 
 @torch.no_grad()
 def seconds_of(call: Callable[[], torch.Tensor]) -> float:
-    """What the second of two calls takes, uncompiled as estimates and truth are."""
+    """Return the time of the second of two calls, uncompiled like estimates and truth."""
     with torch.compiler.set_stance("force_eager"):
         for _ in range(2):
             began = time.perf_counter()
@@ -90,9 +90,9 @@ def seconds_of(call: Callable[[], torch.Tensor]) -> float:
 
 
 def with_slope(scores: Scores, closed: Scores, share: float) -> Scores:
-    """Scores of `measure` or `layer` in which the slope's part of dL, that of the paper's formula, counts `share` as much.
+    """Return scores of `measure` or `layer` in which the slope's part of dL, by the paper's formula, has the weight `share`.
 
-    On a batch of M tokens that part has the size of its noise, 1 / sqrt(M), so larger or more batches show less of it.
+    On a batch of M tokens that part has the size of its noise, 1 / sqrt(M), so it decreases with larger or more batches.
     """
     loss = tuple(
         tuple(math.sqrt(max(both**2 - slope**2, 0.0) + (share * slope) ** 2) for both, slope in zip(*rows, strict=True))
@@ -102,7 +102,7 @@ def with_slope(scores: Scores, closed: Scores, share: float) -> Scores:
 
 
 def integers(text: str) -> list[int]:
-    """Of "2048,8192"; argparse says what is wrong with another text."""
+    """Return the integers of a text such as "2048,8192"; argparse reports errors."""
     return [int(part) for part in text.split(",")]
 
 

@@ -6,8 +6,8 @@
 
 Arms, sweeps and tables are those of `dither compare`; see docs/comparing.md. Each run is a process of its own. On one GPU they
 share it better under CUDA's MPS (`nvidia-cuda-mps-control -d` before, `echo quit | nvidia-cuda-mps-control` after). The sweep
-goes on where it was left: finished runs are kept, and after --minutes what runs is saved and stopped. Tables then have the
-seeds of which every run is done. --to gets comparison.json and, where matplotlib and jinja2 are, sweep.svg and report.html.
+resumes: finished runs are kept, and after --minutes the others are saved and stopped. Tables then have the seeds whose runs are
+all finished. --to receives comparison.json and, if matplotlib and jinja2 are installed, sweep.svg and report.html.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from dither.train.guard import Status
 
 
 def finished(trials: list[Trial]) -> list[Trial]:
-    """Return the runs of those seeds of which every run has come to its end."""
+    """Return the runs of the seeds whose runs are all finished."""
     open_seeds = {trial.config.run.seed for trial in trials if not _ended(trial)}
     return [trial for trial in trials if trial.config.run.seed not in open_seeds]
 

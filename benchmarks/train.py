@@ -1,10 +1,10 @@
-"""Llama training: tokens a second and peak memory of a whole step, by size and by mode, each beside BF16 autocast (`o1`).
+"""Llama training: tokens per second and peak memory of a whole step, by size and by mode, compared with BF16 autocast (`o1`).
 
     PYTHONPATH=src python3 benchmarks/train.py --sizes 1b,3b,8b4 --modes o1,bf16-nearest,bf16-sr,recipe:fp8-block
     PYTHONPATH=src python3 benchmarks/train.py --modes o1,torchao-tensorwise,torchao-rowwise --peer FOLDER  # an unpacked wheel
     PYTHONPATH=src python3 benchmarks/train.py --sizes 1b --modes recipe:fp8-block --profile  # where a step's time goes
     PYTHONPATH=src python3 benchmarks/train.py --table-1 --prepare  # GaussWS and DiffQ with AdamW and with Adam-mini
-    PYTHONPATH=src python3 benchmarks/train.py --prepare          # compile everything first, side by side, then time
+    PYTHONPATH=src python3 benchmarks/train.py --prepare          # compile everything first, in parallel, then time
     PYTHONPATH=src python3 benchmarks/train.py --device cpu --sizes tiny --modes o1 --steps 2 --sequence 64
 
 A step is forward, backward and optimizer on random tokens made on the device; gradients are not clipped. Blocks are compiled,
@@ -16,13 +16,13 @@ process of its own, so that neither memory nor a failure reaches the next one; d
     bf16-nearest         bfloat16 parameters, torch's fused AdamW, which rounds to nearest
     bf16-sr              bfloat16 parameters, dither.optim.AdamW: stochastic rounding, bfloat16 states
     torchao-tensorwise   o1 with torchao's FP8 linear layers (all but the output), from --peer
-    torchao-rowwise      the same with a scale for each row
+    torchao-rowwise      the same with one scale per row
     recipe:NAME          o1 with dither.convert(model, NAME): only the linear layers differ
     recipe:NAME+sr       bf16-sr with dither.convert(model, NAME)
     gaussws:PARTS        o1 with sampled weights, parts all, od, qkv, out, up or down; +recompute keeps no copy of them
     diffq:PARTS          the same with uniform noise
     MODE+adam-mini       o1, gaussws:PARTS or diffq:PARTS with dither.optim.AdamMini in place of torch's AdamW
-    MODE+adamw           the same with dither.optim.AdamW: what Adam-mini differs from in its second moments alone
+    MODE+adamw           the same with dither.optim.AdamW, which differs from Adam-mini in its second moments only
 
 --table-1 measures the rows of Table 1 of the paper on GaussWS: autocast, GaussWS[od], GaussWS[all] and DiffQ[all], each with
 AdamW and with Adam-mini, for Llamas of 134M, 360M, 1B and 3B. It prints the overhead of each row over autocast with the same
@@ -87,7 +87,7 @@ KERNELS = {
 
 
 def build(size: str, mode: str, device: str, peer: str | None, compiled: bool, layers: int | None):
-    """The model of a mode, its optimizer, and the context of its forward pass."""
+    """Return the model of a mode, its optimizer, and the context of its forward pass."""
     config, _ = SIZES[size]
     config = dataclasses.replace(config, num_hidden_layers=layers or config.num_hidden_layers)
     sr, recipe = mode == "bf16-sr" or mode.endswith("+sr"), re.fullmatch(r"recipe:(.+?)(\+sr)?", mode)
@@ -141,7 +141,7 @@ def build(size: str, mode: str, device: str, peer: str | None, compiled: bool, l
 
 
 def warmed_step(size: str, mode: str, arguments: argparse.Namespace):
-    """A training step of a mode that has run as often as --warmup says."""
+    """Return a training step of a mode, after --warmup runs."""
     config, batch = SIZES[size]
     model, optimizer, context = build(size, mode, arguments.device, arguments.peer, arguments.compile, arguments.layers)
     random = torch.Generator(arguments.device).manual_seed(1)
@@ -167,7 +167,7 @@ def warmed_step(size: str, mode: str, arguments: argparse.Namespace):
 
 
 def timed(step, count: int, cuda: bool) -> tuple[list[float], torch.Tensor]:
-    """Milliseconds of each step, and the last loss, which must be a number."""
+    """Return the milliseconds of each step, and the last loss, which must be finite."""
     times = []
     if cuda:
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
@@ -188,9 +188,9 @@ def timed(step, count: int, cuda: bool) -> tuple[list[float], torch.Tensor]:
 
 
 def measure(size: str, modes: Sequence[str], arguments: argparse.Namespace) -> list[dict]:
-    """Median step of each mode, its tokens a second, and the peak of allocated memory over the timed steps.
+    """Return the median step of each mode, its tokens per second, and the peak of allocated memory over the timed steps.
 
-    Several modes take turns, forth and back, so that a GPU that becomes slower does so for all; their memory counts apart.
+    Several modes alternate, so that a slowdown of the GPU affects all of them; memory is counted separately.
     """
     config, batch = SIZES[size]
     cuda = arguments.device.startswith("cuda")
@@ -237,7 +237,7 @@ def measure(size: str, modes: Sequence[str], arguments: argparse.Namespace) -> l
 
 
 def profile(step, cuda: bool) -> list[dict]:
-    """The kernels of one step (on a CPU: its operations), slowest first: name, group, milliseconds, calls."""
+    """Return the kernels of one step (on a CPU: its operations), slowest first: name, group, milliseconds, calls."""
     kind = torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[kind]) as record:
         step()
@@ -255,7 +255,7 @@ def profile(step, cuda: bool) -> list[dict]:
 
 
 def host_profile(step, shown: int = 25) -> str:
-    """What the host does in a step, by function, the slowest of themselves first; the profile itself doubles the time."""
+    """Return the host's functions in a step, slowest first by their own time. Profiling doubles the time."""
     record = cProfile.Profile()
     record.enable()
     step()
@@ -266,7 +266,7 @@ def host_profile(step, shown: int = 25) -> str:
 
 
 def print_profile(result: dict, shown: int = 25) -> None:
-    """Time by group and the slowest kernels of one step, and what the host did."""
+    """Print the time by group and the slowest kernels of one step, and the host's functions."""
     kernels = result["profile"]
     total = sum(kernel["ms"] for kernel in kernels)
     print(f"\n{result['size']} {result['mode']}: kernels {total:.2f} ms of a step of {result['step_ms']:.2f} ms")
@@ -279,14 +279,14 @@ def print_profile(result: dict, shown: int = 25) -> None:
 
 
 def processes(count: int) -> concurrent.futures.ProcessPoolExecutor:
-    """Processes for one task each, born with torch imported; whoever gives birth to them must not touch the GPU."""
+    """Return a pool of processes for one task each, forked after importing torch; the parent must not use the GPU."""
     births = multiprocessing.get_context("forkserver")
     births.set_forkserver_preload(["torch", "sympy", "numpy"])
     return concurrent.futures.ProcessPoolExecutor(count, mp_context=births, max_tasks_per_child=1)
 
 
 def compile_all(arguments: argparse.Namespace) -> None:
-    """One step of two layers of each size and mode, many at once: what is timed afterwards finds its blocks compiled."""
+    """Run one step of two layers of each size and mode in parallel, so that timed runs find their blocks compiled."""
     shortened = argparse.Namespace(**{**vars(arguments), "layers": 2, "warmup": 0, "steps": 1, "profile": False})
     with processes(10) as pool:
         for size in arguments.sizes:
@@ -295,7 +295,7 @@ def compile_all(arguments: argparse.Namespace) -> None:
 
 
 def separately(size: str, modes: Sequence[str], arguments: argparse.Namespace) -> list[dict]:
-    """`measure` in a process of its own; a failure becomes its first line."""
+    """Run `measure` in a process of its own; a failure becomes its first line."""
     began = time.perf_counter()
     with processes(1) as pool:
         error = (task := pool.submit(measure, size, modes, arguments)).exception()
@@ -312,7 +312,7 @@ def ratio(value: float | None, base: float | None) -> str:
 
 
 def print_table(results: list[dict]) -> None:
-    """One line for each size and mode, with ratios to o1 of the same size where that ran."""
+    """Print one line per size and mode, with ratios to o1 of the same size if that ran."""
     print(f"\n{'size':<7}{'mode':<26}{'k tokens/s':>11}{'of o1':>8}{'peak GiB':>10}{'of o1':>8}{'step ms':>10}")
     for result in results:
         if "failure" in result:
@@ -328,7 +328,7 @@ def print_table(results: list[dict]) -> None:
 
 
 def print_table_1(results: list[dict]) -> None:
-    """Thousand tokens per second and peak memory of Table 1's rows, with the overhead over autocast with the same optimizer."""
+    """Print the rows of Table 1: thousand tokens per second, peak memory, and the overhead over autocast."""
     found = {(result["size"], result["mode"]): result for result in results if "failure" not in result}
     sizes = list(dict.fromkeys(result["size"] for result in results))
     for title, key, unit in (("k tokens/s", "tokens_per_second", 1e-3), ("peak GiB", "peak_gib", 1.0)):
@@ -346,7 +346,7 @@ def print_table_1(results: list[dict]) -> None:
 
 
 def listed(pattern: str):
-    """A parser of comma-separated words, each of which matches the pattern."""
+    """Return a parser of comma-separated words that match the pattern."""
 
     def parse(text: str) -> list[str]:
         for word in (words := text.split(",")):

@@ -1,11 +1,11 @@
-"""The trainer beside a bare loop: what data, clipping, the guard, metrics and checkpoints cost.
+"""The trainer compared with a bare loop: the cost of data, clipping, the guard, metrics and checkpoints.
 
     PYTHONPATH=src python3 benchmarks/trainer.py TOKENS                  # a folder of `dither data prepare`
     PYTHONPATH=src python3 benchmarks/trainer.py TOKENS --curve gpt2-124m --steps 600 --json curve.json
 
 Without --curve: the Llama of 134 M parameters, 24 sequences of 2048 tokens, BF16 autocast, compiled blocks, a line of metrics
-every 10 steps and a checkpoint every 100, once by `dither.train.loop.train` and once as `benchmarks/train.py` has it (random
-tokens, no clipping, nobody looks). The trainer's rate counts all seconds between the first line of metrics and the last but
+every 10 steps and a checkpoint every 100, once by `dither.train.loop.train` and once as in `benchmarks/train.py` (random
+tokens, no clipping, no metrics). The trainer's rate counts all seconds between the first line of metrics and the last but
 those of evaluations and samples of text. With --curve: one run of a preset, and its losses.
 """
 
@@ -23,7 +23,7 @@ BARE = "134m"
 
 
 def run(settings: list[str], folder: str) -> list[dict]:
-    """The metrics of a run into a folder that is not there yet."""
+    """Train into a new folder, and return the metrics of the run."""
     outcome = loop.train(config.override(config.Config(), [*settings, f'run.out="{folder}"']))
     if outcome.code:
         raise RuntimeError(outcome.why)
@@ -31,7 +31,7 @@ def run(settings: list[str], folder: str) -> list[dict]:
 
 
 def rate(lines: list[dict]) -> float:
-    """Tokens a second after the first line of metrics, which has the compilation in it."""
+    """Return tokens per second after the first line of metrics, which includes compilation."""
     lines = [line for line in lines if line["kind"] == "train"]
     counts = [after["tokens"] - before["tokens"] for before, after in itertools.pairwise(lines)]
     seconds = [count / line["tokens_per_s"] for count, line in zip(counts, lines[1:], strict=True)]
@@ -66,7 +66,7 @@ def main() -> None:
         for line in lines:
             if line["kind"] == "eval":
                 print(f"step {line['step']:>6}  held-out loss {line['loss']:.4f}  {line['bits_per_byte']:.4f} bits per byte")
-        print(f"{rate(lines) / 1e3:.1f} thousand tokens a second")
+        print(f"{rate(lines) / 1e3:.1f} thousand tokens per second")
         return
     found = rate(lines)
     stalls = [line["seconds"] for line in lines if line["kind"] == "save"]
@@ -74,7 +74,7 @@ def main() -> None:
         device="cuda", sequence=2048, batch=None, warmup=5, steps=40, compile=True, peer=None, layers=None, profile=False
     )
     (result,) = bare.separately(BARE, ["o1"], argparse.Namespace(**vars(options), verbose=True))
-    print(f"trainer    {found / 1e3:.1f} thousand tokens a second; saves held it up for {', '.join(map(str, stalls))} s")
+    print(f"trainer    {found / 1e3:.1f} thousand tokens per second; saves held it up for {', '.join(map(str, stalls))} s")
     print(f"bare loop  {result['tokens_per_second'] / 1e3:.1f}; the trainer reaches {found / result['tokens_per_second']:.4f}")
 
 

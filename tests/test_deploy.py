@@ -86,7 +86,7 @@ def test_bitwidths_that_have_almost_arrived():
     assert plan_from_bitwidths(model).for_layer("0").weight.format == "e4m3"
     assert plan_from_bitwidths(model, slack=0.05).for_layer("0").weight.format == "e3m2"
     assert set(deploy_blocks(model, slack=0.05).layers[0].formats) == {"e3m2"}
-    with pytest.raises(UserError, match=r"slack= is a number of bits that is not negative.*not -1"):
+    with pytest.raises(UserError, match=r"slack= is a non-negative number of bits.*not -1"):
         effective_precision(model, slack=-1)
 
 
@@ -169,7 +169,7 @@ def test_loss_before_and_after_in_one_call():
     state = result.state_dict(model)
     assert set(state) == set(model.state_dict())
     assert torch.equal(state["0.weight"], cast)
-    assert "4.07 bits a weight, loss" in str(result)
+    assert "4.07 bits per weight, loss" in str(result)
 
 
 def test_the_model_comes_back_when_evaluation_fails():
@@ -238,13 +238,13 @@ def test_a_format_for_each_block():
         (lambda: effective_precision(nn.Sequential(nn.Linear(4, 4))), "Sequential has no layer with learned bitwidths"),
         (
             lambda: plan_from_bitwidths(learned(), quantile=0),
-            "quantile= is a share of a layer's weights, above 0 and up to 1, not 0",
+            "quantile= is a fraction of a layer's weights, above 0 and up to 1, not 0",
         ),
         (lambda: plan_from_bitwidths(learned(), rule="error"), "rule= is 'table'.*not 'error'"),
         (lambda: plan_from_bitwidths(learned(), granularity="blocks"), "There is no granularity 'blocks'"),
         (
             lambda: plan_from_bitwidths(learned(torch.full((2, 3), 7.0)), rule="noise", formats=("e2m1",)),
-            "No format among e2m1 stays within the noise",
+            "No format among e2m1 has an error within the noise",
         ),
         (
             lambda: effective_precision(learned(torch.full((2, 3), math.nan))),
@@ -257,12 +257,15 @@ def test_a_format_for_each_block():
         (lambda: deploy(learned(), "fp8"), "deploy takes a Plan that casts weights, not 'fp8'"),
         (lambda: deploy(learned(), Plan(default=LayerPrecision())), "The plan casts no weight of Sequential"),
         (lambda: deploy(learned(), Plan(layers=(("9", LayerPrecision.of(weight="mxfp4")),))), "matches no linear layer"),
-        (lambda: choose_targets(learned(), evaluate_batch, []), "batches= is a list of batches.*not empty"),
-        (lambda: choose_targets(learned(), evaluate_batch, [0], tolerance=-1), "tolerance= is the share.*not -1"),
+        (lambda: choose_targets(learned(), evaluate_batch, []), "batches= is a non-empty list of batches"),
+        (
+            lambda: choose_targets(learned(), evaluate_batch, [0], tolerance=-1),
+            "tolerance= is the allowed relative rise.*not -1",
+        ),
         (lambda: choose_targets(learned(), evaluate_batch, [0], probes=()), r"probes= are bitwidths.*not \(\)"),
-        (lambda: choose_targets(learned(), evaluate_batch, [0], draws=0), "draws= is how often.*not 0"),
+        (lambda: choose_targets(learned(), evaluate_batch, [0], draws=0), "draws= is the number of draws.*not 0"),
         (lambda: choose_targets(learned(), evaluate_batch, [0], low=9.0), r"from low=9\.0 to high=8\.0"),
-        (lambda: choose_targets(learned(), lambda model, batch: math.nan, [0]), "loss_fn gives nan as the mean loss"),
+        (lambda: choose_targets(learned(), lambda model, batch: math.nan, [0]), "The mean of loss_fn over the batches is nan"),
         (lambda: choose_targets(learned(), evaluate_batch, [0], only="7"), "only= '7' matches no linear layer"),
         (lambda: measure_rise(learned(), evaluate_batch, [0], {"5": 4.0}), "There is no linear layer '5' in Sequential"),
         (lambda: measure_rise(learned(), evaluate_batch, [0], {"0": 4.0}, draws=1), "at least 2 draws, not 1"),

@@ -105,7 +105,7 @@ def test_what_is_left_alone():
     assert len(record.layers) == 14
     assert reasons(record)["lm_head"] == "the output layer"
     assert reasons(record)["model.embed_tokens"] == "an embedding"
-    assert reasons(record)["model.norm"] == "LlamaRMSNorm is no linear layer"
+    assert reasons(record)["model.norm"] == "LlamaRMSNorm is not a linear layer"
     assert len(record.left_alone) == 7
 
 
@@ -148,7 +148,7 @@ def test_the_share_of_experts_is_that_of_the_tokens_they_see():
     total = 2 * (sum(work.values()) + 4 * 32 * 32) + 64 * 32
     found = {layer.name.split(".")[-1]: layer.share for layer in record.layers if "experts" in layer.name}
     assert found == {name: pytest.approx(each / total) for name, each in work.items()}
-    assert reasons(record)["model.layers.0.mlp.gate"] == "MixtralTopKRouter is no linear layer"
+    assert reasons(record)["model.layers.0.mlp.gate"] == "MixtralTopKRouter is not a linear layer"
 
 
 def test_one_matrix_of_the_experts_alone():

@@ -162,9 +162,9 @@ def check_refused() -> None:
     size = dist.get_world_size()
     x = torch.randn(8, 48)
     for cast, why in {
-        "e4m3 tile(128)": r"'up' has its 64 outputs cut into parts of \d+, and its grad is cast by .* a multiple of 128 would",
-        "e4m3 row": "its grad is cast by e4m3 row .*, where numbers of all parts share a scale: use tiles or blocks",
-        "e4m3 tensor": "numbers of all parts share a scale",
+        "e4m3 tile(128)": r"'up' has its 64 outputs sharded in parts of \d+, and its grad is cast by .* multiples of 128",
+        "e4m3 row": "its grad is cast by e4m3 row .*, whose scales span all shards: use tiles or blocks",
+        "e4m3 tensor": "whose scales span all shards",
     }.items():
         model = block(Plan(default=LayerPrecision.of(grad=cast)), True)
         with pytest.raises(UserError, match=why), dither.step_context(model, step=0):

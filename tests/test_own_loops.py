@@ -588,8 +588,8 @@ def test_narrow_layers_and_routers_are_left_alone_unless_asked_for():
     reasons = {module.name: module.reason for module in convert(Mixture(), "fp8-block").left_alone}
     assert reasons == {
         "gate": "a router to 8 experts",
-        "down": "narrow, 4 x 64, as adapters and routers are",
-        "up": "narrow, 64 x 4, as adapters and routers are",
+        "down": "narrow, 4 x 64, like adapters and routers",
+        "up": "narrow, 64 x 4, like adapters and routers",
     }
     assert convert(Mixture(), "fp8-block", all_layers=True).left_alone == ()
     named = convert(Mixture(), Plan(default=LayerPrecision(), layers=(("gate", LayerPrecision()),)))

@@ -331,11 +331,11 @@ def test_overrides_that_change_nothing_are_left_out():
             "The forward product takes input and weight, not 'grad'",
         ),
         (lambda: LayerPrecision.of(overrides={"forward": "e4m3", "forward.input": None}), "two overrides of forward.input"),
-        (lambda: LayerPrecision.of(overrides=["forward"]), "casts by place, such as {'weight_grad.input': 'e4m3 row'}"),
+        (lambda: LayerPrecision.of(overrides=["forward"]), "casts by operand, such as {'weight_grad.input': 'e4m3 row'}"),
         (lambda: LayerPrecision.of(overrides={"forward": 8}), "An Override takes a Cast or None, not 8"),
-        (lambda: LayerPrecision.of(overrides={"forward": "e4m3 tensor delayed(4)"}), "keeps one history for each operand"),
+        (lambda: LayerPrecision.of(overrides={"forward": "e4m3 tensor delayed(4)"}), "keeps one history per operand"),
         (lambda: LayerPrecision(overrides={"forward": None}), "LayerPrecision.of takes a dictionary"),
-        (lambda: LayerPrecision.from_dict({"overrides": ["e4m3"]}), "Overrides are casts by place"),
+        (lambda: LayerPrecision.from_dict({"overrides": ["e4m3"]}), "Overrides are casts by operand"),
     ],
 )
 def test_overrides_that_are_none_are_errors(make, said):

@@ -14,9 +14,13 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from dither import Cast, UserError
+from dither.cli import main
+from dither.experiments.arms import precision_of
 from dither.nn import convert, step_context
 from dither.precision import OPERANDS, LayerPrecision, Plan
-from dither.recipes import RECIPES, recipe
+from dither.recipes import ALIASES, RECIPES, recipe
+from dither.snip import options
+from dither.train.config import Precision
 
 UNCAST = ("fp32", "bf16", "bf16-o2", "bf16-pure", "fp16", "fp16-o2")
 CASTS = {
@@ -105,6 +109,37 @@ def test_an_unknown_recipe_is_an_error(name, said):
     with pytest.raises(UserError) as caught:
         recipe(name)
     assert said in str(caught.value)
+
+
+NAMES_ELSEWHERE = {"tensorwise": "fp8-current", "rowwise": "fp8-row", "blockwise": "fp8-block", "delayed": "fp8-delayed"}
+
+
+def test_every_alias_is_here_and_in_the_docs():
+    page = (Path(__file__).parent.parent / "docs" / "precision.md").read_text()
+    assert ALIASES == NAMES_ELSEWHERE
+    assert not set(ALIASES) & set(RECIPES)
+    for alias, name in ALIASES.items():
+        assert f"\n| `{alias}` | `{name}` |" in page
+
+
+@pytest.mark.parametrize(("alias", "name"), NAMES_ELSEWHERE.items())
+def test_an_alias_is_the_recipe_under_another_name(alias, name):
+    assert recipe(alias) is recipe(name)
+    assert convert(nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)), alias, only="0").plan.provenance == {"recipe": name}
+    assert Precision(mode="o1", recipe=alias) == Precision(mode="o1", recipe=name)
+    assert Precision(mode="o1", recipe=alias).load_plan().provenance == {"recipe": name}
+    assert precision_of(alias) == precision_of(name)
+    assert options(f"bf16,{alias}")[1].precision == options(f"bf16,{name}")[1].precision
+
+
+def test_the_command_line_takes_an_alias(capsys):
+    assert main(["memory", "gpt2-124m", "--recipe", "rowwise"]) == 0
+    assert "o1 + fp8-row" in capsys.readouterr().out
+
+
+def test_a_misspelt_alias_is_suggested():
+    with pytest.raises(UserError, match="did you mean 'rowwise'"):
+        recipe("rowise")
 
 
 # A small language model -----------------------------------------------------------------------------------------------

@@ -471,8 +471,8 @@ W, B = torch.zeros(64, 64), torch.ones(2, 2)
             "stored as one of float32, bfloat16, float16, float8_e4m3fn, float8_e5m2, not as torch.float64",
         ),
         ({"stream": None}, "draws from stream=dither.Stream"),
-        ({"offset": (32, 8)}, r"begins where a block of 32 does, not at \(32, 8\)"),
-        ({"offset": (33, 0)}, "begins where a block of 32 does"),
+        ({"offset": (32, 8)}, r"begins at a multiple of its block, 32, not at \(32, 8\)"),
+        ({"offset": (33, 0)}, "begins at a multiple of its block, 32"),
         ({"backend": "cuda"}, "no backend 'cuda'"),
         ({"w": W.clone().requires_grad_(), "dtype": torch.float8_e4m3fn}, r"sample under torch.no_grad\(\), or to bfloat16"),
     ],
@@ -483,5 +483,5 @@ def test_what_sample_refuses(arguments, message):
 
 
 def test_uniform_noise_has_no_packed_form():
-    with pytest.raises(UserError, match="'uniform' has no form of 4 bits"):
+    with pytest.raises(UserError, match="'uniform' cannot be packed"):
         dither.ops.noise((4, 4), "uniform", stream=STREAM, packed=True)

@@ -110,7 +110,7 @@ def check_refused() -> None:
     mesh = init_device_mesh("cpu", (2,))
     net = make(hidden=96)  # 48 rows each
     parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    said = r"'up', \(96, 64\), is cut into parts of \(48, 64\), inside blocks of 32 x 32: .*, give its sampling a smaller block"
+    said = r"'up', \(96, 64\), is sharded into \(48, 64\), which splits blocks of 32 x 32: .*, use a smaller block"
     with pytest.raises(UserError, match=said):
         step(net, 0, inputs())
     layer = Linear(K, N, False, precision=LayerPrecision(sampling=Sampling()), name="up")

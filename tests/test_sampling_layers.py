@@ -855,7 +855,7 @@ def test_parts_choose_layers_within_a_plan() -> None:
         (lambda: LayerPrecision(input_sampling=Sampling(recompute=True)), "use recompute=False"),
         (
             lambda: convert(Llama(PRESETS["tiny"]), Plan().with_sampling(Sampling(parts="odd"))),
-            "parts='odd' that takes no layer",
+            "parts='odd' that match no layer",
         ),
         (
             lambda: convert(Llama(PRESETS["tiny"]), Plan().with_sampling(Sampling(parts="re:.*c_proj"))),

@@ -158,7 +158,7 @@ def check_refused() -> None:
     with pytest.raises(UserError, match="AdamMini's second moments are shared between them"):
         score(model, batches(), optimizer, OPTIONS, stream=STREAM, setup=TrainingSetup(group=dist.group.WORLD))
     model, optimizer = parallel("bf16")
-    with pytest.raises(UserError, match=r"'up' has its 48 outputs cut into .* weight is cast by .* multiple of 128"):
+    with pytest.raises(UserError, match=r"'up' has its 48 outputs sharded in .* weight is cast by .* multiples of 128"):
         score(model, batches(), optimizer, OPTIONS, stream=STREAM)
     torch.manual_seed(0)
     model = Net()

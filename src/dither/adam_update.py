@@ -1,4 +1,4 @@
-"""How an optimizer stores its numbers, as frozen data: rounding of the weights, format of the states, tensors of a piece.
+"""The storage of an optimizer's numbers, as frozen data: rounding of weights, format of states, tensors of a piece.
 
 >>> Update(weights="stochastic", states="bf16").state_rounding
 'stochastic'
@@ -58,7 +58,7 @@ def current_mode(name: str) -> str:
 
 @dataclass(frozen=True)
 class Update:
-    """How a step rounds and stores weights and moments. The arithmetic is always float32."""
+    """Rounding and storage of weights and moments. The arithmetic is always float32."""
 
     weights: Literal["stochastic", "nearest", "kahan"] = "stochastic"
     """Rounding of 16-bit weights: stochastic (unbiased), to nearest, or to nearest with the error kept (Kahan)."""

@@ -1,8 +1,8 @@
-"""What a bitwidth of sampled weights means in number formats. Nothing here imports torch.
+"""Bitwidths of sampled weights and the number formats that they correspond to. Nothing here imports torch.
 
 A sampled weight is w + R * amax * 2^(1 - b_t), with amax the largest magnitude of its block and 2^-r the smallest nonzero |R|.
-Two questions follow. Which formats still see the noise while training: `safe_bitwidth`. And which formats suffice for the
-weights once they have been trained with it: `required_format`, `capacity`, `deployable`. docs/deployment.md derives them.
+`safe_bitwidth` says up to which bitwidth a format still represents the noise during training. `required_format`, `capacity` and
+`deployable` say which formats suffice for the trained weights. docs/deployment.md derives them.
 
 >>> safe_bitwidth("bf16"), safe_bitwidth("e4m3"), safe_bitwidth("e2m1")
 (8.0, 4.0, 2.0)
@@ -20,10 +20,10 @@ from dither.formats import Format
 from dither.precision import did_you_mean
 
 SMALLEST = {"rounded_normal": 0, "rounded_normal_exact": 0, "uniform": 4, "none": None}
-"""r, where 2^-r is the magnitude of noise that the bounds speak of: the smallest nonzero one, 1, of rounded normal noise.
+"""r, where 2^-r is the magnitude of noise that the bounds are about: for rounded normal noise the smallest nonzero one, 1.
 
-Uniform noise has magnitudes next to zero, which vanish in any format, so no bound holds for every draw. Its 4 is the paper's,
-which counts in sixteenths: the bounds then hold for the draws with |R| >= 1/16, seven of eight. `none` has nothing to lose.
+Uniform noise can be arbitrarily close to zero and then vanishes in any format, so no bound holds for every draw. Its 4 is the
+paper's, which counts in sixteenths: the bounds hold for draws with |R| >= 1/16, seven of eight. `none` has no bound.
 """
 
 VARIANCE = {
@@ -32,28 +32,35 @@ VARIANCE = {
     "uniform": 1 / 12,
     "none": 0.0,
 }
-"""The mean of R^2: for rounded normal noise 1 * 18/64 + 4 * 3/1024; for the exact one the sum of (2k - 1) P(|R| >= k)."""
+"""The mean of R^2: for rounded normal noise 1 * 18/64 + 4 * 3/1024, for the exact one the sum of (2k - 1) P(|R| >= k)."""
 
 DEPLOYABLE = ("e2m1", "e3m2", "e4m3", "bf16", "fp16", "fp32")
-"""Formats that trained weights are cast to, narrow to wide. e2m3 is none of them: by its range it carries no more than e2m1."""
+"""Formats that trained weights are cast to, from narrow to wide. e2m3 is left out: its range carries no more than e2m1."""
 
 
 def safe_bitwidth(
     format: str | Format, noise: str = "rounded_normal", *, master: Literal["fp32", "same"] = "fp32", guaranteed: bool = True
 ) -> float:
-    """The largest b_t at which noise still changes a weight that is rounded to nearest in `format`, with m mantissa bits.
+    """Return the largest b_t at which noise still changes a weight that is rounded to nearest in `format`.
 
-    What matters is the binade of the block's largest weight, where the noise is smallest beside the spacing s of the format.
-    - `master="fp32"`: weights lie anywhere between the numbers of the format, and only noise of s is sure to reach another
-      one: m + 1 - r.
-    - `master="same"`: weights are numbers of the format, and noise above s / 2 suffices: any b_t < m + 2 - r, were w_hat not
-      rounded to float32 first. The result is the largest multiple of 2^-16 that is safe with both roundings.
-    - `guaranteed=False`: the paper's bound, m + 2 - r. With float32 masters noise of |R| = 2^-r may be as small as s / 2 there,
-      and vanishes for up to half of the weights in that binade.
+    Let m be the mantissa bits of the format, and s its spacing in the binade of the block's largest weight. There the noise is
+    smallest compared with the spacing.
 
-    This holds where the block's largest weight, once scaled, is at least twice the smallest normal number of the format (in the
-    topmost binade of an integer format), and nothing saturates.
-    `noise` is a kind of noise (`SMALLEST` says what is meant for uniform noise); without noise every bitwidth is safe.
+    - `master="fp32"`: weights can be anywhere between two numbers of the format, and only noise of size s is sure to reach
+      another one: m + 1 - r.
+    - `master="same"`: weights are numbers of the format, and noise above s / 2 suffices. Any b_t < m + 2 - r would do, but
+      w_hat is rounded to float32 first. The result is the largest multiple of 2^-16 that is safe with both roundings.
+    - `guaranteed=False`: the paper's bound, m + 2 - r. With float32 master weights, noise of |R| = 2^-r may be as small as
+      s / 2 there, and vanishes for up to half of the weights in that binade.
+
+    The bound assumes that the block's largest weight, once scaled, is at least twice the smallest normal number of the format
+    (in the top binade of an integer format), and that nothing saturates.
+
+    Args:
+        format: The format in which products read the weight.
+        noise: A kind of noise; `SMALLEST` has the meaning for uniform noise. Without noise every bitwidth is safe.
+        master: The format of the weight itself: fp32, or the same as `format`.
+        guaranteed: Return the bound that holds for every weight, else the paper's.
 
     >>> safe_bitwidth("bf16", guaranteed=False), safe_bitwidth("bf16", "uniform", guaranteed=False)  # the paper's examples
     (9.0, 5.0)
@@ -62,15 +69,15 @@ def safe_bitwidth(
     """
     m = _mantissa_bits(Format.parse(format) if isinstance(format, str) else format)
     if master not in ("fp32", "same"):
-        raise UserError(f"Masters are kept in 'fp32', or in the 'same' format as the operator's; given was master={master!r}.")
+        raise UserError(f"master= is 'fp32' or 'same' (the format of the operator), not {master!r}.")
     if (r := _smallest(noise)) is None:
         return math.inf
     if not guaranteed:
         return float(m + 2 - r)
     if master == "fp32" and m < FP32_MANTISSA:
         return float(m + 1 - r)
-    # A power of two 2^a plus noise n must come out above 2^a + s / 2. In float32 that takes n > s / 2 + 2^(a - 24): less is
-    # rounded to the very middle, and from there back to 2^a, which is even. 2^-22 is what rounding n itself may take away.
+    # A power of two 2^a plus noise n must be rounded to more than 2^a + s / 2. In float32 that takes n > s / 2 + 2^(a - 24):
+    # less is rounded to the midpoint, and then back to 2^a, which is even. 2^-22 bounds the rounding of n itself.
     twice = math.ldexp(1.0, m - FP32_MANTISSA) if m < FP32_MANTISSA else 0.0
     supremum = m + 2 - r - math.log2((1 + twice) / (1 - 2**-22))
     return math.floor(supremum * 2**16) / 2**16
@@ -78,23 +85,23 @@ def safe_bitwidth(
 
 @dataclass(frozen=True)
 class RequiredFormat:
-    """What the paper's Table 2 lists for a bitwidth: the fewest bits that weights trained with it need at inference."""
+    """An entry of the paper's Table 2: the fewest bits that weights trained with a bitwidth need at inference."""
 
     exponent_bits: int
     mantissa_bits: int
     ranges: int
-    """Binades with full precision; one more holds the subnormal numbers."""
+    """Number of binades with full precision; one more holds the subnormal numbers."""
 
     def __str__(self) -> str:
         return f"e{self.exponent_bits}m{self.mantissa_bits}"
 
 
 def required_format(b_t: float, noise: str = "rounded_normal") -> RequiredFormat:
-    """Table 2 of the paper, for every bitwidth.
+    """Return the entry of the paper's Table 2 for any bitwidth.
 
-    Mantissa: m >= b_t - 2 + r, the paper's bound turned around. Exponent: with amax in [1, 2), weights below 2^(1 - m - b_t)
-    were lost to the noise in training and need not be kept. A format has that as its smallest number if its normal ones begin
-    at 2^(1 - b_t): b_t binades and the subnormal range, and as many exponent bits as tell them apart.
+    Mantissa: m >= b_t - 2 + r, the paper's bound solved for m. Exponent: with amax in [1, 2), weights below 2^(1 - m - b_t)
+    were lost in the noise of training and need not be stored. A format has this as its smallest number if its normal numbers
+    begin at 2^(1 - b_t). That takes b_t binades and the subnormal range, and enough exponent bits to distinguish them.
 
     >>> [str(required_format(b)) for b in (3, 6, 12)]
     ['e2m1', 'e3m4', 'e4m10']
@@ -108,7 +115,7 @@ def required_format(b_t: float, noise: str = "rounded_normal") -> RequiredFormat
 
 
 def capacity(format: str | Format, noise: str = "rounded_normal") -> int:
-    """The largest b_t that `format` carries at inference by Table 2: both its mantissa and its binades must suffice.
+    """Return the largest b_t that `format` carries at inference by Table 2: its mantissa and its binades must both suffice.
 
     >>> {name: capacity(name) for name in ("e2m1", "e2m3", "e3m2", "e4m3", "e3m4", "bf16")}
     {'e2m1': 3, 'e2m3': 3, 'e3m2': 4, 'e4m3': 5, 'e3m4': 6, 'bf16': 9}
@@ -116,7 +123,7 @@ def capacity(format: str | Format, noise: str = "rounded_normal") -> int:
     element = Format.parse(format) if isinstance(format, str) else format
     if element.is_integer:
         raise UserError(
-            f"Table 2 counts binades of equal precision, which {element} has none of: ask for a format such as 'e4m3'."
+            f"Table 2 counts binades, and the integer format {element} has none: use a floating-point format such as 'e4m3'."
         )
     r = _smallest(noise)
     binades = element.max_exponent - element.min_exponent + 1
@@ -124,24 +131,22 @@ def capacity(format: str | Format, noise: str = "rounded_normal") -> int:
 
 
 def deployable(b_t: float, formats: Iterable[str] = DEPLOYABLE, noise: str = "rounded_normal") -> Format:
-    """The first of `formats` with the fewest bits that carries b_t.
+    """Return the format with the fewest bits that carries b_t; of several, the first in `formats`.
 
     >>> deployable(4.2).name, deployable(5.5, ("e4m3", "e3m4", "bf16")).name
     ('e4m3', 'e3m4')
     """
     _bitwidth(b_t)
-    given = [Format.parse(name) for name in formats]
-    if not given:
-        raise UserError(
-            "There is no format to choose from: formats= is empty, and takes names such as 'e2m1', 'e4m3' and 'bf16'."
-        )
-    for element in sorted(given, key=lambda element: element.bits):
+    candidates = [Format.parse(name) for name in formats]
+    if not candidates:
+        raise UserError("formats= is empty: give names such as 'e2m1', 'e4m3' and 'bf16'.")
+    for element in sorted(candidates, key=lambda element: element.bits):
         if capacity(element, noise) >= b_t:
             return element
-    most = max(given, key=lambda element: capacity(element, noise))
+    most = max(candidates, key=lambda element: capacity(element, noise))
     raise UserError(
-        f"No format among {', '.join(element.name for element in given)} carries a bitwidth of {b_t:g}: "
-        f"{most} comes furthest, with {capacity(most, noise)}; add a wider one."
+        f"No format among {', '.join(element.name for element in candidates)} carries a bitwidth of {b_t:g}: "
+        f"{most} carries the most, {capacity(most, noise)}; add a wider format."
     )
 
 
@@ -154,12 +159,19 @@ def allocate(
     low: float,
     high: float,
 ) -> dict[str, float]:
-    """Bitwidths of layers, from `low` to `high`, that take the fewest bits in all while the loss rises by `tolerance` at most.
+    """Return the bitwidths of layers that need the fewest bits while the loss rises by at most `tolerance`.
 
-    Noise of bitwidth b on layer l raises the loss by a_l * 4^-b, where a_l is its sensitivity, and b * n_l bits are what it
-    takes, where n_l is its number of weights. At the optimum a bit less costs the same wherever it is taken from, so
-    a_l * 4^-b_l = n_l / p with one price p for all layers, or b_l is at a limit: b_l = log2(a_l p / n_l) / 2.
-    With `mean` instead, the bits are given, `mean` a weight, and the rise is the least.
+    Noise of bitwidth b in layer l raises the loss by a_l * 4^-b, where a_l is the layer's sensitivity. The layer takes b * n_l
+    bits, where n_l is its number of weights. At the optimum, one bit less costs the same in every layer. So
+    a_l * 4^-b_l = n_l / p with one price p for all layers, or b_l = log2(a_l p / n_l) / 2, unless b_l is at a limit.
+
+    Args:
+        sensitivity: a_l of each layer.
+        weights: n_l of each layer.
+        tolerance: The largest rise of the loss.
+        mean: In place of `tolerance`, the mean number of bits per weight; the rise of the loss is then minimized.
+        low: The smallest bitwidth.
+        high: The largest bitwidth.
 
     >>> allocate({"a": 1.0, "b": 16.0}, {"a": 128, "b": 128}, 2 * 4.0**-4, low=2, high=8)
     {'a': 4.0, 'b': 6.0}
@@ -167,20 +179,18 @@ def allocate(
     {'a': 4.0, 'b': 6.0}
     """
     if (tolerance is None) == (mean is None):
-        raise UserError(
-            f"Bitwidths follow from a tolerance or from a mean, one of them; given were {tolerance!r} and {mean!r}."
-        )
+        raise UserError(f"Give either a tolerance or a mean, not both or neither: tolerance={tolerance!r}, mean={mean!r}.")
     total = sum(weights[layer] for layer in sensitivity)
 
     def chosen(price: float) -> dict[str, float]:
-        """The bitwidths at log2(p)."""
+        """Return the bitwidths at `price`, which is log2(p)."""
         return {
             layer: min(max((math.log2(a / weights[layer]) + price) / 2, low), high) if a > 0 else float(low)
             for layer, a in sensitivity.items()
         }
 
     def missing(bitwidths: Mapping[str, float]) -> float:
-        """What bitwidths still lack of what was asked for; it falls with the price."""
+        """Return by how much bitwidths miss the goal; it decreases with the price."""
         if mean is not None:
             return mean - math.fsum(weights[layer] * b for layer, b in bitwidths.items()) / total
         assert tolerance is not None
@@ -195,14 +205,14 @@ def allocate(
             + (f"a mean of {mean:g}" if mean is not None else f"a rise of the loss by at most {tolerance:.3g}")
             + ": raise the limit, or ask for less."
         )
-    # Prices at which a layer comes to one of its limits. Between two of them the same layers are free, and what is missing
-    # falls in a straight line for a mean, and for a tolerance is found from the rise of the free ones.
+    # Prices at which a layer reaches one of its limits. Between two of them the same layers are free. There `missing` is linear
+    # in the price for a mean, and for a tolerance it follows from the rise of the free layers.
     limits = sorted(2 * b - math.log2(a / weights[layer]) for layer, a in sensitivity.items() if a > 0 for b in (low, high))
     below = max(price for price in limits if missing(chosen(price)) > 0)
     above = min((price for price in limits if price > below), default=below + 1)
     middle = chosen((below + above) / 2)
     if not (free := [layer for layer, b in middle.items() if low < b < high]):
-        return highest  # what is missing at the last price is a rounding error
+        return highest  # at the last price only a rounding error is missing
     size = sum(weights[layer] for layer in free)
     if mean is not None:
         return chosen(below + 2 * total / size * missing(chosen(below)))
@@ -212,11 +222,11 @@ def allocate(
 
 
 FP32_MANTISSA = 23
-"""Mantissa bits of float32, in which w_hat is computed before it is rounded to the operator's format."""
+"""Mantissa bits of float32: w_hat is computed in float32 and then rounded to the operator's format."""
 
 
 def _mantissa_bits(format: Format) -> int:
-    """How many bits a number in the topmost binade has below its first: for an integer format, those of its range."""
+    """Return the number of bits below the leading one of numbers in the top binade; for integers, those of their range."""
     return format.max_exponent - round(math.log2(format.spacing(format.max)))
 
 
@@ -229,5 +239,5 @@ def _smallest(noise: str) -> int | None:
 
 def _bitwidth(b_t: float) -> float:
     if not isinstance(b_t, int | float) or isinstance(b_t, bool) or not 0 <= b_t < math.inf:
-        raise UserError(f"A bitwidth is a finite number that is not negative, such as 4.5, not {b_t!r}.")
+        raise UserError(f"A bitwidth is a finite non-negative number, such as 4.5, not {b_t!r}.")
     return b_t

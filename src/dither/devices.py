@@ -1,4 +1,4 @@
-"""What torch says of a device, in one place: tests put another GPU's answers here."""
+"""Properties of a device, in one place, so that tests can simulate another GPU."""
 
 import torch
 
@@ -12,7 +12,7 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
 
 
 def describe(device: torch.device, engines: tuple[str, ...] = ()) -> Verified | None:
-    """Return the record of a GPU on which these engines passed their self-test; None where there is no GPU."""
+    """Return the record of a GPU on which these engines passed their self-test; None if the device is not a GPU."""
     capability = capability_of(device)
     if capability is None:
         return None

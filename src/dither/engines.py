@@ -1,10 +1,10 @@
-"""Which matrix units a product can run on without changing a value. Nothing here imports torch.
+"""The choice of matrix units that multiply operands without changing a value. Nothing here imports torch.
 
-Every product is A B^T, with A [P, L] and B [Q, L] both stored along the axis L that it sums over. An engine multiplies the same
-numbers whichever it is; only the order and the width of the additions differ.
+Every product is A B^T, with A [P, L] and B [Q, L] both stored along the contraction axis L. All engines multiply the same
+numbers; only the order and the width of the additions differ.
 
-`engine_for` is a pure function. Units that this project has run are taken by the GPU's compute capability; others only where
-the self-test of `dither doctor` has passed them on the user's machine, which `Verified` records.
+`engine_for` is a pure function. Units that this project has tested are chosen by the GPU's compute capability. Others are used
+only if they passed the self-test of `dither doctor` on the user's machine, which `Verified` records.
 """
 
 import json
@@ -23,51 +23,53 @@ PRODUCTS = tuple(OPERANDS_OF)
 """The products of a linear layer, in the order in which they are computed."""
 
 CONTAINED = ("e2m1", "e2m3", "e3m2")
-"""Formats whose every value is an E4M3 value: FP8 units multiply them unchanged."""
+"""Formats whose values are all E4M3 values: FP8 units multiply them unchanged."""
 
 FP8_GROUPS = 128
-"""The length of the tiles and blocks that FP8 units scale."""
+"""Size of the tiles and blocks that FP8 units scale."""
 
 ALIGNMENT = 16
-"""FP8 units take matrices whose L and Q are multiples of this."""
+"""FP8 units multiply matrices whose L and Q are multiples of this."""
 
 SHORTEST_GROUP = 16
-"""BF16 and FP16 units multiply runs of at least so many elements, so float32 scales of shorter groups have no place there."""
+"""BF16 and FP16 units sum at least this many elements at once, so they cannot apply float32 scales of shorter groups."""
 
 INT8_CAPABILITY = (7, 5)
-"""The first GPUs with INT8 matrix units: Turing."""
+"""Compute capability of the first GPUs with INT8 matrix units: Turing."""
 
 SIXTEEN_BITS: dict[Literal["bf16", "fp16"], tuple[int, int]] = {"bf16": (8, 0), "fp16": (7, 0)}
-"""The first GPUs with units of 16 bits: Ampere and Volta. The first that hold both operands are taken."""
+"""Compute capabilities of the first GPUs with 16-bit units: Ampere and Volta. The first units that hold both operands win."""
 
 VERIFIABLE = ("fp8-tensor", "fp8-row", "fp8-group", "mxfp8", "mxfp4", "nvfp4")
-"""Native units that are used only where they were tried: by this project, or by `dither doctor` on the user's machine."""
+"""Native units that are used only if they were tested: by this project, or by `dither doctor` on the user's machine."""
 
 TRIED = {(9, 0): ("fp8-tensor", "fp8-row", "fp8-group")}
-"""Native units that this project has held against the reference, by compute capability: those of an H200."""
+"""Native units that this project has compared with the reference, by compute capability: those of an H200."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """How a product is computed.
+    """The matrix units of a product, and how they scale.
 
-    `fp8`: FP8 units, which apply the scales. `fp8-container`: the same, FP4 or FP6 values in E4M3 codes. `mxfp8`, `mxfp4`,
-    `nvfp4`: units that scale groups of 32 or 16 themselves. `int8`: exact integer sums, scaled afterwards. `bf16` and `fp16`:
-    16-bit units on values that these formats hold exactly; scales of tensors and rows are applied after them, float32 scales
-    of groups (`scaling="group"`) to the float32 sum of each group. `fp32`: dequantized numbers, multiplied in float32. `torch`:
-    torch's own product of two operands that are not cast.
+    - `fp8`: FP8 units, which apply the scales. `fp8-container`: the same, with FP4 or FP6 values stored as E4M3 codes.
+    - `mxfp8`, `mxfp4`, `nvfp4`: units that scale groups of 32 or 16 themselves.
+    - `int8`: exact integer sums, scaled afterwards.
+    - `bf16`, `fp16`: 16-bit units on values that these formats hold exactly. Scales of tensors and rows are applied to the
+      product, float32 scales of groups (`scaling="group"`) to the float32 sum of each group.
+    - `fp32`: dequantized numbers, multiplied in float32.
+    - `torch`: torch's own product of two uncast operands.
     """
 
     name: Literal["torch", "fp8", "fp8-container", "mxfp8", "mxfp4", "nvfp4", "int8", "bf16", "fp16", "fp32"]
     scaling: Literal["", "tensor", "row", "group"] = ""
-    """How FP8 units scale: by tensor, by row, or by groups of 128 along L; or that 16-bit units scale sums of groups."""
+    """Scaling of FP8 units: per tensor, per row, or per group of 128 along L; "group" of 16-bit units scales group sums."""
 
     def __str__(self) -> str:
         return f"{self.name}-group" if self.name in ("bf16", "fp16") and self.scaling else self.name
 
 
 def container(cast: Cast) -> str:
-    """The format in which a GPU stores the codes of `cast`: e4m3 for FP4 and FP6 that FP8 units can scale, else its own.
+    """Return the format in which a GPU stores the codes of `cast`: e4m3 for FP4 and FP6 that FP8 units can scale, else its own.
 
     >>> container(Cast.parse("e2m1 tile(128)")), container(Cast.parse("mxfp4"))
     ('e4m3', 'e2m1')
@@ -83,12 +85,18 @@ def engine_for(
     plain: str = "bf16",
     verified: Collection[str] = (),
 ) -> Engine:
-    """Choose the engine of A B^T for operands cast by `a` and `b`: a pure function of them, `size` (P, Q, L) and the GPU.
+    """Choose the engine of the product A B^T. This is a pure function.
 
-    `capability` is that of the CUDA device, None for the CPU. `plain` is the format of an operand that is not cast: bf16, fp16
-    or fp32. `verified` names native units that passed the self-test on this machine, out of VERIFIABLE. The first that takes
-    the operands unchanged is chosen: INT8 units, native FP8 or FP4 units, BF16 units, FP16 units where there are no BF16 ones.
-    The CPU multiplies in float32. What no units of the GPU take is a UserError.
+    The first units that multiply the operands unchanged are chosen: INT8 units, native FP8 or FP4 units, BF16 units, or FP16
+    units if there are no BF16 units. The CPU multiplies in float32. Raise a UserError if no units of the GPU fit.
+
+    Args:
+        a: The cast of A [P, L], or None if it is not cast.
+        b: The cast of B [Q, L], or None if it is not cast.
+        size: (P, Q, L).
+        capability: Compute capability of the CUDA device; None means the CPU.
+        plain: Format of an operand that is not cast: bf16, fp16 or fp32.
+        verified: Native units that passed the self-test on this machine, out of VERIFIABLE.
 
     >>> fp4, fp8 = Cast.parse("e2m1 tile(128)"), Cast.parse("e4m3 block(128)")
     >>> str(engine_for(fp4, fp8, (4096, 512, 1024), (9, 0))), str(engine_for(fp4, fp8, (4096, 512, 1024), (8, 0)))
@@ -110,13 +118,13 @@ def engine_for(
             return native
     for units, first in SIXTEEN_BITS.items():
         plain_fits = plain == units or (a is not None and b is not None)
-        if plain_fits and capability >= first and all(each is None or _exact(each, units) for each in (a, b)):
-            inside = any(each is not None and scales_inside(each, units) for each in (a, b))
+        if plain_fits and capability >= first and all(cast is None or _exact(cast, units) for cast in (a, b)):
+            inside = any(cast is not None and scales_inside(cast, units) for cast in (a, b))
             return Engine(units, "group" if inside else "")
-    has = f"a GPU of compute capability {capability[0]}.{capability[1]}"
+    gpu = f"a GPU of compute capability {capability[0]}.{capability[1]}"
     raise UserError(
-        f"no matrix units of {has} multiply {_described(a, plain)} by {_described(b, plain)} exactly: "
-        + _taken(capability)
+        f"no matrix units of {gpu} multiply {_described(a, plain)} by {_described(b, plain)} exactly: "
+        + _supported(capability)
         + "; emulate=True multiplies in float32"
     )
 
@@ -131,28 +139,30 @@ def engines_of(
 ) -> dict[str, Engine]:
     """Return the engine of each product of a layer with `size` (M tokens, N outputs, K inputs).
 
+    `transposed` means that the weight is stored as [K, N]; the other arguments are those of `engine_for`.
+
     >>> fp8 = LayerPrecision.of("e4m3 tile(128)", "e4m3 block(128)", "e4m3 tile(128)")
     >>> {product: str(engine) for product, engine in engines_of(fp8, (64, 128, 256), (8, 9)).items()}
     {'forward': 'bf16-group', 'input_grad': 'bf16-group', 'weight_grad': 'bf16-group'}
     """
     M, N, K = size
     sizes = {"forward": (M, N, K), "input_grad": (M, K, N), "weight_grad": (K, N, M) if transposed else (N, K, M)}
-    found = {}
+    engines = {}
     for product in PRODUCTS:
         a, b = precision.casts(product)
         if product == "weight_grad" and transposed:
             a, b = b, a
         try:
-            found[product] = engine_for(a, b, sizes[product], capability, plain, verified)
+            engines[product] = engine_for(a, b, sizes[product], capability, plain, verified)
         except UserError as error:
             raise UserError(f"{product.replace('_', ' ')} product: {error}") from None
-    return found
+    return engines
 
 
 def scales_inside(cast: Cast, units: str) -> bool:
-    """Say whether 16-bit units apply this cast's scales to sums of groups: float32 scales, and powers of two in FP16.
+    """Return True if 16-bit units apply this cast's scales to sums of groups: float32 scales, and powers of two in FP16.
 
-    BF16 has float32's range, so code times power of two is a BF16 number. FP16 has not.
+    BF16 has float32's range, so a code times a power of two is a BF16 number. FP16 has a smaller range.
     """
     grouped = cast.group.kind in ("tile", "block") and cast.scaling.kind != "nvfp4"
     return grouped and (units == "fp16" or cast.scaling.kind == "fp32")
@@ -163,7 +173,7 @@ def _takes_int8(cast: Cast) -> bool:
 
 
 def _native(a: Cast, b: Cast, size: tuple[int, int, int], usable: Collection[str]) -> Engine | None:
-    """The units that scale by themselves, if there are some that take these operands, and this size."""
+    """Return the engine of the native units that scale these operands themselves at this size, or None."""
     _, q, length = size
     kinds = {_mx_kind(a), _mx_kind(b)}
     kind = kinds.pop()
@@ -177,7 +187,7 @@ def _native(a: Cast, b: Cast, size: tuple[int, int, int], usable: Collection[str
 
 
 def _mx_kind(cast: Cast) -> Literal["", "mxfp8", "mxfp4", "nvfp4"]:
-    """Which of Blackwell's formats this is, or none. Their scales lie in rows: 16 x 16 blocks repeat theirs."""
+    """Return which of Blackwell's formats a cast is, or "". Their scales are per row: 16 x 16 blocks repeat theirs."""
     scale = "pow2" if cast.scaling.kind == "pow2_ceil" else cast.scaling.kind
     known: dict[tuple[str, str, str], Literal["mxfp8", "mxfp4", "nvfp4"]] = {
         ("e4m3", "tile(32)", "pow2"): "mxfp8",
@@ -189,7 +199,7 @@ def _mx_kind(cast: Cast) -> Literal["", "mxfp8", "mxfp4", "nvfp4"]:
 
 
 def _fp8_scaling(cast: Cast) -> str:
-    """How FP8 units would scale this operand: "tensor", "row", "tile", "block", or "" if they cannot."""
+    """Return the scaling of an operand on FP8 units: "tensor", "row", "tile", "block", or "" if they cannot scale it."""
     kind, size = cast.group.kind, cast.group.size
     if cast.format not in ("e4m3", "e5m2", *CONTAINED) or cast.scaling.kind == "nvfp4":
         return ""
@@ -213,19 +223,19 @@ def _joint_scaling(a: Cast, b: Cast) -> Literal["", "tensor", "row", "group"]:
 
 
 def _exact(cast: Cast, units: str) -> bool:
-    """Whether 16-bit units can hold what they are given of this operand: codes, times those scales that stay with them."""
+    """Return True if 16-bit units hold an operand exactly: its codes, times the scales that are multiplied in."""
     element = cast.element
     bits = element.bits - 1 if element.is_integer else element.mantissa_bits + 1
     largest, smallest = element.max, element.min_subnormal
-    if cast.scaling.kind == "nvfp4":  # an E4M3 scale brings its own four bits, and goes from 2^-9 to 448
+    if cast.scaling.kind == "nvfp4":  # an E4M3 scale has four significant bits, and a range from 2^-9 to 448
         bits, largest, smallest = bits + 4, largest * 448, smallest * 2.0**-9
     if scales_inside(cast, units) and cast.group.size < SHORTEST_GROUP:
         return False
     return bits <= 8 if units == "bf16" else bits <= 11 and largest <= 65504 and smallest >= 2.0**-24
 
 
-def _taken(capability: tuple[int, int]) -> str:
-    """What would run, in a few words."""
+def _supported(capability: tuple[int, int]) -> str:
+    """Return a clause that says which operands a GPU multiplies, for an error message."""
     if capability < SIXTEEN_BITS["fp16"]:
         return f"matrix units begin with compute capability {_shown(SIXTEEN_BITS['fp16'])}"
     units, bits = ("BF16", 8) if capability >= SIXTEEN_BITS["bf16"] else ("FP16", 11)
@@ -236,18 +246,18 @@ def _described(cast: Cast | None, plain: str) -> str:
     return f"uncast {plain}" if cast is None else repr(str(cast))
 
 
-# What a self-test has passed ------------------------------------------------------------------------------------------
+# Units that passed a self-test ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Verified:
-    """The native units that passed the self-test of `dither doctor`, and where: they count there alone."""
+    """The native units that passed the self-test of `dither doctor`, and the machine on which they did."""
 
     gpu: str
-    """The GPU's name, such as NVIDIA B200."""
+    """Name of the GPU, such as NVIDIA B200."""
     capability: tuple[int, int]
     torch: str
-    """Versions: the code that reaches the units is torch's and CUDA's."""
+    """Version of torch, whose code calls the units."""
     cuda: str
     dither: str
     engines: tuple[str, ...]
@@ -262,7 +272,7 @@ class Verified:
                 )
 
     def check(self, here: "Verified") -> None:
-        """Raise unless this was recorded on such a machine as `here`, whose engines do not matter."""
+        """Raise unless this was recorded on a machine like `here`. The engines of `here` are ignored."""
         for field in ("gpu", "capability", "torch", "cuda", "dither"):
             then, now = getattr(self, field), getattr(here, field)
             if then != now:
@@ -272,12 +282,12 @@ class Verified:
                 )
 
     def to_json(self) -> str:
-        """A few lines of JSON."""
+        """Return the record as JSON."""
         return json.dumps({"version": VERIFIED_VERSION, **asdict(self)}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "Verified":
-        """The inverse of `to_json`.
+        """Return the record of a JSON text, the inverse of `to_json`.
 
         >>> here = Verified("NVIDIA B200", (10, 0), "2.11.0", "12.8", "0.1.0", ("mxfp8",))
         >>> Verified.from_json(here.to_json()) == here
@@ -293,17 +303,17 @@ class Verified:
         whole = whole and all(isinstance(data[name], str) for name in texts)
         whole = whole and _is_list(data["engines"], str) and _is_list(data["capability"], int) and len(data["capability"]) == 2
         if not whole:
-            raise UserError("This is no list of engines: `dither doctor --engines FILE` writes one.")
+            raise UserError("This is not a list of engines: `dither doctor --engines FILE` writes one.")
         major, minor = data["capability"]
         return cls(data["gpu"], (major, minor), data["torch"], data["cuda"], data["dither"], tuple(data["engines"]))
 
     def save(self, path: str | Path) -> None:
-        """Write the list as JSON."""
+        """Write the record to a file as JSON."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> "Verified":
-        """Read a list that `save` wrote."""
+        """Read a record that `save` wrote."""
         try:
             return cls.from_json(read_text(path))
         except Refused as error:
@@ -315,8 +325,8 @@ class Verified:
 VERIFIED_VERSION = 1
 
 
-def _is_list(given: object, kind: type) -> bool:
-    return isinstance(given, list) and all(isinstance(each, kind) and not isinstance(each, bool) for each in given)
+def _is_list(value: object, kind: type) -> bool:
+    return isinstance(value, list) and all(isinstance(item, kind) and not isinstance(item, bool) for item in value)
 
 
 def _shown(value: object) -> str:
@@ -335,7 +345,7 @@ CAPABILITIES: dict[tuple[int, int] | None, str] = {
     (10, 0): "10.0 Blackwell",
     (12, 0): "12.0 Blackwell",
 }
-"""What the documentation lists."""
+"""Columns of the support matrix."""
 
 
 HAVE: dict[tuple[int, int], tuple[str, ...]] = {
@@ -343,14 +353,14 @@ HAVE: dict[tuple[int, int], tuple[str, ...]] = {
     (10, 0): ("fp8-tensor", "fp8-row", "mxfp8", "mxfp4", "nvfp4"),
     (12, 0): ("fp8-tensor", "fp8-row", "mxfp8", "mxfp4", "nvfp4"),
 }
-"""Native units that other GPUs have according to NVIDIA, and that the self-test may pass there."""
+"""Native units that other GPUs have according to NVIDIA, and that may pass the self-test there."""
 
 
 def support(*, verified: bool = False) -> str:
-    """Return a Markdown table: the engines of each recipe that casts, by compute capability, for sizes in multiples of 128.
+    """Return a Markdown table of engines: one row per recipe with casts, one column per compute capability.
 
-    Engines stand in the order forward, input gradient, weight gradient; one stands for all three where they are the same. With
-    `verified`, the table is about GPUs whose native units have all passed the self-test.
+    Sizes are multiples of 128. A cell has the engines of fprop, dgrad and wgrad, or one name if all three are the same. With
+    `verified`, the table is for GPUs whose native units have all passed the self-test.
 
     >>> print(support().splitlines()[2])
     | `fp8-delayed` | fp32 | fp16 | fp16 | bf16 | bf16 | fp8 | bf16 | bf16 |
@@ -367,5 +377,5 @@ def support(*, verified: bool = False) -> str:
 def _cell(precision: LayerPrecision, capability: tuple[int, int] | None, verified: bool) -> str:
     passed = HAVE[capability] if verified and capability is not None else ()
     plain = "bf16" if capability is None or capability >= SIXTEEN_BITS["bf16"] else "fp16"
-    found = [str(engine) for engine in engines_of(precision, (1024, 1024, 1024), capability, plain, passed).values()]
-    return found[0] if len(set(found)) == 1 else ", ".join(found)
+    names = [str(engine) for engine in engines_of(precision, (1024, 1024, 1024), capability, plain, passed).values()]
+    return names[0] if len(set(names)) == 1 else ", ".join(names)

@@ -1,4 +1,4 @@
-"""Number formats as data: a frozen `Format` and the table of named ones. Nothing here imports torch.
+"""Number formats as data: the frozen class `Format` and a table of named formats. Nothing here imports torch.
 
 >>> Format.parse("e2m1").values()
 (-6.0, -4.0, -3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -15,11 +15,11 @@ from dither.errors import UserError
 
 @dataclass(frozen=True)
 class Format:
-    """A finite set of numbers and the code of each.
+    """A number format: a finite set of values and their codes.
 
     A code is a sign bit, `exponent_bits` and `mantissa_bits`, most significant first, and decodes to
-    `(-1)^s * 2^(max(E, 1) - bias) * (M / 2^mantissa_bits + (E > 0))`; above the code of `max` come Inf and NaN,
-    where the format has them. Integer formats are two's complement, symmetric around zero.
+    `(-1)^s * 2^(max(E, 1) - bias) * (M / 2^mantissa_bits + (E > 0))`. Codes above that of `max` are Inf and NaN,
+    if the format has them. Integer formats are two's complement, symmetric around zero.
     """
 
     name: str
@@ -30,17 +30,17 @@ class Format:
     max: float
     """The largest finite value."""
     inf: bool = False
-    """Whether the code after that of `max` means infinity."""
+    """True if the code after that of `max` is infinity."""
     nan: bool = False
-    """Whether the top codes mean NaN."""
+    """True if the top codes are NaN."""
     signed: bool = True
 
     @classmethod
     def parse(cls, name: str) -> "Format":
-        """The format called `name`: a row of the table, an alias of one, or `eXmY` for other X and Y.
+        """Return the format called `name`: a row of the table, an alias of one, or `eXmY` for other X and Y.
 
-        An `eXmY` that is not in the table is IEEE-like (Inf and NaN in the top exponent) from 8 bits on, and uses every
-        code for a finite value below that, as the OCP formats do.
+        An `eXmY` that is not in the table is IEEE-like (Inf and NaN in the top exponent) if it has 8 bits or more. With
+        fewer bits every code is a finite value, as in the OCP formats.
 
         >>> Format.parse("e3m4").max, Format.parse("e4m10").bits, Format.parse("e2m2").max
         (15.5, 15, 7.0)
@@ -51,36 +51,36 @@ class Format:
 
     @property
     def is_integer(self) -> bool:
-        """Whether the values are equally spaced integers (int8, int4)."""
+        """Return True if the values are equally spaced integers (int8, int4)."""
         return self.exponent_bits == 0
 
     @property
     def min_exponent(self) -> int:
-        """The exponent below which the spacing stays the same: that of the smallest normal number."""
+        """Return the exponent of the smallest normal number. Below it the spacing of values stays the same."""
         return 1 - self.bias
 
     @property
     def max_exponent(self) -> int:
-        """floor(log2(max)): the exponent of the largest finite value."""
+        """Return floor(log2(max)), the exponent of the largest finite value."""
         return math.frexp(self.max)[1] - 1
 
     @property
     def min_normal(self) -> float:
-        """The smallest positive number with full precision."""
+        """Return the smallest positive number with full precision."""
         if self.is_integer:
             return 1.0
         return math.ldexp(1.0, self.min_exponent if self.mantissa_bits else -self.bias)
 
     @property
     def min_subnormal(self) -> float:
-        """The smallest positive number."""
+        """Return the smallest positive number."""
         return math.ldexp(1.0, self.min_exponent - self.mantissa_bits) if self.mantissa_bits else self.min_normal
 
     @property
     def unit_roundoff(self) -> float | None:
-        """Half the distance from 1 to the next larger value, which bounds the relative error of rounding to nearest.
+        """Return half the distance from 1 to the next larger value, which bounds the relative error of rounding to nearest.
 
-        None for integers: their spacing does not grow with the value, so nothing bounds their relative error.
+        None for integers: their spacing does not grow with the value, so their relative error has no bound.
 
         >>> Format.parse("bf16").unit_roundoff == 2**-8
         True
@@ -89,7 +89,7 @@ class Format:
 
     @property
     def digits(self) -> float | None:
-        """Decimal digits of a normal number's significand: log10(2^(mantissa_bits + 1)); None for integers.
+        """Return the decimal digits of a normal number's significand, log10(2^(mantissa_bits + 1)); None for integers.
 
         >>> round(Format.parse("fp16").digits, 1)
         3.3
@@ -98,7 +98,7 @@ class Format:
 
     @property
     def binades(self) -> float:
-        """Dynamic range in powers of two: log2(largest value / smallest positive value), subnormals included.
+        """Return the dynamic range in powers of two, log2(largest value / smallest positive value), subnormals included.
 
         >>> Format.parse("e4m3").binades == math.log2(448 / 2**-9)
         True
@@ -106,7 +106,7 @@ class Format:
         return math.log2(self.max) - math.log2(self.min_subnormal)
 
     def spacing(self, x: float) -> float:
-        """The distance between the two neighbours of `x` in this format (in the binade of `x`, if it is one of them).
+        """Return the distance between the two values of this format next to `x`; at a value, the spacing of its binade.
 
         >>> e4m3 = Format.parse("e4m3")
         >>> e4m3.spacing(448.0), e4m3.spacing(1.0), e4m3.spacing(0.0)
@@ -119,16 +119,16 @@ class Format:
         return math.ldexp(1.0, exponent - self.mantissa_bits)
 
     def decode(self, code: int) -> float:
-        """The value of one code, NaN and infinities included.
+        """Return the value of a code, NaN and infinities included.
 
         >>> Format.parse("e4m3").decode(0x7E), Format.parse("int4").decode(0xF)
         (448.0, -1.0)
         """
         if not 0 <= code < 1 << self.bits:
-            raise UserError(f"{self.name} has {self.bits} bits, so its codes go from 0 to {(1 << self.bits) - 1}, not {code}.")
+            raise UserError(f"{self.name} has {self.bits} bits: its codes are 0 to {(1 << self.bits) - 1}, not {code}.")
         if self.is_integer:
             value = float(code - (1 << self.bits if code >> (self.bits - 1) else 0))
-            return value if abs(value) <= self.max else math.nan  # the one code beyond the symmetric range
+            return value if abs(value) <= self.max else math.nan  # the one code outside of the symmetric range
         sign = -1.0 if self.signed and code >> (self.bits - 1) else 1.0
         magnitude = code & self.magnitude_mask
         if magnitude > self.max_code:
@@ -141,12 +141,12 @@ class Format:
 
     @property
     def magnitude_mask(self) -> int:
-        """The bits of a code without its sign."""
+        """Return a mask of the bits of a code without its sign."""
         return (1 << (self.bits - self.signed)) - 1
 
     @property
     def max_code(self) -> int:
-        """The code of `max`."""
+        """Return the code of `max`."""
         if self.is_integer:
             return int(self.max)
         fraction, exponent = math.frexp(self.max)
@@ -155,15 +155,15 @@ class Format:
 
     @property
     def nan_code(self) -> int:
-        """The code that a NaN is given: the topmost, without a sign, which is what GPUs write as well."""
+        """Return the code that NaN is stored as: the largest one without a sign, as GPUs write it."""
         if not self.nan:
             raise UserError(f"{self.name} has no code for NaN.")
         return self.magnitude_mask
 
     def values(self) -> tuple[float, ...]:
-        """Every finite value once, in ascending order."""
+        """Return every finite value once, in ascending order."""
         if self.bits > 16:
-            raise UserError(f"{self.name} has 2^{self.bits} codes, too many to list; formats of up to 16 bits can be.")
+            raise UserError(f"{self.name} has 2^{self.bits} codes, too many to list: choose a format of up to 16 bits.")
         decoded = (self.decode(code) for code in range(1 << self.bits))
         return tuple(sorted({v + 0.0 for v in decoded if math.isfinite(v)}))  # + 0.0 merges -0.0 with 0.0
 
@@ -184,7 +184,7 @@ def _finite(name: str, exponent_bits: int, mantissa_bits: int) -> Format:
 
 
 def _integer(name: str, bits: int) -> Format:
-    # Equally spaced: the "subnormal" range of a format without exponent bits, whose spacing 2^(1 - bias - m) is 1.
+    # Equally spaced, as the subnormal range of a format without exponent bits. Its spacing 2^(1 - bias - m) is 1.
     return Format(name, bits, 0, bits - 1, 2 - bits, float((1 << (bits - 1)) - 1))
 
 
@@ -205,7 +205,7 @@ TABLE: dict[str, Format] = {
         _integer("int4", 4),
     )
 }
-"""The named formats, one row each; a new format is a new row."""
+"""Formats by name. A new format is a new row."""
 
 ALIASES = {"e8m23": "fp32", "e5m10": "fp16", "e8m7": "bf16", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 

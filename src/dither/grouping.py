@@ -1,16 +1,16 @@
-"""Where the groups of a cast lie in a tensor, and how codes are stored.
+"""The layout of scale groups in a tensor, and the storage of codes.
 
 Every cast works on matrices: a tensor is viewed as x_BRC, a batch of B matrices in its own memory order, and its groups
-run along the columns (axis -1), along the rows (any other axis), or are square blocks. Codes and scales come out with
-the quantized axis innermost in memory, which is what the matrix product that consumes them wants, also where the groups
-are the same along any axis (the scales that FP8 units read are an exception, `lines_innermost`):
+run along the columns (axis -1), along the rows (any other axis), or are square blocks. In codes and scales, the quantized
+axis is innermost in memory, as matrix products need it, even if the groups are the same along any axis. Scales that FP8 units
+read are an exception, see `lines_innermost`.
 
     x [3, 5, 8], axis=-1, tile(4)    x_BRC [1, 15, 8]    codes [15, 8]        scales [15, 2]
     x [3, 5, 8], axis=1,  tile(4)    x_BRC [3, 5, 8]     codes [3, 8, 5]      scales [3, 8, 2]
     x [3, 5, 8], axis=-1, block(4)   x_BRC [3, 5, 8]     codes [3, 5, 8]      scales [3, 2, 2]
     x [3, 5, 8], axis=1,  tensor     x_BRC [3, 5, 8]     codes [3, 8, 5]      scales [1, 1]
 
-and are then viewed in the order of x's dimensions, the quantized one shortened (values [3, 5, 8], scales [3, 2, 8]).
+Results are views in the order of x's dimensions, with the quantized one shortened (values [3, 5, 8], scales [3, 2, 8]).
 """
 
 import functools
@@ -25,7 +25,7 @@ from dither.formats import Format
 from dither.precision import Cast
 
 PACKED_BITS = (4, 6)
-"""Formats of these widths share bytes: two 4-bit codes in one, low nibble first; four 6-bit codes in three, little endian."""
+"""Widths of packed formats: two 4-bit codes per byte, low nibble first; four 6-bit codes per 3 bytes, little endian."""
 
 _DTYPES = {
     "fp32": torch.float32,
@@ -38,23 +38,27 @@ _DTYPES = {
 
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""The integer dtype of each size in bytes, to read and write codes through."""
+"""Integer dtypes by their size in bytes, to read and write codes."""
 
 
 def storage_dtype(format: Format) -> torch.dtype:
-    """The dtype that holds codes of `format`: its own where torch has one, else the narrowest integer (uint8 when packed)."""
+    """Return the dtype that stores codes of `format`: torch's own, or the narrowest integer (uint8 if packed)."""
     if format.name in _DTYPES:
         return _DTYPES[format.name]
     return torch.uint8 if format.bits <= 8 else torch.int16 if format.bits <= 16 else torch.int32
 
 
 def integer_dtype(format: Format) -> torch.dtype:
-    """The integer dtype of the same size as `storage_dtype`, to write codes through."""
+    """Return the integer dtype of the same size as `storage_dtype`, to write codes."""
     return INTEGERS[storage_dtype(format).itemsize]
 
 
 def packed_length(n: int, format: Format) -> int:
-    """How many storage elements a run of `n` codes takes."""
+    """Return the number of storage elements that hold `n` codes in a row.
+
+    >>> packed_length(5, Format.parse("e2m1")), packed_length(5, Format.parse("e2m3")), packed_length(5, Format.parse("e4m3"))
+    (3, 6, 5)
+    """
     if format.bits == 4:
         return (n + 1) // 2
     if format.bits == 6:
@@ -70,28 +74,28 @@ class GroupLayout:
     axis: int
     """The quantized axis, counted from the front."""
     along_rows: bool
-    """Whether groups run down the rows of x_BRC: then codes are stored transposed."""
+    """True if groups run down the rows of x_BRC; codes are then stored transposed."""
     batch: int
     rows: int
     columns: int
     inner: int
-    """How many matrices interleave: the product of the dimensions between the quantized axis and the last."""
+    """Number of interleaved matrices: the product of the dimensions between the quantized axis and the last."""
     group: tuple[int, int]
     """Group size in (other, quantized) direction; 0 stands for the whole extent."""
 
     @property
     def lines(self) -> tuple[int, int]:
-        """(number of lines, their length): a line runs along the quantized axis."""
+        """Return (number of lines, their length). A line runs along the quantized axis."""
         return (self.columns, self.rows) if self.along_rows else (self.rows, self.columns)
 
     @property
     def groups(self) -> tuple[int, int]:
-        """How many groups a matrix has in (other, quantized) direction."""
+        """Return the number of groups of a matrix in (other, quantized) direction."""
         (lines, length), (p, q) = self.lines, self.group
         return -(-lines // p) if p else 1, -(-length // q) if q else 1
 
     def matrices(self, x: Tensor) -> Tensor:
-        """x_BRC: a view of `x`, or a copy where its strides do not allow one."""
+        """Return x_BRC: a view of `x`, or a copy if its strides do not allow a view."""
         if self.inner == 1:
             return x.reshape(self.batch, self.rows, self.columns)
         outer = math.prod(self.shape[: self.axis])
@@ -100,14 +104,14 @@ class GroupLayout:
         )
 
     def restore(self, x_BRC: Tensor) -> Tensor:
-        """The inverse of `matrices`: values in the shape of the original tensor."""
+        """Return values in the shape of the original tensor, the inverse of `matrices`."""
         if self.inner == 1:
             return x_BRC.reshape(self.shape)
         outer = math.prod(self.shape[: self.axis])
         return x_BRC.reshape(outer, self.inner, self.rows, self.columns).transpose(1, 2).reshape(self.shape)
 
     def expose(self, lines: Tensor) -> Tensor:
-        """A view of codes or scales, stored as [B, other, quantized], in the order of the original dimensions."""
+        """Return a view of codes or scales, stored as [B, other, quantized], in the order of the original dimensions."""
         rest = self.shape[: self.axis] + self.shape[self.axis + 1 :]
         if self.keeps_matrices:
             rest = (*self.shape[:-2], lines.shape[-2])
@@ -115,7 +119,7 @@ class GroupLayout:
         return exposed.movedim(-1, self.axis) if self.along_rows else exposed
 
     def collect(self, exposed: Tensor) -> Tensor:
-        """The inverse of `expose`: [B, other, quantized]."""
+        """Return codes or scales as [B, other, quantized], the inverse of `expose`."""
         if self.along_rows:
             exposed = exposed.movedim(self.axis, -1)
         other = exposed.shape[-2] if self.keeps_matrices else self.lines[0]
@@ -123,12 +127,12 @@ class GroupLayout:
 
     @property
     def keeps_matrices(self) -> bool:
-        """Whether the last two dimensions stay apart from the leading ones, as square blocks need."""
+        """Return True if the last two dimensions are not merged with the leading ones, as square blocks need."""
         return self.group[0] > 1 and len(self.shape) >= 2
 
 
 def checked_axis(shape: tuple[int, ...], axis: int) -> int:
-    """`axis` counted from the front, if a tensor of `shape` has it; a scalar has one."""
+    """Return `axis` counted from the front; raise if a tensor of `shape` does not have it. A scalar has one axis."""
     ndim = max(len(shape), 1)
     if not isinstance(axis, int) or isinstance(axis, bool):
         raise UserError(f"An axis is an integer, not {axis!r}.")
@@ -138,12 +142,12 @@ def checked_axis(shape: tuple[int, ...], axis: int) -> int:
 
 
 def layout_of(shape: tuple[int, ...], cast: Cast, axis: int) -> GroupLayout:
-    """The layout of a tensor of `shape` under `cast` along `axis`; scalars and vectors count as one row."""
+    """Return the layout of a tensor of `shape` under `cast` along `axis`. Scalars and vectors count as one row."""
     axis, ndim = checked_axis(shape, axis), max(len(shape), 1)
     columns = shape[-1] if shape else 1
     kind, n = cast.group.kind, cast.group.size
     group = {"none": (1, 0), "tensor": (0, 0), "row": (1, 0), "tile": (1, n), "block": (n, n)}[kind]
-    if kind == "block" and axis != ndim - 2:  # blocks lie in the last two dimensions: no other axis can be innermost
+    if kind == "block" and axis != ndim - 2:  # blocks are in the last two dimensions: no other axis can be innermost
         rows = shape[-2] if len(shape) >= 2 else 1
         return GroupLayout(shape, ndim - 1, False, math.prod(shape[:-2]), rows, columns, 1, group)
     if axis == ndim - 1:
@@ -154,54 +158,54 @@ def layout_of(shape: tuple[int, ...], cast: Cast, axis: int) -> GroupLayout:
 
 @functools.lru_cache(maxsize=4096)
 def known_layout(shape: tuple[int, ...], cast: Cast, axis: int) -> GroupLayout:
-    """The same, remembered: for the inside of an operator, which nobody traces and where sizes are plain integers."""
+    """Return the same from a cache, for use inside operators, where sizes are plain integers."""
     return layout_of(shape, cast, axis)
 
 
 def values_layout(shape: tuple[int, ...], cast: Cast, axis: int) -> GroupLayout:
-    """The layout for a result without codes: there the axis counts only if the groups depend on it."""
+    """Return the layout of a result without codes, which depends on the axis only if the groups do."""
     return layout_of(shape, cast, axis if cast.group.kind in ("row", "tile") else -1)
 
 
 def scale_dtype(cast: Cast) -> torch.dtype:
-    """How the scales of groups are stored."""
+    """Return the dtype in which the scales of groups are stored."""
     kind = cast.scaling.kind
     return torch.float8_e8m0fnu if kind in ("pow2", "pow2_ceil") else torch.float8_e4m3fn if kind == "nvfp4" else torch.float32
 
 
-def empty_lines(x: Tensor, cast: Cast, place: GroupLayout, container: Format) -> tuple[Tensor, Tensor]:
-    """Uninitialised codes [B, other, quantized] and scales [B, P, Q] (none: [0]) for `x`, as they lie in memory."""
-    lines, length = place.lines
-    values = x.new_empty((place.batch, lines, packed_length(length, container)), dtype=storage_dtype(container))
+def empty_lines(x: Tensor, cast: Cast, layout: GroupLayout, container: Format) -> tuple[Tensor, Tensor]:
+    """Return uninitialized codes [B, other, quantized] and scales [B, P, Q] for `x`, as stored. No scales are [0]."""
+    lines, length = layout.lines
+    values = x.new_empty((layout.batch, lines, packed_length(length, container)), dtype=storage_dtype(container))
     if cast.group.kind == "none":
         return values, x.new_empty(0, dtype=scale_dtype(cast))
-    batch, (p, q) = 1 if cast.group.kind == "tensor" else place.batch, place.groups
+    batch, (p, q) = 1 if cast.group.kind == "tensor" else layout.batch, layout.groups
     if lines_innermost(cast):
         return values, x.new_empty((batch, q, p), dtype=scale_dtype(cast)).mT
     return values, x.new_empty((batch, p, q), dtype=scale_dtype(cast))
 
 
 def lines_innermost(cast: Cast) -> bool:
-    """Whether scales of neighbouring lines lie side by side: those that FP8 units take, float32 scales of tiles of 128."""
+    """Return True if scales of adjacent lines are contiguous: float32 scales of tiles of 128, as FP8 units read them."""
     return cast.group.kind == "tile" and cast.group.size == 128 and cast.scaling.kind == "fp32"
 
 
-def expose_scale(scale: Tensor, cast: Cast, place: GroupLayout) -> Tensor:
-    """Scales [B, P, Q] in the order of the tensor's dimensions; one for the whole tensor is 0-d, none is [0]."""
+def expose_scale(scale: Tensor, cast: Cast, layout: GroupLayout) -> Tensor:
+    """Return scales [B, P, Q] in the order of the tensor's dimensions. One scale per tensor is 0-d, no scale is [0]."""
     if cast.group.kind == "none":
         return scale
-    return scale.reshape(()) if cast.group.kind == "tensor" else place.expose(scale)
+    return scale.reshape(()) if cast.group.kind == "tensor" else layout.expose(scale)
 
 
 def empty_outputs(x: Tensor, cast: Cast, axis: int, container: Format) -> tuple[Tensor, Tensor]:
-    """Codes and scales as `quantize` shapes them, uninitialised."""
-    place = layout_of(tuple(x.shape), cast, axis)
-    values, scale = empty_lines(x, cast, place, container)
-    return place.expose(values), expose_scale(scale, cast, place)
+    """Return uninitialized codes and scales in the shapes of `quantize`."""
+    layout = layout_of(tuple(x.shape), cast, axis)
+    values, scale = empty_lines(x, cast, layout, container)
+    return layout.expose(values), expose_scale(scale, cast, layout)
 
 
 def known_empty_outputs(x: Tensor, cast: Cast, axis: int, container: Format) -> tuple[Tensor, Tensor]:
-    """The same, with shapes and strides remembered."""
+    """Return the same, with shapes and strides from a cache."""
     values, scale = (
         torch.empty_strided(size, stride, dtype=dtype, device=x.device)
         for size, stride, dtype in _known_outputs(tuple(x.shape), cast, axis, container)

@@ -1,7 +1,7 @@
-"""The operations, by device: Triton kernels on CUDA, the reference elsewhere, or what `backend=` says.
+"""Public operations on tensors: Triton kernels on CUDA, the reference elsewhere, or the `backend=` that is given.
 
-The functions here check their arguments and say what is wrong with them; the operators that they call
-(`torch.ops.dither.*`, in `dither.torch_ops`) do not look again.
+These functions check their arguments. The operators that they call (`torch.ops.dither.*`, in `dither.torch_ops`) do not check
+them again.
 """
 
 from dataclasses import dataclass
@@ -21,16 +21,16 @@ from dither.torch_ops import check_finite
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 BLOCKS = (16, 32, 64, 128)
-"""How wide the blocks of sampled weights may be."""
+"""Widths of the blocks of sampled weights."""
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """A tensor in few bits: codes, scales, and what is needed to read them.
+    """A quantized tensor: codes, scales, and what is needed to dequantize them.
 
-    `values` has the tensor's shape, with 4-bit codes two to a byte and 6-bit codes four to three bytes along `axis`.
-    `scale` has one entry a group, in the order of the tensor's dimensions: multiply codes by it (and by `tensor_scale`,
-    which nvfp4 has) to get numbers back. The memory of codes runs along `axis`, as the product over that axis wants it.
+    `values` has the tensor's shape; along `axis` two 4-bit codes share one byte and four 6-bit codes share three bytes.
+    `scale` has one entry per group, in the order of the tensor's dimensions. A number is its code times the scale (for nvfp4,
+    also times `tensor_scale`). Codes are contiguous along `axis`, as the product over that axis needs them.
     """
 
     values: Tensor
@@ -41,10 +41,10 @@ class Quantized:
     dtype: torch.dtype
     tensor_scale: Tensor | None = None
     measured: Tensor | None = None
-    """The largest magnitude of the tensor, 0-d, that `quantize_both` finds on its way when scaling is delayed."""
+    """The largest magnitude of the tensor, 0-d, which `quantize_both` measures for delayed scaling."""
 
     def dequantize(self, dtype: torch.dtype | None = None, *, backend: str = "auto") -> Tensor:
-        """The numbers, in the original tensor's shape and in `dtype` (its own, unless said otherwise).
+        """Return the numbers in the original tensor's shape, in `dtype` (by default the original dtype).
 
         >>> import dither, torch
         >>> dither.quantize(torch.tensor([1.0, 2.0, 4.0, -12.0]), "e2m1 tile(4)").dequantize()
@@ -68,7 +68,7 @@ class Quantized:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """float8 as uint8: as an operator's input the former fails in torch's own checks, which compare it."""
+    """View float8 as uint8: torch's checks of operators compare their inputs, which fails for float8."""
     return x.view(torch.uint8) if x.is_floating_point() and x.itemsize == 1 else x
 
 
@@ -83,10 +83,19 @@ def round_to(
     offset: tuple[int, int] = (0, 0),
     backend: str = "auto",
 ) -> Tensor:
-    """`x` (any shape; float32, bfloat16 or float16) rounded to values of `format`, as float32, which holds them all exactly.
+    """Round `x` to values of `format`. The result is float32, which holds them all exactly.
 
-    Finite overflow goes to the largest value, or with `saturate=False` to Inf, or NaN, where the format has one. NaN stays
-    NaN, and Inf stays Inf (NaN in a format without Inf). Stochastic rounding draws from `stream` at `step`.
+    NaN stays NaN, and Inf stays Inf (NaN in a format without Inf).
+
+    Args:
+        x: A tensor of any shape, float32, bfloat16 or float16.
+        format: A Format or its name.
+        rounding: nearest, toward_zero or stochastic(bits).
+        saturate: Round finite overflow to the largest value; if False, to Inf or NaN, if the format has one.
+        stream: The source of random bits for stochastic rounding.
+        step: The step at which to draw.
+        offset: Row and column of the first element of `x` in the whole tensor.
+        backend: auto, reference or kernel.
 
     >>> import dither, torch
     >>> dither.round_to(torch.tensor([0.3, 2.6, 100.0]), "e2m1")
@@ -113,14 +122,21 @@ def quantize(
     amax: Tensor | None = None,
     backend: str = "auto",
 ) -> Quantized:
-    """Codes of `x` and their scales, in real storage.
+    """Quantize `x` to codes and scales in packed storage.
 
-    `x` has any shape and strides and is float32, bfloat16 or float16. `axis` is the one that rows and tiles run along: the
-    contraction axis of the product that will use the result. Stochastic casts draw from `stream` at `step`, where `offset`
-    is the row and column of x's first element in the whole tensor. `amax` (0-d float32) replaces the measured largest
-    magnitude of the tensor, for delayed scaling or for a tensor that is spread over several devices.
+    A group that holds a NaN has the scale NaN, and all of it dequantizes to NaN. Codes have no gradient; the result of
+    `fake_quantize` has one.
 
-    A group with a NaN in it has the scale NaN and reads back as NaN, all of it. Codes have no gradient; `fake_quantize` has.
+    Args:
+        x: A tensor of any shape and strides, float32, bfloat16 or float16.
+        cast: A Cast or its text, such as "e4m3 tile(128)".
+        axis: The axis along which rows and tiles run: the contraction axis of the product that will use the result.
+        stream: The source of random bits for stochastic casts.
+        step: The step at which to draw.
+        offset: Row and column of the first element of `x` in the whole tensor.
+        amax: 0-d float32, used in place of the tensor's own largest magnitude: for delayed scaling, or for a tensor that is
+            sharded over several devices.
+        backend: auto, reference or kernel.
 
     >>> import dither, torch
     >>> q = dither.quantize(torch.tensor([[1.0, 2.0, 4.0, -12.0]]), "e2m1 tile(4)")
@@ -155,9 +171,9 @@ def fake_quantize(
     amax: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """`quantize(x, ...).dequantize()` in one pass that stores no codes: same bits, shape and dtype of `x`.
+    """Quantize and dequantize `x` in one pass, with the bits, shape and dtype of `quantize(x, ...).dequantize()`.
 
-    The gradient is straight-through: that of the result is passed on to `x` unchanged.
+    The gradient is straight-through: `x` receives the gradient of the result unchanged. See `quantize` for the arguments.
 
     >>> import dither, torch
     >>> dither.fake_quantize(torch.tensor([0.1, 0.5, 1.3, 6.0]), "e2m1")
@@ -179,11 +195,20 @@ def quantize_both(
     amax: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Quantized, Quantized]:
-    """Codes of the matrix `x` along its columns and along its rows, as the products that sum over either axis need them.
+    """Quantize the matrix `x` along both axes, for the products that sum over either one.
 
-    Equal to `quantize(x, cast, axis=-1)` and `quantize(x, cast, axis=0)`; `x` is [M, K] and `cast` is any but nvfp4.
-    The second result's `values` are [M, K] like x's, and `values.T` is contiguous. `x` is read once where that is enough:
-    rows need more, and so does a whole tensor unless `amax` is given. With delayed scaling `measured` is x's own magnitude.
+    Returns `quantize(x, cast, axis=-1)` and `quantize(x, cast, axis=0)`. The second result's `values` are [M, K] like `x`, and
+    `values.T` is contiguous. `x` is read once if possible: scales per row need two passes, and so do scales per tensor unless
+    `amax` is given. With delayed scaling, `measured` is the largest magnitude of `x`.
+
+    Args:
+        x: A matrix [M, K], float32, bfloat16 or float16.
+        cast: A Cast or its text, with any scale but nvfp4.
+        stream: The source of random bits for stochastic casts.
+        step: The step at which to draw.
+        offset: Row and column of the first element of `x` in the whole tensor.
+        amax: 0-d float32, used in place of the tensor's own largest magnitude.
+        backend: auto, reference or kernel.
 
     >>> import dither, torch
     >>> cast = dither.Cast("e4m3", "tensor", "delayed(16)")
@@ -200,15 +225,15 @@ def quantize_both(
         )
     cast, _, draw = _prepare("quantize_both", x, cast, -1, stream, step, offset, amax)
     if cast.scaling.kind == "nvfp4":
-        raise UserError(f"quantize_both does not take {str(cast)!r}: nvfp4 scales each axis by itself, so quantize twice.")
+        raise UserError(f"quantize_both does not take {str(cast)!r}: its scales differ along each axis; call quantize twice.")
     arguments = _draw_arguments(draw)
     *outputs, largest = torch.ops.dither.quantize_both(x.detach(), str(cast), amax, "", *arguments, check_backend(backend))
     values, scale, values_t, scale_t = outputs
     _check_scales(x, cast, scale, measured=amax is None)
     scaled, delayed = cast.group.kind != "none", cast.scaling.kind == "delayed"
     along, across = (
-        Quantized(codes, found if scaled else None, cast, tuple(x.shape), axis, x.dtype, None, largest if delayed else None)
-        for codes, found, axis in ((values, scale, 1), (values_t, scale_t, 0))
+        Quantized(codes, scales if scaled else None, cast, tuple(x.shape), axis, x.dtype, None, largest if delayed else None)
+        for codes, scales, axis in ((values, scale, 1), (values_t, scale_t, 0))
     )
     return along, across
 
@@ -217,7 +242,7 @@ def quantize_both(
 class AmaxHistory:
     """The state of delayed scaling: the largest magnitudes of past steps, newest first, float32[history].
 
-    It is never changed in place.
+    A history is immutable: `push` returns a new one.
 
     >>> import dither, torch
     >>> cast = dither.Cast("e4m3", "tensor", "delayed(16)")
@@ -231,24 +256,29 @@ class AmaxHistory:
 
     @classmethod
     def empty(cls, cast: Cast, device: torch.device | str = "cpu") -> "AmaxHistory":
-        """The history before the first step, which scales by 1."""
+        """Return the history before the first step, which scales by 1."""
         if cast.scaling.kind != "delayed":
-            raise UserError(f"Only a cast with scale='delayed(history)' has a history; {str(cast)!r} has not.")
+            raise UserError(f"Only a cast with scale='delayed(history)' has a history, and {str(cast)!r} is not delayed.")
         return cls(scaling.empty_history(cast.scaling.history, device))
 
     def amax(self, cast: Cast) -> Tensor:
-        """The magnitude (0-d) to scale the next step by."""
+        """Return the magnitude (0-d) that scales the next step."""
         return scaling.delayed_amax(self.values, cast.scaling)
 
     def push(self, amax: Tensor) -> "AmaxHistory":
-        """The history with this step's largest magnitude (0-d; reduce it over the ranks first) in front."""
+        """Return the history with the largest magnitude of this step in front (0-d; all-reduce it over the ranks first)."""
         if not isinstance(amax, Tensor) or amax.dim() != 0:
             raise UserError(f"A history takes the largest magnitude of a step as a 0-d tensor, not {_described(amax)}.")
         return AmaxHistory(scaling.push_amax(self.values, amax))
 
 
 def amax(x: Tensor, *, backend: str = "auto") -> Tensor:
-    """The largest magnitude in `x`, a 0-d float32 tensor; NaN or Inf where `x` holds one."""
+    """Return the largest magnitude in `x`, a 0-d float32 tensor; NaN or Inf if `x` holds one.
+
+    >>> import dither, torch
+    >>> dither.amax(torch.tensor([[1.0, -3.0], [2.0, 0.5]]))
+    tensor(3.)
+    """
     _check_tensor(x, "amax")
     largest: Tensor = torch.ops.dither.amax(x, check_backend(backend))
     return largest
@@ -266,13 +296,20 @@ def sample(
     dtype: torch.dtype = torch.bfloat16,
     backend: str = "auto",
 ) -> Tensor:
-    """w + R * max_block|w| * 2^(1 - b_t), in `dtype`: the weight as noisy as in b_t bits (Gaussian weight sampling).
+    """Return w + R * max_block|w| * 2^(1 - b_t): the weight with noise as large as in b_t bits (Gaussian weight sampling).
 
-    `w` [N, K] is float32, bfloat16 or float16, and `b_t` float32 [ceil(N / block), ceil(K / block)], one for each block.
-    `noise` is one of rounded_normal, rounded_normal_exact, uniform and none; R is what `stream` draws at `step`. A shard
-    passes the row and column of its first element in the whole parameter as `offset`; it begins where a block does.
+    The gradient of w is that of the result. The gradient of b_t draws R again and treats the largest magnitude as a constant.
 
-    The gradient of w is that of the result. That of b_t draws R again; the largest magnitude counts as constant.
+    Args:
+        w: The weight [N, K], float32, bfloat16 or float16.
+        b_t: Bitwidths, float32 [ceil(N / block), ceil(K / block)], one per block.
+        noise: Distribution of R: rounded_normal, rounded_normal_exact, uniform or none.
+        stream: The source of the random bits of R.
+        step: The step at which to draw.
+        offset: Row and column of a shard's first element in the whole parameter, at the beginning of a block.
+        block: Width of the square blocks: 16, 32, 64 or 128.
+        dtype: The dtype of the result.
+        backend: auto, reference or kernel.
 
     >>> import dither, torch
     >>> w, b_t = torch.full((2, 4), 3.0), torch.full((1, 1), 4.0)
@@ -297,7 +334,7 @@ def sample(
         names = ", ".join(str(known).removeprefix("torch.") for known in sampling.DTYPES)
         raise UserError(f"Sampled weights are stored as one of {names}, not as {dtype}.")
     if dtype.itemsize == 1 and torch.is_grad_enabled() and (w.requires_grad or b_t.requires_grad):
-        raise UserError(f"A gradient of {dtype} would itself be {dtype}: sample under torch.no_grad(), or to bfloat16.")
+        raise UserError(f"The gradient of a {dtype} result would be {dtype} too: sample under torch.no_grad(), or to bfloat16.")
     draw = _stream(stream, "sample").draw(step, (rows, columns), offset, w.device)
     w_hat: Tensor = torch.ops.dither.sample(w, b_t, *_draw_arguments(draw), noise, block, dtype, check_backend(backend))[0]
     return w_hat
@@ -314,9 +351,9 @@ def noise(
     device: torch.device | str = "cpu",
     backend: str = "auto",
 ) -> Tensor:
-    """The R that `sample` draws for a weight of `size`, to look at: float32, or `packed` eight to an int32.
+    """Return the noise R that `sample` draws for a weight of `size`: float32, or `packed` with eight values per int32.
 
-    Packed, R has 4 bits, |R| in the lower three and its sign on top, and the first of eight neighbours is lowest.
+    A packed value has 4 bits, |R| in the lower three and the sign above them. The first of eight neighbours is lowest.
 
     >>> import dither
     >>> stream = dither.Stream(0, "sample", "w")
@@ -328,7 +365,7 @@ def noise(
     """
     _check_noise(kind)
     if packed and kind == "uniform":
-        raise UserError("Noise of the kind 'uniform' has no form of 4 bits, as its values are no integers: pass packed=False.")
+        raise UserError("Noise of the kind 'uniform' cannot be packed, because its values are not integers: pass packed=False.")
     draw = _stream(stream, "noise").draw(step, size, offset, device)
     op = torch.ops.dither.packed_noise if packed else torch.ops.dither.noise
     drawn: Tensor = op(draw.key, draw.step, *size, draw.row, draw.column, kind, check_backend(backend))
@@ -340,7 +377,7 @@ def noise(
 
 @assume_constant_result
 def _parse(text: str) -> Cast:
-    """Traced code takes what a string means as given, instead of following the parser."""
+    """Parse a cast. torch.compile takes the result as a constant and does not trace the parser."""
     return Cast.parse(text)
 
 
@@ -349,22 +386,22 @@ def _unscaled(format: str | Format, rounding: str) -> Cast:
     element = format if isinstance(format, Format) else Format.parse(format)
     if Format.parse(element.name) != element:
         raise UserError(
-            f"The format given is called {element.name!r} but differs from the one of that name; "
-            "give a name or a row of the table."
+            f"The format {element.name!r} differs from the known format of that name: pass the name, or a Format from "
+            "dither.formats.TABLE."
         )
     return Cast(element.name, rounding=rounding)
 
 
-def _check_tensor(x: Tensor, what: str) -> None:
+def _check_tensor(x: Tensor, caller: str) -> None:
     if not isinstance(x, Tensor):
-        raise UserError(f"{what} takes a torch.Tensor, not {type(x).__name__}.")
+        raise UserError(f"{caller} takes a torch.Tensor, not {type(x).__name__}.")
     if x.dtype not in INPUT_DTYPES:
-        hint = "; converting float64 first keeps the rounding single and visible" if x.dtype == torch.float64 else ""
-        raise UserError(f"{what} takes float32, bfloat16 or float16, not {x.dtype} (shape {tuple(x.shape)}){hint}.")
+        hint = "; convert float64 first, so that this rounding is explicit" if x.dtype == torch.float64 else ""
+        raise UserError(f"{caller} takes float32, bfloat16 or float16, not {x.dtype} (shape {tuple(x.shape)}){hint}.")
 
 
 def _prepare(
-    what: str,
+    caller: str,
     x: Tensor,
     cast: Cast | str,
     axis: int,
@@ -375,8 +412,8 @@ def _prepare(
 ) -> tuple[Cast, int, Draw | None]:
     cast = _parse(cast) if isinstance(cast, str) else cast
     if not isinstance(cast, Cast):
-        raise UserError(f"{what} takes a Cast or its string, such as 'e4m3 tile(128) fp32', not {cast!r}.")
-    _check_tensor(x, what)
+        raise UserError(f"{caller} takes a Cast or its string, such as 'e4m3 tile(128) fp32', not {cast!r}.")
+    _check_tensor(x, caller)
     axis = grouping.checked_axis(tuple(x.shape), axis)
     if amax is None and cast.scaling.kind == "delayed":
         raise UserError(
@@ -386,7 +423,7 @@ def _prepare(
         if cast.group.kind != "tensor" and cast.scaling.kind != "nvfp4":
             raise UserError(
                 f"amax= is the largest magnitude of a whole tensor, and the cast {str(cast)!r} "
-                "scales smaller groups by their own."
+                "scales smaller groups: leave amax= out."
             )
         if not isinstance(amax, Tensor) or amax.dim() != 0 or amax.dtype != torch.float32 or amax.device != x.device:
             raise UserError(f"amax= is a 0-d float32 tensor on the device of the input, not {_described(amax)}.")
@@ -398,19 +435,19 @@ def _check_noise(kind: str) -> None:
         raise UserError(f"There is no noise {kind!r}: choose one of {', '.join(sampling.NOISES)}.")
 
 
-def _stream(stream: Stream, what: str) -> Stream:
+def _stream(stream: Stream, caller: str) -> Stream:
     if not isinstance(stream, Stream):
         raise UserError(
-            f"{what} draws from stream=dither.Stream(seed, purpose, name), so that its bits can be repeated, not {stream!r}."
+            f"{caller} draws from stream=dither.Stream(seed, purpose, name), so that its bits can be repeated, not {stream!r}."
         )
     return stream
 
 
-def _described(given: object) -> str:
-    """An argument in a few words: a tensor's repr may fill a page."""
-    if isinstance(given, Tensor):
-        return f"a {given.dtype} tensor of shape {tuple(given.shape)} on {given.device}"
-    return repr(given)
+def _described(value: object) -> str:
+    """Return a short description of an argument: the repr of a tensor can be long."""
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)} on {value.device}"
+    return repr(value)
 
 
 def _draw(x: Tensor, cast: Cast, stream: Stream | None, step: int | Tensor, offset: tuple[int, int]) -> Draw | None:
@@ -425,7 +462,7 @@ def _draw(x: Tensor, cast: Cast, stream: Stream | None, step: int | Tensor, offs
 
 
 def _check_scales(x: Tensor, cast: Cast, scale: Tensor, measured: bool) -> None:
-    """After a cast: look at x again only if a scale is lost (or there is none to tell). Traced code cannot look."""
+    """Check `x` for NaN and Inf after a cast, if a scale is NaN or there is no scale that shows them. Not when compiling."""
     if torch.compiler.is_compiling():
         return
     if cast.group.kind == "none" or not measured or _any_nan(scale):
@@ -433,7 +470,7 @@ def _check_scales(x: Tensor, cast: Cast, scale: Tensor, measured: bool) -> None:
 
 
 def _check_result(x: Tensor, cast: Cast, result: Tensor, inf_passes: bool) -> None:
-    """The same for results in floating point, which show by themselves whether a look at x is due."""
+    """Check `x` for NaN and Inf if a floating-point result holds one."""
     if not torch.compiler.is_compiling() and not bool(result.isfinite().all()):
         check_finite(x, cast, nan_passes=cast.element.nan, inf_passes=inf_passes)
 
@@ -447,5 +484,5 @@ def _any_nan(scale: Tensor) -> bool:
 
 
 def _draw_arguments(draw: Draw | None) -> tuple[int, Tensor | None, int, int]:
-    """A draw as operator arguments (key, step, row, column)."""
+    """Return a draw as operator arguments (key, step, row, column)."""
     return (0, None, 0, 0) if draw is None else (draw.key, draw.step, draw.row, draw.column)

@@ -1,12 +1,12 @@
-"""Shared randomness: the bits an element draws are a pure function of who draws, when, and where the element lies.
+"""Random bits as a pure function of the stream, the step and the coordinates of an element.
 
 The generator is Philox4x32-10 (Salmon et al., 2011; Random123). A stream's key is a hash of (seed, purpose, name). Each
-row of the whole, unsharded tensor owns a string of bits per step, made of the 128-bit blocks
+row of the whole, unsharded tensor has a string of bits per step, made of the 128-bit blocks
 
     block j = philox(counter=(j, row, step, 0), key)
 
-and the element in column c that uses `width` bits takes bits c * width to (c + 1) * width - 1 of it, least significant
-first. So any shard, launch configuration or device draws the same bits: only coordinates enter.
+An element in column c that uses `width` bits has bits c * width to (c + 1) * width - 1 of it, least significant first. The
+bits depend on coordinates only, so any shard, launch configuration or device draws the same.
 """
 
 import hashlib
@@ -20,22 +20,22 @@ from torch import Tensor
 from dither.errors import UserError
 
 WIDTHS = (8, 16, 32)
-"""How many bits an element may use: what divides a Philox word evenly."""
+"""Numbers of bits per element: divisors of a Philox word."""
 
 BACKENDS = ("auto", "reference", "kernel")
-"""Who computes: kernels on CUDA and the reference elsewhere, or one of them by name."""
+"""Implementations: kernels on CUDA and the reference elsewhere (auto), or one of them by name."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """An independent source of random bits, one for each (seed, purpose, name).
+    """An independent source of random bits for each (seed, purpose, name).
 
     Example: `Stream(0, "round", "model.layers.0.mlp.up_proj.weight")`; pass it to a stochastic cast.
     """
 
     seed: int
     purpose: str
-    """What the bits are for, such as "round" or "sample": two purposes never share bits."""
+    """Use of the bits, such as "round" or "sample"; two purposes never share bits."""
     name: str
     """The parameter's name in the whole model, the same on every rank."""
     key: int = field(init=False, repr=False, compare=False)
@@ -44,10 +44,10 @@ class Stream:
     def __post_init__(self) -> None:
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 1 << 64:
             raise UserError(f"A stream's seed is an integer from 0 to 2^64 - 1, not {self.seed!r}.")
-        for what, text in (("purpose", self.purpose), ("name", self.name)):
+        for field_name, text in (("purpose", self.purpose), ("name", self.name)):
             if not isinstance(text, str):
-                raise UserError(f"A stream's {what} is a string, not {text!r}.")
-        # Lengths before texts: ("ab", "c") and ("a", "bc") must not meet.
+                raise UserError(f"A stream's {field_name} is a string, not {text!r}.")
+        # Lengths precede texts, so that ("ab", "c") and ("a", "bc") have different keys.
         text = f"dither stream 1\n{self.seed}\n{len(self.purpose)} {self.purpose}\n{len(self.name)} {self.name}"
         digest = hashlib.sha256(text.encode()).digest()
         object.__setattr__(self, "key", int.from_bytes(digest[:8], "little", signed=True))
@@ -62,10 +62,16 @@ class Stream:
         device: torch.device | str = "cpu",
         backend: str = "auto",
     ) -> Tensor:
-        """The bits that a tensor of `shape` draws at an optimizer step: int32, `width` random bits each, the rest zero.
+        """Return the bits that a tensor of `shape` draws at an optimizer step: int32 with `width` random bits per element.
 
-        The tensor is viewed as (product of leading dimensions, last dimension); `offset` is the row and column, in the
-        whole tensor, of its first element. For `width=32` the words are raw: view them as `torch.uint32` to read them unsigned.
+        Args:
+            step: The optimizer step, an integer or a 0-d int64 tensor.
+            shape: The tensor's shape, viewed as (product of leading dimensions, last dimension).
+            offset: Row and column of the tensor's first element in the whole tensor.
+            width: Random bits per element: 8, 16 or 32; the other bits are zero. With 32, view the result as `torch.uint32`
+                to read the words unsigned.
+            device: The device that draws.
+            backend: auto, reference or kernel.
 
         >>> import dither
         >>> stream = dither.Stream(0, "round", "w")
@@ -79,12 +85,12 @@ class Stream:
         shape = tuple(shape)
         rows, columns = math.prod(shape[:-1]), shape[-1] if shape else 1
         draw = self.draw(step, (rows, columns), offset, device)
-        # By name, not by import: this file stands above the operators, and importing dither registers them.
+        # Called by name: the operators import this module, and are registered when dither is imported.
         words: Tensor = torch.ops.dither.random_bits(draw.key, draw.step, rows, columns, draw.row, draw.column, width, backend)
         return words.reshape(shape)
 
     def draw(self, step: int | Tensor, size: tuple[int, int], offset: tuple[int, int], device: torch.device | str) -> "Draw":
-        """This stream at one step and place, checked, the step on the device: what reference and kernels take."""
+        """Check the arguments and return the `Draw` that reference and kernels take, with the step on `device`."""
         if isinstance(step, Tensor):
             if step.dtype != torch.int64 or step.dim() != 0:
                 raise UserError(
@@ -98,22 +104,22 @@ class Stream:
         row, column = offset
         if row < 0 or column < 0 or row + size[0] > 1 << 32 or column + size[1] > 1 << 32:
             raise UserError(
-                f"A tensor of {size[0]} x {size[1]} elements at offset {tuple(offset)} leaves the 2^32 x 2^32 coordinates."
+                f"A tensor of {size[0]} x {size[1]} elements at offset {tuple(offset)} exceeds the 2^32 x 2^32 coordinates."
             )
         # torch.full launches a fill on the device; torch.tensor would copy from the host.
-        where = step.to(device) if isinstance(step, Tensor) else torch.full((), step, dtype=torch.int64, device=device)
-        return Draw(self.key, where, row, column)
+        on_device = step.to(device) if isinstance(step, Tensor) else torch.full((), step, dtype=torch.int64, device=device)
+        return Draw(self.key, on_device, row, column)
 
 
 def check_backend(name: str) -> str:
-    """`name`, if it is that of a backend."""
+    """Return `name` if it is a backend; raise otherwise."""
     if name not in BACKENDS:
         raise UserError(f"There is no backend {name!r}: choose 'auto', 'reference' or 'kernel'.")
     return name
 
 
 def matrix_size(x: Tensor) -> tuple[int, int]:
-    """(rows, columns) of a tensor viewed as (product of leading dimensions, last dimension)."""
+    """Return (rows, columns) of a tensor viewed as (product of leading dimensions, last dimension)."""
     columns = x.shape[-1] if x.dim() else 1
     return x.numel() // columns if columns else 0, columns
 
@@ -124,6 +130,6 @@ class Draw:
 
     key: int
     step: Tensor
-    """Or int64[3]: the step and what to add to `row` and to `key`, for what only the device knows. Casts take it."""
+    """Or int64[3]: the step, and summands of `row` and `key` that only the device knows. Casts accept it."""
     row: int = 0
     column: int = 0

@@ -1,6 +1,6 @@
-"""Files that survive a crash and deserve no trust: durable writes, strict JSON, and reads that follow nothing.
+"""Durable writes, strict JSON, and safe reads of untrusted files.
 
-JSON here is strict: no NaN or Infinity, no key twice, at most 64 levels. Nothing that is read is ever executed.
+Strict JSON has no NaN or Infinity, no duplicate keys and at most 64 levels. Nothing that is read is ever executed.
 """
 
 import errno
@@ -17,36 +17,39 @@ from typing import Any, BinaryIO
 from dither.errors import UserError
 
 DEPTH = 64
-"""How deep lists and objects may lie in each other."""
+"""The deepest nesting of lists and objects."""
 
 MOST = 64 << 20
-"""The most bytes of a config, plan, tokenizer or state: the largest tokenizers have half as many."""
+"""The most bytes of a config, plan, tokenizer or state. The largest tokenizers have half as many."""
 
 CHUNK = 1 << 22
 """Bytes that are hashed at a time."""
 
 
-class Refused(Exception):  # noqa: N818 - not for users: whoever knows the file's place makes a UserError of it
-    """Why something that was read is not what it should be; a clause without a full stop."""
+class Refused(Exception):  # noqa: N818 - internal: callers turn it into a UserError with the path
+    """The reason why a file is not accepted: a clause without a full stop."""
 
 
 def check_plain(value: object, where: str, depth: int = 0) -> None:
-    """Refuse what JSON would not give back as it was: tuples, NaN, keys that are not strings, other objects."""
+    """Raise if JSON would not restore a value exactly: tuples, NaN, keys that are not strings, other objects.
+
+    `where` names the value in the error message.
+    """
     if depth > DEPTH:
-        raise UserError(f"{where} has more than {DEPTH} levels, which is more than is saved.")
+        raise UserError(f"{where} is nested more than {DEPTH} levels deep, which cannot be saved.")
     if value is None or type(value) in (bool, str, int):
         return
     if type(value) is float:
         if not math.isfinite(value):
             raise UserError(f"{where} is {value!r}, and only finite numbers are saved: leave it out, or save it as text.")
     elif type(value) is list:
-        for index, each in enumerate(value):
-            check_plain(each, f"{where}[{index}]", depth + 1)
+        for index, item in enumerate(value):
+            check_plain(item, f"{where}[{index}]", depth + 1)
     elif type(value) is dict:
-        for key, each in value.items():
+        for key, item in value.items():
             if type(key) is not str:
                 raise UserError(f"{where} has the key {key!r}, and only strings are keys in JSON.")
-            check_plain(each, f"{where}[{key!r}]", depth + 1)
+            check_plain(item, f"{where}[{key!r}]", depth + 1)
     else:
         raise UserError(
             f"{where} is a {type(value).__name__}, and only dictionaries, lists, strings, numbers, booleans and None are saved."
@@ -54,19 +57,19 @@ def check_plain(value: object, where: str, depth: int = 0) -> None:
 
 
 def to_json(value: object, where: str) -> bytes:
-    """`value`, checked by `check_plain`, as JSON that `from_json` turns back into the same."""
+    """Return a value, checked by `check_plain`, as JSON that `from_json` restores exactly."""
     check_plain(value, where)
     try:
         data = (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
     except ValueError as error:  # an integer of more than 4300 digits
         raise UserError(f"{where} cannot be saved: {error}.") from None
     if len(data) > MOST:
-        raise UserError(f"{where} takes {len(data)} bytes of JSON, more than {MOST >> 20} MiB: save large things as tensors.")
+        raise UserError(f"{where} takes {len(data)} bytes of JSON, more than {MOST >> 20} MiB: save large values as tensors.")
     return data
 
 
 def from_json(data: bytes) -> Any:
-    """What `data` says in strict JSON; raises `Refused`.
+    """Return the value of strict JSON; raise `Refused` if it is not.
 
     >>> from_json(b'{"a": [1, 2.5]}')
     {'a': [1, 2.5]}
@@ -76,11 +79,11 @@ def from_json(data: bytes) -> Any:
     """
 
     def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        unique = dict(pairs)
+        if len(unique) < len(pairs):
             keys = [key for key, _ in pairs]
             raise Refused(f"it has the key {next(key for key in keys if keys.count(key) > 1)!r:.80} twice in one object")
-        return found
+        return unique
 
     def no_number(word: str) -> None:
         raise Refused(f"it has {word:.40} as a number")
@@ -103,12 +106,12 @@ def from_json(data: bytes) -> Any:
 def _check_depth(value: object, depth: int = 0) -> None:
     if depth > DEPTH:
         raise Refused(f"it has more than {DEPTH} levels")
-    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _check_depth(each, depth + 1)
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_depth(item, depth + 1)
 
 
 def open_plainly(path: str | Path, *, follow: bool = False) -> BinaryIO:
-    """A regular file, opened for reading: a pipe or device neither blocks nor is read, links are followed only if asked."""
+    """Open a regular file for reading. Raise `Refused` for pipes and devices, and for links unless `follow`."""
     path = Path(path)
     try:
         number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
@@ -125,11 +128,11 @@ def open_plainly(path: str | Path, *, follow: bool = False) -> BinaryIO:
 
 
 def read(path: str | Path, *, most: int = MOST, follow: bool = False) -> bytes:
-    """A regular file of at most `most` bytes."""
+    """Return the bytes of a regular file with at most `most` of them."""
     with open_plainly(path, follow=follow) as file:
         try:
             data = file.read(most + 1)
-        except OSError as error:  # such as a disk's, or a process's memory
+        except OSError as error:  # such as an error of the disk, or /proc/PID/mem
             raise Refused(f"{Path(path).name} cannot be read ({error.strerror})") from None
     if len(data) > most:
         raise Refused(f"{Path(path).name} has more than {most >> 20} MiB")
@@ -137,7 +140,7 @@ def read(path: str | Path, *, most: int = MOST, follow: bool = False) -> bytes:
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a file that a user named, through links too: he named them.
+    """Return the text of a file that a user named. Links are followed.
 
     >>> read_text("/dev/null")
     Traceback (most recent call last):
@@ -151,7 +154,7 @@ def read_text(path: str | Path) -> str:
 
 
 def read_json(path: Path, *, follow: bool = False) -> tuple[Any, bytes]:
-    """What a file of at most 64 MiB says, and its bytes."""
+    """Return the value of a JSON file of at most 64 MiB, and its bytes."""
     data = read(path, follow=follow)
     try:
         return from_json(data), data
@@ -160,31 +163,31 @@ def read_json(path: Path, *, follow: bool = False) -> tuple[Any, bytes]:
 
 
 def digest(file: BinaryIO) -> str:
-    """The SHA-256 of a whole file, which is at its beginning before and after."""
-    found, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK))
+    """Return the SHA-256 of a whole file, and leave it at its beginning."""
+    sha256, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK))
     file.seek(0)
     while count := file.readinto(buffer):  # type: ignore[attr-defined]
-        found.update(buffer[:count])
+        sha256.update(buffer[:count])
     file.seek(0)
-    return found.hexdigest()
+    return sha256.hexdigest()
 
 
 def write_new(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write a file that is not there yet, down to the disk, in one pass: its size and SHA-256."""
-    found, size = hashlib.sha256(), 0
+    """Write a new file, flush it to disk, and return its size and SHA-256. Raise FileExistsError if it exists."""
+    sha256, size = hashlib.sha256(), 0
     with open(path, "xb", buffering=0) as file:
         for chunk in chunks:
             left = memoryview(chunk)
-            found.update(left)
+            sha256.update(left)
             size += len(left)
-            while left:  # an unbuffered write may take only a part, 2 GiB at the most
+            while left:  # an unbuffered write may be partial, of at most 2 GiB
                 left = left[file.write(left) :]
         os.fsync(file.fileno())
-    return size, found.hexdigest()
+    return size, sha256.hexdigest()
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or a folder's list of names, down to the disk."""
+    """Flush a file, or the entries of a folder, to disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -193,7 +196,7 @@ def sync(path: Path) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Write a file in place of an old one: whoever reads, at any time, sees one of them, whole."""
+    """Replace a file atomically: a reader sees either the old content or the new one."""
     temporary = path.with_name(f".{path.name}.new")
     with suppress(FileNotFoundError):
         temporary.unlink()

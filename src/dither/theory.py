@@ -97,7 +97,7 @@ class Adam:
         if not 0 < self.beta2 < 1:
             raise UserError(f"beta2 is between 0 and 1, not {self.beta2!r}.")
         if not 0 <= self.gap < math.inf:
-            raise UserError(f"The gap F_0 - F_star is a number that is not negative, not {self.gap!r}.")
+            raise UserError(f"The gap F_0 - F_star is a non-negative number, not {self.gap!r}.")
 
     @property
     def _root(self) -> float:
@@ -201,7 +201,7 @@ def correlation(rho: float, Delta: float = 0.0) -> float:
     return rho**2 / (1 + rho**2 + Delta**2)
 
 
-def _positive(**given: float) -> None:
-    for name, value in given.items():
+def _positive(**values: float) -> None:
+    for name, value in values.items():
         if not 0 < value < math.inf:
             raise UserError(f"{name} is a positive number, not {value!r}.")

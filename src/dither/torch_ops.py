@@ -1,7 +1,7 @@
-"""The operators `torch.ops.dither.*`: Triton kernels on CUDA, the reference elsewhere, or what `backend` says.
+"""The operators `torch.ops.dither.*`: Triton kernels on CUDA, the reference elsewhere, or the given `backend`.
 
-As operators they are one node of a graph that `torch.compile` makes, and the bits stay the same. They look at their arguments
-only where a result could not tell of a NaN; `dither.ops` has the functions that say what is wrong with arguments.
+Each operator is one node in a graph of `torch.compile`, so compiled code computes the same bits. Operators check for NaN only
+if the result could not show it; `dither.ops` checks all other arguments.
 """
 
 import functools
@@ -46,7 +46,7 @@ def _use_kernel(device: torch.device, backend: str) -> bool:
 
 
 def implementation(name: str, device: torch.device, backend: str) -> ModuleType:
-    """`dither.kernels.NAME` or `dither.reference.NAME`, which have the same functions."""
+    """Return `dither.kernels.NAME` or `dither.reference.NAME`, which have the same functions."""
     return _module("kernels" if _use_kernel(device, backend) else "reference", name)
 
 
@@ -61,7 +61,7 @@ def _draw_of(key: int, step: Tensor | None, row: int, column: int) -> Draw | Non
 
 @functools.cache
 def _casts(text: str) -> tuple[Cast, ...]:
-    """Return the casts of a family, which are written with bars between them."""
+    """Return the casts of a text with bars between them."""
     return tuple(map(Cast.parse, text.split("|")))
 
 
@@ -73,10 +73,9 @@ _LIBRARY = torch.library.Library("dither", "FRAGMENT")  # type: ignore[no-untype
 
 
 def _operator(function: Callable[..., Any], mutates: tuple[str, ...] = ()) -> Any:
-    """`torch.ops.dither.NAME` for a function `_NAME_op` that has no gradient and changes the arguments named `mutates`.
+    """Register a function `_NAME_op` without a gradient as `torch.ops.dither.NAME`. It changes the arguments named `mutates`.
 
-    torch.library.custom_op would add 80 us to each call, for gradients and for comparing results with arguments, which is more
-    than the kernels of a layer take.
+    torch.library.custom_op would add 80 us per call, which is more than the kernels of a layer take.
     """
     name = function.__name__.removeprefix("_").removesuffix("_op")
     schema = torch.library.infer_schema(function, mutates_args=mutates)
@@ -86,13 +85,13 @@ def _operator(function: Callable[..., Any], mutates: tuple[str, ...] = ()) -> An
 
 
 def _fake_of(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers what an operator returns where there is no data."""
+    """Return a decorator that registers the fake implementation of an operator, for tensors without data."""
     register: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.library.register_fake(f"dither::{name}", lib=_LIBRARY)
     return register
 
 
 def check_finite(x: Tensor, cast: Cast, nan_passes: bool, inf_passes: bool) -> None:
-    """Raise if `x` holds a NaN or Inf that may not pass; the message says where the first one is."""
+    """Raise if `x` holds a NaN or Inf that may not pass; the message has the position of the first one."""
     wrong = torch.zeros_like(x, dtype=torch.bool)
     if not nan_passes:
         wrong |= x.isnan()
@@ -101,15 +100,15 @@ def check_finite(x: Tensor, cast: Cast, nan_passes: bool, inf_passes: bool) -> N
     if bool(wrong.any()):
         first = tuple(wrong.nonzero()[0].tolist())
         value = x[first].item()
-        reason = f"{cast.element} has no NaN" if value != value else "an infinity has no place in a scaled or saturating cast"
+        reason = f"{cast.element} has no NaN" if value != value else "a scaled or saturating cast cannot hold an infinity"
         raise UserError(
             f"The tensor of shape {tuple(x.shape)} holds {int(wrong.sum())} value(s) that {str(cast)!r} cannot represent, "
             f"the first {value} at {list(first)}: {reason}."
         )
 
 
-def _check_untold(x: Tensor, cast: Cast, amax: Tensor | None) -> None:
-    """Codes without NaN and without a scale that was measured have nowhere to keep one, so compiled code looks too."""
+def _check_hidden_nan(x: Tensor, cast: Cast, amax: Tensor | None) -> None:
+    """Check `x` for NaN if neither the codes nor a measured scale can hold one. Compiled code checks too."""
     if not cast.element.nan and (cast.group.kind == "none" or (cast.group.kind == "tensor" and amax is not None)):
         check_finite(x, cast, nan_passes=False, inf_passes=False)
 
@@ -175,7 +174,7 @@ def _product_op(
     where: str,
     verified: str = "",
 ) -> Tensor:
-    """A B^T + bias in `dtype`, for A [P, L] and B [Q, L] as `Operand` describes them; an uncast one has the cast ""."""
+    """Return A B^T + bias in `dtype`, for A [P, L] and B [Q, L] as `Operand` describes them; the cast "" means uncast."""
     code = implementation("matmul", a.device, "auto")
     left = _operand(a, a_scale, a_tensor, a_cast, length)
     right = _operand(b, b_scale, b_tensor, b_cast, length)
@@ -235,7 +234,7 @@ def _quantize_op(
         code = implementation("levels", x.device, backend)
         return code.quantize(x, _casts(cast), level, axis, draw, amax, Format.parse(container))  # type: ignore[no-any-return]
     parsed = Cast.parse(cast)
-    _check_untold(x, parsed, amax)
+    _check_hidden_nan(x, parsed, amax)
     code = implementation("quantize", x.device, backend)
     return code.quantize(x, parsed, axis, draw, amax, _container(container, parsed))  # type: ignore[no-any-return]
 
@@ -298,8 +297,8 @@ def _fake_quantize_op(
 
 @_fake_quantize_op.register_fake
 def _(x: Tensor, cast: str, axis: int, *_: object, **__: object) -> Tensor:
-    place = grouping.values_layout(tuple(x.shape), Cast.parse(cast), axis)
-    return place.restore(torch.empty_like(place.matrices(x)))
+    layout = grouping.values_layout(tuple(x.shape), Cast.parse(cast), axis)
+    return layout.restore(torch.empty_like(layout.matrices(x)))
 
 
 def _straight_through(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -328,7 +327,7 @@ def _quantize_both_op(
         code = implementation("levels", x.device, backend)
         return code.quantize_both(x, _casts(cast), level, draw, amax, Format.parse(container))  # type: ignore[no-any-return]
     parsed = Cast.parse(cast)
-    _check_untold(x, parsed, amax)
+    _check_hidden_nan(x, parsed, amax)
     code = implementation("quantize", x.device, backend)
     return code.quantize_both(x, parsed, draw, amax, _container(container, parsed))  # type: ignore[no-any-return]
 
@@ -356,9 +355,9 @@ def _quantize_both_measured_op(
     backend: str,
     largest: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """quantize_both for delayed scaling, which raises `largest` (0-d) to the largest magnitude of x on its way."""
+    """Quantize along both axes with delayed scaling, and raise `largest` (0-d) to the largest magnitude of x."""
     parsed = Cast.parse(cast)
-    _check_untold(x, parsed, amax)
+    _check_hidden_nan(x, parsed, amax)
     code = implementation("quantize", x.device, backend)
     draw = _draw_of(key, step, row, column)
     *outputs, _ = code.quantize_both(x, parsed, draw, amax, _container(container, parsed), largest=largest)
@@ -384,13 +383,13 @@ def quantize_both_into(
     out: tuple[Tensor, Tensor, Tensor, Tensor],
     level: Tensor | None = None,
 ) -> None:
-    """Write what these operators return into `out`. It is not an operator, since it is never traced."""
+    """Write the results of `quantize_both` into `out`. This is not an operator, since it is never traced."""
     if level is not None:
         code = implementation("levels", x.device, "auto")
         code.quantize_both(x, _casts(cast), level, _draw_of(0, step, 0, 0), amax, Format.parse(container), out)
         return
     parsed = Cast.parse(cast)
-    _check_untold(x, parsed, amax)
+    _check_hidden_nan(x, parsed, amax)
     code = implementation("quantize", x.device, "auto")
     code.quantize_both(x, parsed, _draw_of(0, step, 0, 0), amax, _container(container, parsed), out, largest)
 
@@ -400,7 +399,7 @@ def quantize_both_into(
 
 @torch.library.custom_op("dither::noise", mutates_args=())
 def _noise_op(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, kind: str, backend: str) -> Tensor:
-    """float32[rows, columns]: R, what a weight of that size draws; see `dither.reference.sampling`."""
+    """Return the noise R of a weight, float32[rows, columns]; see `dither.reference.sampling`."""
     code = implementation("sampling", step.device, backend)
     return code.noise(Draw(key, step, row, column), rows, columns, kind)  # type: ignore[no-any-return]
 
@@ -412,7 +411,7 @@ def _(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, ki
 
 @torch.library.custom_op("dither::packed_noise", mutates_args=())
 def _packed_noise_op(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, kind: str, backend: str) -> Tensor:
-    """int32[rows, ceil(columns / 8)]: the same R in 4 bits, sign and magnitude."""
+    """Return the same R with 4 bits per value, sign and magnitude: int32[rows, ceil(columns / 8)]."""
     code = implementation("sampling", step.device, backend)
     return code.packed_noise(Draw(key, step, row, column), rows, columns, kind)  # type: ignore[no-any-return]
 
@@ -423,9 +422,9 @@ def _(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, ki
 
 
 def _corner(key: int, step: Tensor, row: int, column: int, block: int) -> Draw:
-    """The draw of a shard that begins where a block does. Rows that only the device knows are whole blocks too."""
+    """Return the draw of a shard; raise unless it begins at a block. Rows that only the device knows do."""
     if row % block or column % block:
-        raise UserError(f"A shard of a sampled weight begins where a block of {block} does, not at {(row, column)}.")
+        raise UserError(f"A shard of a sampled weight begins at a multiple of its block, {block}, not at {(row, column)}.")
     return Draw(key, step, row, column)
 
 
@@ -442,10 +441,10 @@ def _sample_op(
     dtype: torch.dtype,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """(w_hat [N, K] in `dtype`, the largest magnitude of each block in float32)."""
+    """Return w_hat [N, K] in `dtype`, and the largest magnitude of each block in float32."""
     code = implementation("sampling", w.device, backend)
     w_hat, amax = code.sample(w, b_t, _corner(key, step, row, column, block), kind, block, dtype)
-    # An operator's result may not be its argument.
+    # An operator must not return its argument.
     return w_hat.clone() if w_hat is w else w_hat, amax
 
 
@@ -466,16 +465,13 @@ def _(
 
 
 def sample_into(w: Tensor, b_t: Tensor, step: Tensor, kind: str, block: int, out: tuple[Tensor, Tensor]) -> None:
-    """The operator's work on memory that is there, of which the first has the dtype of w_hat."""
+    """Write the results of `sample` into `out`; the first tensor has the dtype of w_hat."""
     implementation("sampling", w.device, "auto").sample(w, b_t, Draw(0, step), kind, block, out[0].dtype, out)
 
 
 @_operator
 def _resample_op(w: Tensor, b_t: Tensor, step: Tensor, kind: str, block: int, dtype: torch.dtype, after: Tensor) -> Tensor:
-    """The same w_hat in the backward pass. `after`, a gradient, is not read: it says that this cannot be done before.
-
-    With `sample` itself a compiler would see two equal calls, make one of them, and keep its result.
-    """
+    """Sample w_hat again in backward. `after`, a gradient, is not read: it keeps a compiler from merging this with forward."""
     w_hat: Tensor = _sample_op(w, b_t, 0, step, 0, 0, kind, block, dtype, "auto")[0]
     return w_hat
 
@@ -487,7 +483,7 @@ def _(w: Tensor, b_t: Tensor, step: Tensor, kind: str, block: int, dtype: torch.
 
 @_operator
 def _bitwidths_op(bitwidth: Tensor, b_init: float, b_target: float, limit: float) -> Tensor:
-    """b_t. As an operator, so that compiled code rounds the product before the sum too: its own code would fuse the two."""
+    """Return b_t. It is an operator because compiled code would fuse the product and the sum, and round only once."""
     return bitwidth.mul(b_init - b_target).add_(b_target).clamp_(max=limit)
 
 
@@ -510,7 +506,7 @@ def _sample_backward_op(
     dtype: torch.dtype,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """(the gradient of w in `dtype`, that of b_t) from that of w_hat; `bitwidth_grad` spares a copy where dtypes agree."""
+    """Return the gradients of w, in `dtype`, and of b_t, from that of w_hat. If dtypes agree, `bitwidth_grad` saves a copy."""
     code = implementation("sampling", grad.device, backend)
     grad_w, grad_b_t = code.sample_backward(grad, amax, b_t, _corner(key, step, row, column, block), kind, block, dtype)
     return grad_w.clone(memory_format=torch.contiguous_format) if grad_w is grad else grad_w, grad_b_t
@@ -546,7 +542,7 @@ def _bitwidth_grad_op(
     block: int,
     backend: str,
 ) -> Tensor:
-    """The gradient of b_t alone, for when that of w_hat is that of w."""
+    """Return the gradient of b_t only, for the case that the gradient of w is that of w_hat."""
     code = implementation("sampling", grad.device, backend)
     return code.bitwidth_grad(grad, amax, b_t, _corner(key, step, row, column, block), kind, block)  # type: ignore[no-any-return]
 
@@ -581,7 +577,7 @@ _sample_op.register_autograd(_sample_gradients, setup_context=_keep_for_backward
 
 @_operator
 def _cross_entropy_forward_op(logits: Tensor, targets: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-    """(losses [N], the parts of their logsumexp [2, N]) of logits [N, V]; see `dither.reference.loss`."""
+    """Return losses [N] of logits [N, V], and the parts of their logsumexp [2, N]; see `dither.reference.loss`."""
     return implementation("loss", logits.device, backend).forward(logits, targets)  # type: ignore[no-any-return]
 
 
@@ -593,7 +589,7 @@ def _(logits: Tensor, targets: Tensor, backend: str) -> tuple[Tensor, Tensor]:
 
 @_operator
 def _cross_entropy_backward_op(logits: Tensor, targets: Tensor, parts: Tensor, weights: Tensor, backend: str) -> Tensor:
-    """The gradients of the logits, from `weights` [N], those of the losses."""
+    """Return the gradient of the logits, from `weights` [N], the gradient of the losses."""
     return implementation("loss", logits.device, backend).backward(logits, targets, parts, weights)  # type: ignore[no-any-return]
 
 

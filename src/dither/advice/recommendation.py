@@ -65,7 +65,7 @@ GPUS = _gpus(
 
 @dataclass(frozen=True)
 class Recommendation:
-    """How to train a model on a GPU."""
+    """A recommended precision for training a model on a GPU."""
 
     mode: str
     """Value of `precision.mode`."""

@@ -17,6 +17,7 @@ from dither.data import is_prepared, load_tokenizer, open_tokens
 from dither.errors import UserError
 from dither.precision import LayerPrecision
 from dither.recipes import recipe as recipe_named
+from dither.recipes import recipe_name
 from dither.tables import print_table
 from dither.train import config as configs
 from dither.train.files import CONFIG, TOKENS
@@ -59,7 +60,7 @@ def memory(
         model: A preset such as llama-1b, a Hugging Face folder or its config.json, or the folder of a run.
         params: In place of a model: the number of parameters, such as 7e9, of a Llama.
         mode: Precision modes, one column each: fp32, o1, o2, bf16-rn, bf16-sr, bf16-kahan, fp16, fp16-o2.
-        recipe: Recipes of linear layers, such as fp8-current, each with every mode; "none" for no casts.
+        recipe: Recipes of linear layers, such as fp8-current or its alias tensorwise, with every mode; "none" for no casts.
         states: Formats of the optimizer's moments, such as dynamic8, each with every mode; "mode" for that of the mode.
         batch: Sequences per forward pass; by default that of the run, or 8.
         sequence: Tokens per sequence; by default that of the run, or 2048.
@@ -147,7 +148,7 @@ def _columns(modes: Sequence[str], recipes: Sequence[str], states: Sequence[str]
     else:
         given = own.mode if own is not None else "o1"
         asked = [
-            (mode, None if name == "none" else name, None if kept == "mode" else kept)
+            (mode, None if name == "none" else recipe_name(name), None if kept == "mode" else kept)
             for mode in modes or (given,)
             for name in recipes or ("none",)
             for kept in states or ("mode",)

@@ -46,7 +46,7 @@ KNOWN_ANSWERS = (
         (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
     ),
 )
-"""(counter, key, words) of Philox4x32-10, as Random123 publishes them."""
+"""(counter, key, output) of Philox4x32-10, as published by Random123."""
 
 
 @dataclass(frozen=True)

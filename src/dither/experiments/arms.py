@@ -17,7 +17,7 @@ from typing import Any
 from dither.errors import UserError
 from dither.optim import MODES
 from dither.precision import PARTS, Sampling, did_you_mean
-from dither.recipes import RECIPES
+from dither.recipes import ALIASES, RECIPES, recipe_name
 from dither.report.run_folder import number
 from dither.train import config as configs
 from dither.train.config import SAMPLING_KEY, Config, Precision
@@ -167,6 +167,7 @@ def _setting(part: str, sampling: Sampling) -> tuple[str, str | Sampling]:
     noise, colon, layers = part.partition(":")
     if colon and noise in NOISES and layers in PARTS:
         return "sampling", replace(sampling, noise=NOISES[noise], parts=layers)  # type: ignore[arg-type]
+    part = recipe_name(part)
     if part in RECIPES:
         # A recipe that sets the dtype of parameters is a mode: bf16 is o1, and plain bf16 weights are bf16-pure.
         of_mode = [mode for mode, each in MODES.items() if each.recipe == part]
@@ -174,7 +175,7 @@ def _setting(part: str, sampling: Sampling) -> tuple[str, str | Sampling]:
     if part in MODES:
         return "mode", part
     samplings = [f"{noise}:{layers}" for noise in NOISES for layers in PARTS]
-    known = [*RECIPES, *(mode for mode in MODES if mode not in RECIPES), *samplings]
+    known = [*RECIPES, *ALIASES, *(mode for mode in MODES if mode not in RECIPES), *samplings]
     raise UserError(f"There is no precision {part!r:.80}{did_you_mean(part, known)}: choose from {', '.join(known)}.")
 
 

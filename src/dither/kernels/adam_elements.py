@@ -30,7 +30,7 @@ from dither.kernels.scaling import group_factors
 
 ODD = tl.constexpr(ODD_FACTOR)
 LANES = tl.constexpr(128 // BITS)
-"""How many neighbouring elements one Philox call serves."""
+"""Number of adjacent elements per Philox call."""
 
 
 @triton.jit

@@ -74,7 +74,7 @@ HYPER_ACTIVE = tl.constexpr(HYPER.index("active"))
 HYPER_SIGN = tl.constexpr(HYPER.index("sign"))
 
 ADDRESSES = 64
-"""How many addresses one launch of `_write_kernel` writes."""
+"""Number of addresses that one launch of `_write_kernel` writes."""
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""A linear layer that stores its weight as [in, out]: how GPT-2's checkpoints have theirs."""
+"""A linear layer that stores its weight as [in, out], as in GPT-2's checkpoints."""
 
 import torch
 from torch import Tensor, nn
@@ -7,9 +7,9 @@ from dither.nn import functional
 
 
 class Conv1D(nn.Module):
-    """y = x W + b with W [in, out], as the class of this name in Hugging Face's transformers; `dither.convert` takes both.
+    """Compute y = x W + b with W [in, out], like the class of this name in transformers; `dither.convert` takes both.
 
-    Input [..., in], output [..., out]. The weight is not initialised: the model that has the layer does that.
+    Input [..., in], output [..., out]. The weight is not initialized: the model does that.
 
     >>> import torch
     >>> from dither.nn import Conv1D
@@ -20,14 +20,14 @@ class Conv1D(nn.Module):
 
     def __init__(self, out_features: int, in_features: int) -> None:
         super().__init__()
-        self.nf, self.nx = out_features, in_features  # transformers' names, by which Linear.adopt knows such a layer
+        self.nf, self.nx = out_features, in_features  # as in transformers; Linear.adopt recognizes the layer by them
         self.weight = nn.Parameter(torch.empty(in_features, out_features))
         self.bias = nn.Parameter(torch.zeros(out_features))
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., in] to [..., out]."""
+        """Map [..., in] to [..., out]."""
         return functional._plain(input, self.weight, self.bias, transposed=True)
 
     def extra_repr(self) -> str:
-        """The sizes, as `nn.Linear` prints them."""
+        """Return the sizes, as `nn.Linear` prints them."""
         return f"in_features={self.nx}, out_features={self.nf}"

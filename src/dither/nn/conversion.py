@@ -1,13 +1,13 @@
-"""Conversion of a model: its linear layers become `dither.nn.Linear`, in place, and a record says which, how, and why not.
+"""Conversion of a model in place: linear layers become `dither.nn.Linear`, and a record lists which, and why others did not.
 
 Some layers are left alone unless a rule of the plan or `only=` names them, or `all_layers=True`:
 
-- the output layer: what `model.get_output_embeddings()` says; else any linear layer that shares its weight with an embedding;
+- the output layer: the result of `model.get_output_embeddings()`; else linear layers that share their weight with an embedding;
   else the last one with as many outputs as an embedding has rows;
 - adapters: layers that a PEFT tuner added beside the layer it adapts;
-- routers: layers beside a module of experts that have one output for each of them;
+- routers: layers next to a module of experts, with one output per expert;
 - narrow layers, with at most 64 inputs or outputs and at least 16 times as many of the other: adapters, routers and
-  classifiers of other libraries, whose products are too small to be any faster in few bits.
+  classifiers of other libraries, whose products are too small to run faster in few bits.
 """
 
 import sys
@@ -39,12 +39,12 @@ from dither.recipes import recipe
 Fallback = Literal["error", "bf16", "emulate"]
 
 FALLBACKS: tuple[Fallback, ...] = get_args(Fallback)
-"""What becomes of a layer that cannot run as the plan says."""
+"""Treatments of a layer that cannot run with the plan's casts."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 NARROW, LONG = 64, 16
-"""A narrow layer has at most NARROW inputs or outputs, and at least LONG times as many of the other."""
+"""A narrow layer has at most NARROW inputs or outputs, and at least LONG times as many outputs or inputs."""
 
 
 def convert(
@@ -60,16 +60,24 @@ def convert(
     emulate: bool = False,
     engines: Verified | str | Path | None = None,
 ) -> Conversion:
-    """Turn a model's linear layers into low-precision ones, in place, and return a record of what was done.
+    """Convert a model's linear layers to low precision in place, and return a record of the conversion.
 
-    `plan` is a Plan or a recipe's name. Parameters stay the same objects under the same names. `skip` and `only` are patterns
-    of layer names, as in a plan's rules; `filter_fn(module, name)` returns whether to convert a layer, as in torchao. The
-    output layer, adapters, routers and other narrow layers are left alone unless the plan or `only` names them;
-    `all_layers=True` converts them too. A layer that cannot run as the plan says is an error, and nothing is changed. With
-    `fallback="bf16"` it runs uncast, with `fallback="emulate"` it multiplies dequantized numbers in float32, and the record
-    says why. `emulate` does the latter to all layers. `seed` is that of stochastic casts. `engines` are the native units that
-    passed the self-test of this machine, or the file in which `dither doctor --engines FILE` recorded them; units that this
-    project has run need no such record.
+    Parameters stay the same objects under the same names. If any layer fails, nothing is changed.
+
+    Args:
+        model: The model that holds the layers.
+        plan: A Plan or the name of a recipe.
+        skip: Patterns of layer names to leave alone, as in a plan's rules.
+        only: Patterns of layer names to convert.
+        filter_fn: A function (module, name) -> bool that returns True to convert a layer, as in torchao.
+        fallback: Treatment of a layer that no matrix units of the GPU can run with the plan's casts: "error", "bf16" to run it
+            uncast, or "emulate" to multiply dequantized numbers in float32. The record has the reason.
+        all_layers: Convert the output layer, adapters, routers and other narrow layers too. By default they are left alone
+            unless the plan or `only` names them.
+        seed: The seed of stochastic casts.
+        emulate: Multiply dequantized numbers in float32 in all layers.
+        engines: Native units that passed the self-test on this machine, or the file in which `dither doctor --engines FILE`
+            recorded them. Units that this project has tested need no record.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
@@ -82,7 +90,7 @@ def convert(
     if converted := _converted(model):
         raise UserError(
             f"{type(model).__name__} is converted already: {next(iter(converted))!r} is a dither layer; "
-            "dither.apply_plan(model, plan) switches its precision."
+            "change its precision with dither.apply_plan(model, plan)."
         )
     sites = _sites(model)
     skip, only = _patterns("skip", skip, sites), _patterns("only", only, sites)
@@ -92,7 +100,7 @@ def convert(
     verified = _verified(model, engines)
     adopted = {site.name: site.adopt(seed, emulate, verified, fallback) for site in sites if site.name in chosen}
     if not adopted and (plan.default is not None or any(precision is not None for _, precision in plan.layers)):
-        raise UserError(f"{type(model).__name__} has nothing to convert: {_why_nothing(sites, reasons)}.")
+        raise UserError(f"{type(model).__name__} has no layer to convert: {_why_nothing(sites, reasons)}.")
     notes = _switch(adopted, chosen, None, plan.compute)
     if plan.parameters is not None:
         cast_parameters(model, DTYPES[plan.parameters], all_norms=plan.master)
@@ -110,10 +118,14 @@ def convert(
 
 
 def apply_plan(model: nn.Module, plan: Plan | str, *, fallback: Fallback | None = None) -> Conversion:
-    """Switch the precision of a converted model's layers to another plan, between steps; weights are not touched.
+    """Switch a converted model to another plan, between steps. Weights do not change.
 
-    A layer that the plan leaves alone runs uncast. A plan that asks for parameters of another type is an error. `fallback` is
-    that of `convert`, and stays as it was there unless it is given.
+    A layer that the plan leaves alone runs uncast. A plan with another dtype of parameters is an error.
+
+    Args:
+        model: A model that `convert` has converted.
+        plan: A Plan or the name of a recipe.
+        fallback: As in `convert`; by default the one that was given there.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
@@ -132,8 +144,8 @@ def apply_plan(model: nn.Module, plan: Plan | str, *, fallback: Fallback | None 
         changes = plan.parameters is not None and parameter.is_floating_point() and id(parameter) not in wide
         if changes and parameter.dtype != DTYPES[plan.parameters]:  # type: ignore[index]
             raise UserError(
-                f"dither.apply_plan switches casts and leaves parameters as they are, and the plan asks for {plan.parameters} "
-                f"parameters where {parameter_name!r} is {parameter.dtype}: change them, or the plan's parameters to None."
+                f"dither.apply_plan does not convert parameters: the plan has {plan.parameters} parameters, and "
+                f"{parameter_name!r} is {parameter.dtype}. Convert them yourself, or set the plan's parameters to None."
             )
     sites = _sites(model)
     for pattern, precision in plan.layers:
@@ -147,13 +159,17 @@ def apply_plan(model: nn.Module, plan: Plan | str, *, fallback: Fallback | None 
 
 
 def prepare_plans(model: nn.Module, plans: Iterable[Plan | str]) -> None:
-    """Prepare a converted model for later changes to `plans`, so that none of them compiles anything again.
+    """Prepare a converted model for later plans, so that `apply_plan` does not lead to recompilation.
 
-    Casts that share groups, scales and matrix units, such as FP8, FP6 and FP4 in tiles of 128, run through one compiled graph:
-    a number on the device tells the kernels which one a layer has. `apply_plan` then writes those numbers. Without this
-    function it works too, and compiles once more when a plan brings a cast that the model has not had before.
+    Casts with the same groups, scales and matrix units, such as FP8, FP6 and FP4 in tiles of 128, share one compiled graph. A
+    number on the device selects the cast of a layer, and `apply_plan` writes that number. Without this function, the model is
+    compiled again when a plan has a cast that the model has not had before.
 
-    A plan with a level that the model's device cannot run is an error that names the layer, and nothing is changed.
+    A plan that the model's device cannot run is an error that names the layer, and nothing is changed.
+
+    Args:
+        model: A model that `convert` has converted.
+        plans: Plans or names of recipes.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.ReLU(), torch.nn.Linear(128, 128))
@@ -182,35 +198,37 @@ def prepare_plans(model: nn.Module, plans: Iterable[Plan | str]) -> None:
 
 @dataclass(frozen=True)
 class _Site:
-    """A linear layer as it was found: where, how large, and what stands in the way of converting it."""
+    """A linear layer of a model: its name, its size, and the reason why it cannot be converted, or ""."""
 
     name: str
     module: nn.Module
     out_features: int
     in_features: int
     uses: int = 1
-    """How many products of this size a token takes part in: with experts, as many as it is sent to."""
+    """Number of products of this size per token: with experts, the number of experts per token."""
     obstacle: str = ""
     parameter: str = ""
     """For experts, the module's parameter that holds their weights."""
 
     @property
     def work(self) -> int:
+        """Return the number of multiplications per token."""
         return self.out_features * self.in_features * self.uses
 
     def adopt(self, seed: int, emulate: bool, verified: tuple[str, ...], fallback: Fallback) -> "Layer":
-        """A layer in place of this one, uncast yet."""
+        """Return a converted layer for this one, without casts yet."""
         options: dict[str, Any] = {"name": self.name, "seed": seed, "emulate": emulate, "verified": verified}
         layer: Layer
         if self.parameter:
             layer = ExpertsLinear(self.module, self.parameter, LayerPrecision(), **options)
         else:
             layer = Linear.adopt(self.module, LayerPrecision(), **options)
-        for each in _all(layer):
-            each.fallback = fallback
+        for linear in _all(layer):
+            linear.fallback = fallback
         return layer
 
     def install(self, model: nn.Module, layer: "Layer") -> None:
+        """Put a converted layer in the place of this one, under all of its names."""
         if isinstance(layer, ExpertsLinear):
             experts.install(self.module, self.parameter, layer)
             return
@@ -220,7 +238,7 @@ class _Site:
 
 
 Layer = Linear | ExpertsLinear
-"""What a plan calls a layer, converted."""
+"""A converted layer, as plans name it."""
 
 
 def _all(layer: Layer) -> list[Linear]:
@@ -229,13 +247,13 @@ def _all(layer: Layer) -> list[Linear]:
 
 
 def _one(layer: Layer) -> Linear:
-    """A layer itself, or one of its experts, which are alike."""
+    """Return a layer itself, or one of its experts, which have the same settings."""
     return layer if isinstance(layer, Linear) else layer.first
 
 
 def _sites(model: nn.Module) -> list[_Site]:
-    """Every linear layer, converted or not, in the model's order."""
-    found = []
+    """Return every linear layer, converted or not, in the model's order."""
+    sites = []
     across = [Conv1D, *filter(None, [_loaded("transformers.pytorch_utils", "Conv1D")])]
     for name, module in model.named_modules():
         if isinstance(module, ExpertLinear):
@@ -244,33 +262,33 @@ def _sites(model: nn.Module) -> list[_Site]:
         if isinstance(module, nn.Linear):
             obstacle = _obstacle(module, parent, Output if isinstance(module, Output) else nn.Linear)
             size = module.out_features, module.in_features
-            found.append(_Site(name, module, *size, obstacle=obstacle))
+            sites.append(_Site(name, module, *size, obstacle=obstacle))
         elif base := next((kind for kind in across if isinstance(module, kind)), None):
             # GPT-2: a linear layer whose weight is [in, out].
-            found.append(_Site(name, module, module.nf, module.nx, obstacle=_obstacle(module, parent, base)))
+            sites.append(_Site(name, module, module.nf, module.nx, obstacle=_obstacle(module, parent, base)))
         else:
-            found += [
+            sites += [
                 _Site(
-                    f"{name}.{each.parameter}",
+                    f"{name}.{matrix.parameter}",
                     module,
-                    each.out_features,
-                    each.in_features,
-                    each.uses,
-                    each.obstacle,
-                    each.parameter,
+                    matrix.out_features,
+                    matrix.in_features,
+                    matrix.uses,
+                    matrix.obstacle,
+                    matrix.parameter,
                 )
-                for each in experts.projections(module)
+                for matrix in experts.projections(module)
             ]
-    return found
+    return sites
 
 
 def _loaded(module: str, name: str) -> Any:
-    """A class of another library, if that is loaded: where it is not, no model has a layer of it."""
+    """Return a class of another library, or None if it is not loaded: then no model has such a layer."""
     return getattr(sys.modules.get(module), name, None)
 
 
 def _obstacle(module: nn.Module, parent: nn.Module, base: type[nn.Module]) -> str:
-    """Why a linear layer cannot be replaced by ours, or nothing."""
+    """Return the reason why a linear layer cannot be converted, or ""."""
     kind = type(module)
     if isinstance(module, Linear):
         return ""
@@ -281,7 +299,7 @@ def _obstacle(module: nn.Module, parent: nn.Module, base: type[nn.Module]) -> st
     if isinstance(parent, nn.TransformerEncoderLayer):
         return "nn.TransformerEncoderLayer uses its weight without calling it in evaluation"
     if kind.forward is not base.forward or "forward" in vars(module):
-        return f"{kind.__name__} computes in its own way"
+        return f"{kind.__name__} has its own forward"
     if "weight" not in dict(module.named_parameters(recurse=False)):
         return "its weight is computed from other parameters"
     if module.weight.dtype not in DTYPES.values():
@@ -290,20 +308,20 @@ def _obstacle(module: nn.Module, parent: nn.Module, base: type[nn.Module]) -> st
 
 
 def _converted(model: nn.Module) -> dict[str, Layer]:
-    """The converted layers by the names that plans use."""
-    found: dict[str, Layer] = {}
+    """Return the converted layers by the names that plans use."""
+    layers: dict[str, Layer] = {}
     for name, module in model.named_modules():
         if isinstance(module, ExpertsLinear):
-            found[module.name] = module
+            layers[module.name] = module
         elif isinstance(module, Linear) and not isinstance(module, ExpertLinear):
-            found[name] = module
-    return found
+            layers[name] = module
+    return layers
 
 
 def _output_layers(model: nn.Module, sites: list[_Site]) -> list[str]:
-    """The names of the output layer, found by the model's structure: see the top of this file."""
-    said = getattr(model, "get_output_embeddings", None)
-    if callable(said) and (layer := said()) is not None:
+    """Return the names of the output layer, by the rules at the top of this file."""
+    get_output = getattr(model, "get_output_embeddings", None)
+    if callable(get_output) and (layer := get_output()) is not None:
         return [site.name for site in sites if site.module is layer]
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     weights = {id(embedding.weight) for embedding in embeddings}
@@ -314,24 +332,24 @@ def _output_layers(model: nn.Module, sites: list[_Site]) -> list[str]:
 
 
 def _special(model: nn.Module, sites: list[_Site]) -> dict[str, str]:
-    """Return what is special about layers that are not converted unless somebody asks for it: see the top of this file."""
+    """Return {layer: description} of the layers that are not converted by default, by the rules at the top of this file."""
     output = set(_output_layers(model, sites))
-    found = {}
+    special = {}
     for site in sites:
         small, large = sorted((site.out_features, site.in_features))
         if site.name in output:
-            found[site.name] = "the output layer"
+            special[site.name] = "the output layer"
         elif not site.parameter and (tuner := _tuner_of(model, site.name)):
-            found[site.name] = f"an adapter of {tuner}"
+            special[site.name] = f"an adapter of {tuner}"
         elif not site.parameter and site.out_features == _experts_beside(model, site.name):
-            found[site.name] = f"a router to {site.out_features} experts"
+            special[site.name] = f"a router to {site.out_features} experts"
         elif 0 < small <= NARROW and large >= LONG * small:
-            found[site.name] = f"narrow, {site.out_features} x {site.in_features}, as adapters and routers are"
-    return found
+            special[site.name] = f"narrow, {site.out_features} x {site.in_features}, like adapters and routers"
+    return special
 
 
 def _tuner_of(model: nn.Module, name: str) -> str:
-    """Return the class of the PEFT layer that `name` is an adapter in, or nothing; the layer it adapts is none."""
+    """Return the class name of the PEFT layer in which `name` is an adapter, or "" for other layers and adapted ones."""
     base = _loaded("peft.tuners.tuners_utils", "BaseTunerLayer")
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1) if base is not None else ():
@@ -342,28 +360,28 @@ def _tuner_of(model: nn.Module, name: str) -> str:
 
 
 def _experts_beside(model: nn.Module, name: str) -> int:
-    """Return the number of experts of the module that `name` lies in; 0 if it has none."""
+    """Return the number of experts next to the layer `name`, in the same module; 0 if there are none."""
     beside = getattr(model.get_submodule(name.rpartition(".")[0]), "experts", None)
     if isinstance(beside, nn.ModuleList):
         return len(beside)
-    found = experts.projections(beside) if isinstance(beside, nn.Module) else []
-    return len(getattr(beside, found[0].parameter)) if found else 0
+    matrices = experts.projections(beside) if isinstance(beside, nn.Module) else []
+    return len(getattr(beside, matrices[0].parameter)) if matrices else 0
 
 
 # Choices --------------------------------------------------------------------------------------------------------------
 
 
-def _verified(model: nn.Module, given: Verified | str | Path | None) -> tuple[str, ...]:
-    """The native units of a record, if it was made on such a GPU as the model is on."""
-    if given is None:
+def _verified(model: nn.Module, engines: Verified | str | Path | None) -> tuple[str, ...]:
+    """Return the native units of a record; raise unless it was made on a GPU like that of the model."""
+    if engines is None:
         return ()
-    found = given if isinstance(given, Verified) else Verified.load(given)
+    record = engines if isinstance(engines, Verified) else Verified.load(engines)
     for device in {parameter.device for parameter in model.parameters()}:
         here = devices.describe(device)
         if here is None:
-            raise UserError(f"The engines are those of {found.gpu}, and the model is on {str(device)!r}: leave engines= away.")
-        found.check(here)
-    return found.engines
+            raise UserError(f"The engines are those of {record.gpu}, and the model is on {str(device)!r}: leave engines= out.")
+        record.check(here)
+    return record.engines
 
 
 def _check_arguments(model: nn.Module, plan: Plan, fallback: str | None) -> None:
@@ -388,7 +406,7 @@ def _reasons(
     all_layers: bool = False,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
 ) -> dict[str, str]:
-    """Return why layers are left alone, by name; the others are converted."""
+    """Return {layer: reason} of the layers that are left alone; the others are converted."""
     for pattern, precision in plan.layers:
         _check_pattern("The plan's rule", pattern, [site.name for site in sites])
         named = [site for site in sites if matches(pattern, site.name)]
@@ -415,8 +433,8 @@ def _reasons(
     return reasons
 
 
-def _patterns(argument: str, given: str | Iterable[str], sites: list[_Site]) -> tuple[str, ...]:
-    patterns = (given,) if isinstance(given, str) else tuple(given)
+def _patterns(argument: str, names: str | Iterable[str], sites: list[_Site]) -> tuple[str, ...]:
+    patterns = (names,) if isinstance(names, str) else tuple(names)
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise UserError(f"{argument}= takes patterns of layer names, such as '*.down_proj', not {pattern!r}.")
@@ -424,16 +442,16 @@ def _patterns(argument: str, given: str | Iterable[str], sites: list[_Site]) -> 
     return patterns
 
 
-def _check_pattern(where: str, pattern: str, names: list[str], what: str = "linear layer") -> None:
+def _check_pattern(source: str, pattern: str, names: list[str], kind: str = "linear layer") -> None:
     if any(matches(pattern, name) for name in names):
         return
     wider = [other for other in (f"{pattern}.*", f"*.{pattern}", f"*{pattern}*") if any(matches(other, name) for name in names)]
     hint = f" (did you mean {wider[0]!r}?)" if wider else did_you_mean(pattern, names)
-    raise UserError(f"{where} {pattern!r} matches no {what}{hint}: there are {_listed(names)}.")
+    raise UserError(f"{source} {pattern!r} matches no {kind}{hint}: there are {_listed(names)}.")
 
 
 def _listed(names: list[str]) -> str:
-    """The names of layers, those that differ only in numbers together; at most a dozen."""
+    """Return the names of layers as text, at most twelve. Names that differ only in numbers become one pattern."""
     patterns = [pattern for pattern, _ in alike(names, str, lambda _: None)]
     if patterns == ["*"]:  # the layers of an nn.Sequential have numbers for names
         patterns = names
@@ -442,13 +460,13 @@ def _listed(names: list[str]) -> str:
 
 
 def _check_parts(plan: Plan, chosen: dict[str, LayerPrecision]) -> None:
-    """Raise if a sampling's `parts` take none of the layers that are converted."""
+    """Raise if the `parts` of a sampling match none of the converted layers."""
     for precision in (*(precision for _, precision in plan.layers), plan.default):
-        for which in SAMPLINGS if precision and chosen else ():
-            sampling: Sampling | None = getattr(precision, which)
-            if sampling is not None and not any(sampling == getattr(found, which) for found in chosen.values()):
+        for field in SAMPLINGS if precision and chosen else ():
+            sampling: Sampling | None = getattr(precision, field)
+            if sampling is not None and not any(sampling == getattr(other, field) for other in chosen.values()):
                 raise UserError(
-                    f"The plan has a {which} with parts={sampling.parts!r} that takes no layer: parts are {', '.join(PARTS)}, "
+                    f"The plan has a {field} with parts={sampling.parts!r} that match no layer: parts are {', '.join(PARTS)}, "
                     f"or a pattern of names, and there are {_listed(list(chosen))}."
                 )
 
@@ -456,58 +474,58 @@ def _check_parts(plan: Plan, chosen: dict[str, LayerPrecision]) -> None:
 def _switch(
     layers: dict[str, Layer], chosen: dict[str, LayerPrecision], fallback: Fallback | None, compute: str
 ) -> dict[str, str]:
-    """Apply all precisions, or none if any of them fails. Return {layer: why it does not run as the plan says, or ""}."""
+    """Apply all precisions, or none if any of them fails. Return {layer: reason for its fallback, or ""}."""
     notes = {name: _obstructed(layer, chosen[name], fallback, compute) for name, layer in layers.items()}
     uncast = {name for name, layer in layers.items() if notes[name] and (fallback or _one(layer).fallback) == "bf16"}
     precisions = {name: LayerPrecision() if name in uncast else chosen[name] for name in layers}
     known = _known_precisions(layers) | set(precisions.values())
     for name, layer in layers.items():
         one = _one(layer)
-        how = fallback or one.fallback
-        emulates = bool(notes[name]) and how == "emulate"
+        treatment = fallback or one.fallback
+        emulates = bool(notes[name]) and treatment == "emulate"
         changed = (precisions[name], emulates) != (one.precision, one.emulates_here)
-        for each in _all(layer):
-            each.compute, each.fallback, each.emulates_here = compute, how, emulates  # type: ignore[assignment]
+        for linear in _all(layer):
+            linear.compute, linear.fallback, linear.emulates_here = compute, treatment, emulates  # type: ignore[assignment]
         if changed:
             layer.set_precision(precisions[name], others=known)
-        else:  # a layer that stays keeps its state
+        else:  # an unchanged layer keeps its state
             layer.prepare_levels(known)
     return notes
 
 
 def _known_precisions(layers: dict[str, Layer]) -> set[LayerPrecision]:
-    """Return the precisions that layers have, had, or were prepared for."""
+    """Return all precisions that layers have, have had, or were prepared for."""
     return set().union(*(_one(layer).known_precisions for layer in layers.values()))
 
 
 def _obstructed(layer: Layer, precision: LayerPrecision, fallback: Fallback | None, compute: str) -> str:
-    """Why the layer cannot run in that precision where it is, if `fallback` allows it to run otherwise then, or nothing."""
+    """Return the reason why a layer cannot run in a precision on its device, or "". Raise it if `fallback` is "error"."""
     one = _one(layer)
-    how = fallback or one.fallback
+    treatment = fallback or one.fallback
     try:
         if isinstance(layer, ExpertsLinear) and precision.sampled:
             raise UserError(
-                f"The layer {layer.name!r} has its experts in one parameter of 3 dimensions, and matrices are sampled."
+                f"The layer {layer.name!r} has its experts in one parameter of 3 dimensions, and only matrices can be sampled."
             )
     except UserError as error:
         reason = str(error).rstrip(".")
-        if how != "bf16":  # to multiply in float32 would not help
+        if treatment != "bf16":  # multiplying in float32 would not help
             raise UserError(f"{reason}; or skip={layer.name!r}, or fallback='bf16' to run it uncast.") from None
         return reason
     try:
         _try_engines(one, precision, layer.name, compute)
     except UserError as error:
         reason = str(error).rstrip(".")
-        if how == "error":
+        if treatment == "error":
             raise UserError(
-                f"{reason}; or skip={layer.name!r}, or fallback='emulate' to do so only here, or 'bf16' to run it uncast."
+                f"{reason}; or skip={layer.name!r}, or fallback='emulate' to do so in this layer, or 'bf16' to run it uncast."
             ) from None
         return reason.partition("; emulate=True")[0]
     return ""
 
 
 def _try_engines(one: Linear, precision: LayerPrecision, name: str, compute: str) -> None:
-    # A layer of that size without memory, so that the layer itself stays as it is.
+    # A layer of the same size on the meta device, so that the layer itself does not change.
     options: dict[str, Any] = {"emulate": one.emulate, "verified": one.verified, "compute": compute}
     trial = Linear(one.in_features, one.out_features, False, "meta", precision=precision, name=name, **options)
     trial.transposed = one.transposed
@@ -533,14 +551,14 @@ def _record(
             left.append(LeftAlone(site.name, reasons[site.name], share))
             continue
         layer = _one(layers[site.name])
-        found = dict.fromkeys(PRODUCTS, "torch") if layer.precision.uncast else layer.engines(layer.weight.device)
-        engines = tuple(found[product] for product in PRODUCTS)
+        by_product = dict.fromkeys(PRODUCTS, "torch") if layer.precision.uncast else layer.engines(layer.weight.device)
+        engines = tuple(by_product[product] for product in PRODUCTS)
         size = site.out_features, site.in_features
         converted.append(ConvertedLayer(site.name, *size, layer.precision, engines, share, notes[site.name]))
     linear = {id(site.module) for site in sites} | {id(layer) for layer in layers.values()}
     for name, module in model.named_modules():
         if id(module) not in linear and any(True for _ in module.parameters(recurse=False)):
-            kind = "an embedding" if isinstance(module, nn.Embedding) else f"{type(module).__name__} is no linear layer"
+            kind = "an embedding" if isinstance(module, nn.Embedding) else f"{type(module).__name__} is not a linear layer"
             left.append(LeftAlone(name, kind, 0.0))
     return Conversion(plan, tuple(converted), tuple(left))
 

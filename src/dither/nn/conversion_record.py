@@ -1,4 +1,4 @@
-"""The record of a conversion: what became of each layer, and why."""
+"""The record of a conversion: which layers were converted, which were not, and why."""
 
 import io
 from collections.abc import Callable, Iterable, Iterator
@@ -21,14 +21,14 @@ class ConvertedLayer:
     in_features: int
     precision: LayerPrecision
     engines: tuple[str, ...]
-    """What computes the forward product, the input gradient and the weight gradient; `torch` where nothing is cast."""
+    """Engines of fprop, dgrad and wgrad; `torch` if nothing is cast."""
     share: float
-    """Its part of the multiplications of all linear layers."""
+    """Fraction of the multiplications of all linear layers."""
     note: str = ""
-    """Why it does not run as the plan says, where `fallback=` allowed that."""
+    """The reason why `fallback=` was used instead of the plan's casts, or ""."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return plain values, ready for JSON."""
         engines = dict(zip(PRODUCTS, self.engines, strict=True))
         return {**vars(self), "precision": self.precision.to_dict(), "engines": engines}
 
@@ -40,23 +40,23 @@ class LeftAlone:
     name: str
     reason: str
     share: float
-    """Its part of the multiplications of all linear layers: 0 if it is none."""
+    """Fraction of the multiplications of all linear layers; 0 for other modules."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return plain values, ready for JSON."""
         return dict(vars(self))
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """A record of what `convert` or `apply_plan` did to a model, layer by layer; prints as a table, where `*` is a number."""
+    """The record of `convert` or `apply_plan`, layer by layer. Prints as a table, in which `*` stands for a number."""
 
     plan: Plan
     layers: tuple[ConvertedLayer, ...]
     left_alone: tuple[LeftAlone, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return plain values, ready for JSON."""
         return {
             "plan": self.plan.to_dict(),
             "layers": [layer.to_dict() for layer in self.layers],
@@ -72,8 +72,8 @@ class Conversion:
             engines = first.engines[0] if len(set(first.engines)) == 1 else ", ".join(first.engines)
             size = f"{first.out_features} x {first.in_features}"
             table.add_row(pattern, str(len(layers)), size, *casts, engines, f"{sum(layer.share for layer in layers):.1%}")
-            how = "runs uncast" if first.precision.uncast else "multiplies in float32"
-            rest += [f"{how}: {pattern} ({len(layers)}): {first.note}"] * bool(first.note)
+            instead = "runs uncast" if first.precision.uncast else "multiplies in float32"
+            rest += [f"{instead}: {pattern} ({len(layers)}): {first.note}"] * bool(first.note)
         for pattern, modules in alike(self.left_alone, name_of, lambda module: module.reason):
             share = f", {sum(module.share for module in modules):.1%}" if modules[0].share else ""
             rest.append(f"left alone: {pattern} ({len(modules)}{share}): {modules[0].reason}")
@@ -87,7 +87,7 @@ class Conversion:
 
 
 def alike(entries: Iterable[Any], name: Callable[[Any], str], key: Callable[[Any], object]) -> Iterator[tuple[str, list[Any]]]:
-    """Entries that differ only in the numbers in their names, together, under a pattern that matches them."""
+    """Yield (pattern, entries) of entries with the same key whose names differ only in numbers."""
     groups: dict[object, list[Any]] = {}
     for entry in entries:
         numberless = tuple("*" if part.isdigit() else part for part in name(entry).split("."))
@@ -98,4 +98,5 @@ def alike(entries: Iterable[Any], name: Callable[[Any], str], key: Callable[[Any
 
 
 def name_of(entry: Any) -> str:
+    """Return the name of an entry, as a key for `alike`."""
     return str(entry.name)

@@ -1,8 +1,8 @@
-"""From learned bitwidths to number formats: what a model has learned, which formats carry it, and what casting to them costs.
+"""Number formats from learned bitwidths, and casts of trained weights.
 
-`effective_precision` reads the bitwidths of a model's sampled layers; `plan_from_bitwidths` turns them into a Plan, one weight
-format a layer; `deploy` casts trained weights as a plan says, `deploy_blocks` each block to a format of its own, and both say
-what that does to the loss. Blocks at the ragged edges count by the weights they have.
+`effective_precision` reads the bitwidths of a model's sampled layers. `plan_from_bitwidths` turns them into a Plan with one
+weight format per layer. `deploy` casts trained weights by a plan, `deploy_blocks` casts each block to a format of its own, and
+both measure the loss before and after. Blocks at the edges count by the number of their weights.
 """
 
 import io
@@ -28,15 +28,15 @@ from dither.precision import Cast, Granularity, LayerPrecision, Plan, Sampling
 from dither.reference.sampling import block_amax
 
 Evaluate = Callable[[nn.Module], float]
-"""Loss of a model, which is in eval mode then."""
+"""A function (model) -> loss, which is called with the model in eval mode."""
 
 
-# What was learned -----------------------------------------------------------------------------------------------------
+# Learned bitwidths -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class LearnedBitwidths:
-    """The bitwidths b_t of one layer, or of several together, weighed by the weights of each block."""
+    """The bitwidths b_t of one layer, or of several together. Blocks are weighted by their number of weights."""
 
     name: str
     weights: int
@@ -44,26 +44,26 @@ class LearnedBitwidths:
     min: float
     max: float
     histogram: Mapping[int, float]
-    """The share of weights whose b_t, rounded up, is this."""
+    """Fraction of weights by b_t, rounded up."""
     formats: Mapping[str, float]
-    """The share of weights that each format is the narrowest to carry."""
+    """Fraction of weights by the narrowest format that carries their b_t."""
 
     @property
     def bits(self) -> float:
-        """Bits a weight when each block has its own format, without scales."""
+        """Return the bits per weight if each block has its own format, without scales."""
         return sum(Format.parse(name).bits * share for name, share in self.formats.items())
 
 
 @dataclass(frozen=True)
 class EffectivePrecision:
-    """The bitwidths that a model has learned, layer by layer and in all; prints as a table."""
+    """The bitwidths that a model has learned, per layer and in total. Prints as a table."""
 
     layers: tuple[LearnedBitwidths, ...]
     total: LearnedBitwidths
-    """All layers as one."""
+    """All layers together."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return plain values, ready for JSON."""
         return {"layers": [dict(vars(layer)) for layer in self.layers], "total": dict(vars(self.total))}
 
     def __rich__(self) -> Table:
@@ -80,9 +80,12 @@ class EffectivePrecision:
 
 
 def effective_precision(model: nn.Module, *, formats: Sequence[str] = DEPLOYABLE, slack: float = 0.0) -> EffectivePrecision:
-    """The bitwidths that the sampled layers of a model have learned: mean, extremes, histogram, and formats that carry them.
+    """Return the learned bitwidths of a model's sampled layers: mean, extremes, histogram, and formats that carry them.
 
-    Guidance leads b_t down to b_target and never quite there: with `slack` formats count as carrying that much more.
+    Args:
+        model: A model with sampled layers.
+        formats: The formats to choose from.
+        slack: Bits by which b_t may exceed the capacity of a format: guidance moves b_t toward b_target, and not quite there.
 
     >>> import dither, torch
     >>> from dither.precision import Sampling
@@ -97,38 +100,37 @@ def effective_precision(model: nn.Module, *, formats: Sequence[str] = DEPLOYABLE
     2       2,048     5.00   5.00   5.00          100%          100%
     total   4,096     4.50   3.00   5.00   25%    75%    25%    75%
     """
-    found = [(name, *_learned(name, layer)) for name, layer in _sampled(model).items()]
-    layers = tuple(_summary(name, b_t, counts, formats, slack) for name, b_t, counts in found)
-    every = torch.cat([b_t for _, b_t, _ in found]), torch.cat([counts for *_, counts in found])
+    learned = [(name, *_learned(name, layer)) for name, layer in _sampled(model).items()]
+    layers = tuple(_summary(name, b_t, counts, formats, slack) for name, b_t, counts in learned)
+    every = torch.cat([b_t for _, b_t, _ in learned]), torch.cat([counts for *_, counts in learned])
     return EffectivePrecision(layers, _summary("total", *every, formats, slack))
 
 
 def _sampled(model: nn.Module) -> dict[str, Linear]:
-    """The layers whose weights are sampled, by name."""
-    layers = {name: each for name, each in model.named_modules() if isinstance(each, Linear) and each.precision.sampling}
+    """Return the layers whose weights are sampled, by name."""
+    modules = model.named_modules()
+    layers = {name: module for name, module in modules if isinstance(module, Linear) and module.precision.sampling}
     if not layers:
         raise UserError(
             f"{type(model).__name__} has no layer with learned bitwidths: "
-            "dither.convert(model, plan.with_sampling(Sampling())) gives it some."
+            "convert it with dither.convert(model, plan.with_sampling(Sampling()))."
         )
     return layers
 
 
 def _learned(name: str, layer: Linear) -> tuple[Tensor, Tensor]:
-    """b_t of each block, and how many weights it has: two flat float64 tensors on the CPU."""
+    """Return b_t and the number of weights of each block: two flat float64 tensors on the CPU."""
     sampling = layer.precision.sampling
     assert sampling is not None
     b_t = layer.bitwidths().double().cpu()
     if not bool(((b_t >= 0) & b_t.isfinite()).all()):
-        raise UserError(
-            f"The layer {name!r} has learned a bitwidth that is negative or no finite number: {b_t.min().item():g}."
-        )
+        raise UserError(f"The layer {name!r} has learned a bitwidth that is negative or not finite: {b_t.min().item():g}.")
     rows, columns = (_lengths(size, sampling.block) for size in layer.weight.shape)
     return b_t.flatten(), torch.outer(rows, columns).flatten()
 
 
 def _lengths(size: int, block: int) -> Tensor:
-    """The lengths of the blocks that `size` is cut into."""
+    """Return the lengths of the blocks of a dimension."""
     return torch.full((-(-size // block),), block, dtype=torch.float64).cumsum(0).clamp(max=size).diff(prepend=torch.zeros(1))
 
 
@@ -142,9 +144,9 @@ def _summary(name: str, b_t: Tensor, counts: Tensor, formats: Sequence[str], sla
 
 
 def _narrowest(b_t: Tensor, formats: Sequence[str], slack: float) -> tuple[Tensor, list[str]]:
-    """For each b_t, less `slack`, the index of the format that `deployable` chooses, and the formats."""
+    """Return the index of the narrowest format that carries each b_t less `slack`, and the formats."""
     b_t = _less(b_t, slack)
-    deployable(b_t.max().item(), formats)  # an error if none carries it
+    deployable(b_t.max().item(), formats)  # raises if none carries it
     candidates: list[str] = []
     for element in sorted(map(Format.parse, formats), key=lambda element: element.bits):
         if not candidates or capacity(element) > capacity(candidates[-1]):
@@ -154,7 +156,7 @@ def _narrowest(b_t: Tensor, formats: Sequence[str], slack: float) -> tuple[Tenso
 
 def _less(b_t: Tensor, slack: float) -> Tensor:
     if not isinstance(slack, int | float) or not 0 <= slack < math.inf:
-        raise UserError(f"slack= is a number of bits that is not negative, such as 0.05, not {slack!r}.")
+        raise UserError(f"slack= is a non-negative number of bits, such as 0.05, not {slack!r}.")
     return (b_t - slack).clamp(min=0)
 
 
@@ -171,12 +173,19 @@ def plan_from_bitwidths(
     rule: Literal["table", "noise"] = "table",
     formats: Sequence[str] = DEPLOYABLE,
 ) -> Plan:
-    """A plan that casts the weight of each sampled layer to the narrowest of `formats` that its bitwidths allow.
+    """Return a plan that casts the weight of each sampled layer to the narrowest of `formats` that its bitwidths allow.
 
-    `rule="table"` is Table 2 of the paper, for the b_t that a share `quantile` of the layer's weights do not exceed, less
-    `slack`. `rule="noise"` looks at the weights: casting them may add no more, in the mean square, than the noise that they
-    were trained under. Layers without bitwidths are left alone. A format for each block, which no plan can say, is what
-    `deploy_blocks` does.
+    Layers without bitwidths are left alone. A plan has one format per layer; see `deploy_blocks` for one format per block.
+
+    Args:
+        model: A model with sampled layers.
+        granularity: Granularity of the casts.
+        scale: Scale of the casts.
+        quantile: For the rule "table": the fraction of a layer's weights whose b_t the format must carry.
+        slack: For the rule "table": bits by which b_t may exceed the capacity of a format.
+        rule: "table", the paper's Table 2, or "noise": the mean square error of the cast is at most that of the noise in
+            training.
+        formats: The formats to choose from.
 
     >>> import dither, torch
     >>> from dither.precision import Sampling
@@ -186,9 +195,9 @@ def plan_from_bitwidths(
     weight e3m2 block(32) fp32 nearest
     """
     if rule not in ("table", "noise"):
-        raise UserError(f"rule= is 'table', the paper's Table 2, or 'noise', what training has seen; not {rule!r}.")
+        raise UserError(f"rule= is 'table' (the paper's Table 2) or 'noise' (the noise in training), not {rule!r}.")
     if not isinstance(quantile, int | float) or not 0 < quantile <= 1:
-        raise UserError(f"quantile= is a share of a layer's weights, above 0 and up to 1, not {quantile!r}.")
+        raise UserError(f"quantile= is a fraction of a layer's weights, above 0 and up to 1, not {quantile!r}.")
     Granularity.parse(granularity)
     rules = []
     for name, layer in _sampled(model).items():
@@ -196,14 +205,14 @@ def plan_from_bitwidths(
         if rule == "table":
             cast = weight_cast(deployable(_quantile(_less(b_t, slack), counts, quantile), formats).name, granularity, scale)
         else:
-            cast = _within_noise(name, layer, b_t, [weight_cast(each, granularity, scale) for each in formats])
+            cast = _within_noise(name, layer, b_t, [weight_cast(format, granularity, scale) for format in formats])
         rules.append((name, LayerPrecision(weight=cast)))
     origin = {"origin": "bitwidths", "rule": rule} | ({"quantile": quantile, "slack": slack} if rule == "table" else {})
     return Plan(layers=tuple(rules), provenance=origin)
 
 
 def weight_cast(format: str, granularity: str = "block(32)", scale: str = "fp32") -> Cast:
-    """A cast of weights to `format`: scaled, unless the format has float32's range and needs no scale.
+    """Return a cast of weights to `format`, without a scale if the format has float32's range.
 
     >>> str(weight_cast("e2m1")), str(weight_cast("bf16"))
     ('e2m1 block(32) fp32 nearest', 'bf16 nearest')
@@ -212,14 +221,14 @@ def weight_cast(format: str, granularity: str = "block(32)", scale: str = "fp32"
 
 
 def _quantile(b_t: Tensor, counts: Tensor, quantile: float) -> float:
-    """The least b_t that a share `quantile` of the weights do not exceed."""
+    """Return the smallest b_t that a fraction `quantile` of the weights do not exceed."""
     order = b_t.argsort()
     reached = counts[order].cumsum(0) >= quantile * counts.sum() * (1 - 1e-12)  # sums of shares are not exact
     return b_t[order][reached][0].item()
 
 
 def _within_noise(name: str, layer: Linear, b_t: Tensor, casts: list[Cast]) -> Cast:
-    """The narrowest cast whose squared error is at most the expected square of the noise."""
+    """Return the narrowest cast whose squared error is at most the expected square of the noise."""
     sampling: Sampling = layer.precision.sampling  # type: ignore[assignment]
     weight = layer.weight.detach()
     rows, columns = (_lengths(size, sampling.block) for size in weight.shape)
@@ -231,8 +240,8 @@ def _within_noise(name: str, layer: Linear, b_t: Tensor, casts: list[Cast]) -> C
         if (stored - weight.float()).double().square().sum().item() <= allowed:
             return cast
     raise UserError(
-        f"No format among {', '.join(cast.format for cast in casts)} stays within the noise that the layer {name!r} "
-        "was trained under: add a wider one."
+        f"No format among {', '.join(cast.format for cast in casts)} has an error within the noise of the layer {name!r} in "
+        "training: add a wider format."
     )
 
 
@@ -246,46 +255,46 @@ class DeployedLayer:
     name: str
     weights: int
     formats: Mapping[str, float]
-    """The share of weights in each format."""
+    """Fraction of weights in each format."""
     bits: float
-    """Bits a weight as stored, scales included."""
+    """Bits per weight as stored, scales included."""
     error: float
-    """Norm of the change over the norm of the weight."""
+    """Norm of the change divided by the norm of the weight."""
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """Trained weights cast to few bits, and what it did; prints as a table."""
+    """Trained weights cast to few bits, with their errors and the loss. Prints as a table."""
 
     layers: tuple[DeployedLayer, ...]
     weights: Mapping[str, Tensor]
-    """The cast weights by the names of their parameters, as numbers in the parameters' own dtype."""
+    """The cast weights by the names of their parameters, dequantized to the parameters' dtype."""
     loss_before: float | None
     loss_after: float | None
 
     @property
     def bits(self) -> float:
-        """Bits a weight over all layers that were cast."""
+        """Return the mean bits per weight of the cast layers."""
         return sum(layer.bits * layer.weights for layer in self.layers) / sum(layer.weights for layer in self.layers)
 
     def write(self, model: nn.Module) -> None:
-        """Put the cast weights into a model: the same parameters, other numbers."""
+        """Copy the cast weights into a model's parameters."""
         with torch.no_grad():
             for name, weight in self.weights.items():
                 model.get_parameter(name).copy_(weight)
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """The model's state dict with the cast weights in it."""
+        """Return the model's state dict with the cast weights."""
         return {**model.state_dict(), **self.weights}
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the weights as plain values, ready for JSON."""
+        """Return everything but the weights as plain values, ready for JSON."""
         losses = {"loss_before": self.loss_before, "loss_after": self.loss_after}
         return {"layers": [dict(vars(layer)) for layer in self.layers], "bits": self.bits, **losses}
 
     def __rich__(self) -> Table:
         losses = () if self.loss_before is None else (f"loss {self.loss_before:.5f} -> {self.loss_after:.5f}",)
-        caption = ", ".join([f"{self.bits:.2f} bits a weight", *losses])
+        caption = ", ".join([f"{self.bits:.2f} bits per weight", *losses])
         table = Table(
             "layer", "weights", "formats", "bits", "error", box=box.SIMPLE_HEAD, caption=caption, caption_justify="left"
         )
@@ -299,12 +308,16 @@ class Deployment:
 
 
 def deploy(model: nn.Module, plan: Plan, *, evaluate: Evaluate | None = None) -> Deployment:
-    """The weights of a model's linear layers cast as `plan` says, and the loss before and after, in one call.
+    """Cast the weights of a model's linear layers by a plan, and measure the loss before and after.
 
-    Only the weights' casts of the plan count; layers that it gives none are left alone, as is the output layer unless a rule
-    names it. `evaluate(model)` gives a loss, and is called twice, in eval mode, where sampled layers add no noise. Casts of
-    the operators that the model has been converted to stay in force. Afterwards the model is as it was: `Deployment.write`
-    puts the cast weights into it.
+    The model is not changed: `Deployment.write` copies the cast weights into it. Casts of a converted model's products stay in
+    use during the evaluation.
+
+    Args:
+        model: A trained model.
+        plan: A plan, of which only the casts of weights are used. Layers without one are left alone, and so is the output
+            layer unless a rule names it.
+        evaluate: A function (model) -> loss. It is called twice in eval mode, in which sampled layers have no noise.
 
     >>> import dither, torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64))
@@ -343,9 +356,9 @@ def deploy_blocks(
     slack: float = 0.0,
     evaluate: Evaluate | None = None,
 ) -> Deployment:
-    """As `deploy`, with each block of a sampled layer in the narrowest of `formats` that carries what the block has learned.
+    """Cast each block of a sampled layer to the narrowest of `formats` that carries its bitwidth; see `deploy`.
 
-    `slack` is that of `effective_precision`. A block has one scale, and whole bits that say which format it is in.
+    A block has one scale and an integer number of bits for the index of its format. `slack` is that of `effective_precision`.
 
     >>> import dither, torch
     >>> from dither.precision import Sampling
@@ -362,11 +375,11 @@ def deploy_blocks(
         block, weight = layer.precision.sampling.block, layer.weight.detach()  # type: ignore[union-attr]
         chosen, candidates = _narrowest(b_t, formats, slack)
         grid = chosen.view(layer.bitwidths().shape).to(weight.device)
-        which = grid.repeat_interleave(block, 0)[: weight.shape[0]].repeat_interleave(block, 1)[:, : weight.shape[1]]
+        by_weight = grid.repeat_interleave(block, 0)[: weight.shape[0]].repeat_interleave(block, 1)[:, : weight.shape[1]]
         result, shares, bits = torch.empty_like(weight), {}, math.ceil(math.log2(len(candidates))) * len(counts)
         for index in sorted(set(chosen.tolist())):
             cast = weight_cast(candidates[index], f"block({block})", scale)
-            result = torch.where(which == index, quantize(weight, cast).dequantize(), result)
+            result = torch.where(by_weight == index, quantize(weight, cast).dequantize(), result)
             here = counts[chosen == index]
             shares[cast.format] = (here.sum() / counts.sum()).item()
             scales = {"none": 0, "fp32": 32}.get(cast.scaling.kind, 8) * len(here)
@@ -376,7 +389,7 @@ def deploy_blocks(
 
 
 def _weight(site: _Site) -> tuple[str, Tensor, int]:
-    """A layer's weight: its parameter's name, the numbers, and the axis that products sum over."""
+    """Return the name of a layer's parameter, its weight, and the contraction axis."""
     if site.parameter:  # experts, [experts, out, in] or [experts, in, out]
         axis = 1 if getattr(site.module, "is_transposed", False) else -1
         return site.name, getattr(site.module, site.parameter).detach(), axis
@@ -406,7 +419,7 @@ def _evaluated(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside, without gradients; every module in its own mode again afterwards."""
+    """Set eval mode without gradients inside the context, and restore the mode of every module afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
@@ -419,7 +432,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def replaced(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Other numbers in a model's parameters inside, by name; the same ones as before afterwards."""
+    """Replace parameters by name inside the context, and restore them afterwards."""
     old = {name: model.get_parameter(name).data for name in weights}
     try:
         for name, weight in weights.items():

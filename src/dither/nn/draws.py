@@ -1,17 +1,17 @@
-"""Where a layer draws its random bits: the optimizer step and the first row of each forward pass, and of its recomputation.
+"""Coordinates of a layer's random bits: the optimizer step and the first row of each forward pass, and of its recomputation.
 
-A place is int64[2] on the device: the step, and the index of the call's first row in the global batch. Inside a `step_context`
-rows are counted, so that the micro-batches of a step draw fresh bits, or given by `.row(...)`. Outside of one, each forward
+A place is int64[2] on the device: the step, and the index of the call's first row in the global batch. Inside a `step_context`,
+rows are counted, so that the micro-batches of a step draw different bits, or set by `.row(...)`. Outside of one, each forward
 pass in training is a step of its own.
 
-Activation checkpointing runs a forward pass again during backward, and the second run must draw what the first drew. Places are
-therefore remembered by whatever will cause the second run:
+Activation checkpointing runs a forward pass again during backward, and the second run must draw the same bits. Places are
+therefore stored with the object that causes the second run:
 
     non-reentrant checkpointing   both runs have saved-tensor hooks that refer to the same `_CheckpointFrame`
     an autograd function          such as reentrant checkpointing or a compiled graph that recomputes in its backward: the first
                                   run is inside its `forward(ctx)`, the second executes the node `ctx`
 
-A forward pass during backward that neither explains raises an error: it never draws other bits.
+Any other forward pass during backward raises an error, since it would draw different bits.
 """
 
 import inspect
@@ -39,33 +39,33 @@ FIRST_COUNTED = 1 << 31
 """The first step number outside of a `step_context`. No run has so many steps, so the two kinds never draw the same bits."""
 
 ROWS = 1 << 32
-"""The number of rows that a step can tell apart."""
+"""The largest number of rows in a step."""
 
 PLACES = "dither_places"
-"""The attribute of an autograd function's context that remembers places."""
+"""The attribute of an autograd function's context that stores places."""
 
 
 class Step(Protocol):
     """A training step, as its layers see it."""
 
     given: bool
-    """Whether rows are given, and not counted."""
+    """True if rows are set by `.row(...)`, and not counted."""
     rank: int
     world: int
 
     def resume(self) -> None:
-        """Begin again after a step inside this one."""
+        """Continue after a step inside this one."""
 
 
 class Layer(Protocol):
-    """A layer that draws."""
+    """A layer that draws random bits."""
 
     name: str
     precision: LayerPrecision
     draw_place: Tensor | None
-    """Where `step_context` writes the step and, if it is given, the row."""
+    """The tensor to which `step_context` writes the step and, if set, the row."""
     draw_handle: Tensor
-    """What compiled code gives to the operator `place`."""
+    """The argument of the operator `place` in compiled code."""
 
 
 class Draws:
@@ -75,7 +75,7 @@ class Draws:
         self.layer = weakref.ref(layer)
         self.number = next(_numbers)
         self.step: Step | None = None
-        """The training step under way, or None."""
+        """The current training step, or None."""
         self.rows = 0
         """Rows drawn in this training step by this rank."""
         self.captured = 0
@@ -83,13 +83,13 @@ class Draws:
         self.calls = 0
         """Forward passes in training outside of training steps."""
         self.root: weakref.ref[nn.Module] | None = None
-        """The converted model that the layer is part of, if there is one."""
+        """The converted model that the layer is part of, or None."""
         self._rank: tuple[int, int] | None = None
         _draws[self.number] = self
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Return what was counted so far; assign it to go back there."""
+        """Return the counters; assign them to restore an earlier state."""
         return self.rows, self.captured, self.calls
 
     @counts.setter
@@ -97,13 +97,13 @@ class Draws:
         self.rows, self.captured, self.calls = counts
 
     def handle(self) -> Tensor:
-        """Return what the operator `place` finds this object by: a tensor, so that layers share a compiled graph."""
+        """Return the number by which the operator `place` finds this object, as a tensor: layers share a compiled graph."""
         return torch.tensor(self.number, device="cpu")
 
     def place(self, tokens: int, *, training: bool, grad: bool) -> Tensor:
         """Return the place of a forward pass over `tokens` rows, int64[2] on the layer's device.
 
-        `grad` says whether gradients are recorded; inside of an autograd function and of a compiled graph, torch does not.
+        `grad` is True if gradients are recorded, which torch does not report inside autograd functions and compiled graphs.
         """
         frame, again = _checkpoint_frame()
         contexts = [] if torch.is_grad_enabled() else list(_function_contexts())
@@ -122,7 +122,7 @@ class Draws:
         return place
 
     def pass_over(self, tokens: int, *, training: bool) -> None:
-        """Count rows of a forward pass that this layer has no part in, as an expert that gets none of the tokens."""
+        """Count the rows of a forward pass in which this layer is not used, such as an expert without tokens."""
         learns = torch.is_grad_enabled() or any(True for _ in _function_contexts())
         if self.step is not None and training and learns and torch._C._current_graph_task_id() == -1:
             self.rows += tokens
@@ -140,7 +140,7 @@ class Draws:
         if step.given:
             return base.clone()
         if base.is_cuda and torch.cuda.is_current_stream_capturing():
-            # A replay draws for the rows that its own step gives, and for those behind them that were captured before.
+            # A replay draws for the rows of its own step, after those of earlier calls in the same capture.
             place = base.clone()
             place[1:].add_(self.captured * step.world + step.rank * tokens)
             self.captured += tokens * counts
@@ -148,7 +148,7 @@ class Draws:
         row = self.rows * step.world + step.rank * tokens
         if row + tokens > ROWS:
             raise UserError(
-                f"The layer {layer.name!r} meets row {row + tokens} of a training step, and draws for 2^32 rows at most."
+                f"The layer {layer.name!r} reached row {row + tokens} of a training step, and can draw for at most 2^32 rows."
             )
         self.rows += tokens * counts
         return _filled(base.clone(), row)
@@ -164,19 +164,19 @@ class Draws:
     def _recall(self, records: "dict[int, _Record]") -> Tensor:
         record = records.get(self.number)
         place, step = (None, None) if record is None else record.next(torch._C._current_graph_task_id())
-        # Inside of a training step, the noise of a sampled weight is that of the step, whatever the place.
+        # Inside a training step, the noise of a sampled weight is that of the step, at any place.
         other = self.step is not None and step is not self.step and self._layer().precision.sampling is not None
         if place is None or other:
             raise UserError(
                 f"The layer {self._layer().name!r} draws random bits and is called during backward, where it must repeat the "
-                "bits of an earlier forward pass that cannot be found: recompute by torch.utils.checkpoint, nested only with "
-                "use_reentrant=True, and call backward in the step_context of the forward pass."
+                "bits of an earlier forward pass, which was not found: recompute with torch.utils.checkpoint (nested only with "
+                "use_reentrant=True), and call backward inside the step_context of the forward pass."
             )
         return place
 
 
 class _Record:
-    """A layer's calls in one checkpointed region, in order, and how many of them each backward has read."""
+    """A layer's calls in one checkpointed region, in order, and the number of them that each backward has read."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Tensor, Step | None]] = []
@@ -205,9 +205,9 @@ def _checkpoint_frame() -> tuple[Any, bool]:
     if hooks is None:
         return None, False
     for cell in getattr(inspect.unwrap(hooks[0]), "__closure__", None) or ():
-        held = cell.cell_contents
-        again = isinstance(held, weakref.ref)
-        frame = held() if again else held
+        content = cell.cell_contents
+        again = isinstance(content, weakref.ref)
+        frame = content() if again else content
         if isinstance(frame, checkpoint._CheckpointFrame):
             return frame, again
     return None, False
@@ -223,8 +223,8 @@ def _function_contexts() -> Iterator[Any]:
 
 
 _LIBRARY = torch.library.Library("dither", "FRAGMENT")  # type: ignore[no-untyped-call]
-# An operator that changes its handle stays in the forward graph, in order, even where only backward needs the place. Each call
-# has a result of its own, so that none is merged with another, or captured in a CUDA graph for all replays.
+# An operator that changes its handle stays in the forward graph, in order, even if only backward needs the place. The tags keep
+# calls from being merged with each other, and from being captured in a CUDA graph.
 _LIBRARY.define(
     "place(Tensor(a!) handle, Tensor keys, SymInt tokens, bool training, bool grad) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe),
@@ -232,9 +232,9 @@ _LIBRARY.define(
 
 
 def _place_op(handle: Tensor, keys: Tensor, tokens: int, training: bool, grad: bool) -> Tensor:
-    """Return what `Draws.place` returns, when a compiled graph runs. `keys` is a tensor of the layer, on its device."""
+    """Return the result of `Draws.place` while a compiled graph runs. `keys` is a tensor of the layer, on its device."""
     draws = _draws[int(handle)]
-    # The next call takes another handle: a graph that recomputes keeps this one, which must not change any more.
+    # The next call uses another handle: a graph that recomputes keeps this one, which must not change.
     draws._layer().draw_handle = draws.handle()
     return draws.place(tokens, training=training, grad=grad)
 
@@ -251,7 +251,7 @@ def _(handle: Tensor, keys: Tensor, tokens: int, training: bool, grad: bool) -> 
 
 
 def batch_rank(model: nn.Module | None, group: "ProcessGroup | None" = None) -> tuple[int, int]:
-    """Return (rank, number of ranks) among the ranks that see different tokens: those of `group`, or else all.
+    """Return (rank, number of ranks) among the ranks that see different tokens: those of `group`, or all ranks.
 
     Ranks that share a layer by tensor parallelism see the same tokens and count as one.
     """
@@ -270,7 +270,7 @@ def batch_rank(model: nn.Module | None, group: "ProcessGroup | None" = None) -> 
 
 
 def _shared_by(module: nn.Module, sharded: bool) -> Iterator[list[int]]:
-    """Yield the ranks that share each tensor-parallel parameter; FSDP2's own sharding of parameters is not such a sharing."""
+    """Yield the ranks that share each tensor-parallel parameter. The sharding of FSDP2 does not count."""
     sharded = sharded or isinstance(module, FSDPModule)
     for parameter in module.parameters(recurse=False):
         if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > int(sharded):

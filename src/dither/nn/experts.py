@@ -1,10 +1,10 @@
 """Experts of Hugging Face's mixture models: many small linear layers in one parameter [experts, out, in].
 
-Since version 5, transformers keeps the experts of a block in one module with two such parameters and looks up, in a registry
-that it opens to others, the function that computes them. Ours goes there under the name `dither`; a converted module asks for
-it in a configuration of its own, so other modules and other models go on as they were.
+Since version 5, transformers keeps the experts of a block in one module with two such parameters. It looks up the function that
+computes them in a public registry, where Dither registers its own under the name `dither`. A converted module selects it in a
+copy of its configuration, so that other modules and other models do not change.
 
-Shapes: x_TH are T tokens of H features, each sent to k experts: S = T * k pairs in all.
+Shapes: x_TH are T tokens with H features, each routed to k experts: S = T * k pairs of token and expert.
 """
 
 import copy
@@ -22,7 +22,7 @@ from dither.nn.linear import Linear
 from dither.precision import LayerPrecision
 
 NAME = "dither"
-"""Of our function among those of transformers, and of our child in a converted module."""
+"""Name of Dither's function in the registry of transformers, and of the child module in a converted module."""
 
 
 class ExpertLinear(Linear):
@@ -40,25 +40,29 @@ class ExpertLinear(Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """This expert's matrix, out of all."""
+        """Return this expert's matrix."""
         whole: Tensor = getattr(self._home[0], self._parameter)
         return whole.detach()[self._index]
 
     def forward(self, input: Tensor, weight: Tensor, tokens: int) -> Tensor:  # type: ignore[override]
-        """Map [..., in_features] to [..., out_features] by `weight`, this expert's part of the parameter, which learns.
+        """Map [..., in_features] to [..., out_features].
 
-        `tokens` is the number of tokens of the whole batch, of which `input` has some.
+        Args:
+            input: The tokens that are routed to this expert.
+            weight: This expert's part of the parameter, with its gradient.
+            tokens: The number of tokens in the whole batch.
         """
         settings = self._settings_for(input)
         return functional.linear(input, weight, None, settings, state=self.call_state(settings, tokens))
 
     def learned_weight(self) -> Tensor:
+        """Return the parameter that holds the matrices of all experts."""
         whole: Tensor = getattr(self._home[0], self._parameter)
         return whole
 
 
 class ExpertsLinear(nn.Module):
-    """The same matrix of every expert, in one precision: what a plan calls a layer."""
+    """The same matrix of every expert, in one precision: one layer of a plan."""
 
     def __init__(
         self,
@@ -82,7 +86,7 @@ class ExpertsLinear(nn.Module):
 
     @property
     def first(self) -> ExpertLinear:
-        """Stands for all, which are alike."""
+        """Return the first expert, which has the settings of all."""
         return self.experts[0]  # type: ignore[return-value]
 
     def set_precision(self, precision: LayerPrecision, *, others: Iterable[LayerPrecision] = ()) -> None:
@@ -98,35 +102,35 @@ class ExpertsLinear(nn.Module):
 
 @dataclass(frozen=True)
 class Projection:
-    """A matrix that every expert of a module has."""
+    """A matrix that exists once per expert of a module."""
 
     parameter: str
     out_features: int
     in_features: int
     uses: int
-    """How many experts a token is sent to."""
+    """Number of experts per token."""
     obstacle: str
-    """Why it cannot be converted, or nothing."""
+    """The reason why it cannot be converted, or ""."""
 
 
 def projections(module: Any) -> list[Projection]:
-    """The matrices of a module of experts; none for any other module."""
-    # Where transformers is not loaded, no model has one.
+    """Return the matrices of a module of experts, or [] for any other module."""
+    # If transformers is not loaded, no model has such a module.
     if "transformers.integrations.moe" not in sys.modules or not hasattr(module, "is_transposed"):
         return []
-    found = []
+    matrices = []
     for parameter, weight in module.named_parameters(recurse=False):
         if weight.dim() == 3 and parameter in ("gate_up_proj", "up_proj", "down_proj"):
             _, rows, columns = weight.shape
             size = (columns, rows) if module.is_transposed else (rows, columns)
             uses = getattr(module.config, "num_experts_per_tok", len(weight))
             sharded = "its experts are on several ranks" if getattr(module, "_is_expert_parallel", False) else ""
-            found.append(Projection(parameter, *size, uses, sharded))
-    return found
+            matrices.append(Projection(parameter, *size, uses, sharded))
+    return matrices
 
 
 def install(module: Any, parameter: str, layer: ExpertsLinear) -> None:
-    """Let a module of experts compute one of its matrices by `layer`."""
+    """Make a module of experts compute the products with one of its matrices by `layer`."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
@@ -138,9 +142,16 @@ def install(module: Any, parameter: str, layer: ExpertsLinear) -> None:
 
 
 def experts_forward(self: Any, x_TH: Tensor, expert_Tk: Tensor, share_Tk: Tensor) -> Tensor:
-    """What a module of experts computes: for each token the sum of its k experts' outputs, each times its share, [T, H].
+    """Return the output of a module of experts [T, H]: for each token, the weighted sum of the outputs of its k experts.
 
-    Experts run one after the other, each on its tokens; how many they are is known only to the data, so the host waits for it.
+    Experts run one after the other, each on its tokens. The number of tokens per expert depends on the data, so the host
+    synchronizes with the device.
+
+    Args:
+        self: The module of experts.
+        x_TH: Tokens.
+        expert_Tk: The k experts of each token.
+        share_Tk: The weights of their outputs.
     """
     tokens, k = expert_Tk.shape
     if not tokens:
@@ -149,7 +160,7 @@ def experts_forward(self: Any, x_TH: Tensor, expert_Tk: Tensor, share_Tk: Tensor
     order_S = expert_S.argsort(stable=True)
     counts = torch.bincount(expert_S, minlength=self.num_experts).tolist()
     up = "gate_up_proj" if self.has_gate else "up_proj"
-    # One unbind gives every expert its matrix, and one stack its gradient.
+    # One unbind gives the matrix of every expert, and its backward is one stack.
     ups, downs = getattr(self, up).unbind(0), self.down_proj.unbind(0)
     outputs = []
     for expert, x_SH in enumerate(torch.split(x_TH[order_S // k], counts)):
@@ -164,7 +175,7 @@ def experts_forward(self: Any, x_TH: Tensor, expert_Tk: Tensor, share_Tk: Tensor
     if getattr(self, "has_post_expert_norm", False):
         y_SH = self.post_expert_norm(y_SH)
     y_SH = y_SH * share_Tk.reshape(-1)[order_S, None]
-    # Back to the order of tokens, then one sum: adding by index would add in any order.
+    # Back to the order of tokens, then one sum: index_add would add in nondeterministic order.
     y_SH = y_SH[order_S.argsort()]
     return y_SH.view(tokens, k, -1).sum(dim=1).to(x_TH.dtype)
 

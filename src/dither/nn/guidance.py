@@ -1,4 +1,4 @@
-"""What leads learned bitwidths to their target: a weight decay, in a parameter group of their own, or a term of the loss."""
+"""Guidance of learned bitwidths toward their target: weight decay in a parameter group of its own, or a term of the loss."""
 
 import warnings
 import weakref
@@ -17,7 +17,7 @@ from dither.precision import Sampling
 
 
 def _bitwidths(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Sampling]]:
-    """Name, parameter and sampling of every learned bitwidth, each once."""
+    """Yield (name, parameter, sampling) of every learned bitwidth, each once."""
     seen: set[int] = set()
     for name, module in model.named_modules():
         for parameter, of in BITWIDTHS.items() if isinstance(module, Linear) else ():
@@ -28,7 +28,7 @@ def _bitwidths(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Sampling]]
 
 
 def sampling_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The learned bitwidths b_i of a model's sampled weights and inputs: float32, one for each block.
+    """Return the learned bitwidths b_i of a model's sampled weights and inputs: float32, one per block.
 
     >>> from dither.precision import LayerPrecision
     >>> model = nn.Sequential(Linear(64, 96, precision=LayerPrecision(sampling=Sampling())), nn.ReLU(), nn.Linear(96, 64))
@@ -39,10 +39,10 @@ def sampling_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def bitwidth_loss(model: nn.Module) -> Tensor:
-    """lambda / n * sum |b_t - b_target|, a float32 tensor of 0 dimensions to add to the loss of an optimizer step.
+    """Return lambda / n * sum |b_t - b_target|, a 0-d float32 tensor to add to the loss of an optimizer step.
 
-    The sum goes over the n blocks of the layers whose guidance has a `BitwidthLoss`, which says lambda; 0 without any. With
-    gradient accumulation add it once a step, or divided like the rest of the loss.
+    The sum is over the n blocks of the layers whose guidance has a `BitwidthLoss`, which sets lambda; 0 if there are none.
+    With gradient accumulation, add it once per step, or divide it like the rest of the loss.
 
     >>> from dither.precision import BitwidthLoss, LayerPrecision
     >>> guided = Sampling(b_init=6, b_target=4, guidance=BitwidthLoss(0.1))
@@ -53,7 +53,7 @@ def bitwidth_loss(model: nn.Module) -> Tensor:
     if not guided:
         return torch.zeros((), device=next((parameter.device for parameter in model.parameters()), None))
     blocks = sum(bitwidth.numel() for bitwidth, _ in guided)
-    # |b_t - b_target| = |b_i| (b_init - b_target): one sum for all that have the same factor, and are kept alike.
+    # |b_t - b_target| = |b_i| (b_init - b_target): one sum for all with the same factor on the same device.
     alike: dict[Any, list[Tensor]] = {}
     for bitwidth, sampling in guided:
         kept = id(bitwidth) if isinstance(bitwidth, DTensor) else bitwidth.device
@@ -70,15 +70,20 @@ def _sum_of_magnitudes(bitwidths: list[Tensor]) -> Tensor:
         for dimension, placement in enumerate(first.placements):
             if not placement.is_replicate():
                 torch.distributed.all_reduce(total, group=first.device_mesh.get_group(dimension))
-        return total + (part - part.detach())  # every process sees all, and gives gradients to its own
+        return total + (part - part.detach())  # every rank has the whole sum, and the gradient of its own part
     return torch.cat([bitwidth.flatten() for bitwidth in bitwidths]).abs().sum()
 
 
 def param_groups(model: nn.Module, *, weight_decay: float = 0.1, bitwidth_lr: float | None = None) -> list[dict[str, Any]]:
-    """Parameter groups for `dither.optim.AdamW` or torch's optimizers: matrices, the rest (not decayed), and bitwidths.
+    """Return parameter groups for `dither.optim.AdamW` or torch's optimizers: matrices, the rest (no decay), and bitwidths.
 
-    Bitwidths are decayed as their samplings' guidance says, in one group for each rate, and take `bitwidth_lr` if it is given.
-    Parameters come with their names; those that need no gradient are left out.
+    Bitwidths have the decay of their guidance, in one group per rate. Parameters are (name, parameter) pairs; those without
+    requires_grad are left out.
+
+    Args:
+        model: The model.
+        weight_decay: Weight decay of the matrices.
+        bitwidth_lr: Learning rate of the bitwidths; by default that of the optimizer.
 
     >>> from dither.precision import LayerPrecision, WeightDecay
     >>> sampled = LayerPrecision(sampling=Sampling(guidance=WeightDecay(0.5)))
@@ -102,20 +107,20 @@ def param_groups(model: nn.Module, *, weight_decay: float = 0.1, bitwidth_lr: fl
 
 
 def watch_guidance(model: nn.Module) -> None:
-    """Have the first optimizer step warn if a model's bitwidths are decayed otherwise than their guidance says."""
+    """Warn at the first optimizer step if the weight decay of a model's bitwidths is not that of their guidance."""
     if not sampling_parameters(model):
         return
-    reference, looked = weakref.ref(model), False
+    reference, checked = weakref.ref(model), False
 
-    def look(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        nonlocal looked
-        alive = None if looked else reference()
+    def check(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        nonlocal checked
+        alive = None if checked else reference()
         if alive is None:
             return
         wanted = {id(bitwidth): (name, guided.decay) for name, bitwidth, guided in _bitwidths(alive)}
-        found = [(wanted[id(p)], group) for group in optimizer.param_groups for p in group["params"] if id(p) in wanted]
-        looked = bool(found)
-        for (name, decay), group in found:
+        pairs = [(wanted[id(p)], group) for group in optimizer.param_groups for p in group["params"] if id(p) in wanted]
+        checked = bool(pairs)
+        for (name, decay), group in pairs:
             if group.get("weight_decay", 0.0) != decay:
                 warnings.warn(
                     f"The bitwidths {name!r} are optimized with weight_decay={group.get('weight_decay', 0.0):g}, and their "
@@ -124,11 +129,11 @@ def watch_guidance(model: nn.Module) -> None:
                 )
                 return
 
-    register_optimizer_step_pre_hook(look)
+    register_optimizer_step_pre_hook(check)
 
 
 def bitwidth_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Only the groups of bitwidths, one for each rate of decay; empty where nothing is sampled."""
+    """Return the parameter groups of bitwidths, one per rate of decay; none if nothing is sampled."""
     groups: dict[float, list[tuple[str, nn.Parameter]]] = {}
     for name, bitwidth, sampling in _bitwidths(model):
         if bitwidth.requires_grad:

@@ -1,4 +1,4 @@
-"""Warnings, once each, about what is legal and slow."""
+"""Warnings, given once, about settings that work but are slow."""
 
 import functools
 import time
@@ -10,7 +10,7 @@ from torch import Tensor
 from dither.errors import PerformanceWarning
 
 SLOW = 4.0
-"""How many times as long as in float32 a product in 16 bits must take to be worth a word."""
+"""Slowdown of a 16-bit product compared with float32 that leads to a warning."""
 
 NO_GAIN = 1024
 """FP8 products with fewer inputs or outputs than this save less than casting their operands costs (H200: 0.89 of the speed of
@@ -18,10 +18,10 @@ BF16 with 768, 1.26 with 2048)."""
 
 
 def slow_autocast(x: Tensor) -> None:
-    """Warn if autocast has this CPU multiply in 16 bits, which many CPUs do hundreds of times slower than in float32."""
+    """Warn if autocast multiplies in 16 bits on this CPU, which on many CPUs is hundreds of times slower than float32."""
     if x.device.type != "cpu" or not torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
         return
-    if torch._C._len_torch_dispatch_stack():  # such as dither.optim's, which multiplies in float32
+    if torch._C._len_torch_dispatch_stack():  # such as that of dither.optim, which multiplies in float32
         return
     _warn_of_autocast(torch.get_autocast_dtype("cpu"))
 
@@ -30,19 +30,19 @@ def slow_autocast(x: Tensor) -> None:
 def _warn_of_autocast(dtype: torch.dtype) -> None:
     if (times := slowdown(dtype)) >= SLOW:
         warnings.warn(
-            f"Autocast to {dtype} makes products on this CPU about {times:.0f} times slower than in float32: leave it out, or "
-            "use dither.optim.training, which multiplies in float32 and rounds alike.",
+            f"Autocast to {dtype} makes products on this CPU about {times:.0f} times slower than in float32: remove it, or "
+            "use dither.optim.training, which multiplies in float32 and rounds in the same way.",
             PerformanceWarning,
             stacklevel=5,
         )
 
 
 def slowdown(dtype: torch.dtype) -> float:
-    """Return how many times as long as in float32 a small product in `dtype` takes on this CPU."""
+    """Measure the time of a small product in `dtype` on this CPU, as a multiple of the time in float32."""
     seconds = []
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        for each in (torch.float32, dtype):
-            a, b = torch.ones(32, 256, dtype=each), torch.ones(256, 256, dtype=each)
+        for operands in (torch.float32, dtype):
+            a, b = torch.ones(32, 256, dtype=operands), torch.ones(256, 256, dtype=operands)
             a @ b
             began = time.perf_counter()
             for _ in range(3):
@@ -52,7 +52,7 @@ def slowdown(dtype: torch.dtype) -> float:
 
 
 def slow_engines(layers: list[tuple[int, int, tuple[str, ...], float]]) -> None:
-    """Warn if most of a model's multiplications run no faster than in BF16 on the GPU that it is on.
+    """Warn if most of a model's multiplications run no faster than in BF16 on its GPU.
 
     `layers` are (out_features, in_features, engines, share of the multiplications) of the layers with casts.
     """

@@ -1,7 +1,7 @@
-"""Norms that stay in float32 inside a model whose other parameters have 16 bits, as mixed precision's O2 keeps them.
+"""Norms in float32 inside a model with 16-bit parameters, as in mixed precision O2.
 
-A norm adds up many squares, and its statistics move in small steps: 16 bits are too few for both. Such a norm takes its input
-in float32, computes in float32, and returns the type of the other parameters, so the modules around it see no difference.
+A norm sums many squares, and its statistics change in small steps: 16 bits are too few for both. A float32 norm converts its
+input to float32, computes in float32, and returns the dtype of the other parameters, so the modules around it do not change.
 """
 
 from collections.abc import Collection, Iterator
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
-"""Torch's own norms; the last is what batch and instance norms derive from."""
+"""Torch's own norms. The last is the base class of batch and instance norms."""
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return whether a module normalizes: one of torch's, or one that is called a norm and has vectors for parameters.
+    """Return True for a norm: one of torch's, or a class with "norm" in its name whose parameters are vectors.
 
     >>> from torch import nn
     >>> from dither.models.llama import RMSNorm
@@ -30,9 +30,9 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def wide_norms(model: nn.Module, *, all_norms: bool) -> Iterator[nn.Module]:
-    """Yield the norms that stay in float32: all of them, or else only those with running statistics.
+    """Yield the norms that stay in float32: all of them, or only those with running statistics.
 
-    Torch cannot run a batch norm that has 16-bit parameters and float32 statistics, so these stay wide in every mode.
+    Torch cannot run a batch norm that has 16-bit parameters and float32 statistics, so these stay in float32 in every mode.
     """
     for module in model.modules():
         if is_norm(module) and (all_norms or (isinstance(module, _NormBase) and module.track_running_stats)):
@@ -40,15 +40,15 @@ def wide_norms(model: nn.Module, *, all_norms: bool) -> Iterator[nn.Module]:
 
 
 def wide_parameters(model: nn.Module, *, all_norms: bool) -> set[int]:
-    """Return the ids of the parameters that stay in float32. One that is shared with another module is among them."""
+    """Return the ids of the parameters that stay in float32, including those shared with other modules."""
     modules = wide_norms(model, all_norms=all_norms)
     return {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype, *, all_norms: bool, skip: Collection[int] = ()) -> None:
-    """Bring parameters to `dtype` in place, and norms to float32: the same objects, so optimizers and tied weights hold.
+    """Convert parameters to `dtype` in place, and norms to float32. Parameter objects stay the same, as optimizers need.
 
-    `all_norms` is that of `wide_norms`; `skip` are ids of parameters that stay as they are. Buffers are not cast.
+    `all_norms` is that of `wide_norms`; `skip` are ids of parameters that do not change. Buffers are not converted.
 
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
@@ -68,13 +68,13 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype, *, all_norms: bool, sk
         if parameter.is_floating_point() and parameter.dtype != wanted and id(parameter) not in skip:
             gradient, parameter.grad = parameter.grad, None
             parameter.data = parameter.data.to(wanted)
-            if parameter.grad_dtype != wanted:  # an earlier training kept gradients in a type of their own
+            if parameter.grad_dtype != wanted:  # an earlier training set another dtype for gradients
                 parameter.grad_dtype = wanted
             parameter.grad = None if gradient is None else gradient.to(wanted)
 
 
 def _widen(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(each.float() if isinstance(each, Tensor) and each.is_floating_point() else each for each in args)
+    return tuple(arg.float() if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args)
 
 
 def _to_bfloat16(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -86,11 +86,11 @@ def _to_float16(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Ten
 
 
 NARROW = {torch.bfloat16: _to_bfloat16, torch.float16: _to_float16}
-"""The forward hook of a wide norm, by the type of the other parameters. Plain functions, which torch.compile can trace."""
+"""Forward hooks of float32 norms by the dtype of the other parameters: plain functions, which torch.compile can trace."""
 
 
 def _forget(module: nn.Module) -> None:
-    """Take the hooks of an earlier cast away."""
+    """Remove the hooks of an earlier conversion."""
     for hooks, ours in ((module._forward_pre_hooks, (_widen,)), (module._forward_hooks, tuple(NARROW.values()))):
         for key in [key for key, hook in hooks.items() if hook in ours]:
             del hooks[key]

@@ -9,18 +9,18 @@ from torch.nn import Parameter
 from dither.reference.loss import ROOM
 
 ALIGNMENT = ROOM
-"""Rows of logits begin at multiples of so many numbers, 128 bytes of 16-bit ones; gradients keep as much room as that takes."""
+"""Rows of logits begin at multiples of this many elements (128 bytes of 16-bit numbers); gradients have the same padding."""
 
 UNITS = 8
-"""Matrix units are fed 16 bytes at a time, 8 numbers of 16 bits; rows that begin elsewhere leave only slower kernels."""
+"""Matrix units load 16 bytes at a time, 8 numbers of 16 bits. Rows with another alignment need slower kernels."""
 
 
 class Output(nn.Linear):
-    """`nn.Linear` without a bias, whose result on a GPU lies in memory so that matrix units are fast with any number of words.
+    """`nn.Linear` without a bias that pads rows of logits in memory, so that products are fast with any vocabulary size.
 
-    GPT-2 has 50,257 words. Rows of so many 16-bit numbers, one after the other, begin at places that matrix units cannot load
-    from, in the product that makes them as in the two that use their gradients. Here there is some room after each row; the
-    numbers are the same.
+    GPT-2 has a vocabulary of 50,257. Rows of that many 16-bit numbers are not aligned as matrix units need them, in the
+    forward product and in the two products of the gradients. Here each row is followed by padding on a GPU. The numbers are the
+    same.
 
     >>> import torch
     >>> Output(8, 5)(torch.randn(2, 8)).shape
@@ -31,10 +31,10 @@ class Output(nn.Linear):
         super().__init__(in_features, out_features, bias=False)
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., in_features] to [..., out_features]."""
+        """Map [..., in_features] to [..., out_features]."""
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else input.dtype
-        alone = type(input) is Tensor and type(self.weight) in (Tensor, Parameter)  # a DTensor knows its products itself
-        # Inductor pads products of its own accord.
+        alone = type(input) is Tensor and type(self.weight) in (Tensor, Parameter)  # a DTensor has products of its own
+        # Inductor pads products itself.
         if torch.compiler.is_compiling() or not alone or not input.is_cuda or input.dim() < 2:
             return super().forward(input)
         if self.out_features % UNITS == 0 or dtype not in (torch.bfloat16, torch.float16):
@@ -44,7 +44,7 @@ class Output(nn.Linear):
 
 
 def aligned_linear(x: Tensor, weight_VD: Tensor) -> Tensor:
-    """`functional.linear(x, weight)`, [..., D] to [..., V], in rows that begin at multiples of 64 numbers in memory.
+    """Return `functional.linear(x, weight)`, [..., D] to [..., V], in rows that begin at multiples of 64 numbers in memory.
 
     >>> import torch
     >>> aligned_linear(torch.ones(2, 3, 8), torch.ones(5, 8)).stride()

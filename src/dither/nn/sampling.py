@@ -1,12 +1,12 @@
 """Sampled weights and inputs of a linear layer, and their gradients (docs/sampling.md).
 
-Shapes: w_NK is the weight, in blocks of B x B; x_MK the input, in blocks of 1 x B. `bitwidth` (b_i) is learned, one a block:
+Shapes: w_NK is the weight, in blocks of B x B; x_MK the input, in blocks of 1 x B. `bitwidth` (b_i) is learned, one per block:
 
     b_t   = b_target + b_i * (b_init - b_target), at most `limit`
     w_hat = w + R * max_block|w| * 2^(1 - b_t)
 
-A draw is int64[3] on the device: the step, the row of the first token, and the key. Noise is drawn again in backward, by the
-same coordinates; what waits for it is one float32 a block.
+A draw is int64[3] on the device: the step, the row of the first token, and the key. In backward, noise is drawn again from the
+same coordinates; only one float32 per block is saved.
 """
 
 import math
@@ -24,23 +24,23 @@ from dither.precision import Cast, Sampling
 from dither.reference.sampling import LN2, pow2, to_dtype
 
 FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-"""What sampled numbers are kept in, by name."""
+"""Names of the dtypes of sampled numbers."""
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""What autocast computes in, by a plan's `compute`; without autocast a weight has its own type."""
+"""The dtype of autocast for a plan's `compute`. Without autocast a weight keeps its own dtype."""
 
 
 class SamplingConstants(NamedTuple):
-    """A Sampling as a call needs it: plain values, so that compiled code takes them as constants."""
+    """The values of a Sampling that a call needs, as constants of compiled code."""
 
     kind: str
     block: int
     b_init: float
     b_target: float
     limit: float
-    """Where b_t stops; infinite where it does not."""
+    """The largest b_t, or infinity."""
     clamped: bool
-    """Whether b_t stops anywhere."""
+    """True if b_t has a limit."""
     recompute: bool
 
 
@@ -59,23 +59,23 @@ def safe_limit(sampling: Sampling, cast: Cast | None, dtype: torch.dtype, master
     return safe_bitwidth(format, sampling.noise, master="same" if same else "fp32"), format
 
 
-def bitwidths(bitwidth: Tensor, has: SamplingConstants) -> Tensor:
-    """b_t, float32 of the shape of `bitwidth`, without gradients.
+def bitwidths(bitwidth: Tensor, const: SamplingConstants) -> Tensor:
+    """Return b_t, float32 in the shape of `bitwidth`, without gradients.
 
     >>> bitwidths(torch.tensor([1.0, 0.5, 0.0]), constants(Sampling(), None, torch.bfloat16, torch.float32))
     tensor([6., 5., 4.])
     """
-    b_t: Tensor = torch.ops.dither.bitwidths(bitwidth.detach(), has.b_init, has.b_target, has.limit)
+    b_t: Tensor = torch.ops.dither.bitwidths(bitwidth.detach(), const.b_init, const.b_target, const.limit)
     return b_t
 
 
-def _bitwidth_grad(grad: Tensor, bitwidth: Tensor, has: SamplingConstants) -> Tensor:
-    """The gradient of b_i from that of b_t; none where b_t is held at its limit, and so does not follow."""
-    slope = has.b_init - has.b_target
+def _bitwidth_grad(grad: Tensor, bitwidth: Tensor, const: SamplingConstants) -> Tensor:
+    """Return the gradient of b_i from that of b_t; 0 if b_t is at its limit."""
+    slope = const.b_init - const.b_target
     grad = grad * slope
-    if not has.clamped or not slope:
+    if not const.clamped or not slope:
         return grad
-    return torch.where(bitwidth <= (has.limit - has.b_target) / slope, grad, 0.0)
+    return torch.where(bitwidth <= (const.limit - const.b_target) / slope, grad, 0.0)
 
 
 def _no_second_derivative() -> None:
@@ -87,26 +87,26 @@ def _no_second_derivative() -> None:
 
 
 def sample(
-    weight: Tensor, b_t: Tensor, draw: Tensor, has: SamplingConstants, dtype: torch.dtype, at: tuple[int, int] = (0, 0)
+    weight: Tensor, b_t: Tensor, draw: Tensor, const: SamplingConstants, dtype: torch.dtype, at: tuple[int, int] = (0, 0)
 ) -> tuple[Tensor, Tensor]:
-    """w_hat [N, K] in `dtype`, and the blocks' largest magnitudes; `at` is where the weight begins in the whole one."""
-    w_hat, amax = torch.ops.dither.sample(weight.detach(), b_t, 0, draw, *at, has.kind, has.block, dtype, "auto")
+    """Return w_hat [N, K] in `dtype`, and the largest magnitude per block. `at` is the position of a shard's first element."""
+    w_hat, amax = torch.ops.dither.sample(weight.detach(), b_t, 0, draw, *at, const.kind, const.block, dtype, "auto")
     return w_hat, amax
 
 
 def gradient_of(
-    weight: Tensor, bitwidth: Tensor, b_t: Tensor, amax: Tensor, draw: Tensor, has: SamplingConstants, dtype: torch.dtype
+    weight: Tensor, bitwidth: Tensor, b_t: Tensor, amax: Tensor, draw: Tensor, const: SamplingConstants, dtype: torch.dtype
 ) -> Tensor:
-    """A tensor of w_hat's shape and no memory: the gradient that reaches it goes on to the weight and its bitwidths.
+    """Return a tensor in the shape of w_hat, without memory, that passes its gradient to the weight and its bitwidths.
 
-    Numbers that somebody holds cannot be the result of an operation that autograd sees; this stands in for them.
+    A w_hat that is kept for a whole step is not the result of an operation in autograd's graph. This tensor takes its place.
     """
-    result: Tensor = _Sampled.apply(weight, bitwidth, b_t, amax, draw, (0, 0), has, dtype)  # type: ignore[no-untyped-call]
+    result: Tensor = _Sampled.apply(weight, bitwidth, b_t, amax, draw, (0, 0), const, dtype)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Sampled(torch.autograd.Function):
-    """w_hat as a function of weight and bitwidth; where the blocks' magnitudes are known, only what stands in for it."""
+    """w_hat as a function of weight and bitwidth. If the largest magnitudes are given, a placeholder without memory."""
 
     @staticmethod
     def forward(
@@ -117,12 +117,12 @@ class _Sampled(torch.autograd.Function):
         amax: Tensor | None,
         draw: Tensor,
         at: tuple[int, int],
-        has: SamplingConstants,
+        const: SamplingConstants,
         dtype: torch.dtype,
     ) -> Tensor:
-        ctx.at, ctx.has, ctx.dtype = at, has, weight.dtype
+        ctx.at, ctx.const, ctx.dtype = at, const, weight.dtype
         if amax is None:
-            w_hat, amax = sample(weight, b_t, draw, has, dtype, at)
+            w_hat, amax = sample(weight, b_t, draw, const, dtype, at)
         else:
             w_hat = weight.new_empty((), dtype=dtype).expand(weight.shape)
         ctx.save_for_backward(bitwidth, b_t, amax, draw)
@@ -132,37 +132,37 @@ class _Sampled(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _no_second_derivative()
         bitwidth, b_t, amax, draw = ctx.saved_tensors
-        has: SamplingConstants = ctx.has
-        drawn = (0, draw, *ctx.at, has.kind, has.block)
+        const: SamplingConstants = ctx.const
+        drawn = (0, draw, *ctx.at, const.kind, const.block)
         if grad.dtype == ctx.dtype:  # the gradient of w_hat is that of w
             dw, db_t = grad, torch.ops.dither.bitwidth_grad(grad, amax, b_t, *drawn, "auto")
         else:
             dw, db_t = torch.ops.dither.sample_backward(grad, amax, b_t, *drawn, ctx.dtype, "auto")
-        return dw, _bitwidth_grad(db_t, bitwidth, has), *[None] * 6
+        return dw, _bitwidth_grad(db_t, bitwidth, const), *[None] * 6
 
 
 class Redo(NamedTuple):
-    """What it takes to sample a weight again."""
+    """The arguments for sampling a weight again."""
 
     weight: Tensor
     b_t: Tensor
     draw: Tensor
-    has: SamplingConstants
+    const: SamplingConstants
 
 
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, w_hat: Tensor, redo: Redo | None, *, transposed: bool = False
 ) -> Tensor:
-    """x W_hat^T + bias, [..., N], where `weight` is what the gradient of `w_hat` goes to; all of one dtype.
+    """Return x W_hat^T + bias, [..., N]. `weight` receives the gradient of `w_hat`. All tensors have one dtype.
 
-    With `redo` the product keeps no w_hat, and samples it again in backward.
+    With `redo`, w_hat is not saved, and is sampled again in backward.
     """
     result: Tensor = _Linear.apply(x, weight, bias, w_hat, *(redo or (None,) * 4), transposed)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Linear(torch.autograd.Function):
-    """The three products of a layer without casts, by a weight that may be gone in backward."""
+    """The three products of a layer without casts. The sampled weight may be recomputed in backward."""
 
     @staticmethod
     def forward(
@@ -174,11 +174,11 @@ class _Linear(torch.autograd.Function):
         weight: Tensor | None,
         b_t: Tensor | None,
         draw: Tensor | None,
-        has: SamplingConstants | None,
+        const: SamplingConstants | None,
         transposed: bool,
     ) -> Tensor:
-        ctx.save_for_backward(x, w_hat if has is None else None, weight, b_t, draw)
-        ctx.has, ctx.transposed, ctx.dtype = has, transposed, w_hat.dtype
+        ctx.save_for_backward(x, w_hat if const is None else None, weight, b_t, draw)
+        ctx.const, ctx.transposed, ctx.dtype = const, transposed, w_hat.dtype
         return functional._plain(x, w_hat, bias, transposed)
 
     @staticmethod
@@ -190,7 +190,7 @@ class _Linear(torch.autograd.Function):
         dx = dw = dbias = None
         if need_x:
             if w_hat is None:
-                w_hat = torch.ops.dither.resample(weight.detach(), b_t, draw, ctx.has.kind, ctx.has.block, ctx.dtype, dy)
+                w_hat = torch.ops.dither.resample(weight.detach(), b_t, draw, ctx.const.kind, ctx.const.block, ctx.dtype, dy)
             dx = (dy_MN @ (w_hat.T if ctx.transposed else w_hat)).view(x.shape)
         if need_w:
             dw = x_MK.T @ dy_MN if ctx.transposed else dy_MN.T @ x_MK
@@ -200,30 +200,30 @@ class _Linear(torch.autograd.Function):
 
 
 def sample_sharded(
-    weight: DTensor, bitwidth: Tensor, draw: Tensor, has: SamplingConstants, dtype: torch.dtype, name: str
+    weight: DTensor, bitwidth: Tensor, draw: Tensor, const: SamplingConstants, dtype: torch.dtype, name: str
 ) -> DTensor:
-    """w_hat of a weight that is spread over processes, spread alike: every part by its coordinates in the whole."""
-    # Not whether this part begins inside a block but whether any does: all processes must agree to refuse.
+    """Return w_hat of a sharded weight, sharded in the same way: every shard draws by its coordinates in the whole weight."""
+    # Check all shards and not only the local one, so that every rank raises.
     parts = list(weight.shape)
     for dimension, placement in enumerate(weight.placements):
         if not placement.is_replicate():
             parts[placement.dim] = -(-parts[placement.dim] // weight.device_mesh.size(dimension))  # type: ignore[attr-defined]
-    if any(part < size and part % has.block for part, size in zip(parts, weight.shape, strict=True)):
+    if any(part < size and part % const.block for part, size in zip(parts, weight.shape, strict=True)):
         raise UserError(
-            f"The weight of the layer {name!r}, {tuple(weight.shape)}, is cut into parts of {tuple(parts)}, inside blocks of "
-            f"{has.block} x {has.block}: cut it at multiples of {has.block}, give its sampling a smaller block, or leave the "
-            "layer out of its parts."
+            f"The weight of the layer {name!r}, {tuple(weight.shape)}, is sharded into {tuple(parts)}, which splits blocks of "
+            f"{const.block} x {const.block}: shard it at multiples of {const.block}, use a smaller block, or leave "
+            "the layer out of the sampling's parts."
         )
     _, (row, column) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
     if not isinstance(bitwidth, DTensor):
         raise UserError(
-            f"The weight of the layer {name!r} is spread over processes and its bitwidths are not: "
+            f"The weight of the layer {name!r} is sharded and its bitwidths are not: "
             "convert the model before it is parallelized, so that both are."
         )
     b_i = bitwidth.redistribute(weight.device_mesh, weight.placements).to_local()
     part = weight.to_local()
-    b_t = bitwidths(b_i, has)
-    sampled = _Sampled.apply(part, b_i, b_t, None, draw, (row, column), has, dtype)  # type: ignore[no-untyped-call]
+    b_t = bitwidths(b_i, const)
+    sampled = _Sampled.apply(part, b_i, b_t, None, draw, (row, column), const, dtype)  # type: ignore[no-untyped-call]
     return DTensor.from_local(
         sampled, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
     )
@@ -232,16 +232,18 @@ def sample_sharded(
 # Inputs ---------------------------------------------------------------------------------------------------------------
 
 
-def sample_input(x: Tensor, bitwidth: Tensor, b_t: Tensor, draw: Tensor, has: SamplingConstants, dtype: torch.dtype) -> Tensor:
-    """x [..., K] with noise, in `dtype`: blocks of 1 x `has.block`, so that a token's noise is its own in any batch."""
-    result: Tensor = _Input.apply(x, bitwidth, b_t, draw, has, dtype)  # type: ignore[no-untyped-call]
+def sample_input(
+    x: Tensor, bitwidth: Tensor, b_t: Tensor, draw: Tensor, const: SamplingConstants, dtype: torch.dtype
+) -> Tensor:
+    """Return x [..., K] with noise, in `dtype`. Blocks are 1 x `const.block`, so that noise does not depend on other tokens."""
+    result: Tensor = _Input.apply(x, bitwidth, b_t, draw, const, dtype)  # type: ignore[no-untyped-call]
     return result
 
 
-# As operators, so that compiled code rounds after each operation as well.
+# These are operators, so that compiled code rounds after each operation too.
 @torch.library.custom_op("dither::sample_input", mutates_args=())
 def _sample_input(x: Tensor, b_t: Tensor, draw: Tensor, kind: str, block: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x_hat [M, K], and the largest magnitude of each block, float32[M, ceil(K / block)]."""
+    """Return x_hat [M, K], and the largest magnitude of each block, float32[M, ceil(K / block)]."""
     rows, columns = x.shape
     amax = _groups(x.float().abs(), block).amax(dim=2)
     r = torch.ops.dither.noise(0, draw, rows, columns, 0, 0, kind, "auto")
@@ -256,7 +258,7 @@ def _(x: Tensor, b_t: Tensor, draw: Tensor, kind: str, block: int, dtype: torch.
 
 @torch.library.custom_op("dither::sample_input_backward", mutates_args=())
 def _sample_input_backward(grad: Tensor, amax: Tensor, b_t: Tensor, draw: Tensor, kind: str, block: int) -> Tensor:
-    """The gradient of b_t: -ln 2 * 2^(1 - b_t) * the sum over tokens of max_block|x| * sum_block(dL/dx_hat * R)."""
+    """Return the gradient of b_t: -ln 2 * 2^(1 - b_t) * the sum over tokens of max_block|x| * sum_block(dL/dx_hat * R)."""
     r = torch.ops.dither.noise(0, draw, *grad.shape, 0, 0, kind, "auto")
     sums = _groups(grad.float() * r, block).sum(dim=2)
     return (amax * sums).sum(dim=0) * pow2(1.0 - b_t) * -LN2
@@ -268,21 +270,21 @@ def _(grad: Tensor, amax: Tensor, b_t: Tensor, draw: Tensor, kind: str, block: i
 
 
 def _groups(x: Tensor, block: int) -> Tensor:
-    """[M, K] with zeros behind a ragged edge, as [M, ceil(K / block), block]."""
+    """Return x [M, K], padded with zeros, as [M, ceil(K / block), block]."""
     padded = torch.nn.functional.pad(x, (0, -x.shape[1] % block))
     return padded.view(x.shape[0], padded.shape[1] // block, block)
 
 
 class _Input(torch.autograd.Function):
-    """Noise on the input; its gradient passes straight through to x."""
+    """Noise on the input, with a straight-through gradient of x."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bitwidth: Tensor, b_t: Tensor, draw: Tensor, has: SamplingConstants, dtype: torch.dtype
+        ctx: Any, x: Tensor, bitwidth: Tensor, b_t: Tensor, draw: Tensor, const: SamplingConstants, dtype: torch.dtype
     ) -> Tensor:
-        x_hat, amax = _sample_input(x.reshape(-1, x.shape[-1]), b_t, draw, has.kind, has.block, dtype)
+        x_hat, amax = _sample_input(x.reshape(-1, x.shape[-1]), b_t, draw, const.kind, const.block, dtype)
         ctx.save_for_backward(bitwidth, b_t, amax, draw)
-        ctx.has, ctx.dtype = has, x.dtype
+        ctx.const, ctx.dtype = const, x.dtype
         result: Tensor = x_hat.view(x.shape)
         return result
 
@@ -290,9 +292,9 @@ class _Input(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _no_second_derivative()
         bitwidth, b_t, amax, draw = ctx.saved_tensors
-        has: SamplingConstants = ctx.has
+        const: SamplingConstants = ctx.const
         db_i = None
         if ctx.needs_input_grad[1]:
-            db_t = _sample_input_backward(grad.reshape(-1, grad.shape[-1]), amax, b_t, draw, has.kind, has.block)
-            db_i = _bitwidth_grad(db_t, bitwidth, has)
+            db_t = _sample_input_backward(grad.reshape(-1, grad.shape[-1]), amax, b_t, draw, const.kind, const.block)
+            db_i = _bitwidth_grad(db_t, bitwidth, const)
         return grad.to(ctx.dtype), db_i, None, None, None, None

@@ -1,8 +1,8 @@
-"""Target bitwidths from measured sensitivity, instead of by hand.
+"""Target bitwidths from measured sensitivity.
 
-Noise d of bitwidth b in the weight of one layer moves the loss by g . d + d . H d / 2 + ..., and d is proportional to 2^-b. In
-the mean over draws the first term is nothing and the second a * 4^-b: one number a layer. Noise of different layers is
-independent, so that their rises add up, and `dither.bitwidths.allocate` divides a tolerance among them.
+Noise d of bitwidth b in the weight of one layer changes the loss by g . d + d . H d / 2 + ..., and d is proportional to 2^-b.
+Averaged over draws, the first term is zero and the second is a * 4^-b, with one number a per layer. The noise of different
+layers is independent, so their rises add up, and `dither.bitwidths.allocate` divides a tolerance among them.
 """
 
 import math
@@ -25,7 +25,7 @@ from dither.random import Stream
 from dither.reference.sampling import block_amax
 
 LossFunction = Callable[[nn.Module, Any], Any]
-"""(model, batch) -> the loss, a number or a 0-d tensor."""
+"""A function (model, batch) -> loss, a number or a 0-d tensor."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class LayerTarget:
     name: str
     weights: int
     sensitivity: float
-    """a: noise of bitwidth b raises the loss by a * 4^-b."""
+    """a, where noise of bitwidth b raises the loss by a * 4^-b."""
     deviation: float
     """The standard error of `sensitivity` over the draws of noise; NaN for a single draw."""
     b_init: float
@@ -43,37 +43,37 @@ class LayerTarget:
 
     @property
     def rise(self) -> float:
-        """By how much noise at `b_target` is predicted to raise the loss."""
+        """Return the predicted rise of the loss with noise at `b_target`."""
         return max(self.sensitivity, 0.0) * math.pow(4.0, -self.b_target)
 
 
 @dataclass(frozen=True)
 class Targets:
-    """Bitwidths for a model's layers within a tolerance; prints as a table."""
+    """Bitwidths of a model's layers within a tolerance. Prints as a table."""
 
     layers: tuple[LayerTarget, ...]
     loss: float
-    """The loss without noise, the mean over the batches."""
+    """The mean loss over the batches, without noise."""
     tolerance: float | None
-    """The rise of the loss that was allowed, if it was a tolerance that was given."""
+    """The allowed rise of the loss; None if the mean was given instead."""
 
     @property
     def rise(self) -> float:
-        """The predicted rise of the loss when every layer has noise at its `b_target`."""
+        """Return the predicted rise of the loss with noise at `b_target` in every layer."""
         return sum(layer.rise for layer in self.layers)
 
     @property
     def deviation(self) -> float:
-        """The standard error of `rise` over the draws of noise."""
+        """Return the standard error of `rise` over the draws of noise."""
         return math.sqrt(sum((layer.deviation * math.pow(4.0, -layer.b_target)) ** 2 for layer in self.layers))
 
     @property
     def mean(self) -> float:
-        """b_target over all weights."""
+        """Return the mean of b_target over all weights."""
         return sum(layer.b_target * layer.weights for layer in self.layers) / sum(layer.weights for layer in self.layers)
 
     def plan(self, sampling: Sampling | None = None, base: Plan | None = None) -> Plan:
-        """`base` (or a plan that casts nothing) with a rule for each layer: `sampling` at the layer's own bitwidths."""
+        """Return `base` (by default a plan without casts) with a rule per layer: `sampling` at the layer's own bitwidths."""
         sampling, base = sampling or Sampling(), base or Plan(default=LayerPrecision())
         rules = []
         for layer in self.layers:
@@ -85,16 +85,16 @@ class Targets:
         return replace(base, layers=(*rules, *others), provenance=origin)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return plain values, ready for JSON."""
         return {"layers": [dict(vars(layer)) for layer in self.layers], "loss": self.loss, "tolerance": self.tolerance}
 
     def __rich__(self) -> Table:
-        caption = f"loss {self.loss:.5f}, predicted rise {self.rise:.2e}, {self.mean:.2f} bits a weight"
+        caption = f"loss {self.loss:.5f}, predicted rise {self.rise:.2e}, {self.mean:.2f} bits per weight"
         columns = ("layer", "weights", "sensitivity", "b_init", "b_target", "rise")
         table = Table(*columns, box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
-        for each in self.layers:
-            numbers = f"{each.sensitivity:.3g}", f"{each.b_init:.2f}", f"{each.b_target:.2f}", f"{each.rise:.2e}"
-            table.add_row(each.name, f"{each.weights:,}", *numbers)
+        for layer in self.layers:
+            numbers = f"{layer.sensitivity:.3g}", f"{layer.b_init:.2f}", f"{layer.b_target:.2f}", f"{layer.rise:.2e}"
+            table.add_row(layer.name, f"{layer.weights:,}", *numbers)
         return table
 
     def __str__(self) -> str:
@@ -120,17 +120,29 @@ def choose_targets(
     skip: str | Iterable[str] = (),
     seed: int = 0,
 ) -> Targets:
-    """b_target and b_init for each linear layer: the fewest bits whose noise raises the loss by a share `tolerance` at most.
+    """Choose b_target and b_init of each linear layer: the fewest bits whose noise raises the loss by at most `tolerance`.
 
-    Half a percent, 0.005, if nothing is said; or with `mean`, so many bits a weight, where they raise the loss least.
+    Noise is added to one layer at a time, at each bitwidth of `probes`, `draws` times, with both signs, so that the slope of
+    the loss cancels: (L(w + d) + L(w - d)) / 2 - L(w). This takes 2 * probes * draws passes over the batches per layer. Then
+    a * 4^-b is fitted by least squares. The model is not changed. Experts that share one parameter are left out.
 
-    One layer at a time takes noise at each bitwidth of `probes`, `draws` times, with both signs, so that the slope of the loss
-    cancels: (L(w + d) + L(w - d)) / 2 - L(w), the mean over `batches`. That is 2 * probes * draws passes over the batches a
-    layer. a * 4^-b is fitted to it by least squares. Bitwidths stay between `low` and `high` (None: what is safe for noise in
-    weights that products read in the format `operator`); with `formats` they are raised to what one of these carries. b_init is
-    `headroom` above b_target, where that is safe. Kind and blocks of the noise are those of `sampling`; `seed` draws it.
-    `only` and `skip` are patterns of names; the output layer is left alone unless `only` matches it, and experts that share
-    one parameter always are. The model is not changed.
+    Args:
+        model: A model with linear layers.
+        loss_fn: A function (model, batch) -> loss.
+        batches: Batches over which the loss is averaged.
+        tolerance: The largest relative rise of the loss; by default 0.005.
+        mean: In place of `tolerance`, the mean number of bits per weight; the rise of the loss is then minimized.
+        probes: Bitwidths at which the loss is measured.
+        draws: Number of draws of noise per layer and bitwidth.
+        low: The smallest bitwidth.
+        high: The largest bitwidth; by default the safe one for weights that products read in the format `operator`.
+        headroom: Difference between b_init and b_target, as far as b_init is at most `high`.
+        formats: If given, bitwidths are raised to the capacity of one of these formats.
+        sampling: Kind and blocks of the noise.
+        operator: The format in which products read weights.
+        only: Patterns of layer names. The output layer is left out unless `only` matches it.
+        skip: Patterns of layer names to leave out.
+        seed: The seed of the noise.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
@@ -161,16 +173,16 @@ def choose_targets(
                 ]
                 fitted = sum(rise * 4.0**-b for rise, b in zip(rises, probes, strict=True)) / sum(16.0**-b for b in probes)
                 measured[layer].append(fitted)
-    sensitivity = {layer: statistics.fmean(found) for layer, found in measured.items()}
+    sensitivity = {layer: statistics.fmean(fits) for layer, fits in measured.items()}
     sizes = {layer: weight.numel() for layer, (_, weight) in weights.items()}
     allowed = None if tolerance is None else tolerance * abs(plainly)
     chosen = allocate(sensitivity, sizes, allowed, mean=mean, low=low, high=high)
     carried = sorted({float(capacity(name)) for name in formats})
     layers = []
-    for layer, found in measured.items():
+    for layer, fits in measured.items():
         b_target = next((b for b in carried if b >= chosen[layer]), chosen[layer])
         b_init = max(b_target, min(b_target + headroom, high))
-        deviation = statistics.stdev(found) / math.sqrt(draws) if draws > 1 else math.nan
+        deviation = statistics.stdev(fits) / math.sqrt(draws) if draws > 1 else math.nan
         layers.append(LayerTarget(layer, sizes[layer], sensitivity[layer], deviation, b_init, b_target))
     return Targets(tuple(layers), plainly, allowed)
 
@@ -185,7 +197,9 @@ def measure_rise(
     draws: int = 8,
     seed: int = 1,
 ) -> tuple[float, float]:
-    """How much the loss rises with noise of these bitwidths in all layers at once: mean over `draws`, and its standard error.
+    """Measure the rise of the loss with noise in all layers at once. Return its mean over `draws`, and the standard error.
+
+    `bitwidths` has the bitwidth of each layer by name; see `choose_targets` for the other arguments.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
@@ -196,7 +210,7 @@ def measure_rise(
     if unknown := [layer for layer in bitwidths if layer not in sites]:
         raise UserError(f"There is no linear layer {unknown[0]!r} in {type(model).__name__}: there are {', '.join(sites)}.")
     if draws < 2:
-        raise UserError(f"A standard error takes at least 2 draws, not {draws!r}.")
+        raise UserError(f"A standard error needs at least 2 draws, not {draws!r}.")
     rises = []
     with evaluating(model):
         plainly = _mean_loss(model, loss_fn, batches)
@@ -210,16 +224,16 @@ def measure_rise(
 
 
 def _mean_loss(model: nn.Module, loss_fn: LossFunction, batches: Sequence[Any]) -> float:
-    found = statistics.fmean(float(loss_fn(model, batch)) for batch in batches)
-    if not math.isfinite(found):
-        raise UserError(f"loss_fn gives {found} as the mean loss over the batches: bitwidths are chosen for a finite one.")
-    return found
+    loss = statistics.fmean(float(loss_fn(model, batch)) for batch in batches)
+    if not math.isfinite(loss):
+        raise UserError(f"The mean of loss_fn over the batches is {loss}: bitwidths can only be chosen for a finite loss.")
+    return loss
 
 
 def _mean_loss_around(
     model: nn.Module, loss_fn: LossFunction, batches: Sequence[Any], noises: Mapping[str, tuple[Tensor, Tensor]]
 ) -> float:
-    """The mean of the losses with noise added and with noise taken away: {parameter: (weight, noise)}."""
+    """Return the mean of the losses with noise added and subtracted; `noises` is {parameter: (weight, noise)}."""
     both = []
     for sign in (1, -1):
         with replaced(model, {name: (weight + sign * noise).to(weight.dtype) for name, (weight, noise) in noises.items()}):
@@ -228,7 +242,7 @@ def _mean_loss_around(
 
 
 def _noise(weight: Tensor, layer: str, sampling: Sampling, seed: int, step: int) -> Tensor:
-    """R * max_block|w|, float32 of the weight's shape: the noise at bitwidth 1, of which others are a power of two."""
+    """Return R * max_block|w|, float32 of the weight's shape: the noise at bitwidth 1."""
     rows, columns = weight.shape
     draw = Stream(seed, "targets", layer).draw(step, (rows, columns), (0, 0), weight.device)
     r: Tensor = torch.ops.dither.noise(draw.key, draw.step, rows, columns, 0, 0, sampling.noise, "auto")
@@ -240,14 +254,12 @@ def _check(
     batches: Sequence[Any], tolerance: float | None, probes: Sequence[float], draws: int, low: float, high: float
 ) -> None:
     if not isinstance(batches, Sequence) or not batches:
-        raise UserError(
-            f"batches= is a list of batches, which are gone through many times, and not empty; given was {batches!r}."
-        )
+        raise UserError(f"batches= is a non-empty list of batches, which is iterated over many times, not {batches!r}.")
     if tolerance is not None and (not isinstance(tolerance, int | float) or not 0 < tolerance < math.inf):
-        raise UserError(f"tolerance= is the share by which the loss may rise, such as 0.005, not {tolerance!r}.")
+        raise UserError(f"tolerance= is the allowed relative rise of the loss, such as 0.005, not {tolerance!r}.")
     if not probes or not all(0 <= b <= 16 for b in probes):
         raise UserError(f"probes= are bitwidths from 0 to 16 at which the loss is measured, such as (5.0,), not {probes!r}.")
     if not isinstance(draws, int) or draws < 1:
-        raise UserError(f"draws= is how often noise is drawn, at least once, not {draws!r}.")
+        raise UserError(f"draws= is the number of draws of noise, at least 1, not {draws!r}.")
     if not 0 <= low < high < math.inf:
-        raise UserError(f"Bitwidths are chosen from low={low!r} to high={high!r}, which takes 0 <= low < high.")
+        raise UserError(f"Bitwidths are chosen from low={low!r} to high={high!r}, and 0 <= low < high must hold.")

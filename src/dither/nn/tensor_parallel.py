@@ -1,8 +1,7 @@
-"""Layers that tensor parallelism cuts: every process casts its own part of the operands, with the codes, scales and random bits
-that one process would give them.
+"""Tensor-parallel layers: every rank casts its own shard of the operands, with the codes, scales and random bits of one rank.
 
-A layer's outputs are cut (`ColwiseParallel`) or its inputs are (`RowwiseParallel`). Groups that share a scale must not be cut;
-those of whole rows and tensors would be.
+A layer is column-parallel (`ColwiseParallel` shards its outputs) or row-parallel (`RowwiseParallel` shards its inputs). Shard
+boundaries must not split scale groups, so granularities of rows and tensors are not possible for sharded operands.
 """
 
 import math
@@ -24,65 +23,68 @@ Spread = TypeVar("Spread", Tensor, "Tensor | None")
 
 
 def local(x: Spread) -> Spread:
-    """This process's part of a tensor that is spread over several; another tensor, or None, as it is."""
+    """Return the local shard of a DTensor; any other tensor, or None, unchanged."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def linear(x: Tensor, weight: DTensor, bias: Tensor | None, has: Settings, state: State, precision: LayerPrecision) -> DTensor:
-    """`functional.linear` of a weight that is cut over a one-dimensional mesh.
+def linear(
+    x: Tensor, weight: DTensor, bias: Tensor | None, settings: Settings, state: State, precision: LayerPrecision
+) -> DTensor:
+    """Return `functional.linear` of a weight that is sharded over a one-dimensional mesh.
 
-    With outputs cut, x [..., K] is whole and the result is cut along its last dimension; with inputs cut, x is cut along its
-    last dimension and the result is a sum that is still to be added up, as torch's own product of DTensors gives them.
+    If outputs are sharded, x [..., K] is replicated and the result is sharded along its last dimension. If inputs are
+    sharded, x is sharded along its last dimension and the result is Partial, as in torch's own product of DTensors.
     """
     mesh = weight.device_mesh
     if mesh.ndim != 1:
         raise UserError(
-            f"The layer {has.name!r} is cut over a mesh of {mesh.ndim} dimensions, and operands are cast in parts of one: "
-            "parallelize it over one dimension of the mesh."
+            f"The layer {settings.name!r} is sharded over a mesh of {mesh.ndim} dimensions: parallelize it over one dimension "
+            "of the mesh."
         )
     (placement,) = weight.placements
     state = state._replace(place=local(state.place), keys=local(state.keys))
     if placement.is_replicate():
-        y = functional.linear(_placed(x, mesh, Replicate()).to_local(), weight.to_local(), local(bias), has, state=state)
+        y = functional.linear(_placed(x, mesh, Replicate()).to_local(), weight.to_local(), local(bias), settings, state=state)
         return DTensor.from_local(y, mesh, [Replicate()], run_check=False)
     if not isinstance(placement, Shard):
-        raise UserError(f"The weight of the layer {has.name!r} is placed as {placement}, and only parts of it can be cast.")
-    check(has.name, weight, has.transposed, {operand: filter(None, precision.casts_of(operand)) for operand in OPERANDS})
-    outputs, part, size = _cut_of(weight, has.transposed)
+        raise UserError(f"The weight of the layer {settings.name!r} is {placement}: only shards and replicas can be cast.")
+    casts = {operand: filter(None, precision.casts_of(operand)) for operand in OPERANDS}
+    check(settings.name, weight, settings.transposed, casts)
+    outputs, part, size = _sharding(weight, settings.transposed)
     first = part * mesh.get_local_rank()
     if outputs:
-        has = _begun(has, "grad", 0, first)
-        has = _begun(has, "weight", *((0, first) if has.transposed else (first, 0)))
+        settings = _begun(settings, "grad", 0, first)
+        settings = _begun(settings, "weight", *((0, first) if settings.transposed else (first, 0)))
         own = _placed(x, mesh, Replicate()).to_local(grad_placements=[Partial()])
-        y = functional.linear(own, weight.to_local(), local(bias), has, state=state)
-        shape = Size((*y.shape[:-1], size))  # parts may be of different sizes
+        y = functional.linear(own, weight.to_local(), local(bias), settings, state=state)
+        shape = Size((*y.shape[:-1], size))  # shards may have different sizes
         stride = tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
         return DTensor.from_local(y, mesh, [Shard(y.dim() - 1)], run_check=False, shape=shape, stride=stride)
-    has = _begun(has, "input", 0, first)
-    has = _begun(has, "weight", *((first, 0) if has.transposed else (0, first)))
+    settings = _begun(settings, "input", 0, first)
+    settings = _begun(settings, "weight", *((first, 0) if settings.transposed else (0, first)))
     own = _placed(x, mesh, Shard(x.dim() - 1)).to_local()
-    y = functional.linear(own, weight.to_local(), None, has, state=state)
-    if bias is not None:  # added once, but every process has its whole gradient
+    y = functional.linear(own, weight.to_local(), None, settings, state=state)
+    if bias is not None:  # added on one rank, but every rank has its whole gradient
         shared = local(bias)
         y = y + (shared if mesh.get_local_rank() == 0 else shared - shared.detach()).to(y.dtype)
     return DTensor.from_local(y, mesh, [Partial()], run_check=False)
 
 
-def _begun(has: Settings, operand: str, row: int, column: int) -> Settings:
-    """The settings of a part whose operand begins there in the whole one."""
-    return has._replace(**{operand: getattr(has, operand).begun(row, column)})
+def _begun(settings: Settings, operand: str, row: int, column: int) -> Settings:
+    """Return the settings of a shard whose operand begins at (row, column) of the whole one."""
+    return settings._replace(**{operand: getattr(settings, operand).begun(row, column)})
 
 
 def _placed(x: Tensor, mesh: DeviceMesh, placement: Replicate | Shard) -> DTensor:
-    if not isinstance(x, DTensor):  # every process has all of it
+    if not isinstance(x, DTensor):  # replicated on every rank
         x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
     return x.redistribute(mesh, [placement])
 
 
 class Part(NamedTuple):
-    """What a process has of a tensor [..., C]: a matrix of whole rows, or of their columns from `column` on.
+    """The part of a tensor [..., C] on this rank: a matrix of whole rows, or of their columns from `column` on.
 
-    Then `cut` are the processes that have the others.
+    In the latter case `cut` is the group of ranks that hold the other columns.
     """
 
     matrix: Tensor
@@ -91,7 +93,7 @@ class Part(NamedTuple):
 
 
 def part_of(x: Tensor) -> Part:
-    """This process's part of an operand or a result; sums that are still to be added up are, and cut rows are gathered."""
+    """Return this rank's part of an operand or a result. Partial tensors are all-reduced; row shards are all-gathered."""
     if not isinstance(x, DTensor):
         return Part(x.reshape(-1, x.shape[-1]))
     mesh = x.device_mesh
@@ -103,12 +105,12 @@ def part_of(x: Tensor) -> Part:
 
 
 def first_column(x: DTensor) -> int:
-    """Where this process's part of a tensor [..., C] begins along C."""
+    """Return the first column of this rank's shard of a tensor [..., C]."""
     return compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)[1][-1]
 
 
-def _cut_of(weight: DTensor, transposed: bool) -> tuple[bool, int, int]:
-    """Whether it is outputs that are cut, or else inputs; how many a process has, the last perhaps fewer; and all of them."""
+def _sharding(weight: DTensor, transposed: bool) -> tuple[bool, int, int]:
+    """Return (column_parallel, features per rank, total features). The last rank may have fewer features."""
     (placement,) = weight.placements
     assert isinstance(placement, Shard)
     size = weight.shape[placement.dim]
@@ -116,17 +118,17 @@ def _cut_of(weight: DTensor, transposed: bool) -> tuple[bool, int, int]:
 
 
 def check(name: str, weight: DTensor, transposed: bool, casts: Mapping[str, Iterable[Cast]]) -> None:
-    """Raise where a cut goes through what shares a scale, with any of these casts by operand: on all processes alike."""
+    """Raise if a shard boundary splits a scale group of any of these casts, given by operand. Every rank raises."""
     if not weight.placements[0].is_shard():
         return
-    outputs, part, size = _cut_of(weight, transposed)
+    outputs, part, size = _sharding(weight, transposed)
     for operand in ("weight", "grad" if outputs else "input") if part < size else ():
         for cast in casts[operand]:
             alone = cast.group.kind in ("tile", "block") and cast.scaling.kind not in ("nvfp4", "delayed")
             if cast.group.kind == "none" or (alone and part % cast.group.size == 0):
                 continue
-            cuts = f"its {size} {'outputs' if outputs else 'inputs'} cut into parts of {part}"
-            what = f"The layer {name!r} has {cuts}, and its {operand} is cast by {cast}"
+            shards = f"its {size} {'outputs' if outputs else 'inputs'} sharded in parts of {part}"
+            begin = f"The layer {name!r} has {shards}, and its {operand} is cast by {cast}"
             if alone:
-                raise UserError(f"{what}: a cut at a multiple of {cast.group.size} would leave what shares a scale together.")
-            raise UserError(f"{what}, where numbers of all parts share a scale: use tiles or blocks, as fp8-block does.")
+                raise UserError(f"{begin}: shards must be multiples of {cast.group.size}, so that none splits a scale group.")
+            raise UserError(f"{begin}, whose scales span all shards: use tiles or blocks, as in fp8-block.")

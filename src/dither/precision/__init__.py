@@ -1,4 +1,4 @@
-"""How a tensor, a layer and a model are cast and sampled: Cast, Sampling, LayerPrecision and Plan, as frozen data.
+"""Cast, Sampling, LayerPrecision and Plan: the precision of a tensor, a layer and a model as frozen data.
 
 Nothing here imports torch.
 

@@ -13,20 +13,20 @@ from dither.precision.checks import checked_keys, did_you_mean
 
 @dataclass(frozen=True)
 class Granularity:
-    """Which elements share a scale: all (`tensor`), a row, n x n (`block`) or 1 x n along the contraction (`tile`)."""
+    """The elements that share a scale: all (`tensor`), a row, n x n (`block`) or 1 x n along the contraction axis (`tile`)."""
 
     kind: Literal["none", "tensor", "row", "block", "tile"]
     size: int = 0
 
     @classmethod
     def parse(cls, text: str) -> "Granularity":
-        """`none`, `tensor`, `row`, `block(n)` or `tile(n)`."""
+        """Parse `none`, `tensor`, `row`, `block(n)` or `tile(n)`."""
         return _parse_granularity(_text("granularity", text))
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How a group's scale follows from its largest magnitude; `history`, `margin` and `algo` belong to `delayed`."""
+    """The rule for a group's scale, given its largest magnitude. `history`, `margin` and `algo` belong to `delayed`."""
 
     kind: Literal["none", "fp32", "pow2", "pow2_ceil", "nvfp4", "delayed"]
     history: int = 0
@@ -41,31 +41,31 @@ class Scale:
 
     @classmethod
     def parse(cls, text: str) -> "Scale":
-        """`none`, `fp32`, `pow2`, `pow2_ceil`, `nvfp4`, or `delayed(history[,margin[,algo]])`."""
+        """Parse `none`, `fp32`, `pow2`, `pow2_ceil`, `nvfp4` or `delayed(history[,margin[,algo]])`."""
         return _parse_scale(_text("scale", text))
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """`nearest` (ties to even), `toward_zero`, or `stochastic` with that many random bits."""
+    """`nearest` (ties to even), `toward_zero`, or `stochastic` with a number of random bits."""
 
     kind: Literal["nearest", "toward_zero", "stochastic"]
     bits: int = 0
 
     @classmethod
     def parse(cls, text: str) -> "Rounding":
-        """`nearest`, `toward_zero` or `stochastic(bits)`."""
+        """Parse `nearest`, `toward_zero` or `stochastic(bits)`."""
         return _parse_rounding(_text("rounding", text))
 
     @property
     def width(self) -> int:
-        """How many bits of its row's random string an element uses up: 8, 16 or 32."""
+        """Return the number of bits that an element uses of its row's random bits: 8, 16 or 32."""
         return 8 if self.bits <= 8 else 16 if self.bits <= 16 else 32
 
 
 @dataclass(frozen=True)
 class Cast:
-    """How a tensor is turned into few bits: four strings, each with one canonical spelling.
+    """The cast of a tensor to few bits: four strings, each with one canonical spelling.
 
     Example: `Cast("e4m3", "tile(128)", "fp32")` scales each 1 x 128 tile so that its largest magnitude becomes 448.
     """
@@ -73,13 +73,13 @@ class Cast:
     format: str
     """A number format: see `dither formats`."""
     granularity: str = "none"
-    """Which elements share a scale: none, tensor, row, block(n) or tile(n)."""
+    """The elements that share a scale: none, tensor, row, block(n) or tile(n)."""
     scale: str = "none"
     """none, fp32 (any scale), pow2 (OCP MX), pow2_ceil (MX that never clips), nvfp4, or delayed(history)."""
     rounding: str = "nearest"
     """nearest, stochastic(bits) or toward_zero."""
 
-    # Derived once, so that reading them costs nothing, in compiled code too.
+    # Parsed once, so that compiled code reads them as constants.
     element: Format = field(init=False, repr=False, compare=False)
     """The parsed `format`."""
     group: Granularity = field(init=False, repr=False, compare=False)
@@ -94,9 +94,9 @@ class Cast:
         scale, rounding = Scale.parse(self.scale), Rounding.parse(self.rounding)
         for name, parsed in (("element", element), ("group", group), ("scaling", scale), ("round", rounding)):
             object.__setattr__(self, name, parsed)
-        for given, canonical in ((self.format, element.name), (self.scale, str(scale))):
-            if given != canonical:  # so that equal casts are equal strings
-                raise UserError(f"Write {canonical!r} for {given!r} in a Cast; Cast.parse takes other spellings too.")
+        for text, canonical in ((self.format, element.name), (self.scale, str(scale))):
+            if text != canonical:  # so that equal casts are equal strings
+                raise UserError(f"Write {canonical!r} for {text!r} in a Cast; Cast.parse takes other spellings too.")
         if not element.signed:
             raise UserError(f"{element} holds scales, not values: cast to a signed format such as 'e4m3'.")
         if (group.kind == "none") != (scale.kind == "none"):
@@ -109,15 +109,15 @@ class Cast:
         if scale.kind == "nvfp4" and element.bits > 8:
             raise UserError(f"scale='nvfp4' is for formats of at most 8 bits, such as 'e2m1', not for {element}.")
         if scale.kind == "delayed" and not element.nan:
-            # A scale from earlier steps cannot show that this step's tensor holds a NaN, so the codes must.
+            # A scale from earlier steps cannot be NaN when this step's tensor holds one, so the codes must hold it.
             raise UserError(f"Delayed scaling needs a format with NaN, such as 'e4m3' or 'e5m2', not {element}.")
         if scale.kind == "delayed" and not 0 <= scale.margin <= element.max_exponent:
-            raise UserError(f"The margin of {self.scale!r} for {element} goes from 0 to {element.max_exponent} powers of two.")
+            raise UserError(f"The margin of {self.scale!r} for {element} is from 0 to {element.max_exponent} powers of two.")
         if scale.kind == "delayed" and group.kind != "tensor":
-            raise UserError(f"Delayed scaling keeps one scale a tensor: use granularity='tensor', not {self.granularity!r}.")
+            raise UserError(f"Delayed scaling has one scale per tensor: use granularity='tensor', not {self.granularity!r}.")
         if group.kind != "none" and element.exponent_bits == 8:
             raise UserError(f"{element} has float32's range and needs no scale: use granularity='none' and scale='none'.")
-        # Rounding works on 30 bits of significand: the mantissa and the random bits below it must fit.
+        # Rounding works on 30 bits: the mantissa and the random bits below it must fit.
         limit = min(24, 30 - element.mantissa_bits)
         if rounding.bits > limit:
             raise UserError(
@@ -127,10 +127,10 @@ class Cast:
 
     @classmethod
     def parse(cls, text: str) -> "Cast":
-        """A cast from one line: `format [granularity [scale]] [rounding]`, or a name and perhaps a rounding.
+        """Parse a cast: `format [granularity [scale]] [rounding]`, or `name [rounding]`.
 
-        Names are `mxfp8`, `mxfp6`, `mxfp4` and `nvfp4`.
-        A granularity without a scale takes `fp32`; a stochastic MX cast takes `pow2_ceil`, because clipping would bias it.
+        Names are `mxfp8`, `mxfp6`, `mxfp4` and `nvfp4`. The default scale of a granularity is `fp32`. A stochastic MX cast has
+        the scale `pow2_ceil`, because clipping would bias it.
 
         >>> print(Cast.parse("mxfp4 stochastic(16)"))
         e2m1 tile(32) pow2_ceil stochastic(16)
@@ -138,23 +138,23 @@ class Cast:
         return _parse_cast(_text("cast", text))
 
     def to_dict(self) -> dict[str, str]:
-        """The four fields as plain strings, ready for JSON."""
+        """Return the four fields as strings, ready for JSON."""
         return {name: getattr(self, name) for name in FIELDS}
 
     @classmethod
     def from_dict(cls, data: dict[str, str]) -> "Cast":
-        """The inverse of `to_dict`; unknown and missing keys are errors."""
+        """Return the cast of a dictionary, the inverse of `to_dict`. Unknown and missing keys are errors."""
         if "format" not in checked_keys("cast", data, FIELDS):
             raise UserError("A cast needs the key 'format', such as 'e4m3'.")
         return cls(**data)
 
     def to_json(self) -> str:
-        """One line of JSON."""
+        """Return the cast as one line of JSON."""
         return json.dumps(self.to_dict())
 
     @classmethod
     def from_json(cls, text: str) -> "Cast":
-        """The inverse of `to_json`."""
+        """Return the cast of a JSON text, the inverse of `to_json`."""
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
@@ -167,7 +167,7 @@ class Cast:
 
 
 FIELDS = ("format", "granularity", "scale", "rounding")
-"""The fields of a cast that are given; the others follow from them."""
+"""The fields that define a cast; the others are derived."""
 
 EXAMPLES = {"granularity": "tile(128)", "scale": "fp32", "rounding": "nearest", "cast": "e4m3 tile(128) fp32 nearest"}
 
@@ -177,16 +177,16 @@ NAMED_CASTS = {
     "mxfp4": ("e2m1", "tile(32)", "pow2"),
     "nvfp4": ("e2m1", "tile(16)", "nvfp4"),
 }
-"""Names that hardware and papers use for a format with its scaling."""
+"""Usual names of a format with its scaling."""
 
 GROUP_SIZES = {"tile": (4, 1024), "block": (4, 128)}
-"""The smallest and largest group of each kind; sizes are powers of two, because that is what a GPU reduces over."""
+"""The smallest and largest group of each kind. Sizes are powers of two, as GPU reductions need them."""
 
 
-def _text(what: str, given: object) -> str:
-    if not isinstance(given, str):
-        raise UserError(f"A {what} is written as text, such as {EXAMPLES[what]!r}, not as {given!r}.")
-    return given
+def _text(kind: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise UserError(f"A {kind} is written as text, such as {EXAMPLES[kind]!r}, not as {value!r}.")
+    return value
 
 
 @functools.cache

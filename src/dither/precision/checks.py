@@ -1,4 +1,4 @@
-"""Checks of values that users give, with the sentences that say what is wrong."""
+"""Checks of arguments, and their error messages."""
 
 import difflib
 import math
@@ -8,23 +8,28 @@ from typing import Any
 from dither.errors import UserError
 
 
-def check_number(what: str, given: object, least: float, most: float) -> None:
-    if not isinstance(given, int | float) or isinstance(given, bool) or not least <= given <= most or math.isinf(given):
-        upto = f"from {least:g} to {most:g}" if math.isfinite(most) else f"of at least {least:g}"
-        raise UserError(f"{what} is a number {upto}, not {given!r}.")
+def check_number(name: str, value: object, least: float, most: float) -> None:
+    """Raise unless a value is a finite number from `least` to `most`. `name` begins the message."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most or math.isinf(value):
+        limits = f"from {least:g} to {most:g}" if math.isfinite(most) else f"of at least {least:g}"
+        raise UserError(f"{name} is a number {limits}, not {value!r}.")
 
 
-def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """` (did you mean 'e4m3'?)`, or nothing where no known name is near."""
-    near = difflib.get_close_matches(given, list(known), n=1)
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return " (did you mean 'x'?)" for the known name that is closest to `name`, or "" if none is close.
+
+    >>> did_you_mean("e4m4", ["e4m3", "int8"])
+    " (did you mean 'e4m3'?)"
+    """
+    near = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
-def checked_keys(what: str, data: object, known: tuple[str, ...]) -> dict[str, Any]:
-    """`data`, if it is a JSON object without unknown keys."""
+def checked_keys(kind: str, data: object, known: tuple[str, ...]) -> dict[str, Any]:
+    """Return `data` if it is a JSON object without unknown keys; raise otherwise. `kind` names the object in the message."""
     if not isinstance(data, dict):
-        raise UserError(f"A {what} in JSON is an object with the keys {', '.join(known)}, not {data!r}.")
+        raise UserError(f"A {kind} in JSON is an object with the keys {', '.join(known)}, not {data!r}.")
     for key in data:
         if key not in known:
-            raise UserError(f"A {what} has no key {key!r}{did_you_mean(str(key), known)}: its keys are {', '.join(known)}.")
+            raise UserError(f"A {kind} has no key {key!r}{did_you_mean(str(key), known)}: its keys are {', '.join(known)}.")
     return data

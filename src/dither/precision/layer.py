@@ -14,7 +14,7 @@ from dither.precision.sampling import Sampling
 
 @dataclass(frozen=True)
 class Override:
-    """Another cast of one operand in one of its two products."""
+    """A different cast of one operand in one of its two products."""
 
     product: Literal["forward", "input_grad", "weight_grad"]
     operand: Literal["input", "weight", "grad"]
@@ -34,13 +34,13 @@ class Override:
             raise UserError(f"An Override takes a Cast or None, not {self.cast!r}; LayerPrecision.of takes strings.")
         if self.cast is not None and self.cast.scaling.kind == "delayed":
             raise UserError(
-                f"The override of {self.place} has delayed scaling, which keeps one history for each operand: give it to the "
-                f"operand itself, or let the override scale by its own tensor, as {self.cast.format + ' tensor'!r} does."
+                f"The override of {self.place} has delayed scaling, which keeps one history per operand: use it for the "
+                f"operand itself, or scale the override by its own tensor: {self.cast.format + ' tensor'!r}."
             )
 
     @property
     def place(self) -> str:
-        """Where it applies, such as input_grad.weight."""
+        """Return the product and the operand, such as input_grad.weight."""
         return f"{self.product}.{self.operand}"
 
     def __str__(self) -> str:
@@ -50,64 +50,64 @@ class Override:
 PRODUCTS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {"forward": ("input", "weight"), "input_grad": ("grad", "weight"), "weight_grad": ("grad", "input")}
 )
-"""The products of a linear layer, in the order in which they are computed, and the operands of each."""
+"""The products of a linear layer in the order of computation, and the operands of each: fprop, dgrad and wgrad."""
 
 UNCAST = ("uncast", "plain", "bf16")
-"""Words that stand for no cast in an override: the operand is multiplied as the plan's `compute` has it."""
+"""Words for no cast in an override: the operand is multiplied in the format of the plan's `compute`."""
 
 
 @dataclass(frozen=True)
 class LayerPrecision:
-    """How a linear layer's operands are cast and sampled: its input X, its weight W and the gradient dY of its output.
+    """The casts and samplings of a linear layer's operands: its input X, its weight W and the gradient dY of its output.
 
-    Each of the three products takes two of them: forward (X, W), input gradient (dY, W), weight gradient (dY, X).
-    Example: `LayerPrecision(input=Cast.parse("e4m3 tile(128)"))` casts the input and leaves the other two as they are.
-    An operand is cast alike for both of its products, unless one of the `overrides` says otherwise.
+    Each of the three products has two of them: forward or fprop (X, W), input gradient or dgrad (dY, W), weight gradient or
+    wgrad (dY, X). An operand has the same cast in both of its products, unless `overrides` has another one.
+    Example: `LayerPrecision(input=Cast.parse("e4m3 tile(128)"))` casts the input and leaves the other two uncast.
     """
 
     input: Cast | None = None
-    """The cast of X; None leaves it as it is."""
+    """The cast of X, or None."""
     weight: Cast | None = None
-    """The cast of W; None leaves it as it is."""
+    """The cast of W, or None."""
     grad: Cast | None = None
-    """The cast of dY; None leaves it as it is."""
+    """The cast of dY, or None."""
     sampling: Sampling | None = None
-    """How the weight is sampled before it is cast; None: not at all."""
+    """The sampling of the weight, before its cast, or None."""
     input_sampling: Sampling | None = None
-    """The same of the input, one bitwidth for each `block` features; None: not at all."""
+    """The sampling of the input, with one bitwidth per `block` features, or None."""
     overrides: tuple[Override, ...] = ()
-    """Casts of single operands of single products, in the products' order; those that change nothing are left out."""
+    """Casts of single operands in single products, in the products' order. Those that change nothing are dropped."""
 
     def __post_init__(self) -> None:
         for name in OPERANDS:
-            if not isinstance(given := getattr(self, name), Cast | None):
+            if not isinstance(value := getattr(self, name), Cast | None):
                 raise UserError(
-                    f"LayerPrecision takes a Cast or None as {name}, not {given!r}; LayerPrecision.of takes strings."
+                    f"LayerPrecision takes a Cast or None as {name}, not {value!r}; LayerPrecision.of takes strings."
                 )
         for name in SAMPLINGS:
-            if not isinstance(given := getattr(self, name), Sampling | None):
-                raise UserError(f"LayerPrecision takes a Sampling or None as {name}, not {given!r}.")
+            if not isinstance(value := getattr(self, name), Sampling | None):
+                raise UserError(f"LayerPrecision takes a Sampling or None as {name}, not {value!r}.")
         self._check_overrides()
         if self.sampling is not None and self.sampling.recompute and not self.uncast:
             raise UserError(
-                "A Sampling with recompute=True keeps no copy of a weight, and products of cast operands keep theirs: "
-                "use recompute=False beside casts."
+                "A Sampling with recompute=True keeps no copy of the weight, but products of cast operands do: "
+                "use recompute=False with casts."
             )
         if self.input_sampling is not None and self.input_sampling.recompute:
-            raise UserError("An input_sampling keeps no copy beside the input that products keep anyway: use recompute=False.")
+            raise UserError("An input_sampling keeps no copy of the input besides that of the products: use recompute=False.")
 
     def _check_overrides(self) -> None:
-        """Overrides in the products' order, without those that repeat the operand's own cast: equal precisions are equal."""
-        given = self.overrides
-        if not isinstance(given, tuple | list) or not all(isinstance(each, Override) for each in given):
+        """Sort overrides and drop those that repeat the operand's own cast, so that equal precisions compare equal."""
+        overrides = self.overrides
+        if not isinstance(overrides, tuple | list) or not all(isinstance(item, Override) for item in overrides):
             raise UserError(
-                f"LayerPrecision takes a tuple of Override as overrides, not {given!r}; LayerPrecision.of takes a dictionary."
+                f"LayerPrecision takes a tuple of Override, not overrides={overrides!r}; LayerPrecision.of takes a dictionary."
             )
-        if twice := [place for place, count in Counter(each.place for each in given).items() if count > 1]:
+        if twice := [place for place, count in Counter(override.place for override in overrides).items() if count > 1]:
             raise UserError(f"There are two overrides of {twice[0]}: keep one.")
         order = [f"{product}.{operand}" for product, pair in PRODUCTS.items() for operand in pair]
-        kept = [each for each in given if each.cast != getattr(self, each.operand)]
-        object.__setattr__(self, "overrides", tuple(sorted(kept, key=lambda each: order.index(each.place))))
+        kept = [override for override in overrides if override.cast != getattr(self, override.operand)]
+        object.__setattr__(self, "overrides", tuple(sorted(kept, key=lambda override: order.index(override.place))))
 
     @classmethod
     def of(
@@ -117,10 +117,14 @@ class LayerPrecision:
         grad: "Cast | str | None" = None,
         overrides: "Mapping[str, Cast | str | None] | None" = None,
     ) -> "LayerPrecision":
-        """Build the same from strings, as `Cast.parse` takes them.
+        """Build a LayerPrecision from the texts of its casts.
 
-        Overrides have keys such as "input_grad.weight", or a product's name for both of its operands. "uncast", "plain" and
-        "bf16" mean there, as None does, that the operand is not cast for that product.
+        Args:
+            input: The cast of X: a Cast, a text such as "e4m3 tile(128)", or None.
+            weight: The cast of W.
+            grad: The cast of dY.
+            overrides: Casts by product and operand, such as "input_grad.weight", or by product for both of its operands.
+                None, "uncast", "plain" and "bf16" mean that the operand is not cast in that product.
 
         >>> print(LayerPrecision.of(input="e4m3 tile(128)", weight="e4m3 block(128)"))
         input e4m3 tile(128) fp32 nearest, weight e4m3 block(128) fp32 nearest
@@ -139,7 +143,7 @@ class LayerPrecision:
         ['e2m1', 'e4m3']
         """
         own: Cast | None = getattr(self, operand)
-        return next((each.cast for each in self.overrides if (each.product, each.operand) == (product, operand)), own)
+        return next((item.cast for item in self.overrides if (item.product, item.operand) == (product, operand)), own)
 
     def casts(self, product: str) -> tuple[Cast | None, Cast | None]:
         """Return the casts of a product's two operands, in the order of PRODUCTS."""
@@ -153,41 +157,43 @@ class LayerPrecision:
 
     @property
     def uncast(self) -> bool:
-        """Whether nothing is cast."""
+        """Return True if nothing is cast."""
         return self.input is self.weight is self.grad is None and not self.overrides
 
     @property
     def sampled(self) -> bool:
-        """Whether the weight or the input is sampled."""
+        """Return True if the weight or the input is sampled."""
         return self.sampling is not None or self.input_sampling is not None
 
     @property
     def plain(self) -> bool:
-        """Whether nothing is cast or sampled, so that the layer is torch's own."""
+        """Return True if nothing is cast or sampled, so that the layer computes what nn.Linear does."""
         return self == LayerPrecision()
 
     def on(self, name: str) -> "LayerPrecision":
-        """What it says of the layer of that name: without the samplings that have it not among their `parts`."""
-        dropped: dict[str, Any] = {each: None for each in SAMPLINGS if (how := getattr(self, each)) and not how.takes(name)}
+        """Return the precision of the layer called `name`: without samplings whose `parts` do not include it."""
+        dropped: dict[str, Any] = {
+            field: None for field in SAMPLINGS if (sampling := getattr(self, field)) and not sampling.takes(name)
+        }
         return replace(self, **dropped) if dropped else self
 
     def cell(self, operand: str) -> str:
-        """An operand's cast and sampling in a few words, for a table."""
+        """Return an operand's cast and sampling as the text of a table cell."""
         sampling = {"input": self.input_sampling, "weight": self.sampling}.get(operand)
         words = [str(getattr(self, operand) or "uncast")] + ([] if sampling is None else [f"sampled {sampling}"])
-        words += [f"{each.product}: {each.cast or 'uncast'}" for each in self.overrides if each.operand == operand]
+        words += [f"{item.product}: {item.cast or 'uncast'}" for item in self.overrides if item.operand == operand]
         return ", ".join(words)
 
     def to_dict(self) -> dict[str, Any]:
-        """Casts as their strings and samplings as objects, ready for JSON."""
+        """Return casts as strings and samplings as dictionaries, ready for JSON."""
         casts = {name: None if (cast := getattr(self, name)) is None else str(cast) for name in OPERANDS}
         casts |= {name: (sampling := getattr(self, name)) and sampling.to_dict() for name in SAMPLINGS}
-        overrides = {each.place: None if each.cast is None else str(each.cast) for each in self.overrides}
+        overrides = {item.place: None if item.cast is None else str(item.cast) for item in self.overrides}
         return casts | ({"overrides": overrides} if overrides else {})
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "LayerPrecision":
-        """The inverse of `to_dict`; a key may be missing, an unknown one is an error."""
+        """Return the precision of a dictionary, the inverse of `to_dict`. Keys may be missing; unknown keys are errors."""
         data = checked_keys("layer's precision", data, (*OPERANDS, *SAMPLINGS, "overrides"))
         fields: dict[str, Any] = {name: None if data.get(name) is None else Cast.parse(data[name]) for name in OPERANDS}
         fields |= {name: None if data.get(name) is None else Sampling.from_dict(data[name]) for name in SAMPLINGS}
@@ -202,18 +208,18 @@ OPERANDS = ("input", "weight", "grad")
 """The operands of a linear layer's three products."""
 
 SAMPLINGS = ("sampling", "input_sampling")
-"""What of a layer may be sampled: its weight and its input."""
+"""The fields of samplings: of the weight and of the input."""
 
 
-def _overrides(given: Any) -> tuple[Override, ...]:
-    """Overrides from a dictionary of places, such as "weight_grad.input", or products, and casts."""
-    if not isinstance(given, Mapping):
-        raise UserError(f"Overrides are casts by place, such as {{'weight_grad.input': 'e4m3 row'}}, not {given!r}.")
-    found = []
-    for place, cast in given.items():
+def _overrides(casts: Any) -> tuple[Override, ...]:
+    """Return overrides from casts by product and operand, such as "weight_grad.input", or by product."""
+    if not isinstance(casts, Mapping):
+        raise UserError(f"Overrides are casts by operand, such as {{'weight_grad.input': 'e4m3 row'}}, not {casts!r}.")
+    overrides = []
+    for place, cast in casts.items():
         product, dot, operand = str(place).partition(".")
         if isinstance(cast, str):
             cast = None if cast in UNCAST else Cast.parse(cast)
         operands = (operand,) if dot else PRODUCTS.get(product, ("",))
-        found += [Override(product, each, cast) for each in operands]  # type: ignore[arg-type]
-    return tuple(found)
+        overrides += [Override(product, name, cast) for name in operands]  # type: ignore[arg-type]
+    return tuple(overrides)

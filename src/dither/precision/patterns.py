@@ -7,7 +7,7 @@ from dither.errors import UserError
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a rule's pattern matches the whole name: the name itself, a glob, or `re:` and a regular expression.
+    """Return True if a pattern matches the whole name. A pattern is a name, a glob, or `re:` and a regular expression.
 
     >>> matches("*.mlp.*", "layers.0.mlp.up"), matches("re:layers\\\\.[0-3]\\\\..*", "layers.12.mlp.up")
     (True, False)

@@ -19,10 +19,10 @@ from dither.safe_files import Refused, from_json, read_text
 
 @dataclass(frozen=True)
 class Plan:
-    """How every linear layer of a model is cast, and what the rest of the model is computed in.
+    """The precision of every linear layer of a model, and the dtypes of the rest of the model.
 
-    A rule's pattern is a layer's name, a glob in which `*` crosses dots, or `re:` and a regular expression; it must match the
-    whole name, and the first rule that matches decides.
+    A rule's pattern is a layer's name, a glob in which `*` crosses dots, or `re:` and a regular expression. It must match the
+    whole name. The first rule that matches is used.
 
     >>> fp8 = LayerPrecision.of("e4m3 tile(128)", "e4m3 block(128)", "e4m3 tile(128)")
     >>> plan = Plan(layers=(("*.down_proj", None),), default=fp8, compute="bf16")
@@ -33,19 +33,19 @@ class Plan:
     """
 
     layers: tuple[tuple[str, LayerPrecision | None], ...] = ()
-    """Rules, pattern and precision; None leaves a layer alone."""
+    """Rules: pairs of a pattern and a precision. None leaves a layer unchanged."""
     default: LayerPrecision | None = None
-    """The precision of the layers that no rule matches; None leaves them alone."""
+    """The precision of layers that no rule matches. None leaves them unchanged."""
     compute: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """What uncast operations compute in: `bf16` and `fp16` mean under autocast to them, `fp32` without autocast."""
+    """The dtype of uncast operations: `bf16` and `fp16` by autocast, `fp32` without it."""
     parameters: Literal["fp32", "bf16", "fp16"] | None = None
-    """The type of the model's parameters; None leaves them as they are."""
+    """The dtype of the model's parameters; None does not change it."""
     master: bool = False
-    """Whether the optimizer keeps an fp32 copy of the parameters."""
+    """True if the optimizer keeps fp32 master weights."""
     loss_scaling: bool = False
-    """Whether the loss is scaled to keep small gradients alive, as `torch.amp.GradScaler` does."""
+    """True if the loss is scaled so that small gradients do not underflow, as with `torch.amp.GradScaler`."""
     provenance: Mapping[str, str | int | float | bool | None] = field(default_factory=dict, hash=False)
-    """Where the plan comes from, in plain values, such as a recipe's name; nothing reads it."""
+    """The origin of the plan in plain values, such as the name of a recipe. For information only."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.layers, tuple | list):
@@ -58,11 +58,11 @@ class Plan:
         if not isinstance(self.default, LayerPrecision | None):
             raise UserError(f"A plan's default is a LayerPrecision or None, not {self.default!r}.")
         for name, choices in (("compute", COMPUTE), ("parameters", (*COMPUTE, None))):
-            if (given := getattr(self, name)) not in choices:
-                raise UserError(f"A plan's {name} is one of {', '.join(map(repr, choices))}, not {given!r}.")
+            if (value := getattr(self, name)) not in choices:
+                raise UserError(f"A plan's {name} is one of {', '.join(map(repr, choices))}, not {value!r}.")
         for name in ("master", "loss_scaling"):
-            if not isinstance(given := getattr(self, name), bool):
-                raise UserError(f"A plan's {name} is true or false, not {given!r}.")
+            if not isinstance(value := getattr(self, name), bool):
+                raise UserError(f"A plan's {name} is true or false, not {value!r}.")
         if self.master and self.parameters in ("fp32", None):
             raise UserError(
                 "A plan with master=True keeps an fp32 copy of parameters='bf16' or 'fp16'; "
@@ -83,12 +83,12 @@ class Plan:
         return Plan.from_dict, (self.to_dict(),)  # a mapping proxy cannot be pickled or copied
 
     def for_layer(self, name: str) -> LayerPrecision | None:
-        """The precision of the layer of that name, or None if it is left alone; samplings only where `parts` say so."""
-        found = next((precision for pattern, precision in self.layers if matches(pattern, name)), self.default)
-        return found and found.on(name)
+        """Return the precision of the layer called `name`, without samplings of other `parts`; None: unchanged."""
+        chosen = next((precision for pattern, precision in self.layers if matches(pattern, name)), self.default)
+        return chosen and chosen.on(name)
 
     def with_sampling(self, sampling: Sampling | None, *, input_sampling: Sampling | None = None) -> "Plan":
-        """The plan with these samplings in the default and in every rule that does not leave its layers alone.
+        """Return the plan with these samplings in the default and in every rule that has a precision.
 
         >>> print(Plan(compute="bf16").with_sampling(Sampling(parts="od")).for_layer("model.layers.0.mlp.down_proj"))
         sampling rounded_normal(32) 6 to 4 decay(0.1) parts='od'
@@ -101,18 +101,18 @@ class Plan:
         return replace(self, layers=rules, default=sampled(self.default or LayerPrecision()))
 
     def diff(self, other: "Plan") -> dict[str, tuple[str, str]]:
-        """What differs, by its place: here and in the other plan.
+        """Return the differences between two plans: {entry: (text in this plan, text in the other)}.
 
         >>> Plan(compute="bf16").diff(Plan(default=LayerPrecision.of(weight="mxfp8")))
         {'default': ('left alone', 'weight e4m3 tile(32) pow2 nearest'), 'compute': ('bf16', 'fp32')}
         """
         mine, theirs = self._entries(), other._entries()
-        places = dict.fromkeys((*mine, *theirs))  # a set in order
-        differ = {place: (mine.get(place, "absent"), theirs.get(place, "absent")) for place in places}
-        return {place: pair for place, pair in differ.items() if pair[0] != pair[1]}
+        names = dict.fromkeys((*mine, *theirs))  # an ordered set
+        pairs = {name: (mine.get(name, "absent"), theirs.get(name, "absent")) for name in names}
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
     def _entries(self) -> dict[str, str]:
-        """The plan as lines of text: where, and what."""
+        """Return the entries of the plan as texts, for comparison."""
         rules = {f"layers {pattern}": str(precision or "left alone") for pattern, precision in self.layers}
         order = {"layers": ", ".join(pattern for pattern, _ in self.layers)} if rules else {}
         fields = {name: str(getattr(self, name)) for name in ("compute", "parameters", "master", "loss_scaling")}
@@ -120,7 +120,7 @@ class Plan:
         return {**order, **rules, "default": str(self.default or "left alone"), **fields, **origin}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return plain values, ready for JSON."""
         return {
             "version": PLAN_VERSION,
             "layers": [[pattern, precision and precision.to_dict()] for pattern, precision in self.layers],
@@ -134,7 +134,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "Plan":
-        """The inverse of `to_dict`; every key but the version may be missing, an unknown one is an error."""
+        """Return the plan of a dictionary, the inverse of `to_dict`. Only the version is required; unknown keys are errors."""
         version = data.get("version") if isinstance(data, dict) else None
         if isinstance(version, int) and version > PLAN_VERSION:  # first, since a newer plan may have any keys
             raise UserError(
@@ -146,15 +146,15 @@ class Plan:
         rules = data.get("layers", [])
         if not isinstance(rules, list) or not all(isinstance(rule, list) and len(rule) == 2 for rule in rules):
             raise UserError(f"A plan's layers in JSON are a list of [pattern, precision], not {rules!r}.")
-        given = {key: value for key, value in data.items() if key not in ("version", "layers", "default")}
+        fields = {key: value for key, value in data.items() if key not in ("version", "layers", "default")}
         return cls(
             layers=tuple((pattern, _precision(precision, version)) for pattern, precision in rules),
             default=_precision(data.get("default"), version),
-            **given,
+            **fields,
         )
 
     def to_json(self) -> str:
-        """JSON with one rule a line."""
+        """Return JSON with one line per rule."""
         fields = self.to_dict()
         rules = ",\n    ".join(json.dumps(rule) for rule in fields["layers"])
         lines = {key: json.dumps(value) for key, value in fields.items()} | (
@@ -164,7 +164,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
-        """The inverse of `to_json`."""
+        """Return the plan of a JSON text, the inverse of `to_json`."""
         try:
             data = from_json(text.encode())
         except (Refused, UnicodeEncodeError) as error:
@@ -172,7 +172,7 @@ class Plan:
         return cls.from_dict(data)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
+        """Write the plan to a file as JSON."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
@@ -188,7 +188,7 @@ class Plan:
             raise UserError(f"In the plan {str(path)!r}: {error}") from None
 
     def __str__(self) -> str:
-        """A table: a line for each rule, the default, and the rest of the model."""
+        """Return a table with a line per rule, the default, and the rest of the model."""
         rows = [("layers", *OPERANDS), *((pattern, *_cells(precision)) for pattern, precision in self.layers)]
         rows.append(("all others" if self.layers else "all", *_cells(self.default)))
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
@@ -200,7 +200,7 @@ class Plan:
 
 
 PLAN_VERSION = 3
-"""The version of a plan in JSON; a change that older readers would misread makes it one more.
+"""The version of plans in JSON. It increases with every change that older versions of Dither would misread.
 
 2: samplings. 3: overrides; a sampling without the key `beyond` warns, where in versions 1 and 2 it clamps.
 """
@@ -210,10 +210,10 @@ PLAN_KEYS = ("version", "layers", "default", "compute", "parameters", "master", 
 COMPUTE = ("fp32", "bf16", "fp16")
 
 
-def _rule(given: object) -> tuple[str, LayerPrecision | None]:
-    if not isinstance(given, tuple) or len(given) != 2 or not isinstance(given[0], str) or not given[0]:
-        raise UserError(f"A plan's layers are pairs of a pattern and a LayerPrecision or None, not {given!r}.")
-    pattern, precision = given
+def _rule(rule: object) -> tuple[str, LayerPrecision | None]:
+    if not isinstance(rule, tuple) or len(rule) != 2 or not isinstance(rule[0], str) or not rule[0]:
+        raise UserError(f"A plan's layers are pairs of a pattern and a LayerPrecision or None, not {rule!r}.")
+    pattern, precision = rule
     if not isinstance(precision, LayerPrecision | None):
         raise UserError(f"The plan's rule for {pattern!r} is a LayerPrecision or None, not {precision!r}.")
     matches(pattern, "")  # so that a wrong regular expression is found here
@@ -221,7 +221,7 @@ def _rule(given: object) -> tuple[str, LayerPrecision | None]:
 
 
 def _precision(data: Any, version: int) -> LayerPrecision | None:
-    """Return a layer's precision from a plan of that version; None leaves the layer alone."""
+    """Return a layer's precision from a plan of that version; None leaves the layer unchanged."""
     if version < 3 and isinstance(data, dict):  # the default of `beyond` was "clamp" when these were written
         old = {name: data[name] for name in SAMPLINGS if isinstance(data.get(name), dict)}
         data = data | {name: {"beyond": "clamp"} | sampling for name, sampling in old.items()}

@@ -1,4 +1,4 @@
-"""Sampling: the noise that takes the place of quantization, and the guidance of its bitwidths (GaussWS)."""
+"""Sampling: noise in place of quantization, and the guidance of its bitwidths (GaussWS)."""
 
 import math
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class WeightDecay:
 
 @dataclass(frozen=True)
 class BitwidthLoss:
-    """Guidance by loss: `weight / n * sum |b_t - b_target|` over the n blocks of a model, as `bitwidth_loss` adds it up."""
+    """Guidance by loss: `weight / n * sum |b_t - b_target|` over the n blocks of a model, computed by `bitwidth_loss`."""
 
     weight: float = 1e-4
     """The paper's lambda."""
@@ -41,42 +41,42 @@ class BitwidthLoss:
 class Sampling:
     """Noise in place of quantization, with learned bitwidths: w_hat = w + R * max_block|w| * 2^(1 - b_t) (GaussWS).
 
-    b_t = b_target + b_i * (b_init - b_target), where b_i, one for each block of a weight, is a parameter that starts at 1.
+    b_t = b_target + b_i * (b_init - b_target), where b_i is a parameter per block of a weight that starts at 1.
 
     >>> print(Sampling(parts="od", guidance=BitwidthLoss(1e-3)))
     rounded_normal(32) 6 to 4 loss(0.001) parts='od'
     """
 
     noise: Literal["rounded_normal", "rounded_normal_exact", "uniform", "none"] = "rounded_normal"
-    """What R is: rounded_normal (GaussWS), rounded_normal_exact (round(N(0, 1) / 2)), uniform (DiffQ), or none: 0."""
+    """Distribution of R: rounded_normal (GaussWS), rounded_normal_exact (round(N(0, 1) / 2)), uniform (DiffQ), or none (0)."""
     block: int = 32
-    """Blocks of a weight are block x block; those of an input 1 x block. A power of two from 8 to 128."""
+    """Width of blocks, a power of two from 8 to 128: weights have block x block, inputs 1 x block."""
     b_init: float = 6.0
-    """b_t at the beginning."""
+    """b_t at the beginning of training."""
     b_target: float = 4.0
-    """Where guidance leads b_t; at most b_init."""
+    """The value toward which guidance moves b_t; at most b_init."""
     parts: str = "all"
-    """Which layers: all, qkv, out, up (gates too), down, od (out and down), or a pattern of names as in a plan's rules."""
+    """Sampled layers: all, qkv, out, up (with gates), down, od (out and down), or a pattern of names as in a plan's rules."""
     recompute: bool = False
-    """Whether w_hat is sampled again in the backward pass instead of kept."""
+    """Sample w_hat again in backward instead of keeping it."""
     guidance: "WeightDecay | BitwidthLoss | tuple[WeightDecay | BitwidthLoss, ...]" = WeightDecay()
-    """What leads b_t to b_target: one, both in a tuple, or () for nothing but the loss itself."""
+    """The pull of b_t toward b_target: one kind, a tuple of both, or () for the loss alone."""
     beyond: Literal["clamp", "warn"] = "warn"
     """Treatment of a b_t above `safe_bitwidth`, where noise can vanish in rounding: warn once, or also clamp it there."""
 
     def __post_init__(self) -> None:
         for name, choices in (("noise", NOISES), ("beyond", BEYOND)):
-            if (given := getattr(self, name)) not in choices:
-                hint = did_you_mean(given, choices) if isinstance(given, str) else ""
-                raise UserError(f"A Sampling's {name} is one of {', '.join(map(repr, choices))}, not {given!r}{hint}.")
+            if (value := getattr(self, name)) not in choices:
+                hint = did_you_mean(value, choices) if isinstance(value, str) else ""
+                raise UserError(f"A Sampling's {name} is one of {', '.join(map(repr, choices))}, not {value!r}{hint}.")
         if self.block not in SAMPLING_BLOCKS or isinstance(self.block, bool):
             raise UserError(f"The blocks of a Sampling are {', '.join(map(str, SAMPLING_BLOCKS))} wide, not {self.block!r}.")
         for name in ("b_init", "b_target"):
             check_number(f"The {name} of a Sampling", getattr(self, name), 0.0, MOST_BITS)
         if self.b_init < self.b_target:
             raise UserError(
-                f"Bitwidths go down from b_init to b_target, and b_init={self.b_init:g} is less than "
-                f"b_target={self.b_target:g}: exchange them, or give both the same number."
+                f"Bitwidths decrease from b_init to b_target, and b_init={self.b_init:g} is less than "
+                f"b_target={self.b_target:g}: exchange them, or set both to the same number."
             )
         if not isinstance(self.parts, str) or not self.parts:
             raise UserError(
@@ -85,7 +85,7 @@ class Sampling:
         matches(self.parts, "")  # so that a wrong regular expression is found here
         if not isinstance(self.recompute, bool):
             raise UserError(f"The recompute of a Sampling is true or false, not {self.recompute!r}.")
-        kinds = [type(each) for each in self.guides]
+        kinds = [type(guide) for guide in self.guides]
         if not set(kinds) <= {WeightDecay, BitwidthLoss} or len(set(kinds)) < len(kinds):
             raise UserError(
                 "The guidance of a Sampling is a WeightDecay, a BitwidthLoss, a tuple with one of each, or (), "
@@ -94,21 +94,21 @@ class Sampling:
 
     @property
     def guides(self) -> "tuple[WeightDecay | BitwidthLoss, ...]":
-        """The guidance as a tuple."""
+        """Return the guidance as a tuple."""
         return self.guidance if isinstance(self.guidance, tuple) else (self.guidance,)
 
     @property
     def decay(self) -> float:
-        """The weight decay of the bitwidths; 0 without one."""
+        """Return the weight decay of the bitwidths, or 0."""
         return next((guide.rate for guide in self.guides if isinstance(guide, WeightDecay)), 0.0)
 
     @property
     def loss(self) -> float:
-        """The weight of the bitwidths' loss; 0 without one."""
+        """Return the weight of the bitwidths' loss, or 0."""
         return next((guide.weight for guide in self.guides if isinstance(guide, BitwidthLoss)), 0.0)
 
     def takes(self, name: str) -> bool:
-        """Whether the layer of that name is among the `parts`.
+        """Return True if the layer called `name` is among the `parts`.
 
         >>> [Sampling(parts="od").takes(f"h.0.{name}") for name in ("attn.c_attn", "attn.c_proj", "mlp.c_proj")]
         [False, True, True]
@@ -116,18 +116,18 @@ class Sampling:
         return matches(PARTS.get(self.parts, self.parts), name)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return plain values, ready for JSON."""
         guidance = [{"kind": GUIDES[type(guide)], **vars(guide)} for guide in self.guides]
         return {**vars(self), "guidance": guidance}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "Sampling":
-        """The inverse of `to_dict`; a key may be missing, an unknown one is an error."""
+        """Return the sampling of a dictionary, the inverse of `to_dict`. Keys may be missing; unknown keys are errors."""
         data = dict(checked_keys("sampling", data, tuple(cls.__dataclass_fields__)))
         if "guidance" in data:
             if not isinstance(data["guidance"], list):
                 raise UserError(f"A sampling's guidance in JSON is a list of objects, not {data['guidance']!r}.")
-            guides = tuple(_guide(each) for each in data["guidance"])
+            guides = tuple(_guide(item) for item in data["guidance"])
             data["guidance"] = guides[0] if len(guides) == 1 else guides
         return cls(**data)
 
@@ -138,17 +138,17 @@ class Sampling:
 
 
 NOISES = ("rounded_normal", "rounded_normal_exact", "uniform", "none")
-"""What R may be."""
+"""Distributions of R."""
 
 BEYOND = ("clamp", "warn")
 
 SAMPLING_BLOCKS = (8, 16, 32, 64, 128)
 
 MOST_BITS = 32.0
-"""The largest bitwidth that may be asked for: float32 has 24 significant bits, so noise at 32 is none."""
+"""The largest bitwidth. float32 has 24 significant bits, so noise at 32 vanishes."""
 
 GUIDES: dict[type[WeightDecay] | type[BitwidthLoss], str] = {WeightDecay: "weight_decay", BitwidthLoss: "bitwidth_loss"}
-"""The kinds of guidance as JSON names them."""
+"""Names of the kinds of guidance in JSON."""
 
 _QKV = r"q|k|v|qkv|[qkv]_proj|qkv_proj|c_attn|q_attn|query_key_value|query|key|value|w[qkv]|Wqkv|in_proj"
 
@@ -166,12 +166,12 @@ PARTS = {
     "down": rf"re:(.*\.)?({_DOWN})",
     "od": rf"re:(.*\.)?({_OUT}|{_DOWN})",
 }
-"""The parts of a transformer block, by the names that Llama, Qwen, Mistral, GPT-2, GPT-NeoX, OPT and their likes give them."""
+"""The parts of a transformer block, by their names in Llama, Qwen, Mistral, GPT-2, GPT-NeoX, OPT and similar models."""
 
 
 def _guide(data: Any) -> WeightDecay | BitwidthLoss:
     kind = data.get("kind") if isinstance(data, dict) else None
-    guide = next((each for each, name in GUIDES.items() if name == kind), None)
+    guide = next((cls for cls, name in GUIDES.items() if name == kind), None)
     if guide is None:
         raise UserError(f"A guidance in JSON has the key 'kind', one of {', '.join(map(repr, GUIDES.values()))}, not {data!r}.")
     fields = checked_keys(f"guidance of kind {kind!r}", data, ("kind", *guide.__dataclass_fields__))

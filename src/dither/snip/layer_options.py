@@ -12,7 +12,7 @@ from types import MappingProxyType
 from dither.engines import engines_of
 from dither.errors import UserError
 from dither.precision import OPERANDS, Cast, LayerPrecision, Override, did_you_mean
-from dither.recipes import RECIPES
+from dither.recipes import RECIPES, recipe_name
 
 LEVELS: Mapping[str, LayerPrecision] = MappingProxyType(
     {
@@ -130,7 +130,7 @@ def _level(given: "str | LayerPrecision | Option") -> tuple[str, LayerPrecision]
         label = ""
     elif isinstance(given, str):
         label = given
-        precision = LEVELS.get(given) or (RECIPES[given].plan.default if given in RECIPES else None)
+        precision = LEVELS.get(given) or (RECIPES[name].plan.default if (name := recipe_name(given)) in RECIPES else None)
         if precision is None:
             known = (*LEVELS, *(name for name, each in RECIPES.items() if each.plan.default and not each.plan.default.uncast))
             raise UserError(f"There is no level {given!r}{did_you_mean(given, known)}: choose from {', '.join(known)}.")

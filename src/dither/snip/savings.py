@@ -58,7 +58,7 @@ class Times:
 
 
 Cost = Literal["flops"] | Times
-"""What computing a layer takes: FLOPs at the speed of their format, or measured seconds."""
+"""The cost of computing a layer: FLOPs at the speed of their format, or measured seconds."""
 
 
 def costs(

@@ -25,7 +25,7 @@ PROBES = ("measure", "layer", "last", "direct")
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """What a plan must reach.
+    """The goal of a plan.
 
     >>> Goal(target=0.5, stages=(6, 6, 6, 4), pinned={"*.down_proj": "fp8"}).target
     0.5
@@ -111,7 +111,7 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimator:
-    """How SNIP estimates the harm that an option does to training.
+    """The estimator of the harm that an option does to training.
 
     >>> Estimator(probe="direct", power=1).power
     1
@@ -158,7 +158,7 @@ class Estimator:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSetup:
-    """What `score`, `verify` and `Snip` need to know about the training loop besides its loss.
+    """Facts of the training loop, besides its loss, that `score`, `verify` and `Snip` need.
 
     >>> TrainingSetup(max_norm=1.0).group is None
     True

@@ -19,7 +19,7 @@ from dither.models import PRESETS
 from dither.optim import GRADIENTS, MODES, LossScaling
 from dither.optim.options import MOST_NORM
 from dither.precision import Plan, Sampling, did_you_mean
-from dither.recipes import RECIPES, recipe
+from dither.recipes import ALIASES, RECIPES, recipe, recipe_name
 from dither.safe_files import Refused, read_text
 from dither.snip import options
 from dither.snip.settings import Estimator, Goal, Schedule, check_weights, pins
@@ -138,7 +138,7 @@ class Precision:
     mode: str = "fp32"
     """Dtype of parameters and states: fp32, o1, o2, bf16-rn, bf16-sr, bf16-kahan, fp16 or fp16-o2; see docs/optimizers.md."""
     recipe: str | None = None
-    """Recipe for the casts of linear layers, such as fp8-block; by default no casts."""
+    """Recipe for the casts of linear layers, such as fp8-block, or its alias blockwise; by default no casts."""
     plan: str | None = None
     """Or the file of a plan."""
     states: str | None = None
@@ -158,7 +158,9 @@ class Precision:
         check_types("precision", self)
         object.__setattr__(self, "mode", current_mode(self.mode))
         check_choice("precision.mode", self.mode, MODES)
-        check_choice("precision.recipe", self.recipe, RECIPES)
+        check_choice("precision.recipe", self.recipe, (*RECIPES, *ALIASES))
+        if self.recipe is not None:
+            object.__setattr__(self, "recipe", recipe_name(self.recipe))
         check_choice("precision.states", self.states, ("fp32", "bf16", *BLOCKS))
         check_choice("precision.gradients", self.gradients, GRADIENTS)
         if self.recipe is not None and self.plan is not None:
