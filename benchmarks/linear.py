@@ -68,7 +68,7 @@ def parts(precision: LayerPrecision, m: int, k: int, n: int) -> dict[str, float]
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     dy = torch.randn(m, n, device="cuda", dtype=torch.bfloat16) * 1e-3
     w = torch.randn(n, k, device="cuda") / k**0.5
-    has = functional.settings(precision, name="bench", gpu=True)
+    has = functional.make_settings(precision, name="bench", gpu=True)
     place = torch.zeros(3, dtype=torch.int64, device="cuda")  # step, rows, key
 
     def amax(tensor: Tensor, delayed: bool) -> Amax:

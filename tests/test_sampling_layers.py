@@ -419,7 +419,7 @@ def test_a_cast_sees_the_sampled_weight() -> None:
             r = w_hat_of_conv1d(made)
             weight, sampled = made.weight, r
         learner = sampled.detach().requires_grad_()
-        settings = functional.settings(casts, transposed=transposed, gpu=False)
+        settings = functional.make_settings(casts, transposed=transposed, gpu=False)
         results = []
         for call in (lambda x: functional.linear(x, learner, None, settings), made):  # noqa: B023
             given = x.clone().requires_grad_()

@@ -46,7 +46,7 @@ class OperandLevels:
     across: Family | None = None
     """In the layout along its rows."""
     apart: bool = False
-    """Whether any layer casts the two layouts differently, so that each needs its own level."""
+    """True if any layer casts the two layouts differently, so that each needs its own level."""
 
 
 Levels = Mapping[str, OperandLevels]

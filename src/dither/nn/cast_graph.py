@@ -8,6 +8,12 @@ from torch import nn
 
 from dither.nn.linear import Linear
 
+LEAST = 8
+"""The fewest layers for which a graph pays: a capture takes as long as some thousand launches."""
+
+WARMUP = 2
+"""Steps that cast one by one before a capture: memory is allocated and kernels are compiled in them."""
+
 _graphs: "weakref.WeakKeyDictionary[nn.Module, WeightGraph]" = weakref.WeakKeyDictionary()
 
 
@@ -18,7 +24,8 @@ def hold_weights(model: nn.Module, layers: Sequence[Linear]) -> None:
     They are captured again when a weight moves or a layer's constants change.
     """
     holding = [layer for layer in layers if layer.holds_something()]
-    if not holding or not all(layer.weight.is_cuda for layer in holding) or torch.cuda.is_current_stream_capturing():
+    few = len(holding) < LEAST or not all(layer.weight.is_cuda for layer in holding)
+    if few or torch.cuda.is_current_stream_capturing():
         for layer in holding:
             layer.hold()
         return
@@ -42,7 +49,7 @@ class WeightGraph:
         if key != self.key:
             self.key, self.seen, self.graph = key, 0, None
         self.seen += 1
-        if self.seen == 1:  # memory is allocated and kernels are compiled
+        if self.seen <= WARMUP:
             for layer in layers:
                 layer.hold()
             self.key = tuple(layer.hold_key() for layer in layers)

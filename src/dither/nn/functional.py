@@ -7,7 +7,7 @@ with both operands stored along the axis they are summed over, so a matrix in tw
     input grad    dx_MK = dy_MN (w_KN)^T     sums over N     w_KN: the codes of W^T
     weight grad   dw_NK = dy_NM (x_KM)^T     sums over M     dy_NM, x_KM: the codes of dY^T and X^T
 
-x is cast for both of its products in forward, from one reading, and x_KM is what waits for backward: 1 byte an element or less.
+x is cast for both of its products in forward, from one reading; x_KM is kept for backward, at 1 byte per element or less.
 A precision's overrides may cast a matrix otherwise for one of its two products: then each layout is a cast of its own.
 """
 
@@ -28,7 +28,7 @@ from dither.random import Stream
 
 
 class Casting(NamedTuple):
-    """What is known of an operand before there is data: plain values, so that compiled code takes them as constants."""
+    """Properties of an operand that do not depend on data: plain values, which compiled code takes as constants."""
 
     cast: str = ""
     """The cast, or "" for none."""
@@ -39,9 +39,9 @@ class Casting(NamedTuple):
     stochastic: bool = False
     delayed: bool = False
     whole: bool = False
-    """Whether one call casts along both axes: all but nvfp4."""
+    """True if one call casts along both axes: all but nvfp4."""
     measured: bool = False
-    """Whether one scale, from the tensor's own largest magnitude, serves all of it; codes without NaN measure it themselves."""
+    """True if all of the tensor has one scale, from its own largest magnitude, and the codes have a NaN."""
     level: int = -1
     """Where State.levels says which of several casts is meant, which `cast` has with bars between; -1 for one cast alone."""
     row: int = 0
@@ -50,24 +50,24 @@ class Casting(NamedTuple):
 
 
 class Castings(NamedTuple):
-    """How an operand is cast in its two layouts, [R, C] along C and along R: alike, unless an override says otherwise."""
+    """The casts of an operand in its two layouts, [R, C] along C and along R: the same, unless an override differs."""
 
     along: Casting = Casting()
     across: Casting = Casting()
 
     @property
     def cast(self) -> bool:
-        """Whether either layout is cast."""
+        """True if either layout is cast."""
         return bool(self.along.cast or self.across.cast)
 
     @property
     def stochastic(self) -> bool:
-        """Whether either cast draws random bits."""
+        """True if either cast draws random bits."""
         return self.along.stochastic or self.across.stochastic
 
     @property
     def whole(self) -> bool:
-        """Whether one call casts along both axes."""
+        """True if one call casts along both axes."""
         return self.along == self.across and self.along.whole
 
     def begun(self, row: int, column: int) -> "Castings":
@@ -84,7 +84,7 @@ class Codes(NamedTuple):
 
 
 class OperandCodes(NamedTuple):
-    """A matrix [R, C] for the product that sums over C and for the one that sums over R; None where nobody asked."""
+    """A matrix [R, C] for the product that sums over C and for the one that sums over R; None if not needed."""
 
     along: Codes | None
     across: Codes | None
@@ -92,22 +92,22 @@ class OperandCodes(NamedTuple):
 
 
 class Amax(NamedTuple):
-    """Delayed scaling of one operand: what to scale by (0-d; None: measure it now), and where its own magnitude goes."""
+    """Delayed scaling of one operand: the magnitude to scale by (0-d; None: measure it), and where its own is recorded."""
 
     given: Tensor | None = None
     largest: Tensor | None = None
-    """0-d; raised to the magnitude of each tensor that is cast. None: nobody wants to know."""
+    """0-d; raised to the magnitude of each tensor that is cast; None if it is not recorded."""
 
 
 class State(NamedTuple):
-    """What a layer brings to a call besides its tensors and its precision; `dither.nn.Linear` keeps it."""
+    """Inputs of a call besides the tensors and the precision; `dither.nn.Linear` keeps them."""
 
     place: Tensor | None = None
     """int64[2] on the device: the optimizer step, and the first row's index in the whole batch. Stochastic casts need it."""
     keys: Tensor | None = None
     """int64[5] on the device, a key for each of PURPOSES. On the device, so that layers share a compiled graph."""
     weight: OperandCodes | None = None
-    """The cast weight, if somebody holds it for this step."""
+    """The cast weight, if the step holds it."""
     levels: Tensor | None = None
     """int32[6, 4] on the device: in column 0 the levels of input, weight and gradient, each along and across."""
     input_amax: Amax = Amax()
@@ -121,12 +121,12 @@ class Settings(NamedTuple):
     input: Castings
     """x_MK in the forward product, and x_KM in the weight gradient."""
     weight: Castings
-    """As it is stored, [N, K] or [K, N]: along its rows, and along its columns."""
+    """The weight as it is stored, [N, K] or [K, N]: along its rows, and along its columns."""
     grad: Castings
     """dy_MN in the input gradient, and dy_NM in the weight gradient."""
     name: str
     transposed: bool
-    """Whether the weight is stored [K, N]."""
+    """True if the weight is stored [K, N]."""
     emulate: bool
     verified: str = ""
     """Native units that passed the self-test on this machine, with commas between: see `dither.engines.Verified`."""
@@ -142,7 +142,7 @@ class Settings(NamedTuple):
         return self.weight.along if self.transposed else self.weight.across
 
 
-def settings(
+def make_settings(
     precision: LayerPrecision,
     *,
     name: str = "",
@@ -202,11 +202,11 @@ def _by_level(family: Family, level: int) -> Casting:
 
 
 PURPOSES = ("input", "weight", "grad", "sample", "sample_input")
-"""Of a layer's random streams: its three casts, and the sampling of its weight and its input."""
+"""The purposes of a layer's random streams: three casts, and the samplings of weight and input."""
 
 
 def keys(name: str, seed: int) -> tuple[int, ...]:
-    """The keys of a layer's random streams, one for each purpose."""
+    """Return the keys of the random streams of a layer, one per purpose."""
     return tuple(Stream(seed, purpose, name).key for purpose in PURPOSES)
 
 
@@ -218,7 +218,7 @@ def linear(
     *,
     state: State = State(),  # noqa: B008 (frozen)
 ) -> Tensor:
-    """x W^T + bias with the operands of its three products cast as `precision` says.
+    """Return x W^T + bias, with the operands of the three products cast by `precision`.
 
     `x` is [..., K], `weight` [N, K], `bias` [N] and the result [..., N], in the dtype of autocast or else of x. Gradients come
     in the dtypes of x, weight and bias. Without casts this is `torch.nn.functional.linear`, bit for bit.
@@ -230,19 +230,21 @@ def linear(
     tensor([[1.0250, 2.0500]])
     """
     if isinstance(precision, LayerPrecision):
-        precision = settings(precision, gpu=x.is_cuda)
-    has = precision
-    if not (has.input.cast or has.weight.cast or has.grad.cast):
-        return _plain(x, weight, bias, has.transposed)
+        precision = make_settings(precision, gpu=x.is_cuda)
+    settings = precision
+    if not (settings.input.cast or settings.weight.cast or settings.grad.cast):
+        return _plain(x, weight, bias, settings.transposed)
     if x.dtype not in INPUT_DTYPES or weight.dtype not in INPUT_DTYPES:
         raise UserError(
-            f"{_where(has)} casts float32, bfloat16 and float16, not an input of {x.dtype} and a weight of {weight.dtype}."
+            f"{_where(settings)} casts float32, bfloat16 and float16, not an input of {x.dtype} and a weight of {weight.dtype}."
         )
-    if x.shape[-1] != weight.shape[0 if has.transposed else 1]:
-        raise UserError(f"{_where(has)} has a weight of shape {tuple(weight.shape)} and an input of {tuple(x.shape)}.")
-    if (state.place is None or state.keys is None) and (has.input.stochastic or has.weight.stochastic or has.grad.stochastic):
+    if x.shape[-1] != weight.shape[0 if settings.transposed else 1]:
+        raise UserError(f"{_where(settings)} has a weight of shape {tuple(weight.shape)} and an input of {tuple(x.shape)}.")
+    if (state.place is None or state.keys is None) and (
+        settings.input.stochastic or settings.weight.stochastic or settings.grad.stochastic
+    ):
         raise UserError(
-            f"{_where(has)} rounds stochastically and needs state=State(place=..., keys=...): the step and the first row, "
+            f"{_where(settings)} rounds stochastically and needs state=State(place=..., keys=...): the step and the first row, "
             "and the keys of its streams."
         )
     autocast = torch.is_autocast_enabled(x.device.type)
@@ -256,11 +258,11 @@ def linear(
         x_MK = F.pad(x_MK, (0, 0, 0, -tokens % engines.ALIGNMENT))
     with torch.no_grad():
         x_codes = _both(
-            x_MK, has.input, state.input_amax, _drawn(has.input, state, 0), True, learns, dtype if autocast else None,
+            x_MK, settings.input, state.input_amax, _drawn(settings.input, state, 0), True, learns, dtype if autocast else None,
             state.levels,
         )  # fmt: skip
-        w_codes = _weight(weight, has, state, passes, dtype if autocast else None)
-        w_NK, w_KN = (w_codes.across, w_codes.along) if has.transposed else w_codes
+        w_codes = _weight(weight, settings, state, passes, dtype if autocast else None)
+        w_NK, w_KN = (w_codes.across, w_codes.along) if settings.transposed else w_codes
     y_MN: Tensor = _Products.apply(  # type: ignore[no-untyped-call]
         x_MK,
         weight,
@@ -269,12 +271,12 @@ def linear(
         *(x_codes.across or (None, None, None)),
         *(w_NK or ()),
         *(w_KN or (None, None, None)),
-        _drawn(has.grad, state, 2),
+        _drawn(settings.grad, state, 2),
         state.grad_amax.given,
         state.grad_amax.largest,
         state.levels,
         dtype,
-        has,
+        settings,
     )
     y_MN = y_MN[:tokens] if padded else y_MN
     return y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
@@ -306,24 +308,24 @@ class _Products(torch.autograd.Function):
         grad_largest: Tensor | None,
         levels: Tensor | None,
         dtype: torch.dtype,
-        has: Settings,
+        settings: Settings,
     ) -> Tensor:
         ctx.save_for_backward(x_KM, x_KM_scale, x_KM_tensor, w_KN, w_KN_scale, w_KN_tensor, place, grad_amax, levels)
-        ctx.grad_largest, ctx.has = grad_largest, has
+        ctx.grad_largest, ctx.settings = grad_largest, settings
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         return _product(
             "forward",
-            Codes(x_MK, x_MK_scale, x_MK_tensor), has.input.along,
-            Codes(w_NK, w_NK_scale, w_NK_tensor), has.forward_weight,
-            x.shape[1], bias, dtype, has,
+            Codes(x_MK, x_MK_scale, x_MK_tensor), settings.input.along,
+            Codes(w_NK, w_NK_scale, w_NK_tensor), settings.forward_weight,
+            x.shape[1], bias, dtype, settings,
         )  # fmt: skip
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        has: Settings = ctx.has
+        settings: Settings = ctx.settings
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise UserError(
-                f"{_where(has)} has casts, which have no second derivative: call backward without create_graph=True, "
+                f"{_where(settings)} has casts, which have no second derivative: call backward without create_graph=True, "
                 "or give the layer a precision without casts."
             )
         x_KM, x_KM_scale, x_KM_tensor, w_KN, w_KN_scale, w_KN_tensor, place, grad_amax, levels = ctx.saved_tensors
@@ -331,23 +333,25 @@ class _Products(torch.autograd.Function):
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         dx = dw = dbias = None
         amax = Amax(grad_amax, ctx.grad_largest)
-        along, across = _both(dy, has.grad, amax, place, need_x, need_w, None, levels)
+        along, across = _both(dy, settings.grad, amax, place, need_x, need_w, None, levels)
         if along is not None:  # dx_MK = dy_MN (w_KN)^T
             w = Codes(w_KN, w_KN_scale, w_KN_tensor)
-            dx = _product("input_grad", along, has.grad.along, w, has.input_grad_weight, dy.shape[1], None, x_dtype, has)
+            dx = _product(
+                "input_grad", along, settings.grad.along, w, settings.input_grad_weight, dy.shape[1], None, x_dtype, settings
+            )
         if across is not None:  # dw_NK = dy_NM (x_KM)^T, or its transpose
             x = Codes(x_KM, x_KM_scale, x_KM_tensor)
-            left, right = (across, has.grad.across), (x, has.input.across)
-            if has.transposed:
+            left, right = (across, settings.grad.across), (x, settings.input.across)
+            if settings.transposed:
                 left, right = right, left
-            dw = _product("weight_grad", *left, *right, dy.shape[0], None, w_dtype, has)
+            dw = _product("weight_grad", *left, *right, dy.shape[0], None, w_dtype, settings)
         if need_bias:
             dbias = dy.sum(0, dtype=bias_dtype)
         return dx, dw, dbias, *[None] * 18
 
 
 def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    """What the layer computes when nothing is cast: nn.Linear's product, or that of Hugging Face's Conv1D."""
+    """Return the product without casts: that of nn.Linear, or of Hugging Face's Conv1D."""
     if not transposed:
         return F.linear(x, weight, bias)
     x_MK = x.reshape(-1, x.shape[-1])
@@ -356,29 +360,29 @@ def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> 
 
 
 def cast_weight(
-    weight: Tensor, how: Castings, state: State, along: bool, across: bool, dtype: torch.dtype | None = None
+    weight: Tensor, casting: Castings, state: State, along: bool, across: bool, dtype: torch.dtype | None = None
 ) -> OperandCodes:
-    """A weight's layouts. Its rows are its own, not those of a batch."""
-    return _both(weight, how, state.weight_amax, _drawn(how, state, 1, moved=False), along, across, dtype, state.levels)
+    """Return the layouts of a weight. Its rows are its own, not those of a batch."""
+    return _both(weight, casting, state.weight_amax, _drawn(casting, state, 1, moved=False), along, across, dtype, state.levels)
 
 
-def only_cast(layouts: OperandCodes, how: Castings) -> OperandCodes:
+def only_cast(layouts: OperandCodes, casting: Castings) -> OperandCodes:
     """OperandCodes without those that are not cast: the weight itself is at hand when it is multiplied."""
-    return OperandCodes(layouts.along if how.along.cast else None, layouts.across if how.across.cast else None)
+    return OperandCodes(layouts.along if casting.along.cast else None, layouts.across if casting.across.cast else None)
 
 
-def _weight(weight: Tensor, has: Settings, state: State, passes: bool, dtype: torch.dtype | None) -> OperandCodes:
-    """The weight's layouts: those that somebody holds, and the others cast now; one that is not cast is taken in `dtype`."""
-    along, across = (passes, True) if has.transposed else (True, passes)
+def _weight(weight: Tensor, settings: Settings, state: State, passes: bool, dtype: torch.dtype | None) -> OperandCodes:
+    """Return the layouts of the weight: held ones as they are, the others cast now. An uncast layout has `dtype`."""
+    along, across = (passes, True) if settings.transposed else (True, passes)
     if state.weight is None:
-        return cast_weight(weight, has.weight, state, along, across, dtype)
-    if has.weight.along.cast and has.weight.across.cast:
+        return cast_weight(weight, settings.weight, state, along, across, dtype)
+    if settings.weight.along.cast and settings.weight.across.cast:
         return state.weight
     held = [
-        Codes(codes.values if dtype is None else codes.values.to(dtype)) if codes is not None and not how.cast else codes
-        for codes, how in zip(state.weight, has.weight, strict=True)
+        Codes(codes.values if dtype is None else codes.values.to(dtype)) if codes is not None and not casting.cast else codes
+        for codes, casting in zip(state.weight, settings.weight, strict=True)
     ]
-    made = cast_weight(weight, has.weight, state, along and held[0] is None, across and held[1] is None, dtype)
+    made = cast_weight(weight, settings.weight, state, along and held[0] is None, across and held[1] is None, dtype)
     return OperandCodes(held[0] or made.along, held[1] or made.across)
 
 
@@ -396,37 +400,39 @@ def cast_memory(held: OperandCodes) -> CastMemory:
     return along.values, along.scale, across.values.T, _turned(across.scale)
 
 
-def cast_weight_again(weight: Tensor, how: Castings, state: State, out: CastMemory) -> None:
-    """Both layouts of a weight, which are cast alike, into those of an earlier cast, which stay where they are."""
-    (given, largest), drawn = state.weight_amax, _drawn(how, state, 1, moved=False)
-    level = _level(state.levels, how.along)
-    torch_ops.quantize_both_into(weight.detach(), how.along.cast, given, how.along.container, drawn, largest, out, level)
+def cast_weight_again(weight: Tensor, casting: Castings, state: State, out: CastMemory) -> None:
+    """Cast both layouts of a weight into the memory of an earlier cast."""
+    (given, largest), drawn = state.weight_amax, _drawn(casting, state, 1, moved=False)
+    level = _level(state.levels, casting.along)
+    torch_ops.quantize_both_into(
+        weight.detach(), casting.along.cast, given, casting.along.container, drawn, largest, out, level
+    )
 
 
-def _drawn(how: Castings, state: State, operand: int, *, moved: bool = True) -> Tensor | None:
-    """Where a stochastic cast draws; None for others."""
-    return drawn(state, operand, moved=moved) if how.stochastic else None
+def _drawn(casting: Castings, state: State, operand: int, *, moved: bool = True) -> Tensor | None:
+    """Return where a stochastic cast draws, or None for another cast."""
+    return drawn(state, operand, moved=moved) if casting.stochastic else None
 
 
 def drawn(state: State, purpose: int, *, moved: bool = True) -> Tensor:
-    """int64[3]: the step, the rows to add and the key of a purpose; a copy, since the loop moves on before backward."""
+    """Return int64[3]: the step, the rows to add and the key of a purpose. A copy, since the step may end before backward."""
     assert state.place is not None
     assert state.keys is not None
     rows = state.place[1:] if moved else torch.zeros_like(state.place[1:])
     return torch.cat((state.place[:1], rows, state.keys[purpose : purpose + 1]))
 
 
-def _level(levels: Tensor | None, how: Casting) -> Tensor | None:
+def _level(levels: Tensor | None, casting: Casting) -> Tensor | None:
     """Return int32[1] on the device, which of several casts is meant; None for one cast alone."""
-    if how.level < 0:
+    if casting.level < 0:
         return None
     assert levels is not None
-    return levels[how.level, :1]
+    return levels[casting.level, :1]
 
 
 def _both(
     x: Tensor,
-    how: Castings,
+    casting: Castings,
     amax: Amax,
     place: Tensor | None,
     along: bool,
@@ -434,22 +440,22 @@ def _both(
     dtype: torch.dtype | None,
     levels: Tensor | None,
 ) -> OperandCodes:
-    """The matrix x [R, C] cast along C, along R, or both, as asked; uncast it is taken in `dtype` (its own, if None)."""
-    if how.along == how.across:
-        return _alike(x, how.along, amax, place, along, across, dtype, _level(levels, how.along))
+    """Cast the matrix x [R, C] along C, along R, or both. An uncast layout has `dtype`, or that of x if it is None."""
+    if casting.along == casting.across:
+        return _alike(x, casting.along, amax, place, along, across, dtype, _level(levels, casting.along))
     # Magnitudes of earlier steps are for delayed scaling alone, and random bits for stochastic casts.
     one, other = (
         _alike(
             x, each, amax if each.delayed else Amax(), place if each.stochastic else None, *asked, dtype, _level(levels, each)
         )
-        for each, asked in ((how.along, (along, False)), (how.across, (False, across)))
+        for each, asked in ((casting.along, (along, False)), (casting.across, (False, across)))
     )
     return OperandCodes(one.along, other.across)
 
 
 def _alike(
     x: Tensor,
-    how: Casting,
+    casting: Casting,
     amax: Amax,
     place: Tensor | None,
     along: bool,
@@ -457,26 +463,26 @@ def _alike(
     dtype: torch.dtype | None,
     level: Tensor | None,
 ) -> OperandCodes:
-    """The same for layouts that are cast alike."""
+    """Do the same for layouts with one cast."""
     if not (along or across):
         return OperandCodes(None, None)
-    if not how.cast:
+    if not casting.cast:
         x = x.detach() if dtype is None else x.detach().to(dtype)
         return OperandCodes(Codes(x) if along else None, Codes(x.T) if across else None)
-    if how.measured and torch.compiler.is_compiling() and x.numel():
+    if casting.measured and torch.compiler.is_compiling() and x.numel():
         # As an operation of the graph it can join the kernel that computes x, and saves a reading of it.
         amax = Amax(x.detach().abs().amax().float())
-    drawn = (0, place, how.row, how.column)
-    if how.delayed and amax.largest is not None:
+    drawn = (0, place, casting.row, casting.column)
+    if casting.delayed and amax.largest is not None:
         values, scale, values_t, scale_t = torch.ops.dither.quantize_both_measured(
-            x, how.cast, amax.given, how.container, *drawn, "auto", amax.largest
+            x, casting.cast, amax.given, casting.container, *drawn, "auto", amax.largest
         )
-    elif along and across and how.whole:
+    elif along and across and casting.whole:
         values, scale, values_t, scale_t, _ = torch.ops.dither.quantize_both(
-            x, how.cast, amax.given, how.container, *drawn, "auto", level
+            x, casting.cast, amax.given, casting.container, *drawn, "auto", level
         )
     else:
-        return _each(x, how, amax, drawn, along, across, level)
+        return _each(x, casting, amax, drawn, along, across, level)
     return OperandCodes(
         Codes(values, scale) if along else None,
         Codes(values_t.T, _turned(scale_t)) if across else None,
@@ -485,43 +491,51 @@ def _alike(
 
 def _each(
     x: Tensor,
-    how: Casting,
+    casting: Casting,
     amax: Amax,
     drawn: tuple[int, Tensor | None, int, int],
     along: bool,
     across: bool,
     level: Tensor | None,
 ) -> OperandCodes:
-    """One layout, or both by a call each."""
+    """Cast one layout, or both by a call each."""
     one, other = None, None
     if along:
-        one = Codes(*torch.ops.dither.quantize(x, how.cast, 1, amax.given, how.container, *drawn, "auto", level))
+        one = Codes(*torch.ops.dither.quantize(x, casting.cast, 1, amax.given, casting.container, *drawn, "auto", level))
     if across:
-        values, scale, tensor = torch.ops.dither.quantize(x, how.cast, 0, amax.given, how.container, *drawn, "auto", level)
+        values, scale, tensor = torch.ops.dither.quantize(
+            x, casting.cast, 0, amax.given, casting.container, *drawn, "auto", level
+        )
         other = Codes(values.T, _turned(scale), tensor)
     return OperandCodes(one, other)
 
 
 def _turned(scale: Tensor) -> Tensor:
-    """Scales in the order of the transposed matrix; a tensor's one scale, or none, stays."""
+    """Return scales in the order of the transposed matrix. The scale of a whole tensor is returned as it is."""
     return scale.T if scale.dim() == 2 else scale
 
 
 def _product(
     which: str,
     a: Codes,
-    a_how: Casting,
+    a_casting: Casting,
     b: Codes,
-    b_how: Casting,
+    b_casting: Casting,
     length: int,
     bias: Tensor | None,
     dtype: torch.dtype,
-    has: Settings,
+    settings: Settings,
 ) -> Tensor:
     # Fast accumulation in forward only, and only of what is FP8 by itself: gradients and FP4 sums keep all their bits.
-    fast = which == "forward" and not a_how.container and not b_how.container
-    if torch.compiler.is_compiling() and a.values.is_cuda and not has.emulate and a.scale is not None and b.scale is not None:
-        scaling = _compiled_scaling(a_how.stored, b_how.stored, a.values.device, has.verified)
+    fast = which == "forward" and not a_casting.container and not b_casting.container
+    if (
+        torch.compiler.is_compiling()
+        and a.values.is_cuda
+        and not settings.emulate
+        and a.scale is not None
+        and b.scale is not None
+    ):
+        scaling = _compiled_scaling(a_casting.stored, b_casting.stored, a.values.device, settings.verified)
         if scaling and not (b.values.shape[0] % engines.ALIGNMENT or length % engines.ALIGNMENT) and a.values.numel():
             # What the operator below would call: as torch's own operation it costs the host a fraction of the time.
             inside = None if bias is None or dtype == torch.float32 else bias.to(dtype)
@@ -529,17 +543,17 @@ def _product(
                 a.values, b.values.T, a.scale, _turned(b.scale), bias=inside, out_dtype=dtype, use_fast_accum=fast
             )
             return y if bias is None or inside is not None else y + bias
-    where = f"{_where(has)}, {which.replace('_', ' ')} product"
+    where = f"{_where(settings)}, {which.replace('_', ' ')} product"
     result: Tensor = torch.ops.dither.product(
-        a.values, a.scale, a.tensor_scale, a_how.stored, b.values, b.scale, b.tensor_scale, b_how.stored,
-        length, bias, dtype, fast, has.emulate, where, has.verified,
+        a.values, a.scale, a.tensor_scale, a_casting.stored, b.values, b.scale, b.tensor_scale, b_casting.stored,
+        length, bias, dtype, fast, settings.emulate, where, settings.verified,
     )  # fmt: skip
     return result
 
 
 @assume_constant_result
 def _compiled_scaling(a: str, b: str, device: torch.device, verified: str) -> str:
-    """How FP8 units scale these operands, if by tensor or by row both of them; else "", and the operator decides."""
+    """Return how FP8 units scale these operands: "tensor", "row", or "" if the operator decides."""
     if not a or not b:
         return ""
     left, right = Cast.parse(a), Cast.parse(b)
@@ -553,5 +567,5 @@ def _compiled_scaling(a: str, b: str, device: torch.device, verified: str) -> st
     return engine.scaling if engine.name.startswith("fp8") else ""
 
 
-def _where(has: Settings) -> str:
-    return f"The linear layer {has.name!r}" if has.name else "A linear layer"
+def _where(settings: Settings) -> str:
+    return f"The linear layer {settings.name!r}" if settings.name else "A linear layer"

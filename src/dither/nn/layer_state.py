@@ -1,4 +1,4 @@
-"""What a linear layer remembers: histories of delayed scaling, where it draws random bits, and its weight during a step."""
+"""The state of a linear layer between calls: histories of delayed scaling, places of random bits, the weight of a step."""
 
 import weakref
 from collections.abc import Callable
@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from dither.errors import UserError
-from dither.levels import NO_LEVELS, Levels, levels_of
 from dither.levels import indices as level_indices
 from dither.nn import functional, histories
 from dither.nn.draws import Draws
 from dither.nn.functional import Amax, Settings, State
-from dither.nn.sampled_layer import BITWIDTHS, SampledLayer
+from dither.nn.leveled_layer import LeveledLayer
+from dither.nn.sampled_layer import BITWIDTHS
 from dither.nn.step_state import StepState
 from dither.nn.tensor_parallel import local
-from dither.precision import OPERANDS, SAMPLINGS, Cast, LayerPrecision
+from dither.precision import OPERANDS, Cast
 from dither.reference import scaling
 
 BUFFERS = ("draw_place", "draw_keys", "levels", *(f"{operand}_history" for operand in OPERANDS))
@@ -24,7 +24,7 @@ BUFFERS += tuple(f"_{operand}_{part}" for operand in OPERANDS for part in ("amax
 """Buffers of what the layer remembers from step to step, where its precision asks for them."""
 
 
-class StatefulLayer(SampledLayer):
+class StatefulLayer(LeveledLayer):
     """Base of `dither.nn.Linear` with its state."""
 
     seed: int
@@ -32,12 +32,6 @@ class StatefulLayer(SampledLayer):
     """int64[2] on the device: where `step_context` writes the step and, if it is given, the row."""
     draw_keys: Tensor | None
     """int64[5] on the device: the keys of the layer's random streams."""
-    levels: Tensor | None
-    """int32[6, 4] on the device: in column 0 the cast of its family that each operand takes, along and across."""
-    families: Levels
-    """Casts of each operand that `levels` chooses between."""
-    known_precisions: frozenset[LayerPrecision]
-    """Precisions that the layer has, had, or was prepared for, and those of the layers that share its code."""
     measures_now: bool
     delayed_operands: tuple[str, ...]
     _settings: tuple[Settings, ...]
@@ -66,57 +60,12 @@ class StatefulLayer(SampledLayer):
             operand for operand in OPERANDS for cast in self.possible_casts(operand) if cast.round.kind == "stochastic"
         }
         draws = bool(stochastic) or self.precision.sampled
-        # Whether bits depend on the rows of the batch; those of a weight depend on the step alone.
+        # Bits of inputs and gradients depend on the rows of the batch; those of a weight depend on the step alone.
         self._rows_matter = bool(stochastic & {"input", "grad"}) or self.precision.input_sampling is not None
         place = torch.zeros(2, dtype=torch.int64, device=device) if draws else None
         keys = torch.tensor(functional.keys(self.name, self.seed), device=device) if draws else None
         self.register_buffer("draw_place", place, persistent=False)
         self.register_buffer("draw_keys", keys, persistent=False)
-
-    # Levels ------------------------------------------------------------------------------------------------------------
-
-    def possible_casts(self, operand: str) -> set[Cast]:
-        """Return the casts that an operand has now or may take by a change of its level."""
-        families = (self.families[operand].along, self.families[operand].across)
-        own = {cast for cast in self.precision.casts_of(operand) if cast is not None}
-        return own.union(*(family.casts for family in families if family is not None))
-
-    def begin_levels(self, others: tuple[LayerPrecision, ...]) -> None:
-        """Find the families of the layer's casts among those of `others`, and write its levels."""
-        self.known_precisions = frozenset((self.precision, *others))
-        self.families = levels_of(self.precision, others)
-        numbers = level_indices(self.precision, self.families)
-        assert numbers is not None
-        if self.families == NO_LEVELS:
-            self.register_buffer("levels", None, persistent=False)
-            return
-        if self._buffers.get("levels") is None:
-            levels = torch.zeros((6, 4), dtype=torch.int32, device=self.weight.device)  # 16 bytes each: kernels read aligned
-            self.register_buffer("levels", levels, persistent=False)
-        self._write_levels(numbers)
-
-    def switch_level(self, precision: LayerPrecision, others: tuple[LayerPrecision, ...]) -> bool:
-        """Change to `precision` by writing levels alone; return False, and change nothing, if that is not enough."""
-        if self.families == NO_LEVELS or not self.same_constants(precision):
-            return False
-        if any(getattr(self.precision, name) != getattr(precision, name) for name in SAMPLINGS):
-            return False
-        for operand in OPERANDS:
-            families = (self.families[operand].along, self.families[operand].across)
-            casts = zip(self.precision.casts_of(operand), precision.casts_of(operand), families, strict=True)
-            if any(family is None and old != new for old, new, family in casts):
-                return False
-        numbers = level_indices(precision, self.families)
-        if numbers is None or levels_of(precision, others) != self.families:
-            return False
-        self.precision, self.known_precisions = precision, frozenset((precision, *others))
-        self._write_levels(numbers)
-        return True
-
-    def _write_levels(self, numbers: tuple[int, ...]) -> None:
-        """Write levels where they are: compiled code and captured CUDA graphs read them there."""
-        if self.levels is not None and not self.levels.is_meta:
-            local(self.levels).copy_(torch.tensor(numbers, dtype=torch.int32)[:, None])
 
     # A call ------------------------------------------------------------------------------------------------------------
 
@@ -235,7 +184,7 @@ class StatefulLayer(SampledLayer):
         vars(self).update(saved | {"step_state": step_state})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StatefulLayer":
-        """Magnitudes and bitwidths stay float32 whatever the parameters become; what is held is made again where they go."""
+        """Move the layer. Magnitudes and bitwidths stay float32; what the step holds is dropped."""
         kept = {name: buffer for name in BUFFERS if (buffer := self._buffers[name]) is not None}
         self.step_state.forget()
         bitwidths = [bitwidth for name in BITWIDTHS if (bitwidth := self._parameters[name]) is not None]
@@ -253,7 +202,7 @@ class StatefulLayer(SampledLayer):
                 self.begin_state(moved.device)
                 numbers = level_indices(self.precision, self.families)
                 assert numbers is not None
-                self._write_levels(numbers)
+                self.write_levels(numbers)
                 break
             if moved.dtype != buffer.dtype:
                 self._buffers[name] = buffer.to(moved.device)
@@ -264,11 +213,11 @@ class StatefulLayer(SampledLayer):
         self.draw_handle = self.draws.handle()
 
     def belong_to(self, model: nn.Module) -> None:
-        """Say which model the layer is part of; how that is parallelized decides which rows a rank draws for."""
+        """Set the model that contains the layer. The rows for which a rank draws depend on how that model is parallelized."""
         self.draws.root = weakref.ref(model)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs: nothing of a step_context that is under way."""
+        """Return the state of a copy, without that of an active step_context."""
         state = dict(self.__dict__)
         del state["draws"], state["draw_handle"]
         return state | {"step_state": StepState()}
@@ -282,7 +231,7 @@ class StatefulLayer(SampledLayer):
         self._refresh()
 
     def _refresh(self) -> None:
-        """What follows from the histories."""
+        """Recompute what follows from the histories."""
         histories = {operand: getattr(self, f"{operand}_history") for operand in self.delayed_operands}
         for operand, history in histories.items():
             cast: Cast = getattr(self.precision, operand)  # overrides have no history

@@ -75,7 +75,7 @@ class Linear(StatefulLayer):
         emulate: bool = False,
         verified: Sequence[str] = (),
     ) -> "Linear":
-        """A Linear in place of `module`: the same Parameter objects, hooks and mode.
+        """Return a Linear in place of `module`, with the same Parameter objects, hooks and mode.
 
         `module` is an `nn.Linear`, or a layer like Hugging Face's Conv1D, whose weight is [in, out] and stays so.
 
@@ -160,7 +160,7 @@ class Linear(StatefulLayer):
     def _begin_settings(self) -> None:
         self._settings, self._nameless = (
             tuple(
-                functional.settings(
+                functional.make_settings(
                     self.precision,
                     name=name,
                     transposed=self.transposed,
@@ -177,14 +177,14 @@ class Linear(StatefulLayer):
         self.settings_version += 1
 
     def reset_parameters(self) -> None:
-        """As in nn.Linear; bitwidths begin at 1."""
+        """Initialize the weight and the bias as nn.Linear does, and the bitwidths to 1."""
         super().reset_parameters()
         for name in BITWIDTHS:
             if (bitwidth := self._parameters.get(name)) is not None:
                 nn.init.ones_(bitwidth)
 
     def engines(self, device: torch.device | str, tokens: int = ALIGNMENT) -> dict[str, str]:
-        """The engine of each product on `device`; a UserError says why one cannot run there."""
+        """Return the engine of each product on `device`; raise UserError if one cannot run there."""
         capability = None if self.emulate or self.emulates_here else devices.capability_of(torch.device(device))
         size = (-(-tokens // ALIGNMENT) * ALIGNMENT, self.out_features, self.in_features)
         plain = "fp16" if self.compute == "fp16" else "bf16"
@@ -195,7 +195,7 @@ class Linear(StatefulLayer):
         return {product: str(engine) for product, engine in found.items()}
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., in_features] to [..., out_features]."""
+        """Map [..., in_features] to [..., out_features]."""
         hints.slow_autocast(input)
         settings = self._settings_for(input)
         state = self.call_state(settings, rows_of(input))
@@ -210,7 +210,7 @@ class Linear(StatefulLayer):
     # What a training step does to a layer ------------------------------------------------------------------------------
 
     def extra_repr(self) -> str:
-        """The layer as nn.Linear shows it, and its precision."""
+        """Return what nn.Linear shows, and the precision."""
         return f"{super().extra_repr()}, {self.precision}"
 
 

@@ -1,4 +1,4 @@
-"""The steps of a training loop, as its linear layers need to know them: `step_context`."""
+"""The step context of a training loop: it samples and casts weights once per optimizer step."""
 
 import math
 import warnings
@@ -26,12 +26,12 @@ B_T = {"bitwidth": "b_t", "input_bitwidth": "input_b_t"}
 
 
 class StepContext:
-    """A step under way; `.row(...)` says which rows of the global batch come next, where they are not to be counted."""
+    """An optimizer step that is active. `.row(...)` sets the first row of the next forward passes, instead of counting rows."""
 
     def __init__(self, model: nn.Module, step: int, row: int | None, group: torch.distributed.ProcessGroup | None) -> None:
         self.step, self.group, self._model = step, group, model
         self.given = False
-        """Whether rows are given, and not counted."""
+        """True if rows are given, and not counted."""
         self.rank, self.world = batch_rank(model, group)
         self._layers = [module for module in model.modules() if isinstance(module, Linear) and not module.precision.plain]
         self._outer = list({id(outer): outer for layer in self._layers if (outer := layer.draws.step) is not None}.values())
@@ -39,12 +39,12 @@ class StepContext:
         self._places: list[Tensor] = []
         self._row = 0
         self.ended = False
-        """Whether an optimizer has changed the weights, which ends the step."""
+        """True after an optimizer has changed the weights, which ends the step."""
         if row is not None:
             self.row(row)
 
     def row(self, row: int) -> None:
-        """Say at which row of the global batch the next forward passes begin: (micro-batch * ranks + rank) * tokens, say.
+        """Set the first row of the next forward passes in the global batch: (micro-batch * ranks + rank) * tokens, say.
 
         Without it, rows are counted: over the forward passes of the step, with those of the other ranks in between.
         """
@@ -59,7 +59,7 @@ class StepContext:
     # Begin and end -----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Sample and cast the weights, and have the layers draw the bits of this step."""
+        """Sample and cast the weights, and let the layers draw the bits of this step."""
         self._places = []
         for layer in self._layers:
             if layer.draw_place is None:
@@ -85,23 +85,23 @@ class StepContext:
         self._watch()
 
     def resume(self) -> None:
-        """Begin again after a step inside this one has ended: with the weights as they are now, and the rows counted so far."""
+        """Begin again after a nested step has ended, with the current weights and the rows counted so far."""
         if not self.ended:
             self.begin()
 
     def finish(self) -> None:
-        """Take the step's magnitudes into the histories of delayed scaling; raise if weights or bitwidths went wrong."""
+        """Append the magnitudes of the step to the histories of delayed scaling; raise if weights or bitwidths are invalid."""
         self._look()
         histories.push(self._layers, self.group)
 
     def release(self) -> None:
-        """Leave nothing of the step in the layers."""
+        """Remove all state of the step from the layers."""
         for layer in self._layers:
             layer.draws.step, layer.draws.rows, layer.draws.captured = None, 0, 0
             layer.step_state.end()
 
     def after_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """End the step if `optimizer` has these layers' weights: what is held is no longer theirs."""
+        """End the step if `optimizer` has changed the weights of these layers."""
         weights = {id(layer.learned_weight()) for layer in self._layers}
         if not self.ended and any(
             id(parameter) in weights for group in optimizer.param_groups for parameter in group["params"]
@@ -154,7 +154,7 @@ class StepContext:
             torch._foreach_add_(steps, step)
 
     def _watch(self) -> None:
-        """Send what there is to know of the sampled weights to the host: at once on a CPU, without waiting for it on a GPU."""
+        """Copy the ranges of bitwidths and weights to the host: at once on a CPU, asynchronously on a GPU."""
         held = [layer.step_state.w_amax for layer in self._layers if layer.step_state.sampled]
         by_device: dict[torch.device, list[Tensor]] = {}
         for amax in held:

@@ -1,4 +1,4 @@
-"""What a linear layer keeps during an optimizer step: its weight as products read it, and the bitwidths of its samplings."""
+"""The state of a linear layer during an optimizer step: its weight as products read it, and the bitwidths of its samplings."""
 
 from typing import Any
 
@@ -21,13 +21,13 @@ class StepState:
 
     def __init__(self) -> None:
         self.active = False
-        """Whether a step_context is active."""
+        """True while a step_context is active."""
         self.holds_weight = False
-        """Whether the tensors below belong to the weight of this step."""
+        """True if the tensors below belong to the weight of this step."""
         self.sampled = False
-        """Whether the held weight was sampled."""
+        """True if the held weight was sampled."""
         self.bitwidths_ready = False
-        """Whether `b_t` and `input_b_t` are those of this step."""
+        """True if `b_t` and `input_b_t` are those of this step."""
         self.weight_version = 0
         """The version of the weight that was sampled or cast."""
         self.codes: OperandCodes | None = None

@@ -27,7 +27,7 @@ from dither.train import checkpoint
 from dither.train.config import Config, loads, schedule
 from dither.train.distributed import Ranks
 from dither.train.files import TOKENS
-from dither.train.graphs import GraphedPasses
+from dither.train.graphs import GraphedPasses, uses_graphs
 from dither.train.guard import Guard
 from dither.train.metrics import smoothed
 from dither.train.replay import replay
@@ -152,7 +152,8 @@ class Trainer:
         if self.compiled:
             torch._dynamo.reset()  # graphs of an earlier run in this process would count towards Dynamo's limit
             compile_blocks(self.model)
-        self.graphs = GraphedPasses(self.model, self._eager_pass, say) if self._uses_graphs() else None
+        graphed = uses_graphs(config.run.cuda_graphs, self.ranks, self.training, self.parts, compiled=self.compiled)
+        self.graphs = GraphedPasses(self.model, self._eager_pass, say) if graphed else None
         self.guard = Guard(config.guard)
         self.snip = self._snip()
         self.monitor = self._monitor()
@@ -166,26 +167,6 @@ class Trainer:
         # Torch's generators, used only by dropout, are seeded in each step, so that no rank needs to save their state.
         self._dropout = Stream(config.run.seed, "torch", f"rank {ranks.rank}").key
         self._sound = torch.ones((), dtype=torch.bool, device=ranks.device)
-
-    def _uses_graphs(self) -> bool:
-        """Return whether passes are replayed as CUDA graphs; raise if they are asked for and impossible."""
-        wanted, kind = self.config.run.cuda_graphs, self.training.gradients.kind
-        reason = (
-            "the run is not on a GPU"
-            if self.ranks.device.type != "cuda"
-            else "blocks are not compiled"
-            if not self.compiled
-            else "there are several ranks"
-            if self.ranks.world > 1
-            else "losses are scaled"
-            if self.scaled
-            else "gradients of several micro-batches are rounded stochastically"
-            if kind == "bf16-sr" and self.parts > 1
-            else ""
-        )
-        if wanted and reason:
-            raise UserError(f"run.cuda_graphs=true is impossible, since {reason}: leave it out, and passes run without graphs.")
-        return wanted is not False and not reason
 
     def _snip(self) -> Snip | None:
         """Return the controller that chooses precisions during training, or None."""
