@@ -270,45 +270,52 @@ def staged(schedule: type):
     return model.train(), optimizer, forward
 
 
-def check_pipeline() -> None:
+def check_gpipe() -> None:
+    check_pipeline(ScheduleGPipe)
+
+
+def check_1f1b() -> None:
+    check_pipeline(Schedule1F1B)
+
+
+def check_pipeline(schedule: type) -> None:
     """Every stage gets the scores, the truth and the plan of one process that has the whole model, and is left as it was."""
     whole = batches(2)
     alone, its = trained("", lambda named: AdamW(named, lr=1e-2, max_norm=1e9), MICRO)
     single = [piece for batch in whole for piece in pieces(batch, MICRO)]
-    for schedule in (ScheduleGPipe, Schedule1F1B):
-        model, optimizer, forward = staged(schedule)
-        forward(model, whole[0])  # gradients that wait for their step
-        before = {name: p.grad.clone() for name, p in model.named_parameters()}
-        calls = model.calls.clone()
-        setup = TrainingSetup(pipeline=dist.group.WORLD, max_norm=0.01)
-        given = {"forward": forward, "setup": setup, "stream": STREAM}
-        for probe in PROBES:
-            found = score(model, whole, optimizer, OPTIONS, probe=probe, **given)
-            expected = score(alone, single, its, OPTIONS, probe=probe, stream=STREAM, setup=TrainingSetup(max_norm=0.01))
-            check_same(found, expected, (schedule, probe))
-            assert found.passes == expected.passes
-        truth = verify(model, whole[:1], optimizer, found, OPTIONS, more_for_loss=whole[1:], **given)
-        assert truth.layers == found.layers
-        assert all(row[0] == 0.0 < row[-1] for row in truth.weights)
-        assert torch.equal(model.calls, calls)
-        assert all(torch.equal(p.grad, before[name]) for name, p in model.named_parameters())
-        how = {"goal": GOAL, "schedule": AT_3, "forward": forward, "setup": TrainingSetup(pipeline=dist.group.WORLD)}
-        snip = Snip(model, optimizer, "fp8-block", **how)
-        for step in range(3, 6):
-            decision = snip.before_step(step, whole)
-            assert (decision is not None) == (step == 4)
-            if decision:
-                assert decision.changed, decision.reason
-                assert len(decision.plan.layers) == 3
-                for name, layer in layers_of(model, some=False).items():
-                    assert layer.precision == decision.plan.for_layer(name)
-            optimizer.zero_grad()
-            with dither.step_context(model, step=step):
-                forward(model, whole[0])
-            optimizer.step()
-        again = Snip(model, optimizer, "fp8-block", **how)
-        again.load_state_dict(snip.state_dict())
-        assert again.plan == snip.plan
+    model, optimizer, forward = staged(schedule)
+    forward(model, whole[0])  # gradients that wait for their step
+    before = {name: p.grad.clone() for name, p in model.named_parameters()}
+    calls = model.calls.clone()
+    setup = TrainingSetup(pipeline=dist.group.WORLD, max_norm=0.01)
+    given = {"forward": forward, "setup": setup, "stream": STREAM}
+    for probe in PROBES:
+        found = score(model, whole, optimizer, OPTIONS, probe=probe, **given)
+        expected = score(alone, single, its, OPTIONS, probe=probe, stream=STREAM, setup=TrainingSetup(max_norm=0.01))
+        check_same(found, expected, (schedule, probe))
+        assert found.passes == expected.passes
+    truth = verify(model, whole[:1], optimizer, found, OPTIONS, more_for_loss=whole[1:], **given)
+    assert truth.layers == found.layers
+    assert all(row[0] == 0.0 < row[-1] for row in truth.weights)
+    assert torch.equal(model.calls, calls)
+    assert all(torch.equal(p.grad, before[name]) for name, p in model.named_parameters())
+    how = {"goal": GOAL, "schedule": AT_3, "forward": forward, "setup": TrainingSetup(pipeline=dist.group.WORLD)}
+    snip = Snip(model, optimizer, "fp8-block", **how)
+    for step in range(3, 6):
+        decision = snip.before_step(step, whole)
+        assert (decision is not None) == (step == 4)
+        if decision:
+            assert decision.changed, decision.reason
+            assert len(decision.plan.layers) == 3
+            for name, layer in layers_of(model, some=False).items():
+                assert layer.precision == decision.plan.for_layer(name)
+        optimizer.zero_grad()
+        with dither.step_context(model, step=step):
+            forward(model, whole[0])
+        optimizer.step()
+    again = Snip(model, optimizer, "fp8-block", **how)
+    again.load_state_dict(snip.state_dict())
+    assert again.plan == snip.plan
 
 
 def check_pipeline_refused() -> None:
@@ -345,8 +352,10 @@ def check_pipeline_refused() -> None:
     ("size", "check"),
     [
         *in_processes(2, check_scores, check_truth_and_plans, check_refused),
-        *in_processes(2, check_tensor_parallel, check_pipeline, check_pipeline_refused),
-        *in_processes(3, check_scores, check_tensor_parallel, check_pipeline, check_ranks),
+        *in_processes(2, check_tensor_parallel, check_gpipe, check_pipeline_refused),
+        *in_processes(3, check_scores, check_tensor_parallel, check_1f1b, check_ranks),
+        *in_processes(2, check_1f1b, marks=pytest.mark.exhaustive),
+        *in_processes(3, check_gpipe, marks=pytest.mark.exhaustive),
     ],
 )
 def test_processes(size: int, check: Callable[[], None]) -> None:

@@ -92,9 +92,9 @@ def spread(size: int, *checks: Callable[[], None]) -> None:
     wait(start(_work, (size, free_port(), list(checks)), size))
 
 
-def in_processes(size: int, *checks: Callable[[], None]) -> list[Any]:
+def in_processes(size: int, *checks: Callable[[], None], marks: Any = ()) -> list[Any]:
     """Return pytest parameters `(size, check)` named after the check, for `spread`."""
-    return [pytest.param(size, check, id=f"{size}-{check.__name__.removeprefix('check_')}") for check in checks]
+    return [pytest.param(size, check, id=f"{size}-{check.__name__.removeprefix('check_')}", marks=marks) for check in checks]
 
 
 # A single process -----------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
 tl = pytest.importorskip("triton.language", reason="the kernels need Triton")
 
+from dither.kernels import adam_elements  # noqa: E402
 from dither.kernels import adamw as kernels  # noqa: E402
 
 SPECIAL = [0.0, -0.0, 1e-45, -1e-38, 1e30, -1e30, 1e19, torch.inf, torch.nan, -torch.inf, 3e38]
@@ -112,13 +113,13 @@ def test_adam_mini(update: Update) -> None:
 @triton.jit
 def _roots(v_ptr, out_ptr):
     place = tl.program_id(0).to(tl.int64) * 1024 + tl.arange(0, 1024)
-    tl.store(out_ptr + place, kernels._root(tl.load(v_ptr + place), True))
+    tl.store(out_ptr + place, adam_elements.square_root(tl.load(v_ptr + place), True))
 
 
 @triton.jit
 def _quotients(m_ptr, d_ptr, out_ptr):
     place = tl.program_id(0).to(tl.int64) * 1024 + tl.arange(0, 1024)
-    tl.store(out_ptr + place, kernels._quotient(tl.load(m_ptr + place), tl.load(d_ptr + place), True))
+    tl.store(out_ptr + place, adam_elements.quotient(tl.load(m_ptr + place), tl.load(d_ptr + place), True))
 
 
 def test_square_roots_of_every_float32() -> None:

@@ -48,9 +48,7 @@ def check(one, other):
 
 
 def llama() -> nn.Module:
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4
-    )
+    config = LlamaConfig(vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4)
     with torch.device("cuda"):
         return Llama(config, generator=torch.Generator("cuda").manual_seed(0))
 
@@ -106,9 +104,7 @@ def test_plans_change_without_compiling_again(sampled):
 def test_bf16_beside_fp8_in_every_block():
     """More kinds of blocks than Dynamo's default limit of graphs."""
     torch._dynamo.reset()
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=12, num_attention_heads=4
-    )
+    config = LlamaConfig(vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=12, num_attention_heads=4)
     with torch.device("cuda"):
         model = Llama(config, generator=torch.Generator("cuda").manual_seed(0))
     names = [layer.name for layer in convert(model, "fp8-block").layers]

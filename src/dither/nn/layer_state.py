@@ -42,6 +42,8 @@ class StatefulLayer(SampledLayer):
     delayed_operands: tuple[str, ...]
     _settings: tuple[Settings, ...]
     _seen_version: int | None
+    settings_version: int
+    """Number of changes of what compiled code takes as constants."""
 
     def begin_state(self, device: torch.device) -> None:
         """Set everything that the layer remembers to its state before the first step."""
@@ -170,14 +172,33 @@ class StatefulLayer(SampledLayer):
         """Return the parameter that an optimizer has of this layer's weight."""
         return self.weight
 
+    def _samples_once(self) -> bool:
+        """Return whether the weight is sampled once per step."""
+        sampling = self.precision.sampling
+        return self.training and sampling is not None and not sampling.recompute
+
+    def holds_something(self) -> bool:
+        """Return whether the weight is sampled or cast once per step. FSDP2 gathers a sharded one in forward."""
+        settings = self._settings[1 if self.weight.is_cuda else 0]
+        return (settings.weight.cast or self._samples_once()) and type(self.weight) in (Tensor, nn.Parameter)
+
+    def hold_key(self) -> tuple[object, ...]:
+        """Return what the launches of `hold` depend on, besides the numbers in tensors."""
+        step, weight = self.step_state, self.weight
+        memory = [None if x is None else x.data_ptr() for x in (weight, step.w_hat, step.w_amax, step.b_t, step.draw)]
+        place = None if self.draw_place is None else local(self.draw_place).data_ptr()
+        codes = None if step.code_memory is None else step.code_memory[0].data_ptr()
+        return (id(step), *memory, place, codes, self.settings_version, self.measures_now, self._samples_once())
+
+    def mark_held(self) -> None:
+        """Declare that this step's weight is held."""
+        self.step_state.hold(self.weight._version, sampled=self._samples_once())
+
     def hold(self) -> None:
         """Sample and cast the weight once for all forward passes of the step, in both layouts, into memory that stays."""
         settings, step = self._settings[1 if self.weight.is_cuda else 0], self.step_state
-        samples = self.training and self.precision.sampling is not None and not self.precision.sampling.recompute
-        # FSDP2 gathers a sharded weight in forward, where it is sampled and cast.
-        if not (settings.weight.cast or samples) or type(self.weight) not in (Tensor, nn.Parameter):
-            return
-        step.hold(self.weight._version, sampled=samples)
+        samples = self._samples_once()
+        self.mark_held()
         weight = self.hold_sample() if samples else self.weight
         if not settings.weight.cast:
             return

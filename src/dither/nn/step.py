@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dither.errors import UserError
 from dither.nn import functional, histories, sampling
+from dither.nn.cast_graph import hold_weights
 from dither.nn.draws import FIRST_COUNTED, batch_rank
 from dither.nn.linear import Linear
 from dither.nn.sampled_layer import BITWIDTHS
@@ -28,7 +29,7 @@ class StepContext:
     """A step under way; `.row(...)` says which rows of the global batch come next, where they are not to be counted."""
 
     def __init__(self, model: nn.Module, step: int, row: int | None, group: torch.distributed.ProcessGroup | None) -> None:
-        self.step, self.group = step, group
+        self.step, self.group, self._model = step, group, model
         self.given = False
         """Whether rows are given, and not counted."""
         self.rank, self.world = batch_rank(model, group)
@@ -80,7 +81,7 @@ class StepContext:
         for layer in self._layers:
             layer.step_state.begin()
             layer.draws.step = self
-            layer.hold()
+        hold_weights(self._model, self._layers)
         self._watch()
 
     def resume(self) -> None:

@@ -311,6 +311,8 @@ class RunSettings:
     """First and last step of a window that torch.profiler traces into the folder, such as [20, 22]."""
     compile: bool | None = None
     """Compile the blocks of the model; by default only on a GPU."""
+    cuda_graphs: bool | None = None
+    """Replay forward and backward passes as CUDA graphs; by default on one GPU with compiled blocks, without loss scaling."""
     device: str = "auto"
     """auto (cuda if available), cpu, cuda, or cuda:N."""
     out: str = "runs/latest"

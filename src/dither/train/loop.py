@@ -117,7 +117,7 @@ class _RunLoop(RunRecorder):
         self.say("Reading the text ...")
         corpus = open_corpus(self.config, self.folder, self.ranks, say=self.say)
         saved = resume and any((self.folder / CHECKPOINTS).glob("step-*"))
-        self.trainer = trainer = Trainer(self.config, corpus, self.ranks, initial=not saved)
+        self.trainer = trainer = Trainer(self.config, corpus, self.ranks, initial=not saved, say=self.say)
         self.resumed = resumed = self.restore() if resume else None
         self.unigram = unigram_entropy(corpus)
         self.flops, self.peak = flops_per_token(trainer.model, self.config.data.sequence), peak_flops(self.ranks.device)

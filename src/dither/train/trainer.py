@@ -27,6 +27,7 @@ from dither.train import checkpoint
 from dither.train.config import Config, loads, schedule
 from dither.train.distributed import Ranks
 from dither.train.files import TOKENS
+from dither.train.graphs import GraphedPasses
 from dither.train.guard import Guard
 from dither.train.metrics import smoothed
 from dither.train.replay import replay
@@ -115,9 +116,18 @@ class Trainer:
         corpus: The tokens.
         ranks: The ranks of the run.
         initial: Load the initial weights of `model.weights`. False if a checkpoint will be restored.
+        say: Called with a sentence about what the run does otherwise than usual.
     """
 
-    def __init__(self, config: Config, corpus: Corpus, ranks: Ranks, *, initial: bool = True) -> None:
+    def __init__(
+        self,
+        config: Config,
+        corpus: Corpus,
+        ranks: Ranks,
+        *,
+        initial: bool = True,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self.config, self.corpus, self.ranks = config, corpus, ranks
         data = config.data
         self.parts = ranks.share(data.batch, data.micro_batch)
@@ -142,6 +152,7 @@ class Trainer:
         if self.compiled:
             torch._dynamo.reset()  # graphs of an earlier run in this process would count towards Dynamo's limit
             compile_blocks(self.model)
+        self.graphs = GraphedPasses(self.model, self._eager_pass, say) if self._uses_graphs() else None
         self.guard = Guard(config.guard)
         self.snip = self._snip()
         self.monitor = self._monitor()
@@ -155,6 +166,26 @@ class Trainer:
         # Torch's generators, used only by dropout, are seeded in each step, so that no rank needs to save their state.
         self._dropout = Stream(config.run.seed, "torch", f"rank {ranks.rank}").key
         self._sound = torch.ones((), dtype=torch.bool, device=ranks.device)
+
+    def _uses_graphs(self) -> bool:
+        """Return whether passes are replayed as CUDA graphs; raise if they are asked for and impossible."""
+        wanted, kind = self.config.run.cuda_graphs, self.training.gradients.kind
+        reason = (
+            "the run is not on a GPU"
+            if self.ranks.device.type != "cuda"
+            else "blocks are not compiled"
+            if not self.compiled
+            else "there are several ranks"
+            if self.ranks.world > 1
+            else "losses are scaled"
+            if self.scaled
+            else "gradients of several micro-batches are rounded stochastically"
+            if kind == "bf16-sr" and self.parts > 1
+            else ""
+        )
+        if wanted and reason:
+            raise UserError(f"run.cuda_graphs=true is impossible, since {reason}: leave it out, and passes run without graphs.")
+        return wanted is not False and not reason
 
     def _snip(self) -> Snip | None:
         """Return the controller that chooses precisions during training, or None."""
@@ -254,15 +285,26 @@ class Trainer:
         share, world = 1 / (self.parts * self.ranks.world), self.ranks.world
         total = torch.zeros((), device=self.ranks.device)
         with step_context(self.model, step=self.done, group=self.ranks.group) as at:
-            for part in batch.split(self.parts):
+            for number, part in enumerate(batch.split(self.parts)):
                 at.row(part.first * self.config.data.sequence)
-                loss = self.loss(self.model, part)
-                gate = torch.where(loss.detach().isfinite() & self._sound, share, torch.nan)
-                self.training.backward(loss * gate)
-                total += loss.detach() * share
+                total += self._pass(part.inputs, part.targets, first=number == 0) * share
             if self.guided:
                 self.training.backward(bitwidth_loss(self.model) / world)
         return total
+
+    def _pass(self, inputs: Tensor, targets: Tensor, *, first: bool) -> Tensor:
+        """Accumulate the gradients of one micro-batch, and return its mean loss."""
+        if self.graphs is None:
+            return self._eager_pass(inputs, targets)
+        return self.graphs(inputs, targets, first=first)
+
+    def _eager_pass(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        share = 1 / (self.parts * self.ranks.world)
+        with self.training.forward():
+            loss: Tensor = self.model(inputs, targets)
+        gate = torch.where(loss.detach().isfinite() & self._sound, share, torch.nan)
+        self.training.backward(loss * gate)
+        return loss.detach()
 
     def loss(self, model: nn.Module, part: Batch) -> Tensor:
         """Return the mean loss of a micro-batch, 0-d, in the compute dtype of the run."""
