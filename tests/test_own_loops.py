@@ -391,7 +391,7 @@ def test_a_backward_after_the_step_recomputes_or_says_so(method):
         y.square().sum().backward()
         found.append([x.grad.clone(), layer.weight.grad.clone()])
         if again and method != "fp4-block":  # inside of another step, a sampled weight has the noise of that one
-            with step_context(layer, step=2), pytest.raises(UserError, match="in the step_context of the forward pass"):
+            with step_context(layer, step=2), pytest.raises(UserError, match="inside the step_context of the forward pass"):
                 late.square().sum().backward()
     assert same(*found)
 

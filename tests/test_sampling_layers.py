@@ -851,7 +851,7 @@ def test_parts_choose_layers_within_a_plan() -> None:
         ),
         (lambda: Sampling.from_dict({"guidance": [{"kind": "weight_decay", "weight": 1}]}), "has no key 'weight'"),
         (lambda: LayerPrecision(sampling=4), "takes a Sampling or None as sampling, not 4"),
-        (lambda: LayerPrecision(Cast.parse("e4m3"), sampling=Sampling(recompute=True)), "use recompute=False beside casts"),
+        (lambda: LayerPrecision(Cast.parse("e4m3"), sampling=Sampling(recompute=True)), "use recompute=False with casts"),
         (lambda: LayerPrecision(input_sampling=Sampling(recompute=True)), "use recompute=False"),
         (
             lambda: convert(Llama(PRESETS["tiny"]), Plan().with_sampling(Sampling(parts="odd"))),
