@@ -16,6 +16,8 @@ LINES, CLASS_LINES, PARAMETERS = 600, 250, 10
 
 LONG: dict[str, str] = {
     "snip/controller.py": "Snip",
+    "train/trainer.py": "Trainer",
+    "nn/layer_state.py": "StatefulLayer",
     "optim/adamw.py": "AdamW.__init__",
     "nn/linear.py": "Linear.__init__",
     "nn/targets.py": "choose_targets",

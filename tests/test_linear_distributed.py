@@ -173,7 +173,7 @@ def check_refused() -> None:
     model.up.weight = nn.Parameter(
         DTensor.from_local(local(model.up.weight), init_device_mesh("cpu", (1, size)), [*model.up.weight.placements * 2])
     )
-    with pytest.raises(UserError, match="cut over a mesh of 2 dimensions"), dither.step_context(model, step=0):
+    with pytest.raises(UserError, match="sharded over a mesh of 2 dimensions"), dither.step_context(model, step=0):
         model(x)
 
 

@@ -77,7 +77,7 @@ def check_fully_sharded() -> None:
             assert torch.equal(step(cut, number, inputs(), loss=True), expected), (options, number)
         assert_same(whole, cut, options)
         assert torch.equal(cut.up.bitwidths(), whole.up.bitwidths())
-        with pytest.raises(UserError, match="'up' is spread over processes already"):
+        with pytest.raises(UserError, match="'up' is sharded already"):
             apply_plan(cut, Plan(default=LayerPrecision(sampling=Sampling(block=16))))
 
 
