@@ -308,7 +308,7 @@ def test_a_folder_that_is_a_file(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be saved"):
         save(tmp_path / "file", 1, tensors={}, plain={})
-    with pytest.raises(UserError, match="is not one"):
+    with pytest.raises(UserError, match="is not a folder of checkpoints"):
         newest(tmp_path / "file")
     assert newest(tmp_path / "none") == (None, [])
 

@@ -192,7 +192,7 @@ def test_a_wrong_state_is_refused(state):
         ({"spike_factor": NAN}, "guard.spike_factor is a number above 1"),
         ({"spike_factor": "2"}, "guard.spike_factor is a number above 1"),
         ({"spike_window": 1}, "guard.spike_window is an integer of at least 2"),
-        ({"spike_count": 101}, "never fit"),
+        ({"spike_count": 101}, "do not fit"),
     ],
 )
 def test_wrong_policies(fields, message):
