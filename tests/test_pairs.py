@@ -13,12 +13,13 @@ import torch
 from sweeps import sweep
 
 import dither
-from dither import Cast
+from dither import Cast, levels
 from dither.adam_update import Update
 from dither.doctor import native_units
 from dither.engines import Engine
 from dither.formats import Format
 from dither.reference import adamw, dynamic, loss, sampling
+from dither.reference import levels as reference_levels
 from dither.reference import matmul as reference_matmul
 from dither.reference import quantize as reference_quantize
 
@@ -28,6 +29,7 @@ tl = pytest.importorskip("triton.language", reason="the kernels need Triton")
 from dither.kernels import adam_tables  # noqa: E402
 from dither.kernels import adamw as kernel_adamw  # noqa: E402
 from dither.kernels import dynamic as kernel_dynamic  # noqa: E402
+from dither.kernels import levels as kernel_levels  # noqa: E402
 from dither.kernels import loss as kernel_loss  # noqa: E402
 from dither.kernels import matmul as kernel_matmul  # noqa: E402
 from dither.kernels import quantize as kernel_quantize  # noqa: E402
@@ -562,3 +564,37 @@ def test_grouped_products(device, a, b):
         operands.append(native_units._moved(native_units.unit_operand(Cast.parse(text), rows, 272, "sums", seed), device))
     expected = reference_matmul.product(*operands, None, torch.float32, fast=False, emulate=True, where="")
     assert torch.equal(kernel_matmul.product_on(Engine("bf16", "group"), *operands, None, torch.float32), expected)
+
+
+# Levels ----------------------------------------------------------------------------------------------------------------
+
+FAMILIES = (
+    "e4m3 tile(128)|e2m1 tile(128) stochastic(16)",
+    "e4m3 block(128)|e2m1 block(128)|e3m2 block(128)",
+    "e5m2 tensor|e2m1 tensor stochastic(8)",
+    "e4m3 row|e2m3 row|e2m1 row|e2m1 row stochastic(16)",
+    "e4m3 tile(32) pow2_ceil|e2m1 tile(32) pow2|e2m1 tile(32) pow2_ceil stochastic(16)",
+)
+
+
+@pytest.mark.parametrize("text", FAMILIES)
+def test_levels(text):
+    """Kernels that read a level on the device, for each level of a family, in one layout and in both."""
+    casts = list(map(Cast.parse, text.split("|")))
+    family = levels.families(casts)[casts[0]]
+    container, draw = Format.parse(family.container), dither.random.Draw(5, torch.tensor(3), 16, 0)
+    x = torch.randn(40, 144, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    for number in range(len(family.casts)):
+        level = torch.tensor([number], dtype=torch.int32)
+        both = [code.quantize_both(x, family.casts, level, draw, None, container) for code in (reference_levels, kernel_levels)]
+        assert all(map(same_bits, *both))
+        for axis in (0, 1):
+            one = [
+                code.quantize(x, family.casts, level, axis, draw, None, container) for code in (reference_levels, kernel_levels)
+            ]
+            assert all(map(same_bits, *one))
+
+
+def same_bits(one, other):
+    bits = [x.reshape(-1).view(torch.uint8) for x in (one, other)]
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(*bits)
