@@ -154,7 +154,7 @@ def test_doctor_finds_that_all_bits_agree(share, capsys, monkeypatch):
     assert rows["cpu"][0].endswith(f"{os.cpu_count()} cores")
     assert rows["fp8, tensor scales"][0] == "yes"
     across = "0" if torch.cuda.is_available() else "not run"
-    every = enumerate(doctor.jobs(doctor.ELEMENTS))
+    every = enumerate(self_test.operations(doctor.ELEMENTS))
     todo = [job for place, job in every if place // 2 % share == 0 or torch.cuda.is_available()]
     names = {job.group for job in todo}
     assert share > 1 or names == {"random bits", *TABLE} - {"e8m0"}
