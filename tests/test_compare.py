@@ -324,7 +324,7 @@ def test_the_best_value_of_each_arm():
     assert found.ranking()[1].difference is None
     assert found.ranking()[0].difference == estimates.paired(rates["sr"][4.0], rates["o1"][2.0])
     assert Comparison.from_dict(json.loads(json.dumps(found.to_dict()))) == found
-    with pytest.raises(UserError, match=r"no comparison\.json"):
+    with pytest.raises(UserError, match=r"not a comparison\.json"):
         Comparison.from_dict({"version": 1, "entries": [{}]})
 
 
