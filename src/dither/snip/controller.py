@@ -142,10 +142,11 @@ class Snip:
                 the model and other batches, if there are any, and all ranks take part in the choice.
             forward: Function of (model, batch) that returns the loss of a batch, as for `dither.snip.score`.
         """
+        moved = ["tell is now the attribute on_failure"] if "tell" in old else []
         self.on_failure: Callable[[str], None] = old.pop("tell", _warn)
         goal, schedule = goal or Goal(), schedule or Schedule()
         estimator, setup = estimator or Estimator(), setup or TrainingSetup()
-        goal, schedule, estimator, setup = with_old_keywords("Snip", old, goal, schedule, estimator, setup)
+        goal, schedule, estimator, setup = with_old_keywords("Snip", old, goal, schedule, estimator, setup, moved=moved)
         if goal.cost == "time" and not torch.cuda.is_available():
             raise UserError("snip's cost='time' is measured on a CUDA GPU, and there is none here: use cost='flops'.")
         self.model, self.optimizer, self.base = model, optimizer, recipe(base) if isinstance(base, str) else base
