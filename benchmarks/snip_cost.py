@@ -1,12 +1,12 @@
-"""The cost of a plan during training: GPU time and memory of SNIP's estimates, in ordinary steps, and the solver's seconds.
+"""Measure the overhead of a plan while a model trains: time and memory of SNIP's estimates, and the time of the solver.
 
     PYTHONPATH=src python3 benchmarks/snip_cost.py --size 1b --tokens 8192,16384
     PYTHONPATH=src python3 benchmarks/snip_cost.py --device cpu --size tiny --sequence 32  # the script runs
 
-A Llama of `benchmarks/train.py` trains in --mode, with compiled blocks. Ordinary steps are timed first; then each probe scores
+A Llama of `benchmarks/train.py` trains in --mode with compiled blocks. Ordinary steps are timed first. Then each probe scores
 all options of all layers on --tokens of a step's batch, uncompiled, in micro-batches of a quarter of it, as the trainer does.
-Seconds are wall-clock time, including the host, and time of the GPU's kernels; both are also given in ordinary steps. Peaks are
-of allocated memory, including the model and its optimizer. --profile lists the kernels.
+The table has wall-clock seconds, including the host, and seconds of GPU kernels; both also in units of ordinary steps. Peaks
+are of allocated memory, including the model and its optimizer. --profile lists the kernels.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from dither.snip import PROBES, Goal, choose, options, score
 
 
 def seconds_of(work, device: str) -> tuple[float, float | None]:
-    """Return the seconds of work on the device, the host's part included, and the peak of memory in GiB."""
+    """Return the wall-clock seconds of `work`, including the host, and the peak memory in GiB."""
     cuda = device.startswith("cuda")
     if cuda:
         torch.cuda.synchronize()
@@ -38,12 +38,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="1b", choices=bare.SIZES)
     parser.add_argument("--mode", default="recipe:fp8-block")
-    parser.add_argument("--probes", default="last,direct", help=f"of {', '.join(PROBES)}; measure and layer take long")
-    parser.add_argument("--tokens", default="8192,16384", help="what estimates are made on: whole sequences of a step")
+    parser.add_argument("--probes", default="last,direct", help=f"of {', '.join(PROBES)}; measure and layer take longer")
+    parser.add_argument("--tokens", default="8192,16384", help="tokens per estimate: whole sequences of a step")
     parser.add_argument("--sequence", type=int, default=2048)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--profile", action="store_true", help="the kernels of each probe, by time")
+    parser.add_argument("--profile", action="store_true", help="list the kernels of each probe, by time")
     arguments = parser.parse_args()
     config, batch = bare.SIZES[arguments.size]
     cuda = arguments.device.startswith("cuda")
@@ -79,7 +79,7 @@ def main() -> None:
                 stream = dither.Stream(0, "snip", "cost")
                 last.append(score(model, parts, optimizer, chosen, probe=probe, stream=stream, forward=loss))
 
-            work()  # kernels are compiled by the first
+            work()  # the first call compiles kernels
             took, top = seconds_of(work, arguments.device)
             kernels = bare.profile(work, cuda)
             mine = sum(kernel["ms"] for kernel in kernels) / 1e3
@@ -93,7 +93,7 @@ def main() -> None:
                 for kernel in kernels[:30]:
                     print(f"  {kernel['ms']:>9.3f} ms{kernel['calls']:>6} x  {kernel['name'][:120]}", flush=True)
     began = time.perf_counter()
-    choose(last[-1].quality(), last[-1].statistics.layers, chosen, Goal(target=0.75))
+    choose(last[-1].harm(), last[-1].statistics.layers, chosen, Goal(target=0.75))
     print(f"the solver, in a thread: {time.perf_counter() - began:.3f} s", flush=True)
 
 

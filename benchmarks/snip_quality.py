@@ -1,30 +1,30 @@
-"""Plans of equal efficiency on real text: SNIP's compared with the baselines', and with BF16, FP8 and FP4 throughout.
+"""Compare plans of equal efficiency on real text: those of SNIP and of the baselines, and BF16, FP8 and FP4 in all layers.
 
     PYTHONPATH=src python3 benchmarks/snip_quality.py --train train.npy --held-out held_out.npy --json plans.json --minutes 9
-    PYTHONPATH=src python3 benchmarks/snip_quality.py --device cpu --tiny  # made-up text, in seconds: the script runs
+    PYTHONPATH=src python3 benchmarks/snip_quality.py --device cpu --tiny  # random text, in seconds: a test of the script
 
-Several processes share a GPU, which one alone leaves idle half of the time:
+Several processes can share a GPU, which a single one leaves idle half of the time:
 
-    ... --state here --prepare --seeds 0                        # once per seed, in parallel: to the point where the arms branch
+    ... --state here --prepare --seeds 0                        # once per seed, in parallel: up to the point where arms start
     ... --state here --share 1/8 --json plans-1.json            # and 2/8, ... 8/8, in parallel: the arms
     PYTHONPATH=src python3 benchmarks/snip_quality.py --table plans-*.json --plot plans.svg
 
-Runs on a GPU are not reproducible to the bit, so two preparations give two branching points. Results record theirs (`parted`),
-and only those with the same one are compared.
+Runs on a GPU are not bit-identical, so preparing a seed twice gives two starting points: results record theirs (`parted`), and
+only results with the same starting point are compared.
 
-The files of token ids are those of `benchmarks/sampling_quality.py --prepare`. For each seed a small Llama is trained in FP8
-for --before steps; there SNIP's estimates are taken, on batches that no step uses, and plans are made. From that point on each
-arm trains the same weights and moments on the same text in its own precision, so that arms are compared by differences within
-a seed; the tables have their mean and its standard error. FP4 runs through FP8 units. Blocks are not compiled: a plan makes
-nearly every block different, and compiling each takes longer than these runs do. Results are written after each run, and runs
-that --json has already are not repeated; --minutes begins no run that would not end in time. Arms are
+`benchmarks/sampling_quality.py --prepare` writes the files of token ids. For each seed a small Llama is trained in FP8 for
+--before steps. At that point SNIP's estimates are made, on batches that no step sees, and plans are chosen. Then each arm
+trains the same weights and moments on the same text in its own precision. Differences are paired by seed; the tables have
+their means and standard errors. FP4 runs on FP8 units. Blocks are not compiled: a plan makes nearly every block different, and
+compiling each of them takes longer than these runs. Results are written after each run, and runs that --json already has are
+not repeated; --minutes starts no run that would not end in time. Arms are
 
     bf16, fp8, fp4            no casts, fp8-block and fp4-block in every layer but the output
     fp4/fp8/fp8               one option for input, weight and gradient, in every layer but the output
     snip@75                   SNIP at a target of 75 % of FLOPs in FP4, by the default probe; snip:last@75 by another one
-    snip^1@75                 divergences added up as the paper does, instead of their squares
-    random@75, min-abs-err@75, min-rel-err@75, E-layer-id@75, E-layer-type@75; random layers differ by seed
-    uniform@75                the least option that reaches the target everywhere: fp4 above a third of the FLOPs
+    snip^1@75                 the sum of divergences, as in the paper, instead of their squares
+    random@75, min-abs-err@75, min-rel-err@75, E-layer-id@75, E-layer-type@75; random layers differ for each seed
+    uniform@75                one option for all layers that just reaches the target: fp4 above a third of the FLOPs
 """
 
 import argparse
@@ -46,7 +46,7 @@ import dither
 from dither import LayerPrecision, Plan, UserError, step_context
 from dither.models import Llama
 from dither.nn import param_groups
-from dither.snip import BASELINES, PROBES, Goal, Scores, choose, options, plan, score
+from dither.snip import BASELINES, PROBES, Goal, Scores, build_plan, choose, options, score
 
 OPTIONS = options("fp8,fp4")
 WHOLE = {
@@ -62,7 +62,7 @@ TINY |= {"arms": "bf16,fp8,snip@50,random@50,snip:direct@50"}
 
 
 def parse_arm(arm: str) -> tuple[str, str, float, float]:
-    """Return method, probe, power and target of an arm."""
+    """Return (method, probe, power, target) of an arm."""
     if arm in WHOLE:
         return arm, "", 0.0, 0.0
     snip = rf"snip(:(?P<probe>{'|'.join(PROBES)}))?(\^(?P<power>[0-9.]+))?"
@@ -74,7 +74,7 @@ def parse_arm(arm: str) -> tuple[str, str, float, float]:
 
 
 class Seed:
-    """A model of one seed at the point where the arms branch, and its statistics."""
+    """A model of one seed at the point where the arms start, and the scores at that point."""
 
     def __init__(self, seed: int, text: Text, arguments: argparse.Namespace) -> None:
         self.seed, self.text, self.arguments = seed, text, arguments
@@ -98,7 +98,7 @@ class Seed:
             self.parted.update(weight.cpu().view(torch.uint8).numpy().tobytes())
 
     def train(self, first: int, end: int) -> None:
-        """Train from step `first` to `end` in the model's precision."""
+        """Train from step `first` to `end` in the current precision of the model."""
         arguments = self.arguments
         for step in range(first, end):
             for group in self.optimizer.param_groups:
@@ -111,14 +111,14 @@ class Seed:
             self.optimizer.zero_grad()
 
     def restore(self) -> None:
-        """Restore the point where the arms branch, in FP8."""
+        """Return to the point where the arms start, in FP8."""
         dither.apply_plan(self.model, WHOLE["fp8"])
         weights, moments = copy.deepcopy(self.kept)
         self.model.load_state_dict(weights)
         self.optimizer.load_state_dict(moments)
 
     def measured(self, probe: str) -> Scores:
-        """Return the scores of a probe, from a cache."""
+        """Return the scores of a probe, computed once."""
 
         def forward(model: Llama, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
             with autocast(self.arguments.device):
@@ -146,14 +146,14 @@ class Seed:
         scores, goal = self.measured(probe), Goal(target=target)
         layers = scores.statistics.layers
         if method == "snip":
-            solution = choose(scores.quality(power=power), layers, OPTIONS, goal)
+            solution = choose(scores.harm(power=power), layers, OPTIONS, goal)
         else:
             seeded = {"seed": self.seed} if method == "random" else {}
             solution = BASELINES[method](scores.statistics, OPTIONS, goal, **seeded)
-        return plan(scores.layers, OPTIONS, solution, WHOLE["fp8"])
+        return build_plan(scores.layers, OPTIONS, solution, WHOLE["fp8"])
 
     def run(self, arm: str) -> dict:
-        """Train an arm to the end, and return its held-out loss in its own precision and without casts."""
+        """Train an arm to the end; return its held-out loss in its own precision and without casts."""
         chosen = self.plan(arm)
         began = time.perf_counter()
         self.restore()
@@ -170,7 +170,7 @@ class Seed:
 
 
 def of_arms(results: list[dict]) -> dict[str, list[dict]]:
-    """Return results by arm; their seeds are the points where arms branched."""
+    """Return results by arm; pairs of seed and starting point take the place of seeds."""
     found: dict[str, list[dict]] = {}
     for result in results:
         found.setdefault(result["arm"], []).append(result | {"seed": (result["seed"], result.get("parted"))})
@@ -194,7 +194,7 @@ def print_table(results: list[dict]) -> None:
 
 
 def plot(results: list[dict], path: Path) -> None:
-    """Draw the cost of each method over the fraction of FLOPs in FP4, from fp8 to fp4, with standard errors, as SVG."""
+    """Plot the increase of the loss of each method by the fraction of FLOPs in FP4, with standard errors, as SVG."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -203,10 +203,10 @@ def plot(results: list[dict], path: Path) -> None:
 
     of, axes = of_arms(results), pyplot.subplots(figsize=(7.2, 4.0))[1]
     if missing := [arm for arm in ("bf16", "fp8", "fp4") if arm not in of]:
-        raise SystemExit(f"curves go from fp8 to fp4, above bf16: there is no run of {missing[0]}")
+        raise SystemExit(f"curves go from fp8 to fp4, relative to bf16: there is no run of {missing[0]}")
 
-    def cost(arm: str) -> tuple[float, float, float]:
-        """Return the fraction in FP4, and the mean of loss - bf16 with its standard error, in thousandths of a nat."""
+    def increase(arm: str) -> tuple[float, float, float]:
+        """Return (fraction in FP4, mean of loss minus bf16, standard error), in 10^-3 nats per token."""
         base = {r["seed"]: r["loss"] for r in of["bf16"]}
         found = [1e3 * (r["loss"] - base[r["seed"]]) for r in of[arm] if r["seed"] in base]
         share = {"fp8": 0.0, "fp4": 1.0}.get(arm, of[arm][0]["efficiency"])
@@ -214,17 +214,17 @@ def plot(results: list[dict], path: Path) -> None:
 
     for method in dict.fromkeys(arm.partition("@")[0] for arm in of if "@" in arm):
         arms = [arm for arm in of if arm.partition("@")[0] == method]
-        shares, means, errors = zip(*sorted(cost(arm) for arm in ("fp8", *arms, "fp4")), strict=True)
+        shares, means, errors = zip(*sorted(increase(arm) for arm in ("fp8", *arms, "fp4")), strict=True)
         thick = 2.5 if method == "snip" else 1.2
         axes.errorbar(shares, means, yerr=errors, label=method, marker="o", markersize=3, linewidth=thick, capsize=2)
-    axes.set(xlabel="share of FLOPs in FP4", ylabel="held-out loss - BF16's, thousandths of a nat")
+    axes.set(xlabel="fraction of FLOPs in FP4", ylabel="held-out loss minus BF16, 0.001 nats per token")
     axes.legend(frameon=False)
     axes.grid(alpha=0.3)
     axes.figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
 
 
 def check_state(arguments: argparse.Namespace, settings: dict) -> None:
-    """Raise if --state was written with other settings; write the settings of a new one."""
+    """Raise if --state was filled with other settings, and record those of a new one."""
     if arguments.state:
         arguments.state.mkdir(parents=True, exist_ok=True)
         path = arguments.state / "settings.json"
@@ -241,12 +241,12 @@ def main() -> None:
     parser.add_argument("--arms", default=ARMS, help=f"separated by commas; default {ARMS}")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--json", type=Path, help="results, written after each run; runs found there are not repeated")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run that would end later than this")
-    parser.add_argument("--state", type=Path, help="a folder for what seeds have where the arms part; read if it is there")
-    parser.add_argument("--prepare", action="store_true", help="fill --state for the seeds, and end")
-    parser.add_argument("--share", default="1/1", help="i/n: of all runs, every n-th from the i-th on")
-    parser.add_argument("--table", type=Path, nargs="+", help="print the table of these results, and end")
-    parser.add_argument("--plot", type=Path, help="with --table: also draw them, as an SVG")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no run that would end later than this")
+    parser.add_argument("--state", type=Path, help="folder that keeps the starting points of seeds; read if it exists")
+    parser.add_argument("--prepare", action="store_true", help="fill --state for the seeds, and exit")
+    parser.add_argument("--share", default="1/1", help="i/n: every n-th of all runs, starting with the i-th")
+    parser.add_argument("--table", type=Path, nargs="+", help="print the table of these results, and exit")
+    parser.add_argument("--plot", type=Path, help="with --table: also plot them, as SVG")
     parser.add_argument("--device", default="cuda")
     sizes = {"hidden": 512, "ffn": 1408, "layers": 8, "heads": 8, "words": 8192, "sequence": 512, "batch": 64}
     sizes |= {"before": 200, "steps": 600, "warmup": 60, "probes": 2, "held_out_windows": 1024}
@@ -254,7 +254,7 @@ def main() -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--weight-decay", type=float, default=0.1)
-    parser.add_argument("--tiny", action="store_true", help="a tiny model on made-up text: the script runs, nothing else")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model on random text, to test the script")
     if "--tiny" in sys.argv:
         parser.set_defaults(**TINY)
     arguments = parser.parse_args()

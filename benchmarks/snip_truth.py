@@ -1,15 +1,16 @@
-"""SNIP's estimates compared with the truth: rank correlation of each probe over all layers of a trained Llama, and cost.
+"""Verify SNIP's estimates: how well each probe ranks the options of all layers of a trained Llama, and how long it takes.
 
     PYTHONPATH=src python3 benchmarks/snip_truth.py --train train.npy --held-out held_out.npy --json truth.json
     PYTHONPATH=src python3 benchmarks/snip_truth.py --device cpu --tiny  # random text, in a minute: the script runs
 
 train.npy and held_out.npy hold token ids, uint16, as benchmarks/sampling_quality.py --prepare writes them. A Llama is trained
 in BF16 autocast with float32 parameters (O1), uncast. Every probe then scores every option of every layer on batches of
-training text, and `dither.snip.verify` tries all options for real, one layer at a time, on whole batches of held-out text.
---minutes bounds the truth: as many held-out batches are taken as fit, one at least, and then, for the loss alone, as many more
-as still do, up to --loss-batches.
---tokens scores again on that many first tokens of the training text, to show the effect of fewer tokens. --compute fp32 does
-everything in float32: in BF16, later layers round again, which hides small changes.
+training text, and `dither.snip.verify` measures all options, one layer at a time, on whole batches of held-out text.
+
+--minutes bounds the verification: it takes as many held-out batches as fit, at least one, and then as many more for the loss
+only, up to --loss-batches. --tokens also scores on the first tokens of the training text, to show the effect of fewer tokens.
+--compute fp32 computes everything in float32: in BF16, everything after a change is rounded differently, which hides small
+changes.
 """
 
 import argparse
@@ -27,13 +28,13 @@ from sampling_quality import autocast, build, rate, token_ids
 
 import dither
 from dither.models import Llama, compile_blocks
-from dither.snip import PROBES, Scores, options, score, verify
+from dither.snip import PROBES, Scores, TrainingSetup, options, score, verify
 
 TINY = {"hidden": 64, "layers": 2, "heads": 4, "ffn": 128, "words": 64, "sequence": 32, "batch": 4, "steps": 30, "warmup": 5}
 
 
 class Text:
-    """Token ids on the device, and the windows of steps and probes."""
+    """Token ids on the device, and windows of them for steps and probes."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.length, self.batch, self.device = arguments.sequence, arguments.batch, arguments.device
@@ -49,7 +50,7 @@ class Text:
 
 
 def forward(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Return the loss of a batch under BF16 autocast; without it on a CPU, where BF16 products are slow."""
+    """Return the loss of a batch under BF16 autocast; on a CPU without autocast, since BF16 products are slow there."""
     with autocast(batch[0].device.type):
         return model(*batch)
 
@@ -81,7 +82,7 @@ def trained(text: Text, arguments: argparse.Namespace) -> tuple[Llama, torch.opt
 
 @torch.no_grad()
 def seconds_of(call: Callable[[], torch.Tensor]) -> float:
-    """Return the time of the second of two calls, uncompiled like estimates and truth."""
+    """Return the seconds of the second of two calls, uncompiled, as estimates and verification are."""
     with torch.compiler.set_stance("force_eager"):
         for _ in range(2):
             began = time.perf_counter()
@@ -90,9 +91,9 @@ def seconds_of(call: Callable[[], torch.Tensor]) -> float:
 
 
 def with_slope(scores: Scores, closed: Scores, share: float) -> Scores:
-    """Return scores of `measure` or `layer` in which the slope's part of dL, by the paper's formula, has the weight `share`.
+    """Return scores of `measure` or `layer` with the slope term of dL (the paper's formula) multiplied by `share`.
 
-    On a batch of M tokens that part has the size of its noise, 1 / sqrt(M), so it decreases with larger or more batches.
+    On a batch of M tokens the slope is noise of size 1 / sqrt(M), so it is smaller for larger or more batches.
     """
     loss = tuple(
         tuple(math.sqrt(max(both**2 - slope**2, 0.0) + (share * slope) ** 2) for both, slope in zip(*rows, strict=True))
@@ -102,7 +103,7 @@ def with_slope(scores: Scores, closed: Scores, share: float) -> Scores:
 
 
 def integers(text: str) -> list[int]:
-    """Return the integers of a text such as "2048,8192"; argparse reports errors."""
+    """Parse integers separated by commas, such as "2048,8192"."""
     return [int(part) for part in text.split(",")]
 
 
@@ -112,17 +113,19 @@ def main() -> None:
     parser.add_argument("--held-out", type=Path)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--minutes", type=float, default=8.0, help="roughly how long the truth may take, after scoring")
+    parser.add_argument("--minutes", type=float, default=8.0, help="approximate time for verification, after scoring")
     parser.add_argument("--probes", default=",".join(PROBES))
     parser.add_argument("--options", default="fp8,fp4")
-    parser.add_argument("--micro", type=int, default=1, help="batches of training text that probes see")
+    parser.add_argument("--micro", type=int, default=1, help="batches of training text for probes")
     parser.add_argument(
         "--compute",
         choices=("bf16", "fp32"),
         default="bf16",
-        help="what estimates and truth are computed in",
+        help="format of products in estimates and verification",
     )
-    parser.add_argument("--tokens", type=integers, default=[], help="also score on so many tokens, separated by commas")
+    parser.add_argument(
+        "--tokens", type=integers, default=[], help="also score on these numbers of tokens, separated by commas"
+    )
     parser.add_argument("--fewer-probes", default="measure,last", help="the probes that do")
     parser.add_argument("--held-out-batches", type=int, default=4, help="batches of held-out text, at most")
     parser.add_argument("--loss-batches", type=int, default=16, help="more of them, at most, for the loss alone")
@@ -148,7 +151,7 @@ def main() -> None:
     generator = torch.Generator().manual_seed(arguments.seed + 1)
     seen = [text.windows(text.train, generator, arguments.batch) for _ in range(arguments.micro)]
     unseen = [text.windows(text.held_out, generator, arguments.batch) for _ in range(arguments.held_out_batches)]
-    given = {"forward": forward if arguments.compute == "bf16" else exact_forward, "max_norm": 1.0}
+    given = {"forward": forward if arguments.compute == "bf16" else exact_forward, "setup": TrainingSetup(max_norm=1.0)}
     scores = []
     for probe in arguments.probes.split(","):
         for rows in (False, True) if probe == "direct" else (False,):
@@ -168,9 +171,9 @@ def main() -> None:
     scores += [with_slope(found, closed[0], share) for found in tried for share in (0.5, 0.25, 0.0)]
     stream = dither.Stream(arguments.seed, "snip", "truth")
     once = seconds_of(lambda: given["forward"](model, unseen[0])) * (1 + len(scores[0].layers) * len(chosen))
-    room = 60 * arguments.minutes / once  # in forward passes of every option; backward passes take two of them
+    room = 60 * arguments.minutes / once  # in forward passes over all options; a backward pass takes two of them
     whole = max(1, min(len(unseen), int(room / 3)))
-    alone = max(0, min(arguments.loss_batches, int((room - 3 * whole) * 2)))  # a gradient's casts change no loss
+    alone = max(0, min(arguments.loss_batches, int((room - 3 * whole) * 2)))  # casts of gradients do not change the loss
     more = [text.windows(text.held_out, generator, arguments.batch) for _ in range(alone)]
     truth = verify(model, unseen[:whole], optimizer, scores, chosen, stream=stream, more_for_loss=more, **given)
     print(truth, flush=True)

@@ -525,7 +525,7 @@ def test_old_keywords_work_with_one_warning():
     old = {"target": 0.5, "every": 10, "start": 3, "delay": 4, "power": 1, "hysteresis": 0.1, "rows": True, "seed": 7}
     old |= {"probe": None, "pinned": None, "max_norm": 1.0, "cost": "flops", "times": "t.json", "stages": [2, 2]}
     told = []
-    with pytest.warns(DeprecationWarning, match=r"target is now Goal\(target=...\); every is now Schedule") as warned:
+    with pytest.warns(DeprecationWarning, match=r"tell is now the attribute on_failure; .*every is now Schedule") as warned:
         snip = Snip(net(), None, "fp8-block", estimate=Fake(), tell=told.append, **old)
     assert len(warned) == 1
     assert warned[0].filename == __file__

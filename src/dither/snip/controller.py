@@ -8,7 +8,7 @@ import json
 import math
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -24,12 +24,13 @@ from dither.random import Stream
 from dither.ranks import first_error
 from dither.recipes import recipe
 from dither.snip.divergence import Scores
+from dither.snip.layer_options import Option
 from dither.snip.layer_options import options as combinations
 from dither.snip.planning import build_plan, check_finite, choice_of, choose
 from dither.snip.probes import score
 from dither.snip.savings import Times, measure_times
 from dither.snip.settings import Estimator, Goal, Schedule, TrainingSetup, Value, with_old_keywords
-from dither.snip.solver import Solution
+from dither.snip.solver import Rows, Solution
 from dither.snip.statistics import cut_by_tensor_parallelism, layers_of
 
 VERSION = 1
@@ -142,10 +143,11 @@ class Snip:
                 the model and other batches, if there are any, and all ranks take part in the choice.
             forward: Function of (model, batch) that returns the loss of a batch, as for `dither.snip.score`.
         """
+        moved = ["tell is now the attribute on_failure"] if "tell" in old else []
         self.on_failure: Callable[[str], None] = old.pop("tell", _warn)
         goal, schedule = goal or Goal(), schedule or Schedule()
         estimator, setup = estimator or Estimator(), setup or TrainingSetup()
-        goal, schedule, estimator, setup = with_old_keywords("Snip", old, goal, schedule, estimator, setup)
+        goal, schedule, estimator, setup = with_old_keywords("Snip", old, goal, schedule, estimator, setup, moved=moved)
         if goal.cost == "time" and not torch.cuda.is_available():
             raise UserError("snip's cost='time' is measured on a CUDA GPU, and there is none here: use cost='flops'.")
         self.model, self.optimizer, self.base = model, optimizer, recipe(base) if isinstance(base, str) else base
@@ -225,10 +227,11 @@ class Snip:
             return _Pending(scores, None)
         answer: Future[_Answer] = Future()
         now = choice_of(scores.layers, self.options, self.plan) if self._chosen else None
+        harm = self._harm(scores)
 
         def think() -> None:
             try:
-                answer.set_result(self._answer(scores, goal, now))
+                answer.set_result(_answer(harm, scores, self.options, goal, now, self.schedule.hysteresis))
             except UserError as error:
                 answer.set_result(_Answer(None, str(error), failed=True))
             except BaseException as error:  # raised by `result` in the training thread
@@ -237,23 +240,12 @@ class Snip:
         threading.Thread(target=think, name="dither-snip", daemon=True).start()
         return _Pending(scores, answer)
 
-    def _answer(self, scores: Scores, goal: Goal, now: tuple[int, ...] | None) -> _Answer:
-        harm = self._harm(scores)
-        found = choose(harm, scores.statistics.layers, self.options, goal)
-        if now is None:
-            return _Answer(found, f"the first choice, with a harm of {found.harm:.4g}")
-        stays = sum(row[option] for row, option in zip(harm, now, strict=True))
-        changed = sum(old != new for old, new in zip(now, found.choice, strict=True))
-        if changed and stays - found.harm > self.schedule.hysteresis * stays:
-            return _Answer(found, f"{changed} of {len(now)} layers change: the harm falls from {stays:.4g} to {found.harm:.4g}")
-        if not changed:
-            return _Answer(None, f"the plan is still the best, with a harm of {stays:.4g}")
-        return _Answer(None, f"a change of {changed} layers would only reduce the harm from {stays:.4g} to {found.harm:.4g}")
-
     def _act(self, step: int, pending: _Pending) -> Decision:
         """Apply rank 0's answer on every rank."""
         self._pending = None
-        answer = self._from_first(None if pending.answer is None else pending.answer.result())
+        mine = None if pending.answer is None else pending.answer.result()
+        answer = _from_first(mine, self._group) if self._distributed else mine
+        assert answer is not None
         scores = pending.scores
         if answer.failed:
             return self._stay(step, scores.step, answer.reason, scores)
@@ -308,14 +300,6 @@ class Snip:
     def _distributed(self) -> bool:
         return dist.is_available() and dist.is_initialized()
 
-    def _from_first(self, answer: _Answer | None) -> _Answer:
-        """Return rank 0's answer on every rank."""
-        said: list[Any] = [answer]
-        if self._distributed:
-            dist.broadcast_object_list(said, group=self._group, group_src=0)
-        found: _Answer = said[0]
-        return found
-
     # Checkpoints -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -323,7 +307,7 @@ class Snip:
         pending = self._pending
         return {
             "version": VERSION,
-            "goal": self._described_goal(),
+            "goal": _described_goal(self.goal, self.estimator, self.options),
             "plan": self.plan.to_dict(),
             "chosen": self._chosen,
             "pending": pending and {"scores": _plain(pending.scores), "answer": _finished(pending.answer)},
@@ -334,7 +318,10 @@ class Snip:
         if not isinstance(state, Mapping) or state.get("version") != VERSION:
             raise UserError(f"This is not a state of snip of version {VERSION}: {state!r:.80}.")
         try:
-            saved, same = Plan.from_dict(state["plan"]), state["goal"] == self._described_goal()
+            saved, same = (
+                Plan.from_dict(state["plan"]),
+                state["goal"] == _described_goal(self.goal, self.estimator, self.options),
+            )
             chosen, pending = bool(state["chosen"]) and same, state["pending"]
             scores = pending and Scores.from_dict(pending["scores"])
             answer = _answer_of(pending["answer"]) if pending and pending["answer"] and same else None
@@ -354,19 +341,43 @@ class Snip:
             measured = self.goal.cost == "time" and self._rank == 0
             self._pending = self._begin(scores, replace(self.goal, cost=self._measure_times(scores)) if measured else self.goal)
 
-    def _described_goal(self) -> dict[str, Any]:
-        """Describe what plans are chosen for, to recognize plans that were chosen for something else."""
-        goal = self.goal
-        return {
-            "target": float(goal.target),
-            "cost": "flops" if goal.cost == "flops" else "time",
-            "stages": goal.stages and list(goal.stages),
-            "balance": goal.balance,
-            "pinned": dict(goal.pinned),
-            "options": [option.name for option in self.options],
-            **self.estimator.provenance,
-            **({"rows": True} if self.estimator.rows else {}),
-        }
+
+def _answer(
+    harm: Rows, scores: Scores, options: Sequence[Option], goal: Goal, now: tuple[int, ...] | None, hysteresis: float
+) -> _Answer:
+    """Choose options for a goal, and decide if they replace the current ones, `now`."""
+    found = choose(harm, scores.statistics.layers, options, goal)
+    if now is None:
+        return _Answer(found, f"the first choice, with a harm of {found.harm:.4g}")
+    stays = sum(row[option] for row, option in zip(harm, now, strict=True))
+    changed = sum(old != new for old, new in zip(now, found.choice, strict=True))
+    if changed and stays - found.harm > hysteresis * stays:
+        return _Answer(found, f"{changed} of {len(now)} layers change: the harm falls from {stays:.4g} to {found.harm:.4g}")
+    if not changed:
+        return _Answer(None, f"the plan is still the best, with a harm of {stays:.4g}")
+    return _Answer(None, f"a change of {changed} layers would only reduce the harm from {stays:.4g} to {found.harm:.4g}")
+
+
+def _from_first(answer: _Answer | None, group: "dist.ProcessGroup | None") -> _Answer:
+    """Return rank 0's answer on every rank."""
+    said: list[Any] = [answer]
+    dist.broadcast_object_list(said, group=group, group_src=0)
+    found: _Answer = said[0]
+    return found
+
+
+def _described_goal(goal: Goal, estimator: Estimator, options: Sequence[Option]) -> dict[str, Any]:
+    """Describe what plans are chosen for, to recognize plans that were chosen for something else."""
+    return {
+        "target": float(goal.target),
+        "cost": "flops" if goal.cost == "flops" else "time",
+        "stages": goal.stages and list(goal.stages),
+        "balance": goal.balance,
+        "pinned": dict(goal.pinned),
+        "options": [option.name for option in options],
+        **estimator.provenance,
+        **({"rows": True} if estimator.rows else {}),
+    }
 
 
 def _plain(scores: Scores) -> Any:

@@ -214,13 +214,14 @@ def pins(texts: Sequence[str]) -> dict[str, str]:
 # Keyword arguments of the previous release -----------------------------------------------------------------------------
 
 
-def with_old_keywords(function: str, old: Mapping[str, Any], *settings: Any, stacklevel: int = 3) -> list[Any]:
+def with_old_keywords(function: str, old: Mapping[str, Any], *settings: Any, moved: Sequence[str] = ()) -> list[Any]:
     """Return the settings with the previous release's keyword arguments filled in, after one DeprecationWarning.
 
-    Each of `old` must be a field of one of the settings, except `estimate`, which is now `Estimator.score`.
+    Each of `old` must be a field of one of the settings, except `estimate`, which is now `Estimator.score`. `moved` says what
+    else has moved.
     """
     new: list[dict[str, Any]] = [{} for _ in settings]
-    moved = []
+    moved = list(moved)
     for name, value in old.items():
         name_now = "score" if name == "estimate" else name
         place = next((i for i, each in enumerate(settings) if name_now in type(each).__dataclass_fields__), None)
@@ -232,5 +233,5 @@ def with_old_keywords(function: str, old: Mapping[str, Any], *settings: Any, sta
             continue
         new[place][name_now] = {} if value is None and name == "pinned" else value
     if moved:
-        warnings.warn(f"Arguments of {function} have moved: {'; '.join(moved)}.", DeprecationWarning, stacklevel=stacklevel)
+        warnings.warn(f"Arguments of {function} have moved: {'; '.join(moved)}.", DeprecationWarning, stacklevel=3)
     return [type(each)(**{**vars(each), **changes}) if changes else each for each, changes in zip(settings, new, strict=True)]
