@@ -26,6 +26,7 @@ from dither.nn.step import StepContext
 from dither.train import Config, Progress, Status, checkpoint, loop, train
 from dither.train import config as configs
 from dither.train.metrics import Metrics
+from dither.train.resuming import resolved
 from dither.train.trainer import Trainer
 
 STEPS = 6
@@ -271,8 +272,8 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Trainer]:
     made: list[Trainer] = []
 
     class Kept(Trainer):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
             made.append(self)
 
     monkeypatch.setattr(loop, "Trainer", Kept)
@@ -435,7 +436,7 @@ def test_the_run_folder(text: Path, tmp_path: Path) -> None:
         *("config.toml", "plan.json", "conversion.json", "environment.json", "metrics.jsonl", "status.json"),
         *("checkpoints", "tokens"),
     }
-    assert configs.load(out / "config.toml") == config
+    assert configs.load(out / "config.toml") == resolved(config)
     assert Plan.load(out / "plan.json") == config.precision.load_plan()
     assert Status.load(out) == Status(state="done", step=STEPS, why=f"All {STEPS} steps are done.")
     conversion = json.loads((out / "conversion.json").read_text())
@@ -552,7 +553,7 @@ def test_a_used_folder(text: Path, tmp_path: Path) -> None:
     assert before == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "letter.txt").write_text("dear")
-    with pytest.raises(UserError, match="has other files already: name another"):
+    with pytest.raises(UserError, match="has other files: choose another"):
         train(settings(text, tmp_path / "other"))
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["letter.txt"]
     assert train(config, resume=True).code == 0  # it is done already: nothing is trained, and it says the same
@@ -569,7 +570,7 @@ def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 CONSTANT = ("optim.schedule=constant", "optim.warmup=0.0")
 
 CHANGES = {
-    "model.preset=llama-134m": r"model.preset from None to llama-134m",
+    "model.preset=llama-134m": r"model.preset from tiny to llama-134m: keep the saved value, or train in another folder",
     "data.batch=2": "data.batch from 4 to 2",
     "data.seed=1": "data.seed from 0 to 1",
     "run.seed=1": "run.seed from 0 to 1",
@@ -604,7 +605,7 @@ def test_changed_tokens(text: Path, finished: Path, tmp_path: Path) -> None:
     (tmp_path / "more").mkdir()
     for number in range(60):
         (tmp_path / "more" / f"{number}.txt").write_text(f"another text, number {number} of sixty" * 9)
-    with pytest.raises(UserError, match=r"were made from .*, and data.sources now says .*more"):
+    with pytest.raises(UserError, match=r"were made from .*, and data.sources is now .*more"):
         train(settings(tmp_path / "more", tmp_path / "run", *CONSTANT, "run.steps=3"), resume=True)
     other = prepare(str(tmp_path / "more"), tmp_path / "tokens", held_out=0.05)
     with pytest.raises(UserError, match="was trained on other tokens than those in"):
@@ -617,7 +618,7 @@ def test_changed_tokens(text: Path, finished: Path, tmp_path: Path) -> None:
 REFUSED = {
     "data.batch=4000": "sequences of 16 need",
     "data.sequence=100000": "need",
-    "model.vocab=100": "model.vocab=100 is less than the tokenizer's 257 tokens",
+    "model.vocab=100": "model.vocab=100 is less than the 257 tokens of the tokenizer",
     "data.sources=['nowhere.txt']": "nowhere.txt",
     "model.preset=gpt2-124m data.sequence=1025 data.batch=1": "data.sequence=1025 is longer than the 1024 positions",
     "run.device=cuda:7": "GPU",
@@ -657,7 +658,7 @@ def test_a_run_whose_steps_all_overflow_stops_with_a_sentence(text: Path, tmp_pa
     assert "so the step was skipped, the 1st of this run" in guard_lines[0]["text"]
     assert "loss scale 1.15292e+18  1 skipped" in shown.getvalue()
     assert outcome.why in shown.getvalue()
-    assert "skipped steps    11 of 11, 11 of them for overflows" in summary(outcome)
+    assert "skipped steps    11 of 11, 11 of them overflows" in summary(outcome)
 
 
 @SLOW_BF16
