@@ -155,7 +155,7 @@ def test_memory_by_part_and_mode(capsys):
     assert rows["peak"][1:] == ["42.42", "31.70"]
     assert rows["weights"][1:] == ["4.70", "2.35"]
     assert "On H200 (133 GiB usable): o1 + fp8-current" in shown
-    assert "--set precision.mode=o1 --set precision.recipe=fp8-current" in shown
+    assert "--set precision.mode=o1 precision.recipe=fp8-current" in shown
     assert cli.main(["memory", "--params", "7e9", "--batch", "1", "--recipe", "fp8-block", "--states", "int8"]) == 0
     assert "o1 + fp8-block + int8" in capsys.readouterr().out
 

@@ -60,7 +60,7 @@ def test_prepare_and_show(text, tmp_path, capsys):
     assert rows["train"][1:3] == [f"{corpus.train.counts.documents}", f"{len(corpus.train):,}"]
     assert rows["held"][2:4] == [f"{corpus.held_out.counts.documents}", f"{len(corpus.held_out):,}"]
     assert f"sha256      {corpus.sha256}" in prepared
-    assert prepared.endswith(f"It begins:\n{first_text(corpus)}")
+    assert prepared.endswith(f"The first document begins:\n{first_text(corpus)}")
     assert "bytes, 257 tokens" in prepared
 
 
@@ -90,7 +90,7 @@ def test_held_out_sources_and_separators(text, tmp_path, capsys):
 
 def test_show_verifies(text, tmp_path, capsys):
     said(capsys, "data", "prepare", text, "-o", tmp_path / "t", "--held-out", "0.2")
-    assert said(capsys, "data", "show", tmp_path / "t", "--verify").endswith("Every file has its SHA-256.\n")
+    assert said(capsys, "data", "show", tmp_path / "t", "--verify").endswith("The SHA-256 of every file is correct.\n")
     with (tmp_path / "t" / "train-00000.bin").open("r+b") as file:
         file.seek(10)
         file.write(b"x")
@@ -102,12 +102,12 @@ def test_show_verifies(text, tmp_path, capsys):
     ("arguments", "words"),
     [
         (["nowhere", "-o", "t"], "There is no file or folder 'nowhere'"),
-        (["{text}", "-o", "{text}"], "is there already"),
-        (["{text}", "-o", "t", "--held-out", "1.5"], "lies between 0 and 1"),
+        (["{text}", "-o", "{text}"], "exists already"),
+        (["{text}", "-o", "t", "--held-out", "1.5"], "above 0 and below 1"),
         (["{text}", "-o", "t", "--held-out", "nan"], "There is no file or folder 'nan'"),
-        (["{text}", "-o", "t", "--tokenizer", "bpe:many"], "is written bpe:N"),
+        (["{text}", "-o", "t", "--tokenizer", "bpe:many"], "--tokenizer bpe:N"),
         (["{text}", "-o", "t", "--tokenizer", "bpe:200"], "257"),
-        (["{text}", "-o", "t", "--tokenizer", "bpe:280", "--end-token", "x"], "has its own end token"),
+        (["{text}", "-o", "t", "--tokenizer", "bpe:280", "--end-token", "x"], "with its own end token"),
         (["{text}", "-o", "t", "--tokenizer", "nowhere.json"], "There is no tokenizer 'nowhere.json'"),
     ],
 )

@@ -150,7 +150,7 @@ def test_mistakes_in_compare_come_before_anything_is_run(text, tmp_path, capsys,
     assert "did you mean 'fp8-block'" in said(capsys, "compare", "fp32", "fp8-blok", *out, code=2)
     assert "named twice" in said(capsys, "compare", "fp32", "fp32", *out, code=2)
     assert "optim" in said(capsys, "compare", "fp32", *out, "--set", "optim.learning=1", code=2)
-    assert "would be replaced" in said(capsys, "compare", "fp32", *out, "--set", "precision.mode=o2", code=2)
+    assert "has no effect: in a comparison" in said(capsys, "compare", "fp32", *out, "--set", "precision.mode=o2", code=2)
     assert "nowhere.toml" in said(capsys, "compare", "fp32", *out, "--base", "nowhere.toml", code=2)
     assert "at least 1, not 0" in said(capsys, "compare", "fp32", *out, "--seeds", "0", code=2)
     assert not (tmp_path / "out").exists()
@@ -361,7 +361,7 @@ def test_a_sweep_in_parallel(text, tmp_path, capsys):
     stray.write_text("not a run")
     failed = said(capsys, "compare", "bf16-sr@lr=4e-3", *common, code=2)
     assert "bf16-sr@lr=4e-3 (1 of 1) failed: The folder" in failed
-    assert "has other files already" in failed
+    assert "has other files" in failed
     assert str(out / "logs" / "bf16-sr@optim.lr=0.004.txt") in failed
     stray.unlink()
     told = said(capsys, "compare", "bf16-sr", "--sweep", "optim.lr=1e-3,4e-3", *common)
