@@ -95,7 +95,7 @@ def test_show_verifies(text, tmp_path, capsys):
         file.seek(10)
         file.write(b"x")
     said(capsys, "data", "show", tmp_path / "t")
-    assert "does not have its SHA-256" in said(capsys, "data", "show", tmp_path / "t", "--verify", code=2)
+    assert "does not match its SHA-256" in said(capsys, "data", "show", tmp_path / "t", "--verify", code=2)
 
 
 @pytest.mark.parametrize(

@@ -290,11 +290,11 @@ def test_frontier(run, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "'nowhere' is neither a run's folder"),
+        (["nowhere"], "'nowhere' is neither the folder of a run"),
         (["RUN", "--target", "1.5"], "A target is a share from 0 to 1, such as 0.75, not 1.5"),
         (["RUN", "--options", "fp8,fp5"], "There is no level 'fp5'"),
         (["RUN", "--stages", "6,6,6,4", "--probe", "direct"], "The stages 6,6,6,4 hold 22 blocks, and the model has 2"),
-        (["RUN", "--stages", "six"], "--stages is the number of blocks on each pipeline stage"),
+        (["RUN", "--stages", "six"], "--stages is the number of blocks per pipeline stage"),
         (["RUN", "--pin", "down"], "A pinned layer is written pattern=option"),
         (["RUN", "--method", "rondom"], "There is no --method 'rondom' (did you mean 'random'?)"),
         (["RUN", "--batches", "0"], "--batches is a number of micro-batches"),
@@ -304,7 +304,7 @@ def test_frontier(run, capsys):
         (["RUN", "--probe", "direct", "--cost", "time"], "Times are those of a CUDA GPU"),
         (["show", "nowhere.json"], "The plan 'nowhere.json' cannot be read"),
         (["diff", "nowhere.json", "nowhere.json"], "The plan 'nowhere.json' cannot be read"),
-        (["verify", "nowhere"], "'nowhere' is neither a run's folder"),
+        (["verify", "nowhere"], "'nowhere' is neither the folder of a run"),
         (["frontier", "RUN", "--probe", "direct", "--targets", "1"], "A frontier has two targets or more"),
     ],
     ids=lambda given: " ".join(given) if isinstance(given, list) else "",
