@@ -218,7 +218,7 @@ def test_weights_and_the_row_wise_formula_reach_the_plan(run, text, tmp_path, ca
     assert found["rows"].weights == found["both"].weights
     assert plan("frontier", run, "--probe", "direct", "--rows", "--update-weight", "0", "--targets", "2") == 0
     assert plan(run, "--method", "random", "--rows") == 2
-    assert "--method random has no use for them" in capsys.readouterr().err
+    assert "have no effect with --method random" in capsys.readouterr().err
     assert plan(run, "--loss-weight", "0", "--update-weight", "0") == 2
     assert "are both 0: nothing would be left to tell options apart by" in capsys.readouterr().err
     out = tmp_path / "run"
@@ -275,7 +275,7 @@ def test_verify_a_whole_plan(run, tmp_path, capsys):
     recipe("mxfp4").save(tmp_path / "mx.json")
     other = Plan(layers=(("other.layer", LayerPrecision()),), default=BOTH[0].precision)
     other.save(tmp_path / "other.json")
-    for name, message in (("mx", "give its levels by --options"), ("other", "The plan is for another model")):
+    for name, message in (("mx", "name its levels with --options"), ("other", "The plan is for another model")):
         assert plan("verify", run, "--plan", tmp_path / f"{name}.json", "--probe", "direct", "--batches", "1") == 2
         assert message in capsys.readouterr().err
 
