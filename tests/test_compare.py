@@ -150,7 +150,7 @@ def test_mistakes_in_compare_come_before_anything_is_run(text, tmp_path, capsys,
     assert "did you mean 'fp8-block'" in said(capsys, "compare", "fp32", "fp8-blok", *out, code=2)
     assert "named twice" in said(capsys, "compare", "fp32", "fp32", *out, code=2)
     assert "optim" in said(capsys, "compare", "fp32", *out, "--set", "optim.learning=1", code=2)
-    assert "has no effect" in said(capsys, "compare", "fp32", *out, "--set", "precision.mode=o2", code=2)
+    assert "has no effect: in a comparison" in said(capsys, "compare", "fp32", *out, "--set", "precision.mode=o2", code=2)
     assert "nowhere.toml" in said(capsys, "compare", "fp32", *out, "--base", "nowhere.toml", code=2)
     assert "at least 1, not 0" in said(capsys, "compare", "fp32", *out, "--seeds", "0", code=2)
     assert not (tmp_path / "out").exists()

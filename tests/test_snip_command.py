@@ -218,7 +218,7 @@ def test_weights_and_the_row_wise_formula_reach_the_plan(run, text, tmp_path, ca
     assert found["rows"].weights == found["both"].weights
     assert plan("frontier", run, "--probe", "direct", "--rows", "--update-weight", "0", "--targets", "2") == 0
     assert plan(run, "--method", "random", "--rows") == 2
-    assert "--method random has no use for them" in capsys.readouterr().err
+    assert "have no effect with --method random" in capsys.readouterr().err
     assert plan(run, "--loss-weight", "0", "--update-weight", "0") == 2
     assert "are both 0: nothing would be left to tell options apart by" in capsys.readouterr().err
     out = tmp_path / "run"
@@ -275,7 +275,7 @@ def test_verify_a_whole_plan(run, tmp_path, capsys):
     recipe("mxfp4").save(tmp_path / "mx.json")
     other = Plan(layers=(("other.layer", LayerPrecision()),), default=BOTH[0].precision)
     other.save(tmp_path / "other.json")
-    for name, message in (("mx", "give its levels by --options"), ("other", "The plan is for another model")):
+    for name, message in (("mx", "name its levels with --options"), ("other", "The plan is for another model")):
         assert plan("verify", run, "--plan", tmp_path / f"{name}.json", "--probe", "direct", "--batches", "1") == 2
         assert message in capsys.readouterr().err
 
@@ -290,11 +290,11 @@ def test_frontier(run, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "'nowhere' is neither a run's folder"),
+        (["nowhere"], "'nowhere' is neither the folder of a run"),
         (["RUN", "--target", "1.5"], "A target is a share from 0 to 1, such as 0.75, not 1.5"),
         (["RUN", "--options", "fp8,fp5"], "There is no level 'fp5'"),
         (["RUN", "--stages", "6,6,6,4", "--probe", "direct"], "The stages 6,6,6,4 hold 22 blocks, and the model has 2"),
-        (["RUN", "--stages", "six"], "--stages is the number of blocks on each pipeline stage"),
+        (["RUN", "--stages", "six"], "--stages is the number of blocks per pipeline stage"),
         (["RUN", "--pin", "down"], "A pinned layer is written pattern=option"),
         (["RUN", "--method", "rondom"], "There is no --method 'rondom' (did you mean 'random'?)"),
         (["RUN", "--batches", "0"], "--batches is a number of micro-batches"),
@@ -304,7 +304,7 @@ def test_frontier(run, capsys):
         (["RUN", "--probe", "direct", "--cost", "time"], "Times are measured on a CUDA GPU"),
         (["show", "nowhere.json"], "The plan 'nowhere.json' cannot be read"),
         (["diff", "nowhere.json", "nowhere.json"], "The plan 'nowhere.json' cannot be read"),
-        (["verify", "nowhere"], "'nowhere' is neither a run's folder"),
+        (["verify", "nowhere"], "'nowhere' is neither the folder of a run"),
         (["frontier", "RUN", "--probe", "direct", "--targets", "1"], "A frontier has two targets or more"),
     ],
     ids=lambda given: " ".join(given) if isinstance(given, list) else "",

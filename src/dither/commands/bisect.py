@@ -65,31 +65,33 @@ def bisect(
         say: Callable[[str], object] = (lambda _: None) if json else partial(print, flush=True)
         say(f"Reading the text; then {a} and {b} take {steps} steps ...")
         corpus = open_corpus(common, Path(folder), ranks)
-        jobs = [Trainer(config, corpus, ranks) for config in both]
-        found = lockstep.bisect(jobs[0], jobs[1], names=(a, b), steps=steps, bound=bound, free=free, tell=say)
+        trainers = [Trainer(config, corpus, ranks) for config in both]
+        bisection = lockstep.bisect(trainers[0], trainers[1], names=(a, b), steps=steps, bound=bound, free=free, tell=say)
     if json:
-        print(json_text.dumps(found.to_dict(), indent=1, allow_nan=False))
+        print(json_text.dumps(bisection.to_dict(), indent=1, allow_nan=False))
     else:
-        _print_differences(found)
-    return 0 if found.culprit is None else 1
+        _print_differences(bisection)
+    return 0 if bisection.culprit is None else 1
 
 
-def _print_differences(found: Bisection) -> None:
+def _print_differences(bisection: Bisection) -> None:
     header = ("step", "layer", "product", "local", "total", "bound", "relative to the bound")
-    worst = sorted(found.differences, key=lambda each: -each.ratio)
+    largest = sorted(bisection.differences, key=lambda difference: -difference.ratio)
     rows: Sequence[Sequence[str]] = [
         (
-            str(each.step),
-            each.layer,
-            each.product,
-            f"{each.local:.3g}",
-            "" if each.total is None else f"{each.total:.3g}",
-            f"{each.bound:.3g}",
-            f"{each.ratio:.2f}",
+            str(difference.step),
+            difference.layer,
+            difference.product,
+            f"{difference.local:.3g}",
+            "" if difference.total is None else f"{difference.total:.3g}",
+            f"{difference.bound:.3g}",
+            f"{difference.ratio:.2f}",
         )
-        for each in worst[:SHOWN]
+        for difference in largest[:SHOWN]
     ]
-    print_table(f"Relative differences of {found.b} from {found.a}, the largest first", header, rows, right=[0, 3, 4, 5, 6])
-    if len(worst) > SHOWN:
-        print(f"and {len(worst) - SHOWN} more; --json prints all of them")
-    print(found.sentence)
+    print_table(
+        f"Relative differences of {bisection.b} from {bisection.a}, the largest first", header, rows, right=[0, 3, 4, 5, 6]
+    )
+    if len(largest) > SHOWN:
+        print(f"and {len(largest) - SHOWN} more; --json prints all of them")
+    print(bisection.sentence)

@@ -35,23 +35,23 @@ def evaluate(
         json: Print JSON.
     """
     chosen = None if cast is None else evaluation.parse_cast(cast)
-    found = evaluation.run(model, data, cast=chosen, sequence=sequence, sequences=sequences, device=device)
+    result = evaluation.run(model, data, cast=chosen, sequence=sequence, sequences=sequences, device=device)
     if json:
-        print(json_text.dumps(found.to_dict(), indent=1, allow_nan=False))
+        print(json_text.dumps(result.to_dict(), indent=1, allow_nan=False))
     else:
-        _print(found, cast)
+        _print(result, cast)
     return 0
 
 
-def _print(found: Evaluated, cast: str | None) -> None:
-    rows = [("as trained", found.whole, "")]
-    if found.cast is not None and found.deployment is not None:
-        rows.append((f"weights in {cast}", found.cast, f"{found.deployment.bits:.2f}"))
+def _print(result: Evaluated, cast: str | None) -> None:
+    rows = [("as trained", result.whole, "")]
+    if result.cast is not None and result.deployment is not None:
+        rows.append((f"weights in {cast}", result.cast, f"{result.deployment.bits:.2f}"))
     cells = [
         (
             name,
             f"{each.loss:.4f}",
-            "" if each is found.whole else f"{each.loss - found.whole.loss:+.4f}",
+            "" if each is result.whole else f"{each.loss - result.whole.loss:+.4f}",
             f"{each.perplexity:.4g}",
             "" if each.bits_per_byte is None else f"{each.bits_per_byte:.4f}",
             bits,
@@ -59,4 +59,4 @@ def _print(found: Evaluated, cast: str | None) -> None:
         for name, each, bits in rows
     ]
     header = ("", "loss", "change", "perplexity", "bits per byte", "bits per weight")
-    print_table(f"{found.model} on {found.whole.tokens:,} tokens of {found.data}", header, cells, right=[1, 2, 3, 4, 5])
+    print_table(f"{result.model} on {result.whole.tokens:,} tokens of {result.data}", header, cells, right=[1, 2, 3, 4, 5])

@@ -39,17 +39,17 @@ def inspect(
     casts = [parse_cast(each) for each in cast or CASTS]
     if not json:
         print(f"Reading {model} ...", file=sys.stderr, flush=True)
-    found = inspection.inspect(model, casts)
+    inspected = inspection.inspect(model, casts)
     if json:
-        print(json_text.dumps(found.to_dict(), indent=1, allow_nan=False))
+        print(json_text.dumps(inspected.to_dict(), indent=1, allow_nan=False))
     else:
-        _print_model(found)
+        _print_model(inspected)
     return 0
 
 
-def _print_model(found: InspectedModel) -> None:
+def _print_model(inspected: InspectedModel) -> None:
     header = ("layer", "shape", "amax", "median", "binades", "clipped", "flushed", "subnormal", "SQNR, dB")
-    for cast in found.layers[0].casts if found.layers else ():
+    for cast in inspected.layers[0].casts if inspected.layers else ():
         rows = [
             (
                 layer.name,
@@ -62,12 +62,12 @@ def _print_model(found: InspectedModel) -> None:
                 percent(layer.casts[cast].subnormal),
                 _decibels(layer.casts[cast].sqnr, layer.nonfinite),
             )
-            for layer in found.worst_first(cast)
+            for layer in inspected.worst_first(cast)
         ]
-        print_table(f"{found.model}: weights in {cast}", header, rows, right=range(2, 9))
+        print_table(f"{inspected.model}: weights in {cast}", header, rows, right=range(2, 9))
         print()
     updates = sorted(
-        ((layer.name, layer.update) for layer in found.layers if layer.update is not None),
+        ((layer.name, layer.update) for layer in inspected.layers if layer.update is not None),
         key=lambda pair: pair[1].ratio or 0.0,
     )
     of_updates = [
@@ -75,9 +75,9 @@ def _print_model(found: InspectedModel) -> None:
         for name, each in updates
     ]
     if of_updates:
-        print_table(f"Updates of step {found.step} against the spacing of weights", UPDATE_HEADER, of_updates, right=[3, 4])
-    elif found.note:
-        print(found.note)
+        print_table(f"Updates of step {inspected.step} against the spacing of weights", UPDATE_HEADER, of_updates, right=[3, 4])
+    elif inspected.note:
+        print(inspected.note)
 
 
 def _decibels(sqnr: float | None, nonfinite: float) -> str:

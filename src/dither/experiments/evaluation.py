@@ -80,24 +80,24 @@ def run(
     RunSettings(device=device)  # checks it
     with ExitStack() as stack:
         ranks = stack.enter_context(joined(device))
-        job, step, name, corpus = stack.enter_context(_opened(Path(model), data, sequence, ranks))
+        trainer, step, name, corpus = stack.enter_context(_opened(Path(model), data, sequence, ranks))
         text = ", ".join(data or corpus.sources)
 
         def measure(of: nn.Module) -> Perplexity:
-            batch = max(1, job.config.data.batch // job.parts)
-            with job.training.forward():
-                length = sequence or job.config.data.sequence
+            batch = max(1, trainer.config.data.batch // trainer.parts)
+            with trainer.training.forward():
+                length = sequence or trainer.config.data.sequence
                 return perplexity(of, corpus.held_out, length, count=sequences or None, batch=batch)
 
         if cast is None:
-            return Evaluated(name, step, text, measure(job.model), None, None)
+            return Evaluated(name, step, text, measure(trainer.model), None, None)
         measured: list[Perplexity] = []
 
         def loss(of: nn.Module) -> float:
             measured.append(measure(of))
             return measured[-1].loss
 
-        done = deploy(job.model, Plan(default=LayerPrecision(weight=cast)), evaluate=loss)
+        done = deploy(trainer.model, Plan(default=LayerPrecision(weight=cast)), evaluate=loss)
         return Evaluated(name, step, text, measured[0], done, measured[1])
 
 
@@ -125,10 +125,10 @@ def _opened(
         config = _config_of(where)
         home = where.parent.parent
         own = open_corpus(config, home if os.path.isfile(home / CONFIG) else scratch, ranks)
-        job = Trainer(replace(config, run=replace(config.run, compile=False)), own, ranks, initial=False)
-        step = job.restore(where).step
+        trainer = Trainer(replace(config, run=replace(config.run, compile=False)), own, ranks, initial=False)
+        step = trainer.restore(where).step
         corpus = _other(data, scratch / "other", own.tokenizer, whole=True) if data else own
-        yield job, step, str(where), corpus
+        yield trainer, step, str(where), corpus
 
 
 def checkpoint_of(path: Path) -> Path:

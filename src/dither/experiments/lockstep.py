@@ -217,7 +217,7 @@ class _Pair:
         sums: dict[tuple[str, str, str], list[Tensor]] = {}
         losses: tuple[list[Tensor], list[Tensor]] = ([], [])
         with ExitStack() as stack:
-            at = [stack.enter_context(step_context(job.model, step=job.done)) for job in (a, b)]
+            at = [stack.enter_context(step_context(trainer.model, step=trainer.done)) for trainer in (a, b)]
             for part in batch.split(a.parts):
                 for each in at:
                     each.row(part.first * a.config.data.sequence)
@@ -228,15 +228,15 @@ class _Pair:
                 own: dict[str, list[_Operands]] = {}
                 losses[1].append(self._pass(b, part, partial(_keep, own)))
                 self._total(kept, own, sums)
-            for job in (a, b):
-                if job.guided:
-                    job.training.backward(bitwidth_loss(job.model))
+            for trainer in (a, b):
+                if trainer.guided:
+                    trainer.training.backward(bitwidth_loss(trainer.model))
         before = {name: (x.weight.detach().clone(), y.weight.detach().clone()) for name, (x, y) in self.layers.items()}
-        for job in (a, b):
-            for group in job.training.optimizer.param_groups:
-                group["lr"] = job.lr
-            job.training.step()
-            job.done += 1
+        for trainer in (a, b):
+            for group in trainer.training.optimizer.param_groups:
+                group["lr"] = trainer.lr
+            trainer.training.step()
+            trainer.done += 1
         for name, (x, y) in self.layers.items():
             first, second = before[name]
             _add(sums, (name, "update", "local"), x.weight.detach().float() - first, y.weight.detach().float() - second.float())
@@ -264,13 +264,13 @@ class _Pair:
                         wide = parameter.float()
                         state["master"].copy_(wide if state["master"].shape == wide.shape else wide.T)
 
-    def _pass(self, job: Trainer, part: Batch, keep: Callable[..., None]) -> Tensor:
+    def _pass(self, trainer: Trainer, part: Batch, keep: Callable[..., None]) -> Tensor:
         """Run forward and backward of a micro-batch; `keep` gets the operands of every layer."""
-        scale = job.training.scaler.get_scale() if job.scaled else 1.0
-        layers = [(name, pair[0] if job is self.a else pair[1]) for name, pair in self.layers.items()]
+        scale = trainer.training.scaler.get_scale() if trainer.scaled else 1.0
+        layers = [(name, pair[0] if trainer is self.a else pair[1]) for name, pair in self.layers.items()]
         with _watched(layers, partial(keep, scale)):
-            loss = job.loss(job.model, part)
-            job.training.backward(loss / job.parts)
+            loss = trainer.loss(trainer.model, part)
+            trainer.training.backward(loss / trainer.parts)
         return loss.detach()
 
     def _local(self, kept: "dict[str, list[_Operands]]", sums: "Sums") -> None:
@@ -278,7 +278,7 @@ class _Pair:
         with untouched(self.a.model), untouched(self.b.model):
             for name, (first, second) in self.layers.items():
                 for operands in kept.get(name, ()):
-                    results = [_products(job, layer, operands) for job, layer in ((self.a, first), (self.b, second))]
+                    results = [_products(trainer, layer, operands) for trainer, layer in ((self.a, first), (self.b, second))]
                     for product, x, y in zip(PRODUCTS[:3], *results, strict=True):
                         if x is not None and y is not None:
                             _add(sums, (name, product, "local"), x, y)
@@ -329,17 +329,17 @@ def _watched(layers: Sequence[tuple[str, nn.Module]], keep: Callable[[str, Tenso
             hook.remove()
 
 
-def _products(job: Trainer, layer: nn.Module, operands: _Operands) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _products(trainer: Trainer, layer: nn.Module, operands: _Operands) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return y, dx and dw of a layer on given operands, in the compute dtype; dx and dw are None without dy."""
     weight: Tensor = layer.weight  # type: ignore[assignment]
-    x = operands.x if job.training.mode.autocast is not None else operands.x.to(weight.dtype)
+    x = operands.x if trainer.training.mode.autocast is not None else operands.x.to(weight.dtype)
     x = x.clone().requires_grad_()
-    scale = job.training.scaler.get_scale() if job.scaled else 1.0
-    with torch.enable_grad(), job.training.forward():
+    scale = trainer.training.scaler.get_scale() if trainer.scaled else 1.0
+    with torch.enable_grad(), trainer.training.forward():
         y = layer(x)
     if operands.dy is None:
         return y.detach(), None, None
-    with job.training._products():
+    with trainer.training._products():
         dx, dw = torch.autograd.grad(y, (x, weight), (operands.dy * scale).to(y.dtype))
     return y.detach(), dx.float() / scale, dw.float() / scale
 

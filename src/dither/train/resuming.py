@@ -70,7 +70,8 @@ def check_changes(saved: Config, now: Config, done: int, folder: str) -> None:
     if now.run.steps < done:
         raise UserError(f"run.steps={now.run.steps} is less than the {done} steps that the run has done.")
     if changed := fixed_changes(saved, now, done):
-        raise UserError(
-            f"A run cannot resume after a change of {', '.join(changed)}: keep the saved value, or start a new run from these "
-            f"weights: dither train --from {shlex.quote(folder)} --out NEW_FOLDER with the same --set."
-        )
+        command = f"dither train --from {shlex.quote(folder)} --out NEW_FOLDER"
+        new_run = f"start a new run from these weights: {command} with the same --set"
+        if any(change.startswith("model.") for change in changed):
+            new_run = "train in another folder with --out"
+        raise UserError(f"A run cannot resume after a change of {', '.join(changed)}: keep the saved value, or {new_run}.")
