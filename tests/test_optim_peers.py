@@ -241,7 +241,7 @@ def test_states_of_bitsandbytes_that_are_refused() -> None:
     optimizer = AdamW(params.values())
     first = saved["state"][0]
     for change, words in (
-        ({"absmax1": torch.ones(2)}, "2 scales for 4096 codes: blocks of 256"),
+        ({"absmax1": torch.ones(2)}, "2 scales for 4096 codes: only blocks of 256"),
         ({"qmap1": None}, "codes of 8 bits in state1 without qmap1 and absmax1"),
         ({"state1": torch.zeros(3)}, r"moments of torch.float32 \(3,\)"),
     ):

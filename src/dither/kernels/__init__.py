@@ -11,7 +11,7 @@ Legend of the compile-time constants that most files share:
     E, SCALE, W    format of the stored scales (E4M3 for nvfp4), and the rounding of the scales
     P, Q           lines and elements per line of a tile, in the orientation that is cast
     GP, GQ         lines and elements per line of a group that shares a scale
-    A, RUN         how a thread's elements are arranged, see `tiles.element_place`
+    A, RUN         how a thread's elements are arranged, see `tiles.element_coordinates`
     NATIVE         the device runs the GPU's own instructions
     EVEN           tiles cover the tensor exactly, so that loads need no mask
 """

@@ -4,7 +4,7 @@ Legend, here and in `dither.kernels.adam_kernels`:
 
     w, g, m, v     weights, gradients, first and second moments of a tile, float32[TILE]
     extra          the float32 master weights, or Kahan's remainder; w itself in MODE "plain"
-    place          int[TILE]: where the elements lie in memory, counted from the tile's base
+    offset         int[TILE]: where the elements lie in memory, counted from the tile's base
     inside         bool[TILE]: False for lanes beyond the end of the tensor
     row, column    coordinates in the whole parameter, by which random bits are drawn
     W, WH          format of the weights (`rounding.Fields`) and their rounding (`rounding.RoundingConstants`)
@@ -13,6 +13,8 @@ Legend, here and in `dither.kernels.adam_kernels`:
     MODE           how weights are kept: "plain", "master" or "kahan"
     KIND           how moments are kept: "whole" (fp32, bf16), "codes" (8-bit formats) or "dynamic8"
     GROUP          neighbours in a row that share the scale of an 8-bit state
+    W_TYPE, G_TYPE, S_TYPE    types of weights, gradients and states in memory
+    W_STORE, S_STORE          integers of the size of weights and states, as which they are stored
     TILE, TILES    elements of a tile, and tiles of a program
     FLAT           rows are whole Philox blocks (and whole groups), so tiles run over the ends of rows and no lane is idle
     ALIGNED        all addresses are multiples of 16 bytes
@@ -63,14 +65,14 @@ def rounded(x, random, F: tl.constexpr, H: tl.constexpr):
 
 
 @triton.jit
-def store_rounded(pointer, place, x, random, inside, F: tl.constexpr, H: tl.constexpr):
+def store_rounded(pointer, offset, x, random, inside, F: tl.constexpr, H: tl.constexpr):
     """Round float32 `x` to format F and store it. `pointer` points to integers of the format's size."""
     if F.M == 23:
-        tl.store(pointer + place, as_bits(x), mask=inside)
+        tl.store(pointer + offset, as_bits(x), mask=inside)
     elif F.BIAS == 127:
-        tl.store(pointer + place, (_bf16_bits(x, random, H) >> 16).to(tl.int16), mask=inside)
+        tl.store(pointer + offset, (_bf16_bits(x, random, H) >> 16).to(tl.int16), mask=inside)
     else:
-        tl.store(pointer + place, encode(as_bits(rounded(x, random, F, H)), F).to(tl.int16), mask=inside)
+        tl.store(pointer + offset, encode(as_bits(rounded(x, random, F, H)), F).to(tl.int16), mask=inside)
 
 
 @triton.jit
@@ -82,7 +84,7 @@ def _spread(groups, GROUP: tl.constexpr, TILE: tl.constexpr):
 @triton.jit
 def load_codes(
     state,
-    place,
+    offset,
     inside,
     scale,
     blocks,
@@ -95,7 +97,7 @@ def load_codes(
     TILE: tl.constexpr,
 ):
     """Load an 8-bit moment as float32: value(code) * scale of its block."""
-    codes = tl.load(state + place, mask=inside, other=0).to(tl.int32)
+    codes = tl.load(state + offset, mask=inside, other=0).to(tl.int32)
     factor = tl.load(scale + blocks, mask=blocks_inside, other=1.0)
     if KIND == "dynamic8":
         values = dynamic.decode(codes, tables_ptr, SIGNED)
@@ -107,7 +109,7 @@ def load_codes(
 @triton.jit
 def store_codes(
     state,
-    place,
+    offset,
     inside,
     scale,
     blocks,
@@ -136,7 +138,7 @@ def store_codes(
     else:
         y = as_bits(scaled)
         codes = encode(round_bits(y, y, random, F, H, True), F)
-    tl.store(state + place, codes.to(tl.uint8), mask=inside)
+    tl.store(state + offset, codes.to(tl.uint8), mask=inside)
     tl.store(scale + blocks, restore, mask=blocks_inside)
 
 
@@ -210,14 +212,14 @@ def quotient(m, d, NATIVE: tl.constexpr):
 
 @triton.jit
 def coordinates(e0, size, columns, row0, column0, GROUP: tl.constexpr, TILE: tl.constexpr, FLAT: tl.constexpr):
-    """Return (place, inside, row, column) of the elements from number `e0` on; see the legend.
+    """Return (offset, inside, row, column) of the elements from number `e0` on; see the legend.
 
     FLAT gives one row and column per Philox call, [TILE / LANES]; otherwise there is one per element, [TILE], and the
     numbering pads rows to whole groups.
     """
     if FLAT:
         # A call's column is counted from the first row's start: it may lie some rows further down.
-        place = tl.arange(0, TILE)
+        offset = tl.arange(0, TILE)
         first_row = e0 // columns
         call = (tl.arange(0, TILE // LANES) * LANES).to(tl.uint32) + (e0 - first_row * columns).to(tl.uint32)
         wide = columns.to(tl.uint32)
@@ -227,14 +229,14 @@ def coordinates(e0, size, columns, row0, column0, GROUP: tl.constexpr, TILE: tl.
             down = call // wide
         row = (row0 + first_row).to(tl.uint32) + down
         column = column0.to(tl.uint32) + (call - down * wide)
-        return place, e0 + place < size, row, column
+        return offset, e0 + offset < size, row, column
     else:
         pitch = tl.cdiv(columns, GROUP) * GROUP
         e = e0 + tl.arange(0, TILE)
         row = e // pitch
         column = e - row * pitch
-        place = row * columns + column
-        return place, (column < columns) & (place < size), row0 + row, column0 + column
+        offset = row * columns + column
+        return offset, (column < columns) & (offset < size), row0 + row, column0 + column
 
 
 @triton.jit

@@ -133,50 +133,50 @@ def _adamw_kernel(
     # Everything above is loaded once per program, and shared by its TILES tiles.
     for tile in range(TILES):
         e0 = ((program - first) * TILES + tile) * TILE
-        place, inside, row, column = coordinates(e0, elements, columns, row0, column0, GROUP, TILE, FLAT)
+        offset, inside, row, column = coordinates(e0, elements, columns, row0, column0, GROUP, TILE, FLAT)
         base = e0 if FLAT else e0 * 0
         w_ptr = w_start + base
         m_ptr = m_start + base
         v_ptr = v_start + base
         extra_ptr = extra_start + base
-        w = widen(tl.load(w_ptr + place, mask=inside, other=0.0), WH.NATIVE)
-        g = widen(tl.load(g_start + base + place, mask=inside, other=0.0), WH.NATIVE) * scale
+        w = widen(tl.load(w_ptr + offset, mask=inside, other=0.0), WH.NATIVE)
+        g = widen(tl.load(g_start + base + offset, mask=inside, other=0.0), WH.NATIVE) * scale
         extra = w
         if MODE != "plain":
-            extra = widen(tl.load(extra_ptr + place, mask=inside, other=0.0), WH.NATIVE)
+            extra = widen(tl.load(extra_ptr + offset, mask=inside, other=0.0), WH.NATIVE)
         if KIND == "whole":
-            m = widen(tl.load(m_ptr + place, mask=inside, other=0.0), WH.NATIVE)
-            v = widen(tl.load(v_ptr + place, mask=inside, other=0.0), WH.NATIVE)
+            m = widen(tl.load(m_ptr + offset, mask=inside, other=0.0), WH.NATIVE)
+            v = widen(tl.load(v_ptr + offset, mask=inside, other=0.0), WH.NATIVE)
         else:
             blocks = e0 // GROUP + tl.arange(0, TILE // GROUP)
             blocks_inside = blocks < blocks_end
-            m = load_codes(m_ptr, place, inside, m_scale, blocks, blocks_inside, tables_ptr, F, KIND, True, GROUP, TILE)
-            v = load_codes(v_ptr, place, inside, v_scale, blocks, blocks_inside, tables_ptr, F, KIND, False, GROUP, TILE)
+            m = load_codes(m_ptr, offset, inside, m_scale, blocks, blocks_inside, tables_ptr, F, KIND, True, GROUP, TILE)
+            v = load_codes(v_ptr, offset, inside, v_scale, blocks, blocks_inside, tables_ptr, F, KIND, False, GROUP, TILE)
 
         m = beta1 * m + rest1 * g
         v = beta2 * v + rest2 * (g * g)
         direction = quotient(m, square_root(v, WH.NATIVE) * root + eps, WH.NATIVE)
         w, extra = moved_weights(w, extra, direction, decay, shrink, step_size, W, WH, MODE)
-        random = place
+        random = offset
         if WH.KIND == "stochastic":
             random = random_bits(w_key, step, row, column, TILE, FLAT)
-        store_rounded(w_ptr.to(tl.pointer_type(W_STORE)), place, w, random, inside, W, WH)
+        store_rounded(w_ptr.to(tl.pointer_type(W_STORE)), offset, w, random, inside, W, WH)
         if MODE == "master":
-            tl.store(extra_ptr + place, extra, mask=inside)
+            tl.store(extra_ptr + offset, extra, mask=inside)
         elif MODE == "kahan":
-            store_rounded(extra_ptr.to(tl.pointer_type(W_STORE)), place, extra, random, inside, W, WH)
+            store_rounded(extra_ptr.to(tl.pointer_type(W_STORE)), offset, extra, random, inside, W, WH)
         if FH.KIND == "stochastic":
             random = random_bits(state_key, step, row, column, TILE, FLAT)
         if KIND == "whole":
-            store_rounded(m_ptr.to(tl.pointer_type(S_STORE)), place, m, random, inside, F, FH)
-            store_rounded(v_ptr.to(tl.pointer_type(S_STORE)), place, v, second_random_bits(random), inside, F, FH)
+            store_rounded(m_ptr.to(tl.pointer_type(S_STORE)), offset, m, random, inside, F, FH)
+            store_rounded(v_ptr.to(tl.pointer_type(S_STORE)), offset, v, second_random_bits(random), inside, F, FH)
         else:
             store_codes(
-                m_ptr, place, inside, m_scale, blocks, blocks_inside, m, random, tables_ptr, F, FH, S, KIND, True, GROUP, TILE
+                m_ptr, offset, inside, m_scale, blocks, blocks_inside, m, random, tables_ptr, F, FH, S, KIND, True, GROUP, TILE
             )
             store_codes(
                 v_ptr,
-                place,
+                offset,
                 inside,
                 v_scale,
                 blocks,
@@ -213,8 +213,8 @@ def _squares_kernel(
     g_ptr = tl.load(grads_ptr + piece).to(tl.pointer_type(G_TYPE))
     if ALIGNED:
         g_ptr = tl.multiple_of(g_ptr, 16)
-    place = tl.arange(0, TILE)
-    g = widen(tl.load(g_ptr + e0 + place, mask=e0 + place < elements, other=0.0), NATIVE).to(tl.float64)
+    offset = tl.arange(0, TILE)
+    g = widen(tl.load(g_ptr + e0 + offset, mask=e0 + offset < elements, other=0.0), NATIVE).to(tl.float64)
     tl.store(out_ptr + program, tl.sum(g * g))
 
 
@@ -235,8 +235,8 @@ def _run_squares(g_ptr, start, end, NATIVE: tl.constexpr, TILE: tl.constexpr):
     """Return the sum of g^2 over the elements from `start` to `end`, float64."""
     total = tl.zeros([TILE], tl.float64)
     for at in range(start, end, TILE):
-        place = at + tl.arange(0, TILE)
-        g = widen(tl.load(g_ptr + place, mask=place < end, other=0.0), NATIVE).to(tl.float64)
+        offset = at + tl.arange(0, TILE)
+        g = widen(tl.load(g_ptr + offset, mask=offset < end, other=0.0), NATIVE).to(tl.float64)
         total = tl.fma(g, g, total)  # a square is exact in float64, fused or not
     return tl.sum(total)
 
@@ -320,25 +320,25 @@ def _mini_kernel(
     shrink = tl.load(constants + SHRINK)
     step_size = tl.load(constants + SIZE)
     for at in range(start, end, TILE):
-        place, inside, row, column = coordinates(at, end, columns, row0, column0, 1, TILE, FLAT)
+        offset, inside, row, column = coordinates(at, end, columns, row0, column0, 1, TILE, FLAT)
         base = at if FLAT else at * 0
-        w = widen(tl.load(w_ptr + base + place, mask=inside, other=0.0), WH.NATIVE)
-        g = widen(tl.load(g_ptr + base + place, mask=inside, other=0.0), WH.NATIVE) * scale
-        m = widen(tl.load(m_ptr + base + place, mask=inside, other=0.0), WH.NATIVE)
+        w = widen(tl.load(w_ptr + base + offset, mask=inside, other=0.0), WH.NATIVE)
+        g = widen(tl.load(g_ptr + base + offset, mask=inside, other=0.0), WH.NATIVE) * scale
+        m = widen(tl.load(m_ptr + base + offset, mask=inside, other=0.0), WH.NATIVE)
         extra = w
         if MODE != "plain":
-            extra = widen(tl.load(extra_ptr + base + place, mask=inside, other=0.0), WH.NATIVE)
+            extra = widen(tl.load(extra_ptr + base + offset, mask=inside, other=0.0), WH.NATIVE)
         m = beta1 * m + rest1 * g
         direction = quotient(m, tl.zeros_like(m) + denominator, WH.NATIVE)
         w, extra = moved_weights(w, extra, direction, decay, shrink, step_size, W, WH, MODE)
-        random = place
+        random = offset
         if WH.KIND == "stochastic":
             random = random_bits(w_key, step, row, column, TILE, FLAT)
-        store_rounded(w_ptr.to(tl.pointer_type(W_STORE)) + base, place, w, random, inside, W, WH)
+        store_rounded(w_ptr.to(tl.pointer_type(W_STORE)) + base, offset, w, random, inside, W, WH)
         if MODE == "master":
-            tl.store(extra_ptr + base + place, extra, mask=inside)
+            tl.store(extra_ptr + base + offset, extra, mask=inside)
         elif MODE == "kahan":
-            store_rounded(extra_ptr.to(tl.pointer_type(W_STORE)) + base, place, extra, random, inside, W, WH)
+            store_rounded(extra_ptr.to(tl.pointer_type(W_STORE)) + base, offset, extra, random, inside, W, WH)
         if FH.KIND == "stochastic":
             random = random_bits(state_key, step, row, column, TILE, FLAT)
-        store_rounded(m_ptr.to(tl.pointer_type(S_STORE)) + base, place, m, random, inside, F, FH)
+        store_rounded(m_ptr.to(tl.pointer_type(S_STORE)) + base, offset, m, random, inside, F, FH)

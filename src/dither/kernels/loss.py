@@ -88,14 +88,14 @@ def _cross_entropy_kernel(
     else:
         first, head, runs = row_parts(row, stride, words, RUN)
         run, lane = tl.arange(0, RUNS), tl.arange(0, RUN)
-        place = logits_ptr + first + run[:, None] * RUN + lane[None, :]
+        pointers = logits_ptr + first + run[:, None] * RUN + lane[None, :]
         tops, sums = tl.full([RUNS], LOWEST, tl.float32), tl.zeros([RUNS], tl.float32)
         full = runs // RUNS * RUNS
         for done in range(0, full, RUNS):
-            tops, sums = grown(tops, sums, widen(tl.load(place + done * RUN), NATIVE))
+            tops, sums = grown(tops, sums, widen(tl.load(pointers + done * RUN), NATIVE))
         if full < runs:
             inside = (full + run < runs)[:, None]
-            tops, sums = grown(tops, sums, widen(tl.load(place + full * RUN, mask=inside, other=-float("inf")), NATIVE))
+            tops, sums = grown(tops, sums, widen(tl.load(pointers + full * RUN, mask=inside, other=-float("inf")), NATIVE))
         largest = tl.max(tops)
         total = tl.sum(sums * power(tops - largest))
         begin = logits_ptr + row.to(tl.int64) * stride
@@ -155,17 +155,17 @@ def _cross_entropy_backward_kernel(
         there = begin + head
     run, lane = tl.arange(0, RUNS), tl.arange(0, RUN)
     offset = run[:, None] * RUN + lane[None, :]
-    place, out = logits_ptr + there + offset, grads_ptr + first + offset
+    pointers, out = logits_ptr + there + offset, grads_ptr + first + offset
     DTYPE: tl.constexpr = grads_ptr.dtype.element_ty
     hit = tl.where((target >= 0) & (target < words), target - head, -1).to(tl.int32)
     full = runs // RUNS * RUNS
     for done in range(0, full, RUNS):
-        x = widen(tl.load(place + done * RUN, mask=counts, other=0.0), NATIVE)
+        x = widen(tl.load(pointers + done * RUN, mask=counts, other=0.0), NATIVE)
         grads = slopes(x, largest, logarithm, offset == hit - done * RUN, weight)
         tl.store(out + done * RUN, narrow_float(grads, DTYPE, NATIVE))
     if full < runs:
         inside = (full + run < runs)[:, None]
-        x = widen(tl.load(place + full * RUN, mask=inside & counts, other=0.0), NATIVE)
+        x = widen(tl.load(pointers + full * RUN, mask=inside & counts, other=0.0), NATIVE)
         grads = slopes(x, largest, logarithm, offset == hit - full * RUN, weight)
         tl.store(out + full * RUN, narrow_float(grads, DTYPE, NATIVE), mask=inside)
     if not EVEN:

@@ -278,8 +278,8 @@ def _group_product_kernel(
             group = scale_b_ptr + (start // LENGTH_B) * scale_b_group
             part *= tl.load(group + (column64 // LINES_B) * scale_b_row, mask=in_column, other=0.0)[None, :]
         total += part
-    place = row64[:, None] * Q + column64[None, :]
-    tl.store(out_ptr + place, total, mask=in_row[:, None] & in_column[None, :])
+    offset = row64[:, None] * Q + column64[None, :]
+    tl.store(out_ptr + offset, total, mask=in_row[:, None] & in_column[None, :])
 
 
 # INT8 units -------------------------------------------------------------------------------------------------------------

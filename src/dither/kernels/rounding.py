@@ -331,13 +331,13 @@ def _round_kernel(
     row = first_row + tl.arange(0, ROWS)
     column = first_column + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    place = row[:, None] * columns + column[None, :]
-    y = as_bits(widen(tl.load(x_ptr + place, mask=inside, other=0.0), H.NATIVE))
+    offset = row[:, None] * columns + column[None, :]
+    y = as_bits(widen(tl.load(x_ptr + offset, mask=inside, other=0.0), H.NATIVE))
     random = y
     if H.KIND == "stochastic":
         step = tl.load(step_ptr).to(tl.uint32)
         random = random_tile(key, step, row0 + first_row, column0 + first_column, ROWS, COLUMNS, H.WIDTH, H.ALIGNED)
-    tl.store(out_ptr + place, as_float(round_bits(y, y, random, F, H, SATURATE)), mask=inside)
+    tl.store(out_ptr + offset, as_float(round_bits(y, y, random, F, H, SATURATE)), mask=inside)
 
 
 def round_to(x: Tensor, format: Format, rounding: Rounding, saturate: bool, draw: Draw | None) -> Tensor:

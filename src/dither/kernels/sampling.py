@@ -153,22 +153,22 @@ def where_drawn(step_ptr, key, row0, column0, MOVED: tl.constexpr):
 def load_runs(x_ptr, row, column, rows, columns, stride, EVEN: tl.constexpr):
     """Load the runs that begin at row[i], column[i], [n, 8], of a matrix with rows `stride` apart; zeros outside of it."""
     lane = tl.arange(0, RUN)
-    place = x_ptr + row.to(tl.int64)[:, None] * stride + column[:, None] + lane[None, :]
+    pointers = x_ptr + row.to(tl.int64)[:, None] * stride + column[:, None] + lane[None, :]
     if EVEN:
-        return tl.load(place)
+        return tl.load(pointers)
     else:
-        return tl.load(place, mask=(row < rows)[:, None] & (column[:, None] + lane[None, :] < columns), other=0.0)
+        return tl.load(pointers, mask=(row < rows)[:, None] & (column[:, None] + lane[None, :] < columns), other=0.0)
 
 
 @triton.jit
 def store_runs(out_ptr, x, row, column, rows, columns, EVEN: tl.constexpr):
     """Store the runs x [n, 8] that begin at row[i], column[i] of a contiguous matrix."""
     lane = tl.arange(0, RUN)
-    place = out_ptr + row.to(tl.int64)[:, None] * columns + column[:, None] + lane[None, :]
+    pointers = out_ptr + row.to(tl.int64)[:, None] * columns + column[:, None] + lane[None, :]
     if EVEN:
-        tl.store(place, x)
+        tl.store(pointers, x)
     else:
-        tl.store(place, x, mask=(row < rows)[:, None] & (column[:, None] + lane[None, :] < columns))
+        tl.store(pointers, x, mask=(row < rows)[:, None] & (column[:, None] + lane[None, :] < columns))
 
 
 @triton.jit
@@ -276,12 +276,12 @@ def copy_block(x_ptr, out_ptr, first_row, first_column, rows, columns, stride, F
     four = tl.arange(0, BLOCK * BLOCK // 4)
     row = (first_row + four // (BLOCK // 4))[:, None]
     column = first_column + (four % (BLOCK // 4) * 4)[:, None] + tl.arange(0, 4)[None, :]
-    place, target = x_ptr + row.to(tl.int64) * stride + column, out_ptr + row.to(tl.int64) * columns + column
+    pointers, target = x_ptr + row.to(tl.int64) * stride + column, out_ptr + row.to(tl.int64) * columns + column
     if EVEN:
-        tl.store(target, narrow(widen_here(tl.load(place), H.NATIVE), out_ptr.dtype.element_ty, F, H))
+        tl.store(target, narrow(widen_here(tl.load(pointers), H.NATIVE), out_ptr.dtype.element_ty, F, H))
     else:
         there = (row < rows) & (column < columns)
-        x = widen_here(tl.load(place, mask=there, other=0.0), H.NATIVE)
+        x = widen_here(tl.load(pointers, mask=there, other=0.0), H.NATIVE)
         tl.store(target, narrow(x, out_ptr.dtype.element_ty, F, H), mask=there)
 
 

@@ -189,11 +189,11 @@ def magnitude_bits(
     n = tl.arange(0, ROWS * COLUMNS)
     row, column = n // COLUMNS, n % COLUMNS
     origin = x_ptr + batch * stride_b + first_row * stride_r + first_column * stride_c
-    place = origin + row.to(tl.int64) * stride_r + column.to(tl.int64) * stride_c
+    pointers = origin + row.to(tl.int64) * stride_r + column.to(tl.int64) * stride_c
     if EVEN:
-        x = tl.load(place)
+        x = tl.load(pointers)
     else:
-        x = tl.load(place, mask=(row < rows - first_row) & (column < columns - first_column), other=0.0)
+        x = tl.load(pointers, mask=(row < rows - first_row) & (column < columns - first_column), other=0.0)
     return as_bits(widen(x, False)) & 0x7FFFFFFF
 
 

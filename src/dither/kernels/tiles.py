@@ -9,7 +9,7 @@ Legend:
     H              rounding of the values (`rounding.RoundingConstants`)
     S              scaling (`scaling.Scaling`)
     E or SCALE, W  format of stored block scales (E4M3, nvfp4 only) and their rounding
-    A, RUN         arrangement of a thread's elements, see `element_place`
+    A, RUN         arrangement of a thread's elements, see `element_coordinates`
     MEASURE        scales come from the groups of this tile; else `amax` is passed in
     PER_LINE       without MEASURE: one `amax` per line, else one for the tensor
     FAKE           store values instead of codes
@@ -58,7 +58,9 @@ def largest(magnitude, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def element_place(n, N: tl.constexpr, COLUMNS: tl.constexpr, A: tl.constexpr, RUN: tl.constexpr, ALONG_ROWS: tl.constexpr):
+def element_coordinates(
+    n, N: tl.constexpr, COLUMNS: tl.constexpr, A: tl.constexpr, RUN: tl.constexpr, ALONG_ROWS: tl.constexpr
+):
     """Return (row, column) in the tile of the n-th element that is loaded.
 
     A tile is loaded as one line of N elements. Every version of Triton divides it among threads alike: each thread gets a run
@@ -222,10 +224,10 @@ def store_scales(
     group = first // GQ + tl.arange(0, Q // GQ)
     groups = (length + GQ - 1) // GQ
     inside = (group_line < (lines + GP - 1) // GP)[:, None] & (group < groups)[None, :]
-    place = group_line[:, None] * groups + group[None, :]
+    offset = group_line[:, None] * groups + group[None, :]
     if LINES_INNERMOST:
-        place = group[None, :] * lines + group_line[:, None]
-    tl.store(scale_ptr + place, stored.to(scale_ptr.dtype.element_ty), mask=inside)
+        offset = group[None, :] * lines + group_line[:, None]
+    tl.store(scale_ptr + offset, stored.to(scale_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -319,18 +321,18 @@ def load_tile(
     EVEN: tl.constexpr,
     HERE: tl.constexpr,
 ):
-    """Return the tile at x_ptr as one line [ROWS * COLUMNS] (see `element_place`) and its random bits.
+    """Return the tile at x_ptr as one line [ROWS * COLUMNS] (see `element_coordinates`) and its random bits.
 
     Elements beyond `rows` and `columns` are zero. `top` and `left` are the coordinates of the first element in the whole
     tensor, where the rows of the matrix are `inner` apart. HERE keeps x in the threads that loaded it, see `widen_here`.
     """
     N: tl.constexpr = ROWS * COLUMNS
-    row, column = element_place(tl.arange(0, N), N, COLUMNS, A, RUN, BY_ROWS)
-    place = x_ptr + row.to(tl.int64) * stride_r + column * stride_c
+    row, column = element_coordinates(tl.arange(0, N), N, COLUMNS, A, RUN, BY_ROWS)
+    pointers = x_ptr + row.to(tl.int64) * stride_r + column * stride_c
     if EVEN:
-        x = tl.load(place)
+        x = tl.load(pointers)
     else:
-        x = tl.load(place, mask=(row < rows) & (column < columns), other=0.0)
+        x = tl.load(pointers, mask=(row < rows) & (column < columns), other=0.0)
     x = widen_here(x, H.NATIVE) if HERE else widen(x, H.NATIVE)
     random = as_bits(x)
     if H.KIND == "stochastic":
@@ -341,7 +343,7 @@ def load_tile(
         top, left = top.to(tl.uint32), left.to(tl.uint32)
         if H.ALIGNED:
             E: tl.constexpr = 128 // H.WIDTH
-            row, column = element_place(tl.arange(0, N // E) * E, N, COLUMNS, A, RUN, BY_ROWS)
+            row, column = element_coordinates(tl.arange(0, N // E) * E, N, COLUMNS, A, RUN, BY_ROWS)
             random = random_calls(key, step, top + (row * inner).to(tl.uint32), left + column.to(tl.uint32), N // E, H.WIDTH)
         else:
             random = random_elements(key, step, top + (row * inner).to(tl.uint32), left + column.to(tl.uint32), H.WIDTH)
