@@ -1,6 +1,6 @@
 """Train with Gaussian weight sampling (GaussWS), then cast the weights to few bits and measure what that costs.
 
-    python examples/gaussws.py                # about 30 seconds on a CPU
+    python examples/gaussws.py                # about 20 seconds on a CPU
     python examples/gaussws.py --steps 400    # bitwidths have more time to fall
 
 While the model trains, noise is added to each 32 x 32 block of a weight. The size of the noise follows a bitwidth b_t that is

@@ -1,6 +1,6 @@
 """Fine-tune a Hugging Face model in FP8 with your own loop.
 
-    python examples/huggingface.py                                      # about 20 seconds on a CPU
+    python examples/huggingface.py                                      # about 30 seconds on a CPU
     python examples/huggingface.py --recipe fp4-block --steps 200
     python examples/huggingface.py --model path/to/model --save tuned   # a model of yours, such as a Llama or a GPT-2
 

@@ -1,6 +1,6 @@
 """Let SNIP choose the precision of each layer while your own loop trains.
 
-    python examples/own_loop_snip.py                  # about 20 seconds on a CPU
+    python examples/own_loop_snip.py                  # about 30 seconds on a CPU
     python examples/own_loop_snip.py --target 0.5     # half of the FLOPs of linear layers in FP4 instead of three quarters
 
 The model starts in FP8. After a third of the steps SNIP estimates, for every layer, how much FP4 would disturb the loss and the
