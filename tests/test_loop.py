@@ -11,7 +11,6 @@ import signal
 import sys
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
