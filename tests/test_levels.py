@@ -189,6 +189,15 @@ def test_levels_survive_a_move_and_a_copy() -> None:
     assert all(torch.equal(a, b) for a, b in zip(expected, gradients(empty, 0), strict=True))
 
 
+def test_a_layer_that_emulates_from_now_on_is_set_up_again() -> None:
+    model = model_of(plan_of(CHOICES[1], NAMES))
+    layer = model.get_submodule(NAMES[0])
+    layer.emulates_here = True
+    layer.set_precision(dither.recipe("fp8-block").default, others=layer.known_precisions)
+    assert layer._settings[1].emulate
+    assert layer.precision == dither.recipe("fp8-block").default
+
+
 def test_prepare_plans_says_what_is_missing() -> None:
     with pytest.raises(UserError, match=r"dither.convert\(model, plan\) comes first"):
         prepare_plans(nn.Linear(8, 8), ["fp8-block"])

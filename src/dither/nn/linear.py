@@ -140,7 +140,8 @@ class Linear(StatefulLayer):
         if self.step_state.active:
             raise UserError(f"The precision of the layer {self.name!r} changes between steps, not inside a step_context.")
         others = tuple(others)
-        if self.switch_level(precision, others):
+        multiplies_alike = self.families == NO_LEVELS or self._settings[0].emulate == (self.emulate or self.emulates_here)
+        if multiplies_alike and self.switch_level(precision, others):
             return
         self.begin_bitwidths(precision)
         self.precision = precision
