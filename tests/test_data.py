@@ -425,7 +425,7 @@ def test_hostile_tokenizers(bpe, tmp_path):
         '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}': "The package tokenizers cannot read",
         '{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}': "no end token",
         changed(bpe, dropout=0.5): "at random",
-        json.dumps({"version": "1.0", "model": {**word, "vocab": {"a": 0, "</s>": 4_000_000_000}}}): "without such gaps",
+        json.dumps({"version": "1.0", "model": {**word, "vocab": {"a": 0, "</s>": 4_000_000_000}}}): "without gaps",
         json.dumps({"version": "1.0", "model": {**word, "vocab": {"a": 0}}}): "no end token",
         "cos\nsystem\n(S'echo'\ntR.": "The package tokenizers cannot read",
     }

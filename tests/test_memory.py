@@ -11,6 +11,7 @@ from dither.advice.memory import GIB, PARTS, STORAGE, Setting, Shape, code_bytes
 from dither.advice.shapes import shape_of
 from dither.errors import UserError
 from dither.models import PRESETS, GPT2Config, LlamaConfig, build, parameter_count
+from dither.nn.linear import Linear
 from dither.nn.step import step_context
 from dither.optim.modes import MODES
 from dither.precision import Cast
@@ -95,7 +96,11 @@ def kept_by_autograd(config, mode: str, what: str | None) -> int:
         text = torch.randint(256, (B, S + 1), generator=torch.Generator().manual_seed(0))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), step_context(model, step=0), autocast:
             model(text[:, :-1], text[:, 1:])
-            own = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
+            layers = [module for module in model.modules() if isinstance(module, Linear)]
+            held = [part for layer in layers for codes in layer.step_state.codes or () if codes for part in codes]
+            own = {
+                x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers(), *filter(torch.is_tensor, held))
+            }
         totals.append(sum(storage.nbytes() for place, storage in found.items() if place not in own))
     return totals[1] - totals[0]
 
