@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import dither
 from dither.models import build
-from dither.snip import Estimator, Goal, Schedule, Snip, picture
+from dither.snip import Estimator, Goal, Schedule, Snip
+from dither.snip.planning import picture
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:

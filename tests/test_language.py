@@ -15,9 +15,6 @@ LINES, CLASS_LINES, PARAMETERS = 600, 250, 10
 """The most lines of a file and of a class, and the most parameters of a function outside of kernels."""
 
 LONG: dict[str, str] = {
-    "snip/controller.py": "Snip",
-    "train/trainer.py": "Trainer",
-    "nn/layer_state.py": "StatefulLayer",
     "optim/adamw.py": "AdamW.__init__",
     "nn/linear.py": "Linear.__init__",
     "nn/targets.py": "choose_targets",

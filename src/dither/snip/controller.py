@@ -151,9 +151,7 @@ class Snip:
         if goal.cost == "time" and not torch.cuda.is_available():
             raise UserError("snip's cost='time' is measured on a CUDA GPU, and there is none here: use cost='flops'.")
         self.model, self.optimizer, self.base = model, optimizer, recipe(base) if isinstance(base, str) else base
-        self.options = combinations(options)
-        if layers_of(model, some=False):  # a stage of a pipeline may have none
-            prepare_plans(model, [replace(self.base, layers=(), default=each.precision) for each in self.options])
+        self.options = prepared(model, self.base, combinations(options))
         self.goal, self.schedule, self.estimator = goal, schedule, estimator
         self.plan = self.base
         self._score = estimator.score or score
@@ -340,6 +338,13 @@ class Snip:
         else:
             measured = self.goal.cost == "time" and self._rank == 0
             self._pending = self._begin(scores, replace(self.goal, cost=self._measure_times(scores)) if measured else self.goal)
+
+
+def prepared(model: nn.Module, base: Plan, options: tuple[Option, ...]) -> tuple[Option, ...]:
+    """Return the options, after preparing the layers for them, so that plans change without compiling again."""
+    if layers_of(model, some=False):  # a stage of a pipeline may have none
+        prepare_plans(model, [replace(base, layers=(), default=option.precision) for option in options])
+    return options
 
 
 def _answer(

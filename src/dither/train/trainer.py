@@ -155,8 +155,8 @@ class Trainer:
         graphed = uses_graphs(config.run.cuda_graphs, self.ranks, self.training, self.parts, compiled=self.compiled)
         self.graphs = GraphedPasses(self.model, self._eager_pass, say) if graphed else None
         self.guard = Guard(config.guard)
-        self.snip = self._snip()
-        self.monitor = self._monitor()
+        self.snip = _make_snip(self)
+        self.monitor = _make_monitor(self)
         self.done = 0
         """Number of steps done, including skipped ones."""
         self.offset = 0
@@ -168,24 +168,6 @@ class Trainer:
         self._dropout = Stream(config.run.seed, "torch", f"rank {ranks.rank}").key
         self._sound = torch.ones((), dtype=torch.bool, device=ranks.device)
 
-    def _snip(self) -> Snip | None:
-        """Return the controller that chooses precisions during training, or None."""
-        snip = self.config.snip
-        if snip.target is None:
-            return None
-        made = Snip(
-            self.model,
-            self.training.optimizer,
-            self.plan,
-            options=snip.options,
-            goal=snip.goal,
-            schedule=snip.schedule,
-            estimator=snip.estimator(self.config.run.seed),
-            forward=self.loss,
-        )
-        made.on_failure = lambda _: None  # the loop reports what became of the statistics
-        return made
-
     def choose(self, batch: Batch) -> Decision | None:
         """Collect statistics on the batch of the next step, or switch to the plan of earlier ones, if either is due."""
         if self.snip is None:
@@ -193,15 +175,6 @@ class Trainer:
         decision = self.snip.before_step(self.done, lambda: _for_estimates(self, batch, self.config.snip.tokens))
         self.plan = self.snip.plan
         return decision
-
-    def _monitor(self) -> Monitor | None:
-        """Return the monitor of numerics, or None."""
-        every = self.config.monitor.every
-        if not every:
-            return None
-        optimizer, scaler = self.training.optimizer, self.training.scaler
-        # The loop reports warnings.
-        return Monitor(self.model, optimizer, every=every, scaler=scaler, group=self.ranks.group, tell=lambda _: None)
 
     def look(self, batch: Batch) -> Report | None:
         """Measure the numerics of the model after a step, in an extra pass over part of its batch that changes nothing.
@@ -428,6 +401,35 @@ def learned_bitwidths(model: nn.Module) -> dict[str, Any]:
         }
         for each in effective_precision(model).layers
     }
+
+
+def _make_snip(trainer: Trainer) -> Snip | None:
+    """Return the controller that chooses precisions during training, or None."""
+    snip = trainer.config.snip
+    if snip.target is None:
+        return None
+    made = Snip(
+        trainer.model,
+        trainer.training.optimizer,
+        trainer.plan,
+        options=snip.options,
+        goal=snip.goal,
+        schedule=snip.schedule,
+        estimator=snip.estimator(trainer.config.run.seed),
+        forward=trainer.loss,
+    )
+    made.on_failure = lambda _: None  # the loop reports what became of the statistics
+    return made
+
+
+def _make_monitor(trainer: Trainer) -> Monitor | None:
+    """Return the monitor of numerics, or None."""
+    every = trainer.config.monitor.every
+    if not every:
+        return None
+    optimizer, scaler = trainer.training.optimizer, trainer.training.scaler
+    # The loop reports warnings.
+    return Monitor(trainer.model, optimizer, every=every, scaler=scaler, group=trainer.ranks.group, tell=lambda _: None)
 
 
 def _training(config: Config, model: CausalLM) -> Training:
