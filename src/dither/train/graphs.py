@@ -93,6 +93,11 @@ class GraphedPasses:
 
     def _capture(self, inputs: Tensor, targets: Tensor, *, first: bool) -> bool:
         """Capture a pass, without running it. Return False if that is impossible."""
+        if 2 * torch.cuda.max_memory_allocated() > torch.cuda.get_device_properties(inputs.device).total_memory:
+            # A graph keeps the memory of its pass, and evaluations need memory of their own.
+            self.possible = False
+            self.say("Passes run without CUDA graphs, since a step needs more than half of the GPU's memory.")
+            return False
         graph = torch.cuda.CUDAGraph()
         before = [parameter.grad for parameter in self.parameters]
         if first:
