@@ -17,7 +17,7 @@ import dither
 from dither import Cast, Stream
 from dither.adam_update import Piece, Update
 from dither.formats import Format
-from dither.kernels import adamw, loss, matmul, philox, quantize, rounding, sampling
+from dither.kernels import adamw, levels, loss, matmul, philox, quantize, rounding, sampling
 from dither.precision import Rounding
 from dither.random import Draw
 from dither.reference.adamw import zero_state
@@ -104,10 +104,21 @@ def calls() -> Iterator[str]:
             mine = draw if how.startswith("stochastic") else None
             rounding.round_to(x, Format.parse(format), Rounding.parse(how), saturate, mine)
         yield f"round_to {format} {how}"
+    yield from level_calls()
     yield from product_calls()
     yield from sampling_calls()
     yield from loss_calls()
     yield from optimizer_calls()
+
+
+def level_calls() -> Iterator[str]:
+    """Kernels that choose a cast by a level: tiles with random bits, blocks, and rows, whose scales are a kernel of their own."""
+    x, level = torch.randn(256, 384, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int32)
+    draw = Stream(0, "build", "x").draw(1, (256, 384), (0, 0), "cpu")
+    for text in ("e2m1 tile(128) stochastic(16)|e4m3 tile(128)", "e2m1 block(128)|e4m3 block(128)", "e2m1 row|e4m3 row"):
+        casts = tuple(map(Cast.parse, text.split("|")))
+        levels.quantize_both(x, casts, level, draw if "stochastic" in text else None, None, Format.parse("e4m3"))
+        yield text
 
 
 def product_calls() -> Iterator[str]:

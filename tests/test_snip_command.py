@@ -145,7 +145,7 @@ def test_an_estimate_that_fails_does_not_stop_a_run(text, tmp_path):
         ("snip.hysteresis=-1.0", "snip.hysteresis is"),
         ('snip.pinned=["down"]', "A pinned layer is written pattern=option"),
         ("snip.stages=[0]", r"In \[snip\]: Stages are numbers of blocks"),
-        ("snip.start=10", "bring the first plan after all of run.steps=10"),
+        ("snip.start=10", "put the first plan after the last of run.steps=10"),
         ("snip.targets=0.5", r"\[snip\] has no key 'targets'.*did you mean 'target'"),
     ],
 )
