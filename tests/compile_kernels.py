@@ -112,7 +112,7 @@ def calls() -> Iterator[str]:
 
 
 def level_calls() -> Iterator[str]:
-    """Kernels that choose a cast by a level: tiles with random bits, blocks, and rows, whose scales are a kernel of their own."""
+    """Kernels that choose a cast by a level: tiles with random bits, blocks, and rows with a kernel for their scales."""
     x, level = torch.randn(256, 384, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int32)
     draw = Stream(0, "build", "x").draw(1, (256, 384), (0, 0), "cpu")
     for text in ("e2m1 tile(128) stochastic(16)|e4m3 tile(128)", "e2m1 block(128)|e4m3 block(128)", "e2m1 row|e4m3 row"):

@@ -180,7 +180,7 @@ def test_a_signal_to_one_rank_reaches_all(runs: Path) -> None:
 
 def test_a_batch_that_cannot_be_shared(runs: Path) -> None:
     assert (runs / "refused-0.txt").read_text() == "data.batch=3 cannot be divided evenly among 2 ranks: choose a multiple."
-    with pytest.raises(UserError, match="micro_batch=4 does not divide the 6 sequences per rank of data.batch=12 on 2 ranks"):
+    with pytest.raises(UserError, match=r"micro_batch=4 does not divide the 6 sequences per rank of data\.batch=12 on 2 ranks"):
         Ranks(torch.device("cpu"), 0, 2).share(12, 4)
     assert Ranks(torch.device("cpu"), 1, 2).share(12, 6) == 1
 
