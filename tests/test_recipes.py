@@ -210,9 +210,10 @@ def one_thread():
 
 
 def test_bf16_learns():
+    """The text is that of the Python at hand, and so is the ratio: 0.771 with 3.11.2, 0.735 with 3.11.7, 1 without learning."""
     unigram = Counter(text().tolist())
     entropy = -sum(count / len(text()) * torch.tensor(count / len(text())).log().item() for count in unigram.values())
-    assert trained(BF16) < 0.75 * entropy
+    assert trained(BF16) < 0.85 * entropy
 
 
 @pytest.mark.parametrize(
