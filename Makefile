@@ -21,7 +21,7 @@ help:
 demo: $(INSTALLED)
 	out=runs/demo-$$(date +%Y%m%d-%H%M%S) && $(VENV)/bin/dither train --out $$out && $(VENV)/bin/dither report $$out
 
-# One process per core, each with one thread, or they would fight over the cores. Eight minutes on two idle cores.
+# One process per core, each with one thread, or they would fight over the cores. Twelve minutes on two idle cores; the goal is eight.
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto --maxprocesses=8 --dist worksteal --durations=15
 
