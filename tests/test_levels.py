@@ -198,6 +198,25 @@ def test_a_layer_that_emulates_from_now_on_is_set_up_again() -> None:
     assert layer.precision == dither.recipe("fp8-block").default
 
 
+def test_the_key_of_a_captured_graph_tells_what_moved() -> None:
+    """A graph reads memory where it was at capture: weights and codes that moved need another capture."""
+    model = model_of(plan_of(CHOICES[1], NAMES))
+    layer = model.get_submodule(NAMES[0])
+    gradients(model, 0)
+    key = layer.hold_key()
+    gradients(model, 1)
+    apply_plan(model, plan_of(CHOICES[2], NAMES))
+    gradients(model, 2)
+    assert layer.hold_key() == key  # steps and levels change numbers alone
+    layer.weight.data = layer.weight.data.clone()
+    moved = layer.hold_key()
+    assert moved != key
+    layer.step_state.forget()
+    assert layer.hold_key() != moved
+    layer.set_precision(LayerPrecision())
+    assert layer.hold_key() != moved
+
+
 def test_prepare_plans_says_what_is_missing() -> None:
     with pytest.raises(UserError, match=r"dither.convert\(model, plan\) comes first"):
         prepare_plans(nn.Linear(8, 8), ["fp8-block"])

@@ -132,12 +132,12 @@ class StatefulLayer(LeveledLayer):
         return (settings.weight.cast or self._samples_once()) and type(self.weight) in (Tensor, nn.Parameter)
 
     def hold_key(self) -> tuple[object, ...]:
-        """Return what the launches of `hold` depend on, besides the numbers in tensors."""
+        """Return what launches of this layer depend on, besides numbers: its constants, and where its tensors are."""
         step, weight = self.step_state, self.weight
-        memory = [None if x is None else x.data_ptr() for x in (weight, step.w_hat, step.w_amax, step.b_t, step.draw)]
-        place = None if self.draw_place is None else local(self.draw_place).data_ptr()
-        codes = None if step.code_memory is None else step.code_memory[0].data_ptr()
-        return (id(step), *memory, place, codes, self.settings_version, self.measures_now, self._samples_once())
+        codes = [None if layout is None else layout.values for layout in step.codes or ()]
+        tensors = (weight, step.w_hat, step.w_amax, step.b_t, step.input_b_t, step.draw, local(self.draw_place), *codes)
+        memory = [None if x is None else x.data_ptr() for x in tensors]
+        return (id(step), *memory, self.settings_version, self.measures_now, self._samples_once())
 
     def mark_held(self) -> None:
         """Declare that this step's weight is held."""

@@ -49,7 +49,7 @@ class GraphedPasses:
     """Passes over micro-batches that are captured after a few steps and replayed from then on.
 
     There are two graphs. The one for the first micro-batch of a step sets gradients, the one for the others adds to them. Both
-    are captured again when a layer's constants or the shape of the tokens change.
+    are captured again when a layer's constants, the place of a tensor or the shape of the tokens change.
 
     Args:
         model: The model whose parameters get gradients.
@@ -75,10 +75,12 @@ class GraphedPasses:
         """Run or replay the pass. Return its loss, 0-d. `first` says that the parameters have no gradients yet."""
         if not self.possible:
             return self.run(inputs, targets)
-        key = (inputs.shape, targets.shape, sum(layer.settings_version for layer in self.layers))
-        if key != self.key:
-            self._forget(key)
-        self.steps += first
+        if first:
+            memory = tuple(parameter.data_ptr() for parameter in self.parameters)
+            key = (inputs.shape, targets.shape, memory, *(layer.hold_key() for layer in self.layers))
+            if key != self.key:
+                self._forget(key)
+            self.steps += 1
         if self.steps <= WARMUP:
             return self.run(inputs, targets)
         if first not in self.graphs and not self._capture(inputs, targets, first=first):
