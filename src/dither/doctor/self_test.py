@@ -69,9 +69,9 @@ class SelfTest:
 
     checks: tuple[Check, ...]
     kernels: str
-    """Where the kernels ran, or why they did not."""
+    """The place where the kernels ran, or the reason why they did not."""
     devices: str
-    """Which devices were compared, or why none were."""
+    """The devices that were compared, or the reason why none were."""
     wrong_answers: int
     """The number of known answers of Philox that some device gets wrong."""
     failure: str = ""

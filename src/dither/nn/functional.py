@@ -43,10 +43,10 @@ class Casting(NamedTuple):
     measured: bool = False
     """True if all of the tensor has one scale, from its own largest magnitude, and the codes have a NaN."""
     level: int = -1
-    """Where State.levels says which of several casts is meant, which `cast` has with bars between; -1 for one cast alone."""
+    """Row of State.levels that chooses one of several casts, which `cast` has with bars between; -1 for one cast alone."""
     row: int = 0
     column: int = 0
-    """Where the operand begins in the whole one, whose random bits it draws: see `dither.nn.tensor_parallel`."""
+    """Row and column where the operand begins in the whole one, whose bits it draws: see `dither.nn.tensor_parallel`."""
 
 
 class Castings(NamedTuple):

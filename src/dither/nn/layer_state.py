@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from dither.errors import UserError
-from dither.levels import indices as level_indices
 from dither.nn import functional, histories
 from dither.nn.draws import Draws
 from dither.nn.functional import Amax, Settings, State
@@ -200,9 +199,7 @@ class StatefulLayer(LeveledLayer):
             assert moved is not None
             if buffer.is_meta and not moved.is_meta:  # there was nothing to move
                 self.begin_state(moved.device)
-                numbers = level_indices(self.precision, self.families)
-                assert numbers is not None
-                self.write_levels(numbers)
+                self.rewrite_levels()
                 break
             if moved.dtype != buffer.dtype:
                 self._buffers[name] = buffer.to(moved.device)

@@ -30,15 +30,13 @@ class LeveledLayer(SampledLayer):
         """Find the families of the layer's casts among those of `others`, and write its levels."""
         self.known_precisions = frozenset((self.precision, *others))
         self.families = levels_of(self.precision, others)
-        numbers = level_indices(self.precision, self.families)
-        assert numbers is not None
         if self.families == NO_LEVELS:
             self.register_buffer("levels", None, persistent=False)
             return
         if self._buffers.get("levels") is None:
             levels = torch.zeros((6, 4), dtype=torch.int32, device=self.weight.device)  # 16 bytes each: kernels read aligned
             self.register_buffer("levels", levels, persistent=False)
-        self.write_levels(numbers)
+        self.rewrite_levels()
 
     def switch_level(self, precision: LayerPrecision, others: tuple[LayerPrecision, ...]) -> bool:
         """Change to `precision` by writing levels alone; return False, and change nothing, if that is not enough."""
@@ -55,10 +53,16 @@ class LeveledLayer(SampledLayer):
         if numbers is None or levels_of(precision, others) != self.families:
             return False
         self.precision, self.known_precisions = precision, frozenset((precision, *others))
-        self.write_levels(numbers)
+        self._write_levels(numbers)
         return True
 
-    def write_levels(self, numbers: tuple[int, ...]) -> None:
+    def rewrite_levels(self) -> None:
+        """Write the levels of the layer's own precision, which its families contain."""
+        numbers = level_indices(self.precision, self.families)
+        assert numbers is not None
+        self._write_levels(numbers)
+
+    def _write_levels(self, numbers: tuple[int, ...]) -> None:
         """Write levels where they are: compiled code and captured CUDA graphs read them there."""
         if self.levels is not None and not self.levels.is_meta:
             local(self.levels).copy_(torch.tensor(numbers, dtype=torch.int32)[:, None])

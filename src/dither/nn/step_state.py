@@ -43,7 +43,7 @@ class StepState:
         self.input_b_t: Tensor | None = None
         """Bitwidths of the input's blocks, float32."""
         self.draw: Tensor | None = None
-        """Where the weight's noise is drawn: int64[3], the step, 0 and the key."""
+        """The draw of the weight's noise, int64[3]: the step, 0 and the key."""
 
     def begin(self) -> None:
         """Start a step that holds nothing yet."""

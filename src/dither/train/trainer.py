@@ -236,15 +236,19 @@ class Trainer:
 
     def _gradients(self, batch: Batch) -> Tensor:
         """Accumulate this rank's share of the gradients, and return its share of the mean loss."""
-        share, world = 1 / (self.parts * self.ranks.world), self.ranks.world
         total = torch.zeros((), device=self.ranks.device)
         with step_context(self.model, step=self.done, group=self.ranks.group) as at:
             for number, part in enumerate(batch.split(self.parts)):
                 at.row(part.first * self.config.data.sequence)
-                total += self._pass(part.inputs, part.targets, first=number == 0) * share
+                total += self._pass(part.inputs, part.targets, first=number == 0) * self._share
             if self.guided:
-                self.training.backward(bitwidth_loss(self.model) / world)
+                self.training.backward(bitwidth_loss(self.model) / self.ranks.world)
         return total
+
+    @property
+    def _share(self) -> float:
+        """The weight of one micro-batch of this rank in the mean loss."""
+        return 1 / (self.parts * self.ranks.world)
 
     def _pass(self, inputs: Tensor, targets: Tensor, *, first: bool) -> Tensor:
         """Accumulate the gradients of one micro-batch, and return its mean loss."""
@@ -253,17 +257,18 @@ class Trainer:
         return self.graphs(inputs, targets, first=first)
 
     def _eager_pass(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        share = 1 / (self.parts * self.ranks.world)
-        with self.training.forward():
-            loss: Tensor = self.model(inputs, targets)
-        gate = torch.where(loss.detach().isfinite() & self._sound, share, torch.nan)
+        loss = self._forward(self.model, inputs, targets)
+        gate = torch.where(loss.detach().isfinite() & self._sound, self._share, torch.nan)
         self.training.backward(loss * gate)
         return loss.detach()
 
     def loss(self, model: nn.Module, part: Batch) -> Tensor:
         """Return the mean loss of a micro-batch, 0-d, in the compute dtype of the run."""
+        return self._forward(model, part.inputs, part.targets)
+
+    def _forward(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         with self.training.forward():
-            loss: Tensor = model(part.inputs, part.targets)
+            loss: Tensor = model(inputs, targets)
         return loss
 
     def culprit(self, number: int) -> str:
