@@ -7,18 +7,23 @@ A Llama of `benchmarks/train.py` trains in --mode with compiled blocks. Ordinary
 all options of all layers on --tokens of a step's batch, uncompiled, in micro-batches of a quarter of it, as the trainer does.
 The table has wall-clock seconds, including the host, and seconds of GPU kernels; both also in units of ordinary steps. Peaks
 are of allocated memory, including the model and its optimizer. --profile lists the kernels.
+
+--controller adds what training waits for with the defaults of `dither.snip.Snip`: for each of these numbers of steps between
+plans, the probe and the tokens that the budget allows, the longest wait and the sum of all, by the clock. Estimates spread over
+more than --most steps are cut there, and their sum is extrapolated.
 """
 
 import argparse
 import math
 import statistics
 import time
+from functools import partial
 
 import torch
 import train as bare
 
 import dither
-from dither.snip import PROBES, Goal, choose, options, score
+from dither.snip import PROBES, Estimator, Goal, Schedule, Snip, choose, options, score
 
 
 def seconds_of(work, device: str) -> tuple[float, float | None]:
@@ -44,6 +49,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--profile", action="store_true", help="list the kernels of each probe, by time")
+    parser.add_argument("--controller", default="", help="steps between plans, such as 1000,100000")
+    parser.add_argument("--most", type=int, default=24)
     arguments = parser.parse_args()
     config, batch = bare.SIZES[arguments.size]
     cuda = arguments.device.startswith("cuda")
@@ -70,7 +77,7 @@ def main() -> None:
     print(f"{'':<22}{'seconds':>9}{'steps':>8}{'of kernels':>12}{'steps':>8}{'peak GiB':>10}{'of training':>13}", flush=True)
     print(f"{'an ordinary step':<22}{ordinary:>9.3f}{1:>8.2f}{busy:>12.3f}{1:>8.2f}{peak:>10.2f}{1:>13.4f}", flush=True)
     chosen, last = options("fp8,fp4"), []
-    for probe in arguments.probes.split(","):
+    for probe in filter(None, arguments.probes.split(",")):
         for tokens in map(int, arguments.tokens.split(",")):
             rows = max(1, min(tokens // arguments.sequence, batch))
             parts = text[:rows].chunk(math.ceil(rows / math.ceil(batch / 4)))
@@ -92,6 +99,34 @@ def main() -> None:
             if arguments.profile:
                 for kernel in kernels[:30]:
                     print(f"  {kernel['ms']:>9.3f} ms{kernel['calls']:>6} x  {kernel['name'][:120]}", flush=True)
+    for every in filter(None, arguments.controller.split(",")):
+        estimator = Estimator(step_tokens=text[:, 1:].numel())
+        schedule, plan = Schedule(start=1, every=int(every), delay=1), dither.recipe(arguments.mode.removeprefix("recipe:"))
+        snip = Snip(model, optimizer, plan, schedule=schedule, estimator=estimator, forward=loss)
+        tokens, waits = snip.effort.tokens or 0, []
+        rows, length = max(1, tokens // arguments.sequence), min(arguments.sequence, tokens)
+        parts = text[:rows, : length + 1].chunk(math.ceil(rows / math.ceil(batch / 4)))
+        score(
+            model,
+            parts,
+            optimizer,
+            chosen,
+            probe=snip.effort.probe if snip.effort.steps == 1 else "direct",
+            stream=dither.Stream(0, "snip", "warm"),
+            forward=loss,
+        )  # compiles kernels
+        for number in range(1, 1 + min(snip.effort.steps, arguments.most)):
+            waits.append(seconds_of(partial(snip.before_step, number, parts), arguments.device)[0])
+            step()
+        total = statistics.mean(waits[1:] or waits) * snip.effort.steps / ordinary
+        print(f"every {every}: {snip.effort.describe(schedule)}", flush=True)
+        print(
+            f"  by the clock, in ordinary steps: longest wait {max(waits[1:] or waits) / ordinary:.2f} (first "
+            f"{waits[0] / ordinary:.2f}), in all {total:.1f}, {total / int(every):.2%} of the interval",
+            flush=True,
+        )
+    if not last:
+        return
     began = time.perf_counter()
     choose(last[-1].harm(), last[-1].statistics.layers, chosen, Goal(target=0.75))
     print(f"the solver, in a thread: {time.perf_counter() - began:.3f} s", flush=True)

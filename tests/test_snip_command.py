@@ -1,5 +1,6 @@
 """`dither plan` and its kin, and the trainer that chooses precisions on the way."""
 
+import io
 import json
 import random
 import shutil
@@ -14,6 +15,7 @@ from dither.snip.planning import choice_of
 from dither.train import Config, checkpoint, train
 from dither.train import config as configs
 from dither.train.distributed import joined
+from dither.train.progress import Progress
 from dither.train.trainer import Trainer, _for_estimates, open_corpus
 
 LEVELS = "bf16,fp4"  # what is cast takes long on a CPU: most layers stay as they are
@@ -106,6 +108,27 @@ def test_a_resumed_run_is_the_straight_one(run, text, tmp_path, at):
         assert torch.equal(tensor.view(-1).view(torch.uint8), theirs[name].view(-1).view(torch.uint8)), name
 
 
+def test_estimates_within_a_budget_are_spread_and_resumed(text, tmp_path):
+    """Two layers a step, resumed when six of fourteen are done: the scores, the plan and the weights of the straight run."""
+    spread = ["snip.target=0.2", "snip.start=3", "snip.delay=1", "snip.probe=measure", "snip.budget=1.0", "snip.tokens=32"]
+    spread += ["data.batch=32", "run.steps=20", f"snip.options='{LEVELS}'"]
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    said = io.StringIO()
+    assert train(settings(text, straight, *spread), progress=Progress(said, steps=20)).code == 0
+    assert "probe 'measure': 49 passes of 32 tokens, spread over 7 steps" in said.getvalue()
+    shutil.copytree(straight, resumed)
+    for step in range(7, 21):
+        shutil.rmtree(resumed / "checkpoints" / f"step-{step:08d}")
+    assert train(settings(text, resumed, *spread), resume=True).code == 0
+    first, again = (lines(each, "plan")[-1] for each in (straight, resumed))
+    assert (first["step"], first["scores"]["step"]) == (again["step"], again["scores"]["step"]) == (10, 3)
+    assert first["plan"] == again["plan"]
+    assert [first["scores"][key] == again["scores"][key] for key in ("loss", "weights", "statistics")] == [True] * 3
+    ours, theirs = (checkpoint.load(each / "checkpoints" / "step-00000020")[0] for each in (resumed, straight))
+    for name, tensor in ours.items():
+        assert torch.equal(tensor.view(-1).view(torch.uint8), theirs[name].view(-1).view(torch.uint8)), name
+
+
 def without_seconds(plain):
     """What a run keeps beside its state; how long an estimate took differs from time to time."""
     others = json.loads(json.dumps(plain["others"]))
@@ -135,7 +158,7 @@ def test_an_estimate_that_fails_does_not_stop_a_run(text, tmp_path):
         ("snip.target=1.5", r"In \[snip\]: A target is a share from 0 to 1"),
         ("snip.target=half", "snip.target is"),
         ("snip.options='fp8,fp5'", r"In \[snip\]: There is no level 'fp5'"),
-        ("snip.probe=guess", "snip.probe is one of measure, layer, last, direct"),
+        ("snip.probe=guess", "snip.probe is one of auto, measure, layer, joint, last, direct"),
         ("snip.delay=7", "snip.delay=7 is not below snip.every=4"),
         ("snip.start=0", "snip.start is an integer of at least 1"),
         ("snip.tokens=0", "snip.tokens is"),
@@ -329,7 +352,7 @@ def test_a_run_without_optimizer_state_or_checkpoint(text, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("tokens", "compiled", "sizes"),
     [
-        (1, False, [1]),
+        (32, False, [1]),
         (6 * 32, False, [6]),
         (7 * 32, False, [3] * 2),  # micro-batches are of equal size
         (10**9, False, [6] * 4),
@@ -371,3 +394,11 @@ def test_a_level_with_casts_by_product_is_chosen_and_shown(run, tmp_path, capsys
     assert "4|8/4|8/8" in capsys.readouterr().out
     found = {precision for _, precision in Plan.load(chosen).layers}
     assert found == {LayerPrecision(), recipe("fp4-forward").default}
+
+
+def test_estimates_may_be_made_on_less_than_a_sequence(text, tmp_path):
+    config = settings(text, tmp_path / "run", *SNIP, "data.batch=4", "data.sequence=32")
+    with joined("cpu") as ranks:
+        job = Trainer(config, open_corpus(config, tmp_path / "run", ranks), ranks)
+        (part,) = _for_estimates(job, job.loader.batch(0), 20)
+        assert torch.equal(part.tokens, job.loader.batch(0).tokens[:1, :21])

@@ -220,7 +220,7 @@ def test_scores_of_every_probe(probe):
             cost = dict(zip(found.options, row, strict=True))
             assert cost["bf16/bf16/bf16"] == 0.0
             assert 0 <= cost["fp8/fp8/fp8"] < cost["fp4/fp4/fp4"] < math.inf
-    assert found.passes == 2 * {"direct": 1, "last": 3, "layer": 1 + 3 * layers, "measure": 1 + 3 * layers}[probe]
+    assert found.passes == 2 * {"direct": 1, "last": 3, "joint": 3, "layer": 1 + 3 * layers, "measure": 1 + 3 * layers}[probe]
     again = score(model, batches(2), optimizer, "bf16,fp8,fp4", probe=probe, stream=STREAM)
     assert (again.loss, again.weights) == (found.loss, found.weights)
 

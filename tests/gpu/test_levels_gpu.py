@@ -90,7 +90,7 @@ def test_plans_change_without_compiling_again(sampled):
                 loss.backward()
             if compiled and step == 1:
                 known = counters["stats"]["unique_graphs"]
-            found.append(float(loss))
+            found.append(loss.item())
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.sub_(parameter.grad * 0.1)

@@ -1,7 +1,8 @@
-"""SNIP while a model trains: statistics at step s, a choice in a background thread, applied at exactly step s + delay.
+"""SNIP while a model trains: estimates from step s on, a choice in a background thread, applied `delay` steps after them.
 
-Training continues meanwhile; it waits for the choice only if that is not ready at step s + delay. Rank 0 chooses, and all ranks
-receive its choice at that step. If an estimate or a choice fails, SNIP warns and the model keeps its plan.
+Estimates are taken before one step or spread over several (`dither.snip.effort`). Training continues meanwhile. It waits for
+the choice only if that is not ready when it is due. Rank 0 chooses, and all ranks receive its choice at that step. If an
+estimate or a choice fails, SNIP warns and the model keeps its plan.
 """
 
 import json
@@ -20,14 +21,14 @@ from torch import nn
 from dither.errors import UserError
 from dither.nn.conversion import apply_plan, prepare_plans
 from dither.precision import Plan, matches
-from dither.random import Stream
 from dither.ranks import first_error
 from dither.recipes import recipe
 from dither.snip.divergence import Scores
+from dither.snip.effort import Effort
+from dither.snip.estimates import Begun, Estimates
 from dither.snip.layer_options import Option
 from dither.snip.layer_options import options as combinations
 from dither.snip.planning import build_plan, check_finite, choice_of, choose
-from dither.snip.probes import score
 from dither.snip.savings import Times, measure_times
 from dither.snip.settings import Estimator, Goal, Schedule, TrainingSetup, Value, with_old_keywords
 from dither.snip.solver import Rows, Solution
@@ -80,6 +81,8 @@ class _Pending:
     """Estimates whose choice has not been applied yet."""
 
     scores: Scores
+    due: int
+    """Step at which the choice takes effect."""
     answer: "Future[_Answer] | None"
     """Result of the solver thread on rank 0; None on other ranks."""
 
@@ -154,63 +157,63 @@ class Snip:
         self.options = prepared(model, self.base, combinations(options))
         self.goal, self.schedule, self.estimator = goal, schedule, estimator
         self.plan = self.base
-        self._score = estimator.score or score
-        self._forward, self._setup = forward, setup
+        self._setup = setup
         # With parts of the model on several ranks, all ranks share a choice; otherwise those of `group` do.
         self._partial = setup.pipeline is not None or cut_by_tensor_parallelism(model)
         self._group = None if self._partial else setup.group
+        group = (self._group or dist.group.WORLD) if self._distributed and not self._partial else setup.group
+        setup = replace(setup, group=group)
+        self._estimates = Estimates(model, optimizer, self.options, estimator, schedule, setup, forward)
         self._chosen = False  # True if `plan` was chosen here, for this goal
+        self._begun: Begun | None = None
         self._pending: _Pending | None = None
 
+    @property
+    def effort(self) -> Effort:
+        """Return the work of one set of estimates. In a pipeline all ranks have to ask for it together."""
+        return self._estimates.effort
+
     def before_step(self, step: int, batches: Any) -> Decision | None:
-        """Take statistics on `batches`, or apply the choice that followed from them, if it is time for that.
+        """Take estimates on `batches`, or apply the choice that followed from them, if it is time for that.
 
         All ranks call this at the same steps.
 
         Args:
             step: Number of the step that comes next.
-            batches: Micro-batches for `forward`, or a function that returns them, called only if statistics are taken.
+            batches: Micro-batches for `forward`, or a function that returns them, called only if estimates are taken.
 
         Returns:
             The decision that takes effect at this step, or None.
         """
-        if self.schedule.measures_at(step) and (error := self._measure(step, batches)):
-            return self._stay(step, step, error, None)
-        if self._pending is not None and step >= self._pending.scores.step + self.schedule.delay:
+        if self.schedule.measures_at(step):
+            self._begun, self._pending = Begun(step), None
+        if self._begun is not None and (error := self._measure(self._begun, step, batches)):
+            measured, self._begun = self._begun.step, None
+            return self._stay(step, measured, error, None)
+        if self._pending is not None and step >= self._pending.due:
             return self._act(step, self._pending)
         return None
 
-    def _measure(self, step: int, batches: Any) -> str:
-        """Take statistics and start the solver thread. Return the first rank's error, or ""."""
-        self._pending = None
+    def _measure(self, begun: Begun, step: int, batches: Any) -> str:
+        """Take the next estimates; after the last of them, start the solver thread. Return the first rank's error, or ""."""
         scores, goal, error = None, self.goal, ""
         try:
             given = batches() if callable(batches) else batches
-            scores = self._score(self.model, given, self.optimizer, self.options, **self._score_arguments(step))
-            check_finite(self._harm(scores), scores.layers, self.options)
-            if goal.cost == "time" and self._rank == 0:  # not in the thread, where training would disturb the measurement
-                goal = replace(goal, cost=self._measure_times(scores))
+            part = self._estimates.part(begun, given)
+            check_finite(self._harm(part), part.layers, self.options)
+            begun = replace(begun, parts=(*begun.parts, part))
+            if self._estimates.complete(begun):
+                scores = Scores.join(begun.parts)
+                if goal.cost == "time" and self._rank == 0:  # not in the thread, where training would disturb the measurement
+                    goal = replace(goal, cost=self._measure_times(scores))
         except (UserError, torch.OutOfMemoryError) as problem:
             error = str(problem)
         if error := first_error(error, self._group):
             return error
-        assert scores is not None
-        self._pending = self._begin(scores, goal)
+        self._begun = begun
+        if scores is not None:
+            self._begun, self._pending = None, self._begin(scores, step + self.schedule.delay, goal)
         return ""
-
-    def _score_arguments(self, step: int) -> dict[str, Any]:
-        """Return the keyword arguments of `score` that differ from its defaults."""
-        setup = self._setup
-        if self._distributed and not self._partial:
-            setup = replace(setup, group=self._group or dist.group.WORLD)
-        given = {
-            "forward": self._forward,
-            "probe": None if self.estimator.probe == "measure" else self.estimator.probe,
-            "rows": self.estimator.rows or None,
-            "setup": None if setup == TrainingSetup() else setup,
-        }
-        arguments = {name: value for name, value in given.items() if value is not None}
-        return {**arguments, "stream": Stream(self.estimator.seed, "snip", str(step)), "step": step}
 
     def _measure_times(self, scores: Scores) -> Times:
         shapes = [(layer.M, layer.N, layer.K) for layer in scores.statistics.layers]
@@ -219,10 +222,10 @@ class Snip:
     def _harm(self, scores: Scores) -> list[list[float]]:
         return scores.harm(self.estimator.loss_weight, self.estimator.update_weight, self.estimator.power)
 
-    def _begin(self, scores: Scores, goal: Goal) -> _Pending:
+    def _begin(self, scores: Scores, due: int, goal: Goal) -> _Pending:
         """Start the solver thread on rank 0; return the estimates with its future answer."""
         if self._rank != 0:
-            return _Pending(scores, None)
+            return _Pending(scores, due, None)
         answer: Future[_Answer] = Future()
         now = choice_of(scores.layers, self.options, self.plan) if self._chosen else None
         harm = self._harm(scores)
@@ -236,7 +239,7 @@ class Snip:
                 answer.set_exception(error)
 
         threading.Thread(target=think, name="dither-snip", daemon=True).start()
-        return _Pending(scores, answer)
+        return _Pending(scores, due, answer)
 
     def _act(self, step: int, pending: _Pending) -> Decision:
         """Apply rank 0's answer on every rank."""
@@ -302,42 +305,36 @@ class Snip:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the plan and pending estimates in plain values for a checkpoint, without waiting for the solver."""
-        pending = self._pending
+        pending, begun = self._pending, self._begun
+        answer = pending and {"scores": _plain(pending.scores), "answer": _finished(pending.answer), "due": pending.due}
         return {
             "version": VERSION,
             "goal": _described_goal(self.goal, self.estimator, self.options),
             "plan": self.plan.to_dict(),
             "chosen": self._chosen,
-            "pending": pending and {"scores": _plain(pending.scores), "answer": _finished(pending.answer)},
+            "pending": answer,
+            "begun": begun and {"step": begun.step, "parts": [_plain(part) for part in begun.parts]},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state: apply its plan to the model, and choose from its pending estimates."""
-        if not isinstance(state, Mapping) or state.get("version") != VERSION:
-            raise UserError(f"This is not a state of snip of version {VERSION}: {state!r:.80}.")
-        try:
-            saved, same = (
-                Plan.from_dict(state["plan"]),
-                state["goal"] == _described_goal(self.goal, self.estimator, self.options),
-            )
-            chosen, pending = bool(state["chosen"]) and same, state["pending"]
-            scores = pending and Scores.from_dict(pending["scores"])
-            answer = _answer_of(pending["answer"]) if pending and pending["answer"] and same else None
-        except (KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"This is not a state of snip of version {VERSION}: {error!r:.80}.") from None
+        described = _described_goal(self.goal, self.estimator, self.options)
+        same, saved, begun, pending = _read(state, described, self.schedule.delay)
         self._switch(saved)
-        self.plan, self._chosen, self._pending = saved, chosen, None
-        if not scores:
-            return
-        if tuple(scores.options) != tuple(option.name for option in self.options):
-            self.on_failure(f"snip drops the statistics of step {scores.step}: they are for other options.")
-        elif self._rank == 0 and answer is not None:
-            known: Future[_Answer] = Future()
-            known.set_result(answer)
-            self._pending = _Pending(scores, known)
+        self.plan, self._chosen = saved, bool(state["chosen"]) and same
+        self._begun, self._pending = None, None
+        names = tuple(option.name for option in self.options)
+        for found in (*([pending.scores] if pending else []), *(begun.parts if begun else ())):
+            if tuple(found.options) != names:
+                self.on_failure(f"snip drops the statistics of step {found.step}: they are for other options.")
+                return
+        self._begun = begun
+        if pending is None or (self._rank == 0 and pending.answer is not None):
+            self._pending = pending
         else:
             measured = self.goal.cost == "time" and self._rank == 0
-            self._pending = self._begin(scores, replace(self.goal, cost=self._measure_times(scores)) if measured else self.goal)
+            goal = replace(self.goal, cost=self._measure_times(pending.scores)) if measured else self.goal
+            self._pending = self._begin(pending.scores, pending.due, goal)
 
 
 def prepared(model: nn.Module, base: Plan, options: tuple[Option, ...]) -> tuple[Option, ...]:
@@ -361,6 +358,30 @@ def _answer(
     if not changed:
         return _Answer(None, f"the plan is still the best, with a harm of {stays:.4g}")
     return _Answer(None, f"a change of {changed} layers would only reduce the harm from {stays:.4g} to {found.harm:.4g}")
+
+
+def _read(state: Mapping[str, Any], goal: dict[str, Any], delay: int) -> tuple[bool, Plan, Begun | None, _Pending | None]:
+    """Return from a saved state: True if it is for this goal, the plan, and unfinished and pending estimates."""
+    if not isinstance(state, Mapping) or state.get("version") != VERSION:
+        raise UserError(f"This is not a state of snip of version {VERSION}: {state!r:.80}.")
+    try:
+        same = bool(state["goal"] == goal)
+        plan, begun, pending = Plan.from_dict(state["plan"]), state.get("begun"), state["pending"]
+        if begun is not None:
+            begun = Begun(begun["step"], tuple(Scores.from_dict(part) for part in begun["parts"]))
+        if pending is not None:
+            scores = Scores.from_dict(pending["scores"])
+            answer = _known(_answer_of(pending["answer"])) if pending["answer"] and same else None
+            pending = _Pending(scores, pending.get("due", scores.step + delay), answer)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"This is not a state of snip of version {VERSION}: {error!r:.80}.") from None
+    return same, plan, begun, pending
+
+
+def _known(answer: _Answer) -> "Future[_Answer]":
+    found: Future[_Answer] = Future()
+    found.set_result(answer)
+    return found
 
 
 def _from_first(answer: _Answer | None, group: "dist.ProcessGroup | None") -> _Answer:

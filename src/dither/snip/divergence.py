@@ -10,8 +10,8 @@ This module has the closed forms, which need no further pass; `dither.snip.probe
 import json
 import math
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dither.errors import UserError
@@ -121,6 +121,8 @@ class Scores:
     """Number of passes over a micro-batch, forward and backward, that the estimates took."""
     seconds: float = 0.0
     """Time that the estimates took."""
+    pause: float = 0.0
+    """Longest time that training waited for them at once; less than `seconds` if they were spread over steps."""
 
     def __post_init__(self) -> None:
         for name in ("loss", "weights"):
@@ -133,6 +135,33 @@ class Scores:
             for layer, row in zip(self.layers, table, strict=True):
                 if not all(isinstance(number, int | float) and math.isfinite(number) for number in row):
                     raise UserError(f"The scores of the layer {layer!r} hold a number that is not finite in {name}.")
+
+    @classmethod
+    def join(cls, parts: "Sequence[Scores]") -> "Scores":
+        """Return the scores of all layers from scores of some of them, which were taken at the same or at later steps.
+
+        >>> parts = [Scores(0, "direct", (name,), ("fp8",), ((0.5,),), ((0.25,),), Statistics(0, 1.0, ())) for name in "ab"]
+        >>> Scores.join(parts).layers
+        ('a', 'b')
+        """
+        first = parts[0]
+        if any(each.options != first.options or each.probe != first.probe for each in parts):
+            raise UserError("These scores are of different options or probes, which cannot be joined.")
+        seen = [each.statistics for each in parts]
+        return replace(
+            first,
+            layers=tuple(name for each in parts for name in each.layers),
+            loss=tuple(row for each in parts for row in each.loss),
+            weights=tuple(row for each in parts for row in each.weights),
+            statistics=replace(
+                seen[0],
+                loss=math.fsum(each.loss for each in seen) / len(seen),
+                layers=tuple(layer for each in seen for layer in each.layers),
+            ),
+            passes=sum(each.passes for each in parts),
+            seconds=sum(each.seconds for each in parts),
+            pause=max(each.pause for each in parts),
+        )
 
     def harm(self, loss_weight: float = 1.0, update_weight: float = 1.0, power: float = 2.0) -> list[list[float]]:
         """Return (loss_weight dL)^power + (update_weight dW)^power of each layer and option, which `solve` minimises.

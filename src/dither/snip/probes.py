@@ -1,7 +1,8 @@
-"""Estimate what each option of each layer does to training (`score`), by one of four probes.
+"""Estimate what each option of each layer does to training (`score`), by one of five probes.
 
     direct    closed forms from the statistics of one step: the paper's loss divergence and each layer's own weight gradient
     last      the paper's probe: two passes with Gaussian noise at the last layer
+    joint     two passes that perturb all layers at once (`dither.snip.joint`)
     layer     Gaussian noise at each layer in turn: three passes per layer, for any number of options
     measure   each operand of each layer in its coarsest cast, one at a time, measured
 
@@ -11,9 +12,9 @@ docs/snip.md compares how accurate they are and how long they take.
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
 
 import numpy
 import torch
@@ -23,14 +24,15 @@ from torch.distributed.tensor import DTensor
 from dither.errors import UserError
 from dither.nn import functional
 from dither.nn.tensor_parallel import first_column, local
-from dither.precision import PRODUCTS, Cast, LayerPrecision, Override, did_you_mean
+from dither.precision import LayerPrecision, did_you_mean
 from dither.random import Stream
-from dither.snip import divergence
+from dither.snip import divergence, joint
 from dither.snip.divergence import Scores
 from dither.snip.dry_run import DryRun, Forward, LossAndGradients, plain_forward
 from dither.snip.layer_options import Option
 from dither.snip.layer_options import options as all_options
 from dither.snip.settings import PROBES, TrainingSetup, with_old_keywords
+from dither.snip.slots import slots_of
 from dither.snip.statistics import LayerStatistics, Statistics, collecting
 
 LossAndWeights = tuple[list[list[float]], list[list[float]]]
@@ -45,7 +47,7 @@ def score(
     *,
     stream: Stream,
     forward: Forward = plain_forward,
-    probe: Literal["measure", "layer", "last", "direct"] = "measure",
+    probe: Literal["measure", "layer", "joint", "last", "direct"] = "measure",
     rows: bool = False,
     step: int | None = None,
     setup: TrainingSetup | None = None,
@@ -64,7 +66,7 @@ def score(
         stream: Source of noise and of the bits of stochastic casts.
         forward: Function of (model, batch) that returns the 0-d loss under the autocast of training; in a pipeline,
             `pipelined(schedule, stage)`.
-        probe: "measure", "layer", "last" or "direct".
+        probe: "measure", "layer", "joint", "last" or "direct".
         rows: Use the row-wise form of the paper's loss divergence (section 6.3).
         step: Step that the scores are labelled with; by default the optimizer's number of steps.
         setup: Clipping and process groups of the training loop.
@@ -86,24 +88,36 @@ def score(
         hint = did_you_mean(probe, PROBES) if isinstance(probe, str) else ""
         raise UserError(f"There is no probe {probe!r}{hint}: choose one of {', '.join(PROBES)}.")
     (setup,) = with_old_keywords("score", old, setup or TrainingSetup())
-    began, chosen = time.perf_counter(), all_options(options)
     dry_run = DryRun(model, batches, optimizer, stream=stream, forward=forward, setup=setup)
-    step = dry_run.steps if step is None else step
+    return estimate(dry_run, all_options(options), probe=probe, rows=rows, step=dry_run.steps if step is None else step)
+
+
+def estimate(
+    dry_run: DryRun, options: Sequence[Option], *, probe: str, rows: bool, step: int, only: Collection[str] | None = None
+) -> Scores:
+    """Return the scores of the layers of a dry run; with the probes "measure", "layer" and "direct", of those in `only`."""
+    began, passes, beside = time.perf_counter(), dry_run.count, joint.Rows(dry_run)
     with dry_run.borrowed():
-        with collecting(dry_run.model, chosen, stream=stream, some=setup.pipeline is None) as seen:
+        collected = collecting(dry_run.model, options, stream=dry_run.stream, some=dry_run.pipeline is None, only=only)
+        with collected as seen, beside.kept() if probe == "joint" else nullcontext():
             base = dry_run.run()
         statistics = dry_run.statistics(seen, base, step)
-        probes = {"direct": _direct, "last": _last, "layer": _layer, "measure": _measure}
-        loss, weights = probes[probe](dry_run, statistics, chosen, base, rows)
+        if probe == "joint":
+            loss = _closed_loss(statistics, options, rows)
+            weights = joint.weight_divergences(dry_run, statistics, options, base, beside)
+        else:
+            probes = {"direct": _direct, "last": _last, "layer": _layer, "measure": _measure}
+            loss, weights = probes[probe](dry_run, statistics, options, base, rows)
     return Scores(
         step,
         f"{probe} by rows" if rows else probe,
-        tuple(dry_run.names),
-        tuple(option.name for option in chosen),
+        tuple(layer.name for layer in statistics.layers),
+        tuple(option.name for option in options),
         tuple(tuple(row) for row in loss),
         tuple(tuple(row) for row in weights),
         statistics,
-        dry_run.count,
+        dry_run.count - passes,
+        time.perf_counter() - began,
         time.perf_counter() - began,
     )
 
@@ -170,10 +184,11 @@ def _layer(
     updates, base_loss = dry_run.updates(base), float(base.loss)
     closed, passed = _closed_loss(statistics, options, rows), divergence.sensitivities(statistics)
     loss, weights = [], []
-    for place, layer in enumerate(statistics.layers):
+    for number, layer in enumerate(statistics.layers):
+        place = dry_run.names.index(layer.name)
         ahead = [divergence.output_deviation(layer, option) for option in options]
         back = [divergence.input_gradient_deviation(layer, option) for option in options]
-        moved, rise = torch.zeros(2, len(statistics.layers), dtype=torch.float64), 0.0
+        moved, rise = torch.zeros(2, len(dry_run.names), dtype=torch.float64), 0.0
         if max(ahead) > 0:
             for sign in (1.0, -1.0):
                 with _noise(dry_run, layer.name, "y", sign * max(ahead), place):
@@ -184,13 +199,13 @@ def _layer(
             with _noise(dry_run, layer.name, "dx", max(back), place):
                 moved[1] = dry_run.change(dry_run.run(), updates).square().cpu()
         row_loss, row_weights = [], []
-        for number, option in enumerate(options):
-            near, far = (a / max(all_) if max(all_) else 0.0 for a, all_ in ((ahead[number], ahead), (back[number], back)))
+        for column, option in enumerate(options):
+            near, far = (a / max(all_) if max(all_) else 0.0 for a, all_ in ((ahead[column], ahead), (back[column], back)))
             squares = near**2 * moved[0] + far**2 * moved[1]
-            own = passed[place] * divergence.gradient_error(layer, option)
+            own = passed[number] * divergence.gradient_error(layer, option)
             squares[place] += own**2
             row_weights.append(float(squares.sqrt().mean()))
-            row_loss.append(math.hypot(closed[place][number], near**2 * rise / abs(base_loss)))
+            row_loss.append(math.hypot(closed[number][column], near**2 * rise / abs(base_loss)))
         loss.append(row_loss)
         weights.append(row_weights)
     return loss, weights
@@ -212,7 +227,7 @@ def _measure(
     two operands are independent: their curvature terms add up, and so do the squares of their changes of updates.
     """
     updates, base_loss = dry_run.updates(base), float(base.loss)
-    closed, slots = _closed_loss(statistics, options, rows), _slots(options)
+    closed, slots = _closed_loss(statistics, options, rows), slots_of(options)
     loss, weights = [], []
     for place, layer in enumerate(statistics.layers):
         coarsest = {
@@ -224,7 +239,7 @@ def _measure(
         }
         errors = {slot: layer.error(slot.operand, cast) for slot, cast in coarsest.items()}
         bend = dict.fromkeys(slots, 0.0)
-        moved = {slot: torch.zeros(len(statistics.layers), dtype=torch.float64) for slot in slots}
+        moved = {slot: torch.zeros(len(dry_run.names), dtype=torch.float64) for slot in slots}
         slopes = _Slopes(dry_run, layer.name)
         for number, slot in enumerate(slots):
             # The first slot is not in the forward product, so it leaves the loss and this layer's dY unchanged.
@@ -246,45 +261,6 @@ def _measure(
         loss.append(row_loss)
         weights.append(row_weights)
     return loss, weights
-
-
-class _Slot(NamedTuple):
-    """An operand in both of its products, or in one of them if options cast it differently in the other."""
-
-    operand: str
-    products: tuple[str, ...]
-
-    @property
-    def forward(self) -> bool:
-        """Return True if its cast changes the loss."""
-        return "forward" in self.products
-
-    def cast(self, option: Option) -> Cast | None:
-        """Return the cast that an option gives it."""
-        return option.cast(self.products[0], self.operand)
-
-    def precision(self, cast: Cast | None) -> LayerPrecision:
-        """Return the precision of a layer with this cast alone."""
-        if len(self.products) == 2:
-            return LayerPrecision(**{self.operand: cast})  # type: ignore[arg-type]
-        return LayerPrecision(overrides=(Override(self.products[0], self.operand, cast),))  # type: ignore[arg-type]
-
-
-def _slots(options: Sequence[Option]) -> list[_Slot]:
-    """Return the operands to try one at a time: the gradient first, those in the forward product last.
-
-    >>> from dither.snip.layer_options import options as levels
-    >>> [slot.operand for slot in _slots(levels("fp8,fp4"))]
-    ['grad', 'input', 'weight']
-    >>> [slot.products for slot in _slots(levels("fp8,fp4-forward"))][1:]
-    [('weight_grad',), ('input_grad',), ('forward',), ('forward',)]
-    """
-    found = []
-    for operand in ("grad", "input", "weight"):
-        products = tuple(product for product, pair in PRODUCTS.items() if operand in pair)
-        alike = all(first == second for first, second in (option.precision.casts_of(operand) for option in options))
-        found += [_Slot(operand, products)] if alike else [_Slot(operand, (product,)) for product in products]
-    return sorted(found, key=lambda slot: slot.forward)
 
 
 class _Slopes:

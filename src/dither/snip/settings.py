@@ -19,8 +19,11 @@ from dither.snip.savings import Cost, Times
 
 Value = str | int | float | bool | None
 
-PROBES = ("measure", "layer", "last", "direct")
+PROBES = ("measure", "layer", "joint", "last", "direct")
 """Ways to estimate what an option does to training: see `dither.snip.score`."""
+
+BUDGET = 0.01
+"""Share of the training time that estimates may take if `dither.snip.Snip` chooses the probe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +95,14 @@ class Schedule:
     """Steps from the statistics to the plan chosen from them; meanwhile the solver works in the background."""
     hysteresis: float = 0.0
     """Fraction of its harm that a plan must save to replace the current one; 0 changes the plan for any gain."""
+    steps: int | None = None
+    """Steps of the whole run, if they are known: a plan can be of use for no more than what is left of them."""
 
     def __post_init__(self) -> None:
-        for name, least in (("every", 1), ("start", 1), ("delay", 0)):
+        for name, least in (("every", 1), ("start", 1), ("delay", 0), ("steps", 1)):
             steps = getattr(self, name)
+            if name == "steps" and steps is None:
+                continue
             if not isinstance(steps, int) or isinstance(steps, bool) or steps < least:
                 raise UserError(f"snip's {name} is a number of steps, at least {least}, not {steps!r}.")
         if self.delay >= self.every:
@@ -105,8 +112,17 @@ class Schedule:
         check_not_negative("hysteresis", self.hysteresis)
 
     def measures_at(self, step: int) -> bool:
-        """Return whether statistics are taken at a step."""
+        """Return True if statistics are taken, or begun, at a step."""
         return step >= self.start and (step - self.start) % self.every == 0
+
+    @property
+    def interval(self) -> int:
+        """Return the number of steps that one set of statistics is for."""
+        return self.every if self.steps is None else max(1, min(self.every, self.steps - self.start))
+
+    def fits(self, steps: int) -> bool:
+        """Return True if a plan can be in force before the next statistics, and half of its interval long, after `steps`."""
+        return steps == 1 or steps + self.delay <= self.interval // 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,10 +133,18 @@ class Estimator:
     1
     """
 
-    probe: str = "measure"
-    """Probe that estimates dL and dW: "measure", "layer", "last" or "direct"; see `dither.snip.score`."""
+    probe: str = "auto"
+    """Probe that estimates dL and dW: "measure", "layer", "joint", "last" or "direct" (see `dither.snip.score`), or "auto":
+    "measure" if that stays within the budget, otherwise "joint"."""
+    budget: float | None = None
+    """Share of the training time that estimates may take. They are spread over steps, with fewer tokens if need be, so that
+    training never waits for longer than a step takes. None means 0.01 with the probe "auto", and no limit, and no spreading,
+    with a probe that you choose."""
     tokens: int = 8192
-    """Maximum number of tokens that the trainer takes of a step's batch, over all ranks. A loop of your own passes batches."""
+    """Maximum number of tokens of a pass, over all ranks, which the trainer takes of a step's batch. A loop of your own passes
+    batches of its choice."""
+    step_tokens: int | None = None
+    """Tokens of a training step, over all ranks; None counts the batches of estimates as a whole step."""
     rows: bool = False
     """Use the row-wise form of the loss divergence (section 6.3 of the paper)."""
     power: float = 2.0
@@ -135,11 +159,19 @@ class Estimator:
     """Function called in place of `dither.snip.score`."""
 
     def __post_init__(self) -> None:
-        if self.probe not in PROBES:
-            hint = did_you_mean(self.probe, PROBES) if isinstance(self.probe, str) else ""
-            raise UserError(f"There is no probe {self.probe!r}{hint}: choose one of {', '.join(PROBES)}.")
-        if not isinstance(self.tokens, int) or isinstance(self.tokens, bool) or self.tokens < 1:
-            raise UserError(f"snip's tokens is a number of tokens, at least 1, not {self.tokens!r}.")
+        if self.probe not in ("auto", *PROBES):
+            hint = did_you_mean(self.probe, ("auto", *PROBES)) if isinstance(self.probe, str) else ""
+            raise UserError(f"There is no probe {self.probe!r}{hint}: choose one of auto, {', '.join(PROBES)}.")
+        for name in ("tokens", "step_tokens"):
+            count = getattr(self, name)
+            if count is None and name == "step_tokens":
+                continue
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                raise UserError(f"snip's {name} is a number of tokens, at least 1, not {count!r}.")
+        if self.budget is not None:
+            check_budget("snip's budget", self.budget)
+            if self.score is not None:
+                raise UserError("A budget needs dither's own estimates: leave out budget= or score=.")
         for name in ("loss_weight", "update_weight", "power"):
             check_not_negative(name, getattr(self, name))
         check_weights(self.loss_weight, self.update_weight, "snip's loss_weight and update_weight")
@@ -149,6 +181,11 @@ class Estimator:
             raise UserError(
                 f"snip's power is at least 1, not {self.power!r}: below it, one error would count less than its two halves."
             )
+
+    @property
+    def limit(self) -> float | None:
+        """Return the share of the training time that estimates may take; None if there is no limit."""
+        return BUDGET if self.budget is None and self.probe == "auto" and self.score is None else self.budget
 
     @property
     def provenance(self) -> dict[str, float]:
@@ -170,6 +207,12 @@ class TrainingSetup:
     """Ranks with batches of their own (data parallelism); FSDP2 needs it. All of them get the same scores."""
     pipeline: "dist.ProcessGroup | None" = None
     """Ranks of a pipeline, in the order of its stages; each passes its own stage, with names of the whole model, as `model`."""
+
+
+def check_budget(name: str, share: object) -> None:
+    """Raise unless a budget is a share of the time: above 0 and at most 1."""
+    if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share <= 1:
+        raise UserError(f"{name} is a share of the training time above 0 and at most 1, such as 0.01, not {share!r}.")
 
 
 def check_not_negative(name: str, number: object) -> None:

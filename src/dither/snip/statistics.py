@@ -6,7 +6,7 @@ whole step, over all micro-batches and ranks: x, y and their gradients are those
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -319,7 +319,9 @@ class Collector:
 
 
 @contextmanager
-def collecting(model: nn.Module, options: Iterable[Option], *, stream: Stream, some: bool = True) -> Iterator[Collector]:
+def collecting(
+    model: nn.Module, options: Iterable[Option], *, stream: Stream, some: bool = True, only: Collection[str] | None = None
+) -> Iterator[Collector]:
     """Collect statistics of the forward and backward passes of one step inside the context, without changing their results.
 
     Norms are computed while X, W and dY are in memory, and only numbers are kept. Compiled blocks run uncompiled inside, since
@@ -330,6 +332,7 @@ def collecting(model: nn.Module, options: Iterable[Option], *, stream: Stream, s
         options: Options whose casts are measured.
         stream: Source of the bits of stochastic casts.
         some: Raise if the model has no layer to take statistics of.
+        only: Names of the layers to take statistics of; None takes all.
 
     >>> import dither
     >>> from dither.snip import collecting, options, update_rules_of
@@ -345,7 +348,7 @@ def collecting(model: nn.Module, options: Iterable[Option], *, stream: Stream, s
     >>> statistics.layers[0].M, sorted(statistics.layers[0].norms)
     (16, ['dw', 'dx', 'dy', 'w', 'x', 'y'])
     """
-    layers = layers_of(model, some=some)
+    layers = {name: layer for name, layer in layers_of(model, some=some).items() if only is None or name in only}
     parallel = cut_by_tensor_parallelism(model)
     seen = Collector(layers, options, stream, parallel)
     hooks = []

@@ -13,6 +13,7 @@ Rules compute what torch.optim computes, in float32. Coupled weight decay (`g + 
     Muon                     `MuonRule`        momentum, Nesterov, Newton-Schulz iterations
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
@@ -48,6 +49,17 @@ class UpdateRule:
         """Return the Frobenius norm of h', 0-d float32."""
         found: Tensor = torch.linalg.vector_norm(self.slope(g), dtype=torch.float32)
         return found
+
+    def secant(self, g: Tensor, size: Tensor | float) -> Tensor:
+        """Return the change of each update per change of its own gradient, from g - size to g + size; float32 like g.
+
+        Unlike `slope`, it does not explode where an adaptive step saturates.
+
+        >>> one = torch.ones(1, 1)
+        >>> SgdRule(lr=0.5, momentum=0.0).secant(one, 0.1)
+        tensor([[0.5000]])
+        """
+        return (self.update(g + size) - self.update(g - size)).abs() / (2 * size)
 
     def whole(self: _Rule, gather: Callable[[Tensor], Tensor]) -> _Rule:
         """Return the rule of the whole weight; `gather` turns this rank's shard into the whole tensor."""
@@ -330,6 +342,10 @@ class MuonRule(UpdateRule):
     def slope(self, g: Tensor) -> Tensor:
         """Raise a UserError: every element of Muon's update depends on the whole gradient."""
         raise UserError("Muon's update of one element depends on the whole gradient: ask for slope_norm, not for slope.")
+
+    def secant(self, g: Tensor, size: Tensor | float) -> Tensor:
+        """Return |h'| spread evenly over the elements: there is no slope of one element."""
+        return torch.ones_like(g, dtype=torch.float32).mul_(self.slope_norm(g) / math.sqrt(g.numel()))
 
     def slope_norm(self, g: Tensor) -> Tensor:
         """Return the Frobenius norm of h', 0-d float32, from the singular values of the direction, in float64."""

@@ -22,7 +22,7 @@ from dither.precision import Plan, Sampling, did_you_mean
 from dither.recipes import ALIASES, RECIPES, recipe, recipe_name
 from dither.safe_files import Refused, read_text
 from dither.snip import options
-from dither.snip.settings import Estimator, Goal, Schedule, check_weights, pins
+from dither.snip.settings import Estimator, Goal, Schedule, check_budget, check_weights, pins
 from dither.train.fields import check_at_least, check_choice, check_seed, check_types, check_within, hints, sentences, type_name
 from dither.train.guard import Policy
 from dither.train.toml_text import parse, parse_value
@@ -204,10 +204,14 @@ class Snip:
     """Steps between statistics."""
     delay: int = 10
     """Steps from statistics to the plan based on them."""
-    probe: Literal["measure", "layer", "last", "direct"] = "measure"
-    """Estimator: measure each option, add noise at each layer or at the last, or use closed forms (direct)."""
+    probe: Literal["auto", "measure", "layer", "joint", "last", "direct"] = "auto"
+    """Estimator: measure each option, add noise at each layer or at the last, perturb all layers at once (joint), use closed
+    forms (direct), or auto: measure if the budget allows it, otherwise joint."""
+    budget: float | None = None
+    """Share of the training time that estimates may take; they are spread over steps. By default 0.01 with probe auto, and no
+    limit with any other."""
     tokens: int = 8192
-    """Most tokens for the estimates, over all ranks: whole sequences of a step, at least one per rank."""
+    """Most tokens of a pass of the estimates, over all ranks, at least one sequence or part of one per rank."""
     cost: Literal["flops", "time"] = "flops"
     """Unit of savings: FLOPs, or time as measured on the GPU."""
     stages: tuple[int, ...] = ()
@@ -235,6 +239,8 @@ class Snip:
         check_within("snip.hysteresis", self.hysteresis, 0, math.inf)
         check_within("snip.power", self.power, 1, math.inf)
         check_weights(self.loss_weight, self.update_weight, "snip.loss_weight and snip.update_weight")
+        if self.budget is not None:
+            check_budget("snip.budget", self.budget)
         if self.delay >= self.every:
             raise UserError(f"snip.delay={self.delay} is not below snip.every={self.every}: plans would overlap.")
         try:
@@ -249,15 +255,14 @@ class Snip:
         pinned = pins(self.pinned)
         return Goal(target=target, cost=self.cost, stages=self.stages or None, balance=self.balance, pinned=pinned)
 
-    @property
-    def schedule(self) -> Schedule:
-        """Return when statistics are taken and plans change."""
-        return Schedule(start=self.start, every=self.every, delay=self.delay, hysteresis=self.hysteresis)
+    def schedule(self, steps: int) -> Schedule:
+        """Return when estimates are taken and plans change, in a run of so many steps."""
+        return Schedule(start=self.start, every=self.every, delay=self.delay, hysteresis=self.hysteresis, steps=steps)
 
-    def estimator(self, seed: int) -> Estimator:
-        """Return how the harm of an option is estimated."""
-        names = ("probe", "tokens", "rows", "power", "loss_weight", "update_weight")
-        return Estimator(**{name: getattr(self, name) for name in names}, seed=seed)
+    def estimator(self, seed: int, step_tokens: int) -> Estimator:
+        """Return how the harm of an option is estimated, in a run whose steps have so many tokens."""
+        names = ("probe", "budget", "tokens", "rows", "power", "loss_weight", "update_weight")
+        return Estimator(**{name: getattr(self, name) for name in names}, seed=seed, step_tokens=step_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

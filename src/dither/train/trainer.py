@@ -155,7 +155,7 @@ class Trainer:
         graphed = uses_graphs(config.run.cuda_graphs, self.ranks, self.training, self.parts, compiled=self.compiled)
         self.graphs = GraphedPasses(self.model, self._eager_pass, say) if graphed else None
         self.guard = Guard(config.guard)
-        self.snip = _make_snip(self)
+        self.snip = _make_snip(self, say)
         self.monitor = _make_monitor(self)
         self.done = 0
         """Number of steps done, including skipped ones."""
@@ -172,7 +172,8 @@ class Trainer:
         """Collect statistics on the batch of the next step, or switch to the plan of earlier ones, if either is due."""
         if self.snip is None:
             return None
-        decision = self.snip.before_step(self.done, lambda: _for_estimates(self, batch, self.config.snip.tokens))
+        tokens = self.snip.effort.tokens or self.config.snip.tokens
+        decision = self.snip.before_step(self.done, lambda: _for_estimates(self, batch, tokens))
         self.plan = self.snip.plan
         return decision
 
@@ -183,7 +184,7 @@ class Trainer:
         """
         if self.monitor is None:
             return None
-        pieces = _for_estimates(self, batch, self.config.monitor.tokens)
+        pieces = _for_estimates(self, batch, max(self.config.monitor.tokens, self.config.data.sequence * self.ranks.world))
         with self.monitor.aside(self.done), step_context(self.model, step=self.done - 1) as at:
             for part in pieces:
                 at.row(part.first * self.config.data.sequence)
@@ -368,11 +369,16 @@ def _held_out_count(config: Config, corpus: Corpus) -> int | None:
 def _for_estimates(trainer: Trainer, batch: Batch, tokens: int) -> list[Batch]:
     """Return part of a batch for estimates, in micro-batches of equal size: at most as large as those of a step.
 
+    Fewer tokens than a sequence has are the first ones of one sequence.
+
     If blocks are compiled, at most a quarter as large: estimates run uncompiled, which needs half as much activation memory
     again, and they keep gradients for comparison. A run that just fits into memory would not fit any more.
     """
-    wanted = tokens // trainer.config.data.sequence // trainer.ranks.world
-    rows = max(1, min(wanted, len(batch.tokens)))
+    sequence = trainer.config.data.sequence
+    wanted = tokens // sequence // trainer.ranks.world
+    if not wanted:  # less than a sequence
+        return [replace(batch, tokens=batch.tokens[:1, : max(1, tokens // trainer.ranks.world) + 1])]
+    rows = min(wanted, len(batch.tokens))
     largest = math.ceil(len(batch.tokens) / trainer.parts / (4 if trainer.compiled else 1))
     pieces = math.ceil(rows / largest)
     return list(replace(batch, tokens=batch.tokens[: rows - rows % pieces]).split(pieces))
@@ -408,7 +414,7 @@ def learned_bitwidths(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _make_snip(trainer: Trainer) -> Snip | None:
+def _make_snip(trainer: Trainer, say: Callable[[str], None]) -> Snip | None:
     """Return the controller that chooses precisions during training, or None."""
     snip = trainer.config.snip
     if snip.target is None:
@@ -419,11 +425,12 @@ def _make_snip(trainer: Trainer) -> Snip | None:
         trainer.plan,
         options=snip.options,
         goal=snip.goal,
-        schedule=snip.schedule,
-        estimator=snip.estimator(trainer.config.run.seed),
+        schedule=snip.schedule(trainer.config.run.steps),
+        estimator=snip.estimator(trainer.config.run.seed, trainer.config.data.batch * trainer.config.data.sequence),
         forward=trainer.loss,
     )
     made.on_failure = lambda _: None  # the loop reports what became of the statistics
+    say(made.effort.describe(made.schedule))
     return made
 
 
