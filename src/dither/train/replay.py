@@ -58,6 +58,20 @@ def replay(model: nn.Module, training: Training, parts: Sequence[Batch], step: i
         training.optimizer.zero_grad()
 
 
+def warm_up(trainer: Any, batch: Batch) -> None:
+    """Run the first micro-batch of the next step forward and backward without any effect, so that its blocks are compiled.
+
+    It is the micro-batch that the step begins with, so that the magnitudes which delayed scaling notes here are those that the
+    step notes again.
+    """
+    part = next(iter(batch.split(trainer.parts)))
+    parameters = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    with suppress(_Replayed), step_context(trainer.model, step=trainer.done) as at:
+        at.row(part.first * trainer.config.data.sequence)
+        torch.autograd.grad(trainer.loss(trainer.model, part), parameters, allow_unused=True)
+        raise _Replayed
+
+
 class _Replayed(Exception):  # noqa: N818 - not an error: it leaves a step_context without any effect
     pass
 
