@@ -43,8 +43,7 @@ class PlanChange:
     @property
     def casts(self) -> bool:
         """Return True if the entry sets all products of a layer and casts some operand."""
-        precisions = (self.plan.default, *(precision for _, precision in self.plan.layers))
-        return not self.forward and any(precision is not None and not precision.uncast for precision in precisions)
+        return not self.forward and not self.plan.uncast
 
 
 @dataclass(frozen=True)
@@ -215,8 +214,7 @@ def _later(changes: list[PlanChange], source: Plan, forward: bool, text: str, *,
     rest = {name: getattr(first, name) for name in ("parameters", "master", "loss_scaling")}
     if own_compute:
         return replace(source, **rest)
-    uncast = all(each is None or each.uncast for each in (source.default, *(precision for _, precision in source.layers)))
-    if uncast and source.compute != first.compute:
+    if source.uncast and source.compute != first.compute:
         raise UserError(
             f"The schedule's entry {text!r} computes in {source.compute}, and its first entry {changes[0].text!r} in "
             f"{first.compute}: the type of uncast operations does not change during a run."

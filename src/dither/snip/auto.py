@@ -56,6 +56,7 @@ def auto_plan(
     tokens: int,
     recipes: Sequence[str] = RECIPES,
     times: Times | str | Path | None = None,
+    device: torch.device | str | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Plan:
     """Return a plan that casts the layers that FP8 makes faster on the model's GPU, and leaves the others in BF16.
@@ -70,6 +71,7 @@ def auto_plan(
         recipes: Recipes to compare with BF16, in the order of preference.
         times: Measured `Times`, or the file of `dither.snip.measure_times`: only what is missing is measured and added.
             Without a GPU, all times come from here.
+        device: The GPU to measure on; by default that of the model.
         say: Called with a table of the choices and the reasons.
 
     >>> from dither.models import build
@@ -84,10 +86,10 @@ def auto_plan(
         raise UserError(f"tokens is the number of tokens per forward pass, an integer from 1 on, not {tokens!r:.40}.")
     shapes = layer_shapes(model, tokens)
     candidates = candidates_of(recipes)
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    place = next((parameter.device for parameter in model.parameters()), "cpu") if device is None else device
     if isinstance(times, Times):
         check_complete(shapes, times, candidates)
-    known = times if isinstance(times, Times) else times_of(shapes, candidates, device, times)
+    known = times if isinstance(times, Times) else times_of(shapes, candidates, torch.device(place), times)
     choices = choose_by_time(shapes, known, candidates)
     if say is not None:
         say(choice_table(choices, known.device))
@@ -166,9 +168,7 @@ def _runs(option: Option, shape: Shape, capability: tuple[int, int] | None) -> b
     return True
 
 
-def choose_by_time(
-    shapes: Mapping[Shape, Sequence[str]], times: Times, options: Sequence[Option]
-) -> tuple[ShapeChoice, ...]:
+def choose_by_time(shapes: Mapping[Shape, Sequence[str]], times: Times, options: Sequence[Option]) -> tuple[ShapeChoice, ...]:
     """Choose an option per shape: the first, unless a later one takes at least 2 % less time than the choice so far."""
     choices = []
     for shape, layers in shapes.items():
@@ -190,10 +190,7 @@ def plan_of(choices: Sequence[ShapeChoice], times: Times, tokens: int) -> Plan:
     usual = max(count, key=lambda name: count[name])
     precisions = {name: LayerPrecision() if name == BF16 else recipe(name).default for name in count}
     rules = [
-        (glob.escape(name), precisions[choice.recipe])
-        for choice in choices
-        if choice.recipe != usual
-        for name in choice.layers
+        (glob.escape(name), precisions[choice.recipe]) for choice in choices if choice.recipe != usual for name in choice.layers
     ]
     said = {_shown(choice.shape): f"{choice.recipe} ({_milliseconds(choice)}): {choice.reason}" for choice in choices}
     provenance: dict[str, str | int] = {"recipe": "fp8-auto", "gpu": times.device, "torch": times.torch, "tokens": tokens}

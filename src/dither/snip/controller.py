@@ -18,11 +18,11 @@ from torch import distributed as dist
 from torch import nn
 
 from dither.errors import UserError
-from dither.nn.conversion import apply_plan, prepare_plans
-from dither.precision import Plan, matches
+from dither.nn.conversion import prepare_plans
+from dither.precision import Plan
 from dither.random import Stream
 from dither.ranks import first_error
-from dither.recipes import recipe
+from dither.snip.base_plan import WithBasePlan
 from dither.snip.divergence import Scores
 from dither.snip.layer_options import Option
 from dither.snip.layer_options import options as combinations
@@ -88,7 +88,7 @@ def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=5)  # the loop that called
 
 
-class Snip:
+class Snip(WithBasePlan):
     """Chooses the precision of each layer of a converted model again and again while it trains, in any training loop.
 
     Call `before_step` at the beginning of every step, on every rank, and save `state_dict` with each checkpoint. If something
@@ -150,10 +150,10 @@ class Snip:
         goal, schedule, estimator, setup = with_old_keywords("Snip", old, goal, schedule, estimator, setup, moved=moved)
         if goal.cost == "time" and not torch.cuda.is_available():
             raise UserError("snip's cost='time' is measured on a CUDA GPU, and there is none here: use cost='flops'.")
-        self.model, self.optimizer, self.base = model, optimizer, recipe(base) if isinstance(base, str) else base
+        self.model, self.optimizer = model, optimizer
+        self.begin_base(base)
         self.options = prepared(model, self.base, combinations(options))
         self.goal, self.schedule, self.estimator = goal, schedule, estimator
-        self.plan = self.base
         self._score = estimator.score or score
         self._forward, self._setup = forward, setup
         # With parts of the model on several ranks, all ranks share a choice; otherwise those of `group` do.
@@ -161,28 +161,6 @@ class Snip:
         self._group = None if self._partial else setup.group
         self._chosen = False  # True if `plan` was chosen here, for this goal
         self._pending: _Pending | None = None
-        self.rests = False
-        """True while nothing is measured or chosen."""
-        self._again = False  # True if statistics are due at the next step, since the base has changed
-
-    def rebase(self, base: Plan | str, *, chooses: bool | None = None) -> None:
-        """Apply another base plan to the model, between steps. Plans are chosen on top of it from now on.
-
-        The base replaces the plan in force, and statistics that no plan has followed from are dropped. New ones are taken at
-        the next `before_step` from `schedule.start` on, so that a choice follows `schedule.delay` steps later. If the base
-        casts nothing, SNIP rests until the next `rebase`.
-
-        Args:
-            base: The plan, or the name of a recipe.
-            chooses: False lets SNIP rest although the base casts; None means True if it does.
-        """
-        plan = recipe(base) if isinstance(base, str) else base
-        self._switch(plan)
-        precisions = (plan.default, *(precision for _, precision in plan.layers))
-        casts = any(precision is not None and not precision.uncast for precision in precisions)
-        self.base = self.plan = plan
-        self.rests = not (casts if chooses is None else chooses)
-        self._again, self._chosen, self._pending = not self.rests, False, None
 
     def before_step(self, step: int, batches: Any) -> Decision | None:
         """Take statistics on `batches`, or apply the choice that followed from them, if it is time for that.
@@ -196,12 +174,8 @@ class Snip:
         Returns:
             The decision that takes effect at this step, or None.
         """
-        if self.rests:
-            return None
-        if self.schedule.measures_at(step) or (self._again and step >= self.schedule.start):
-            self._again = False
-            if error := self._measure(step, batches):
-                return self._stay(step, step, error, None)
+        if self.measures_at(step) and (error := self._measure(step, batches)):
+            return self._stay(step, step, error, None)
         if self._pending is not None and step >= self._pending.scores.step + self.schedule.delay:
             return self._act(step, self._pending)
         return None
@@ -306,16 +280,6 @@ class Snip:
             self._switch(self.plan)
         return error
 
-    def _switch(self, wanted: Plan) -> None:
-        """Apply a plan to the model; in a pipeline, the rules that match layers of this stage."""
-        if self._setup.pipeline is not None:
-            names = list(layers_of(self.model, some=False))
-            mine = [rule for rule in wanted.layers if any(matches(rule[0], name) for name in names)]
-            wanted = replace(wanted, layers=tuple(mine))
-            if not names:
-                return
-        apply_plan(self.model, wanted)
-
     @property
     def _rank(self) -> int:
         return dist.get_rank(self._group) if self._distributed else 0
@@ -333,9 +297,7 @@ class Snip:
             "version": VERSION,
             "goal": _described_goal(self.goal, self.estimator, self.options),
             "plan": self.plan.to_dict(),
-            "base": self.base.to_dict(),
-            "rests": self.rests,
-            "again": self._again,
+            **self.base_state(),
             "chosen": self._chosen,
             "pending": pending and {"scores": _plain(pending.scores), "answer": _finished(pending.answer)},
         }
@@ -349,15 +311,14 @@ class Snip:
                 Plan.from_dict(state["plan"]),
                 state["goal"] == _described_goal(self.goal, self.estimator, self.options),
             )
-            base = Plan.from_dict(state["base"]) if "base" in state else self.base  # earlier versions did not save it
             chosen, pending = bool(state["chosen"]) and same, state["pending"]
             scores = pending and Scores.from_dict(pending["scores"])
             answer = _answer_of(pending["answer"]) if pending and pending["answer"] and same else None
         except (KeyError, TypeError, AttributeError) as error:
             raise UserError(f"This is not a state of snip of version {VERSION}: {error!r:.80}.") from None
         self._switch(saved)
-        self.plan, self._chosen, self._pending, self.base = saved, chosen, None, base
-        self.rests, self._again = bool(state.get("rests", False)), bool(state.get("again", False))
+        self.plan, self._chosen, self._pending = saved, chosen, None
+        self.load_base_state(state)
         if not scores:
             return
         if tuple(scores.options) != tuple(option.name for option in self.options):
