@@ -152,6 +152,7 @@ class Snip(WithBasePlan):
             raise UserError("snip's cost='time' is measured on a CUDA GPU, and there is none here: use cost='flops'.")
         self.model, self.optimizer = model, optimizer
         self.begin_base(base)
+        layers_of(model, some=setup.pipeline is None)  # raises if the model was not converted
         self.options = prepared(model, self.base, combinations(options))
         self.goal, self.schedule, self.estimator = goal, schedule, estimator
         self._score = estimator.score or score
