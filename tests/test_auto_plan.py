@@ -83,7 +83,7 @@ def test_mistakes(tmp_path):
         auto_plan(model, tokens=64, recipes=["bf16"])
     path = times_file(tmp_path / "times.json", 32)
     with pytest.raises(
-        UserError, match=r"do not include the layer 'model.layers.0.self_attn.q_proj' in bf16 with .* \(64, 128"
+        UserError, match=r"do not include the layer '.*q_proj' in bf16 with .* = \(64, 128, 128\)"
     ):
         auto_plan(model, tokens=64, times=path)
     with pytest.raises(UserError, match="no times"):
@@ -93,7 +93,7 @@ def test_mistakes(tmp_path):
     path.write_text(json.dumps(data))
     with pytest.raises(UserError, match="times of 2 machines"):
         read_times(path)
-    with pytest.raises(UserError, match="no linear layer that dither.convert would convert"):
+    with pytest.raises(UserError, match=r"no linear layer that dither\.convert would convert"):
         auto_plan(torch.nn.Sequential(torch.nn.ReLU()), tokens=64)
     with pytest.raises(UserError, match=r"dither.auto_plan\(model, tokens=...\)"):
         dither.convert(model, "fp8-auto")

@@ -404,7 +404,7 @@ def test_stored_plans_are_used_when_a_run_resumes(text, tmp_path):
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
     path.unlink()
     assert train(run, resume=True).loss == straight.loss
-    with pytest.raises(UserError, match="The plan '.*late.json' cannot be read"):
+    with pytest.raises(UserError, match=r"The plan '.*late\.json' cannot be read"):
         train(config(text, tmp_path / "new", plans))
     assert not (tmp_path / "new").exists()
 
