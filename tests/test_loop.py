@@ -108,7 +108,7 @@ KINDS = {
     "snip in o2": ["precision.mode=o2", *TINY, "data.micro_batch=1", *SNIP],
     # Plans change before the checkpoint of step 3, at it, and after it.
     "schedule": [
-        *("precision.sampling.parts=od", "precision.sampling.b_init=2", "precision.sampling.b_target=1"),
+        *("precision.sampling.parts=od", "precision.sampling.b_init=1.5", "precision.sampling.b_target=1"),
         "precision.schedule=[[0, 'fp4-block'], [2, 'fp8-block'], [3, 'fp8-delayed forward'], [5, 'fp32']]",
     ],
     # SNIP chooses at step 2 and, on another base, at step 4, after statistics of the step at which the run resumes.
