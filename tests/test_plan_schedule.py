@@ -291,6 +291,7 @@ def test_snip_chooses_anew_on_another_base_and_rests_on_one_without_casts():
         optimizer.zero_grad()
     assert {step: decision.measured for step, decision in chosen.items()} == {2: 1, 5: 4}
     assert all(decision.plan.provenance["method"] == "snip" for decision in chosen.values())
+    assert chosen[5].plan.default == FP4  # the rest is that of the base, also after the resume
     assert snip.base == snip.plan == schedule.at(7)
     assert model.up.precision.uncast
 
