@@ -82,9 +82,7 @@ def test_mistakes(tmp_path):
     with pytest.raises(UserError, match="'bf16' casts nothing"):
         auto_plan(model, tokens=64, recipes=["bf16"])
     path = times_file(tmp_path / "times.json", 32)
-    with pytest.raises(
-        UserError, match=r"do not include the layer '.*q_proj' in bf16 with .* = \(64, 128, 128\)"
-    ):
+    with pytest.raises(UserError, match=r"do not include the layer '.*q_proj' in bf16 with .* = \(64, 128, 128\)"):
         auto_plan(model, tokens=64, times=path)
     with pytest.raises(UserError, match="no times"):
         auto_plan(model, tokens=64, times=tmp_path / "none.json")
