@@ -27,6 +27,7 @@ from dither.train.config import (
     loads,
     override,
     schedule,
+    toml,
 )
 from dither.train.guard import Policy
 from dither.train.resuming import fixed_changes
@@ -246,6 +247,25 @@ MISTAKES = [
     ("[precision.sampling]\nguidance = [{kind = 'eval'}]", r"In \[precision.sampling\]"),
     ("[precision.sampling]\nguidance = [{kind = 'weight_decay', rat = 1}]", r"In \[precision.sampling\]"),
     ("[precision.sampling]\nguidance = 1", r"In \[precision.sampling\]"),
+    ("[precision]\nschedule = 'fp8-block'", r"precision.schedule is a list of \[step or share, recipe\]"),
+    ("[precision]\nschedule = [0, 'fp8-block']", "precision.schedule is a list of"),
+    ("[precision]\nschedule = [[0, 'fp8-block', 3]]", "precision.schedule is a list of"),
+    ("[precision]\nschedule = [[0, 'fp8-blok']]", r"In precision.schedule: There is no recipe 'fp8-blok' \(did you mean"),
+    ("[precision]\nschedule = [[1, 'fp8-block']]", "In precision.schedule: The first entry of a schedule begins at 0"),
+    ("[precision]\nschedule = [[0, 'fp8-block'], [9, 'fp32'], [3, 'fp4-block']]", "In precision.schedule: .* ascend"),
+    ("[precision]\nschedule = [[0, 'fp8-block'], [1.5, 'fp32']]", "a float from 0.0 to 1.0, not at 1.5"),
+    ("[precision]\nschedule = [[0, 'fp8-block'], [500, 'fp32']]", "begins at step 500, and the last of 500 steps is 499"),
+    ("[precision]\nschedule = [[0, 'fp8-block'], [0.5, 'bf16']]", "'bf16', which computes in bf16, and precision.mode='fp32'"),
+    ("[precision]\nschedule = [[0, 'fp8-block forward']]", "The first entry of precision.schedule sets all products"),
+    ("[precision]\nrecipe = 'fp4-block'\nschedule = [[0, 'fp8-block']]", "precision.recipe='fp4-block' and precision.schedule"),
+    ("[precision]\nplan = 'a.json'\nschedule = [[0, 'fp8-block']]", "precision.plan='a.json' and precision.schedule"),
+    ("[precision]\nschedule = [[0, 'fp32']]\n[snip]\ntarget = 0.5", "SNIP chooses plans while an entry of precision.schedule"),
+    (
+        "[precision]\nschedule = [[0, 'fp8-block'], [105, 'fp8-row forward']]\n[snip]\ntarget = 0.5",
+        "with snip.start=100 and snip.delay=10",
+    ),
+    ("[precision]\nrecipe = 'fp8-auto'", "fp8-auto compares FP8 with BF16, and precision.mode='fp32' computes in fp32"),
+    ("[precision]\ntimes = 'times.json'", "precision.times='times.json' has no effect without the recipe fp8-auto"),
     ("[guard]\nspike = 'explode'", "guard.spike is one of"),
     ("[guard]\nspike_factor = 1", "guard.spike_factor is a number above 1"),
     ("[guard]\nspike_window = 3", "do not fit"),
@@ -383,6 +403,39 @@ def test_a_stored_config_with_the_earlier_name_of_a_mode_resumes():
     assert old == new
     assert fixed_changes(old, new, 1) == []
     assert 'mode = "bf16-rn"' in dumps(old)
+
+
+def test_plans_by_step():
+    text = '[precision]\nmode = "o1"\nschedule = [[0, "blockwise"], [0.8, "fp8-row forward"], [499, "bf16"]]'
+    config = loads(text)
+    assert config.precision.schedule == ((0, "blockwise"), (0.8, "fp8-row forward"), (499, "bf16"))
+    assert config.precision.beginnings(config.run.steps) == [0, 400, 499]
+    assert config.precision.load_plan() == recipe("fp8-block")
+    assert loads(dumps(config)) == config
+    assert override(Config(), ["precision.mode=o1", f"precision.schedule={toml(config.precision.schedule)}"]) == config
+    # The recipe says the same as the first entry.
+    assert Precision(recipe="blockwise", schedule=((0, "fp8-block"),)).load_plan() == recipe("fp8-block")
+    # What casts nothing is the mode's own plan, so that nothing else changes.
+    late = Precision(mode="bf16-sr", schedule=((0, "fp8-block"), (1, "bf16"))).plan_of("bf16")
+    assert late == dataclasses.replace(MODES["bf16-sr"].plan, provenance={"recipe": "bf16"})
+
+
+def test_a_schedule_may_change_where_it_has_not_begun():
+    def config(schedule, steps=500, **fields):
+        precision = Precision(schedule=schedule, **fields)
+        return Config(optim=Optim(schedule="constant", warmup=0.0), precision=precision, run=RunSettings(steps=steps))
+
+    old = config(((0, "fp4-block"), (0.5, "fp8-block"), (0.9, "fp32")))
+    later = config(((0, "fp4-block"), (250, "blockwise"), (300, "fp8-row")))
+    assert fixed_changes(old, later, 300) == []
+    assert "precision.schedule from" in fixed_changes(old, later, 301)[0]
+    assert "precision.schedule from" in fixed_changes(old, config(((0, "fp4-fp8grad"),)), 0)[0]
+    # Shares of a longer run lie elsewhere.
+    longer = config(old.precision.schedule, 1000)
+    assert fixed_changes(old, longer, 250) == []
+    assert fixed_changes(old, longer, 251) == [
+        "the steps of precision.schedule from fp4-block at 0, fp8-block at 250 to fp4-block at 0"
+    ]
 
 
 def test_schedules():

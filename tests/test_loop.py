@@ -106,6 +106,16 @@ KINDS = {
     "fp16-o2": ["precision.mode=fp16-o2", *TINY, "data.micro_batch=1", "loss_scaling.growth_interval=2"],
     # A plan that changes before the checkpoint is applied again to a model whose norms are wide.
     "snip in o2": ["precision.mode=o2", *TINY, "data.micro_batch=1", *SNIP],
+    # Plans change before the checkpoint of step 3, at it, and after it.
+    "schedule": [
+        *("precision.sampling.parts=od", "precision.sampling.b_init=1.5", "precision.sampling.b_target=1"),
+        "precision.schedule=[[0, 'fp4-block'], [2, 'fp8-block'], [3, 'fp8-delayed forward'], [5, 'fp32']]",
+    ],
+    # SNIP chooses at step 2 and, on another base, at step 4, after statistics of the step at which the run resumes.
+    "schedule and snip": [
+        "precision.schedule=[[0, 'fp8-block'], [3, 'fp4-block'], [5, 'fp8-block forward']]",
+        *SNIP[:-1],
+    ],
     "kahan": ["precision.mode=bf16-kahan", *TINY, "precision.gradients=bf16-sr", "data.micro_batch=1"],
 }
 

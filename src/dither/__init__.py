@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dither.formats import Format as Format
     from dither.nn import Conversion as Conversion
     from dither.nn import Linear as Linear
+    from dither.nn import PlanSchedule as PlanSchedule
     from dither.nn import apply_plan as apply_plan
     from dither.nn import bitwidth_loss as bitwidth_loss
     from dither.nn import choose_targets as choose_targets
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from dither.precision import WeightDecay as WeightDecay
     from dither.random import Stream as Stream
     from dither.recipes import recipe as recipe
+    from dither.snip import auto_plan as auto_plan
 
 __version__ = "0.1.0"
 
@@ -55,6 +57,7 @@ _MODULES = {
     "nn": (
         "Conversion",
         "Linear",
+        "PlanSchedule",
         "apply_plan",
         "bitwidth_loss",
         "choose_targets",
@@ -72,6 +75,7 @@ _MODULES = {
     "precision": ("BitwidthLoss", "Cast", "LayerPrecision", "Plan", "Sampling", "WeightDecay"),
     "random": ("Stream",),
     "recipes": ("recipe",),
+    "snip": ("auto_plan",),
 }
 """The module of each name above: the same imports, for use at run time."""
 

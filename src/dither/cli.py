@@ -37,6 +37,7 @@ COMMANDS = {
     "plan show": Command("plan", "show", "Show a plan as a table of blocks and layers"),
     "plan diff": Command("plan", "diff", "Show the differences between two plans"),
     "plan verify": Command("plan", "verify", "Compare estimates with measurements, for each layer or for a whole plan"),
+    "plan auto": Command("plan", "auto", "Choose FP8 or BF16 for each layer of a model by measured time"),
     "plan frontier": Command("plan", "frontier", "Show the cost of every target, from one estimate"),
     "inspect": Command("inspect", "inspect", "Show the weights of a saved model, layer by layer"),
     "bisect": Command("bisect", "bisect", "Run two precisions in lockstep and name the first layer that differs"),

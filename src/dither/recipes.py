@@ -33,6 +33,11 @@ def recipe(name: str) -> Plan:
     >>> recipe("rowwise").provenance["recipe"]
     'fp8-row'
     """
+    if isinstance(name, str) and name in MEASURED:
+        raise UserError(
+            f"The recipe {name!r} is made for a model by measuring its layers on a GPU: dither.auto_plan(model, tokens=...) "
+            "returns the plan, and `dither train` takes the name."
+        )
     if not isinstance(name, str) or (known := recipe_name(name)) not in RECIPES:
         hint = did_you_mean(name, (*RECIPES, *ALIASES)) if isinstance(name, str) else ""
         raise UserError(f"There is no recipe {name!r}{hint}: choose one of {', '.join(RECIPES)}.")
@@ -56,6 +61,12 @@ ALIASES: Mapping[str, str] = MappingProxyType(
 Some scales differ: torchao's `rowwise` and, by default, the block scales of Transformer Engine are powers of two. Those of
 `fp8-row` and `fp8-block` are float32. docs/migration.md has the casts that reproduce the scales of these libraries.
 """
+
+
+MEASURED: Mapping[str, str] = MappingProxyType(
+    {"fp8-auto": "FP8 for the layers that it makes faster on this GPU, by measured time per shape, and BF16 for the others."}
+)
+"""Recipes whose plans depend on a model and a GPU, with a sentence that describes each: `dither.auto_plan` makes them."""
 
 
 def _uncast(about: str, **fields: object) -> Recipe:

@@ -16,8 +16,8 @@ from dither.advice.shapes import model_shape
 from dither.data import is_prepared, load_tokenizer, open_tokens
 from dither.errors import UserError
 from dither.precision import LayerPrecision
+from dither.recipes import MEASURED, recipe_name
 from dither.recipes import recipe as recipe_named
-from dither.recipes import recipe_name
 from dither.tables import print_table
 from dither.train import config as configs
 from dither.train.files import CONFIG, TOKENS
@@ -113,7 +113,8 @@ def _run_of(model: str | None) -> _RunShape | None:
     if config.model.hf is None:
         shape = replace(shape, vocab=config.model.vocab or _words(config, folder))
     precision, data = config.precision, config.data
-    default = precision.load_plan().default
+    # The plan of fp8-auto casts some layers: the estimate is for all of them.
+    default = precision.plan_of(precision.entries[0][1], {name: recipe_named("fp8-current") for name in MEASURED}).default
     sampling = precision.sampling
     setting = Setting(
         mode=precision.mode,

@@ -14,9 +14,12 @@ from torch import Tensor, nn
 
 from dither.data import Batch
 from dither.errors import UserError
+from dither.models import PRESETS, hf, preset
+from dither.models.presets import skeleton
 from dither.nn.conversion import Fallback
 from dither.precision import Plan, did_you_mean, matches
 from dither.random import Stream
+from dither.snip.auto import RECIPES, auto_plan
 from dither.snip.baselines import BASELINES, random
 from dither.snip.divergence import Scores
 from dither.snip.dry_run import DryRun
@@ -265,6 +268,44 @@ def frontier(
         for each in frontier_of(found.harm(loss_weight, update_weight, power), shares, targets=targets, stages=split)
     ]
     print_table(f"Step {found.step}, {len(layers)} layers", ("target", "saved", "harm", "gap"), lines, right=[0, 1, 2, 3])
+    return 0
+
+
+def auto(
+    model: Annotated[str, tyro.conf.arg(metavar="MODEL")],
+    /,
+    tokens: int = 8192,
+    recipes: str = ",".join(RECIPES),
+    times: str | None = None,
+    device: str = "auto",
+    output: Output = None,
+) -> int:
+    """Choose FP8 or BF16 for each layer of a model by measured time.
+
+    Every shape of a layer is measured on this GPU, forward and backward with all casts. FP8 is chosen where it saves at least
+    2 % of the time. `dither train --set precision.recipe=fp8-auto` does the same when a run begins.
+
+    Args:
+        model: A preset such as llama-134m, or a Hugging Face folder or its config.json.
+        tokens: The tokens per forward pass on one GPU.
+        recipes: The recipes to compare with BF16, in the order of preference.
+        times: A file of measured times; what is missing is measured and added. Without a GPU all times come from it.
+        device: The device: auto (cuda if available), cpu, cuda, or cuda:N.
+        output: A file for the plan.
+    """
+    if model in PRESETS:
+        built: nn.Module = skeleton(preset(model))
+    elif Path(model).exists():
+        built = hf(model)
+    else:
+        raise UserError(
+            f"There is no model {model!r}{did_you_mean(model, PRESETS)}: give a preset ({', '.join(PRESETS)}), or a Hugging "
+            "Face folder or config.json."
+        )
+    names = [name.strip() for name in recipes.split(",")]
+    with joined(device) as ranks:
+        chosen = auto_plan(built, tokens=tokens, recipes=names, times=times, device=ranks.device, say=print)
+    _write(output, chosen.to_json())
     return 0
 
 

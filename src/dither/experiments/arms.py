@@ -17,7 +17,7 @@ from typing import Any
 from dither.errors import UserError
 from dither.optim import MODES
 from dither.precision import PARTS, Sampling, did_you_mean
-from dither.recipes import ALIASES, RECIPES, recipe_name
+from dither.recipes import ALIASES, MEASURED, RECIPES, recipe_name
 from dither.report.run_folder import number
 from dither.train import config as configs
 from dither.train.config import SAMPLING_KEY, Config, Precision
@@ -28,7 +28,7 @@ NAMES = ("fp32", "bf16", "fp8-block", "fp4-block", "gaussws:od", "bf16-sr")
 NOISES = {"gaussws": "rounded_normal", "diffq": "uniform"}
 """Samplings by their names in the papers."""
 
-NAMED = ("precision.mode", "precision.recipe", "precision.plan")
+NAMED = ("precision.mode", "precision.recipe", "precision.plan", "precision.schedule")
 """Fields that the name of an arm sets, so that the common config cannot."""
 
 SHARED: Mapping[str, str] = {
@@ -159,7 +159,7 @@ def precision_of(name: str, base: Precision | None = None) -> Precision:
                 f"{name!r} names two of one kind, the second is {part!r}: combine one recipe, one mode and one sampling."
             )
         found[kind] = value
-    return replace(base, **{"mode": "o1", "recipe": None, "plan": None, "sampling": None, **found})
+    return replace(base, **{"mode": "o1", "recipe": None, "plan": None, "schedule": (), "sampling": None, **found})
 
 
 def _setting(part: str, sampling: Sampling) -> tuple[str, str | Sampling]:
@@ -172,10 +172,12 @@ def _setting(part: str, sampling: Sampling) -> tuple[str, str | Sampling]:
         # A recipe that sets the dtype of parameters is a mode: bf16 is o1, and plain bf16 weights are bf16-pure.
         of_mode = [mode for mode, each in MODES.items() if each.recipe == part]
         return ("mode", of_mode[0]) if of_mode else ("recipe", part)
+    if part in MEASURED:
+        return "recipe", part
     if part in MODES:
         return "mode", part
     samplings = [f"{noise}:{layers}" for noise in NOISES for layers in PARTS]
-    known = [*RECIPES, *ALIASES, *(mode for mode in MODES if mode not in RECIPES), *samplings]
+    known = [*RECIPES, *MEASURED, *ALIASES, *(mode for mode in MODES if mode not in RECIPES), *samplings]
     raise UserError(f"There is no precision {part!r:.80}{did_you_mean(part, known)}: choose from {', '.join(known)}.")
 
 

@@ -17,6 +17,8 @@ from dither.nn.guidance import bitwidth_loss as bitwidth_loss
 from dither.nn.guidance import param_groups as param_groups
 from dither.nn.guidance import sampling_parameters as sampling_parameters
 from dither.nn.linear import Linear as Linear
+from dither.nn.plan_schedule import PlanChange as PlanChange
+from dither.nn.plan_schedule import PlanSchedule as PlanSchedule
 from dither.nn.step import step_context as step_context
 from dither.nn.targets import Targets as Targets
 from dither.nn.targets import choose_targets as choose_targets

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from dither.errors import UserError
+from dither.nn.linear import Linear
 
 LEAST = 2
 """Children of one class that make a list of blocks."""
@@ -31,6 +32,11 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
     """
     if not isinstance(model, nn.Module):
         raise UserError(f"dither.compile takes a torch.nn.Module, not {model!r}.")
+    if hasattr(model, "_orig_mod"):
+        raise UserError(
+            "dither.compile takes the model itself, not what torch.compile returned: compile it once, by dither.compile(model) "
+            "or by torch.compile(model)."
+        )
     blocks = find_blocks(model) or {"": model}
     options = {"fullgraph": True, **options}
     has_limit = "recompile_limit" in inspect.signature(torch.compile).parameters
@@ -58,6 +64,27 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
         if len(children) >= LEAST and len(kinds) == 1 and any(True for child in module for _ in child.children()):
             found |= {f"{name}.{number}" if name else number: child for number, child in children}
     return found
+
+
+def block_variants(model: nn.Module) -> frozenset[object]:
+    """Return what distinguishes the graphs of a model's blocks: one entry per kind of block and precision of its layers.
+
+    Levels of one family do not count, since they share a graph. `compile_blocks` compiles about as many graphs as there are
+    entries, for training and again for evaluation.
+
+    >>> import dither
+    >>> from dither.models import build
+    >>> model = build("tiny")
+    >>> fp8 = dither.recipe("fp8-row").default
+    >>> _ = dither.convert(model, dither.Plan(layers=(("*.0.mlp.*", dither.LayerPrecision()),), default=fp8))
+    >>> len(block_variants(model))
+    2
+    """
+    blocks = find_blocks(model) or {"": model}
+    return frozenset(
+        (type(block), tuple((name, module.constants()) for name, module in block.named_modules() if isinstance(module, Linear)))
+        for block in blocks.values()
+    )
 
 
 class _Limited:

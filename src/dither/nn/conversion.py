@@ -10,41 +10,31 @@ Some layers are left alone unless a rule of the plan or `only=` names them, or `
   classifiers of other libraries, whose products are too small to run faster in few bits.
 """
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
-import torch
 from torch import nn
 
 from dither import devices
 from dither.engines import PRODUCTS, Verified
 from dither.errors import UserError
-from dither.nn import experts, hints
-from dither.nn.conv1d import Conv1D
+from dither.nn import hints
 from dither.nn.conversion_record import Conversion as Conversion
 from dither.nn.conversion_record import ConvertedLayer as ConvertedLayer
 from dither.nn.conversion_record import LeftAlone as LeftAlone
 from dither.nn.conversion_record import alike
-from dither.nn.experts import ExpertLinear, ExpertsLinear
+from dither.nn.experts import ExpertsLinear
 from dither.nn.guidance import sampling_parameters, watch_guidance
 from dither.nn.linear import Linear
+from dither.nn.linear_sites import DTYPES, FALLBACKS, Layer, _all, _loaded, _one, _special
+from dither.nn.linear_sites import Fallback as Fallback
+from dither.nn.linear_sites import _converted as _converted
+from dither.nn.linear_sites import _Site as _Site
+from dither.nn.linear_sites import _sites as _sites
 from dither.nn.norms import cast_parameters, wide_parameters
-from dither.nn.output import Output
 from dither.precision import PARTS, SAMPLINGS, LayerPrecision, Plan, Sampling, did_you_mean, matches
 from dither.recipes import recipe
-
-Fallback = Literal["error", "bf16", "emulate"]
-
-FALLBACKS: tuple[Fallback, ...] = get_args(Fallback)
-"""Treatments of a layer that cannot run with the plan's casts."""
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-NARROW, LONG = 64, 16
-"""A narrow layer has at most NARROW inputs or outputs, and at least LONG times as many outputs or inputs."""
 
 
 def convert(
@@ -87,6 +77,11 @@ def convert(
     """
     plan = recipe(plan) if isinstance(plan, str) else plan
     _check_arguments(model, plan, fallback)
+    if _itself(model) is not model:
+        raise UserError(
+            "dither.convert takes the model itself, not what torch.compile returned: first dither.convert(model, plan), then "
+            "dither.compile(model) or torch.compile(model)."
+        )
     if converted := _converted(model):
         raise UserError(
             f"{type(model).__name__} is converted already: {next(iter(converted))!r} is a dither layer; "
@@ -135,24 +130,10 @@ def apply_plan(model: nn.Module, plan: Plan | str, *, fallback: Fallback | None 
     """
     plan = recipe(plan) if isinstance(plan, str) else plan
     _check_arguments(model, plan, fallback)
-    layers = _converted(model)
-    if not layers:
-        raise UserError(f"{type(model).__name__} has no converted layer: dither.convert(model, plan) comes first.")
-    wide = {id(bitwidth) for bitwidth in sampling_parameters(model)}  # these stay float32, and so do some norms
-    wide |= wide_parameters(model, all_norms=plan.master)
-    for parameter_name, parameter in model.named_parameters():
-        changes = plan.parameters is not None and parameter.is_floating_point() and id(parameter) not in wide
-        if changes and parameter.dtype != DTYPES[plan.parameters]:  # type: ignore[index]
-            raise UserError(
-                f"dither.apply_plan does not convert parameters: the plan has {plan.parameters} parameters, and "
-                f"{parameter_name!r} is {parameter.dtype}. Convert them yourself, or set the plan's parameters to None."
-            )
+    model = _itself(model)
+    layers = _between_steps(model)
     sites = _sites(model)
-    for pattern, precision in plan.layers:
-        if precision is not None:
-            _check_pattern("The plan's rule", pattern, list(layers), "converted layer")
-    chosen = {name: plan.for_layer(name) or LayerPrecision() for name in layers}
-    _check_parts(plan, chosen)
+    chosen = _fitting(model, plan, layers)
     notes = _switch(layers, chosen, fallback, plan.compute)
     reasons = {site.name: "it was not converted" for site in sites if site.name not in layers}
     return _record(model, plan, sites, layers, notes, reasons)
@@ -178,194 +159,70 @@ def prepare_plans(model: nn.Module, plans: Iterable[Plan | str]) -> None:
     >>> model[0].levels[:, 0].tolist()
     [1, 1, 1, 1, 1, 1]
     """
-    layers = _converted(model)
-    if not layers:
-        raise UserError(f"{type(model).__name__} has no converted layer: dither.convert(model, plan) comes first.")
+    model = _itself(model)
+    layers = _between_steps(model)
     known = _known_precisions(layers)
     for plan in plans:
         plan = recipe(plan) if isinstance(plan, str) else plan
         _check_arguments(model, plan, None)
+        chosen = _fitting(model, plan, layers)
         for name, layer in layers.items():
-            precision = plan.for_layer(name) or LayerPrecision()
-            _obstructed(layer, precision, None, plan.compute)
-            known.add(precision)
+            _obstructed(layer, chosen[name], None, plan.compute)
+        known |= set(chosen.values())
     for layer in layers.values():
         layer.prepare_levels(known)
 
 
-# Layers that a model has ----------------------------------------------------------------------------------------------
+def planned_otherwise(model: nn.Module, plan: Plan) -> bool:
+    """Return True if a converted model has another plan: if any layer was given another precision than `plan` has for it.
+
+    A layer that runs uncast or emulated because of `fallback` counts with the precision that it was given.
+    """
+    layers = _between_steps(_itself(model))
+    return any(_one(layer).planned != (plan.for_layer(name) or LayerPrecision()) for name, layer in layers.items())
 
 
-@dataclass(frozen=True)
-class _Site:
-    """A linear layer of a model: its name, its size, and the reason why it cannot be converted, or ""."""
-
-    name: str
-    module: nn.Module
-    out_features: int
-    in_features: int
-    uses: int = 1
-    """Number of products of this size per token: with experts, the number of experts per token."""
-    obstacle: str = ""
-    parameter: str = ""
-    """For experts, the module's parameter that holds their weights."""
-
-    @property
-    def work(self) -> int:
-        """Return the number of multiplications per token."""
-        return self.out_features * self.in_features * self.uses
-
-    def adopt(self, seed: int, emulate: bool, verified: tuple[str, ...], fallback: Fallback) -> "Layer":
-        """Return a converted layer for this one, without casts yet."""
-        options: dict[str, Any] = {"name": self.name, "seed": seed, "emulate": emulate, "verified": verified}
-        layer: Layer
-        if self.parameter:
-            layer = ExpertsLinear(self.module, self.parameter, LayerPrecision(), **options)
-        else:
-            layer = Linear.adopt(self.module, LayerPrecision(), **options)
-        for linear in _all(layer):
-            linear.fallback = fallback
-        return layer
-
-    def install(self, model: nn.Module, layer: "Layer") -> None:
-        """Put a converted layer in the place of this one, under all of its names."""
-        if isinstance(layer, ExpertsLinear):
-            experts.install(self.module, self.parameter, layer)
-            return
-        for name, module in list(model.named_modules(remove_duplicate=False)):  # a shared layer has several names
-            if module is self.module:
-                model.set_submodule(name, layer)
+def converted_names(model: nn.Module) -> list[str]:
+    """Return the names of the converted layers of a model, as plans use them."""
+    return list(_converted(_itself(model)))
 
 
-Layer = Linear | ExpertsLinear
-"""A converted layer, as plans name it."""
+def _itself(model: nn.Module) -> nn.Module:
+    """Return the model that torch.compile was given, whose layers have the names that plans use; any other model unchanged."""
+    compiled = _loaded("torch._dynamo.eval_frame", "OptimizedModule")
+    return model._orig_mod if compiled is not None and isinstance(model, compiled) else model
 
 
-def _all(layer: Layer) -> list[Linear]:
-    """Return a layer itself, or all of its experts."""
-    return [layer] if isinstance(layer, Linear) else list(layer.experts)  # type: ignore[arg-type]
-
-
-def _one(layer: Layer) -> Linear:
-    """Return a layer itself, or one of its experts, which have the same settings."""
-    return layer if isinstance(layer, Linear) else layer.first
-
-
-def _sites(model: nn.Module) -> list[_Site]:
-    """Return every linear layer, converted or not, in the model's order."""
-    sites = []
-    across = [Conv1D, *filter(None, [_loaded("transformers.pytorch_utils", "Conv1D")])]
-    for name, module in model.named_modules():
-        if isinstance(module, ExpertLinear):
-            continue
-        parent = model.get_submodule(name.rpartition(".")[0])
-        if isinstance(module, nn.Linear):
-            obstacle = _obstacle(module, parent, Output if isinstance(module, Output) else nn.Linear)
-            size = module.out_features, module.in_features
-            sites.append(_Site(name, module, *size, obstacle=obstacle))
-        elif base := next((kind for kind in across if isinstance(module, kind)), None):
-            # GPT-2: a linear layer whose weight is [in, out].
-            sites.append(_Site(name, module, module.nf, module.nx, obstacle=_obstacle(module, parent, base)))
-        else:
-            sites += [
-                _Site(
-                    f"{name}.{matrix.parameter}",
-                    module,
-                    matrix.out_features,
-                    matrix.in_features,
-                    matrix.uses,
-                    matrix.obstacle,
-                    matrix.parameter,
-                )
-                for matrix in experts.projections(module)
-            ]
-    return sites
-
-
-def _loaded(module: str, name: str) -> Any:
-    """Return a class of another library, or None if it is not loaded: then no model has such a layer."""
-    return getattr(sys.modules.get(module), name, None)
-
-
-def _obstacle(module: nn.Module, parent: nn.Module, base: type[nn.Module]) -> str:
-    """Return the reason why a linear layer cannot be converted, or ""."""
-    kind = type(module)
-    if isinstance(module, Linear):
-        return ""
-    if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
-        return "its shape is not known yet: run the model once first"
-    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        return "nn.MultiheadAttention uses its weight and never calls it"
-    if isinstance(parent, nn.TransformerEncoderLayer):
-        return "nn.TransformerEncoderLayer uses its weight without calling it in evaluation"
-    if kind.forward is not base.forward or "forward" in vars(module):
-        return f"{kind.__name__} has its own forward"
-    if "weight" not in dict(module.named_parameters(recurse=False)):
-        return "its weight is computed from other parameters"
-    if module.weight.dtype not in DTYPES.values():
-        return f"its weight is {module.weight.dtype}, and casts take float32, bfloat16 or float16"
-    return ""
-
-
-def _converted(model: nn.Module) -> dict[str, Layer]:
-    """Return the converted layers by the names that plans use."""
-    layers: dict[str, Layer] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, ExpertsLinear):
-            layers[module.name] = module
-        elif isinstance(module, Linear) and not isinstance(module, ExpertLinear):
-            layers[name] = module
+def _between_steps(model: nn.Module) -> dict[str, Layer]:
+    """Return the converted layers by name. Raise if there are none, or if a step is active."""
+    layers = _converted(model)
+    if not layers:
+        raise UserError(f"{type(model).__name__} has no converted layer: dither.convert(model, plan) comes first.")
+    if active := next((name for name, layer in layers.items() if _one(layer).step_state.active), None):
+        raise UserError(
+            f"The layer {active!r} is inside a step_context, and plans change between steps: call this before the step_context "
+            "or after it."
+        )
     return layers
 
 
-def _output_layers(model: nn.Module, sites: list[_Site]) -> list[str]:
-    """Return the names of the output layer, by the rules at the top of this file."""
-    get_output = getattr(model, "get_output_embeddings", None)
-    if callable(get_output) and (layer := get_output()) is not None:
-        return [site.name for site in sites if site.module is layer]
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    weights = {id(embedding.weight) for embedding in embeddings}
-    if tied := [site.name for site in sites if id(getattr(site.module, "weight", None)) in weights]:
-        return tied
-    rows = {embedding.num_embeddings for embedding in embeddings}
-    return [site.name for site in sites if not site.parameter and site.out_features in rows][-1:]
-
-
-def _special(model: nn.Module, sites: list[_Site]) -> dict[str, str]:
-    """Return {layer: description} of the layers that are not converted by default, by the rules at the top of this file."""
-    output = set(_output_layers(model, sites))
-    special = {}
-    for site in sites:
-        small, large = sorted((site.out_features, site.in_features))
-        if site.name in output:
-            special[site.name] = "the output layer"
-        elif not site.parameter and (tuner := _tuner_of(model, site.name)):
-            special[site.name] = f"an adapter of {tuner}"
-        elif not site.parameter and site.out_features == _experts_beside(model, site.name):
-            special[site.name] = f"a router to {site.out_features} experts"
-        elif 0 < small <= NARROW and large >= LONG * small:
-            special[site.name] = f"narrow, {site.out_features} x {site.in_features}, like adapters and routers"
-    return special
-
-
-def _tuner_of(model: nn.Module, name: str) -> str:
-    """Return the class name of the PEFT layer in which `name` is an adapter, or "" for other layers and adapted ones."""
-    base = _loaded("peft.tuners.tuners_utils", "BaseTunerLayer")
-    parts = name.split(".")
-    for end in range(len(parts) - 1, 0, -1) if base is not None else ():
-        above = model.get_submodule(".".join(parts[:end]))
-        if isinstance(above, base):
-            return "" if parts[end] == "base_layer" else type(above).__name__
-    return ""
-
-
-def _experts_beside(model: nn.Module, name: str) -> int:
-    """Return the number of experts next to the layer `name`, in the same module; 0 if there are none."""
-    beside = getattr(model.get_submodule(name.rpartition(".")[0]), "experts", None)
-    if isinstance(beside, nn.ModuleList):
-        return len(beside)
-    matrices = experts.projections(beside) if isinstance(beside, nn.Module) else []
-    return len(getattr(beside, matrices[0].parameter)) if matrices else 0
+def _fitting(model: nn.Module, plan: Plan, layers: dict[str, Layer]) -> dict[str, LayerPrecision]:
+    """Return the precision of each converted layer in a plan; raise if the plan does not fit the model."""
+    wide = {id(bitwidth) for bitwidth in sampling_parameters(model)}  # these stay float32, and so do some norms
+    wide |= wide_parameters(model, all_norms=plan.master)
+    for parameter_name, parameter in model.named_parameters():
+        changes = plan.parameters is not None and parameter.is_floating_point() and id(parameter) not in wide
+        if changes and parameter.dtype != DTYPES[plan.parameters]:  # type: ignore[index]
+            raise UserError(
+                f"dither.apply_plan does not convert parameters: the plan has {plan.parameters} parameters, and "
+                f"{parameter_name!r} is {parameter.dtype}. Convert them yourself, or set the plan's parameters to None."
+            )
+    for pattern, precision in plan.layers:
+        if precision is not None:
+            _check_pattern("The plan's rule", pattern, list(layers), "converted layer")
+    chosen = {name: plan.for_layer(name) or LayerPrecision() for name in layers}
+    _check_parts(plan, chosen)
+    return chosen
 
 
 # Choices --------------------------------------------------------------------------------------------------------------
@@ -486,6 +343,7 @@ def _switch(
         changed = (precisions[name], emulates) != (one.precision, one.emulates_here)
         for linear in _all(layer):
             linear.compute, linear.fallback, linear.emulates_here = compute, treatment, emulates  # type: ignore[assignment]
+            linear.planned = chosen[name]
         if changed:
             layer.set_precision(precisions[name], others=known)
         else:  # an unchanged layer keeps its state

@@ -126,6 +126,7 @@ class Linear(StatefulLayer):
         self.resting_bitwidths = {}
         self.compute = "fp32"
         self.precision, self.families = LayerPrecision(), NO_LEVELS
+        self.planned = precision  # that of the plan, also where a fallback replaces it
         self.set_precision(precision)
 
     def set_precision(self, precision: LayerPrecision, *, others: Iterable[LayerPrecision] = ()) -> None:
@@ -176,6 +177,13 @@ class Linear(StatefulLayer):
         )
         self.step_state = StepState()  # held codes have the format of the old settings
         self.settings_version += 1
+
+    def constants(self) -> tuple[object, ...]:
+        """Return what compiled code takes as constants: two layers of one size that agree in it share a graph."""
+        settings = self._nameless[1 if self.weight.is_cuda else 0]
+        sampling = tuple(sorted(map(repr, self._constants.items())))
+        shape = (tuple(self.weight.shape), self.weight.dtype, self.bias is not None)
+        return (*shape, repr(settings), sampling, self.delayed_operands, self.draw_place is None, self.levels is None)
 
     def reset_parameters(self) -> None:
         """Initialize the weight and the bias as nn.Linear does, and the bitwidths to 1."""

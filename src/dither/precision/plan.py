@@ -82,6 +82,11 @@ class Plan:
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan.from_dict, (self.to_dict(),)  # a mapping proxy cannot be pickled or copied
 
+    @property
+    def uncast(self) -> bool:
+        """Return True if neither the default nor any rule casts an operand."""
+        return all(each is None or each.uncast for each in (self.default, *(precision for _, precision in self.layers)))
+
     def for_layer(self, name: str) -> LayerPrecision | None:
         """Return the precision of the layer called `name`, without samplings of other `parts`; None: unchanged."""
         chosen = next((precision for pattern, precision in self.layers if matches(pattern, name)), self.default)

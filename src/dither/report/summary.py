@@ -67,6 +67,10 @@ def precision_of(config: Mapping[str, Any]) -> str:
     if not isinstance(section, dict):
         return ""
     words = [section.get(key) for key in ("mode", "recipe", "plan")]
+    schedule = section.get("schedule")
+    for entry in schedule if isinstance(schedule, list) else ():
+        if isinstance(entry, list) and len(entry) == 2:
+            words.append(f"{entry[1]} from {entry[0]}" if entry[0] else str(entry[1]))
     sampling = section.get("sampling")
     if isinstance(sampling, dict):
         words.append(f"{sampling.get('noise', 'sampling')} on {sampling.get('parts', 'all')}")

@@ -3,6 +3,7 @@
 from typing import Any
 
 from dither.errors import renamed
+from dither.snip.auto import auto_plan as auto_plan
 from dither.snip.baselines import BASELINES as BASELINES
 from dither.snip.controller import Decision as Decision
 from dither.snip.controller import Snip as Snip
@@ -17,6 +18,7 @@ from dither.snip.probes import score as score
 from dither.snip.savings import Times as Times
 from dither.snip.savings import efficiency as efficiency
 from dither.snip.savings import measure_times as measure_times
+from dither.snip.savings import read_times as read_times
 from dither.snip.settings import PROBES as PROBES
 from dither.snip.settings import Estimator as Estimator
 from dither.snip.settings import Goal as Goal

@@ -19,10 +19,10 @@ from torch import distributed as dist
 from torch import nn
 
 from dither.errors import UserError
-from dither.nn.conversion import apply_plan, prepare_plans
-from dither.precision import Plan, matches
+from dither.nn.conversion import prepare_plans
+from dither.precision import Plan
 from dither.ranks import first_error
-from dither.recipes import recipe
+from dither.snip.base_plan import WithBasePlan
 from dither.snip.divergence import Scores
 from dither.snip.effort import Effort
 from dither.snip.estimates import Begun, Estimates
@@ -91,7 +91,7 @@ def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=5)  # the loop that called
 
 
-class Snip:
+class Snip(WithBasePlan):
     """Chooses the precision of each layer of a converted model again and again while it trains, in any training loop.
 
     Call `before_step` at the beginning of every step, on every rank, and save `state_dict` with each checkpoint. If something
@@ -153,10 +153,11 @@ class Snip:
         goal, schedule, estimator, setup = with_old_keywords("Snip", old, goal, schedule, estimator, setup, moved=moved)
         if goal.cost == "time" and not torch.cuda.is_available():
             raise UserError("snip's cost='time' is measured on a CUDA GPU, and there is none here: use cost='flops'.")
-        self.model, self.optimizer, self.base = model, optimizer, recipe(base) if isinstance(base, str) else base
+        self.model, self.optimizer = model, optimizer
+        self.begin_base(base)
+        layers_of(model, some=setup.pipeline is None)  # raises if the model was not converted
         self.options = prepared(model, self.base, combinations(options))
         self.goal, self.schedule, self.estimator = goal, schedule, estimator
-        self.plan = self.base
         self._setup = setup
         # With parts of the model on several ranks, all ranks share a choice; otherwise those of `group` do.
         self._partial = setup.pipeline is not None or cut_by_tensor_parallelism(model)
@@ -185,7 +186,7 @@ class Snip:
         Returns:
             The decision that takes effect at this step, or None.
         """
-        if self.schedule.measures_at(step):
+        if self.measures_at(step):
             self._begun, self._pending = Begun(step), None
         if self._begun is not None and (error := self._measure(self._begun, step, batches)):
             measured, self._begun = self._begun.step, None
@@ -283,16 +284,6 @@ class Snip:
             self._switch(self.plan)
         return error
 
-    def _switch(self, wanted: Plan) -> None:
-        """Apply a plan to the model; in a pipeline, the rules that match layers of this stage."""
-        if self._setup.pipeline is not None:
-            names = list(layers_of(self.model, some=False))
-            mine = [rule for rule in wanted.layers if any(matches(rule[0], name) for name in names)]
-            wanted = replace(wanted, layers=tuple(mine))
-            if not names:
-                return
-        apply_plan(self.model, wanted)
-
     @property
     def _rank(self) -> int:
         return dist.get_rank(self._group) if self._distributed else 0
@@ -311,6 +302,7 @@ class Snip:
             "version": VERSION,
             "goal": _described_goal(self.goal, self.estimator, self.options),
             "plan": self.plan.to_dict(),
+            **self.base_state(),
             "chosen": self._chosen,
             "pending": answer,
             "begun": begun and {"step": begun.step, "parts": [_plain(part) for part in begun.parts]},
@@ -322,6 +314,7 @@ class Snip:
         same, saved, begun, pending = _read(state, described, self.schedule.delay)
         self._switch(saved)
         self.plan, self._chosen = saved, bool(state["chosen"]) and same
+        self.load_base_state(state)
         self._begun, self._pending = None, None
         names = tuple(option.name for option in self.options)
         for found in (*([pending.scores] if pending else []), *(begun.parts if begun else ())):

@@ -169,6 +169,21 @@ def measure_times(
     return Times(name, torch.__version__, {shape: dict(mine[" x ".join(map(str, shape))]) for shape in asked})
 
 
+def read_times(path: str | Path) -> Times:
+    """Return the times of a file that `measure_times` wrote, which must have those of one GPU and one version of torch."""
+    known = _read(Path(path))
+    if len(known) != 1:
+        have = "no times" if not known else f"times of {len(known)} machines: {'; '.join(known)}"
+        raise UserError(f"The file {str(path)!r} has {have}. Without a GPU, give a file with the times of one machine.")
+    ((machine, rows),) = known.items()
+    device, _, version = machine.rpartition(", torch ")
+    try:
+        shapes = {shape: tuple(map(int, shape.split(" x "))) for shape in rows}
+    except ValueError as error:
+        raise UserError(f"The times {str(path)!r} cannot be read: {error}.") from None
+    return Times(device, version, {shapes[shape]: row for shape, row in rows.items()})  # type: ignore[misc]
+
+
 def _measure(shape: Shape, option: Option, device: torch.device) -> float:
     tokens, n, k = shape
     m = min(tokens, TOKENS)

@@ -13,18 +13,18 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from dither.adam_update import BLOCKS, current_mode
 from dither.errors import UserError, renamed
 from dither.models import PRESETS
-from dither.optim import GRADIENTS, MODES, LossScaling
+from dither.optim import LossScaling
 from dither.optim.options import MOST_NORM
-from dither.precision import Plan, Sampling, did_you_mean
-from dither.recipes import ALIASES, RECIPES, recipe, recipe_name
+from dither.precision import Sampling, did_you_mean
 from dither.safe_files import Refused, read_text
 from dither.snip import options
 from dither.snip.settings import Estimator, Goal, Schedule, check_budget, check_weights, pins
 from dither.train.fields import check_at_least, check_choice, check_seed, check_types, check_within, hints, sentences, type_name
 from dither.train.guard import Policy
+from dither.train.precision_settings import Precision as Precision
+from dither.train.precision_settings import check_snip
 from dither.train.toml_text import parse, parse_value
 from dither.train.toml_text import toml as toml
 
@@ -128,65 +128,6 @@ class Optim:
             raise UserError(
                 f"optim.warmup={self.warmup:g} and optim.decay={self.decay:g} are fractions of the same steps and add up "
                 "to more than 1: reduce one."
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Precision:
-    """The precision of parameters, layers, gradients and optimizer states."""
-
-    mode: str = "fp32"
-    """Dtype of parameters and states: fp32, o1, o2, bf16-rn, bf16-sr, bf16-kahan, fp16 or fp16-o2; see docs/optimizers.md."""
-    recipe: str | None = None
-    """Recipe for the casts of linear layers, such as fp8-block, or its alias blockwise; by default no casts."""
-    plan: str | None = None
-    """Or the file of a plan."""
-    states: str | None = None
-    """Format of the optimizer's moments, such as dynamic8; by default that of the mode."""
-    gradients: str | None = None
-    """Format in which gradients are accumulated and reduced: fp32, bf16, or bf16-sr (stochastic); by default the mode's."""
-    sampling: Sampling | None = None
-    """Sampled weights: noise in place of quantization, with learned bitwidths; by default none."""
-    emulate: bool = False
-    """Multiply dequantized numbers in float32 on a GPU too, as the CPU does: correct everywhere, and slow."""
-    fallback: Literal["error", "bf16", "emulate"] = "error"
-    """For a layer whose casts no matrix units of the GPU support: error, run it uncast (bf16), or emulate."""
-    engines: str | None = None
-    """File in which `dither doctor --engines FILE` recorded the native units that passed the self-test on this machine."""
-
-    def __post_init__(self) -> None:
-        check_types("precision", self)
-        object.__setattr__(self, "mode", current_mode(self.mode))
-        check_choice("precision.mode", self.mode, MODES)
-        check_choice("precision.recipe", self.recipe, (*RECIPES, *ALIASES))
-        if self.recipe is not None:
-            object.__setattr__(self, "recipe", recipe_name(self.recipe))
-        check_choice("precision.states", self.states, ("fp32", "bf16", *BLOCKS))
-        check_choice("precision.gradients", self.gradients, GRADIENTS)
-        if self.recipe is not None and self.plan is not None:
-            raise UserError(
-                f"precision.recipe={self.recipe!r} and precision.plan={self.plan!r} both set the casts: set only one."
-            )
-        if self.recipe is not None:
-            self._check_plan(f"precision.recipe={self.recipe!r}", recipe(self.recipe))
-
-    def load_plan(self) -> Plan:
-        """Return the plan of the recipe, the file or the mode, with the sampling."""
-        if self.plan is not None:
-            found = Plan.load(self.plan)
-            self._check_plan(f"precision.plan={self.plan!r}", found)
-        else:
-            found = recipe(self.recipe or MODES[self.mode].recipe)
-        return found if self.sampling is None else found.with_sampling(self.sampling)
-
-    def _check_plan(self, given: str, found: Plan) -> None:
-        mode = MODES[self.mode].plan
-        says = [(each.parameters, each.compute, each.master, each.loss_scaling) for each in (found, mode)]
-        if (found.parameters is not None and says[0] != says[1]) or (found.loss_scaling and not mode.loss_scaling):
-            fits = [name for name, each in MODES.items() if each.recipe == self.recipe]
-            raise UserError(
-                f"{given} does not fit precision.mode={self.mode!r}"
-                + (f": use the mode {' or '.join(map(repr, fits))}." if fits else ": change one of them.")
             )
 
 
@@ -379,6 +320,9 @@ class Config:
                 f"snip.start={self.snip.start} and snip.delay={self.snip.delay} put the first plan after the last of "
                 f"run.steps={self.run.steps}: reduce one of them."
             )
+        begins = self.precision.beginnings(self.run.steps)
+        if self.snip.target is not None:
+            check_snip(self.precision, begins, self.run.steps, self.snip.start, self.snip.delay)
         if self.optim.optimizer == "adam-mini" and self.precision.states not in (None, "fp32", "bf16"):
             raise UserError(
                 "optim.optimizer='adam-mini' keeps its moments in fp32 or bf16, not in "
@@ -470,9 +414,11 @@ def _sampling(value: object) -> Sampling:
 
 def _converted(value: object, hint: Any) -> object:
     if isinstance(value, list) and typing.get_origin(hint) is tuple:
-        of = typing.get_args(hint)[0]
-        return tuple(_converted(each, of) for each in value)
-    wants_float = hint is float or float in typing.get_args(hint)
+        of = typing.get_args(hint)
+        kinds = of if of[-1] is not Ellipsis and len(of) == len(value) else of[:1] * len(value)
+        return tuple(map(_converted, value, kinds))
+    kinds = typing.get_args(hint)
+    wants_float = hint is float or (float in kinds and int not in kinds)
     return float(value) if wants_float and type(value) is int and abs(value) < 1 << 1023 else value
 
 

@@ -75,10 +75,13 @@ def check_types(section: str, given: Any) -> None:
             raise UserError(f"{section}.{name} is {_in_words(type_name(hint))}, not {value!r:.80}{meant}.")
 
 
+SCHEDULE = "list of int | float, text"
+
+
 def _in_words(kind: str) -> str:
     words = {"int": "an integer", "float": "a finite number", "text": "a text in quotes", "true | false": "true or false"}
     words |= {"float, float": "a list of two numbers", "list of text": "a list of texts in quotes"}
-    words |= {"list of int": "a list of integers"}
+    words |= {"list of int": "a list of integers", SCHEDULE: 'a list of [step or share, recipe], as in [[0, "fp8-block"]]'}
     return words.get(kind, f"one of {kind.replace(' | ', ', ')}" if " | " in kind else kind)
 
 

@@ -23,9 +23,10 @@ from dither.train.config import Config, dumps
 from dither.train.distributed import Ranks, joined
 from dither.train.files import CHECKPOINTS as CHECKPOINTS
 from dither.train.files import CONFIG as CONFIG
-from dither.train.files import CONVERSION, ENVIRONMENT, PLAN
+from dither.train.files import CONVERSION, ENVIRONMENT, PLAN, PLANS
 from dither.train.guard import Signals
 from dither.train.metrics import Metrics, check_trackers, peak_flops
+from dither.train.plans import plans_file
 from dither.train.progress import Progress
 from dither.train.recorder import RunRecorder, conversion_record, write_file
 from dither.train.resuming import check_changes, resolved
@@ -129,6 +130,8 @@ class _RunLoop(RunRecorder):
         if self.ranks.main:
             if resumed is None:
                 write_file(self.folder / PLAN, trainer.plan.to_json().encode())
+                if trainer.sources:
+                    write_file(self.folder / PLANS, plans_file(trainer.sources))
             write_file(self.folder / CONFIG, dumps(self.config).encode())
             write_file(self.folder / CONVERSION, safe_files.to_json(conversion_record(trainer), CONVERSION))
             write_file(self.folder / ENVIRONMENT, safe_files.to_json(self.environment(command, parameters), ENVIRONMENT))

@@ -64,14 +64,12 @@ class RunRecorder:
         return found
 
     def choose(self, batch: Batch) -> None:
-        """Let SNIP choose the precision of the layers, if it is enabled."""
-        if self.the_trainer.snip is not None:
-            with self.pause():
-                if (found := self.the_trainer.choose(batch)) is not None:
-                    self.write("plan", plan=found.plan.to_dict(), reason=found.reason, scores=found.to_dict()["scores"])
-                    self.say(
-                        f"Step {self.the_trainer.done}: {'a new plan' if found.changed else 'the same plan'}: {found.reason}"
-                    )
+        """Let the schedule and SNIP change the plan, if that is due, and write what they did."""
+        with self.pause():
+            for found in self.the_trainer.choose(batch):
+                scores = {} if found.scores is None else {"scores": found.scores}
+                self.write("plan", plan=found.plan.to_dict(), reason=found.reason, **scores)
+                self.say(f"Step {self.the_trainer.done}: {'a new plan' if found.changed else 'the same plan'}: {found.reason}")
 
     def look(self, batch: Batch) -> None:
         """Write what the monitor measures after a step."""

@@ -1,14 +1,14 @@
-"""Recompute a step to find the first tensor that is not finite."""
+"""Run a step without its effects: to find the first tensor that is not finite, or to compile blocks."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dither.data import Batch
-from dither.nn import step_context
+from dither.nn import Linear, step_context
 from dither.optim import Training
 from dither.train.guard import first_nonfinite
 
@@ -38,8 +38,8 @@ def replay(model: nn.Module, training: Training, parts: Sequence[Batch], step: i
         if name
     ]
     try:
-        # An error in a step_context restores the histories of delayed scaling.
-        with suppress(_Replayed), _eager(model), step_context(model, step=step) as at:
+        # An error in a step_context leaves the histories of delayed scaling as they were.
+        with suppress(_Replayed), magnitudes_kept(model), _eager(model), step_context(model, step=step) as at:
             for part in parts:
                 at.row(part.first * sequence)
                 with training.forward():
@@ -56,6 +56,29 @@ def replay(model: nn.Module, training: Training, parts: Sequence[Batch], step: i
         for hook in hooks:
             hook.remove()
         training.optimizer.zero_grad()
+
+
+def warm_up(trainer: Any, batch: Batch) -> None:
+    """Run the first micro-batch of the next step forward and backward without any effect, so that its blocks are compiled."""
+    part = next(iter(batch.split(trainer.parts)))
+    parameters = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    with suppress(_Replayed), magnitudes_kept(trainer.model), step_context(trainer.model, step=trainer.done) as at:
+        at.row(part.first * trainer.config.data.sequence)
+        torch.autograd.grad(trainer.loss(trainer.model, part), parameters, allow_unused=True)
+        raise _Replayed
+
+
+@contextmanager
+def magnitudes_kept(model: nn.Module) -> Iterator[None]:
+    """Restore the largest magnitudes that delayed scaling has seen in the step, which passes inside raise."""
+    layers = [module for module in model.modules() if isinstance(module, Linear)]
+    seen = [getattr(layer, f"_{operand}_largest") for layer in layers for operand in layer.delayed_operands]
+    kept = [magnitude.clone() for magnitude in seen]
+    try:
+        yield
+    finally:
+        if seen:
+            torch._foreach_copy_(seen, kept)
 
 
 class _Replayed(Exception):  # noqa: N818 - not an error: it leaves a step_context without any effect

@@ -8,6 +8,7 @@ from pathlib import Path
 from dither.data import is_prepared
 from dither.data.tokenizer import TOKENIZER
 from dither.errors import UserError
+from dither.recipes import recipe_name
 from dither.train.config import Config, schedule
 from dither.train.fields import hints
 
@@ -17,6 +18,7 @@ FREE = (
     "precision.emulate",
     "precision.fallback",
     "precision.engines",
+    "precision.times",
     "guard",
     "monitor",
     "run",
@@ -24,7 +26,10 @@ FREE = (
 """Sections and fields that may change when a run resumes: they do not affect the steps done. A corpus has a SHA-256."""
 
 RATES = ("optim.lr", "optim.min_lr", "optim.schedule", "optim.warmup", "optim.decay", "run.steps")
-"""The fields of the schedule. They may change if the steps done would have had the same learning rates."""
+"""The fields of the learning rate. They may change if the steps done would have had the same learning rates."""
+
+PLANS = ("precision.recipe", "precision.plan", "precision.schedule")
+"""The fields of plans by step. They may change if the steps done would have had the same plans."""
 
 
 def resolved(config: Config) -> Config:
@@ -54,7 +59,9 @@ def fixed_changes(saved: Config, now: Config, done: int) -> list[str]:
     # The SHA-256 of prepared tokens covers their tokenizer, wherever its file is.
     prepared = len(now.data.sources) == 1 and is_prepared(now.data.sources[0])
     same_rates = all(schedule(saved, step) == schedule(now, step) for step in steps)
+    entries = [_entries(config, done) for config in (saved, now)]
     free = {"run.seed": False, "data.tokenizer": prepared} | dict.fromkeys(FREE, True) | dict.fromkeys(RATES, same_rates)
+    free |= dict.fromkeys(PLANS, entries[0] == entries[1])
     found = []
     for section in hints(Config):
         old, new = getattr(saved, section), getattr(now, section)
@@ -62,7 +69,22 @@ def fixed_changes(saved: Config, now: Config, done: int) -> list[str]:
             path, pair = f"{section}.{each.name}", (getattr(old, each.name), getattr(new, each.name))
             if pair[0] != pair[1] and not free.get(path, free.get(section, False)):
                 found.append(f"{path} from {pair[0]!s} to {pair[1]!s}")
+    if entries[0] != entries[1] and not any(change.startswith(PLANS) for change in found):
+        # Shares of another number of steps.
+        found.append(f"the steps of precision.schedule from {_said(entries[0])} to {_said(entries[1])}")
     return found
+
+
+def _entries(config: Config, done: int) -> list[tuple[int, str]]:
+    """Return the plans that began in the first `done` steps, with their first steps; the first plan always counts."""
+    precision = config.precision
+    begins = precision.beginnings(config.run.steps)
+    texts = [recipe_name(text) for _, text in precision.entries]
+    return [entry for entry in zip(begins, texts, strict=True) if entry[0] < max(done, 1)]
+
+
+def _said(entries: list[tuple[int, str]]) -> str:
+    return ", ".join(f"{text} at {step}" for step, text in entries)
 
 
 def check_changes(saved: Config, now: Config, done: int, folder: str) -> None:

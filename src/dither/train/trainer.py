@@ -17,12 +17,14 @@ from dither.data.text import STDLIB
 from dither.errors import UserError
 from dither.evaluate.held_out import summed_loss
 from dither.models import CausalLM, build, compile_blocks, hf, preset
-from dither.nn import Linear, apply_plan, bitwidth_loss, convert, effective_precision, param_groups, step_context
+from dither.nn import Conversion, Linear, bitwidth_loss, convert, effective_precision, param_groups, step_context
+from dither.nn.plan_schedule import PlanSchedule
 from dither.numerics import Monitor, Report
 from dither.optim import MODES, Training, roles, training
 from dither.optim.options import MOST_NORM
+from dither.precision import Plan
 from dither.random import Stream
-from dither.snip import Decision, Snip
+from dither.snip import Snip
 from dither.train import checkpoint
 from dither.train.config import Config, loads, schedule
 from dither.train.distributed import Ranks
@@ -30,7 +32,8 @@ from dither.train.files import TOKENS
 from dither.train.graphs import GraphedPasses, uses_graphs
 from dither.train.guard import Guard
 from dither.train.metrics import smoothed
-from dither.train.replay import replay
+from dither.train.plans import PlanEvent, RunPlans, known_plans, make_schedule, steps_for_snip, with_measured
+from dither.train.replay import replay, warm_up
 from dither.train.resuming import check_changes
 from dither.train.samples import prompt_of, sample_text
 from dither.train.state import Resumed, pack, plan_of, unpack
@@ -133,19 +136,15 @@ class Trainer:
         self.parts = ranks.share(data.batch, data.micro_batch)
         self.loader = Loader(corpus.train, data.sequence, data.batch, data.seed)
         self.held_out = held_out(corpus.held_out, data.sequence, _held_out_count(config, corpus))
-        self.plan = config.precision.load_plan()
+        self.sources = known_plans(config, None if initial else Path(config.run.out))
+        """Plans of files and of fp8-auto by name, which a resumed run does not read or measure again."""
         self.model = _model(config, corpus, ranks.device)
         if initial and config.model.weights is not None:
             load_weights(self.model, config.model.weights)
-        precision = config.precision
-        self.conversion = convert(
-            self.model,
-            self.plan,
-            fallback=precision.fallback,
-            seed=config.run.seed,
-            emulate=precision.emulate,
-            engines=precision.engines,
-        )
+        tokens = data.batch // ranks.world // self.parts * data.sequence
+        self.sources = with_measured(self.sources, config, self.model, ranks, tokens, say)
+        planned = make_schedule(config, self.sources)
+        self.conversion = _convert(config, self.model, planned.changes[0].plan)
         self.training = _training(config, self.model)
         self.guided = any(each.precision.sampling and each.precision.sampling.loss for each in self._layers())
         self.compiled = config.run.compile or (config.run.compile is None and ranks.device.type == "cuda")
@@ -155,7 +154,7 @@ class Trainer:
         graphed = uses_graphs(config.run.cuda_graphs, self.ranks, self.training, self.parts, compiled=self.compiled)
         self.graphs = GraphedPasses(self.model, self._eager_pass, say) if graphed else None
         self.guard = Guard(config.guard)
-        self.snip = _make_snip(self, say)
+        self.plans = RunPlans(self.model, planned, _make_snip(self, planned, say), compiled=bool(self.compiled), say=say)
         self.monitor = _make_monitor(self)
         self.done = 0
         """Number of steps done, including skipped ones."""
@@ -168,14 +167,16 @@ class Trainer:
         self._dropout = Stream(config.run.seed, "torch", f"rank {ranks.rank}").key
         self._sound = torch.ones((), dtype=torch.bool, device=ranks.device)
 
-    def choose(self, batch: Batch) -> Decision | None:
-        """Collect statistics on the batch of the next step, or switch to the plan of earlier ones, if either is due."""
-        if self.snip is None:
-            return None
-        tokens = self.snip.effort.tokens or self.config.snip.tokens
-        decision = self.snip.before_step(self.done, lambda: _for_estimates(self, batch, tokens))
-        self.plan = self.snip.plan
-        return decision
+    def choose(self, batch: Batch) -> list[PlanEvent]:
+        """Apply the plans of the schedule and of SNIP that are due before the step on a batch, and return them."""
+        tokens = (self.plans.snip and self.plans.snip.effort.tokens) or 0
+        estimates = functools.partial(_for_estimates, self, batch, tokens)
+        return self.plans.before_step(self.done, estimates, functools.partial(warm_up, self, batch))
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self.plans.plan
 
     def look(self, batch: Batch) -> Report | None:
         """Measure the numerics of the model after a step, in an extra pass over part of its batch that changes nothing.
@@ -334,7 +335,7 @@ class Trainer:
             "guard": self.guard.state(),
             "loss_ema": self.loss_ema,
             "offset": self.offset,
-            "snip": None if self.snip is None else self.snip.state_dict(),
+            "snip": None if self.plans.snip is None else self.plans.snip.state_dict(),
             "time": seconds,
         }
         optimizer, scaler = self.training.optimizer, self.training.scaler
@@ -344,11 +345,11 @@ class Trainer:
         """Restore a checkpoint of this run. One of another model, corpus or config raises a UserError and changes nothing."""
         tensors, plain = checkpoint.load(path)
         others = _check_saved(path, plain, self.config, self.corpus)
-        if (plan := plan_of(plain)) is not None and plan != self.plan:
-            self.conversion, self.plan = apply_plan(self.model, plan), plan
+        if (plan := plan_of(plain)) is not None and (record := self.plans.apply(plan)) is not None:
+            self.conversion = record
         resumed = unpack(self.model, self.training.optimizer, tensors, plain, scaler=self.training.scaler)
-        if self.snip is not None and others.get("snip") is not None:
-            self.snip.load_state_dict(others["snip"])
+        if self.plans.snip is not None and others.get("snip") is not None:
+            self.plans.snip.load_state_dict(others["snip"])
         self.guard.restore(others["guard"])
         self.done, self.offset, self.time = resumed.step, others["offset"], others["time"]
         self.loss_ema = others["loss_ema"]
@@ -414,7 +415,20 @@ def learned_bitwidths(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _make_snip(trainer: Trainer, say: Callable[[str], None]) -> Snip | None:
+def _convert(config: Config, model: CausalLM, plan: Plan) -> Conversion:
+    """Convert a new model to the first plan of a run."""
+    precision = config.precision
+    return convert(
+        model,
+        plan,
+        fallback=precision.fallback,
+        seed=config.run.seed,
+        emulate=precision.emulate,
+        engines=precision.engines,
+    )
+
+
+def _make_snip(trainer: Trainer, planned: PlanSchedule, say: Callable[[str], None]) -> Snip | None:
     """Return the controller that chooses precisions during training, or None."""
     snip = trainer.config.snip
     if snip.target is None:
@@ -422,10 +436,10 @@ def _make_snip(trainer: Trainer, say: Callable[[str], None]) -> Snip | None:
     made = Snip(
         trainer.model,
         trainer.training.optimizer,
-        trainer.plan,
+        planned.changes[0].plan,
         options=snip.options,
         goal=snip.goal,
-        schedule=snip.schedule(trainer.config.run.steps),
+        schedule=snip.schedule(steps_for_snip(planned, snip.start, trainer.config.run.steps)),
         estimator=snip.estimator(trainer.config.run.seed, trainer.config.data.batch * trainer.config.data.sequence),
         forward=trainer.loss,
     )

@@ -1,0 +1,217 @@
+"""The plans of a run: those of its schedule, and on top of them those that SNIP chooses."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from dither import safe_files
+from dither.errors import UserError
+from dither.nn.compiling import block_variants
+from dither.nn.conversion import Conversion, apply_plan, prepare_plans
+from dither.nn.plan_schedule import PlanSchedule, split_forward
+from dither.precision import Plan
+from dither.recipes import MEASURED, recipe
+from dither.snip import Snip, Times
+from dither.snip.auto import RECIPES, candidates_of, choice_table, choose_by_time, layer_shapes, plan_of, times_of
+from dither.snip.savings import Shape
+from dither.train.config import Config
+from dither.train.distributed import Ranks
+from dither.train.files import PLANS
+
+VERSION = 1
+
+
+class PlanEvent(NamedTuple):
+    """A plan that takes effect, or that stays after a choice."""
+
+    plan: Plan
+    reason: str
+    changed: bool
+    """False if SNIP kept the plan."""
+    scores: Any = None
+    """SNIP's estimates in plain values."""
+
+
+class RunPlans:
+    """Applies the plans of a run to its model, between steps.
+
+    A new entry of the schedule replaces the plan, SNIP's included. SNIP then takes statistics at once and chooses on top of
+    it. While an entry casts nothing, or changes forward products only, SNIP rests. An entry for forward products keeps the
+    backward products that SNIP has chosen.
+
+    Args:
+        model: The converted model.
+        schedule: The plans by step. The model has the first.
+        snip: Chooses precisions on top of the schedule, or None.
+        compiled: True if the blocks of the model are compiled.
+        say: Called with a sentence before blocks are compiled for a plan.
+    """
+
+    def __init__(
+        self, model: nn.Module, schedule: PlanSchedule, snip: Snip | None, *, compiled: bool, say: Callable[[str], None]
+    ) -> None:
+        self.model, self.schedule, self.snip, self.compiled, self.say = model, schedule, snip, compiled, say
+        self.plan = schedule.changes[0].plan
+        """The plan in force."""
+        self._variants: frozenset[object] = frozenset()
+        self._new = True  # whether the plan may need other graphs than those of `_variants`
+        if len(schedule.changes) > 1:
+            schedule.prepare(model)
+            for change in schedule.changes if snip is not None else ():
+                options = () if snip is None or not change.forward else snip.options
+                prepare_plans(model, [change.over(replace(self.plan, layers=(), default=each.precision)) for each in options])
+            if snip is not None:
+                snip.rests = not schedule.changes[0].casts
+
+    def before_step(self, step: int, estimates: Callable[[], Any], warm_up: Callable[[], None]) -> list[PlanEvent]:
+        """Apply the plans that are due before a step, and return them with the reasons.
+
+        Args:
+            step: The number of the next step, from 0.
+            estimates: Returns the micro-batches for SNIP's estimates.
+            warm_up: Runs the next micro-batch forward and backward without any effect, to compile blocks.
+        """
+        events = []
+        change = self.schedule.change_at(step)
+        if change is not None:
+            plan = change.over(self.plan)
+            if self.snip is not None:
+                self.snip.rebase(plan, chooses=change.casts)
+            else:
+                apply_plan(self.model, plan)
+            self.plan = plan
+            events.append(PlanEvent(plan, f"the schedule has {change.text} from step {step} on", True))
+        if self.snip is not None:
+            decision = self.snip.before_step(step, estimates)
+            self.plan = self.snip.plan
+            if decision is not None:
+                scores = decision.to_dict()["scores"]
+                events.append(PlanEvent(decision.plan, decision.reason, decision.changed, scores))
+        self._new |= any(event.changed for event in events)
+        if self.compiled and self._new:
+            self._compile(step, warm_up)
+        self._new = False
+        return events
+
+    def _compile(self, step: int, warm_up: Callable[[], None]) -> None:
+        """Compile the blocks that the plan in force needs and no plan before it did."""
+        variants = block_variants(self.model)
+        new, first = len(variants - self._variants), not self._variants
+        self._variants |= variants
+        if new:
+            self.say(f"Compiling {new} block variant{'s' * (new > 1)} for the plan of step {step} ...")
+            if not first:  # the first step compiles by itself
+                warm_up()
+
+    def apply(self, plan: Plan) -> Conversion | None:
+        """Apply the plan of a checkpoint; return the record, or None if it is in force already."""
+        if plan == self.plan:
+            return None
+        record = apply_plan(self.model, plan)
+        self.plan, self._new = plan, True
+        return record
+
+
+# Making them ----------------------------------------------------------------------------------------------------------
+
+
+def known_plans(config: Config, folder: Path | None) -> dict[str, Plan]:
+    """Return the plans of files by name, and raise if any part of the schedule is wrong, before a model is built.
+
+    Args:
+        config: The config of the run.
+        folder: The folder of a run that resumes: its stored plans are used, and files are not read again.
+    """
+    precision = config.precision
+    stored = {} if folder is None else _read(folder)
+    known = {}
+    for name in _names(config):
+        if name in stored:
+            known[name] = stored[name]
+        elif precision.names_file(name):
+            precision.plan_of(name)  # checks that it fits the mode
+            known[name] = Plan.load(name)
+    make_schedule(config, {**dict.fromkeys(MEASURED, recipe(RECIPES[0])), **known})
+    return known
+
+
+def make_schedule(config: Config, known: Mapping[str, Plan]) -> PlanSchedule:
+    """Return the plans of a run by step, given those of fp8-auto and of files."""
+    return PlanSchedule(config.precision.entries, config.run.steps, lambda name: config.precision.plan_of(name, known))
+
+
+def steps_for_snip(schedule: PlanSchedule, start: int, steps: int) -> int:
+    """Return the step by which estimates that SNIP begins at `start` must have led to a plan.
+
+    The shortest part of the schedule on which SNIP chooses bounds the time that estimates may be spread over.
+    """
+    ends = [change.step for change in schedule.changes[1:]] + [steps]
+    parts = [end - max(each.step, start) for each, end in zip(schedule.changes, ends, strict=True) if each.casts]
+    return start + min((part for part in parts if part > 0), default=steps - start)
+
+
+def with_measured(
+    known: Mapping[str, Plan], config: Config, model: nn.Module, ranks: Ranks, tokens: int, say: Callable[[str], None]
+) -> dict[str, Plan]:
+    """Return the known plans, with that of fp8-auto if the config names it: measured, unless it is known already."""
+    missing = [name for name in _names(config) if name in MEASURED and name not in known]
+    return {**known, **{name: measured_plan(config, model, ranks, tokens, say) for name in dict.fromkeys(missing)}}
+
+
+def measured_plan(config: Config, model: nn.Module, ranks: Ranks, tokens: int, say: Callable[[str], None]) -> Plan:
+    """Return the plan of fp8-auto for a model, and say what it chose. Rank 0 measures, and all ranks use its times.
+
+    Args:
+        config: The config of the run.
+        model: The model, not converted yet.
+        ranks: The ranks of the run.
+        tokens: Tokens per forward pass on one rank.
+        say: Called with a table.
+    """
+    say("Measuring the layers for fp8-auto ...")
+    options, shapes = candidates_of(RECIPES), layer_shapes(model, tokens)
+    rows: dict[Shape, dict[str, float]] = {}
+    times = Times("", "", rows)
+    for shape, layers in shapes.items():  # one exchange per shape, so that no rank waits long
+        text, error = "", ""
+        try:
+            if ranks.main:
+                found = times_of({shape: layers}, options, ranks.device, config.precision.times)
+                text = json.dumps([found.device, found.torch, found.seconds[shape]])
+        except UserError as problem:
+            error = str(problem)
+        if error := ranks.first_error(error):
+            raise UserError(error)
+        device, version, rows[shape] = json.loads(ranks.gather(text)[0])
+        times = Times(device, version, rows)
+    choices = choose_by_time(shapes, times, options)
+    say(choice_table(choices, times.device))
+    return plan_of(choices, times, tokens)
+
+
+def plans_file(known: Mapping[str, Plan]) -> bytes:
+    """Return the contents of the file of stored plans."""
+    plans = {name: plan.to_dict() for name, plan in known.items()}
+    return safe_files.to_json({"version": VERSION, "plans": plans}, PLANS)
+
+
+def _names(config: Config) -> list[str]:
+    return [split_forward(text)[0] if config.precision.schedule else text for _, text in config.precision.entries]
+
+
+def _read(folder: Path) -> dict[str, Plan]:
+    """Return the stored plans of a run by name; {} if it has none."""
+    path = folder / PLANS
+    if not path.is_file():
+        return {}
+    try:
+        data = safe_files.from_json(safe_files.read(path))
+        if not isinstance(data, dict) or data.get("version") != VERSION or not isinstance(data.get("plans"), dict):
+            raise UserError(f"it has no plans of version {VERSION}.")
+        return {name: Plan.from_dict(plan) for name, plan in data["plans"].items()}
+    except (safe_files.Refused, UserError) as error:
+        raise UserError(f"The plans of the run in {str(path)!r} cannot be read: {str(error).rstrip('.')}.") from None
