@@ -6,8 +6,8 @@
     PYTHONPATH=src python3 tests/e2e.py --table FOLDER                                 # the table of a run, or of a part of one
 
 Each combination has two processes. One trains on the device and resumes from the middle to the same bits, with torch's
-deterministic algorithms. The other trains on the CPU in eager code, once plainly and a few times from weights that are perturbed
-by the rounding errors of the device. The spread of these runs gives the bound on the difference of the losses
+deterministic algorithms. The other trains on the CPU in eager code, once plainly and a few times from weights that are
+perturbed by the rounding errors of the device. The spread of these runs gives the bound on the difference of the losses
 (`e2e_training.bounds`). One more process checks that settings which make no sense are refused. Each process writes
 FOLDER/NUMBER-KIND.json when it ends, one line of FOLDER/results.jsonl follows for each finished combination, and
 FOLDER/e2e.md has the table. Nothing starts after --minutes, and a process that takes longer than --timeout seconds is ended.
@@ -15,6 +15,7 @@ FOLDER/e2e.md has the table. Nothing starts after --minutes, and a process that 
 
 import argparse
 import json
+import math
 import os
 import re
 import subprocess
@@ -141,7 +142,8 @@ def judge(combination: Combination, device: dict[str, Any], host: dict[str, Any]
 def judge_graphs(combination: Combination, trace: Trace) -> list[str]:
     """Return faults in the number of graphs and of changes of plan."""
     faults = []
-    least = {"off": 0, "snip": 2, "schedule": 1}[combination.plans]
+    # Short runs have time for two sets of statistics, of which the second may confirm the plan.
+    least = {"off": 0, "snip": 2 if len(trace.plans) > 3 else 1, "schedule": 1}[combination.plans]
     if trace.changes < least or (trace.changes > 0) != (least > 0):
         faults.append(f"the plan changed {trace.changes} times")
     # A plan that brings another family of casts to all blocks alike needs one graph, and one more for each block that differs.
@@ -163,8 +165,9 @@ def judge_losses(trace: Trace, reference: Trace, perturbed: list[Trace], compari
     )
     compared = [step for step in steps if parted is None or step < parted]
     shares = {step: abs(trace.losses[step] - reference.losses[step]) / limits[step - 1] for step in compared}
+    shares = {step: math.inf if math.isnan(share) else share for step, share in shares.items()} or {0: 0.0}
     worst = max(shares, key=shares.__getitem__)
-    if not shares[worst] <= 1:
+    if shares[worst] > 1:
         faults.append(
             f"the loss of step {worst} is {trace.losses[worst]:.6f}, and {reference.losses[worst]:.6f} "
             f"± {limits[worst - 1]:.1e} on the CPU"

@@ -1,4 +1,4 @@
-"""The matrix of methods that must work together: its axes, the combinations that cover all pairs, and those that are refused."""
+"""The matrix of methods that must work together: axes, combinations that cover all pairs, and refused combinations."""
 
 import itertools
 import random
@@ -77,9 +77,7 @@ def all_pairs(given: dict[str, tuple[str, ...]]) -> set[Pair]:
     return {pair for one, other in itertools.combinations(values, 2) for pair in itertools.product(one, other)}
 
 
-def cover(
-    given: dict[str, tuple[str, ...]], forbidden: Collection[Pair] = (), *, tries: int = 100
-) -> list[Combination]:
+def cover(given: dict[str, tuple[str, ...]], forbidden: Collection[Pair] = (), *, tries: int = 100) -> list[Combination]:
     """Return few combinations without a forbidden pair that together have every other pair of values.
 
     Greedy: each combination begins with a pair that is still missing, gets the values that add most missing pairs, and is the
@@ -120,9 +118,9 @@ def _pairs_with(chosen: dict[str, str], axis: str, value: str) -> set[Pair]:
 
 RECOMPUTES = ("sampling", "gaussws-all-recompute")
 KEEPS_CODES = "recompute=True keeps no copy of the weight"
-REFUSED_PAIRS: dict[Pair, str] = {
-    (("recipe", name), RECOMPUTES): KEEPS_CODES for name in AXES["recipe"] if name != "none"
-} | {(RECOMPUTES, ("plans", kind)): KEEPS_CODES for kind in ("snip", "schedule") if SCHEDULES or kind != "schedule"}
+REFUSED_PAIRS: dict[Pair, str] = {(("recipe", name), RECOMPUTES): KEEPS_CODES for name in AXES["recipe"] if name != "none"} | {
+    (RECOMPUTES, ("plans", kind)): KEEPS_CODES for kind in ("snip", "schedule") if SCHEDULES or kind != "schedule"
+}
 """Pairs that make no sense, with a pattern of the sentence that refuses them: casts keep codes, and recomputation nothing."""
 
 
@@ -148,7 +146,10 @@ NONSENSE: dict[str, tuple[list[str], str]] = {
         ["optim.optimizer=adam-mini", "precision.states=dynamic8"],
         r"adam-mini' keeps its moments in fp32 or bf16",
     ),
-    "the recipe of another mode": (["precision.mode=fp32", "precision.recipe=bf16-pure"], r"does not fit precision.mode='fp32'"),
+    "the recipe of another mode": (
+        ["precision.mode=fp32", "precision.recipe=bf16-pure"],
+        r"does not fit precision.mode='fp32'",
+    ),
     "loss scaling in a mode without it": (["precision.mode=o1", "precision.recipe=fp16"], r"does not fit precision.mode='o1'"),
     "a recipe and a plan": (["precision.recipe=fp8-block", "precision.plan=plan.json"], r"both set the casts"),
     "CUDA graphs of eager blocks": (["run.cuda_graphs=true", "run.compile=false"], r"run.cuda_graphs=true is impossible"),

@@ -1,6 +1,6 @@
 """Train one combination of the matrix, in the trainer or in a loop of its own; resume it; perturb it; bound its losses."""
 
-import json
+import itertools
 import math
 import shutil
 import statistics
@@ -90,8 +90,7 @@ class Trace:
     @property
     def changes(self) -> int:
         """Return the number of changes of plan."""
-        plans = list(self.plans.values())
-        return sum(one != other for one, other in zip(plans, plans[1:], strict=False))
+        return sum(one != other for one, other in itertools.pairwise(self.plans.values()))
 
     @property
     def recompilations(self) -> int:
@@ -333,7 +332,9 @@ class OwnLoop:
         return resumed.step
 
 
-def in_own_loop(combination: Combination, setup: Setup, folder: Path, *, resume: bool = False, seed: int | None = None) -> Trace:
+def in_own_loop(
+    combination: Combination, setup: Setup, folder: Path, *, resume: bool = False, seed: int | None = None
+) -> Trace:
     """Train a combination in a loop of its own; with `seed`, from perturbed weights."""
     trace, saved = Trace(), folder / "run" / "checkpoints"
     model = hugging_face(setup.seed)
@@ -480,15 +481,8 @@ def harms(scores: dict[str, Any], plans: Sequence[dict[str, str]]) -> list[float
     found, known = Scores.from_dict(scores), options("fp8,fp4")
     rows = found.harm()
     names = [str(option.precision).split(", sampl")[0] for option in known]
-    return [
-        sum(row[names.index(_casts(plan[layer]))] for layer, row in zip(found.layers, rows, strict=True)) for plan in plans
-    ]
+    return [sum(row[names.index(_casts(plan[layer]))] for layer, row in zip(found.layers, rows, strict=True)) for plan in plans]
 
 
 def _casts(text: str) -> str:
     return text.split(", sampl")[0].split(", input sampl")[0]
-
-
-def to_json(value: Any) -> str:
-    """Return JSON; tuples become lists."""
-    return json.dumps(value)
