@@ -14,8 +14,8 @@ is a file of --results: runs that it already has are not repeated, so that the w
 
 Bitwidths decay at a rate that leaves a hundredth of the way to 5 after the last step. Losses are those of the arm's own
 precision, without noise. Differences are paired by seed; the table has their mean and its standard error. Recompilations are
-all graphs that Dynamo compiles while training, but the one that the first step needs. Tokens per second by the clock include the
-time in which SNIP holds up training, and both exclude the first line of metrics, with its compilation.
+all graphs that Dynamo compiles while training, but the one that the first step needs. Tokens per second by the clock include
+the time in which SNIP holds up training. Both exclude the first line of metrics, with its compilation.
 """
 
 import argparse
@@ -181,12 +181,12 @@ def main() -> None:
         (arguments.results / f"{arm}-{seed}.json").write_text(json.dumps(found))
         print(json.dumps(found), flush=True)
         return
-    rest = [word for word in sys.argv[1:] if not word.startswith("--seeds")]
+    command = [sys.executable, os.path.abspath(__file__), *([arguments.tokens] if arguments.tokens else [])]
+    command += ["--results", str(arguments.results), *(["--tiny"] if arguments.tiny else []), "--steps", str(size["steps"])]
     for seed in arguments.seeds.split(","):
         for arm in ARMS:
             if not (arguments.results / f"{arm}-{seed}.json").exists():
-                command = [sys.executable, os.path.abspath(__file__), *rest, "--only", f"{arm}:{seed}"]
-                subprocess.run(command, check=True)
+                subprocess.run([*command, "--only", f"{arm}:{seed}"], check=True)
     print(table(read(arguments.results)))
 
 
