@@ -356,7 +356,7 @@ def in_own_loop(
 def train(combination: Combination, setup: Setup, folder: Path, *, resume: bool = False, seed: int | None = None) -> Trace:
     """Train a combination in `folder`, or resume it there; with `seed`, from perturbed weights."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The layer .* has a bitwidth", UserWarning)
+        warnings.filterwarnings("ignore", "The layer .*bitwidth with b_t up to", UserWarning)
         if combination.model == "huggingface":
             return in_own_loop(combination, setup, folder, resume=resume, seed=seed)
         weights = None if seed is None else perturbed_weights(combination, setup, folder / "weights", seed)
@@ -480,9 +480,9 @@ def harms(scores: dict[str, Any], plans: Sequence[dict[str, str]]) -> list[float
     """Return the harm of plans by SNIP's estimates."""
     found, known = Scores.from_dict(scores), options("fp8,fp4")
     rows = found.harm()
-    names = [str(option.precision).split(", sampl")[0] for option in known]
+    names = [str(option.precision) for option in known]
     return [sum(row[names.index(_casts(plan[layer]))] for layer, row in zip(found.layers, rows, strict=True)) for plan in plans]
 
 
 def _casts(text: str) -> str:
-    return text.split(", sampl")[0].split(", input sampl")[0]
+    return text.split(", sampl")[0].split(", input_sampl")[0]
