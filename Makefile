@@ -6,16 +6,18 @@ JOBS ?= 1
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-exhaustive check docs soak gpu-test
+.PHONY: help demo test test-exhaustive e2e check docs soak gpu-test gpu-e2e
 
 help:
 	@echo 'make demo      set up $(VENV) and train a tiny model on real text, in minutes on two CPU cores, with a report'
 	@echo 'make test      set up $(VENV) and run the tests'
 	@echo 'make test-exhaustive  the sweeps over every combination, which make test samples'
+	@echo 'make e2e       all methods together in tiny runs on a CPU: resumed bits, losses, refusals, a table (E2E="--only 3": one)'
 	@echo 'make check     ruff and mypy'
 	@echo 'make docs      build the documentation site into site/, strictly and without a network'
 	@echo 'make soak      kills, flipped bits, full disks, hostile input: a scoreboard, in about ten minutes (SOAK="--scale 10": more)'
 	@echo 'make gpu-test  run the tests marked gpu with $(PYTHON) as it is, installing nothing (JOBS=8: in eight processes)'
+	@echo 'make gpu-e2e   all methods together on a GPU, compared with the CPU: a table, in eight minutes with JOBS=16'
 
 # A folder of its own each time: a demo shows training, and no run is ever overwritten.
 demo: $(INSTALLED)
@@ -27,6 +29,10 @@ test: $(INSTALLED)
 
 test-exhaustive: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto --maxprocesses=8 --dist worksteal -m exhaustive
+
+# Compiled blocks take minutes on a CPU, and longer where its 16-bit products are slow.
+e2e: $(INSTALLED)
+	$(VENV)/bin/python tests/e2e.py --device cpu --steps 8 --jobs $(JOBS) --timeout 3000 --minutes 600 $(E2E)
 
 check: $(INSTALLED)
 	$(VENV)/bin/ruff check .
@@ -42,6 +48,9 @@ soak: $(INSTALLED)
 
 gpu-test:
 	seq $(JOBS) | PYTHONPATH=src xargs -P $(JOBS) -I{} env OMP_NUM_THREADS=1 DITHER_SHARE={}/$(JOBS) $(PYTHON) -m pytest -q -m gpu tests/gpu
+
+gpu-e2e:
+	PYTHONPATH=src $(PYTHON) tests/e2e.py --device cuda --jobs $(JOBS) --minutes 8 $(E2E)
 
 # torch comes first and by its exact version, the one that is tested; the second line then keeps it. The stamp is written
 # last, so that an interrupted installation starts again.

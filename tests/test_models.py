@@ -247,7 +247,8 @@ def test_presets_of_the_measured_sizes():
     for name, size in sizes.items():
         c = PRESETS[name]
         assert (c.hidden_size, c.num_hidden_layers, c.num_attention_heads, c.intermediate_size) == size
-    others = {"tiny", "llama-360m", "gpt2-124m", "gpt2-350m", "gpt2-770m", "gpt-neo-125m", "gpt-neo-1.3b", "gpt-neo-2.7b"}
+    others = {"tiny", "llama-360m", "gpt2-tiny", "gpt2-124m", "gpt2-350m", "gpt2-770m"}
+    others |= {"gpt-neo-125m", "gpt-neo-1.3b", "gpt-neo-2.7b"}
     assert set(PRESETS) == {*sizes, *others}
 
 

@@ -92,12 +92,13 @@ class GPT2Config:
 
 PRESETS: Mapping[str, GPT2Config] = MappingProxyType(
     {
+        "gpt2-tiny": GPT2Config(n_embd=128, n_layer=2, n_head=4, vocab_size=256),
         "gpt2-124m": GPT2Config(n_embd=768, n_layer=12, n_head=12),
         "gpt2-350m": GPT2Config(n_embd=1024, n_layer=24, n_head=16),
         "gpt2-770m": GPT2Config(n_embd=1280, n_layer=36, n_head=20),
     }
 )
-"""GPT-2, GPT-2 medium and GPT-2 large: 1024 positions, a vocabulary of 50,257, tied output layers."""
+"""A tiny one for tests; GPT-2, GPT-2 medium and GPT-2 large: 1024 positions, a vocabulary of 50,257, tied output layers."""
 
 
 class Attention(nn.Module):

@@ -332,7 +332,14 @@ class Snip(WithBasePlan):
 
 def prepared(model: nn.Module, base: Plan, options: tuple[Option, ...]) -> tuple[Option, ...]:
     """Return the options, after preparing the layers for them, so that plans change without compiling again."""
-    if layers_of(model, some=False):  # a stage of a pipeline may have none
+    names = layers_of(model, some=False)
+    samplings = [precision.sampling for name in names if (precision := base.for_layer(name)) is not None]
+    if any(each and each.recompute for each in samplings) and not all(option.precision.uncast for option in options):
+        raise UserError(
+            "A Sampling with recompute=True keeps no copy of the weight, but the casts that SNIP chooses do: use "
+            "recompute=False with SNIP."
+        )
+    if names:  # a stage of a pipeline may have none
         prepare_plans(model, [replace(base, layers=(), default=option.precision) for option in options])
     return options
 
