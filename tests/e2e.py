@@ -41,6 +41,9 @@ from e2e_training import Setup, Trace  # noqa: E402
 from dither.errors import UserError  # noqa: E402
 from dither.train import config, loop  # noqa: E402
 
+SAME = 1e-9
+"""Relative difference of two sums of the same numbers in another order."""
+
 PERTURBED = 3
 """Perturbed runs of each combination."""
 
@@ -174,23 +177,33 @@ def judge_losses(trace: Trace, reference: Trace, perturbed: list[Trace], compari
         )
     if not trace.losses[steps[-1]] < trace.losses[steps[0]]:
         faults.append("the loss did not fall")
-    if parted is not None and parted - 1 in reference.scores and parted - 1 in trace.plans:
-        faults += judge_plans(trace, reference, perturbed, parted - 1)
+    if parted is not None and all(parted - 1 in found for found in (reference.scores, trace.scores, trace.plans)):
+        faults += judge_plans(trace, reference, perturbed, comparisons, parted - 1)
     elif parted is not None:
         faults.append(f"another plan than on the CPU from step {parted} on")
     row = {"worst": shares[worst], "at": worst, "bound": limits[-1], "parted": parted, "loss_faults": faults}
     return row | {"bounds": limits, "differences": [trace.losses[step] - reference.losses[step] for step in steps]}
 
 
-def judge_plans(trace: Trace, reference: Trace, perturbed: list[Trace], step: int) -> list[str]:
-    """Return a fault if the device's plan is worse than the CPU's by more than the estimates of harm vary."""
-    scores = reference.scores[step]
-    best, ours = runs.harms(scores, [reference.plans[step], trace.plans[step]])
-    varied = [runs.harms(run.scores[step], [reference.plans[step]])[0] for run in perturbed if step in run.scores]
-    spread = max((abs(each - best) for each in varied), default=0.0)
-    if ours - best > 2 * spread:
-        return [f"the plan at step {step} has a harm of {ours:.4g} by the CPU's estimates, and the CPU's {best:.4g}"]
-    return []
+def judge_plans(trace: Trace, reference: Trace, perturbed: list[Trace], comparisons: int, step: int) -> list[str]:
+    """Return faults where the plans of the device and of the CPU part: each is the best by its own estimates of harm.
+
+    The estimates of both for both plans must agree as closely as those of perturbed runs do.
+    """
+    plans = [reference.plans[step], trace.plans[step]]
+    host, device = runs.harms(reference.scores[step], plans), runs.harms(trace.scores[step], plans)
+    faults = []
+    if device[1] > device[0] * (1 + SAME):
+        faults.append(
+            f"the plan at step {step} has a harm of {device[1]:.4g} by its own estimates, and the CPU's {device[0]:.4g}"
+        )
+    varied = [runs.harms(run.scores[step], plans) for run in perturbed if step in run.scores]
+    factor = runs.student(runs.FALSE_ALARMS / comparisons, len(varied)) if varied else math.inf
+    for number, (ours, theirs) in enumerate(zip(device, host, strict=True)):
+        limit = factor * math.sqrt(sum((each[number] - theirs) ** 2 for each in varied) / max(1, len(varied)))
+        if abs(ours - theirs) > limit:
+            faults.append(f"a plan at step {step} has a harm of {ours:.4g}, and {theirs:.4g} ± {limit:.1e} on the CPU")
+    return faults
 
 
 def cells(row: dict[str, Any]) -> list[str]:
