@@ -9,7 +9,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -179,6 +179,13 @@ class Snip:
         if self._pending is not None and step >= self._pending.scores.step + self.schedule.delay:
             return self._act(step, self._pending)
         return None
+
+    def ready(self, step: int, seconds: float = 0.0) -> bool:
+        """Return whether `before_step(step, ...)` would not wait for the solver on this rank, after waiting for at most `seconds`."""
+        pending = self._pending
+        if pending is None or pending.answer is None or step < pending.scores.step + self.schedule.delay:
+            return True
+        return bool(wait([pending.answer], timeout=seconds).done)
 
     def _measure(self, step: int, batches: Any) -> str:
         """Take statistics and start the solver thread. Return the first rank's error, or ""."""

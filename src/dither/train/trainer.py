@@ -2,8 +2,9 @@
 
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,12 +29,13 @@ from dither.train.config import Config, loads, schedule
 from dither.train.distributed import Ranks
 from dither.train.files import TOKENS
 from dither.train.graphs import GraphedPasses, uses_graphs
-from dither.train.guard import Guard
+from dither.train.guard import GRACE, Guard, Interrupted, Signals
 from dither.train.metrics import smoothed
 from dither.train.replay import replay
 from dither.train.resuming import check_changes
 from dither.train.samples import prompt_of, sample_text
 from dither.train.state import Resumed, pack, plan_of, unpack
+from dither.train.waiting import first_on_machine, while_others_wait
 from dither.train.weights import load_weights
 
 
@@ -66,23 +68,22 @@ def open_corpus(config: Config, folder: Path, ranks: Ranks, say: Callable[[str],
     Args:
         config: The config of the run.
         folder: The folder of the run.
-        ranks: The ranks of the run. Rank 0 tokenizes; if it fails, every rank raises.
-        say: Called with a sentence if a single document is split into training and held-out text.
+        ranks: The ranks of the run. Rank 0 tokenizes, and one rank per machine verifies; if one fails, every rank raises.
+        say: Called with sentences about the split of a single document and about the progress.
     """
     sources = config.data.sources or (STDLIB,)
     own = folder / TOKENS
     if len(sources) == 1 and is_prepared(sources[0]):
-        corpus = open_tokens(sources[0])
+        corpus = _verified(Path(sources[0]), ranks, say)
     else:
-        error = ""
-        try:
-            if ranks.main and not is_prepared(own):
-                prepare(sources, own, load_tokenizer(config.data.tokenizer), held_out=config.data.held_out, say=say)
-        except UserError as problem:
-            error = str(problem)
-        if error := ranks.first_error(error):
-            raise UserError(error)
-        corpus = open_tokens(own, verify=True)
+
+        def tokenize(stop: threading.Event) -> None:
+            if not is_prepared(own):
+                tokenizer = load_tokenizer(config.data.tokenizer)
+                prepare(sources, own, tokenizer, held_out=config.data.held_out, say=say, stop=stop)
+
+        while_others_wait(ranks, tokenize if ranks.main else None)
+        corpus = _verified(own, ranks, say)
         if corpus.sources != sources:
             raise UserError(
                 f"The tokens in {str(own)!r} were made from {', '.join(corpus.sources)}, and data.sources is now "
@@ -94,6 +95,16 @@ def open_corpus(config: Config, folder: Path, ranks: Ranks, say: Callable[[str],
             f"{config.data.tokenizer!r}: remove that setting, or prepare them again."
         )
     return corpus
+
+
+def _verified(folder: Path, ranks: Ranks, say: Callable[[str], None] | None) -> Corpus:
+    """Open prepared tokens. The first rank on each machine reads what was not verified before; if it fails, every rank raises."""
+
+    def verify(stop: threading.Event) -> None:
+        open_tokens(folder, say=say, stop=stop)
+
+    while_others_wait(ranks, verify if first_on_machine(ranks) else None)
+    return open_tokens(folder, verify=False)
 
 
 def unigram_entropy(corpus: Corpus) -> float | None:
@@ -155,6 +166,8 @@ class Trainer:
         graphed = uses_graphs(config.run.cuda_graphs, self.ranks, self.training, self.parts, compiled=self.compiled)
         self.graphs = GraphedPasses(self.model, self._eager_pass, say) if graphed else None
         self.guard = Guard(config.guard)
+        self.signals: Signals | None = None
+        """Signals that end evaluations, estimates and samples early, and steps after some time, with `Interrupted`."""
         self.snip = _make_snip(self)
         self.monitor = _make_monitor(self)
         self.done = 0
@@ -172,6 +185,9 @@ class Trainer:
         """Collect statistics on the batch of the next step, or switch to the plan of earlier ones, if either is due."""
         if self.snip is None:
             return None
+        while not self.snip.ready(self.done, seconds=0.5):
+            if self._told():
+                raise Interrupted(self._told())
         decision = self.snip.before_step(self.done, lambda: _for_estimates(self, batch, self.config.snip.tokens))
         self.plan = self.snip.plan
         return decision
@@ -216,7 +232,8 @@ class Trainer:
         for group in optimizer.param_groups:
             group["lr"] = self.lr
         torch.manual_seed((self._dropout + self.done) % (1 << 63))
-        total = self._gradients(batch)
+        with nullcontext() if self.signals is None else self.signals.abandoned(GRACE):
+            total = self._gradients(batch)
         self.training.gradients.all_reduce(self.ranks.group)
         self.training.step()
         norm = torch.zeros_like(total) if optimizer.grad_norm is None else optimizer.grad_norm
@@ -266,6 +283,18 @@ class Trainer:
         """Return the mean loss of a micro-batch, 0-d, in the compute dtype of the run."""
         return self._forward(model, part.inputs, part.targets)
 
+    def estimated_loss(self, model: nn.Module, part: Batch) -> Tensor:
+        """Return the loss of a micro-batch, unless a signal arrived on any rank: then raise Interrupted on all of them."""
+        if self.signals is not None:
+            told = float(self.ranks.add(torch.tensor(float(bool(self._told())), device=self.ranks.device)))
+            if told:
+                raise Interrupted(self._told() or "SIGTERM")
+        return self.loss(model, part)
+
+    def _told(self) -> str:
+        """Return the name of the signal that this rank received, or ""."""
+        return "" if self.signals is None else self.signals.received
+
     def _forward(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         with self.training.forward():
             loss: Tensor = model(inputs, targets)
@@ -300,9 +329,13 @@ class Trainer:
         size = max(1, self.config.data.batch // self.ranks.world // self.parts)
         windows = self.held_out.tokens.tensor_split(self.ranks.world)[self.ranks.rank]
         with self._evaluating():
-            total = summed_loss(self.model, windows.to(self.ranks.device), size)
+            total = summed_loss(self.model, windows.to(self.ranks.device), size, stop=lambda: bool(self._told()))
         targets = self.held_out.targets
-        nats, known = float(self.ranks.add(total)), self.corpus.held_out.exact or self.corpus.held_out.counts is not None
+        told = torch.full_like(total, float(bool(self._told())))
+        nats, stopped = self.ranks.add(torch.stack([total, told])).tolist()
+        if stopped and self.signals is not None:
+            raise Interrupted(self._told() or "SIGTERM")
+        known = self.corpus.held_out.exact or self.corpus.held_out.counts is not None
         size_in_bytes = self.corpus.held_out.bytes_of(targets) if known else 0.0
         bits = nats / math.log(2) / size_in_bytes if size_in_bytes else None
         return Evaluation(nats / targets.numel(), bits, targets.numel())
@@ -317,7 +350,8 @@ class Trainer:
         run = self.config.run
         with self._evaluating():
             seed = (run.seed + self.done) % (1 << 63)
-            return sample_text(self.model, self.corpus.tokenizer, self.prompt, run.sample_tokens, seed)
+            check = None if self.signals is None else self.signals.check
+            return sample_text(self.model, self.corpus.tokenizer, self.prompt, run.sample_tokens, seed, check)
 
     def bitwidths(self) -> dict[str, Any] | None:
         """Return the learned bitwidths of the sampled layers by name, or None if no layer is sampled."""
@@ -421,7 +455,7 @@ def _make_snip(trainer: Trainer) -> Snip | None:
         goal=snip.goal,
         schedule=snip.schedule,
         estimator=snip.estimator(trainer.config.run.seed),
-        forward=trainer.loss,
+        forward=trainer.estimated_loss,
     )
     made.on_failure = lambda _: None  # the loop reports what became of the statistics
     return made
