@@ -65,7 +65,8 @@ class Tokenizer:
         if self._engine is None:
             return [np.frombuffer(text.encode(), np.uint8).astype(self.dtype) for text in texts]
         # Few texts first: a hostile expression takes up to half a second for each text before it fails.
-        found, size = [], 1
+        found: list[Any] = []
+        size = 1
         try:
             with _without_panics():
                 while len(found) < len(texts):

@@ -1,8 +1,9 @@
 """Compare the SHA-256 of shards of tokens with their manifest, once: what was verified is remembered by size and times.
 
-The memory is a small file per folder in the user's cache (`DITHER_CACHE`, else `XDG_CACHE_HOME/dither`, else `~/.cache/dither`),
-not in the folder itself, which may be read-only or shared. It holds the size, the modification time and the change time of each
-shard, in nanoseconds. A shard that differs in any of them is read again. Without a writable cache everything is read each time.
+The memory is a small file per folder in the user's cache (`DITHER_CACHE`, else `XDG_CACHE_HOME/dither`, else
+`~/.cache/dither`), not in the folder itself, which may be read-only or shared. It holds the size, the modification time and the
+change time of each shard, in nanoseconds. A shard that differs in any of them is read again. Without a writable cache
+everything is read each time.
 """
 
 import hashlib
@@ -78,7 +79,8 @@ def verify(
                 )
     reader.finish()
     if wanted and whole > small:
-        same = {name: stamp for name, stamp in stamps.items() if _stamp(folder / name) == stamp and max(stamp[1:]) < began - SETTLED}
+        settled = {name: stamp for name, stamp in stamps.items() if max(stamp[1:]) < began - SETTLED}
+        same = {name: stamp for name, stamp in settled.items() if _stamp(folder / name) == stamp}
         _remember(folder, {shard.name: [*same[shard.name], shard.sha256] for shard in shards if shard.name in same})
     return reader.size
 
@@ -118,14 +120,15 @@ class _Reader:
                 self.said = now
                 rate = self.done / (now - self.began)
                 left = (self.size - self.done) / rate
-                self.say(f"Verified {self.done / 1e9:.1f} of {self.size / 1e9:.1f} GB at {rate / 1e9:.2f} GB/s, {left:.0f} s left.")
+                done = f"Verified {self.done / 1e9:.1f} of {self.size / 1e9:.1f} GB"
+                self.say(f"{done} at {rate / 1e9:.2f} GB/s, {left:.0f} s left.")
 
     def finish(self) -> None:
         if self.say is not None:
             seconds = max(time.monotonic() - self.began, 1e-9)
             self.say(
-                f"Verified {self.size / 1e9:.1f} GB in {seconds:.0f} s, {self.size / 1e9 / seconds:.2f} GB/s; files that do not "
-                "change are not read again."
+                f"Verified {self.size / 1e9:.1f} GB in {seconds:.0f} s, {self.size / 1e9 / seconds:.2f} GB/s; files that do "
+                "not change are not read again."
             )
 
 

@@ -3,8 +3,8 @@ r"""Regular expressions that are matched in bounded time, for patterns that come
 Python's `re` backtracks: `(a+)+b` against 30 letters takes minutes. Here a set of positions in the text moves through the
 expression, as bits of an integer. Concatenation applies one part after another, alternation is `|`, and a repetition adds
 positions until there are no new ones. Every part sees each position at most once per repetition around it, and repetitions and
-lookaheads remember their results, so the time is at most proportional to the length of the expression times the square of that of
-the text.
+lookaheads remember their results, so the time is at most proportional to the length of the expression times the square of that
+of the text.
 
 An expression means what it means to `re.fullmatch`. Backreferences, atomic groups, possessive quantifiers and conditions, which
 need backtracking, and the verbose flag are refused.

@@ -222,7 +222,7 @@ PLAN_VERSION = 3
 """
 
 MOST_WILDCARDS = 10_000
-"""Most characters of all patterns of a plan with wildcards. Rules for single layers, which plans may have thousands of, are names."""
+"""Most characters of all patterns of a plan with wildcards. Rules for single layers, perhaps thousands, are plain names."""
 
 PLAN_KEYS = ("version", "layers", "default", "compute", "parameters", "master", "loss_scaling", "provenance")
 

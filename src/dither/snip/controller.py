@@ -24,6 +24,7 @@ from dither.random import Stream
 from dither.ranks import first_error
 from dither.recipes import recipe
 from dither.snip.divergence import Scores
+from dither.snip.feasibility import check_goal
 from dither.snip.layer_options import Option
 from dither.snip.layer_options import options as combinations
 from dither.snip.planning import build_plan, check_finite, choice_of, choose
@@ -159,6 +160,8 @@ class Snip:
         # With parts of the model on several ranks, all ranks share a choice; otherwise those of `group` do.
         self._partial = setup.pipeline is not None or cut_by_tensor_parallelism(model)
         self._group = None if self._partial else setup.group
+        if not self._partial and layers_of(model, some=False):
+            check_goal(model, self.options, goal)
         self._chosen = False  # True if `plan` was chosen here, for this goal
         self._pending: _Pending | None = None
 
@@ -181,7 +184,7 @@ class Snip:
         return None
 
     def ready(self, step: int, seconds: float = 0.0) -> bool:
-        """Return whether `before_step(step, ...)` would not wait for the solver on this rank, after waiting for at most `seconds`."""
+        """Wait at most `seconds` for the solver, if its choice is due. Return whether `before_step(step, ...)` need not wait."""
         pending = self._pending
         if pending is None or pending.answer is None or step < pending.scores.step + self.schedule.delay:
             return True

@@ -25,6 +25,7 @@ from dither.train.distributed import Ranks, joined
 from dither.train.files import CHECKPOINTS as CHECKPOINTS
 from dither.train.files import CONFIG as CONFIG
 from dither.train.files import CONVERSION, ENVIRONMENT, PLAN, TOKENS
+from dither.train.goals import check_snip
 from dither.train.guard import GRACE, Interrupted, Signals
 from dither.train.metrics import Metrics, check_trackers, peak_flops
 from dither.train.progress import Progress
@@ -119,6 +120,7 @@ class _RunLoop(RunRecorder):
 
     def build(self, stack: ExitStack, command: Sequence[str], resume: bool) -> None:
         """Build the data, the model and the optimizer, restore a checkpoint, and write the files that describe the run."""
+        check_snip(self.config)
         self.say("Reading the text ...")
         corpus = open_corpus(self.config, self.folder, self.ranks, say=self.say)
         saved = resume and any((self.folder / CHECKPOINTS).glob("step-*"))
