@@ -53,14 +53,16 @@ class Plan:
             raise UserError(
                 f"A plan's layers are a tuple of pairs, a pattern and a LayerPrecision or None, not {self.layers!r}."
             )
-        rules = tuple(_rule(rule) for rule in self.layers)
-        if twice := [pattern for pattern, count in Counter(pattern for pattern, _ in rules).items() if count > 1]:
-            raise UserError(f"A plan has two rules for {twice[0]!r}, of which the second would never be used: keep one.")
-        if (size := sum(len(pattern) for pattern, _ in rules if literal(pattern) is None)) > MOST_WILDCARDS:
+        patterns = [rule[0] for rule in self.layers if isinstance(rule, tuple) and rule and isinstance(rule[0], str)]
+        # First, since checking that many would take long.
+        if (size := sum(len(pattern) for pattern in patterns if literal(pattern) is None)) > MOST_WILDCARDS:
             raise UserError(
                 f"A plan's patterns with wildcards have {size:,} characters in all, and {MOST_WILDCARDS:,} are the most: write "
                 "names, or fewer patterns."
             )
+        rules = tuple(_rule(rule) for rule in self.layers)
+        if twice := [pattern for pattern, count in Counter(pattern for pattern, _ in rules).items() if count > 1]:
+            raise UserError(f"A plan has two rules for {twice[0]!r}, of which the second would never be used: keep one.")
         if not isinstance(self.default, LayerPrecision | None):
             raise UserError(f"A plan's default is a LayerPrecision or None, not {self.default!r}.")
         for name, choices in (("compute", COMPUTE), ("parameters", (*COMPUTE, None))):
