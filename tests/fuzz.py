@@ -4,9 +4,9 @@
     python tests/fuzz.py --executions 1000000
     python tests/fuzz.py plans headers --seconds 300 --seed 7
 
-Inputs begin with the seeds in tests/fixtures/fuzz and with what Dither itself writes. A mutation that reaches a line or a branch
-of Dither, or of tomllib, that no input reached before joins the corpus. Every sixteenth execution is traced (`sys.settrace`), and
-so is every execution of a young corpus: tracing takes five times as long. `make soak` calls `fuzz`.
+Inputs begin with the seeds in tests/fixtures/fuzz and with what Dither itself writes. A mutation that reaches a new pair of
+consecutive lines of Dither or of tomllib joins the corpus. Every sixteenth execution is traced (`sys.settrace`), and so are the
+first ones of each reader: tracing takes five times as long. `make soak` calls `fuzz`.
 """
 
 import argparse
@@ -142,7 +142,7 @@ def readers(folder: Path) -> dict[str, Reader]:
         "plans": Reader(_decoded(Plan.from_json), plans, 0.15),
         "casts": Reader(_decoded(Cast.parse), [b"e4m3 tile(128) fp32 nearest", b"mxfp4", b"e5m2 delayed(16,0,max)"], 0.1),
         "patterns": Reader(_decoded(expression), [rb"(.*\.)?(q|k|v)_proj", rb"(?!lm)[^a-c]\w+?{2,3}|\bx$", names], 0.01),
-        "JSON": Reader(lambda data: from_json(data), plans[:2] + [lines[:14]], 0.22, (Refused,)),
+        "JSON": Reader(lambda data: from_json(data), [*plans[:2], lines[:14]], 0.22, (Refused,)),
         "headers": Reader(lambda data: tensorfile.header(io.BytesIO(data), len(data)), [tensors], 0.22, (Refused,)),
         "JSON lines": Reader(json_lines, [lines], 0.14, (UserError, texts._NotTextError)),
         "text": Reader(plain_text, [b"one\n<|endoftext|>\ntwo\r\n\xef\xbb\xbfthree"], 0.147, (UserError, texts._NotTextError)),
@@ -179,7 +179,18 @@ def _parquet(folder: Path) -> Reader:
 # Mutations ------------------------------------------------------------------------------------------------------------
 
 STRANGE = (b"", b"null", b"true", b"-1", b"1e999", b"NaN", b"9" * 5000, b'"', b"\\ud800", b"\xff", b"\0", b"[", b"{", b"]" * 9)
-STRANGE += (b"[" * 3000, b"a." * 200, b"(" * 60, b"{}", b"[]", b"18446744073709551616", b"0.1", b"\x1b[2J", b"../..", b"re:(a+)+$")
+STRANGE += (
+    b"[" * 3000,
+    b"a." * 200,
+    b"(" * 60,
+    b"{}",
+    b"[]",
+    b"18446744073709551616",
+    b"0.1",
+    b"\x1b[2J",
+    b"../..",
+    b"re:(a+)+$",
+)
 
 
 def _words(seeds: list[bytes]) -> list[bytes]:

@@ -19,7 +19,15 @@ NAMES = (
 
 ORDINARY = (
     *(pattern[3:] for pattern in PARTS.values() if pattern.startswith("re:")),
-    *("", "lm_head", r"layers\.[0-3]\..*", r".*layers\.(\d|1[0-5])\..*", r"(?!lm_head).*", r"(?i).*Q_PROJ", r".*(?<!down)_proj"),
+    *(
+        "",
+        "lm_head",
+        r"layers\.[0-3]\..*",
+        r".*layers\.(\d|1[0-5])\..*",
+        r"(?!lm_head).*",
+        r"(?i).*Q_PROJ",
+        r".*(?<!down)_proj",
+    ),
     *(r".*\.mlp\.(up|down|gate)_proj", r".*\bmlp\b.*", r"model\..*$", r"^.*?_proj$", r"\w+(\.\w+)*", r"[^.]*(\.[^.]+){3,5}"),
     *(r"(?P<a>h)\.\d{1,2}\..*", r".*[\]\[].*", r"[]a]+", r"[^]]*", r"\x68\..*", r"(?:(?i:LM)_head|x)", r"(a|b*)*", r"a{,2}.*"),
     *(r".*(?=proj)proj", r"(?s).*", r".*\n", r".*$", r"\Alm_head\Z", r"(?#all).*", r"x{}.*|.*", r".{3,}", r"(?:.{0})*h.*"),
@@ -56,8 +64,16 @@ def test_random_expressions_mean_what_re_means(expression, text):
 
 @pytest.mark.parametrize(
     "expression",
-    ["(a+)+$", "(a|a)*b", "(a*)*b", "(.*)*x", "a*" * 300 + "b", "(a?){300}a{300}", "((((((a*)*)*)*)*)*)*b", "(.*a){20}"]
-    + ["(?=(a+)+b)|" * 9 + "c", "(?:(?:a{1,9}){1,9}){1,9}b", "(?!(a*)*b)" * 40 + "c", "(a+b?)+" * 100 + "c", "a{0,99999}" * 90],
+    [
+        *("(a+)+$", "(a|a)*b", "(a*)*b", "(.*)*x", "a*" * 300 + "b", "(a?){300}a{300}", "((((((a*)*)*)*)*)*)*b", "(.*a){20}"),
+        *(
+            "(?=(a+)+b)|" * 9 + "c",
+            "(?:(?:a{1,9}){1,9}){1,9}b",
+            "(?!(a*)*b)" * 40 + "c",
+            "(a+b?)+" * 100 + "c",
+            "a{0,99999}" * 90,
+        ),
+    ],
 )
 def test_no_expression_takes_long(expression):
     parse.cache_clear()

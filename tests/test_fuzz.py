@@ -15,11 +15,12 @@ def test_a_few_thousand_inputs():
 
 def test_it_finds_what_only_a_path_of_branches_leads_to(monkeypatch):
     def read(data: bytes) -> None:
-        if data[:1] == b"d":
-            if data[1:2] == b"i":
-                if data[2:3] == b"t":
-                    raise KeyError("found")
-        raise UserError("no")
+        if data[:1] != b"d":
+            raise UserError("no")
+        if data[1:2] != b"i":
+            raise UserError("no")
+        if data[2:3] == b"t":
+            raise KeyError("found")
 
     monkeypatch.setattr(fuzz, "TRACED", (__file__,))
     reader = fuzz.Reader(read, [b"xxxx"], 1.0, words=[b"d", b"i", b"t"])

@@ -1,5 +1,6 @@
 """Every byte that is trained on was verified once; what was verified is remembered by size and times, outside the folder."""
 
+import json
 import os
 import shutil
 import threading
@@ -23,10 +24,10 @@ def corpus(tmp_path, monkeypatch):
 @pytest.fixture
 def shards(corpus):
     def listed():
-        import json
-
         splits = json.loads((corpus.folder / "dither-tokens.json").read_text())["splits"]
-        return [Shard(each["file"], 2 * each["tokens"], each["sha256"]) for split in splits.values() for each in split["shards"]]
+        return [
+            Shard(each["file"], 2 * each["tokens"], each["sha256"]) for split in splits.values() for each in split["shards"]
+        ]
 
     for shard in listed():
         settle(corpus.folder / shard.name)

@@ -160,8 +160,7 @@ class Snip:
         # With parts of the model on several ranks, all ranks share a choice; otherwise those of `group` do.
         self._partial = setup.pipeline is not None or cut_by_tensor_parallelism(model)
         self._group = None if self._partial else setup.group
-        if not self._partial and layers_of(model, some=False):
-            check_goal(model, self.options, goal)
+        check_goal(model, self.options, goal, partial=self._partial)
         self._chosen = False  # True if `plan` was chosen here, for this goal
         self._pending: _Pending | None = None
 
@@ -182,13 +181,6 @@ class Snip:
         if self._pending is not None and step >= self._pending.scores.step + self.schedule.delay:
             return self._act(step, self._pending)
         return None
-
-    def ready(self, step: int, seconds: float = 0.0) -> bool:
-        """Wait at most `seconds` for the solver, if its choice is due. Return whether `before_step(step, ...)` need not wait."""
-        pending = self._pending
-        if pending is None or pending.answer is None or step < pending.scores.step + self.schedule.delay:
-            return True
-        return bool(wait([pending.answer], timeout=seconds).done)
 
     def _measure(self, step: int, batches: Any) -> str:
         """Take statistics and start the solver thread. Return the first rank's error, or ""."""
@@ -348,6 +340,14 @@ class Snip:
         else:
             measured = self.goal.cost == "time" and self._rank == 0
             self._pending = self._begin(scores, replace(self.goal, cost=self._measure_times(scores)) if measured else self.goal)
+
+
+def is_ready(snip: Snip, step: int, seconds: float = 0.0) -> bool:
+    """Wait at most `seconds` for the solver, if its choice is due. Return whether `before_step` need not wait for it."""
+    pending = snip._pending
+    if pending is None or pending.answer is None or step < pending.scores.step + snip.schedule.delay:
+        return True
+    return bool(wait([pending.answer], timeout=seconds).done)
 
 
 def prepared(model: nn.Module, base: Plan, options: tuple[Option, ...]) -> tuple[Option, ...]:

@@ -6,17 +6,17 @@ from typing import Any
 
 from torch import nn
 
-from dither.errors import UserError
 from dither.snip.layer_options import Option
 from dither.snip.planning import choose
 from dither.snip.settings import Goal
 from dither.snip.statistics import layers_of
 
 
-def check_goal(model: nn.Module, options: Sequence[Option], goal: Goal) -> None:
+def check_goal(model: nn.Module, options: Sequence[Option], goal: Goal, *, partial: bool = False) -> None:
     """Raise a UserError if no choice of options for the layers of a converted model can reach the goal.
 
-    The model may be on the meta device: only names and shapes are used. A target of time is checked when times are measured.
+    The model may be on the meta device: only names and shapes are used. A target of time is checked when times are measured,
+    and a goal for a model that is spread over ranks (`partial`) when its layers are gathered.
 
     >>> import dither
     >>> from dither.snip import options
@@ -31,8 +31,8 @@ def check_goal(model: nn.Module, options: Sequence[Option], goal: Goal) -> None:
         SimpleNamespace(name=name, M=1, N=layer.out_features, K=layer.in_features)
         for name, layer in layers_of(model, some=False).items()
     ]
-    if not layers:
-        raise UserError(f"{type(model).__name__} has no dither.Linear whose precision could be chosen: convert it first.")
+    if partial or not layers:  # without layers, taking statistics is an error
+        return
     measured = goal.cost == "flops"
     known = Goal(**{**vars(goal), "cost": "flops", "target": goal.target if measured else 0.0})
     # With equal harm everywhere, the solver only finds out if there is a choice at all.

@@ -109,8 +109,9 @@ class Guard:
         """Return the decision about a step.
 
         With a `loss_scale`, a gradient norm that is not finite is an overflow: the step was skipped and the scale is lowered.
-        It stops a run only if too many steps overflow, and does not count as a step skipped for NaN or Inf. After "rollback" the caller restores a checkpoint and continues with
-        other data or another learning rate; otherwise the same losses would follow.
+        It does not count as a step skipped for NaN or Inf, and stops a run only if too many steps overflow. After "rollback"
+        the caller restores a checkpoint and continues with other data or another learning rate; otherwise the same losses
+        would follow.
 
         Args:
             step: The step, from 1.
@@ -147,11 +148,12 @@ class Guard:
         self._overflowed.append(overflow)
         steps = self._overflowed if overflow else self._skipped
         if (count := sum(steps)) > share * window:
+            kinds = "overflowed" if overflow else "were skipped"
             return Decision(
                 "stop",
-                f"Step {step}: {what}; {count} of the last {len(steps)} steps {'overflowed' if overflow else 'were skipped'}, and "
-                f"guard.{kind}={share:g} of guard.skip_window={window} allows {math.floor(share * window)}, so the run stops."
-                + (OVERFLOWS if overflow else ""),
+                f"Step {step}: {what}; {count} of the last {len(steps)} steps {kinds}, "
+                f"and guard.{kind}={share:g} of guard.skip_window={window} allows {math.floor(share * window)}, so the run "
+                f"stops.{OVERFLOWS if overflow else ''}",
             )
         return Decision("skip", f"Step {step}: {what}, so the step was skipped, the {_ordinal(self.skips)} of this run.")
 
@@ -196,7 +198,9 @@ class Guard:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore a state. After a rollback, the rollbacks since the checkpoint still count."""
-        saved = {"overflows": 0, "skipped": [], "overflowed": [], **state} if isinstance(state, Mapping) else {}  # missing in early versions
+        saved = (
+            {"overflows": 0, "skipped": [], "overflowed": [], **state} if isinstance(state, Mapping) else {}
+        )  # missing in early versions
         right = all(
             type(count := saved.get(key)) is int and count >= 0 for key in ("skips", "overflows", "rollbacks", "in_a_row")
         )
@@ -239,7 +243,7 @@ GRACE = 10.0
 """Seconds that a phase may go on after a signal before it is interrupted, if interrupting it does no harm."""
 
 
-class Interrupted(BaseException):  # noqa: N818 - like KeyboardInterrupt: nothing but the loop handles it
+class Interrupted(BaseException):
     """A signal arrived during work that can be abandoned."""
 
 

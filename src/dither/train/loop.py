@@ -320,7 +320,7 @@ class _RunLoop(RunRecorder):
         return self.end(code, "signal", f"Received {received}; step {self.the_trainer.done} is saved.", "interrupted")
 
     def abandoned(self, received: str) -> Outcome:
-        """End the run in the middle of a step, such as one that compiles, without a new checkpoint: layers may keep histories."""
+        """End the run in the middle of a step, such as one that compiles. It may have changed histories, so it is not saved."""
         if self.saver is not None:
             self.saver.wait()
         why = f"Received {received}; step {self.the_trainer.done + 1} did not end within {GRACE:g} s and was abandoned."

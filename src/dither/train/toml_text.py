@@ -7,7 +7,6 @@ from typing import Any
 
 from dither.errors import UserError
 
-
 MOST = 1 << 20
 """The most characters of a document: tomllib takes some seconds for so many."""
 

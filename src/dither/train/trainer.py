@@ -24,6 +24,7 @@ from dither.optim import MODES, Training, roles, training
 from dither.optim.options import MOST_NORM
 from dither.random import Stream
 from dither.snip import Decision, Snip
+from dither.snip.controller import is_ready
 from dither.train import checkpoint
 from dither.train.config import Config, loads, schedule
 from dither.train.distributed import Ranks
@@ -98,7 +99,7 @@ def open_corpus(config: Config, folder: Path, ranks: Ranks, say: Callable[[str],
 
 
 def _verified(folder: Path, ranks: Ranks, say: Callable[[str], None] | None) -> Corpus:
-    """Open prepared tokens. The first rank on each machine reads what was not verified before; if it fails, every rank raises."""
+    """Open prepared tokens. The first rank of each machine reads what was not verified before; if it fails, all ranks raise."""
 
     def verify(stop: threading.Event) -> None:
         open_tokens(folder, say=say, stop=stop)
@@ -185,7 +186,7 @@ class Trainer:
         """Collect statistics on the batch of the next step, or switch to the plan of earlier ones, if either is due."""
         if self.snip is None:
             return None
-        while not self.snip.ready(self.done, seconds=0.5):
+        while not is_ready(self.snip, self.done, seconds=0.5):
             if self._told():
                 raise Interrupted(self._told())
         decision = self.snip.before_step(self.done, lambda: _for_estimates(self, batch, self.config.snip.tokens))

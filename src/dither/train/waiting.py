@@ -30,7 +30,7 @@ def first_on_machine(ranks: Ranks) -> bool:
 def while_others_wait(ranks: Ranks, work: Callable[[threading.Event], None] | None) -> None:
     """Do work in a thread, while all ranks exchange signs of life; return when it is done on every rank.
 
-    The thread keeps signals working: the package tokenizers may not return to Python for minutes. If one fails, all ranks raise.
+    The thread keeps signals working: the package tokenizers may not return to Python for minutes. If one rank fails, all raise.
 
     Args:
         ranks: The ranks of the run.
