@@ -99,7 +99,7 @@ def test_a_phase_is_left_and_the_step_is_saved(phase, text, tmp_path, monkeypatc
         real = trainers.summed_loss
         monkeypatch.setattr(trainers, "summed_loss", lambda model, *rest, **named: real(first(model), *rest, **named))
     elif phase == "planning":
-        monkeypatch.setattr(Trainer, "estimated_loss", first(Trainer.estimated_loss))
+        monkeypatch.setattr(trainers, "_estimated_loss", first(trainers._estimated_loss))
     elif phase == "sampling":
         monkeypatch.setattr(trainers, "sample_text", first(trainers.sample_text))
     elif phase == "saving":

@@ -154,8 +154,7 @@ class Snip:
         self.model, self.optimizer, self.base = model, optimizer, recipe(base) if isinstance(base, str) else base
         self.options = prepared(model, self.base, combinations(options))
         self.goal, self.schedule, self.estimator = goal, schedule, estimator
-        self.plan = self.base
-        self._score = estimator.score or score
+        self.plan, self._score = self.base, estimator.score or score
         self._forward, self._setup = forward, setup
         # With parts of the model on several ranks, all ranks share a choice; otherwise those of `group` do.
         self._partial = setup.pipeline is not None or cut_by_tensor_parallelism(model)

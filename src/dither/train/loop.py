@@ -96,7 +96,7 @@ def train(config: Config, *, resume: bool = False, command: Sequence[str] = (), 
                     run.build(stack, command, resume)
                 return run.to_the_end()
             except Interrupted as told:
-                return run.interrupted_early(str(told), resume)
+                return _interrupted_early(run, str(told), resume)
             except BaseException as error:
                 known = ranks.explained(error, 0 if run.trainer is None else run.trainer.done + 1)
                 run.failed(known, resume)
@@ -326,19 +326,6 @@ class _RunLoop(RunRecorder):
         why = f"Received {received}; step {self.the_trainer.done + 1} did not end within {GRACE:g} s and was abandoned."
         return self.end(143 if received == "SIGTERM" else 130, "signal", why, "interrupted")
 
-    def interrupted_early(self, received: str, resume: bool) -> Outcome:
-        """End a run while it is being built. A new run leaves no files."""
-        why, step = f"Received {received} before the first step.", 0 if self.trainer is None else self.trainer.done
-        if self.metrics is not None:
-            self.status("interrupted", why)
-        else:
-            for left in self.folder.glob(f".{TOKENS}.*.partial") if self.ranks.main and not resume else ():
-                shutil.rmtree(left, ignore_errors=True)
-            self.failed(Interrupted(received), resume)
-        seconds = time.monotonic() - self.began
-        code: Literal[130, 143] = 143 if received == "SIGTERM" else 130
-        return Outcome(code, "signal", why, step, None, None, None, seconds, self.folder)
-
     def end(
         self,
         code: Literal[0, 3, 130, 143],
@@ -366,6 +353,20 @@ class _RunLoop(RunRecorder):
         if not guard.skips:
             return ""
         return f", {guard.skips} of them skipped" + (f" ({guard.overflows} for overflows)" if guard.overflows else "")
+
+
+def _interrupted_early(run: _RunLoop, received: str, resume: bool) -> Outcome:
+    """End a run while it is being built. A new run leaves no files."""
+    why, step = f"Received {received} before the first step.", 0 if run.trainer is None else run.trainer.done
+    if run.metrics is not None:
+        run.status("interrupted", why)
+    else:
+        for left in run.folder.glob(f".{TOKENS}.*.partial") if run.ranks.main and not resume else ():
+            shutil.rmtree(left, ignore_errors=True)
+        run.failed(Interrupted(received), resume)
+    seconds = time.monotonic() - run.began
+    code: Literal[130, 143] = 143 if received == "SIGTERM" else 130
+    return Outcome(code, "signal", why, step, None, None, None, seconds, run.folder)
 
 
 def _own_generators(device: torch.device) -> Any:

@@ -187,8 +187,8 @@ class Trainer:
         if self.snip is None:
             return None
         while not is_ready(self.snip, self.done, seconds=0.5):
-            if self._told():
-                raise Interrupted(self._told())
+            if _told(self):
+                raise Interrupted(_told(self))
         decision = self.snip.before_step(self.done, lambda: _for_estimates(self, batch, self.config.snip.tokens))
         self.plan = self.snip.plan
         return decision
@@ -284,18 +284,6 @@ class Trainer:
         """Return the mean loss of a micro-batch, 0-d, in the compute dtype of the run."""
         return self._forward(model, part.inputs, part.targets)
 
-    def estimated_loss(self, model: nn.Module, part: Batch) -> Tensor:
-        """Return the loss of a micro-batch, unless a signal arrived on any rank: then raise Interrupted on all of them."""
-        if self.signals is not None:
-            told = float(self.ranks.add(torch.tensor(float(bool(self._told())), device=self.ranks.device)))
-            if told:
-                raise Interrupted(self._told() or "SIGTERM")
-        return self.loss(model, part)
-
-    def _told(self) -> str:
-        """Return the name of the signal that this rank received, or ""."""
-        return "" if self.signals is None else self.signals.received
-
     def _forward(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         with self.training.forward():
             loss: Tensor = model(inputs, targets)
@@ -315,27 +303,17 @@ class Trainer:
 
     # Evaluation --------------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """Put the model into eval mode, without gradients, in the compute dtype of training."""
-        self.model.eval()
-        try:
-            with torch.no_grad(), self.training.forward():
-                yield
-        finally:
-            self.model.train()
-
     def evaluate(self) -> Evaluation:
         """Return the mean loss and bits per byte on the held-out windows. Each rank computes its share of them."""
         size = max(1, self.config.data.batch // self.ranks.world // self.parts)
         windows = self.held_out.tokens.tensor_split(self.ranks.world)[self.ranks.rank]
-        with self._evaluating():
-            total = summed_loss(self.model, windows.to(self.ranks.device), size, stop=lambda: bool(self._told()))
+        with _evaluating(self):
+            total = summed_loss(self.model, windows.to(self.ranks.device), size, stop=lambda: bool(_told(self)))
         targets = self.held_out.targets
-        told = torch.full_like(total, float(bool(self._told())))
+        told = torch.full_like(total, float(bool(_told(self))))
         nats, stopped = self.ranks.add(torch.stack([total, told])).tolist()
         if stopped and self.signals is not None:
-            raise Interrupted(self._told() or "SIGTERM")
+            raise Interrupted(_told(self) or "SIGTERM")
         known = self.corpus.held_out.exact or self.corpus.held_out.counts is not None
         size_in_bytes = self.corpus.held_out.bytes_of(targets) if known else 0.0
         bits = nats / math.log(2) / size_in_bytes if size_in_bytes else None
@@ -349,7 +327,7 @@ class Trainer:
     def sample(self) -> str:
         """Generate text after the prompt; the seed and the step determine it."""
         run = self.config.run
-        with self._evaluating():
+        with _evaluating(self):
             seed = (run.seed + self.done) % (1 << 63)
             check = None if self.signals is None else self.signals.check
             return sample_text(self.model, self.corpus.tokenizer, self.prompt, run.sample_tokens, seed, check)
@@ -392,6 +370,31 @@ class Trainer:
     def learn(self, loss: float) -> None:
         """Add a finite loss to the moving average."""
         self.loss_ema = smoothed(self.loss_ema, loss)
+
+
+@contextmanager
+def _evaluating(trainer: Trainer) -> Iterator[None]:
+    """Put the model into eval mode, without gradients, in the compute dtype of training."""
+    trainer.model.eval()
+    try:
+        with torch.no_grad(), trainer.training.forward():
+            yield
+    finally:
+        trainer.model.train()
+
+
+def _told(trainer: Trainer) -> str:
+    """Return the name of the signal that this rank received, or ""."""
+    return "" if trainer.signals is None else trainer.signals.received
+
+
+def _estimated_loss(trainer: Trainer, model: nn.Module, part: Batch) -> Tensor:
+    """Return the loss of a micro-batch, unless a signal arrived on any rank: then raise Interrupted on all of them."""
+    if trainer.signals is not None:
+        told = trainer.ranks.add(torch.tensor(float(bool(_told(trainer))), device=trainer.ranks.device))
+        if float(told):
+            raise Interrupted(_told(trainer) or "SIGTERM")
+    return trainer.loss(model, part)
 
 
 def _held_out_count(config: Config, corpus: Corpus) -> int | None:
@@ -456,7 +459,7 @@ def _make_snip(trainer: Trainer) -> Snip | None:
         goal=snip.goal,
         schedule=snip.schedule,
         estimator=snip.estimator(trainer.config.run.seed),
-        forward=trainer.estimated_loss,
+        forward=functools.partial(_estimated_loss, trainer),
     )
     made.on_failure = lambda _: None  # the loop reports what became of the statistics
     return made
