@@ -6,7 +6,7 @@ JOBS ?= 1
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-exhaustive e2e check docs soak gpu-test gpu-e2e
+.PHONY: help demo test test-exhaustive e2e check docs soak fuzz gpu-test gpu-e2e
 
 help:
 	@echo 'make demo      set up $(VENV) and train a tiny model on real text, in minutes on two CPU cores, with a report'
@@ -16,6 +16,7 @@ help:
 	@echo 'make check     ruff and mypy'
 	@echo 'make docs      build the documentation site into site/, strictly and without a network'
 	@echo 'make soak      kills, flipped bits, full disks, hostile input: a scoreboard, in about ten minutes (SOAK="--scale 10": more)'
+	@echo 'make fuzz      mutated input for every reader of files, guided by coverage, for a minute (FUZZ="--seconds 600": longer)'
 	@echo 'make gpu-test  run the tests marked gpu with $(PYTHON) as it is, installing nothing (JOBS=8: in eight processes)'
 	@echo 'make gpu-e2e   all methods together on a GPU, compared with the CPU: a table, in eight minutes with JOBS=16'
 
@@ -45,6 +46,9 @@ docs: $(INSTALLED)
 
 soak: $(INSTALLED)
 	$(VENV)/bin/python tests/soak.py $(SOAK)
+
+fuzz: $(INSTALLED)
+	$(VENV)/bin/python tests/fuzz.py $(FUZZ)
 
 gpu-test:
 	seq $(JOBS) | PYTHONPATH=src xargs -P $(JOBS) -I{} env OMP_NUM_THREADS=1 DITHER_SHARE={}/$(JOBS) $(PYTHON) -m pytest -q -m gpu tests/gpu

@@ -16,6 +16,7 @@ import random
 import resource
 import shutil
 import signal
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -70,6 +71,8 @@ class Case:
     make: Callable[[Path, Good], list[str]]
     """Writes into a box and returns the arguments."""
     codes: tuple[int, ...] = (2,)
+    cpu: float | None = None
+    """The most seconds of CPU time, if it has a limit of its own."""
 
 
 def good(folder: Path) -> Good:
@@ -103,6 +106,7 @@ def attempt(case: Case, folder: Path, known: Good) -> str:
     arguments = case.make(box, known)
     before = _listing(known.text.parent)
     out, err = io.StringIO(), io.StringIO()
+    began = time.process_time()
     with _within(work), _bounded(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             code: object = cli.main(arguments)
@@ -110,8 +114,11 @@ def attempt(case: Case, folder: Path, known: Good) -> str:
             code = stop.code
         except BaseException:
             code = "an exception:\n" + traceback.format_exc(limit=-3)
+    spent = time.process_time() - began
     said = err.getvalue().splitlines()
     faults = []
+    if case.cpu is not None and spent > case.cpu:
+        faults.append(f"took {spent:.1f} s of CPU time")
     if code not in case.codes:
         faults.append(f"ended with {code}")
     if code == 2 and not (said and said[-1].startswith(ERROR) and sum(line.startswith(ERROR) for line in said) == 1):
@@ -831,7 +838,86 @@ def _spoilt_run(path: Path, seed: float) -> None:
     (path / name).write_text("\n".join(lines) + "\n")
 
 
+# CPU time -------------------------------------------------------------------------------------------------------------
+
+CPU = 5.0
+"""Seconds of CPU time for hostile input below 1 MB; what may pass for a run gets the time of a run as well."""
+
+SLOW_PLANS: dict[str, Any] = {
+    "many keys and one twice": b"{" + b",".join(b'"key %d": 1' % i for i in range(20_000)) + b', "key 7": 1}',
+    "(a+)+$": [["re:(a+)+$", None], ["re:(.*)*x", None], ["re:(.*a|.*)*(_|.)*proj!", None]],
+    "many expressions": [[f"re:(.*a?)*{i}", None] for i in range(700)],
+    "too many expressions": [[f"re:((.*a?)*b?)*{i}", None] for i in range(30_000)],
+    "many globs": [["*" + "?*" * 9 + str(i), None] for i in range(300)],
+    "too many globs": [[f"*{i}*", None] for i in range(60_000)],
+    "a long glob": [["*a" * 400_000, None]],
+    "many names": [[f"layer.{i}", None] for i in range(40_000)],
+    "a long name": [["a" * 900_000, None]],
+}
+
+SLOW_CONFIGS: dict[str, bytes] = {
+    "a key of 20,000 parts": b"a." * 20_000 + b"a = 1",
+    "a quoted key of 20,000 parts": b'"a".' * 20_000 + b"a = 1",
+    "a section of 20,000 parts": b"[" + b"a." * 20_000 + b"a]",
+    "deep in lists": b"x = " + b"[" * 400_000,
+    "many sections": b"".join(b"[a%d.b]\n" % i for i in range(50_000)),
+    "many keys": b"[run]\n" + b"".join(b"k%d=1\n" % i for i in range(80_000)),
+    "quotes": b'"' * 900_000,
+    "escapes": b'[run]\nout = "' + b"\\" * 900_000,
+    "strings that do not end": b"'''" * 299_999,
+    "a long number": b"[optim]\nlr = 0." + b"1" * 900_000 + b"x",
+    "a long key, not known": b"[run]\n" + b"s" * 900_000 + b" = 1",
+}
+
+SLOW_TOKENIZERS = (r"(a+)+$", r"(\w+\s?)+$", r"(x+x+)+y", r"((\w|\s)*)*!")
+
+
+def slow_cases() -> Iterator[Case]:
+    """Small files that take long in a careless reader: duplicates, long keys, expressions that backtrack, headers."""
+
+    def plan(rules: Any) -> Callable[[Path, Good], list[str]]:
+        def make(box: Path, known: Good) -> list[str]:
+            data = rules if isinstance(rules, bytes) else json.dumps({"version": 3, "layers": rules}).encode()
+            (box / "plan.json").write_bytes(data)
+            return ["plan", "show", str(box / "plan.json")]
+
+        return make
+
+    for title, rules in SLOW_PLANS.items():
+        fine = title in ("(a+)+$", "many expressions", "many globs", "many names", "a long name")
+        yield Case(f"slow plan: {title}", plan(rules), codes=(0, 2) if fine else (2,), cpu=CPU)
+
+    def trained(box: Path, known: Good) -> list[str]:
+        rules = {"version": 3, "layers": SLOW_PLANS["(a+)+$"], "default": {"input": "mxfp8"}}
+        (box / "plan.json").write_text(json.dumps(rules))
+        return _train(f"precision.plan={configs.toml(str(box / 'plan.json'))}", "precision.emulate=true")(box, known)
+
+    yield Case("slow plan: trained with", trained, codes=(0, 2), cpu=4 * CPU)
+    for title, data in SLOW_CONFIGS.items():
+        yield Case(f"slow config: {title}", _config(data), cpu=CPU)
+    yield Case("slow setting", _train("run.profile=" + "[" * 100_000), cpu=CPU)
+    for expression in SLOW_TOKENIZERS:
+
+        def tokenizer(box: Path, known: Good, expression: str = expression) -> list[str]:
+            whole = json.loads((known.model / "tokenizer.json").read_text())
+            split = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+            (box / "tokenizer.json").write_text(json.dumps({**whole, "pre_tokenizer": split}))
+            (box / "text.txt").write_text("\n<|endoftext|>\n".join(f"{'a' * 60} {'x' * 60} {i}!?" for i in range(200)))
+            out = ["--out", str(box / "tokens"), "--tokenizer", str(box / "tokenizer.json")]
+            return ["data", "prepare", str(box / "text.txt"), *out]
+
+        yield Case(f"slow tokenizer: {expression}", tokenizer, codes=(0, 2), cpu=CPU)
+
+    def header(path: Path) -> None:
+        entries = b",".join(b'"t%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % i for i in range(15_000))
+        text = b"{" + entries + b',"t7":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'
+        (path / TENSORS).write_bytes(len(text).to_bytes(8, "little") + text)
+
+    yield Case("slow header: many tensors and one twice", _checkpoint(header, "eval"), cpu=CPU)
+
+
 KINDS: dict[str, Callable[[], Iterator[Case]]] = {
+    "slow input": slow_cases,
     "configs": config_cases,
     "plans": plan_cases,
     "tokenizers": tokenizer_cases,

@@ -13,7 +13,7 @@ import torch
 from worlds import forked
 
 from dither import UserError
-from dither.train.guard import Decision, Guard, Policy, Signals, Status, first_nonfinite
+from dither.train.guard import Decision, Guard, Interrupted, Policy, Signals, Status, first_nonfinite
 
 NAN, INF = math.nan, math.inf
 
@@ -57,24 +57,32 @@ def test_too_large_a_share_of_skipped_steps_stops_the_run():
 
 def test_overflows_are_skipped_and_not_endless():
     guard = Guard()  # nonfinite is "stop", which is about losses here
-    scales = [2.0**k for k in range(60, 40, -1)]
-    decisions = [guard.judge(step, loss=1.0, grad_norm=INF, loss_scale=scale) for step, scale in enumerate(scales[:11], 1)]
-    assert [decision.action for decision in decisions] == ["skip"] * 10 + ["stop"]
+    scales = [2.0**k for k in range(60, 0, -1)]
+    decisions = [guard.judge(step, loss=1.0, grad_norm=INF, loss_scale=scale) for step, scale in enumerate(scales[:51], 1)]
+    assert [decision.action for decision in decisions] == ["skip"] * 50 + ["stop"]
     assert decisions[0].why == (
         "Step 1: the gradients overflowed at a loss scale of 1.15292e+18, so the step was skipped, the 1st of this run."
     )
-    assert "11 of the last 11 steps were skipped" in decisions[-1].why
+    assert "51 of the last 51 steps overflowed, and guard.overflow_share=0.5" in decisions[-1].why
     assert "loss_scaling.init_scale" in decisions[-1].why
-    assert (guard.skips, guard.overflows) == (11, 11)
+    assert (guard.skips, guard.overflows) == (51, 51)
     assert Guard().judge(1, loss=NAN, grad_norm=NAN, loss_scale=1.0).action == "stop"
     assert Guard().judge(1, loss=1.0, grad_norm=1.0, loss_scale=1.0).action == "go"
+
+
+def test_overflows_do_not_count_as_steps_skipped_for_nan():
+    guard = Guard(Policy(nonfinite="skip"))
+    for step in range(1, 31):
+        assert guard.judge(step, loss=1.0, grad_norm=INF, loss_scale=2.0).action == "skip"
+    found = [guard.judge(step, loss=NAN if step % 2 else 1.0, loss_scale=2.0).action for step in range(31, 52)]
+    assert found == ["skip", "go"] * 10 + ["stop"]  # ten for NaN, as without the overflows
 
 
 def test_a_state_of_an_earlier_version():
     earlier = {"skips": 2, "rollbacks": 1, "in_a_row": 0, "losses": [3.0], "outliers": [False]}
     guard = Guard()
     guard.restore(earlier)
-    assert guard.state() == {**earlier, "overflows": 0, "skipped": []}
+    assert guard.state() == {**earlier, "overflows": 0, "skipped": [], "overflowed": []}
 
 
 def test_the_first_tensor_is_named():
@@ -188,6 +196,7 @@ def test_a_wrong_state_is_refused(state):
         ({"skip_share": 1.5}, "guard.skip_share is a number from 0 to 1, not 1.5"),
         ({"skip_share": "half"}, "guard.skip_share is a number from 0 to 1"),
         ({"skip_share": NAN}, "guard.skip_share is a number from 0 to 1"),
+        ({"overflow_share": 2}, "guard.overflow_share is a number from 0 to 1, not 2"),
         ({"skip_window": 0}, "guard.skip_window is an integer of at least 1"),
         ({"spike_factor": NAN}, "guard.spike_factor is a number above 1"),
         ({"spike_factor": "2"}, "guard.spike_factor is a number above 1"),
@@ -230,6 +239,30 @@ def _two_signals(second: int) -> None:
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_ends_the_process_at_once(second):
     assert forked(_two_signals, second) == (-second, "one\n")
+
+
+def test_a_signal_abandons_work_that_can_be_abandoned():
+    with Signals() as signals:
+        with signals.abandoned():
+            pass
+        signals.check()
+        with pytest.raises(Interrupted, match="SIGTERM"), signals.abandoned():
+            os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Interrupted, match="SIGTERM"):
+            signals.check()
+        with pytest.raises(Interrupted), signals.abandoned():
+            pytest.fail("entered after a signal")
+
+
+def test_work_may_end_within_its_grace():
+    with Signals() as signals:
+        with signals.abandoned(grace=60):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.received == "SIGTERM"
+    with Signals() as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Interrupted), signals.abandoned(grace=0.05):
+            signal.pause()  # until the grace is over
 
 
 def test_signals_are_for_the_main_thread():

@@ -368,14 +368,9 @@ def test_a_bug_in_an_estimate_is_not_swallowed():
         ({"pinned": {"9.*": "fp8"}}, "matches no layer"),
     ],
 )
-def test_a_goal_that_cannot_be_reached_harms_nothing(given, message):
-    snip = make(**given)
-    before = casts(snip.model)
-    assert train(snip, range(7)) == {}
-    with pytest.warns(UserWarning, match=f"snip keeps its plan at step 7: .*{message}"):
-        decision = snip.before_step(7, [])
-    assert not decision.changed
-    assert casts(snip.model) == before
+def test_a_goal_that_cannot_be_reached_is_refused(given, message):
+    with pytest.raises(UserError, match=message):
+        make(**given)
 
 
 def test_a_plan_for_another_model_harms_nothing():

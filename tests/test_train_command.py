@@ -1,15 +1,17 @@
 """`dither train`: which config its arguments mean, what it prints, its exit codes, and mistakes of one line."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 
 from dither import UserError, cli
-from dither.commands.train import resolve
+from dither.commands.train import resolve, summary
 from dither.train import config as configs
 from dither.train.config import Config, describe
+from dither.train.loop import Outcome
 from dither.train.progress import Progress
 
 
@@ -151,3 +153,12 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def test_printed_commands_can_be_pasted_into_a_shell(tmp_path):
+    folder = tmp_path / "my run; echo $HOME"
+    folder.mkdir()
+    (folder / "config.toml").write_text("")
+    for how, words in (("done", ["dither", "report"]), ("signal", ["dither", "train", "--resume", "--out"])):
+        said = summary(Outcome(0, how, "All.", 1, None, None, None, 1.0, folder)).splitlines()[-1]
+        assert shlex.split(said)[1:] == [*words, str(folder)]

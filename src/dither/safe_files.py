@@ -81,8 +81,9 @@ def from_json(data: bytes) -> Any:
     def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         unique = dict(pairs)
         if len(unique) < len(pairs):
-            keys = [key for key, _ in pairs]
-            raise Refused(f"it has the key {next(key for key in keys if keys.count(key) > 1)!r:.80} twice in one object")
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            raise Refused(f"it has the key {twice!r:.80} twice in one object")
         return unique
 
     def no_number(word: str) -> None:

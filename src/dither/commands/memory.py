@@ -133,7 +133,7 @@ def _words(config: configs.Config, folder: Path) -> int:
     sources = config.data.sources
     prepared = sources[0] if len(sources) == 1 and is_prepared(sources[0]) else folder / TOKENS
     if is_prepared(prepared):
-        return open_tokens(prepared).tokenizer.vocab_size
+        return open_tokens(prepared, verify=False).tokenizer.vocab_size
     return load_tokenizer(config.data.tokenizer).vocab_size
 
 

@@ -137,7 +137,9 @@ def summary(outcome: Outcome) -> str:
     if outcome.skipped and outcome.how != "done":  # whose first line says so
         lines.append(f"skipped steps    {outcome.skipped} of {outcome.step}, {outcome.overflows} of them overflows")
     lines.append(f"folder           {outcome.folder} after {outcome.step} steps in {duration(outcome.seconds)}")
-    if outcome.how == "done":
+    if not os.path.isfile(outcome.folder / CONFIG):
+        lines.append("again            start it with the same command: nothing was kept")
+    elif outcome.how == "done":
         lines.append(f"report           dither report {shlex.quote(str(outcome.folder))}")
     else:
         lines.append(f"resume           dither train --resume --out {shlex.quote(str(outcome.folder))}")

@@ -10,6 +10,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -89,6 +90,7 @@ def prepare(
     shard: int = SHARD,
     progress: Callable[[Counts], None] | None = None,
     say: Callable[[str], None] | None = None,
+    stop: threading.Event | None = None,
 ) -> Corpus:
     """Tokenize the documents of `sources` into the new folder `out`, and open it.
 
@@ -105,6 +107,7 @@ def prepare(
         shard: Tokens per shard.
         progress: Called from time to time with the counts so far.
         say: Called with a sentence if a single document is split.
+        stop: Stop, leave nothing behind and raise an InterruptedError when this is set.
 
     >>> import tempfile, pathlib, dither.data
     >>> folder = pathlib.Path(tempfile.mkdtemp())
@@ -127,6 +130,8 @@ def prepare(
         writers = tuple(_Writer(folder, split, tokenizer, shard, files, skip) for split in SPLITS)
         for batch in _batches(pairs):
             for side, writer in enumerate(writers):
+                if stop is not None and stop.is_set():
+                    raise InterruptedError
                 writer.write([text for held, text in batch if held == side])
             if progress is not None:
                 progress(writers[0].counts + writers[1].counts)
@@ -154,7 +159,7 @@ def prepare(
         with (folder / MANIFEST).open("x", encoding="utf-8") as file:
             file.write(manifest_text(manifest))
             _finish(file)
-    return open_tokens(out)
+    return open_tokens(out, verify=False)
 
 
 def _batches(pairs: Iterable[tuple[bool, str]]) -> Iterator[list[tuple[bool, str]]]:
@@ -210,7 +215,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
         safe_files.sync(out.parent)
     except BaseException as error:
         shutil.rmtree(folder)
-        if not isinstance(error, OSError):
+        if not isinstance(error, OSError) or isinstance(error, InterruptedError):
             raise
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         free = shutil.disk_usage(out.parent).free

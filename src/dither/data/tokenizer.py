@@ -3,7 +3,10 @@
 import functools
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,8 +64,14 @@ class Tokenizer:
         """Return the tokens of every text, in the dtype of the shards."""
         if self._engine is None:
             return [np.frombuffer(text.encode(), np.uint8).astype(self.dtype) for text in texts]
+        # Few texts first: a hostile expression takes up to half a second for each text before it fails.
+        found: list[Any] = []
+        size = 1
         try:
-            found = self._engine.encode_batch_fast(list(texts), add_special_tokens=False)
+            with _without_panics():
+                while len(found) < len(texts):
+                    found += self._engine.encode_batch_fast(list(texts[len(found) :][:size]), add_special_tokens=False)
+                    size *= 2
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException as error:  # a panic in the package is not an Exception
@@ -103,15 +112,45 @@ class Tokenizer:
         return lengths
 
 
+_STDERR = threading.Lock()
+
+
+@contextmanager
+def _without_panics() -> Iterator[None]:
+    """Keep the backtraces of a failed call of the package tokenizers off stderr.
+
+    The package writes them to the file descriptor, past sys.stderr, and then raises. A call that succeeds loses nothing: what
+    was written meanwhile, by any thread, is written to stderr after it.
+    """
+    with _STDERR, tempfile.TemporaryFile() as aside:
+        try:
+            kept = os.dup(2)
+        except OSError:  # there is no stderr
+            yield
+            return
+        os.dup2(aside.fileno(), 2)
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            os.dup2(kept, 2)
+            if not failed and os.fstat(aside.fileno()).st_size:
+                aside.seek(0)
+                os.write(kept, aside.read())
+            os.close(kept)
+
+
 def _engine(text: str, end_token: str | None) -> tuple[Any, int, int]:
     """Return the tokenizer of the package tokenizers, its size and its end token. It neither adds nor drops text."""
     try:
-        engine = tokenizers.Tokenizer.from_str(text)
-        vocab = engine.get_vocab(with_added_tokens=True)
-        engine.no_truncation()
-        engine.no_padding()
-        engine.encode_special_tokens = True
-        dropout = getattr(engine.model, "dropout", None)
+        with _without_panics():
+            engine = tokenizers.Tokenizer.from_str(text)
+            vocab = engine.get_vocab(with_added_tokens=True)
+            engine.no_truncation()
+            engine.no_padding()
+            engine.encode_special_tokens = True
+            dropout = getattr(engine.model, "dropout", None)
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # a panic in the package is not an Exception

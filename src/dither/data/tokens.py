@@ -11,7 +11,8 @@ A prepared folder holds these files, none of which is ever executed:
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
@@ -25,6 +26,8 @@ from torch import Tensor
 from dither import safe_files
 from dither.data.text import MANIFEST
 from dither.data.tokenizer import TOKENIZER, Array, Tokenizer
+from dither.data.verification import Shard
+from dither.data.verification import verify as verify_shards
 from dither.errors import UserError
 from dither.safe_files import Refused
 
@@ -142,7 +145,13 @@ def is_prepared(source: str | Path) -> bool:
     return os.path.isfile(Path(source) / MANIFEST)
 
 
-def open_tokens(folder: str | Path, *, verify: bool = False) -> Corpus:
+def open_tokens(
+    folder: str | Path,
+    *,
+    verify: bool | None = None,
+    say: Callable[[str], None] | None = None,
+    stop: threading.Event | None = None,
+) -> Corpus:
     """Open a folder that `prepare` wrote.
 
     Files must have the names and sizes in the manifest. Only names that `prepare` chooses are accepted, so none leads out of
@@ -150,18 +159,25 @@ def open_tokens(folder: str | Path, *, verify: bool = False) -> Corpus:
 
     Args:
         folder: The folder of prepared tokens.
-        verify: Also read everything and compare the SHA-256 of every file.
+        verify: Read everything and compare the SHA-256 of every file. None reads only files that were not verified before, or
+            that have another size or time since.
+        say: Called with the progress, if there is much to read.
+        stop: Stop verifying and raise an InterruptedError when this is set.
     """
     folder = Path(folder)
     try:
-        return _opened(folder, verify)
+        corpus, shards = _opened(folder)
+        if verify is not False:
+            with _whole(folder):
+                verify_shards(folder, shards, again=verify is True, say=say, stop=stop)
+        return corpus
     except (OSError, ValueError) as error:
-        if isinstance(error, UserError):
+        if isinstance(error, UserError | InterruptedError):
             raise
         raise UserError(f"The tokens in {str(folder)!r} cannot be opened: {error}.") from None
 
 
-def _opened(folder: Path, verify: bool) -> Corpus:
+def _opened(folder: Path) -> tuple[Corpus, list[Shard]]:
     if not folder.is_dir():
         raise UserError(f"There is no folder {str(folder)!r}: `dither data prepare` makes one.")
     if not os.path.lexists(folder / MANIFEST):
@@ -177,7 +193,8 @@ def _opened(folder: Path, verify: bool) -> Corpus:
     tokenizer = _tokenizer(folder, manifest.part("tokenizer"))
     manifest.expect("dtype", tokenizer.dtype.name)
     splits = manifest.part("splits")
-    train, held_out = (_split(folder, split, splits.part(split), tokenizer, verify) for split in SPLITS)
+    shards: list[Shard] = []
+    train, held_out = (_split(folder, split, splits.part(split), tokenizer, shards) for split in SPLITS)
     splits.close()
     sources = manifest.take("sources", list)
     skipped = manifest.part("skipped")
@@ -186,7 +203,8 @@ def _opened(folder: Path, verify: bool) -> Corpus:
     assert isinstance(value, dict)
     identity = json.dumps([value["tokenizer"], value["splits"]], sort_keys=True)
     digest = hashlib.sha256(identity.encode()).hexdigest()
-    return Corpus(folder, tokenizer, train, held_out, tuple(map(str, sources)), MappingProxyType(counts), digest)
+    corpus = Corpus(folder, tokenizer, train, held_out, tuple(map(str, sources)), MappingProxyType(counts), digest)
+    return corpus, shards
 
 
 def _tokenizer(folder: Path, fields: "_Fields") -> Tokenizer:
@@ -209,7 +227,8 @@ def _tokenizer(folder: Path, fields: "_Fields") -> Tokenizer:
     return tokenizer
 
 
-def _split(folder: Path, split: str, fields: "_Fields", tokenizer: Tokenizer, verify: bool) -> Tokens:
+def _split(folder: Path, split: str, fields: "_Fields", tokenizer: Tokenizer, listed: list[Shard]) -> Tokens:
+    """Open the shards of a split, and append them to `listed`."""
     counts = Counts(*(fields.count(name) for name in ("documents", "bytes", "tokens", "spelled")))
     shards = []
     for number, shard in enumerate(fields.take("shards", list)):
@@ -226,9 +245,7 @@ def _split(folder: Path, split: str, fields: "_Fields", tokenizer: Tokenizer, ve
                     f"{str(folder / name)!r} has {size:,} bytes and its manifest says {count * tokenizer.dtype.itemsize:,}: "
                     "it is truncated or from elsewhere; prepare it again."
                 )
-            if verify and safe_files.digest(file) != digest:
-                raise UserError(f"{str(folder / name)!r} does not match its SHA-256: its bytes have changed; prepare it again.")
-            file.seek(0)
+            listed.append(Shard(name, size, digest))
             shards.append(np.memmap(file, tokenizer.dtype, mode="r", shape=(count,)))
     fields.close()
     if os.path.lexists(folder / f"{split}-{len(shards):05}.bin"):

@@ -1,6 +1,7 @@
 """Evaluate a model on held-out tokens: loss, perplexity and bits per byte."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -62,10 +63,15 @@ def perplexity(model: nn.Module, tokens: Tokens, sequence: int, *, count: int | 
     return Perplexity(nats / targets, nats / math.log(2) / size if size else None, targets)
 
 
-def summed_loss(model: nn.Module, windows: Tensor, batch: int) -> Tensor:
-    """Return the loss in nats, 0-d float64, summed over the targets of windows int64[n, T + 1], `batch` windows at a time."""
+def summed_loss(model: nn.Module, windows: Tensor, batch: int, *, stop: Callable[[], bool] = lambda: False) -> Tensor:
+    """Return the loss in nats, 0-d float64, summed over the targets of windows int64[n, T + 1], `batch` windows at a time.
+
+    When `stop` returns True, the remaining windows are left out.
+    """
     total = torch.zeros((), dtype=torch.float64, device=windows.device)
     for part in torch.split(windows, batch) if len(windows) else ():
+        if stop():
+            break
         inputs, targets = part[:, :-1].contiguous(), part[:, 1:].contiguous()
         total += model(inputs, targets).double() * targets.numel()
     return total

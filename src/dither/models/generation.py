@@ -1,6 +1,7 @@
 """Generate text with a model, token by token: samples to read while it trains."""
 
 import contextlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
     generator: torch.Generator | None = None,
+    check: Callable[[], None] | None = None,
 ) -> Tensor:
     """Return `tokens` followed by `count` tokens sampled from the model: int64[B, S + count] on the device of `tokens`.
 
@@ -30,6 +32,7 @@ def generate(
         temperature: Tokens are drawn with probabilities proportional to exp(logits / temperature); 0 takes the likeliest.
         top_k: Draw among the `top_k` likeliest tokens only.
         generator: Source of random numbers; not needed at temperature 0.
+        check: Called before each token; it may raise.
 
     >>> import torch
     >>> from dither.models import build, generate
@@ -45,6 +48,8 @@ def generate(
         try:
             model.eval()
             for _ in range(count):
+                if check is not None:
+                    check()
                 logits_BV = model(tokens[:, -longest:])[:, -1].float()
                 tokens = torch.cat((tokens, _choose(logits_BV, temperature, top_k, generator).to(tokens.device)), dim=1)
         finally:

@@ -193,7 +193,7 @@ def _text(kind: str, value: object) -> str:
 def _parse_granularity(text: str) -> Granularity:
     if text in ("none", "tensor", "row"):
         return Granularity(text)  # type: ignore[arg-type]
-    if match := re.fullmatch(r"(block|tile)\(([1-9]\d*)\)", text):
+    if match := re.fullmatch(r"(block|tile)\(([1-9]\d{0,18})\)", text):
         kind, size = match[1], int(match[2])
         low, high = GROUP_SIZES[kind]
         if low <= size <= high and size & (size - 1) == 0:
@@ -209,7 +209,8 @@ def _parse_granularity(text: str) -> Granularity:
 def _parse_scale(text: str) -> Scale:
     if text in ("none", "fp32", "pow2", "pow2_ceil", "nvfp4"):
         return Scale(text)  # type: ignore[arg-type]
-    if isinstance(text, str) and (match := re.fullmatch(r"delayed\(([1-9]\d*)(?:,(-?\d+)(?:,(max|most_recent))?)?\)", text)):
+    delayed = r"delayed\(([1-9]\d{0,18})(?:,(-?\d{1,18})(?:,(max|most_recent))?)?\)"
+    if isinstance(text, str) and (match := re.fullmatch(delayed, text)):
         return Scale("delayed", int(match[1]), int(match[2] or 0), match[3] or "max")  # type: ignore[arg-type]
     raise UserError(
         f"There is no scale {text!r}{did_you_mean(str(text), ['fp32', 'pow2', 'pow2_ceil', 'nvfp4'])}: "

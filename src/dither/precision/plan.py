@@ -1,5 +1,6 @@
 """Plan: the precision of every linear layer of a model, with its JSON form."""
 
+import functools
 import json
 import math
 from collections import Counter
@@ -12,7 +13,7 @@ from typing import Any, Literal
 from dither.errors import UserError
 from dither.precision.checks import checked_keys
 from dither.precision.layer import OPERANDS, SAMPLINGS, LayerPrecision
-from dither.precision.patterns import matches
+from dither.precision.patterns import literal, matches
 from dither.precision.sampling import Sampling
 from dither.safe_files import Refused, from_json, read_text
 
@@ -52,6 +53,13 @@ class Plan:
             raise UserError(
                 f"A plan's layers are a tuple of pairs, a pattern and a LayerPrecision or None, not {self.layers!r}."
             )
+        patterns = [rule[0] for rule in self.layers if isinstance(rule, tuple) and rule and isinstance(rule[0], str)]
+        # First, since checking that many would take long.
+        if (size := sum(len(pattern) for pattern in patterns if literal(pattern) is None)) > MOST_WILDCARDS:
+            raise UserError(
+                f"A plan's patterns with wildcards have {size:,} characters in all, and {MOST_WILDCARDS:,} are the most: write "
+                "names, or fewer patterns."
+            )
         rules = tuple(_rule(rule) for rule in self.layers)
         if twice := [pattern for pattern, count in Counter(pattern for pattern, _ in rules).items() if count > 1]:
             raise UserError(f"A plan has two rules for {twice[0]!r}, of which the second would never be used: keep one.")
@@ -89,8 +97,18 @@ class Plan:
 
     def for_layer(self, name: str) -> LayerPrecision | None:
         """Return the precision of the layer called `name`, without samplings of other `parts`; None: unchanged."""
-        chosen = next((precision for pattern, precision in self.layers if matches(pattern, name)), self.default)
+        names, patterns = self._index
+        exact = names.get(name, len(self.layers))
+        first = next((place for place in patterns if place < exact and matches(self.layers[place][0], name)), exact)
+        chosen = self.layers[first][1] if first < len(self.layers) else self.default
         return chosen and chosen.on(name)
+
+    @functools.cached_property
+    def _index(self) -> tuple[dict[str, int], list[int]]:
+        """The place of the first rule for each name that is written out, and the places of the rules with wildcards."""
+        literals = [literal(pattern) for pattern, _ in self.layers]
+        names = {name: place for place, name in reversed(list(enumerate(literals))) if name is not None}
+        return names, [place for place, name in enumerate(literals) if name is None]
 
     def with_sampling(self, sampling: Sampling | None, *, input_sampling: Sampling | None = None) -> "Plan":
         """Return the plan with these samplings in the default and in every rule that has a precision.
@@ -209,6 +227,9 @@ PLAN_VERSION = 3
 
 2: samplings. 3: overrides; a sampling without the key `beyond` warns, where in versions 1 and 2 it clamps.
 """
+
+MOST_WILDCARDS = 10_000
+"""Most characters of all patterns of a plan with wildcards. Rules for single layers, perhaps thousands, are plain names."""
 
 PLAN_KEYS = ("version", "layers", "default", "compute", "parameters", "master", "loss_scaling", "provenance")
 

@@ -10,7 +10,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from dither.snip.base_plan import WithBasePlan
 from dither.snip.divergence import Scores
 from dither.snip.effort import Effort
 from dither.snip.estimates import Begun, Estimates
+from dither.snip.feasibility import check_goal
 from dither.snip.layer_options import Option
 from dither.snip.layer_options import options as combinations
 from dither.snip.planning import build_plan, check_finite, choice_of, choose
@@ -162,6 +163,7 @@ class Snip(WithBasePlan):
         # With parts of the model on several ranks, all ranks share a choice; otherwise those of `group` do.
         self._partial = setup.pipeline is not None or cut_by_tensor_parallelism(model)
         self._group = None if self._partial else setup.group
+        check_goal(model, self.options, goal, partial=self._partial)
         group = (self._group or dist.group.WORLD) if self._distributed and not self._partial else setup.group
         setup = replace(setup, group=group)
         self._estimates = Estimates(model, optimizer, self.options, estimator, schedule, setup, forward)
@@ -328,6 +330,14 @@ class Snip(WithBasePlan):
             measured = self.goal.cost == "time" and self._rank == 0
             goal = replace(self.goal, cost=self._measure_times(pending.scores)) if measured else self.goal
             self._pending = self._begin(pending.scores, pending.due, goal)
+
+
+def is_ready(snip: Snip, step: int, seconds: float = 0.0) -> bool:
+    """Wait at most `seconds` for the solver, if its choice is due. Return whether `before_step` need not wait for it."""
+    pending = snip._pending
+    if pending is None or pending.answer is None or step < pending.due:
+        return True
+    return bool(wait([pending.answer], timeout=seconds).done)
 
 
 def prepared(model: nn.Module, base: Plan, options: tuple[Option, ...]) -> tuple[Option, ...]:

@@ -6,7 +6,8 @@ import signal
 import statistics
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -31,9 +32,11 @@ class Policy:
     most_skips: int = 10
     """Most steps in a row that may be skipped for NaN or Inf before the run stops."""
     skip_share: float = 0.1
-    """Largest fraction of skip_window steps that may be skipped, including overflows of loss scaling; 1 never stops a run."""
+    """Largest fraction of skip_window steps that may be skipped for NaN or Inf; 1 never stops a run."""
+    overflow_share: float = 0.5
+    """Largest fraction of skip_window steps in which scaled gradients may overflow; 1 never stops a run."""
     skip_window: int = 100
-    """Number of last steps to which skip_share applies."""
+    """Number of last steps to which skip_share and overflow_share apply."""
     spike: Literal["ignore", "warn", "rollback"] = "warn"
     """For a loss spike: ignore it, warn, or roll back to the last good checkpoint."""
     spike_factor: float = 2.0
@@ -55,8 +58,9 @@ class Policy:
                 raise UserError(f"guard.{name} is an integer of at least {least} and below 2^31, not {given!r:.40}.")
         if type(self.spike_factor) not in (int, float) or not 1 < self.spike_factor < math.inf:
             raise UserError(f"guard.spike_factor is a number above 1, not {self.spike_factor!r}.")
-        if type(self.skip_share) not in (int, float) or not 0 <= self.skip_share <= 1:
-            raise UserError(f"guard.skip_share is a number from 0 to 1, not {self.skip_share!r:.40}.")
+        for name in ("skip_share", "overflow_share"):
+            if type(share := getattr(self, name)) not in (int, float) or not 0 <= share <= 1:
+                raise UserError(f"guard.{name} is a number from 0 to 1, not {share!r:.40}.")
         if self.spike_count > self.spike_window:
             raise UserError(
                 f"guard.spike_count={self.spike_count} outliers do not fit into guard.spike_window={self.spike_window} steps: "
@@ -95,6 +99,7 @@ class Guard:
         """Number of rollbacks."""
         self._in_a_row = 0
         self._skipped: deque[bool] = deque(maxlen=self.policy.skip_window)
+        self._overflowed: deque[bool] = deque(maxlen=self.policy.skip_window)
         self._losses: deque[float] = deque(maxlen=self.policy.spike_window)
         self._outliers: deque[bool] = deque(maxlen=self.policy.spike_window)
 
@@ -104,8 +109,9 @@ class Guard:
         """Return the decision about a step.
 
         With a `loss_scale`, a gradient norm that is not finite is an overflow: the step was skipped and the scale is lowered.
-        It stops a run only if too many steps are skipped. After "rollback" the caller restores a checkpoint and continues with
-        other data or another learning rate; otherwise the same losses would follow.
+        It does not count as a step skipped for NaN or Inf, and stops a run only if too many steps overflow. After "rollback"
+        the caller restores a checkpoint and continues with other data or another learning rate; otherwise the same losses
+        would follow.
 
         Args:
             step: The step, from 1.
@@ -116,12 +122,13 @@ class Guard:
         """
         if loss_scale is not None and math.isfinite(loss) and grad_norm is not None and not math.isfinite(grad_norm):
             self.overflows += 1
-            return self._skip(step, f"the gradients overflowed at a loss scale of {loss_scale:g}", OVERFLOWS)
+            return self._skip(step, f"the gradients overflowed at a loss scale of {loss_scale:g}", overflow=True)
         for what, value in (("loss", loss), ("gradient norm", grad_norm)):
             if value is not None and not math.isfinite(value):
                 return self._not_finite(step, f"the {what} is {value}" + (f", first in {where}" if where else ""))
         self._in_a_row = 0
         self._skipped.append(False)
+        self._overflowed.append(False)
         return self._spike(step, loss)
 
     def _not_finite(self, step: int, what: str) -> Decision:
@@ -132,16 +139,21 @@ class Guard:
         self._in_a_row += 1
         return self._skip(step, what)
 
-    def _skip(self, step: int, what: str, advice: str = "") -> Decision:
-        """Count a step that changed no weight, and stop if there are too many of them."""
-        share, window = self.policy.skip_share, self.policy.skip_window
+    def _skip(self, step: int, what: str, *, overflow: bool = False) -> Decision:
+        """Count a step that changed no weight, and stop if there are too many of its kind."""
+        kind, window = "overflow_share" if overflow else "skip_share", self.policy.skip_window
+        share: float = getattr(self.policy, kind)
         self.skips += 1
-        self._skipped.append(True)
-        if (count := sum(self._skipped)) > share * window:
+        self._skipped.append(not overflow)
+        self._overflowed.append(overflow)
+        steps = self._overflowed if overflow else self._skipped
+        if (count := sum(steps)) > share * window:
+            kinds = "overflowed" if overflow else "were skipped"
             return Decision(
                 "stop",
-                f"Step {step}: {what}; {count} of the last {len(self._skipped)} steps were skipped, and guard.skip_share="
-                f"{share:g} of guard.skip_window={window} allows {math.floor(share * window)}, so the run stops.{advice}",
+                f"Step {step}: {what}; {count} of the last {len(steps)} steps {kinds}, "
+                f"and guard.{kind}={share:g} of guard.skip_window={window} allows {math.floor(share * window)}, so the run "
+                f"stops.{OVERFLOWS if overflow else ''}",
             )
         return Decision("skip", f"Step {step}: {what}, so the step was skipped, the {_ordinal(self.skips)} of this run.")
 
@@ -179,17 +191,20 @@ class Guard:
             "rollbacks": self.rollbacks,
             "in_a_row": self._in_a_row,
             "skipped": list(self._skipped),
+            "overflowed": list(self._overflowed),
             "losses": list(self._losses),
             "outliers": list(self._outliers),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore a state. After a rollback, the rollbacks since the checkpoint still count."""
-        saved = {"overflows": 0, "skipped": [], **state} if isinstance(state, Mapping) else {}  # missing in early versions
+        saved = (
+            {"overflows": 0, "skipped": [], "overflowed": [], **state} if isinstance(state, Mapping) else {}
+        )  # missing in early versions
         right = all(
             type(count := saved.get(key)) is int and count >= 0 for key in ("skips", "overflows", "rollbacks", "in_a_row")
         )
-        for key, kinds in (("losses", (int, float)), ("outliers", (bool,)), ("skipped", (bool,))):
+        for key, kinds in (("losses", (int, float)), ("outliers", (bool,)), ("skipped", (bool,)), ("overflowed", (bool,))):
             values = saved.get(key)
             right = right and isinstance(values, list) and all(type(value) in kinds for value in values)
         if not right:
@@ -197,6 +212,7 @@ class Guard:
         self.skips, self.overflows, self._in_a_row = saved["skips"], saved["overflows"], saved["in_a_row"]
         self.rollbacks = max(self.rollbacks, saved["rollbacks"])
         self._skipped = deque(saved["skipped"], maxlen=self.policy.skip_window)
+        self._overflowed = deque(saved["overflowed"], maxlen=self.policy.skip_window)
         self._losses = deque(saved["losses"], maxlen=self.policy.spike_window)
         self._outliers = deque(saved["outliers"], maxlen=self.policy.spike_window)
 
@@ -223,6 +239,14 @@ def first_nonfinite(tensors: Iterable[tuple[str, Tensor | None]]) -> str:
 # Signals --------------------------------------------------------------------------------------------------------------
 
 
+GRACE = 10.0
+"""Seconds that a phase may go on after a signal before it is interrupted, if interrupting it does no harm."""
+
+
+class Interrupted(BaseException):
+    """A signal arrived during work that can be abandoned."""
+
+
 class Signals:
     """Record SIGINT and SIGTERM in a flag that is read between steps; a second signal ends the process at once.
 
@@ -241,12 +265,55 @@ class Signals:
         self.exit_code = 0
         """128 plus the number of the received signal, as in shells, or 0."""
         self._before: dict[signal.Signals, Any] = {}
+        self._grace: float | None = None  # seconds from a signal to an Interrupted; None never raises one
+        self._expired = False
+
+    def check(self) -> None:
+        """Raise Interrupted if a signal was received: to be called within long loops that can be abandoned."""
+        if self.received:
+            raise Interrupted(self.received)
+
+    @contextmanager
+    def abandoned(self, grace: float = 0.0) -> Iterator[None]:
+        """Raise Interrupted inside if a signal arrives, or arrived before, and the block does not end within `grace` seconds.
+
+        The exception may be raised between any two instructions: use this only for work whose results are then discarded.
+        """
+        self._grace = grace
+        try:
+            if self.received:
+                self._schedule()
+            yield
+        finally:
+            self._grace = None
+
+    def _schedule(self) -> None:
+        if not self._grace:
+            raise Interrupted(self.received)
+        main = threading.main_thread().ident
+        assert main is not None
+
+        def expire(before: float = self._grace) -> None:
+            if self._grace == before and self.received:
+                self._expired = True
+                signal.pthread_kill(main, signal.SIGTERM)  # a system call that waits returns, and the handler runs
+
+        timer = threading.Timer(self._grace, expire)
+        timer.daemon = True
+        timer.start()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._expired:
+            self._expired = False
+            if self._grace is not None:
+                raise Interrupted(self.received)
+            return
         if self.received:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.received, self.exit_code = signal.Signals(number).name, 128 + number
+        if self._grace is not None:
+            self._schedule()
 
     def __enter__(self) -> "Signals":
         if threading.current_thread() is not threading.main_thread():

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -23,8 +24,9 @@ from dither.train.config import Config, dumps
 from dither.train.distributed import Ranks, joined
 from dither.train.files import CHECKPOINTS as CHECKPOINTS
 from dither.train.files import CONFIG as CONFIG
-from dither.train.files import CONVERSION, ENVIRONMENT, PLAN, PLANS
-from dither.train.guard import Signals
+from dither.train.files import CONVERSION, ENVIRONMENT, PLAN, PLANS, TOKENS
+from dither.train.goals import check_snip
+from dither.train.guard import GRACE, Interrupted, Signals
 from dither.train.metrics import Metrics, check_trackers, peak_flops
 from dither.train.plans import plans_file
 from dither.train.progress import Progress
@@ -91,8 +93,11 @@ def train(config: Config, *, resume: bool = False, command: Sequence[str] = (), 
         run = _RunLoop(config, folder, ranks, signals, progress)
         with ExitStack() as stack:
             try:
-                run.build(stack, command, resume)
+                with signals.abandoned():
+                    run.build(stack, command, resume)
                 return run.to_the_end()
+            except Interrupted as told:
+                return _interrupted_early(run, str(told), resume)
             except BaseException as error:
                 known = ranks.explained(error, 0 if run.trainer is None else run.trainer.done + 1)
                 run.failed(known, resume)
@@ -107,6 +112,7 @@ class _RunLoop(RunRecorder):
     def __init__(self, config: Config, folder: Path, ranks: Ranks, signals: Signals, progress: Progress | None) -> None:
         super().__init__(config, folder, ranks, progress)
         self.signals = signals
+        self.stepping = False  # True while a step computes gradients, which may be abandoned
         self.resumed: int | None = None  # the step from which this process resumed
         self.pending: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
         self.behind = BEHIND.get(ranks.device.type, 0)
@@ -115,10 +121,12 @@ class _RunLoop(RunRecorder):
 
     def build(self, stack: ExitStack, command: Sequence[str], resume: bool) -> None:
         """Build the data, the model and the optimizer, restore a checkpoint, and write the files that describe the run."""
+        check_snip(self.config)
         self.say("Reading the text ...")
         corpus = open_corpus(self.config, self.folder, self.ranks, say=self.say)
         saved = resume and any((self.folder / CHECKPOINTS).glob("step-*"))
         self.trainer = trainer = Trainer(self.config, corpus, self.ranks, initial=not saved, say=self.say)
+        trainer.signals = self.signals
         self.resumed = resumed = self.restore() if resume else None
         self.unigram = unigram_entropy(corpus)
         self.flops, self.peak = flops_per_token(trainer.model, self.config.data.sequence), peak_flops(self.ranks.device)
@@ -197,15 +205,27 @@ class _RunLoop(RunRecorder):
                     if outcome is not None or trainer.offset != offset:
                         break
         if outcome is None:
-            outcome = self.end(0, "done", f"All {steps} steps are done{self.skips()}.", "done")
+            try:
+                outcome = self.end(0, "done", f"All {steps} steps are done{self.skips()}.", "done")
+            except Interrupted as told:  # in the last evaluation
+                outcome = self.interrupted(str(told))
         return outcome
 
     def one(self, batch: Batch) -> Outcome | None:
-        """Do one step, and what is due after it."""
+        """Do one step, and what is due after it; a signal may end any of it."""
+        try:
+            return self._one(batch)
+        except Interrupted as told:
+            outcome, _ = self.settle(0)
+            return outcome or (self.abandoned(str(told)) if self.stepping else self.interrupted(str(told)))
+
+    def _one(self, batch: Batch) -> Outcome | None:
         trainer, run = self.the_trainer, self.config.run
         several = self.ranks.world > 1
         self.choose(batch)
+        self.stepping = True
         numbers = trainer.step(batch, SIGNALS.get(self.signals.received, 0.0) if several else 0.0)
+        self.stepping = False
         self.pending.append((trainer.done, *_to_host(numbers)))
         if self.saver is not None and run.save_every and trainer.done == 1 + (self.resumed or 0):  # now all states exist
             self.saver.prepare(trainer.pack(dumps(self.config), self.seconds)[0])
@@ -302,6 +322,13 @@ class _RunLoop(RunRecorder):
         code: Literal[130, 143] = 143 if received == "SIGTERM" else 130
         return self.end(code, "signal", f"Received {received}; step {self.the_trainer.done} is saved.", "interrupted")
 
+    def abandoned(self, received: str) -> Outcome:
+        """End the run in the middle of a step, such as one that compiles. It may have changed histories, so it is not saved."""
+        if self.saver is not None:
+            self.saver.wait()
+        why = f"Received {received}; step {self.the_trainer.done + 1} did not end within {GRACE:g} s and was abandoned."
+        return self.end(143 if received == "SIGTERM" else 130, "signal", why, "interrupted")
+
     def end(
         self,
         code: Literal[0, 3, 130, 143],
@@ -329,6 +356,20 @@ class _RunLoop(RunRecorder):
         if not guard.skips:
             return ""
         return f", {guard.skips} of them skipped" + (f" ({guard.overflows} for overflows)" if guard.overflows else "")
+
+
+def _interrupted_early(run: _RunLoop, received: str, resume: bool) -> Outcome:
+    """End a run while it is being built. A new run leaves no files."""
+    why, step = f"Received {received} before the first step.", 0 if run.trainer is None else run.trainer.done
+    if run.metrics is not None:
+        run.status("interrupted", why)
+    else:
+        for left in run.folder.glob(f".{TOKENS}.*.partial") if run.ranks.main and not resume else ():
+            shutil.rmtree(left, ignore_errors=True)
+        run.failed(Interrupted(received), resume)
+    seconds = time.monotonic() - run.began
+    code: Literal[130, 143] = 143 if received == "SIGTERM" else 130
+    return Outcome(code, "signal", why, step, None, None, None, seconds, run.folder)
 
 
 def _own_generators(device: torch.device) -> Any:

@@ -1,5 +1,7 @@
 """Samples of text during training."""
 
+from collections.abc import Callable
+
 import torch
 
 from dither.data import Corpus, Tokenizer
@@ -29,7 +31,9 @@ def prompt_of(config: Config, corpus: Corpus) -> str:
     return " ".join(words[:PROMPT_WORDS])[:PROMPT_CHARACTERS]
 
 
-def sample_text(model: CausalLM, tokenizer: Tokenizer, prompt: str, count: int, seed: int) -> str:
+def sample_text(
+    model: CausalLM, tokenizer: Tokenizer, prompt: str, count: int, seed: int, check: Callable[[], None] | None = None
+) -> str:
     """Generate text after a prompt; the seed determines it.
 
     Args:
@@ -38,10 +42,11 @@ def sample_text(model: CausalLM, tokenizer: Tokenizer, prompt: str, count: int, 
         prompt: The prompt; an empty one starts a document.
         count: The number of tokens.
         seed: The seed of the choices.
+        check: Called before each token; it may raise.
     """
     given = tokenizer.encode(prompt) or [tokenizer.end]
     start = torch.tensor([given], device=next(model.parameters()).device)
     generator = torch.Generator().manual_seed(seed)
-    drawn = generate(model, start, count, temperature=TEMPERATURE, top_k=TOP_K, generator=generator)
+    drawn = generate(model, start, count, temperature=TEMPERATURE, top_k=TOP_K, generator=generator, check=check)
     # The vocabulary of the model may be larger than that of the tokenizer.
     return tokenizer.decode([token for token in drawn[0, len(given) :].tolist() if token < tokenizer.vocab_size])

@@ -2,8 +2,9 @@
 
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,18 +26,20 @@ from dither.optim.options import MOST_NORM
 from dither.precision import Plan
 from dither.random import Stream
 from dither.snip import Snip
+from dither.snip.controller import is_ready
 from dither.train import checkpoint
 from dither.train.config import Config, loads, schedule
 from dither.train.distributed import Ranks
 from dither.train.files import TOKENS
 from dither.train.graphs import GraphedPasses, uses_graphs
-from dither.train.guard import Guard
+from dither.train.guard import GRACE, Guard, Interrupted, Signals
 from dither.train.metrics import smoothed
 from dither.train.plans import PlanEvent, RunPlans, known_plans, make_schedule, steps_for_snip, with_measured
 from dither.train.replay import replay, warm_up
 from dither.train.resuming import check_changes
 from dither.train.samples import prompt_of, sample_text
 from dither.train.state import Resumed, pack, plan_of, unpack
+from dither.train.waiting import first_on_machine, while_others_wait
 from dither.train.weights import load_weights
 
 
@@ -69,23 +72,22 @@ def open_corpus(config: Config, folder: Path, ranks: Ranks, say: Callable[[str],
     Args:
         config: The config of the run.
         folder: The folder of the run.
-        ranks: The ranks of the run. Rank 0 tokenizes; if it fails, every rank raises.
-        say: Called with a sentence if a single document is split into training and held-out text.
+        ranks: The ranks of the run. Rank 0 tokenizes, and one rank per machine verifies; if one fails, every rank raises.
+        say: Called with sentences about the split of a single document and about the progress.
     """
     sources = config.data.sources or (STDLIB,)
     own = folder / TOKENS
     if len(sources) == 1 and is_prepared(sources[0]):
-        corpus = open_tokens(sources[0])
+        corpus = _verified(Path(sources[0]), ranks, say)
     else:
-        error = ""
-        try:
-            if ranks.main and not is_prepared(own):
-                prepare(sources, own, load_tokenizer(config.data.tokenizer), held_out=config.data.held_out, say=say)
-        except UserError as problem:
-            error = str(problem)
-        if error := ranks.first_error(error):
-            raise UserError(error)
-        corpus = open_tokens(own, verify=True)
+
+        def tokenize(stop: threading.Event) -> None:
+            if not is_prepared(own):
+                tokenizer = load_tokenizer(config.data.tokenizer)
+                prepare(sources, own, tokenizer, held_out=config.data.held_out, say=say, stop=stop)
+
+        while_others_wait(ranks, tokenize if ranks.main else None)
+        corpus = _verified(own, ranks, say)
         if corpus.sources != sources:
             raise UserError(
                 f"The tokens in {str(own)!r} were made from {', '.join(corpus.sources)}, and data.sources is now "
@@ -97,6 +99,16 @@ def open_corpus(config: Config, folder: Path, ranks: Ranks, say: Callable[[str],
             f"{config.data.tokenizer!r}: remove that setting, or prepare them again."
         )
     return corpus
+
+
+def _verified(folder: Path, ranks: Ranks, say: Callable[[str], None] | None) -> Corpus:
+    """Open prepared tokens. The first rank of each machine reads what was not verified before; if it fails, all ranks raise."""
+
+    def verify(stop: threading.Event) -> None:
+        open_tokens(folder, say=say, stop=stop)
+
+    while_others_wait(ranks, verify if first_on_machine(ranks) else None)
+    return open_tokens(folder, verify=False)
 
 
 def unigram_entropy(corpus: Corpus) -> float | None:
@@ -154,6 +166,8 @@ class Trainer:
         graphed = uses_graphs(config.run.cuda_graphs, self.ranks, self.training, self.parts, compiled=self.compiled)
         self.graphs = GraphedPasses(self.model, self._eager_pass, say) if graphed else None
         self.guard = Guard(config.guard)
+        self.signals: Signals | None = None
+        """Signals that end evaluations, estimates and samples early, and steps after some time, with `Interrupted`."""
         self.plans = RunPlans(self.model, planned, _make_snip(self, planned, say), compiled=bool(self.compiled), say=say)
         self.monitor = _make_monitor(self)
         self.done = 0
@@ -169,8 +183,11 @@ class Trainer:
 
     def choose(self, batch: Batch) -> list[PlanEvent]:
         """Apply the plans of the schedule and of SNIP that are due before the step on a batch, and return them."""
-        tokens = (self.plans.snip and self.plans.snip.effort.tokens) or 0
-        estimates = functools.partial(_for_estimates, self, batch, tokens)
+        snip = self.plans.snip
+        while snip is not None and not is_ready(snip, self.done, seconds=0.5):
+            if _told(self):
+                raise Interrupted(_told(self))
+        estimates = functools.partial(_for_estimates, self, batch, (snip and snip.effort.tokens) or 0)
         return self.plans.before_step(self.done, estimates, functools.partial(warm_up, self, batch))
 
     @property
@@ -218,7 +235,8 @@ class Trainer:
         for group in optimizer.param_groups:
             group["lr"] = self.lr
         torch.manual_seed((self._dropout + self.done) % (1 << 63))
-        total = self._gradients(batch)
+        with nullcontext() if self.signals is None else self.signals.abandoned(GRACE):
+            total = self._gradients(batch)
         self.training.gradients.all_reduce(self.ranks.group)
         self.training.step()
         norm = torch.zeros_like(total) if optimizer.grad_norm is None else optimizer.grad_norm
@@ -287,24 +305,18 @@ class Trainer:
 
     # Evaluation --------------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """Put the model into eval mode, without gradients, in the compute dtype of training."""
-        self.model.eval()
-        try:
-            with torch.no_grad(), self.training.forward():
-                yield
-        finally:
-            self.model.train()
-
     def evaluate(self) -> Evaluation:
         """Return the mean loss and bits per byte on the held-out windows. Each rank computes its share of them."""
         size = max(1, self.config.data.batch // self.ranks.world // self.parts)
         windows = self.held_out.tokens.tensor_split(self.ranks.world)[self.ranks.rank]
-        with self._evaluating():
-            total = summed_loss(self.model, windows.to(self.ranks.device), size)
+        with _evaluating(self):
+            total = summed_loss(self.model, windows.to(self.ranks.device), size, stop=lambda: bool(_told(self)))
         targets = self.held_out.targets
-        nats, known = float(self.ranks.add(total)), self.corpus.held_out.exact or self.corpus.held_out.counts is not None
+        told = torch.full_like(total, float(bool(_told(self))))
+        nats, stopped = self.ranks.add(torch.stack([total, told])).tolist()
+        if stopped and self.signals is not None:
+            raise Interrupted(_told(self) or "SIGTERM")
+        known = self.corpus.held_out.exact or self.corpus.held_out.counts is not None
         size_in_bytes = self.corpus.held_out.bytes_of(targets) if known else 0.0
         bits = nats / math.log(2) / size_in_bytes if size_in_bytes else None
         return Evaluation(nats / targets.numel(), bits, targets.numel())
@@ -317,9 +329,10 @@ class Trainer:
     def sample(self) -> str:
         """Generate text after the prompt; the seed and the step determine it."""
         run = self.config.run
-        with self._evaluating():
+        with _evaluating(self):
             seed = (run.seed + self.done) % (1 << 63)
-            return sample_text(self.model, self.corpus.tokenizer, self.prompt, run.sample_tokens, seed)
+            check = None if self.signals is None else self.signals.check
+            return sample_text(self.model, self.corpus.tokenizer, self.prompt, run.sample_tokens, seed, check)
 
     def bitwidths(self) -> dict[str, Any] | None:
         """Return the learned bitwidths of the sampled layers by name, or None if no layer is sampled."""
@@ -359,6 +372,31 @@ class Trainer:
     def learn(self, loss: float) -> None:
         """Add a finite loss to the moving average."""
         self.loss_ema = smoothed(self.loss_ema, loss)
+
+
+@contextmanager
+def _evaluating(trainer: Trainer) -> Iterator[None]:
+    """Put the model into eval mode, without gradients, in the compute dtype of training."""
+    trainer.model.eval()
+    try:
+        with torch.no_grad(), trainer.training.forward():
+            yield
+    finally:
+        trainer.model.train()
+
+
+def _told(trainer: Trainer) -> str:
+    """Return the name of the signal that this rank received, or ""."""
+    return "" if trainer.signals is None else trainer.signals.received
+
+
+def _estimated_loss(trainer: Trainer, model: nn.Module, part: Batch) -> Tensor:
+    """Return the loss of a micro-batch, unless a signal arrived on any rank: then raise Interrupted on all of them."""
+    if trainer.signals is not None:
+        told = trainer.ranks.add(torch.tensor(float(bool(_told(trainer))), device=trainer.ranks.device))
+        if float(told):
+            raise Interrupted(_told(trainer) or "SIGTERM")
+    return trainer.loss(model, part)
 
 
 def _held_out_count(config: Config, corpus: Corpus) -> int | None:
@@ -441,7 +479,7 @@ def _make_snip(trainer: Trainer, planned: PlanSchedule, say: Callable[[str], Non
         goal=snip.goal,
         schedule=snip.schedule(steps_for_snip(planned, snip.start, trainer.config.run.steps)),
         estimator=snip.estimator(trainer.config.run.seed, trainer.config.data.batch * trainer.config.data.sequence),
-        forward=trainer.loss,
+        forward=functools.partial(_estimated_loss, trainer),
     )
     made.on_failure = lambda _: None  # the loop reports what became of the statistics
     say(made.effort.describe(made.schedule))

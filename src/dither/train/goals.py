@@ -1,0 +1,32 @@
+"""Check SNIP's goal in a config against the layers of the model, before the text is read and the model is built."""
+
+from dither.data import is_prepared, load_tokenizer
+from dither.errors import UserError
+from dither.models import preset
+from dither.models.presets import skeleton
+from dither.nn import convert
+from dither.snip.feasibility import check_goal
+from dither.snip.layer_options import options
+from dither.train.config import Config
+
+
+def check_snip(config: Config) -> None:
+    """Raise a UserError if no plan can reach the goal of `[snip]`. Models of Hugging Face are checked when they are built.
+
+    >>> from dither.train.config import Snip
+    >>> check_snip(Config(snip=Snip(target=0.5, pinned=("*.down=fp8",))))
+    Traceback (most recent call last):
+    dither.errors.UserError: In [snip]: The pinned '*.down' matches no layer: there is model.layers.0.self_attn.q_proj, ...
+    """
+    if config.snip.target is None or config.model.size is None:
+        return
+    sources, vocab = config.data.sources, config.model.vocab
+    if vocab is None:  # the head's only size; prepared tokens bring their own tokenizer, and the head is not converted
+        prepared = len(sources) == 1 and is_prepared(sources[0])
+        vocab = 257 if prepared else load_tokenizer(config.data.tokenizer).vocab_size
+    model = skeleton(preset(config.model.size, vocab_size=vocab))
+    convert(model, config.precision.load_plan(), seed=config.run.seed, emulate=True)
+    try:
+        check_goal(model, options(config.snip.options), config.snip.goal)
+    except UserError as error:
+        raise UserError(f"In [snip]: {error}") from None
