@@ -218,6 +218,8 @@ class Trainer:
         torch.manual_seed((self._dropout + self.done) % (1 << 63))
         total = self._gradients(batch)
         self.training.gradients.all_reduce(self.ranks.group)
+        if self.guided:  # after the sum over ranks, so that additions have the same order with any number of them
+            self.training.backward(bitwidth_loss(self.model))
         self.training.step()
         norm = torch.zeros_like(total) if optimizer.grad_norm is None else optimizer.grad_norm
         scale = torch.ones_like(total) if self.training.loss_scale is None else self.training.loss_scale
@@ -241,8 +243,6 @@ class Trainer:
             for number, part in enumerate(batch.split(self.parts)):
                 at.row(part.first * self.config.data.sequence)
                 total += self._pass(part.inputs, part.targets, first=number == 0) * self._share
-            if self.guided:
-                self.training.backward(bitwidth_loss(self.model) / self.ranks.world)
         return total
 
     @property
