@@ -11,12 +11,10 @@ when anything failed.
 """
 
 import argparse
-import errno
 import hashlib
 import json
 import os
 import random
-import resource
 import shutil
 import signal
 import socket
@@ -37,7 +35,7 @@ import hostile
 import torch
 
 import dither
-from dither import UserError, cli, safe_files
+from dither import UserError, cli
 from dither.data import Batch
 from dither.train import Status, checkpoint, train
 from dither.train import config as configs
@@ -252,60 +250,6 @@ def damage(text: Path, folder: Path, count: int) -> list[Score]:
     return scores
 
 
-def full_disks(text: Path, folder: Path, count: int) -> list[Score]:
-    """A disk that takes so many bytes and no more, then one with room again.
-
-    Without a file system of our own, two seams stand in: every second time the kernel refuses files above a size
-    (RLIMIT_FSIZE), else `safe_files.write_new` raises ENOSPC after so many bytes, as `write` does on a full disk.
-    """
-    expected, _, _ = straight(text, folder)
-    largest = max(path.stat().st_size for path in (folder / "straight").rglob("*"))
-    draw, faults = random.Random(3), []
-
-    def limited(limit: int, hard: bool, work: Callable[[], int]) -> Callable[[], int]:
-        def run() -> int:
-            if hard:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-                return work()
-            real, left = safe_files.write_new, limit
-
-            def write_new(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
-                nonlocal left
-                parts = list(map(bytes, chunks))
-                if (left := left - sum(map(len, parts))) < 0:
-                    path.write_bytes(b"half")
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                return real(path, parts)
-
-            safe_files.write_new = write_new
-            return work()
-
-        return run
-
-    for trial in range(count):
-        out, said, hard = folder / f"full-{trial}", folder / "full.txt", trial % 2 == 0
-        limit = draw.randrange(largest) if hard else draw.randrange(3 * largest)
-        code = ended(forked(limited(limit, hard, lambda out=out: cli.main(arguments(text, out))), said))
-        printed = said.read_text()
-        errors = [line for line in printed.splitlines() if line.startswith(hostile.ERROR)]
-        words = ("cannot be written", "cannot be saved", "is full")
-        if code != 2 or len(errors) != 1 or "Traceback" in printed or not any(word in errors[0] for word in words):
-            faults.append(f"{limit} bytes ended with {code}: {printed[-900:]}")
-        elif "the last good checkpoint was kept" in errors[0] and checkpoint.newest(out / "checkpoints")[0] is None:
-            faults.append(f"{limit} bytes: the checkpoint that was kept is not there")
-        elif again := ended(forked(lambda out=out: cli.main(arguments(text, out)), said)):
-            faults.append(f"{limit} bytes, then room: {again}, {said.read_text()[-900:]}")
-        elif sha256(out) != expected:
-            faults.append(f"{limit} bytes, then room: other weights")
-        shutil.rmtree(out, ignore_errors=True)
-    right = count - len(faults)
-    return [
-        Score(
-            "disk full: a sentence, and resumed = straight", f"{count}/{count}", f"{right}/{count}", not faults, tuple(faults)
-        )
-    ]
-
-
 def worlds(text: Path, folder: Path, count: int) -> list[Score]:
     """One to four processes have the same sequences, and losses that differ by the order of additions; so if each goes on."""
     # With a large eps an update is nearly proportional to the gradient, so that a rounding stays as small as it was.
@@ -474,13 +418,12 @@ PARTS: dict[str, tuple[Callable[[Path, Path, int], list[Score]], int]] = {
     "kills": (kills, 200),
     "saves": (kills_in_saves, 500),
     "damage": (damage, 10_000),
-    "disks": (full_disks, 20),
     "worlds": (worlds, 4),
     "signals": (signals, 10),
     "hostility": (hostility, 1000),
     "bombs": (bombs, 2),
 }
-"""What is tried, and how often when nothing is said."""
+"""What is tried, and how often when nothing is said. The parts of tests/soak_faults.py come on top."""
 
 
 def run(names: Iterable[str], scale: float, folder: Path) -> list[Score]:
@@ -514,6 +457,9 @@ def show(score: Score) -> None:
 
 def main() -> int:
     """The command: 0 when everything passed."""
+    import soak_faults  # which imports this file
+
+    PARTS.update(soak_faults.PARTS)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all by default")
     parser.add_argument("--scale", type=float, default=1.0, help="how many times the usual counts")
@@ -529,4 +475,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    import soak
+
+    sys.exit(soak.main())
