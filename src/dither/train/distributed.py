@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from dither import ranks
 from dither.errors import UserError
@@ -189,7 +190,12 @@ def _join(place: torch.device, world: int) -> None:
     """Initialize torch.distributed as torchrun's environment says."""
     backend, limit = ("nccl", TIMEOUT) if place.type == "cuda" else ("gloo", GLOO_TIMEOUT)
     try:
-        dist.init_process_group(backend, timeout=limit)
+        # A restart by torchrun uses the same store again. Without a prefix of its own, it would find the addresses of the ranks
+        # before it, some of which are gone.
+        store, rank, _ = next(iter(rendezvous("env://", timeout=limit)))
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        group_store = PrefixStore(f"attempt {attempt}", store)
+        dist.init_process_group(backend, store=group_store, rank=rank, world_size=world, timeout=limit)
     except (ValueError, RuntimeError) as error:  # a missing variable; a rank that did not come, or went again
         where = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
         raise LostRankError(

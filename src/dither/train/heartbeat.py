@@ -9,11 +9,12 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from dither.errors import DitherError
@@ -66,13 +67,16 @@ class Heartbeat:
             each.set_timeout(ANSWER)
         self._meetings = 0
         self._name = f"process {os.getpid()} on {socket.gethostname()}"
+        self._namespace = _namespace()
+        self.interrupted: Callable[[], bool] = lambda: False
+        """Returns True if this process should end soon: `together` then waits no longer than needed."""
         self._stop = threading.Event()
         self._beat(0)
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
     def _beat(self, count: int) -> None:
-        self._thread_store.set(f"beat/{self.rank}", f"{count} {self._name}")
+        self._thread_store.set(f"beat/{self.rank}", f"{count} {self._namespace} {self._name}")
 
     def _run(self) -> None:
         with suppress(RuntimeError):  # the store has ended, and with it the run
@@ -93,14 +97,15 @@ class Heartbeat:
             return
         watched = [0] if self.rank else list(range(1, self.world))  # rank 0 watches the others, and they watch rank 0
         beats, since = self._beats(watched), dict.fromkeys(watched, time.monotonic())
-        while True:
-            with suppress(dist.DistStoreError):  # one second has passed
-                self._store.wait([done], timedelta(seconds=1))
-                return
-            found = self._beats(watched)
-            since |= {rank: time.monotonic() for rank in watched if found[rank] != beats[rank]}
-            beats = found
-            silent = [rank for rank in watched if time.monotonic() - since[rank] > FROZEN]
+        pause, looked = 0.001, time.monotonic()
+        while not self._store.check([done]):
+            time.sleep(pause := min(2 * pause, 0.1))
+            if time.monotonic() - looked < EVERY:
+                continue
+            found, looked = self._beats(watched), time.monotonic()
+            since |= {rank: looked for rank in watched if found[rank] != beats[rank]}
+            beats, limit = found, SILENCE if self.interrupted() else FROZEN
+            silent = [rank for rank in watched if looked - since[rank] > limit or self._is_gone(beats[rank])]
             if silent:
                 self._post(Verdict(self._names(silent, beats), silent=len(silent)))
             if self.verdict is not None:
@@ -111,11 +116,13 @@ class Heartbeat:
         try:
             end, ranks = time.monotonic() + SILENCE, [rank for rank in range(self.world) if rank != self.rank]
             before = self._beats(ranks)
-            while self.verdict is None and time.monotonic() < end:
+            silent: list[int] = []
+            while self.verdict is None and not silent and time.monotonic() < end:
                 time.sleep(0.05)
+                silent = [rank for rank in ranks if self._is_gone(before[rank])]
             if self.verdict is None:
                 now = self._beats(ranks)
-                silent = [rank for rank in ranks if now[rank] == before[rank]]
+                silent = silent or [rank for rank in ranks if now[rank] == before[rank]]
                 self._post(Verdict(self._names(silent, now) if silent else "another rank", silent=len(silent)))
         except RuntimeError:
             if self.verdict is None:
@@ -144,12 +151,32 @@ class Heartbeat:
         return {rank: self._store.get(f"beat/{rank}").decode() for rank in ranks}
 
     def _names(self, ranks: list[int], beats: dict[int, str]) -> str:
-        return " and ".join(f"rank {rank} ({beats[rank].partition(' ')[2]:.200})" for rank in ranks)
+        return " and ".join(f"rank {rank} ({beats[rank].split(' ', 2)[2]:.200})" for rank in ranks)
+
+    def _is_gone(self, beat: str) -> bool:
+        """Return whether the process of a beat runs on this machine no more; False if it is on another."""
+        _, namespace, name = beat.split(" ", 2)
+        if namespace != self._namespace or not namespace:
+            return False
+        try:
+            state = Path("/proc", name.split()[1], "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        return state in "ZX"
 
     def _post(self, verdict: Verdict) -> None:
         """Publish a verdict, unless another rank already has: all ranks report the first one."""
         text = json.dumps(asdict(verdict))
         self.verdict = Verdict(**json.loads(self._store.compare_set("verdict", "", text)))
+
+
+def _namespace() -> str:
+    """Return what is the same for processes that see each other's numbers, or "" if that is not known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
 
 
 def sentence(rank: int, world: int, lost: Verdict, step: int | None = None, what: str = "") -> str:

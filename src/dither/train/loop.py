@@ -95,6 +95,8 @@ def train(
         raise UserError(f"resume is True, False or 'auto', not {resume!r:.40}.")
     with joined(config.run.device) as ranks, Signals() as signals, _own_generators(ranks.device), ExitStack() as stack:
         run = _RunLoop(config, folder, ranks, signals, progress)
+        if ranks.heartbeat is not None:
+            ranks.heartbeat.interrupted = lambda: bool(signals.received)
         try:
             agreement.check_facts(ranks, agreement.facts_of_config(config))
             run.claim(stack, resume)
