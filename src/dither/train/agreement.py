@@ -7,7 +7,7 @@ all words of the tensors, each times an odd number that depends on its place, mo
 import hashlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from dither.errors import DitherError, UserError
 from dither.nn import step_context
+from dither.numerics.observe import untouched
 from dither.train.config import Config
 from dither.train.distributed import Ranks
 from dither.train.fields import hints
-from dither.train.replay import eager
 from dither.train.trainer import Trainer
 from dither.versions import version
 
@@ -235,22 +235,14 @@ def _computed(trainer: Trainer) -> int:
     data, ranks = trainer.config.data, trainer.ranks
     batch = trainer.loader.batch(trainer.done + trainer.offset, 0, ranks.world, (0, trainer.parts)).to(ranks.device)
     parameters = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
-    found = torch.zeros(0, dtype=torch.int64)
-    devices = [ranks.device] if ranks.device.type == "cuda" else []
-    # An error in a step_context restores the histories of delayed scaling.
-    with suppress(_Computed), torch.random.fork_rng(devices), _deterministic(), eager(trainer.model):
+    with untouched(trainer.model), _deterministic():
         torch.manual_seed(trainer.done)  # the same dropout on every rank
         with step_context(trainer.model, step=trainer.done) as at:
             at.row(batch.first * data.sequence)
             loss = trainer.loss(trainer.model, batch)
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
             found = digests([loss, *(gradient for gradient in gradients if gradient is not None)])
-            raise _Computed
     return int((found * _odd_numbers(0, found.numel(), found.device)).sum())
-
-
-class _Computed(Exception):  # noqa: N818 - not an error: it leaves a step_context without any effect
-    pass
 
 
 @contextmanager

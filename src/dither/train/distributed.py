@@ -133,6 +133,8 @@ class Ranks:
         try:
             yield
         except UserError as problem:
+            if self.world == 1:
+                raise
             error = str(problem)
         if error := self.first_error(error):
             raise UserError(error)

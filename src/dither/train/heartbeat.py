@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
@@ -90,15 +91,21 @@ class Heartbeat:
 
     def together(self) -> None:
         """Wait until every rank has called this. It may take any time, but a rank that no longer runs raises LostRankError."""
+        try:
+            self._meet()
+        except RuntimeError:
+            raise LostRankError(sentence(self.rank, self.world, self.verdict or self._without_store())) from None
+
+    def _meet(self) -> None:
         self._meetings += 1
         arrived, done = f"meeting/{self._meetings}", f"meeting/{self._meetings}/done"
-        if self._store.add(arrived, 1) == self.world:
-            self._store.set(done, "1")
+        if self._ask(lambda: self._store.add(arrived, 1), FROZEN) == self.world:
+            self._ask(lambda: self._store.set(done, "1"), FROZEN)
             return
         watched = [0] if self.rank else list(range(1, self.world))  # rank 0 watches the others, and they watch rank 0
         beats, since = self._beats(watched), dict.fromkeys(watched, time.monotonic())
         pause, looked = 0.001, time.monotonic()
-        while not self._store.check([done]):
+        while not self._ask(lambda: self._store.check([done]), FROZEN):
             time.sleep(pause := min(2 * pause, 0.1))
             if time.monotonic() - looked < EVERY:
                 continue
@@ -126,7 +133,7 @@ class Heartbeat:
                 self._post(Verdict(self._names(silent, now) if silent else "another rank", silent=len(silent)))
         except RuntimeError:
             if self.verdict is None:
-                return Verdict("rank 0, whose process held the addresses of all ranks" if self.hosted else "torchrun")
+                return self._without_store()
         assert self.verdict is not None
         return self.verdict
 
@@ -138,17 +145,39 @@ class Heartbeat:
     def close(self) -> None:
         """End the heartbeat. A rank that hosts the store waits a moment until the others know why the run ends."""
         self._stop.set()
-        self._thread.join(ANSWER.total_seconds() + 1)
+        self._thread.join(2 * EVERY)
         with suppress(RuntimeError):
             if self.rank or not self.hosted or self.verdict is None:
-                self._store.add("informed", 1)
+                self._ask(lambda: self._store.add("informed", 1), EVERY)
                 return
-            end = time.monotonic() + 2 * EVERY
-            while self._store.add("informed", 0) < self.world - 1 - self.verdict.silent and time.monotonic() < end:
+            end, expected = time.monotonic() + 2 * EVERY, self.world - 1 - self.verdict.silent
+            while self._store.add("informed", 0) < expected and time.monotonic() < end:  # its own process has the store
                 time.sleep(0.02)
 
     def _beats(self, ranks: list[int]) -> dict[int, str]:
-        return {rank: self._store.get(f"beat/{rank}").decode() for rank in ranks}
+        return self._ask(lambda: {rank: self._store.get(f"beat/{rank}").decode() for rank in ranks}, SILENCE)
+
+    def _ask(self, question: Callable[[], Any], seconds: float) -> Any:
+        """Return the answer of the store; raise RuntimeError if its process is frozen. A client of the store has no limit."""
+        answers: list[Any] = []
+
+        def ask() -> None:
+            try:
+                answers.append(question())
+            except RuntimeError as error:
+                answers.append(error)
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(seconds)
+        if not answers:
+            raise RuntimeError("the store does not answer")
+        if isinstance(answers[0], RuntimeError):
+            raise answers[0]
+        return answers[0]
+
+    def _without_store(self) -> Verdict:
+        return Verdict("rank 0, whose process held the addresses of all ranks" if self.hosted else "torchrun")
 
     def _names(self, ranks: list[int], beats: dict[int, str]) -> str:
         return " and ".join(f"rank {rank} ({beats[rank].split(' ', 2)[2]:.200})" for rank in ranks)
@@ -167,7 +196,7 @@ class Heartbeat:
     def _post(self, verdict: Verdict) -> None:
         """Publish a verdict, unless another rank already has: all ranks report the first one."""
         text = json.dumps(asdict(verdict))
-        self.verdict = Verdict(**json.loads(self._store.compare_set("verdict", "", text)))
+        self.verdict = Verdict(**json.loads(self._ask(lambda: self._store.compare_set("verdict", "", text), SILENCE)))
 
 
 def _namespace() -> str:

@@ -39,7 +39,7 @@ def replay(model: nn.Module, training: Training, parts: Sequence[Batch], step: i
     ]
     try:
         # An error in a step_context restores the histories of delayed scaling.
-        with suppress(_Replayed), eager(model), step_context(model, step=step) as at:
+        with suppress(_Replayed), _eager(model), step_context(model, step=step) as at:
             for part in parts:
                 at.row(part.first * sequence)
                 with training.forward():
@@ -62,7 +62,6 @@ class _Replayed(Exception):  # noqa: N818 - not an error: it leaves a step_conte
     pass
 
 
-def eager(model: nn.Module) -> Any:
-    """Return a context in which compiled blocks run uncompiled."""
+def _eager(model: nn.Module) -> Any:
     compiled = any(module._compiled_call_impl is not None for module in model.modules())
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
