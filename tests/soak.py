@@ -485,7 +485,8 @@ def main() -> int:
         parser.error(f"there is no part {min(unknown)!r}: choose from {', '.join(PARTS)}")
     print(f"      {'what':72} {'target':>12} {'found':>12}", flush=True)
     with tempfile.TemporaryDirectory(prefix="dither-soak-") as folder:
-        passed = run(given.parts or sorted(PARTS, key=lambda name: ORDER.index(name) if name in ORDER else -1), given.scale, Path(folder))
+        names = given.parts or sorted(PARTS, key=lambda name: ORDER.index(name) if name in ORDER else -1)
+        passed = run(names, given.scale, Path(folder))
     print(f"{sum(passed)} of {len(passed)} passed")
     return int(not all(passed))
 

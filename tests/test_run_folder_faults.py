@@ -62,7 +62,7 @@ def test_a_file_system_without_locks_is_an_error_and_not_ignored(
         real(number, kind)  # of a folder of tokens
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(UserError, match="has no locks .*guard.lock=false"):
+    with pytest.raises(UserError, match=r"has no locks .*guard\.lock=false"):
         train(settings(text, tmp_path / "run"))
     assert not (tmp_path / "run" / "config.toml").exists()
     assert train(settings(text, tmp_path / "other", "guard.lock=false")).code == 0
@@ -152,7 +152,7 @@ def test_nothing_is_written_through_a_link(text: Path, tmp_path: Path) -> None:
     (out / "checkpoints").rename(tmp_path / "moved")
     (out / "checkpoints").symlink_to(tmp_path / "moved")
     names = sorted(os.listdir(tmp_path / "moved"))
-    with pytest.raises(UserError, match="cannot be saved .* it is a link, or inside one"):
+    with pytest.raises(UserError, match=r"cannot be saved .* it is a link, or inside one"):
         train(settings(text, out), resume=True)
     assert sorted(os.listdir(tmp_path / "moved")) == names
     assert Status.load(out).state == "failed"
@@ -181,7 +181,7 @@ def test_the_last_status_needs_no_space(tmp_path: Path, monkeypatch: pytest.Monk
     Status(state="failed", step=4, why="\N{SNOWMAN}" * 10_000).save(tmp_path)
     found = Status.load(tmp_path)
     assert (found.state, found.step, set(found.why)) == ("failed", 4, {"\N{SNOWMAN}"})
-    with pytest.raises(UserError, match="status.json' cannot be written"):  # the reserve is used up
+    with pytest.raises(UserError, match=r"status\.json' cannot be written"):  # the reserve is used up
         Status(state="failed", step=5).save(tmp_path)
 
 
