@@ -155,9 +155,7 @@ class Heartbeat:
                 time.sleep(0.02)
 
     def _beats(self, ranks: list[int]) -> dict[int, str]:
-        found: dict[int, str] = self._ask(
-            lambda: {rank: self._store.get(f"beat/{rank}").decode() for rank in ranks}, SILENCE
-        )
+        found: dict[int, str] = self._ask(lambda: {rank: self._store.get(f"beat/{rank}").decode() for rank in ranks}, SILENCE)
         return found
 
     def _ask(self, question: Callable[[], Any], seconds: float) -> Any:
