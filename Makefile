@@ -14,7 +14,7 @@ help:
 	@echo 'make test-exhaustive  the sweeps over every combination, which make test samples'
 	@echo 'make check     ruff and mypy'
 	@echo 'make docs      build the documentation site into site/, strictly and without a network'
-	@echo 'make soak      kills, flipped bits, full disks, hostile input: a scoreboard, in about ten minutes (SOAK="--scale 10": more)'
+	@echo 'make soak      kills, flipped bits, full disks, hostile input: a scoreboard, in about twenty minutes (SOAK="--scale 10": more)'
 	@echo 'make gpu-test  run the tests marked gpu with $(PYTHON) as it is, installing nothing (JOBS=8: in eight processes)'
 
 # A folder of its own each time: a demo shows training, and no run is ever overwritten.

@@ -1,6 +1,6 @@
 """Faults, many of them: kills, flipped bits, full disks, signals, other numbers of processes, hostile input; and a scoreboard.
 
-    make soak                             # about ten minutes on two cores
+    make soak                             # about twenty minutes on two cores
     make soak SOAK='--scale 10'           # ten times as many of each
     python tests/soak.py kills --scale 0.1
 
