@@ -1,6 +1,6 @@
 """Faults, many of them: kills, flipped bits, full disks, signals, other numbers of processes, hostile input; and a scoreboard.
 
-    make soak                             # about ten minutes on two cores
+    make soak                             # about twenty minutes on two cores
     make soak SOAK='--scale 10'           # ten times as many of each
     python tests/soak.py kills --scale 0.1
 
@@ -11,12 +11,10 @@ when anything failed.
 """
 
 import argparse
-import errno
 import hashlib
 import json
 import os
 import random
-import resource
 import shutil
 import signal
 import socket
@@ -24,6 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ import hostile
 import torch
 
 import dither
-from dither import UserError, cli, safe_files
+from dither import UserError, cli
 from dither.data import Batch
 from dither.train import Status, checkpoint, train
 from dither.train import config as configs
@@ -252,60 +251,6 @@ def damage(text: Path, folder: Path, count: int) -> list[Score]:
     return scores
 
 
-def full_disks(text: Path, folder: Path, count: int) -> list[Score]:
-    """A disk that takes so many bytes and no more, then one with room again.
-
-    Without a file system of our own, two seams stand in: every second time the kernel refuses files above a size
-    (RLIMIT_FSIZE), else `safe_files.write_new` raises ENOSPC after so many bytes, as `write` does on a full disk.
-    """
-    expected, _, _ = straight(text, folder)
-    largest = max(path.stat().st_size for path in (folder / "straight").rglob("*"))
-    draw, faults = random.Random(3), []
-
-    def limited(limit: int, hard: bool, work: Callable[[], int]) -> Callable[[], int]:
-        def run() -> int:
-            if hard:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-                return work()
-            real, left = safe_files.write_new, limit
-
-            def write_new(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
-                nonlocal left
-                parts = list(map(bytes, chunks))
-                if (left := left - sum(map(len, parts))) < 0:
-                    path.write_bytes(b"half")
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                return real(path, parts)
-
-            safe_files.write_new = write_new
-            return work()
-
-        return run
-
-    for trial in range(count):
-        out, said, hard = folder / f"full-{trial}", folder / "full.txt", trial % 2 == 0
-        limit = draw.randrange(largest) if hard else draw.randrange(3 * largest)
-        code = ended(forked(limited(limit, hard, lambda out=out: cli.main(arguments(text, out))), said))
-        printed = said.read_text()
-        errors = [line for line in printed.splitlines() if line.startswith(hostile.ERROR)]
-        words = ("cannot be written", "cannot be saved", "is full")
-        if code != 2 or len(errors) != 1 or "Traceback" in printed or not any(word in errors[0] for word in words):
-            faults.append(f"{limit} bytes ended with {code}: {printed[-900:]}")
-        elif "the last good checkpoint was kept" in errors[0] and checkpoint.newest(out / "checkpoints")[0] is None:
-            faults.append(f"{limit} bytes: the checkpoint that was kept is not there")
-        elif again := ended(forked(lambda out=out: cli.main(arguments(text, out)), said)):
-            faults.append(f"{limit} bytes, then room: {again}, {said.read_text()[-900:]}")
-        elif sha256(out) != expected:
-            faults.append(f"{limit} bytes, then room: other weights")
-        shutil.rmtree(out, ignore_errors=True)
-    right = count - len(faults)
-    return [
-        Score(
-            "disk full: a sentence, and resumed = straight", f"{count}/{count}", f"{right}/{count}", not faults, tuple(faults)
-        )
-    ]
-
-
 def worlds(text: Path, folder: Path, count: int) -> list[Score]:
     """One to four processes have the same sequences, and losses that differ by the order of additions; so if each goes on."""
     # With a large eps an update is nearly proportional to the gradient, so that a rounding stays as small as it was.
@@ -474,35 +419,50 @@ PARTS: dict[str, tuple[Callable[[Path, Path, int], list[Score]], int]] = {
     "kills": (kills, 200),
     "saves": (kills_in_saves, 500),
     "damage": (damage, 10_000),
-    "disks": (full_disks, 20),
     "worlds": (worlds, 4),
     "signals": (signals, 10),
     "hostility": (hostility, 1000),
     "bombs": (bombs, 2),
 }
-"""What is tried, and how often when nothing is said."""
+"""What is tried, and how often when nothing is said. The parts of tests/soak_faults.py come on top."""
 
 
-def run(names: Iterable[str], scale: float, folder: Path) -> list[Score]:
-    """The scores of some parts, each in a folder of its own."""
+ORDER = ("faults", "kills", "hostility", "restarts", "differences", "disks", "worlds", "saves", "damage", "lost", "phases")
+ORDER += ("shards", "races", "signals", "bombs")
+"""The longest parts first, so that two processes end at about the same time."""
+
+
+def run(names: Iterable[str], scale: float, folder: Path) -> list[bool]:
+    """Run some parts, each in a folder and a process of its own, two at a time. Return whether each score passed."""
     torch.set_num_threads(1)
     text = folder / "text"
     text.mkdir()
     draw, words = random.Random(0), ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "and", "runs", "away")
     for number in range(60):
         (text / f"{number}.txt").write_text(" ".join(draw.choice(words) for _ in range(60)))
-    found: list[Score] = []
-    for name in names:
+    waiting, running, passed = deque(names), dict[int, str](), list[bool]()
+
+    def part(name: str) -> int:
         work, count = PARTS[name]
         (folder / name).mkdir()
         began = time.monotonic()
-        scores = work(text, folder / name, max(1, round(count * scale)))
-        for score in scores:
+        for score in work(text, folder / name, max(1, round(count * scale))):
             show(score)
-        print(f"     {name} took {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+        print(f"      {name} took {time.monotonic() - began:.0f} s", flush=True)
         shutil.rmtree(folder / name)
-        found += scores
-    return found
+        return 0
+
+    while waiting or running:
+        while waiting and len(running) < 2:
+            name = waiting.popleft()
+            running[forked(lambda name=name: part(name), folder / f"{name}.said")] = name
+        child, status = os.waitpid(-1, 0)
+        name = running.pop(child)
+        said = (folder / f"{name}.said").read_text()
+        print(said, end="", flush=True)
+        lines = [line.startswith("PASS") for line in said.splitlines() if line.startswith(("PASS", "FAIL"))]
+        passed += [*lines, *([False] if status or not lines else [])]
+    return passed
 
 
 def show(score: Score) -> None:
@@ -514,6 +474,9 @@ def show(score: Score) -> None:
 
 def main() -> int:
     """The command: 0 when everything passed."""
+    import soak_faults  # which imports this file
+
+    PARTS.update(soak_faults.PARTS)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all by default")
     parser.add_argument("--scale", type=float, default=1.0, help="how many times the usual counts")
@@ -522,11 +485,13 @@ def main() -> int:
         parser.error(f"there is no part {min(unknown)!r}: choose from {', '.join(PARTS)}")
     print(f"      {'what':72} {'target':>12} {'found':>12}", flush=True)
     with tempfile.TemporaryDirectory(prefix="dither-soak-") as folder:
-        scores = run(given.parts or PARTS, given.scale, Path(folder))
-    failed = sum(not score.passed for score in scores)
-    print(f"{len(scores) - failed} of {len(scores)} passed")
-    return int(failed > 0)
+        names = given.parts or sorted(PARTS, key=lambda name: ORDER.index(name) if name in ORDER else -1)
+        passed = run(names, given.scale, Path(folder))
+    print(f"{sum(passed)} of {len(passed)} passed")
+    return int(not all(passed))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    import soak
+
+    sys.exit(soak.main())

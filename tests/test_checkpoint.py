@@ -7,10 +7,10 @@ import os
 import random
 import resource
 import runpy
-import shutil
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -261,13 +261,16 @@ def test_a_step_is_saved_again(tmp_path):
 
 def test_a_full_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
     save(tmp_path, 100, tensors=some(1), plain={})
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2_000_000))
-    with pytest.raises(
-        UserError, match=r"full: saving step 200 needs 4\.0 MB, and it has 2\.0 MB; the last good .* kept: step-00000100\."
+    bytes_gone = SimpleNamespace(f_files=1000, f_favail=500, f_bavail=2000, f_frsize=1000)
+    inodes_gone = SimpleNamespace(f_files=1000, f_favail=3, f_bavail=10**9, f_frsize=1000)
+    for usage, why in (
+        (bytes_gone, r"the disk is full: 4\.0 MB are needed, and 2\.0 MB are free"),
+        (inodes_gone, "the disk has too few inodes: 4 are needed, and 3 of 1,000 are free"),
     ):
-        save(tmp_path, 200, tensors=some(1.0, 1_000_000), plain={})
-    assert [each.name for each in tmp_path.iterdir()] == ["step-00000100"]
+        monkeypatch.setattr(os, "statvfs", lambda _, usage=usage: usage)
+        with pytest.raises(UserError, match=rf"Step 200 cannot be saved in .*: {why}; the last good .* kept: step-00000100\."):
+            save(tmp_path, 200, tensors=some(1.0, 1_000_000), plain={})
+        assert [each.name for each in tmp_path.iterdir()] == ["step-00000100"]
 
 
 @pytest.mark.parametrize("at", range(5))
@@ -275,19 +278,19 @@ def test_a_disk_that_gets_full_on_the_way(at, tmp_path, monkeypatch):
     save(tmp_path, 100, tensors=some(1), plain={})
     real, calls = safe_files.write_new, []
 
-    def write_new(path, chunks):
+    def write_new(path, chunks, **options):
         calls.append(path)
         if len(calls) == at + 1:
             path.write_bytes(b"half")
             raise OSError(errno.ENOSPC, "No space left on device")
-        return real(path, chunks)
+        return real(path, chunks, **options)
 
     monkeypatch.setattr(safe_files, "write_new", write_new)
     monkeypatch.setattr(checkpoint, "SHARD", 24)
     if at == 4:  # there are two files of tensors, plain.json and the manifest
         save(tmp_path, 200, tensors=some(2), plain={})
         return
-    with pytest.raises(UserError, match=r"is full: .* the last good checkpoint was kept: step-00000100\."):
+    with pytest.raises(UserError, match=r"the disk is full .* the last good checkpoint was kept: step-00000100\."):
         save(tmp_path, 200, tensors=some(2), plain={})
     assert [each.name for each in tmp_path.iterdir()] == ["step-00000100"]
     assert newest(tmp_path)[0].name == "step-00000100"

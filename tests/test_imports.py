@@ -10,8 +10,8 @@ import dither
 ROOT = Path(dither.__file__).parent
 
 COLUMN = (
-    *("errors", "safe_files", "versions", "tables", "formats", "precision", "bitwidths", "recipes", "levels", "engines"),
-    *("devices", "compiler", "random", "grouping", "adam_update", "ranks"),
+    *("errors", "safe_files", "run_lock", "versions", "tables", "formats", "precision", "bitwidths", "recipes", "levels"),
+    *("engines", "devices", "compiler", "random", "grouping", "adam_update", "ranks"),
     *("reference", "kernels", "torch_ops", "ops"),
     *("nn", "optim", "snip", "numerics", "models", "data", "evaluate", "theory", "advice", "doctor"),
     *("train", "report", "experiments", "arms", "commands", "cli", "dither"),

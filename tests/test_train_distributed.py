@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,8 @@ def test_a_rank_that_dies_ends_the_others_with_a_sentence(runs: Path, tmp_path: 
     ranks[0].join(5)
     assert [rank.exitcode for rank in ranks] == [1, -signal.SIGKILL]
     told = (tmp_path / "stderr-0.txt").read_text()
-    assert told.startswith("dither: error: Rank 0 of 2 lost another rank in step 5 (Connection ")
+    lost = f"rank 1 (process {ranks[1].pid} on {socket.gethostname()})"
+    assert told.startswith(f"dither: error: Rank 0 of 2 lost {lost} in step 5 (Connection ")
     assert told.count("\n") == 1
     assert Status.load(tmp_path / "run").state == "failed"
     assert "in step 5" in Status.load(tmp_path / "run").why

@@ -85,7 +85,7 @@ def _run(words: list[str]) -> int:
 
         if subcommands and rest[:1] in (["-h"], ["--help"]):
             print(_help(name), end="\n\n")
-        code: int = tyro.cli(COMMANDS[name].load(), prog=f"dither {name}", args=rest)
+        code: int = tyro.cli(COMMANDS[name].load(), prog=f"dither {name}", args=[_resume(word) for word in rest])
         return code
     if rest[:1] in (["-h"], ["--help"]):
         print(_help(name))
@@ -101,6 +101,15 @@ def _run(words: list[str]) -> int:
     hint = did_you_mean(wrong[0], known)
     print(f"dither: error: There is no command `{title} {wrong[0]:.80}`{hint}: `{title} --help` lists them.", file=sys.stderr)
     sys.exit(2)
+
+
+def _resume(word: str) -> str:
+    """Return `--resume=auto` as the flag that the parser knows: a flag has no value, and would make it the next argument."""
+    if not word.startswith("--resume="):
+        return word
+    if word != "--resume=auto":
+        raise UserError(f"--resume has no value but auto, as in --resume=auto, not {word.partition('=')[2]!r:.80}.")
+    return "--resume-auto"
 
 
 def _split(words: list[str]) -> tuple[str, list[str]]:

@@ -173,10 +173,58 @@ def digest(file: BinaryIO) -> str:
     return sha256.hexdigest()
 
 
-def write_new(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write a new file, flush it to disk, and return its size and SHA-256. Raise FileExistsError if it exists."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of a full disk and of a used-up quota."""
+
+
+def reason(error: OSError, path: str | Path) -> str:
+    """Return the reason why a path cannot be written: a clause without a full stop. It tells bytes from inodes.
+
+    >>> reason(OSError(errno.ELOOP, "Too many levels of symbolic links"), "run/metrics.jsonl")
+    'it is a link, or inside one, and links are not written through'
+    """
+    linked = error.errno == errno.ENOTDIR and any(part.is_symlink() for part in (Path(path), *Path(path).parents))
+    if error.errno == errno.ELOOP or linked:
+        return "it is a link, or inside one, and links are not written through"
+    if error.errno == errno.EDQUOT:
+        return "the quota of the disk is used up"
+    if error.errno != errno.ENOSPC:
+        return str(error)
+    folder = Path(path).absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    free = os.statvfs(folder)
+    if free.f_files and not free.f_favail:  # some file systems have no fixed number of inodes, and report 0 of 0
+        return f"the disk has no free inodes (all {free.f_files:,} are in use): remove files there, small ones too"
+    return f"the disk is full ({free.f_bavail * free.f_frsize:,} bytes are free)"
+
+
+def open_unlinked(path: Path, flags: int, *, beneath: Path | None = None) -> int:
+    """Open a file and return its descriptor. Raise OSError if it is a link, or in a linked folder below `beneath`.
+
+    The folder `beneath`, by default that of the file, is the one that a user named: it may be a link itself.
+    """
+    root = path.parent if beneath is None else beneath
+    *folders, name = path.relative_to(root).parts
+    here = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for folder in folders:
+            inner = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
+            os.close(here)
+            here = inner
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666, dir_fd=here)
+    finally:
+        os.close(here)
+
+
+def write_new(path: Path, chunks: Iterable[bytes | memoryview], *, beneath: Path | None = None) -> tuple[int, str]:
+    """Write a new file, flush it to disk, and return its size and SHA-256. Raise FileExistsError if it exists.
+
+    No link is followed in the folders below `beneath`.
+    """
     sha256, size = hashlib.sha256(), 0
-    with open(path, "xb", buffering=0) as file:
+    number = open_unlinked(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, beneath=beneath)
+    with os.fdopen(number, "wb", buffering=0) as file:
         for chunk in chunks:
             left = memoryview(chunk)
             sha256.update(left)
@@ -197,10 +245,30 @@ def sync(path: Path) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Replace a file atomically: a reader sees either the old content or the new one."""
+    """Replace a file atomically: a reader sees either the old content or the new one. A link is replaced, not followed."""
     temporary = path.with_name(f".{path.name}.new")
     with suppress(FileNotFoundError):
         temporary.unlink()
-    write_new(temporary, [data])
-    os.replace(temporary, path)
+    try:
+        write_new(temporary, [data])
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    sync(path.parent)
+
+
+def replace_by(reserve: Path, path: Path, data: bytes) -> None:
+    """Replace a file atomically on a full disk: `reserve`, an existing file of at least as many bytes, becomes the new file."""
+    number = open_unlinked(reserve, os.O_WRONLY)
+    try:
+        if os.fstat(number).st_size < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.pwrite(number, data, 0)
+        os.ftruncate(number, len(data))
+        os.fsync(number)
+    finally:
+        os.close(number)
+    os.replace(reserve, path)
     sync(path.parent)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -34,6 +34,7 @@ def train(
     data: Annotated[Words, tyro.conf.arg(metavar="SOURCE ...", help_behavior_hint="")] = (),
     set: Annotated[Words, tyro.conf.arg(metavar="SECTION.FIELD=VALUE ...", help_behavior_hint="")] = (),
     resume: Switch = False,
+    resume_auto: Annotated[Switch, tyro.conf.arg(name="resume=auto", aliases=["--resume-auto"])] = False,
     start_from: Annotated[str | None, tyro.conf.arg(name="from", metavar="RUN|CHECKPOINT|MODEL", help_behavior_hint="")] = None,
     out: Annotated[str | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None,
     fields: Switch = False,
@@ -42,14 +43,15 @@ def train(
 
     The config comes from a TOML file, from --set, and from defaults. Without any, this trains a tiny Llama on the source code
     of Python's standard library, in about two minutes on two CPU cores. The folder of the run holds metrics, checkpoints and
-    the complete config. `dither train --fields` lists every field. Exit codes: 0 done, 2 a mistake in the arguments or the
-    config, 3 stopped by the guard, 130 or 143 saved after SIGINT or SIGTERM.
+    the complete config. `dither train --fields` lists every field. Exit codes: 0 done, 1 another rank was lost or ranks came to
+    differ, 2 a mistake in the arguments or the config, 3 stopped by the guard, 130 or 143 saved after SIGINT or SIGTERM.
 
     Args:
         file: A config in TOML; with --resume and --from RUN, by default that of the run.
         data: Text files, globs, folders, datasets or a prepared folder: sets data.sources.
         set: Fields as section.field=value, such as optim.lr=3e-4 run.steps=1000.
         resume: Resume the run in the folder from its newest whole checkpoint.
+        resume_auto: Resume the run in the folder, or start it if there is none: for jobs that a scheduler restarts.
         start_from: Start a new run, with a new schedule, from the weights of a run, a checkpoint or a Hugging Face folder.
         out: The folder of the run: sets run.out.
         fields: Print every field with its type, default and meaning, and do not train.
@@ -57,9 +59,10 @@ def train(
     if fields:
         print_fields()
         return 0
-    config = resolve(file, data=sum(data, ()), settings=sum(set, ()), resume=resume, start_from=start_from, out=out)
+    how: bool | Literal["auto"] = "auto" if resume_auto else resume
+    config = resolve(file, data=sum(data, ()), settings=sum(set, ()), resume=how, start_from=start_from, out=out)
     with Progress(sys.stdout, steps=config.run.steps) as progress:
-        outcome = run(config, resume=resume, command=sys.argv, progress=progress)
+        outcome = run(config, resume=how, command=sys.argv, progress=progress)
         progress.say(summary(outcome))
     return outcome.code
 
@@ -69,7 +72,7 @@ def resolve(
     *,
     data: Sequence[str] = (),
     settings: Sequence[str] = (),
-    resume: bool = False,
+    resume: bool | Literal["auto"] = False,
     start_from: str | None = None,
     out: str | None = None,
 ) -> Config:
@@ -80,21 +83,23 @@ def resolve(
     """
     changes = [f"data.sources=[{', '.join(map(configs.toml, data))}]"] * bool(data)
     changes += [f"run.out={configs.toml(out)}"] * (out is not None)
-    if resume and start_from is not None:
-        raise UserError("--resume continues a run and --from starts a new one: use only one of them.")
-    if file is not None:
-        base = configs.load(file)
-    elif resume:
-        # The folder of the run is itself a field, which only arguments can set here.
+    if resume is True and start_from is not None:
+        raise UserError("--resume continues a run and --from starts a new one: use only one of them, or --resume=auto.")
+    base = Config() if file is None else configs.load(file)
+    if resume:
+        # The folder of the run is itself a field, which only the file and arguments can set here.
         wanted = [*changes, *(setting for setting in settings if setting.startswith("run.out"))]
-        folder = Path(configs.override(Config(), wanted).run.out)
-        if not os.path.isfile(folder / CONFIG):
+        folder = Path(configs.override(base, wanted).run.out)
+        there = os.path.isfile(folder / CONFIG)
+        if not there and resume is True and file is None:
             raise UserError(
                 f"There is no run in {str(folder)!r} to resume: start it without --resume, or name its folder with --out."
             )
-        base = configs.override(_stored(folder), [f"run.out={configs.toml(str(folder))}"])
-    else:
-        base = Config()
+        if there and file is None:
+            base = configs.override(_stored(folder), [f"run.out={configs.toml(str(folder))}"])
+        elif there and start_from is not None:  # the weights that the run has started from, not newer ones
+            base = replace(base, model=_stored(folder).model)
+        start_from = None if there else start_from
     if start_from is not None:
         base = _starting_from(Path(start_from), base, own=file is not None)
     return configs.override(base, [*changes, *settings])

@@ -1,4 +1,4 @@
-"""Prepared tokens: memory-mapped shards with a manifest.
+"""Prepared tokens: shards in files, with a manifest.
 
 A prepared folder holds these files, none of which is ever executed:
 
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dither import safe_files
+from dither.data.shards import FileShard
 from dither.data.text import MANIFEST
 from dither.data.tokenizer import TOKENIZER, Array, Tokenizer
 from dither.data.verification import Shard
@@ -53,7 +54,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A long sequence of tokens, in shards that may be memory-mapped.
+    """A long sequence of tokens, in shards that may be files.
 
     >>> import numpy as np
     >>> from dither.data import BYTES, Tokens
@@ -62,8 +63,8 @@ class Tokens:
     (4, array([105,  33, 256]))
     """
 
-    shards: tuple[Array, ...] = field(repr=False)
-    """One-dimensional arrays of `tokenizer.dtype`."""
+    shards: tuple[Array | FileShard, ...] = field(repr=False)
+    """One-dimensional arrays of `tokenizer.dtype`, or files of them."""
     tokenizer: Tokenizer
     name: str = "tokens"
     """The name of the tokens in messages."""
@@ -155,7 +156,7 @@ def open_tokens(
     """Open a folder that `prepare` wrote.
 
     Files must have the names and sizes in the manifest. Only names that `prepare` chooses are accepted, so none leads out of
-    the folder, and links are not followed. The tokens are memory-mapped.
+    the folder, and links are not followed. The tokens stay in their files until they are read.
 
     Args:
         folder: The folder of prepared tokens.
@@ -246,7 +247,7 @@ def _split(folder: Path, split: str, fields: "_Fields", tokenizer: Tokenizer, li
                     "it is truncated or from elsewhere; prepare it again."
                 )
             listed.append(Shard(name, size, digest))
-            shards.append(np.memmap(file, tokenizer.dtype, mode="r", shape=(count,)))
+            shards.append(FileShard(file, tokenizer.dtype, count, str(folder / name)))
     fields.close()
     if os.path.lexists(folder / f"{split}-{len(shards):05}.bin"):
         raise UserError(f"The folder {str(folder)!r} has more shards of {split} than its manifest: prepare it again.")

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from dither import safe_files
+from dither import run_lock, safe_files
 from dither.errors import UserError
 from dither.precision import Plan
 from dither.safe_files import Refused
@@ -87,6 +87,7 @@ class RunFolder:
         """Return how the run ended, in a few words, from status.json or else from the last line of metrics that says so."""
         states = {
             "running": "running, or killed",
+            "crashed": "crashed: its process ended without a word",
             "done": "done",
             "stopped": "stopped by the guard",
             "interrupted": "interrupted by a signal",
@@ -136,6 +137,8 @@ def read(folder: str | Path) -> RunFolder:
     environment = _object(folder, "environment.json", missing)
     lines = _metrics(folder, missing)
     status = _object(folder, "status.json", missing)
+    if status.get("state") == "running" and run_lock.is_abandoned(folder):
+        status["state"] = "crashed"
     name = folder.name or folder.resolve().name
     frozen = (MappingProxyType(each) for each in (environment, lines, status))
     env, kinds, state = frozen

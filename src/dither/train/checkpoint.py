@@ -40,7 +40,9 @@ FILE = re.compile(r"tensors-[0-9]{5}\.safetensors")
 # Writing --------------------------------------------------------------------------------------------------------------
 
 
-def save(folder: str | Path, step: int, *, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> Path:
+def save(
+    folder: str | Path, step: int, *, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], beneath: Path | None = None
+) -> Path:
     """Write a checkpoint of a step and return its folder. Leftovers of killed saves are removed first.
 
     Args:
@@ -48,6 +50,7 @@ def save(folder: str | Path, step: int, *, tensors: Mapping[str, Tensor], plain:
         step: The step.
         tensors: Tensors by name, of any shape and on any device; `load` returns them on the CPU, bit for bit.
         plain: Dictionaries, lists, strings, finite numbers, booleans and None.
+        beneath: A folder above `folder`: no folder below it may be a link. By default `folder` itself may be one.
 
     >>> import tempfile, torch
     >>> folder = tempfile.mkdtemp()
@@ -58,7 +61,7 @@ def save(folder: str | Path, step: int, *, tensors: Mapping[str, Tensor], plain:
     ({'weight': tensor([1., 1.], dtype=torch.bfloat16)}, {'seed': 1})
     """
     _check(step, tensors)
-    return _write(Path(folder), step, tensors, safe_files.to_json(dict(plain), "plain"))
+    return _write(Path(folder), step, tensors, safe_files.to_json(dict(plain), "plain"), beneath)
 
 
 def _check(step: int, tensors: Mapping[str, Tensor]) -> None:
@@ -67,36 +70,48 @@ def _check(step: int, tensors: Mapping[str, Tensor]) -> None:
     tensorfile.check_tensors(tensors)
 
 
-def _write(folder: Path, step: int, tensors: Mapping[str, Tensor], plain: bytes) -> Path:
+def _write(folder: Path, step: int, tensors: Mapping[str, Tensor], plain: bytes, beneath: Path | None) -> Path:
     final = folder / f"step-{step:08d}"
     temporary = folder / f".saving-{final.name}"
     shards = _shards(tensors)
     headers = 256 * len(tensors) + 4096 * (len(shards) + 4)  # and the rounding of a file system
     needed = sum(map(tensorfile.size, tensors.values())) + len(plain) + headers
+    beneath = folder if beneath is None else beneath
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        _check_unlinked(folder, beneath)
         safe_files.sync(folder.parent)
         _clear(folder)
-        if (free := shutil.disk_usage(folder).free) < needed:
-            raise UserError(_disk_full(folder, step, needed, free))
+        if why := _lacks_room(folder, needed, len(shards) + 3):
+            raise UserError(f"Step {step} cannot be saved in {str(folder)!r}: {why}; {_last_good(folder)}.")
         temporary.mkdir()
         written = {}
         for number, shard in enumerate(shards):
             name = f"tensors-{number:05d}.safetensors"
-            written[name] = safe_files.write_new(temporary / name, tensorfile.chunks(shard))
-        written[PLAIN] = safe_files.write_new(temporary / PLAIN, [plain])
+            written[name] = safe_files.write_new(temporary / name, tensorfile.chunks(shard), beneath=beneath)
+        written[PLAIN] = safe_files.write_new(temporary / PLAIN, [plain], beneath=beneath)
         manifest = _manifest(step, {name: {"bytes": size, "sha256": found} for name, (size, found) in written.items()})
-        safe_files.write_new(temporary / MANIFEST, [manifest])
+        safe_files.write_new(temporary / MANIFEST, [manifest], beneath=beneath)
         safe_files.sync(temporary)
         _rename(temporary, final, manifest)
         safe_files.sync(folder)
     except OSError as error:
+        why = safe_files.reason(error, folder)
+        if error.errno == errno.ENOSPC:
+            why = _lacks_room(folder, needed, len(shards) + 3) or why
         with suppress(OSError):
             _discard(temporary)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(_disk_full(folder, step, needed, shutil.disk_usage(folder).free)) from None
-        raise UserError(f"Step {step} cannot be saved in {str(folder)!r}: {error}; {_last_good(folder)}.") from None
+        raise UserError(f"Step {step} cannot be saved in {str(folder)!r}: {why}; {_last_good(folder)}.") from None
     return final
+
+
+def _check_unlinked(folder: Path, beneath: Path) -> None:
+    """Raise OSError if `folder`, or a folder between it and `beneath`, is a link."""
+    for part in (folder, *folder.parents):
+        if part == beneath:
+            return
+        if part.is_symlink():
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
 
 
 def _shards(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -136,11 +151,13 @@ def _rename(temporary: Path, final: Path, manifest: bytes) -> None:
     _discard(replaced)
 
 
-def _disk_full(folder: Path, step: int, needed: int, free: int) -> str:
-    return (
-        f"The disk of {str(folder)!r} is full: saving step {step} needs {_in_words(needed)}, and it has {_in_words(free)}; "
-        f"{_last_good(folder)}."
-    )
+def _lacks_room(folder: Path, needed: int, files: int) -> str:
+    """Return what a disk lacks for `needed` bytes in `files` files and folders: a clause, or "" if there is room."""
+    free = os.statvfs(folder)
+    if free.f_files and free.f_favail < files:
+        return f"the disk has too few inodes: {files} are needed, and {free.f_favail} of {free.f_files:,} are free"
+    room = free.f_bavail * free.f_frsize
+    return f"the disk is full: {_in_words(needed)} are needed, and {_in_words(room)} are free" if room < needed else ""
 
 
 def _last_good(folder: Path) -> str:
@@ -403,7 +420,7 @@ def _remove(path: Path) -> Path:
 class Saver:
     """Save checkpoints in a thread, one at a time, and remove old ones as `keep` does.
 
-    The error of a save is raised by the next call, or by `close`.
+    The error of a save is raised by the next call, or by `close`. `beneath` is that of `save`.
 
     >>> import tempfile, torch
     >>> weight = torch.zeros(2)
@@ -415,9 +432,12 @@ class Saver:
     tensor([0., 0.])
     """
 
-    def __init__(self, folder: str | Path, *, last: int = 3, every: int | None = None) -> None:
+    def __init__(
+        self, folder: str | Path, *, last: int = 3, every: int | None = None, beneath: str | Path | None = None
+    ) -> None:
         _check_keep(last, every)
         self.folder, self.last, self.every = Path(folder), last, every
+        self.beneath = None if beneath is None else Path(beneath)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[Path | None] | None = None
         self._host: dict[str, Tensor] = {}  # pinned copies, reused by the next save: pinning takes longer than copying
@@ -460,7 +480,7 @@ class Saver:
     def _work(self, step: int, tensors: dict[str, Tensor], plain: bytes, done: list[torch.cuda.Event]) -> Path:
         for event in done:
             event.synchronize()
-        path = _write(self.folder, step, tensors, plain)
+        path = _write(self.folder, step, tensors, plain, self.beneath)
         _keep(self.folder, self.last, self.every, whole=path)
         return path
 

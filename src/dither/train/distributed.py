@@ -7,26 +7,37 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from dither import ranks
-from dither.errors import DitherError, UserError
+from dither.errors import UserError
+from dither.train.heartbeat import Heartbeat, LostRankError, Verdict, sentence
 
 TIMEOUT = timedelta(seconds=120)
 """Time that a rank waits for the others before it fails; torch's default is 30 minutes."""
 
-LOST = (r"Connection (?:closed|reset|refused)[^.\n]*", r"Timed out[^.\n]*", r"NCCL error[^.\n]*", r"gloo|NCCL")
+GLOO_TIMEOUT = timedelta(seconds=45)
+"""The same for gloo, so that a frozen rank is named within a minute. Slow work of a single rank is waited for by heartbeats."""
+
+REST = r"(?:[^.\n]|\.(?=\S))*"
+"""The rest of a sentence: a dot within an address does not end it."""
+
+LOST = (
+    rf"Connection (?:closed|reset|refused|was){REST}",
+    rf"Timed out{REST}",
+    rf"Broken pipe{REST}",
+    rf"NCCL error{REST}",
+    r"gloo|NCCL",
+)
 """Patterns of the RuntimeErrors of gloo and NCCL when another rank has ended or does not answer."""
-
-
-class LostRankError(DitherError):
-    """Another rank of the run has ended, or does not answer."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,8 @@ class Ranks:
     device: torch.device
     rank: int = 0
     world: int = 1
+    heartbeat: Heartbeat | None = field(default=None, compare=False, repr=False)
+    """Tells which rank is lost; None for a single process."""
 
     @property
     def main(self) -> bool:
@@ -80,24 +93,51 @@ class Ranks:
         return int(told)
 
     def explained(self, error: BaseException, step: int) -> BaseException:
-        """Return a LostRankError if `error` says that another rank is lost, else `error` itself.
+        """Return a LostRankError that names the lost rank if `error` says that there is one, else `error` itself.
 
-        >>> error = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer. ...")
+        Any other error of this rank is told to the others.
+
+        >>> error = RuntimeError("[gloo/transport/tcp/pair.cc:544] Connection closed by peer [127.0.0.1]:5123. This may ...")
         >>> print(Ranks(torch.device("cpu"), 0, 2).explained(error, 57))
-        Rank 0 of 2 lost another rank in step 57 (Connection reset by peer): see its output, and resume with --resume.
+        Rank 0 of 2 lost another rank in step 57 (Connection closed by peer [127.0.0.1]:5123): see its output, and resume with \
+--resume.
         """
-        text = str(error) if self.world > 1 and isinstance(error, RuntimeError) else ""
-        said = next((found for pattern in LOST if (found := re.search(pattern, text))), None)
-        if said is None:
+        if self.world == 1 or isinstance(error, LostRankError):
             return error
-        return LostRankError(
-            f"Rank {self.rank} of {self.world} lost another rank in step {step} ({said[0]:.200}): see its output, and "
-            "resume with --resume."
-        )
+        text = str(error) if isinstance(error, RuntimeError) else ""
+        said = next((found for pattern in LOST if (found := re.search(pattern, text))), None)
+        if said is None and not isinstance(error, dist.DistError):
+            if self.heartbeat is not None:
+                self.heartbeat.farewell(str(error) or type(error).__name__)
+            return error
+        lost = Verdict("another rank") if self.heartbeat is None else self.heartbeat.diagnose()
+        what = text.splitlines()[0] if said is None else said[0]
+        return LostRankError(sentence(self.rank, self.world, lost, step, f"{what:.200}"))
+
+    def together(self) -> None:
+        """Wait until every rank has called this, for any time; a rank that no longer runs raises LostRankError."""
+        if self.heartbeat is not None:
+            self.heartbeat.together()
 
     def first_error(self, error: str) -> str:
-        """Return the error of the first rank that has one, the same on every rank, or ""."""
-        return error if self.world == 1 else ranks.first_error(error)
+        """Return the error of the first rank that has one, the same on every rank, or "". Slow ranks are waited for."""
+        if self.world == 1:
+            return error
+        self.together()
+        return ranks.first_error(error)
+
+    @contextmanager
+    def shared_errors(self) -> Iterator[None]:
+        """Raise the first rank's UserError on every rank if any rank raises one inside, where collectives must match."""
+        error = ""
+        try:
+            yield
+        except UserError as problem:
+            if self.world == 1:
+                raise
+            error = str(problem)
+        if error := self.first_error(error):
+            raise UserError(error)
 
     def gather(self, text: str) -> list[str]:
         """Return the text of every rank, in the order of ranks."""
@@ -132,12 +172,50 @@ def joined(device: str) -> Iterator[Ranks]:
         return
     ours = not dist.is_initialized()  # else the group of the caller is used, and not destroyed
     if ours:
-        dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=TIMEOUT)
+        _join(place, world)
+    heartbeat = None
     try:
-        yield Ranks(place, dist.get_rank(), world)
+        try:
+            heartbeat = _heartbeat(place, world)
+        except RuntimeError as error:
+            lost = Ranks(place, dist.get_rank(), world).explained(error, 0)
+            raise lost from (error if lost is error else None)
+        yield Ranks(place, dist.get_rank(), world, heartbeat)
     finally:
+        if heartbeat is not None:
+            heartbeat.close()
         if ours:
             dist.destroy_process_group()
+
+
+def _join(place: torch.device, world: int) -> None:
+    """Initialize torch.distributed as torchrun's environment says."""
+    backend, limit = ("nccl", TIMEOUT) if place.type == "cuda" else ("gloo", GLOO_TIMEOUT)
+    try:
+        # A restart by torchrun uses the same store again. Without a prefix of its own, it would find the addresses of the ranks
+        # before it, some of which are gone.
+        store, rank, _ = next(iter(rendezvous("env://", timeout=limit)))
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        group_store = PrefixStore(f"attempt {attempt}", store)
+        dist.init_process_group(backend, store=group_store, rank=rank, world_size=world, timeout=limit)
+    except (ValueError, RuntimeError) as error:  # a missing variable; a rank that did not come, or went again
+        where = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+        raise LostRankError(
+            f"The {world} ranks did not find each other at {where} within {limit.total_seconds():.0f} s "
+            f"({str(error).splitlines()[0]:.200}): start all of them, with torchrun, and see the output of those that ended."
+        ) from None
+
+
+def _heartbeat(place: torch.device, world: int) -> Heartbeat:
+    """Start the heartbeat of this rank, and return when every rank has one."""
+    store = dist.distributed_c10d._get_default_store()
+    first = dist.get_rank() == 0
+    number = torch.tensor(store.add("dither/runs", 1) if first else 0, device=place)  # runs of one process share a store
+    dist.broadcast(number, src=0)
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    heartbeat = Heartbeat(PrefixStore(f"dither/{int(number)}", store), dist.get_rank(), world, hosted=hosted)
+    heartbeat.together()
+    return heartbeat
 
 
 def _number(name: str, default: int) -> int:

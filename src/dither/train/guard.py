@@ -1,5 +1,6 @@
 """Watch over a run: NaN, Inf and loss spikes, signals, and the file with its status."""
 
+import errno
 import math
 import os
 import signal
@@ -15,7 +16,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from dither import safe_files
+from dither import run_lock, safe_files
 from dither.errors import UserError
 
 
@@ -47,17 +48,26 @@ class Policy:
     """Number of outliers in a window that make a spike."""
     most_rollbacks: int = 3
     """Most rollbacks before the run stops."""
+    compare_every: int = 100
+    """Steps between comparisons of the weights and optimizer states of all ranks, bit for bit; 0 means before saves only."""
+    recompute_every: int = 0
+    """Steps between recomputations of a micro-batch, whose bits must agree: a check of the hardware; 0 means never."""
+    lock: bool = True
+    """Lock the run folder, so that only one process writes to it; false is for file systems without locks."""
 
     def __post_init__(self) -> None:
         for name, choices in (("nonfinite", ("stop", "skip")), ("spike", ("ignore", "warn", "rollback"))):
             if (given := getattr(self, name)) not in choices:
                 raise UserError(f"guard.{name} is one of {', '.join(map(repr, choices))}, not {given!r}.")
         least_values = {"most_skips": 0, "skip_window": 1, "spike_window": 2, "spike_count": 1, "most_rollbacks": 0}
+        least_values |= {"compare_every": 0, "recompute_every": 0}
         for name, least in least_values.items():
             if type(given := getattr(self, name)) is not int or not least <= given < 1 << 31:
                 raise UserError(f"guard.{name} is an integer of at least {least} and below 2^31, not {given!r:.40}.")
         if type(self.spike_factor) not in (int, float) or not 1 < self.spike_factor < math.inf:
             raise UserError(f"guard.spike_factor is a number above 1, not {self.spike_factor!r}.")
+        if type(self.lock) is not bool:
+            raise UserError(f"guard.lock is true or false, not {self.lock!r:.40}.")
         for name in ("skip_share", "overflow_share"):
             if type(share := getattr(self, name)) not in (int, float) or not 0 <= share <= 1:
                 raise UserError(f"guard.{name} is a number from 0 to 1, not {share!r:.40}.")
@@ -340,14 +350,15 @@ class Status:
     Status(state='interrupted', step=120, why='Received SIGTERM; step 120 is saved.')
     """
 
-    state: Literal["running", "done", "stopped", "interrupted", "failed"]
-    """running (or killed, if no process runs), done, stopped by the guard, interrupted by a signal, or failed."""
+    state: Literal["running", "done", "stopped", "interrupted", "failed", "crashed"]
+    """running, done, stopped by the guard, interrupted by a signal, or failed. `observe` returns crashed for a killed run."""
     step: int
     """Number of steps done."""
     why: str = ""
     """The reason: that of the guard, the signal, or the error."""
 
     FILE = "status.json"
+    RESERVE = ".status.reserve"
 
     def __post_init__(self) -> None:
         if self.state not in STATES:
@@ -356,12 +367,45 @@ class Status:
             raise UserError(f"A status has a step from 0 on and a sentence, not {self.step!r} and {self.why!r}.")
 
     def save(self, folder: str | Path) -> None:
-        """Write the file atomically."""
+        """Write the file atomically. On a full disk the space that `reserve` took is used."""
         path = Path(folder) / self.FILE
         try:
-            safe_files.replace(path, safe_files.to_json(asdict(self), "status"))
+            try:
+                safe_files.replace(path, safe_files.to_json(asdict(self), "status"))
+            except OSError as error:
+                if error.errno not in (*safe_files.FULL, errno.EFBIG):
+                    raise
+                short = {**asdict(self), "why": self.why[: RESERVED // 8]}  # a character takes up to six bytes in JSON
+                safe_files.replace_by(path.with_name(self.RESERVE), path, safe_files.to_json(short, "status"))
         except OSError as error:
-            raise UserError(f"The status {str(path)!r} cannot be written: {error}.") from None
+            raise UserError(f"The status {str(path)!r} cannot be written: {safe_files.reason(error, path)}.") from None
+
+    @classmethod
+    def reserve(cls, folder: str | Path) -> None:
+        """Take the space that a last status needs if the disk is full then."""
+        path = Path(folder) / cls.RESERVE
+        try:
+            safe_files.replace(path, b"\n" * RESERVED)
+        except OSError as error:
+            raise UserError(f"{str(path)!r} cannot be written: {safe_files.reason(error, path)}.") from None
+
+    @classmethod
+    def observe(cls, folder: str | Path) -> "Status":
+        """Read the status, and find out if a run that is marked as running was killed: its state is "crashed" then.
+
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> Status(state="running", step=120).save(folder)
+        >>> (folder / "run.lock").touch()  # a killed process leaves its lock behind, and nothing holds it
+        >>> Status.observe(folder).state
+        'crashed'
+        """
+        status = cls.load(folder)
+        if status.state != "running" or not run_lock.is_abandoned(folder):
+            return status
+        was = run_lock.holder(folder)
+        who = "Its process" if was is None else f"Its process ({was.pid} on {was.host}, since {was.since})"
+        return cls(state="crashed", step=status.step, why=f"{who} ended without a word: continue with --resume.")
 
     @classmethod
     def load(cls, folder: str | Path) -> "Status":
@@ -376,4 +420,7 @@ class Status:
         return cls(**data)
 
 
-STATES = ("running", "done", "stopped", "interrupted", "failed")
+STATES = ("running", "done", "stopped", "interrupted", "failed", "crashed")
+
+RESERVED = 4096
+"""Bytes that are reserved for the last status of a run on a full disk."""

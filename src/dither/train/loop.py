@@ -5,7 +5,7 @@ import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,11 +14,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dither import safe_files
+from dither import run_lock, safe_files
 from dither.data import Batch, Prefetch
 from dither.errors import UserError
 from dither.models import flops_per_token
-from dither.train import checkpoint, config
+from dither.train import agreement, checkpoint, config
 from dither.train.checkpoint import Saver
 from dither.train.config import Config, dumps
 from dither.train.distributed import Ranks, joined
@@ -26,7 +26,7 @@ from dither.train.files import CHECKPOINTS as CHECKPOINTS
 from dither.train.files import CONFIG as CONFIG
 from dither.train.files import CONVERSION, ENVIRONMENT, PLAN, PLANS, TOKENS
 from dither.train.goals import check_snip
-from dither.train.guard import GRACE, Interrupted, Signals
+from dither.train.guard import GRACE, Interrupted, Signals, Status
 from dither.train.metrics import Metrics, check_trackers, peak_flops
 from dither.train.plans import plans_file
 from dither.train.progress import Progress
@@ -65,14 +65,20 @@ class Outcome:
     """Number of steps in which scaled gradients overflowed."""
 
 
-def train(config: Config, *, resume: bool = False, command: Sequence[str] = (), progress: Progress | None = None) -> Outcome:
+def train(
+    config: Config,
+    *,
+    resume: bool | Literal["auto"] = False,
+    command: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> Outcome:
     """Train a model as a config says, in the folder `run.out`, or resume the run in that folder.
 
     A mistake in the config raises a UserError, if possible before anything is built.
 
     Args:
         config: The config of the run.
-        resume: Resume the run in the folder from its newest whole checkpoint.
+        resume: Resume the run in the folder from its newest whole checkpoint; "auto" starts it if there is none.
         command: The command that reproduces the run, which is stored in the folder.
         progress: Shows the progress.
 
@@ -88,22 +94,33 @@ def train(config: Config, *, resume: bool = False, command: Sequence[str] = (), 
     """
     config, folder = resolved(config), Path(config.run.out)
     check_trackers(config.run.track)
-    with joined(config.run.device) as ranks, Signals() as signals, _own_generators(ranks.device):
-        _claim(folder, config, resume, ranks)
+    if resume not in (True, False, "auto"):
+        raise UserError(f"resume is True, False or 'auto', not {resume!r:.40}.")
+    with joined(config.run.device) as ranks, Signals() as signals, _own_generators(ranks.device), ExitStack() as stack:
         run = _RunLoop(config, folder, ranks, signals, progress)
-        with ExitStack() as stack:
-            try:
-                with signals.abandoned():
-                    run.build(stack, command, resume)
-                return run.to_the_end()
-            except Interrupted as told:
-                return _interrupted_early(run, str(told), resume)
-            except BaseException as error:
-                known = ranks.explained(error, 0 if run.trainer is None else run.trainer.done + 1)
-                run.failed(known, resume)
-                if known is error:
-                    raise
-                raise known from None
+        if ranks.heartbeat is not None:
+            ranks.heartbeat.interrupted = lambda: bool(signals.received)
+        try:
+            agreement.check_facts(ranks, agreement.facts_of_config(config))
+            run.claim(stack, resume)
+            with signals.abandoned():
+                run.build(stack, command)
+            return run.to_the_end()
+        except Interrupted as told:
+            return _interrupted_early(run, str(told))
+        except BaseException as error:
+            known = ranks.explained(_in_words(error, folder), 0 if run.trainer is None else run.trainer.done + 1)
+            run.failed(known)
+            if known is error:
+                raise
+            raise known from None
+
+
+def _in_words(error: BaseException, folder: Path) -> BaseException:
+    """Return a UserError for a full disk that was noticed anywhere, such as by the output of the command, else the error."""
+    if isinstance(error, OSError) and error.errno in safe_files.FULL:
+        return UserError(f"The run in {str(folder)!r} ends: {safe_files.reason(error, error.filename or folder)}.")
+    return error
 
 
 class _RunLoop(RunRecorder):
@@ -119,15 +136,28 @@ class _RunLoop(RunRecorder):
 
     # The beginning -----------------------------------------------------------------------------------------------------
 
-    def build(self, stack: ExitStack, command: Sequence[str], resume: bool) -> None:
+    def claim(self, stack: ExitStack, resume: bool | Literal["auto"]) -> None:
+        """Lock the folder, and decide whether the run resumes. Rank 0 decides for all."""
+        with self.ranks.shared_errors():
+            if self.ranks.main:
+                lock = run_lock.RunLock(self.folder)
+                self.resuming = _claim(self.folder, self.config, resume, lock, self.say)
+                self.lock = lock
+                stack.callback(lock.release)
+        self.resuming = bool(self.ranks.agree(int(self.resuming)))
+
+    def build(self, stack: ExitStack, command: Sequence[str]) -> None:
         """Build the data, the model and the optimizer, restore a checkpoint, and write the files that describe the run."""
         check_snip(self.config)
         self.say("Reading the text ...")
-        corpus = open_corpus(self.config, self.folder, self.ranks, say=self.say)
-        saved = resume and any((self.folder / CHECKPOINTS).glob("step-*"))
-        self.trainer = trainer = Trainer(self.config, corpus, self.ranks, initial=not saved, say=self.say)
+        with self.ranks.shared_errors():
+            corpus = open_corpus(self.config, self.folder, self.ranks, say=self.say)
+            saved = self.resuming and any((self.folder / CHECKPOINTS).glob("step-*"))
+            self.trainer = trainer = Trainer(self.config, corpus, self.ranks, initial=not saved, say=self.say)
         trainer.signals = self.signals
-        self.resumed = resumed = self.restore() if resume else None
+        self.resumed = resumed = self.restore() if self.resuming else None
+        if self.ranks.world > 1:
+            agreement.check_facts(self.ranks, agreement.facts_of_trainer(trainer))
         self.unigram = unigram_entropy(corpus)
         self.flops, self.peak = flops_per_token(trainer.model, self.config.data.sequence), peak_flops(self.ranks.device)
         parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
@@ -136,6 +166,8 @@ class _RunLoop(RunRecorder):
             f"{self.ranks.device}" + (f" with {self.ranks.world} ranks." if self.ranks.world > 1 else ".")
         )
         if self.ranks.main:
+            Status.reserve(self.folder)
+            stack.callback((self.folder / Status.RESERVE).unlink, missing_ok=True)
             if resumed is None:
                 write_file(self.folder / PLAN, trainer.plan.to_json().encode())
                 if trainer.sources:
@@ -147,7 +179,9 @@ class _RunLoop(RunRecorder):
             self.metrics = stack.enter_context(Metrics(self.folder, track=run.track, config=asdict(self.config)))
             if self.progress is not None:
                 self.metrics.listeners.append(self.progress.show)
-            self.saver = stack.enter_context(Saver(self.folder / CHECKPOINTS, last=run.keep_last, every=run.keep_every or None))
+            every = run.keep_every or None
+            saver = Saver(self.folder / CHECKPOINTS, last=run.keep_last, every=every, beneath=self.folder)
+            self.saver = stack.enter_context(saver)
             self.write("start", resumed_from=resumed)
             if resumed is None:
                 self.write("plan", plan=trainer.plan.to_dict(), reason="the run begins")
@@ -158,24 +192,25 @@ class _RunLoop(RunRecorder):
     def restore(self, before: int | None = None) -> int | None:
         """Restore the newest whole checkpoint and return its step, or None if there is no checkpoint yet."""
         trainer, folder, found = self.the_trainer, self.folder / CHECKPOINTS, -1
-        if self.ranks.main:
-            path, skipped = checkpoint.newest(folder, before=before)
-            for _, why in skipped:
-                self.say(why)
-            found = -1 if path is None else checkpoint.step_of(path)
-            if path is None and (broken := [why for each, why in skipped if checkpoint.STEP.fullmatch(each.name)]):
-                found = -2
-                self.say(f"None of the {len(broken)} checkpoints is complete.")
+        with self.ranks.shared_errors():
+            if self.ranks.main:
+                path, skipped = checkpoint.newest(folder, before=before)
+                for _, why in skipped:
+                    self.say(why)
+                found = -1 if path is None else checkpoint.step_of(path)
+                if path is None and (broken := [why for each, why in skipped if checkpoint.STEP.fullmatch(each.name)]):
+                    self.say(f"None of the {len(broken)} checkpoints is complete.")
+                    # Not the result of a kill: starting from scratch would discard what might be repaired.
+                    raise UserError(
+                        f"No checkpoint in {str(folder)!r} can be resumed, for the reasons above: put a complete one there, or "
+                        "remove them to start from the beginning."
+                    )
         found = self.ranks.agree(found)
-        if found == -2:  # not the result of a kill: starting from scratch would discard what might be repaired
-            raise UserError(
-                f"No checkpoint in {str(folder)!r} can be resumed, for the reasons above: put a complete one there, or "
-                "remove them to start from the beginning."
-            )
         if found < 0:
             self.say("There is no checkpoint yet: the run starts from the beginning.")
             return None
-        trainer.restore(folder / f"step-{found:08d}")
+        with self.ranks.shared_errors():
+            trainer.restore(folder / f"step-{found:08d}")
         self.say(f"Resuming from step {found}.")
         return found
 
@@ -223,6 +258,9 @@ class _RunLoop(RunRecorder):
         trainer, run = self.the_trainer, self.config.run
         several = self.ranks.world > 1
         self.choose(batch)
+        if (every := self.config.guard.recompute_every) and (trainer.done + 1) % every == 0:
+            with self.pause():
+                agreement.recompute(trainer)
         self.stepping = True
         numbers = trainer.step(batch, SIGNALS.get(self.signals.received, 0.0) if several else 0.0)
         self.stepping = False
@@ -236,11 +274,14 @@ class _RunLoop(RunRecorder):
         outcome, heard = self.settle(0 if any(due.values()) or last else self.behind)
         if outcome is not None or trainer.offset != offset:  # the run ends, or was rolled back
             return outcome
+        received = heard if several else self.signals.received
+        if several and (due["compare"] or due["save"] or last or received):  # no checkpoint of weights that are not agreed on
+            with self.pause():
+                agreement.compare_states(trainer)
         if due["numerics"]:
             self.look(batch)
         if due["log"] or last:
             self.log()
-        received = heard if several else self.signals.received
         if received:
             outcome, _ = self.settle(0)
             return outcome or self.interrupted(received)
@@ -256,7 +297,7 @@ class _RunLoop(RunRecorder):
         """Return the number of steps between outputs of each kind; 0 means never."""
         run = self.config.run
         intervals = {"log": run.log_every, "eval": run.eval_every, "sample": run.sample_every, "save": run.save_every}
-        return {**intervals, "numerics": self.config.monitor.every}
+        return {**intervals, "numerics": self.config.monitor.every, "compare": self.config.guard.compare_every}
 
     def settle(self, behind: int) -> tuple[Outcome | None, str]:
         """Check all done steps but the last `behind`. Return the outcome if the run ends, and the signal of any rank or ""."""
@@ -342,8 +383,8 @@ class _RunLoop(RunRecorder):
             self.evaluate()
             if trainer.done != self.resumed:  # else it is saved already
                 self.save()
-            if self.saver is not None:
-                self.saver.wait()
+        if self.saver is not None:
+            self.saver.wait()
         loss, bits = (None, None) if self.evaluation is None else self.evaluation[1][:2]
         skipped, overflows = trainer.guard.skips, trainer.guard.overflows
         self.write("end", how=how, loss=loss, bits_per_byte=bits, text=why, skipped=skipped, overflows=overflows)
@@ -358,15 +399,15 @@ class _RunLoop(RunRecorder):
         return f", {guard.skips} of them skipped" + (f" ({guard.overflows} for overflows)" if guard.overflows else "")
 
 
-def _interrupted_early(run: _RunLoop, received: str, resume: bool) -> Outcome:
+def _interrupted_early(run: _RunLoop, received: str) -> Outcome:
     """End a run while it is being built. A new run leaves no files."""
     why, step = f"Received {received} before the first step.", 0 if run.trainer is None else run.trainer.done
     if run.metrics is not None:
         run.status("interrupted", why)
     else:
-        for left in run.folder.glob(f".{TOKENS}.*.partial") if run.ranks.main and not resume else ():
+        for left in run.folder.glob(f".{TOKENS}.*.partial") if run.ranks.main and not run.resuming else ():
             shutil.rmtree(left, ignore_errors=True)
-        run.failed(Interrupted(received), resume)
+        run.failed(Interrupted(received))
     seconds = time.monotonic() - run.began
     code: Literal[130, 143] = 143 if received == "SIGTERM" else 130
     return Outcome(code, "signal", why, step, None, None, None, seconds, run.folder)
@@ -380,31 +421,43 @@ def _own_generators(device: torch.device) -> Any:
 # The folder -----------------------------------------------------------------------------------------------------------
 
 
-def _claim(folder: Path, now: Config, resume: bool, ranks: Ranks) -> None:
-    """Create the folder of a new run and write its config, or check that of a resumed run. Nothing is overwritten."""
-    there = bool(ranks.agree(int(os.path.isfile(folder / CONFIG))))
-    if resume and not there:
+def _claim(
+    folder: Path, now: Config, resume: bool | Literal["auto"], lock: run_lock.RunLock, say: Callable[[str], None]
+) -> bool:
+    """Lock the folder; then create a new run in it, or check that of a resumed run. Nothing is overwritten.
+
+    Return whether the run resumes.
+    """
+    there = os.path.isfile(folder / CONFIG)
+    if resume is True and not there:
         raise UserError(
             f"There is no run in {str(folder)!r} to resume: start it without --resume, or set run.out to its folder."
         )
-    if resume:
-        check_changes(config.load(folder / CONFIG), now, 0, str(folder))  # the checkpoint is checked later
-        return
-    if there:
-        raise UserError(
-            f"The folder {str(folder)!r} has a run already, and nothing is overwritten: continue it with --resume, or "
-            "choose another folder, such as --out runs/second."
-        )
-    if ranks.main:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if any(path.name != f".{CONFIG}.new" for path in folder.iterdir()):  # left by a kill just below
-                raise UserError(
-                    f"The folder {str(folder)!r} has other files: choose another folder, such as --out runs/second."
-                )
-        except OSError as error:
-            raise UserError(f"The folder {str(folder)!r} of the run cannot be created: {error}.") from None
+    if now.guard.lock and (killed := lock.acquire(create=resume is not True)) is not None:
+        say(f"The folder was locked by {killed}, which ended without a word.")
+    try:
+        there = os.path.isfile(folder / CONFIG)  # now that nobody else can change it
+        if resume and there:
+            check_changes(config.load(folder / CONFIG), now, 0, str(folder))  # the checkpoint is checked later
+            return True
+        if there:
+            raise UserError(
+                f"The folder {str(folder)!r} has a run already, and nothing is overwritten: continue it with --resume, or "
+                "choose another folder, such as --out runs/second."
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        ours = (f".{CONFIG}.new", run_lock.FILE, Status.RESERVE, f".{Status.RESERVE}.new")  # left by a kill just below
+        if any(path.name not in ours for path in folder.iterdir()):
+            raise UserError(f"The folder {str(folder)!r} has other files: choose another folder, such as --out runs/second.")
         write_file(folder / CONFIG, dumps(now).encode())
+        return False
+    except OSError as error:
+        lock.release()
+        why = safe_files.reason(error, folder)
+        raise UserError(f"The folder {str(folder)!r} of the run cannot be created: {why}.") from None
+    except BaseException:
+        lock.release()
+        raise
 
 
 def _to_host(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

@@ -3,12 +3,15 @@
 import json
 import math
 import os
+import stat
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dither import safe_files
 from dither.errors import UserError
 
 FILE = "metrics.jsonl"
@@ -59,37 +62,62 @@ class Metrics:
 
     def __init__(self, folder: Path, *, track: Sequence[str] = (), config: Mapping[str, Any] | None = None) -> None:
         self.path = folder / FILE
-        self._trackers = [_tracker(each, folder, dict(config or {})) for each in track]
-        try:
-            self._file = self.path.open("a+b")
-        except OSError as error:
-            raise UserError(f"The metrics {str(self.path)!r} cannot be written: {error}.") from None
-        self._file.seek(0, os.SEEK_END)
-        if self._file.tell():  # a killed process may have left an incomplete line
-            self._file.seek(-1, os.SEEK_END)
-            if self._file.read(1) != b"\n":
-                self._file.write(b"\n")
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
+        self._trackers: list[tuple[str, Tracker]] = []
+        try:
+            self._file = safe_files.open_unlinked(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK)
+        except OSError as error:
+            raise self._cannot(error) from None
+        try:
+            if not stat.S_ISREG(os.fstat(self._file).st_mode):
+                raise UserError(f"The metrics {str(self.path)!r} are not a regular file: remove it.")
+            end = os.lseek(self._file, 0, os.SEEK_END)
+            if end and os.pread(self._file, 1, end - 1) != b"\n":  # a killed process may have left an incomplete line
+                self._append(b"\n")
+            for each in track:
+                self._trackers.append((each, _tracker(each, folder, dict(config or {}))))
+        except BaseException:
+            os.close(self._file)
+            raise
 
     def write(self, kind: str, step: int, time: float, **values: Any) -> None:
         """Append a line and flush it, so that a kill loses none."""
         line = finite({"kind": kind, "step": step, "time": round(time, 3), **values})
-        try:
-            self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
-            self._file.flush()
-        except OSError as error:
-            raise UserError(f"The metrics {str(self.path)!r} cannot be written: {error}.") from None
+        self._append(json.dumps(line, allow_nan=False).encode() + b"\n")
         for listener in self.listeners:
             listener(line)
         numbers = {f"{kind}/{key}": line[key] for key in values if type(line[key]) in (int, float)}
-        for log, _ in self._trackers if numbers else ():
-            log(numbers, step)
+        for name, (log, _) in self._trackers if numbers else ():
+            try:
+                log(numbers, step)
+            except OSError as error:
+                raise self._cannot(error, f"metrics of {name}") from None
+
+    def _append(self, data: bytes) -> None:
+        """Append bytes, all of them or, on a full disk, none."""
+        end = os.fstat(self._file).st_size
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(self._file, end)
+            raise self._cannot(error) from None
+
+    def _cannot(self, error: OSError, what: str = "metrics") -> UserError:
+        return UserError(f"The {what} {str(self.path)!r} cannot be written: {safe_files.reason(error, self.path)}.")
 
     def close(self) -> None:
-        """Close the file and the trackers."""
-        self._file.close()
-        for _, close in self._trackers:
-            close()
+        """Close the file and the trackers, all of them even if one fails."""
+        failure: UserError | None = None
+        for name, (_, close) in [("", (None, lambda: os.close(self._file))), *self._trackers]:
+            try:
+                close()
+            except OSError as error:
+                failure = failure or self._cannot(error, f"metrics of {name}" if name else "metrics")
+        self._trackers = []
+        if failure is not None:
+            raise failure
 
     def __enter__(self) -> "Metrics":
         return self
@@ -129,6 +157,8 @@ def _package(tracker: str) -> Any:
 
 def _tracker(tracker: str, folder: Path, config: dict[str, Any]) -> Tracker:
     package = _package(tracker)
+    if (folder / tracker).is_symlink():
+        raise UserError(f"{str(folder / tracker)!r} is a link, and links are not written through: remove it.")
     if tracker == "tensorboard":
         writer = package.SummaryWriter(str(folder / "tensorboard"))
 

@@ -4,6 +4,7 @@ import math
 import platform
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -12,16 +13,16 @@ from typing import Any, Literal
 
 import torch
 
-from dither import safe_files
+from dither import run_lock, safe_files
 from dither.data import Batch
 from dither.errors import DitherError, UserError
 from dither.train import config
 from dither.train.checkpoint import Saver
 from dither.train.config import Config, dumps
 from dither.train.distributed import Ranks
-from dither.train.files import CHECKPOINTS, CONFIG, TOKENS
+from dither.train.files import CHECKPOINTS, CONFIG, CONVERSION, ENVIRONMENT, PLAN, TOKENS
 from dither.train.guard import Status
-from dither.train.metrics import Metrics
+from dither.train.metrics import FILE, Metrics
 from dither.train.progress import Progress
 from dither.train.trainer import Evaluation, Numbers, Trainer
 from dither.versions import version
@@ -43,6 +44,8 @@ class RunRecorder:
         self.metrics: Metrics | None = None
         self.saver: Saver | None = None
         self.trainer: Trainer | None = None
+        self.lock: run_lock.RunLock | None = None
+        self.resuming = False
 
     def environment(self, command: Sequence[str], parameters: int) -> dict[str, Any]:
         """Return what a run depends on besides its config."""
@@ -117,7 +120,7 @@ class RunRecorder:
         return found
 
     def sample(self) -> None:
-        """Generate a sample of text on rank 0; the other ranks do not wait."""
+        """Generate a sample of text on rank 0, for which the other ranks wait, however long it takes."""
         if self.ranks.main and self.config.run.sample_tokens:
             with self.pause():
                 try:
@@ -126,6 +129,7 @@ class RunRecorder:
                     self.say(str(error))
                 else:
                     self.write("sample", prompt=self.the_trainer.prompt, text=text)
+        self.ranks.together()
 
     def save(self) -> None:
         """Save a checkpoint in the background; the metric `seconds` is the time that training waited for it."""
@@ -158,27 +162,45 @@ class RunRecorder:
             wait=max(quiet - 1, 0), warmup=min(quiet, 1), active=window[1] - window[0] + 1, repeat=1
         )
         path = self.folder / f"profile-{window[0]}-{window[1]}.json"
-        with torch.profiler.profile(
-            schedule=rounds, on_trace_ready=lambda found: found.export_chrome_trace(str(path))
-        ) as found:
+
+        def export(found: Any) -> None:
+            with tempfile.TemporaryDirectory(prefix="dither-profile-") as folder:  # not through a link in the run folder
+                found.export_chrome_trace(f"{folder}/trace.json")
+                write_file(path, Path(folder, "trace.json").read_bytes())
+
+        with torch.profiler.profile(schedule=rounds, on_trace_ready=export) as found:
             yield found.step
 
-    def failed(self, error: BaseException, resume: bool) -> None:
-        """Record the error that ends the run. A run that never started leaves no files."""
-        if not self.ranks.main:
-            return
-        if self.metrics is None:
-            if not resume:
-                shutil.rmtree(self.folder / TOKENS, ignore_errors=True)
-                with suppress(OSError):
-                    (self.folder / CONFIG).unlink()
-                    self.folder.rmdir()
+    def failed(self, error: BaseException) -> None:
+        """Record the error that ends the run. A run that never started leaves no files; one without the lock changes none."""
+        if self.lock is None:  # another rank, or a folder that is not this run's
             return
         why = str(error) if isinstance(error, DitherError) else f"{type(error).__name__}: {error}"
+        if self.metrics is None:
+            if not self.resuming:
+                self._remove()
+                return
+            with suppress(UserError):  # a killed run has no lock any more that would show it
+                if (status := Status.load(self.folder)).state == "running":
+                    Status(state="failed", step=status.step, why=why).save(self.folder)
+            return
         with suppress(UserError):  # the disk itself may have failed
             skipped, overflows = self.the_trainer.guard.skips, self.the_trainer.guard.overflows
             self.write("end", how="error", loss=None, bits_per_byte=None, text=why, skipped=skipped, overflows=overflows)
+        with suppress(UserError):
             self.status("failed", why)
+
+    def _remove(self) -> None:
+        """Remove the files of a run that never started, the lock last."""
+        assert self.lock is not None
+        shutil.rmtree(self.folder / TOKENS, ignore_errors=True)
+        for name in (CONFIG, PLAN, PLANS, CONVERSION, ENVIRONMENT, FILE, Status.RESERVE):
+            for path in (self.folder / name, self.folder / f".{name}.new"):
+                with suppress(OSError):
+                    path.unlink()
+        self.lock.release()
+        with suppress(OSError):
+            self.folder.rmdir()
 
     # Helpers -----------------------------------------------------------------------------------------------------------
 
@@ -214,7 +236,7 @@ def write_file(path: Path, data: bytes) -> None:
     try:
         safe_files.replace(path, data)
     except OSError as error:
-        raise UserError(f"{str(path)!r} cannot be written: {error}.") from None
+        raise UserError(f"{str(path)!r} cannot be written: {safe_files.reason(error, path)}.") from None
 
 
 def conversion_record(trainer: Trainer) -> dict[str, Any]:

@@ -238,6 +238,8 @@ class Trainer:
         with nullcontext() if self.signals is None else self.signals.abandoned(GRACE):
             total = self._gradients(batch)
         self.training.gradients.all_reduce(self.ranks.group)
+        if self.guided:  # after the sum over ranks, so that additions have the same order with any number of them
+            self.training.backward(bitwidth_loss(self.model))
         self.training.step()
         norm = torch.zeros_like(total) if optimizer.grad_norm is None else optimizer.grad_norm
         scale = torch.ones_like(total) if self.training.loss_scale is None else self.training.loss_scale
@@ -261,8 +263,6 @@ class Trainer:
             for number, part in enumerate(batch.split(self.parts)):
                 at.row(part.first * self.config.data.sequence)
                 total += self._pass(part.inputs, part.targets, first=number == 0) * self._share
-            if self.guided:
-                self.training.backward(bitwidth_loss(self.model) / self.ranks.world)
         return total
 
     @property
