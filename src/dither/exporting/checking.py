@@ -26,7 +26,7 @@ def require(package: str, why: str, extra: str = "export") -> None:
 
 
 def load(place: Path, *, quantized: bool) -> Any:
-    """Load a folder with transformers: weights are dequantized, products are in float32, and inputs are not cast.
+    """Load a folder or a GGUF file with transformers: weights are dequantized, and products are those of float32 inputs.
 
     Casts of inputs amplify the last bits of sums, which differ between implementations of a model; without them, differences
     of logits are those of the weights.
@@ -37,6 +37,9 @@ def load(place: Path, *, quantized: bool) -> Any:
         require("compressed_tensors", "--check of this format")
     import transformers
 
+    if place.is_file():
+        read = transformers.AutoModelForCausalLM.from_pretrained
+        return read(place.parent, gguf_file=place.name, dtype=torch.float32, trust_remote_code=False).eval()
     config = transformers.AutoConfig.from_pretrained(place, trust_remote_code=False)
     if quantized:
         for group in config.quantization_config["config_groups"].values():

@@ -32,6 +32,12 @@ def plain_copy(layout: Layout) -> nn.Module:
     return fresh.eval()  # type: ignore[no-any-return]
 
 
+def plain_model(layout: Layout) -> nn.Module:
+    """Return the same with the interface of our models: `model(tokens, targets)` returns the loss."""
+    model = plain_copy(layout)
+    return HuggingFace(model) if layout.is_transformers else model
+
+
 @torch.no_grad()
 def dequantized(layout: Layout, choices: Sequence[Choice], numbers: Mapping[str, Tensor], dense: torch.dtype) -> nn.Module:
     """Return a plain float32 model with the weights of an exported folder, which casts inputs as engines do.

@@ -16,18 +16,19 @@ from torch import Tensor, nn
 from dither.errors import UserError
 from dither.exporting.card import model_card
 from dither.exporting.checking import check as compare
-from dither.exporting.dequantized import dequantized, plain_copy
+from dither.exporting.dequantized import dequantized, plain_model
 from dither.exporting.formats import AUTO, DENSE, FORMATS, check_format, format_of
+from dither.exporting.gguf_file import GGUF, read_gguf, write_new_file
 from dither.exporting.layers import Choice, EncodedLayer, Engine, choose, encode
 from dither.exporting.layout import Layout
 from dither.exporting.record import Export, ExportedLayer
 from dither.exporting.tokenizer_files import AnyTokenizer, check_fit, write_tokenizer
 from dither.models.folder_files import CONFIG, INDEX, WEIGHTS, appearing, write_json
-from dither.models.transformers_models import HuggingFace
 from dither.nn.conversion import _converted, _one
 from dither.nn.deployment import Evaluate, evaluating, plan_from_bitwidths
 from dither.nn.linear import Linear
 from dither.precision import Plan
+from dither.safe_files import sync
 from dither.versions import versions
 
 NO_EXPERTS = "re:^no experts in few bits$"
@@ -64,7 +65,8 @@ def export(
         model: A causal language model of `dither.models` or of transformers, converted or not.
         folder: A new or empty folder.
         format: bf16, fp16, fp8-block, fp8-dynamic, mxfp8, mxfp4, nvfp4, int8, or auto, which chooses per layer: by `plan`, by
-            learned bitwidths, or by the casts of a converted model.
+            learned bitwidths, or by the casts of a converted model. With gguf-f16, gguf-q8_0 or gguf-mxfp4, `folder` is a new
+            GGUF file for llama.cpp.
         plan: For "auto", a plan whose casts of weights choose the formats.
         tokenizer: A tokenizer of `dither.data` or of transformers, a tokenizer.json, or a folder that has one.
         engine: "any", or "vllm" to also write experts in formats that vLLM reads and transformers does not.
@@ -87,6 +89,9 @@ def export(
     layout = Layout(model)
     if tokenizer is not None:
         check_fit(tokenizer, layout.vocab_size)
+    given = {**dict(provenance or {}), "versions": dict(versions())}
+    if format in GGUF:
+        return _export_gguf(layout, Path(folder), format, tokenizer, evaluate, check, given)
     dense = "fp16" if format == "fp16" else "bf16"
     choices = choose(layout, _wanted(model, format, plan), engine)
     if format not in DENSE and not any(choice.format for choice in choices):
@@ -105,7 +110,7 @@ def export(
         record = Export(
             Path(folder), format, tuple(layers), sum(tensor.numel() for tensor in layout.tensors().values()), files, notes=notes
         )
-        record = replace(record, provenance={**dict(provenance or {}), "versions": dict(versions())})
+        record = replace(record, provenance=given)
         record = job.measured(record, evaluate, place if check else None)
         write_json(place / RECORD, record.to_dict())
         (place / CARD).write_text(model_card(record, described, plan), encoding="utf-8")
@@ -254,13 +259,8 @@ class _Job:
             return record
         numbers = {layer.choice.parameter: layer.numbers for layer in self.encoded()}
         if evaluate is not None:
-            before: nn.Module = plain_copy(self.layout)
-            before = HuggingFace(before) if self.layout.is_transformers else before
-            with evaluating(before):
-                record = replace(record, loss_before=float(evaluate(before)))
             after = dequantized(self.layout, self.choices, numbers, DENSE[self.dense])
-            with evaluating(after):
-                record = replace(record, loss_after=float(evaluate(after)))
+            record = replace(record, loss_before=_loss(plain_model(self.layout), evaluate), loss_after=_loss(after, evaluate))
         if checked is not None:
             formats = {choice.parameter: FORMATS[choice.format] for choice in self.choices if choice.format}
             numbers = {name: number.to(formats[name].loaded).float() for name, number in numbers.items()}
@@ -270,6 +270,42 @@ class _Job:
             result = compare(checked, ours, quantized=quantized, vocab_size=self.layout.vocab_size, longest=longest)
             record = replace(record, check=result)
         return record
+
+
+def _loss(model: nn.Module, evaluate: Evaluate) -> float:
+    with evaluating(model):
+        return float(evaluate(model))
+
+
+def _export_gguf(
+    layout: Layout,
+    path: Path,
+    format: str,
+    tokenizer: AnyTokenizer | None,
+    evaluate: Evaluate | None,
+    check: bool,
+    provenance: Mapping[str, Any],
+) -> Export:
+    """Write a GGUF file; read it back to measure its loss, and to compare logits with transformers' own reader of GGUF."""
+    partial, layers = write_new_file(layout, path, format, tokenizer)
+    try:
+        count = sum(tensor.numel() for tensor in layout.tensors().values())
+        notes = () if tokenizer is not None else ("No tokenizer was given, so the file has no vocabulary.",)
+        record = Export(path, format, tuple(layers), count, partial.stat().st_size, notes=notes, provenance=provenance)
+        after = dequantized(layout, (), read_gguf(layout, partial), torch.float32)
+        if evaluate is not None:
+            record = replace(record, loss_before=_loss(plain_model(layout), evaluate), loss_after=_loss(after, evaluate))
+        if check:
+            longest = getattr(layout.model.config, "max_position_embeddings", None)
+            record = replace(
+                record, check=compare(partial, after, quantized=False, vocab_size=layout.vocab_size, longest=longest)
+            )
+        sync(partial)
+        os.rename(partial, path)
+        sync(path.absolute().parent)
+    finally:
+        partial.unlink(missing_ok=True)
+    return record
 
 
 def _kept_modules(layout: Layout, choices: Sequence[Choice]) -> list[str]:

@@ -84,7 +84,7 @@ def _args(bits: int, kind: str, strategy: str, group: int | None, dynamic: bool 
 
 
 _EXPERT_FP8 = "transformers reads 8-bit experts with one scale per row only"
-_MX_SCALE = {"scale_dtype": "torch.uint8"}
+_UINT8 = "torch.uint8"
 
 FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
     {
@@ -94,7 +94,7 @@ FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
                 "mxfp4",
                 Cast.parse("mxfp4"),
                 "mxfp4-pack-quantized",
-                _args(4, "float", "group", 32, **_MX_SCALE),
+                _args(4, "float", "group", 32, scale_dtype=_UINT8),
                 None,
                 None,
                 (1, 32),
@@ -114,8 +114,8 @@ FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
                 "mxfp8",
                 Cast.parse("mxfp8"),
                 "mxfp8-quantized",
-                _args(8, "float", "group", 32, **_MX_SCALE),
-                _args(8, "float", "group", 32, True, **_MX_SCALE),
+                _args(8, "float", "group", 32, scale_dtype=_UINT8),
+                _args(8, "float", "group", 32, True, scale_dtype=_UINT8),
                 Cast.parse("mxfp8"),
                 (1, 32),
                 experts=_EXPERT_FP8,
@@ -153,7 +153,9 @@ FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
 )
 """Formats in few bits by name. Where layers must share a format, the later one in this order is taken."""
 
-NAMES = (*DENSE, *FORMATS, AUTO)
+GGUF_NAMES = ("gguf-f16", "gguf-q8_0", "gguf-mxfp4")
+
+NAMES = (*DENSE, *FORMATS, AUTO, *GGUF_NAMES)
 
 
 def check_format(name: str) -> None:
@@ -165,10 +167,7 @@ def check_format(name: str) -> None:
     """
     if not isinstance(name, str) or name not in NAMES:
         hint = did_you_mean(name, NAMES) if isinstance(name, str) else ""
-        raise UserError(
-            f"There is no export format {name!r:.80}{hint}: use {', '.join(NAMES)}, "
-            "or gguf-f16, gguf-q8_0, gguf-mxfp4 for GGUF."
-        )
+        raise UserError(f"There is no export format {name!r:.80}{hint}: use {', '.join(NAMES)}.")
 
 
 def format_of(cast: Cast | None) -> str:

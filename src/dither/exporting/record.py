@@ -96,9 +96,8 @@ class Export:
             change = self.loss_after - self.loss_before
             lines.append(f"  held-out loss {self.loss_before:.4f} -> {self.loss_after:.4f} nats per token ({change:+.4f})")
         if self.check is not None:
-            lines.append(
-                f"  checked with transformers: logits differ by at most {self.check.difference:.2g} (largest {self.check.largest:.3g})"
-            )
+            apart, largest = f"{self.check.difference:.2g}", f"{self.check.largest:.3g}"
+            lines.append(f"  checked with transformers: logits differ by at most {apart}, and the largest is {largest}")
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
 

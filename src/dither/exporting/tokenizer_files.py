@@ -65,8 +65,30 @@ def size_of(tokenizer: AnyTokenizer) -> int:
     if isinstance(tokenizer, Tokenizer):
         return tokenizer.vocab_size
     if isinstance(tokenizer, str | os.PathLike):
-        return _engine_size(_json_of(Path(tokenizer)))
+        return _engine_size(_text_of(Path(tokenizer)))
     return len(tokenizer)
+
+
+def json_of(tokenizer: AnyTokenizer) -> str:
+    """Return the tokenizer.json of any tokenizer."""
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer_json(tokenizer)
+    if isinstance(tokenizer, str | os.PathLike):
+        return _text_of(Path(tokenizer))
+    engine = getattr(tokenizer, "backend_tokenizer", None)
+    if engine is None:
+        raise UserError(f"{type(tokenizer).__name__} has no tokenizer.json: give a fast tokenizer (--tokenizer).")
+    return str(engine.to_str())
+
+
+def end_of(tokenizer: AnyTokenizer) -> int | None:
+    """Return the token that ends a text, or None if it is not known."""
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer.end
+    if isinstance(tokenizer, str | os.PathLike):
+        source = Path(tokenizer)
+        return load_tokenizer(source).end if source.is_file() else _end_in(source, _text_of(source))
+    return tokenizer.eos_token_id
 
 
 def check_fit(tokenizer: AnyTokenizer, vocab_size: int) -> None:
@@ -90,11 +112,11 @@ def write_tokenizer(tokenizer: AnyTokenizer, place: Path, longest: int | None) -
         source = Path(tokenizer)
         if source.is_file():
             return write_tokenizer(load_tokenizer(source), place, longest)
-        text = _json_of(source)
+        text = _text_of(source)
         for name in FILES:
             if (source / name).is_file():
                 shutil.copyfile(source / name, place / name)
-        return _end_of(source, text)
+        return _end_in(source, text)
     if not isinstance(tokenizer, Tokenizer):
         tokenizer.save_pretrained(str(place))
         return tokenizer.eos_token_id
@@ -107,7 +129,7 @@ def write_tokenizer(tokenizer: AnyTokenizer, place: Path, longest: int | None) -
     return tokenizer.end
 
 
-def _json_of(source: Path) -> str:
+def _text_of(source: Path) -> str:
     path = source / "tokenizer.json" if source.is_dir() else source
     if not path.is_file():
         raise UserError(
@@ -124,7 +146,7 @@ def _engine_size(text: str) -> int:
     return int(max(vocab.values())) + 1
 
 
-def _end_of(source: Path, text: str) -> int | None:
+def _end_in(source: Path, text: str) -> int | None:
     """Return the end token that tokenizer_config.json names."""
     path = source / "tokenizer_config.json"
     name = json.loads(path.read_text(encoding="utf-8")).get("eos_token") if path.is_file() else None
