@@ -80,8 +80,8 @@ _MODULES = {
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 _PACKAGES = (
-    *("advice", "bitwidths", "data", "doctor", "evaluate", "experiments", "exporting", "formats", "models", "nn", "numerics", "ops"),
-    *("optim", "precision", "random", "recipes", "report", "snip", "theory", "train"),
+    *("advice", "bitwidths", "data", "doctor", "evaluate", "experiments", "exporting", "formats", "models", "nn", "numerics"),
+    *("ops", "optim", "precision", "random", "recipes", "report", "snip", "theory", "train"),
 )
 """Modules that can be used as attributes without an import of their own, such as dither.nn."""
 

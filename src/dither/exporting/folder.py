@@ -23,7 +23,7 @@ from dither.exporting.layers import Choice, EncodedLayer, Engine, choose, encode
 from dither.exporting.layout import Layout
 from dither.exporting.record import Export, ExportedLayer
 from dither.exporting.tokenizer_files import AnyTokenizer, check_fit, write_tokenizer
-from dither.models.folder_files import CONFIG, INDEX, WEIGHTS, appearing, write_json
+from dither.models.folder_files import CONFIG, INDEX, WEIGHTS, appearing, check_new, write_json
 from dither.nn.conversion import _converted, _one
 from dither.nn.deployment import Evaluate, evaluating, plan_from_bitwidths
 from dither.nn.linear import Linear
@@ -86,6 +86,7 @@ def export(
     if engine not in ("any", "vllm"):
         raise UserError(f"engine is 'any' or 'vllm', not {engine!r:.80}.")
     most = shard_bytes(max_shard_size)
+    check_target(Path(folder), format)
     layout = Layout(model)
     if tokenizer is not None:
         check_fit(tokenizer, layout.vocab_size)
@@ -115,6 +116,14 @@ def export(
         write_json(place / RECORD, record.to_dict())
         (place / CARD).write_text(model_card(record, described, plan), encoding="utf-8")
     return record
+
+
+def check_target(path: Path, format: str) -> None:
+    """Raise if the result would replace something."""
+    if format not in GGUF:
+        check_new(path)
+    elif os.path.lexists(path):
+        raise UserError(f"A GGUF file is written to a new path, and {str(path)!r} exists: name another with -o.")
 
 
 # Choices --------------------------------------------------------------------------------------------------------------

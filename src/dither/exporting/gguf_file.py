@@ -303,8 +303,6 @@ def _split_name(rule: Any) -> str | None:
 
 def write_new_file(layout: Layout, path: Path, format: str, tokenizer: AnyTokenizer | None) -> tuple[Path, list[ExportedLayer]]:
     """Write beside `path` under another name, flush it to disk, and return it with the record; the caller renames it."""
-    if os.path.lexists(path):
-        raise UserError(f"A GGUF file is written to a new path, and {str(path)!r} exists: name another with -o.")
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

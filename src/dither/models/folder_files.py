@@ -24,11 +24,16 @@ def write_json(path: Path, value: object) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
+def check_new(folder: Path) -> None:
+    """Raise unless a folder is new or empty."""
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()) or (folder.is_dir() and any(folder.iterdir())):
+        raise UserError(f"A model is saved into a new or empty folder, and {str(folder)!r} is neither.")
+
+
 @contextmanager
 def appearing(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder to write into; rename it to `folder` after everything in it is on disk."""
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()) or (folder.is_dir() and any(folder.iterdir())):
-        raise UserError(f"A model is saved into a new or empty folder, and {str(folder)!r} is neither.")
+    check_new(folder)
     folder = folder.absolute()
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     try:
