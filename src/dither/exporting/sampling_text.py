@@ -1,5 +1,6 @@
 """Text from a trained model, for `dither generate` and `dither chat`."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from dither.models import CausalLM, generate
 from dither.nn.conversion import convert
 from dither.nn.deployment import deploy
 from dither.precision import LayerPrecision, Plan
-from dither.recipes import RECIPES, recipe
+from dither.recipes import recipe
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def prepare(model: CausalLM, plan: str | None, cast: str | None) -> CausalLM:
     if cast is not None:
         deploy(model, Plan(default=LayerPrecision(weight=parse_cast(cast)))).write(model)
     if plan is not None:
-        convert(model, recipe(plan) if plan in RECIPES else Plan.load(plan), emulate=True)
+        convert(model, Plan.load(plan) if os.path.isfile(plan) else recipe(plan), emulate=True)
     return model.eval()
 
 
