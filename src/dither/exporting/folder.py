@@ -362,19 +362,20 @@ class _Writer:
         self.place, self.most = place, most
         self.shard: dict[str, Tensor] = {}
         self.names: list[list[str]] = []
-        self.total = 0
+        self.filled = self.total = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add a tensor to the current file, or to the next one if that is full."""
-        if self.shard and sum(each.nbytes for each in self.shard.values()) + tensor.nbytes > self.most:
+        if self.shard and self.filled + tensor.nbytes > self.most:
             self._flush()
         self.shard[name] = tensor.detach().cpu().contiguous()
+        self.filled += tensor.nbytes
         self.total += tensor.nbytes
 
     def _flush(self) -> None:
         self.names.append(list(self.shard))
         save_file(self.shard, self.place / f"part-{len(self.names)}", metadata={"format": "pt"})
-        self.shard = {}
+        self.shard, self.filled = {}, 0
 
     def finish(self) -> int:
         """Write the last file and the index, and return the number of bytes of all files."""

@@ -78,7 +78,7 @@ def write_gguf(layout: Layout, path: Path, format: str, tokenizer: AnyTokenizer 
             raise UserError(f"The tensor {name!r} has NaN or Inf: export an earlier checkpoint.")
         site = weights.get(name)
         inner = site is not None and site.name not in output
-        tensor = _to_llama_cpp(layout, name, tensor.float())
+        tensor = _to_llama_cpp(layout, name, tensor.float().cpu())
         stored, reason = _stored(gguf, _name(gguf, layout, kind, name), tensor, GGUF[format], inner)
         writer.add_tensor(stored.name, stored.data, raw_dtype=getattr(gguf.GGMLQuantizationType, stored.type))
         if site is not None:

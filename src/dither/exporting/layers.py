@@ -71,8 +71,8 @@ def choose(layout: Layout, wanted: Callable[[str], str], engine: Engine = "any")
             raise UserError(f"The layer {site.name!r} is an adapter of {tuner}: merge adapters into the model first.")
         if site.name in output:
             reason = "the output layer"
-        elif not site.parameter and site.out_features == _experts_beside(model, site.name):
-            reason = "a router"
+        elif not site.parameter and _experts_beside(model, site.name):
+            reason = "a router or gate beside experts"
         elif site.obstacle:
             reason = site.obstacle
         elif axis % weight.dim() != weight.dim() - 1:
@@ -137,7 +137,7 @@ class EncodedLayer:
     tensors: Mapping[str, Tensor]
     """Codes and scales by their names in the file."""
     numbers: Tensor
-    """What they stand for, float32, in the shape of the parameter."""
+    """The numbers of the codes, float32, in the shape of the parameter."""
     bits: float
     """Bits per weight, scales included."""
     error: float
