@@ -118,7 +118,7 @@ def test_a_run_is_exported_with_its_tokenizer_and_losses(run, tmp_path, capsys):
     assert found["check"]["difference"] < 1e-5
     assert found["provenance"]["step"] == 2
     assert found["provenance"]["mode"] == "bf16-sr"
-    assert found["provenance"]["command"].startswith("dither ")
+    assert found["provenance"]["command"] == f"dither export {run} -o {tmp_path / 'out'} --format fp8-dynamic"
     assert [layer["name"] for layer in found["layers"] if layer["reason"]] == ["lm_head"]
     assert json.loads((tmp_path / "out" / "dither_export.json").read_text())["layers"] == found["layers"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")

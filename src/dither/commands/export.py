@@ -66,6 +66,13 @@ def export(
     if sequences < 0 or (sequence is not None and sequence < 1):
         raise UserError(f"--sequence is at least 1 token and --sequences at least 0, not {sequence} and {sequences}.")
     check_target(out, format)
+    words = ["dither", "export", str(model), "-o", str(out), "--format", format]
+    words += [] if plan is None else ["--plan", str(plan)]
+    words += [] if tokenizer is None else ["--tokenizer", tokenizer]
+    words += ["--data", *data] if data else []
+    words += ["--engine", engine] if engine != "any" else []
+    words += ["--slack", str(slack)] if format == AUTO and plan is None and slack != SLACK else []
+    command = shlex.join(words)
     if format in GGUF_NAMES:
         require("gguf", f"--format {format}")
     if check:
@@ -86,7 +93,7 @@ def export(
             evaluate=source.evaluator(sequence, sequences),
             check=check,
             max_shard_size=max_shard_size,
-            provenance={"command": shlex.join(["dither", *sys.argv[1:]]), **source.provenance},
+            provenance={"command": command, **source.provenance},
         )
     print(json_text.dumps(record.to_dict(), indent=1, allow_nan=False) if json else record)
     return 0
