@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dither import nn as nn
     from dither import optim as optim
     from dither.bitwidths import safe_bitwidth as safe_bitwidth
+    from dither.exporting import export as export
     from dither.formats import Format as Format
     from dither.nn import Conversion as Conversion
     from dither.nn import Linear as Linear
@@ -53,6 +54,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "bitwidths": ("safe_bitwidth",),
+    "exporting": ("export",),
     "formats": ("Format",),
     "nn": (
         "Conversion",
@@ -82,8 +84,8 @@ _MODULES = {
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 _PACKAGES = (
-    *("advice", "bitwidths", "data", "doctor", "evaluate", "experiments", "formats", "models", "nn", "numerics", "ops"),
-    *("optim", "precision", "random", "recipes", "report", "snip", "theory", "train"),
+    *("advice", "bitwidths", "data", "doctor", "evaluate", "experiments", "exporting", "formats", "models", "nn", "numerics"),
+    *("ops", "optim", "precision", "random", "recipes", "report", "snip", "theory", "train"),
 )
 """Modules that can be used as attributes without an import of their own, such as dither.nn."""
 

@@ -6,8 +6,6 @@ from dither.models.gpt2 import GPT2 as GPT2
 from dither.models.gpt2 import GPT2Config as GPT2Config
 from dither.models.gpt_neo import GPTNeo as GPTNeo
 from dither.models.gpt_neo import GPTNeoConfig as GPTNeoConfig
-from dither.models.hub import HuggingFace as HuggingFace
-from dither.models.hub import hf as hf
 from dither.models.hub import load_pretrained as load_pretrained
 from dither.models.hub import save_pretrained as save_pretrained
 from dither.models.llama import Llama as Llama
@@ -18,4 +16,6 @@ from dither.models.presets import build as build
 from dither.models.presets import flops_per_token as flops_per_token
 from dither.models.presets import parameter_count as parameter_count
 from dither.models.presets import preset as preset
+from dither.models.transformers_models import HuggingFace as HuggingFace
+from dither.models.transformers_models import hf as hf
 from dither.nn import compile_blocks as compile_blocks

@@ -17,10 +17,14 @@ def generate(
     *,
     temperature: float = 1.0,
     top_k: int | None = None,
+    top_p: float | None = None,
     generator: torch.Generator | None = None,
+    end: int | None = None,
     check: Callable[[], None] | None = None,
 ) -> Tensor:
     """Return `tokens` followed by `count` tokens sampled from the model: int64[B, S + count] on the device of `tokens`.
+
+    With `end` there may be fewer: a row repeats that token after it has drawn it, and nothing is drawn once all rows have.
 
     The model runs in eval mode, and uncompiled, since it would be compiled for every length. It sees the last tokens that fit
     into its maximum length. Nothing is cached: each token takes a pass over all tokens before it.
@@ -31,7 +35,9 @@ def generate(
         count: Number of tokens to add.
         temperature: Tokens are drawn with probabilities proportional to exp(logits / temperature); 0 takes the likeliest.
         top_k: Draw among the `top_k` likeliest tokens only.
+        top_p: Draw among the fewest likeliest tokens whose probabilities, at this temperature, add up to `top_p` or more.
         generator: Source of random numbers; not needed at temperature 0.
+        end: The token that ends a text.
         check: Called before each token; it may raise.
 
     >>> import torch
@@ -41,6 +47,8 @@ def generate(
     torch.Size([1, 5])
     """
     _check(tokens, count, temperature, top_k, generator)
+    _check_share(top_p)
+    ended = torch.zeros(len(tokens), 1, dtype=torch.bool, device=tokens.device)
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None) or tokens.shape[1] + count
     training = [module for module in model.modules() if module.training]
     compiled = any(module._compiled_call_impl is not None for module in model.modules())
@@ -51,7 +59,13 @@ def generate(
                 if check is not None:
                     check()
                 logits_BV = model(tokens[:, -longest:])[:, -1].float()
-                tokens = torch.cat((tokens, _choose(logits_BV, temperature, top_k, generator).to(tokens.device)), dim=1)
+                chosen = _choose(logits_BV, temperature, top_k, top_p, generator).to(tokens.device)
+                if end is not None:
+                    chosen = chosen.masked_fill(ended, end)
+                    ended |= chosen == end
+                tokens = torch.cat((tokens, chosen), dim=1)
+                if end is not None and bool(ended.all()):
+                    break
         finally:
             for module in training:
                 module.training = True
@@ -76,7 +90,14 @@ def _check(tokens: Tensor, count: int, temperature: float, top_k: int | None, ge
         )
 
 
-def _choose(logits_BV: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+def _check_share(top_p: float | None) -> None:
+    if top_p is not None and (isinstance(top_p, bool) or not isinstance(top_p, int | float) or not 0 < top_p <= 1):
+        raise UserError(f"top_p is a probability above 0 and up to 1, not {top_p!r}.")
+
+
+def _choose(
+    logits_BV: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
+) -> Tensor:
     """Choose one token per row: int64[B, 1]."""
     if not bool(logits_BV.amax(-1).isfinite().all()):
         raise UserError("The model's logits are not finite, so no token can be chosen.")
@@ -88,4 +109,9 @@ def _choose(logits_BV: Tensor, temperature: float, top_k: int | None, generator:
         logits_BV = logits_BV.masked_fill(logits_BV < logits_BV.topk(top_k).values[:, -1:], -torch.inf)
     # The largest logit becomes 0, and the division is float64, so that nothing overflows at any temperature.
     scaled = (logits_BV - logits_BV.amax(-1, keepdim=True)).double() / temperature
-    return torch.multinomial(torch.softmax(scaled, dim=-1), 1, generator=generator)
+    shares_BV = torch.softmax(scaled, dim=-1)
+    if top_p is not None and top_p < 1:
+        sorted_BV, order_BV = shares_BV.sort(dim=-1, descending=True, stable=True)
+        dropped = sorted_BV.cumsum(-1) - sorted_BV >= top_p  # those before it suffice
+        shares_BV = shares_BV.masked_fill(dropped.scatter(-1, order_BV, dropped), 0.0)
+    return torch.multinomial(shares_BV, 1, generator=generator)

@@ -1,15 +1,13 @@
-"""Read and write models in Hugging Face's folder format (`config.json` and safetensors), and wrap models of transformers.
+"""Read and write models in Hugging Face's folder format (`config.json` and safetensors).
 
 Reading executes no code: pickled weights are refused, and so is a folder whose tensors do not match its config exactly. Errors
 are raised before memory is allocated for the model.
 """
 
 import dataclasses
-import json
 import os
 import re
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,22 +17,19 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
 from dither.models.causal import CausalLM
-from dither.models.gpt2 import GPT2, GPT2Config
-from dither.models.gpt_neo import GPTNeo, GPTNeoConfig
-from dither.models.llama import Llama, LlamaConfig
-from dither.models.presets import Config, check_place, check_seed, empty, skeleton
+from dither.models.folder_files import CONFIG, INDEX, WEIGHTS, appearing, read_json, short, write_json
+from dither.models.gpt2 import GPT2Config
+from dither.models.gpt_neo import GPTNeoConfig
+from dither.models.llama import LlamaConfig
+from dither.models.presets import Config, check_place, empty, skeleton
+from dither.models.saved_runs import is_saved_run, load_saved
+from dither.models.transformers_models import HuggingFace, stored_names
 from dither.nn.norms import wide_parameters
-from dither.safe_files import Refused, from_json, read, sync
-
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-
-MOST_LAYERS = 10_000
-"""Maximum number of layers, far above that of any model."""
 
 DTYPES = MappingProxyType({"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64})
 """Dtypes of stored weights by their names in safetensors."""
@@ -93,18 +88,25 @@ _FAMILIES: Mapping[str, _Family] = {
 
 
 def save_pretrained(
-    model: CausalLM, folder: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None, shard_bytes: int = 5 * 10**9
+    model: CausalLM,
+    folder: str | os.PathLike[str],
+    *,
+    extra: Mapping[str, Any] | None = None,
+    shard_bytes: int = 5 * 10**9,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write a model so that Hugging Face's `AutoModelForCausalLM.from_pretrained(folder)` reads it with the same logits.
 
     A converted model is written in the dtype of its parameters, without what training added (bitwidths, histories of delayed
     scaling), which checkpoints keep. Norms in float32 next to 16-bit parameters (O2) are rounded: a config has one dtype.
+    `dither.export` writes fewer bits per weight, and a tokenizer beside them.
 
     Args:
         model: A model of dither.models.
         folder: A new or empty folder. It appears complete or not at all.
         extra: Further fields of config.json, such as `{"eos_token_id": 0}`.
         shard_bytes: Maximum bytes per file of weights.
+        dtype: Dtype in the file. None keeps that of the parameters, or that of the formats that `Deployment.write` wrote.
 
     >>> import tempfile
     >>> from dither.models import build, load_pretrained, save_pretrained
@@ -117,20 +119,24 @@ def save_pretrained(
         raise UserError(f"save_pretrained takes a model of dither.models, not {type(model).__name__}.")
     if not isinstance(shard_bytes, int) or isinstance(shard_bytes, bool) or shard_bytes < 1:
         raise UserError(f"shard_bytes is a positive number of bytes, not {shard_bytes!r}.")
+    if dtype is None:
+        dtype = getattr(model, "deployed_dtype", None)
+    if dtype is not None:
+        check_place("cpu", dtype)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise UserError(f"The parameter {name!r} is sharded over ranks: gather the model on one rank before saving it.")
-    with _appearing(Path(folder)) as place:
+    with appearing(Path(folder)) as place:
         if isinstance(model, HuggingFace):
-            model.save(place, dict(extra or {}), shard_bytes)
+            model.save(place, dict(extra or {}), shard_bytes, dtype)
         else:
-            _write(model, place, dict(extra or {}), shard_bytes)
+            _write(model, place, dict(extra or {}), shard_bytes, dtype)
 
 
-def _write(model: CausalLM, place: Path, extra: dict[str, Any], shard_bytes: int) -> None:
-    names, wide, dtype = _names(model.config), wide_parameters(model, all_norms=True), model.embedding.weight.dtype
+def _write(model: CausalLM, place: Path, extra: dict[str, Any], shard_bytes: int, dtype: torch.dtype | None) -> None:
+    names, wide, own = stored_names(model), wide_parameters(model, all_norms=True), model.embedding.weight.dtype
     weights = {
-        name: parameter.detach().to(dtype) if id(parameter) in wide else parameter
+        name: parameter.detach().to(dtype or own) if dtype is not None or id(parameter) in wide else parameter
         for name, parameter in model.named_parameters()
         if name in names
     }
@@ -148,19 +154,20 @@ def _write(model: CausalLM, place: Path, extra: dict[str, Any], shard_bytes: int
     if len(shards) > 1:
         where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         total = sum(weight.nbytes for weight in weights.values())
-        _write_json(place / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+        write_json(place / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
     dtypes = {str(weight.dtype).removeprefix("torch.") for weight in weights.values()}
     if len(dtypes) > 1:
         raise UserError(f"A model is saved in one dtype, and its parameters have {', '.join(sorted(dtypes))}.")
-    _write_json(place / CONFIG, _described(model.config) | {"dtype": dtypes.pop()} | extra)
+    write_json(place / CONFIG, huggingface_config(model.config) | {"dtype": dtypes.pop()} | extra)
 
 
-def _names(config: Config) -> set[str]:
-    return {name for name, _ in skeleton(config).named_parameters()}
+def huggingface_config(config: Config) -> dict[str, Any]:
+    """Return a config in the format of transformers, without a dtype.
 
-
-def _described(config: Config) -> dict[str, Any]:
-    """Return a config in the format of transformers."""
+    >>> from dither.models import preset
+    >>> huggingface_config(preset("tiny"))["architectures"]
+    ['LlamaForCausalLM']
+    """
     family = _FAMILIES[config.model_type]
     described = dataclasses.asdict(config) | dict(family.fixed)
     if isinstance(config, LlamaConfig):
@@ -178,48 +185,21 @@ def _described(config: Config) -> dict[str, Any]:
     return {"architectures": [family.architecture], "model_type": config.model_type, **described}
 
 
-def _write_json(path: Path, value: object) -> None:
-    try:
-        text = json.dumps(value, indent=2, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{path.name} cannot be written as JSON: {error}.") from None
-    path.write_text(text + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _appearing(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder to write into; rename it to `folder` after everything in it is on disk."""
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()) or (folder.is_dir() and any(folder.iterdir())):
-        raise UserError(f"A model is saved into a new or empty folder, and {str(folder)!r} is neither.")
-    folder = folder.absolute()
-    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    try:
-        partial.mkdir(parents=True)
-        yield partial
-        for path in sorted(partial.iterdir()):
-            sync(path)
-        sync(partial)
-        os.replace(partial, folder)
-        sync(folder.parent)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"The model could not be saved into {str(folder)!r}: {error}.") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
 def load_pretrained(
     folder: str | os.PathLike[str], *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
-) -> Llama | GPT2 | GPTNeo:
-    """Load a Llama, GPT-2 or GPT-Neo from a Hugging Face folder, with one file of weights or several.
+) -> CausalLM:
+    """Load a Llama, GPT-2 or GPT-Neo from a Hugging Face folder, or the model of a run or checkpoint of `dither train`.
+
+    A run gives the weights of its newest whole checkpoint: float32 masters where there are any, not converted, without noise.
 
     Features that our models lack, such as attention biases in a Llama or scaled rotary embeddings, raise a UserError;
     `hf(folder)` runs such models with transformers. Dropout in a config is ignored: models here train without dropout.
 
     Args:
-        folder: The folder, with config.json and safetensors.
+        folder: A folder with config.json and safetensors (one file or several), a run, or a checkpoint.
         device: Device of the model.
         dtype: Dtype of the parameters; None keeps that of the weights.
 
@@ -232,6 +212,8 @@ def load_pretrained(
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"A model is a folder with {CONFIG} and {WEIGHTS}, and there is no folder {str(folder)!r}.")
+    if is_saved_run(folder):
+        return load_saved(folder, device, dtype)
     family, config = _read_config(folder)
     with _opened(folder) as files:
         places = _renamed({name: (file, name) for file, opened in files.items() for name in opened.keys()}, family)  # noqa: SIM118
@@ -343,7 +325,7 @@ def _check_index(folder: Path, where: Mapping[str, str], files: Mapping[str, Any
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    where = _read_json(folder / INDEX).get("weight_map")
+    where = read_json(folder / INDEX).get("weight_map")
     if not isinstance(where, dict) or not where:
         raise UserError(f"{folder / INDEX} has no 'weight_map', an object of tensors and their files.")
     for file in where.values():
@@ -356,21 +338,19 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 def _read_config(folder: Path) -> tuple[_Family, Config]:
     path = folder / CONFIG
-    data = _read_json(path)
+    data = read_json(path)
     kind = data.get("model_type")
     family = _FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
         raise UserError(
-            f"{path} has model_type={_short(kind)}, and load_pretrained reads {' and '.join(_FAMILIES)}; hf(folder) runs any "
+            f"{path} has model_type={short(kind)}, and load_pretrained reads {' and '.join(_FAMILIES)}; hf(folder) runs any "
             "causal language model of transformers."
         )
     if data.get("quantization_config") is not None:
         raise UserError(f"{path} has a quantization_config, and load_pretrained reads weights that are not quantized.")
     for key, value in family.fixed.items():
         if (given := data.get(key, value)) != value:
-            raise UserError(
-                f"{path} has {key}={_short(given)}, and models here have {key}={_short(value)}; hf(folder) runs it."
-            )
+            raise UserError(f"{path} has {key}={short(given)}, and models here have {key}={short(value)}; hf(folder) runs it.")
     known = {field.name for field in dataclasses.fields(family.config)}
     chosen = {**family.defaults, **{key: data[key] for key in known & data.keys()}}
     if kind == "llama":
@@ -386,7 +366,7 @@ def _read_config(folder: Path) -> tuple[_Family, Config]:
         _check_attention(path, data, config)
     if kind == "llama" and data.get("head_dim") not in (None, config.head_dim):
         raise UserError(
-            f"{path} has head_dim={_short(data['head_dim'])}, and heads here are hidden_size / num_attention_heads = "
+            f"{path} has head_dim={short(data['head_dim'])}, and heads here are hidden_size / num_attention_heads = "
             f"{config.head_dim} wide; hf(folder) runs it."
         )
     return family, config
@@ -401,7 +381,7 @@ def _check_attention(path: Path, data: dict[str, Any], config: GPTNeoConfig) -> 
         said = None
     if not isinstance(said, list) or tuple(map(str, said)) != config.attention_layers:
         raise UserError(
-            f"{path} has attention_types={_short(types)}, and blocks here are global and local in turn; hf(folder) runs it."
+            f"{path} has attention_types={short(types)}, and blocks here are global and local in turn; hf(folder) runs it."
         )
 
 
@@ -414,155 +394,6 @@ def _rotary(path: Path, data: dict[str, Any]) -> dict[str, Any]:
             continue
         kind = given.get("rope_type", given.get("type", "default")) if isinstance(given, dict) else given
         if kind != "default":
-            raise UserError(f"{path} has {key}={_short(given)}, and rotary embeddings here are not scaled; hf(folder) runs it.")
+            raise UserError(f"{path} has {key}={short(given)}, and rotary embeddings here are not scaled; hf(folder) runs it.")
         found |= {"rope_theta": given["rope_theta"]} if "rope_theta" in given else {}
     return found
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Read a file that holds one JSON object. Links are followed, since Hugging Face's cache consists of them."""
-    if not path.is_file():
-        raise UserError(f"{path} is not a file.")
-    try:
-        value = from_json(read(path, follow=True))
-    except Refused as error:
-        raise UserError(f"{path} is not JSON that can be read: {error}.") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds {_short(value)}, and not a JSON object.")
-    return value
-
-
-def _short(value: object) -> str:
-    """Return a value from a file as JSON of at most 100 characters."""
-    text = json.dumps(value)
-    return text if len(text) <= 100 else f"{text[:100]}..."
-
-
-# Models of transformers -----------------------------------------------------------------------------------------------
-
-
-class HuggingFace(CausalLM):
-    """A causal language model of transformers (`self.hf`) with our interface: `model(tokens, targets)` returns our loss.
-
-    Names of parameters begin with `hf.`; `model.config` is the config of transformers. Auxiliary losses of the model, such as
-    those of routers, are not included.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.hf = model
-
-    @property
-    def config(self) -> Any:
-        """Return the config of transformers."""
-        return self.hf.config
-
-    @property
-    def blocks(self) -> nn.ModuleList:
-        """Return the blocks, first to last: the list with as many modules as the config has layers."""
-        layers = getattr(self.config, "num_hidden_layers", None)
-        for module in self.hf.modules():
-            if isinstance(module, nn.ModuleList) and len(module) == layers:
-                return module
-        raise UserError(f"{type(self.hf).__name__} has no list of {layers} blocks, as many as its config has layers.")
-
-    @property
-    def embedding(self) -> nn.Embedding:
-        """Return the token embedding."""
-        embedding: nn.Embedding = self.hf.get_input_embeddings()  # type: ignore[operator]
-        return embedding
-
-    def get_output_embeddings(self) -> nn.Module | None:
-        """Return the output layer, which `dither.convert` does not convert."""
-        layer: nn.Module | None = self.hf.get_output_embeddings()  # type: ignore[operator]
-        return layer
-
-    def logits(self, tokens_BS: Tensor) -> Tensor:
-        """Return logits [B, S, V] for tokens [B, S]."""
-        logits_BSV: Tensor = self.hf(input_ids=tokens_BS, use_cache=False).logits
-        return logits_BSV
-
-    def save(self, place: Path, extra: dict[str, Any], shard_bytes: int) -> None:
-        """Write the model as transformers does, without what training added."""
-        with torch.device("meta"):
-            names = type(self.hf)(self.config).state_dict().keys()
-        state = {name: tensor for name, tensor in self.hf.state_dict().items() if name in names}
-        self.hf.save_pretrained(place, state_dict=state, max_shard_size=shard_bytes)  # type: ignore[operator]
-        _write_json(place / CONFIG, _read_json(place / CONFIG) | extra)
-
-
-def hf(source: Any, *, seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> HuggingFace:
-    """Return any causal language model of transformers with our interface. Code that comes with a model is not run.
-
-    Args:
-        source: A model or a config. A model is a folder, or a name as transformers takes it; its weights must be safetensors.
-            A config is a file that ends in `.json`, a mapping with "model_type", or a config of transformers.
-        seed: Seed of the initial weights, if `source` is a config.
-        device: Device of the model.
-        dtype: Dtype of the parameters; None keeps that of the weights, or float32 for a config.
-
-        model = hf("Qwen/Qwen2.5-0.5B", device="cuda", dtype=torch.bfloat16)
-    """
-    check_seed(seed)
-    check_place(device, dtype or torch.float32)
-    try:
-        import transformers
-    except ImportError:
-        raise UserError(
-            f"The model {_named(source)} needs transformers, which is not installed: pip install transformers."
-        ) from None
-    if isinstance(source, str | os.PathLike) and Path(source).suffix != ".json":
-        return _pretrained(transformers, str(source), device, dtype)
-    config = _read_json(Path(source)) if isinstance(source, str | os.PathLike) else source
-    if isinstance(config, Mapping):
-        fields = dict(config)
-        kind = fields.pop("model_type", None)
-        config = _call(source, lambda: transformers.AutoConfig.for_model(kind, **fields))
-    if not isinstance(config, transformers.PretrainedConfig):
-        raise UserError(f"hf takes a folder, the name of a model, or a config of transformers, not {_named(source)}.")
-    _check_sizes(source, config)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        made = _call(source, lambda: transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False))
-    return HuggingFace(made.to(device=device, dtype=dtype or torch.float32)).train()
-
-
-def _pretrained(transformers: Any, source: str, device: torch.device | str, dtype: torch.dtype | None) -> HuggingFace:
-    _check_sizes(source, _call(source, lambda: transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)))
-    model, said = _call(
-        source,
-        lambda: transformers.AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True
-        ),
-    )
-    for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
-        if names := sorted(map(str, said.get(what) or ())):
-            raise UserError(
-                f"The weights of {source!r} do not fit its config: {what.replace('_', ' ')} {', '.join(names[:3])}."
-            )
-    return HuggingFace(model.to(device)).train()
-
-
-def _check_sizes(source: object, config: Any) -> None:
-    """Raise for a number of layers that would take very long to build, and for a hidden size below 1."""
-    if isinstance(layers := getattr(config, "num_hidden_layers", None), int) and layers > MOST_LAYERS:
-        raise UserError(f"The model {_named(source)} would have {layers!r:.40} layers, and the maximum is {MOST_LAYERS:,}.")
-    if isinstance(width := getattr(config, "hidden_size", None), int) and width < 1:
-        raise UserError(f"The model {_named(source)} would have a hidden size of {width}, and at least 1 is needed.")
-
-
-def _call(source: object, make: Callable[[], Any]) -> Any:
-    """Return `make()`; if transformers raises, raise a UserError with the first line of its message."""
-    try:
-        return make()
-    except Exception as error:  # transformers raises errors of many libraries for a bad file
-        words = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:")
-        raise UserError(f"transformers cannot create the model {_named(source)}: {words}.") from None
-
-
-def _named(source: object) -> str:
-    return (
-        repr(source if isinstance(source, str) else str(source))[:200]
-        if isinstance(source, str | os.PathLike)
-        else (f"of a {type(source).__name__}")
-    )

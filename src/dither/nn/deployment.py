@@ -277,11 +277,28 @@ class Deployment:
         """Return the mean bits per weight of the cast layers."""
         return sum(layer.bits * layer.weights for layer in self.layers) / sum(layer.weights for layer in self.layers)
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Return the dtype for a file of the deployed model: the narrower of BF16 and FP16 that its formats need, or None.
+
+        Formats of few bits and BF16 are stored in BF16, FP16 in FP16. None, which keeps the dtype of the parameters, stands for
+        wider formats, or BF16 and FP16 mixed.
+        """
+        formats = {name for layer in self.layers for name in layer.formats}
+        if any(Format.parse(name).bits > 16 for name in formats) or {"bf16", "fp16"} <= formats:
+            return None
+        return torch.float16 if "fp16" in formats else torch.bfloat16
+
     def write(self, model: nn.Module) -> None:
-        """Copy the cast weights into a model's parameters."""
+        """Copy the cast weights into a model's parameters, whose dtype does not change.
+
+        `dither.models.save_pretrained` then writes the model in the dtype of the deployment, BF16 for formats of few bits,
+        unless its `dtype=` says otherwise. `dither.export` writes the few bits themselves.
+        """
         with torch.no_grad():
             for name, weight in self.weights.items():
                 model.get_parameter(name).copy_(weight)
+        model.deployed_dtype = self.dtype  # type: ignore[assignment]
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return the model's state dict with the cast weights."""

@@ -20,7 +20,7 @@ from dither.train import config
 from dither.train.checkpoint import Saver
 from dither.train.config import Config, dumps
 from dither.train.distributed import Ranks
-from dither.train.files import CHECKPOINTS, CONFIG, CONVERSION, ENVIRONMENT, PLAN, TOKENS
+from dither.train.files import CHECKPOINTS, CONFIG, CONVERSION, ENVIRONMENT, PLAN, PLANS, TOKENS
 from dither.train.guard import Status
 from dither.train.metrics import FILE, Metrics
 from dither.train.progress import Progress

@@ -1,0 +1,99 @@
+"""`dither export`: write a trained model for transformers, vLLM or llama.cpp."""
+
+import json as json_text
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from dither.errors import UserError
+from dither.exporting.checking import require
+from dither.exporting.folder import SLACK, check_target
+from dither.exporting.folder import export as write
+from dither.exporting.formats import AUTO, GGUF_NAMES, check_format
+from dither.exporting.sources import deployment_plan, opened
+from dither.precision import Plan
+
+Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
+
+
+def export(
+    model: Annotated[Path, tyro.conf.arg(metavar="RUN|CHECKPOINT|MODEL")],
+    /,
+    out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="FOLDER", help_behavior_hint="")] = None,
+    format: Annotated[str, tyro.conf.arg(metavar="FORMAT")] = "bf16",
+    plan: Annotated[Path | None, tyro.conf.arg(metavar="PLAN.json")] = None,
+    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="FILE|FOLDER")] = None,
+    data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SOURCE...")] = (),
+    sequence: int | None = None,
+    sequences: int = 64,
+    engine: Literal["any", "vllm"] = "any",
+    check: Switch = False,
+    max_shard_size: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "5GB",
+    slack: float = SLACK,
+    device: str = "cpu",
+    json: Switch = False,
+) -> int:
+    """Write a trained model for transformers, vLLM or llama.cpp.
+
+    The folder has the weights, the config, the tokenizer and a model card, and appears complete or not at all. Layers whose
+    sizes do not fit the format stay in BF16; they are listed. Weights are cast from float32 masters where the run has them.
+
+    Args:
+        model: A run, whose newest whole checkpoint is exported, a checkpoint, or a folder of a Hugging Face model.
+        out: The folder to write, new or empty; with a GGUF format the file to write.
+        format: bf16, fp16, fp8-block, fp8-dynamic, mxfp8, mxfp4, nvfp4, int8; auto, by learned bitwidths or by a plan; or
+            gguf-f16, gguf-q8_0, gguf-mxfp4.
+        plan: With auto: the plan whose casts of weights choose the formats; by default that of the run.
+        tokenizer: A tokenizer.json, or a folder that has one; by default that of the run or of the model.
+        data: Text for the loss before and after the cast; by default the held-out text of the run.
+        sequence: Tokens per sequence of that text; by default as in training, or 1024.
+        sequences: Most sequences, evenly spaced over the text; 0 means all.
+        engine: vllm also writes experts of mixtures in formats that transformers does not read.
+        check: Load the result with transformers and compare logits before it appears.
+        max_shard_size: Most bytes per file of weights, such as 500MB.
+        slack: With auto: bits by which a learned bitwidth may exceed the capacity of a format.
+        device: auto (cuda if available), cpu, cuda, or cuda:N.
+        json: Print the record as JSON.
+    """
+    check_format(format)
+    if out is None:
+        raise UserError("Name the folder to write with -o, such as -o exported.")
+    if plan is not None and format != AUTO:
+        raise UserError(f"--plan chooses the formats of layers, and --format {format} is one for all: use --format auto.")
+    if sequences < 0 or (sequence is not None and sequence < 1):
+        raise UserError(f"--sequence is at least 1 token and --sequences at least 0, not {sequence} and {sequences}.")
+    check_target(out, format)
+    words = ["dither", "export", str(model), "-o", str(out), "--format", format]
+    words += [] if plan is None else ["--plan", str(plan)]
+    words += [] if tokenizer is None else ["--tokenizer", tokenizer]
+    words += ["--data", *data] if data else []
+    words += ["--engine", engine] if engine != "any" else []
+    words += ["--slack", str(slack)] if format == AUTO and plan is None and slack != SLACK else []
+    command = shlex.join(words)
+    if format in GGUF_NAMES:
+        require("gguf", f"--format {format}")
+    if check:
+        require("transformers", "--check")
+    with opened(model, tokenizer=tokenizer, data=data, device=device) as source:
+        for note in source.notes:
+            print(note, file=sys.stderr)
+        chosen = None
+        if format == AUTO:
+            chosen = Plan.load(plan) if plan is not None else deployment_plan(source, slack)
+        record = write(
+            source.model,
+            out,
+            format=format,
+            plan=chosen,
+            tokenizer=source.tokenizer_files,
+            engine=engine,
+            evaluate=source.evaluator(sequence, sequences),
+            check=check,
+            max_shard_size=max_shard_size,
+            provenance={"command": command, **source.provenance},
+        )
+    print(json_text.dumps(record.to_dict(), indent=1, allow_nan=False) if json else record)
+    return 0

@@ -1,0 +1,188 @@
+"""Formats of exported weights as data: the cast of a weight, its tensors, and its entry in `quantization_config`.
+
+`fp8-block` is the format of DeepSeek's checkpoints (`quant_method` "fp8"). The others are those of compressed-tensors. Names,
+shapes and dtypes are the ones that transformers and vLLM look up; `tests/test_export_engines.py` holds them to both.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dither.errors import UserError
+from dither.ops import Quantized, quantize
+from dither.precision import Cast, did_you_mean
+
+DENSE: Mapping[str, torch.dtype] = MappingProxyType({"bf16": torch.bfloat16, "fp16": torch.float16})
+"""Formats without casts, and their dtypes."""
+
+AUTO = "auto"
+
+Scheme = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """A format of weights in few bits."""
+
+    name: str
+    cast: Cast
+    """The cast of a weight [out, in] along its inputs."""
+    storage: str
+    """The name of the layout in compressed-tensors."""
+    weights: Scheme
+    """The weights' entry in a config group of compressed-tensors."""
+    inputs: Scheme | None
+    """The inputs' entry; None if engines multiply unrounded inputs."""
+    input_cast: Cast | None
+    """The cast of inputs that `inputs` stands for."""
+    multiples: tuple[int, int]
+    """The outputs and the inputs of a layer are multiples of these two; other layers stay in 16 bits."""
+    experts: str = ""
+    """Why transformers cannot read the experts of a mixture in this format, or ""."""
+    loaded: torch.dtype = torch.float32
+    """The dtype to which transformers dequantizes."""
+
+    def obstacle(self, rows: int, columns: int) -> str:
+        """Return the reason why a weight [rows, columns] cannot be stored in this format, or "".
+
+        >>> FORMATS["fp8-block"].obstacle(192, 128)
+        '192 x 128 is not a multiple of 128 x 128'
+        """
+        if rows % self.multiples[0] or columns % self.multiples[1]:
+            return f"{rows} x {columns} is not a multiple of {self.multiples[0]} x {self.multiples[1]}"
+        return ""
+
+    def quantize(self, weight: Tensor, amax: Tensor | None = None) -> Quantized:
+        """Quantize a weight [out, in]; `amax` is the largest magnitude of all weights that share an NVFP4 tensor scale."""
+        return quantize(weight, self.cast, amax=amax if self.cast.scaling.kind == "nvfp4" else None)
+
+    def tensors(self, codes: Quantized, block_name: str = "weight_scale") -> dict[str, Tensor]:
+        """Return the tensors of a layer by the last part of their names.
+
+        Args:
+            codes: A weight [out, in], as `quantize` returns it.
+            block_name: Name of the scales.
+        """
+        assert codes.scale is not None
+        packed = codes.cast.element.bits == 4
+        scale = codes.scale.contiguous()
+        if codes.cast.scaling.kind == "pow2":
+            scale = scale.view(torch.uint8)
+        tensors = {"weight_packed" if packed else "weight": codes.values.contiguous(), block_name: scale}
+        if codes.tensor_scale is not None:  # engines divide by it
+            tensors["weight_global_scale"] = codes.tensor_scale.reciprocal().reshape(1)
+        return tensors
+
+
+def _args(bits: int, kind: str, strategy: str, group: int | None, dynamic: bool = False, **others: Any) -> Scheme:
+    symmetric = {"num_bits": bits, "type": kind, "symmetric": True}
+    return MappingProxyType({**symmetric, "group_size": group, "strategy": strategy, "dynamic": dynamic, **others})
+
+
+_EXPERT_FP8 = "transformers reads 8-bit experts with one scale per row only"
+_UINT8 = "torch.uint8"
+
+FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
+    {
+        each.name: each
+        for each in (
+            WeightFormat(
+                "mxfp4",
+                Cast.parse("mxfp4"),
+                "mxfp4-pack-quantized",
+                _args(4, "float", "group", 32, scale_dtype=_UINT8),
+                None,
+                None,
+                (1, 32),
+            ),
+            WeightFormat(
+                "nvfp4",
+                Cast.parse("nvfp4"),
+                "nvfp4-pack-quantized",
+                _args(4, "float", "tensor_group", 16, scale_dtype="torch.float8_e4m3fn"),
+                None,
+                None,
+                (1, 16),
+                experts="transformers does not read the tensor scales of NVFP4 experts",
+                loaded=torch.bfloat16,
+            ),
+            WeightFormat(
+                "mxfp8",
+                Cast.parse("mxfp8"),
+                "mxfp8-quantized",
+                _args(8, "float", "group", 32, scale_dtype=_UINT8),
+                _args(8, "float", "group", 32, True, scale_dtype=_UINT8),
+                Cast.parse("mxfp8"),
+                (1, 32),
+                experts=_EXPERT_FP8,
+            ),
+            WeightFormat(
+                "int8",
+                Cast.parse("int8 row"),
+                "int-quantized",
+                _args(8, "int", "channel", None),
+                _args(8, "int", "token", None, True),
+                Cast.parse("int8 row"),
+                (16, 16),
+                experts="transformers reads packed integers of experts only",
+            ),
+            WeightFormat(
+                "fp8-dynamic",
+                Cast.parse("e4m3 row"),
+                "float-quantized",
+                _args(8, "float", "channel", None),
+                _args(8, "float", "token", None, True),
+                Cast.parse("e4m3 row"),
+                (16, 16),
+            ),
+            WeightFormat(
+                "fp8-block",
+                Cast.parse("e4m3 block(128)"),
+                "float-quantized",
+                _args(8, "float", "block", None, block_structure=[128, 128]),
+                _args(8, "float", "group", 128, True),
+                Cast.parse("e4m3 tile(128)"),
+                (128, 128),
+            ),
+        )
+    }
+)
+"""Formats in few bits by name. Where layers must share a format, the later one in this order is taken."""
+
+GGUF_NAMES = ("gguf-f16", "gguf-q8_0", "gguf-mxfp4")
+
+NAMES = (*DENSE, *FORMATS, AUTO, *GGUF_NAMES)
+
+
+def check_format(name: str) -> None:
+    """Raise unless there is a format of that name.
+
+    >>> check_format("fp8")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    dither.errors.UserError: There is no export format 'fp8' (did you mean 'mxfp8'?): use bf16, fp16, mxfp4, ...
+    """
+    if not isinstance(name, str) or name not in NAMES:
+        hint = did_you_mean(name, NAMES) if isinstance(name, str) else ""
+        raise UserError(f"There is no export format {name!r:.80}{hint}: use {', '.join(NAMES)}.")
+
+
+def format_of(cast: Cast | None) -> str:
+    """Return the export format that carries the weights of a cast: the same format, or else the next wider one.
+
+    >>> [format_of(Cast.parse(text)) for text in ("mxfp4", "e2m1 block(32)", "e3m2 tensor", "e3m4 row", "int8 row")]
+    ['mxfp4', 'nvfp4', 'fp8-dynamic', 'bf16', 'int8']
+    """
+    if cast is None or cast.element.bits > 8:
+        return "bf16"
+    for each in FORMATS.values():
+        if (cast.format, cast.group, cast.scaling) == (each.cast.format, each.cast.group, each.cast.scaling):
+            return each.name
+    if cast.element.is_integer:
+        return "int8"
+    if cast.format == "e2m1":
+        return "nvfp4"
+    return "fp8-dynamic" if cast.element.mantissa_bits <= 3 else "bf16"

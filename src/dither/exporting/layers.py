@@ -1,0 +1,185 @@
+"""The format of each layer of an exported model, and its codes.
+
+Three rules keep a file from being read wrongly. A layer whose size does not fit a format stays in 16 bits. Layers that vLLM
+fuses into one product (queries, keys and values; gate and up) have the same format, and share the tensor scale of NVFP4. The
+experts of all mixtures in a model have one format.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dither.errors import UserError
+from dither.exporting.formats import FORMATS, WeightFormat
+from dither.exporting.layout import Layout
+from dither.nn.conversion import _experts_beside, _output_layers, _Site, _sites, _tuner_of
+from dither.nn.deployment import _weight
+
+Engine = Literal["any", "vllm"]
+
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+"""Names of layers beside each other that vLLM fuses into one."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The format of a layer."""
+
+    site: _Site
+    parameter: str
+    """The name of its weight in the model."""
+    pieces: tuple[tuple[str, tuple[int, ...]], ...]
+    """(name, shape) of its matrices in the file."""
+    format: str
+    """A name of `FORMATS`, or "" for the 16-bit dtype of the file."""
+    reason: str = ""
+    """Why it stays in 16 bits."""
+    group: str = ""
+    """Layers with the same group have the same format."""
+
+    @property
+    def modules(self) -> list[str]:
+        """Return the names of its modules in the file."""
+        return [name.removesuffix(".weight") for name, _ in self.pieces]
+
+    @property
+    def is_expert(self) -> bool:
+        """Return whether it is a matrix of experts."""
+        return bool(self.site.parameter) or ".experts." in self.site.name
+
+
+def choose(layout: Layout, wanted: Callable[[str], str], engine: Engine = "any") -> list[Choice]:
+    """Return the format of every linear layer.
+
+    Args:
+        layout: The model.
+        wanted: A function from the name of a layer to the format that it should have, "" for 16 bits.
+        engine: "any" for files that transformers reads, "vllm" for those that vLLM reads.
+    """
+    model = layout.model
+    sites = _sites(model)
+    output = set(_output_layers(model, sites))
+    choices = []
+    for site in sites:
+        parameter, weight, axis = _weight(site)
+        pieces = tuple(layout.pieces(parameter, tuple(weight.shape)) or ())
+        format, reason = wanted(layout.prefix + site.name), ""
+        if not site.parameter and (tuner := _tuner_of(model, site.name)):
+            raise UserError(f"The layer {site.name!r} is an adapter of {tuner}: merge adapters into the model first.")
+        if site.name in output:
+            reason = "the output layer"
+        elif not site.parameter and _experts_beside(model, site.name):
+            reason = "a router or gate beside experts"
+        elif site.obstacle:
+            reason = site.obstacle
+        elif axis % weight.dim() != weight.dim() - 1:
+            reason = "its weight is [in, out], and engines read [out, in] in few bits"
+        elif not pieces:
+            reason = "transformers stores it merged with other layers"
+        elif format:
+            reason = _obstacle(FORMATS[format], site, pieces, engine)
+        if reason:
+            format = ""
+        choices.append(Choice(site, parameter, pieces, format, reason, _group(site)))
+    return _together(choices, engine)
+
+
+def _obstacle(format: WeightFormat, site: _Site, pieces: Sequence[tuple[str, tuple[int, ...]]], engine: Engine) -> str:
+    if site.parameter and format.experts and engine == "any":
+        return f"{format.experts}; engine='vllm' writes them"
+    return next(filter(None, (format.obstacle(*shape) for _, shape in pieces)), "")
+
+
+def _group(site: _Site) -> str:
+    if site.parameter or ".experts." in site.name:
+        return "experts"
+    parent, _, last = site.name.rpartition(".")
+    fused = next((names for names in FUSED if last in names), None)
+    return site.name if fused is None else f"{parent}.{'+'.join(fused)}"
+
+
+def _together(choices: list[Choice], engine: Engine) -> list[Choice]:
+    """Give the layers of each group one format: the widest of theirs, or 16 bits if one of them needs that."""
+    groups: dict[str, list[Choice]] = {}
+    for choice in choices:
+        groups.setdefault(choice.group, []).append(choice)
+    order = list(FORMATS)
+    decided: dict[str, tuple[str, str]] = {}
+    for name, members in groups.items():
+        dense = next((choice for choice in members if not choice.format), None)
+        if dense is not None:
+            decided[name] = "", f"{dense.site.name} stays in 16 bits, and engines need one format for both"
+            continue
+        format = max((choice.format for choice in members), key=order.index)
+        obstacles = [_obstacle(FORMATS[format], choice.site, choice.pieces, engine) for choice in members]
+        decided[name] = ("" if any(obstacles) else format), next(filter(None, obstacles), "")
+    return [
+        Choice(
+            choice.site,
+            choice.parameter,
+            choice.pieces,
+            decided[choice.group][0],
+            "" if decided[choice.group][0] else choice.reason or (decided[choice.group][1] if choice.format else ""),
+            choice.group,
+        )
+        for choice in choices
+    ]
+
+
+@dataclass(frozen=True)
+class EncodedLayer:
+    """A layer in few bits."""
+
+    choice: Choice
+    tensors: Mapping[str, Tensor]
+    """Codes and scales by their names in the file."""
+    numbers: Tensor
+    """The numbers of the codes, float32, in the shape of the parameter."""
+    bits: float
+    """Bits per weight, scales included."""
+    error: float
+    """Norm of the change divided by the norm of the weight."""
+
+
+def encode(layout: Layout, choices: Sequence[Choice], scale_name: str = "weight_scale") -> Iterator[EncodedLayer]:
+    """Yield the layers that have a format in few bits, one at a time.
+
+    Args:
+        layout: The model.
+        choices: The formats of its layers.
+        scale_name: Name of the scales.
+    """
+    largest: dict[str, Tensor] = {}
+    for choice in choices:
+        if choice.format == "nvfp4" and not choice.site.parameter:
+            amax = _weight(choice.site)[1].abs().max().float()
+            largest[choice.group] = torch.maximum(largest[choice.group], amax) if choice.group in largest else amax
+    for choice in choices:
+        if choice.format:
+            yield _encoded(layout, choice, largest.get(choice.group), scale_name)
+
+
+def _encoded(layout: Layout, choice: Choice, amax: Tensor | None, scale_name: str) -> EncodedLayer:
+    format = FORMATS[choice.format]
+    weight = _weight(choice.site)[1].float()
+    codes = [format.quantize(matrix, amax) for matrix in (weight if weight.dim() == 3 else weight[None])]
+    numbers = torch.stack([each.dequantize(torch.float32) for each in codes]).view(weight.shape)
+    parts = [format.tensors(each, scale_name) for each in codes]
+    tensors: dict[str, Tensor] = {}
+    for suffix in parts[0]:
+        dtype = parts[0][suffix].dtype
+        # torch stacks no float8 tensors.
+        stacked = torch.stack([part[suffix].view(torch.uint8) if dtype.itemsize == 1 else part[suffix] for part in parts])
+        if suffix == "weight_global_scale":  # one number per matrix: give every row its own, and keep one of each piece
+            stacked = stacked[:, None, :].expand(-1, weight.shape[-2], -1)
+        stored = layout.stored({choice.parameter: stacked if weight.dim() == 3 else stacked[0]})
+        for name, tensor in stored.items():
+            tensor = tensor.reshape(-1, stacked.shape[-1])  # transformers drops dimensions of length 1
+            tensor = tensor[:1, 0] if suffix == "weight_global_scale" else tensor
+            tensors[f"{name.removesuffix('.weight')}.{suffix}"] = tensor.contiguous().view(dtype)
+    bits = 8 * sum(tensor.nbytes for tensor in tensors.values()) / weight.numel()
+    size = weight.norm().item()
+    return EncodedLayer(choice, tensors, numbers, bits, (numbers - weight).norm().item() / size if size else 0.0)

@@ -1,0 +1,182 @@
+"""Models to export or to generate with: of a run, a checkpoint or a Hugging Face folder, with tokenizer, plan and text."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dither.data import Corpus, Tokenizer, load_tokenizer
+from dither.errors import UserError
+from dither.evaluate.held_out import perplexity
+from dither.experiments.evaluation import _config_of, _other, checkpoint_of
+from dither.exporting.checking import load
+from dither.exporting.folder import SLACK
+from dither.exporting.tokenizer_files import AnyTokenizer
+from dither.models import CausalLM, HuggingFace, hf, load_pretrained
+from dither.models.folder_files import CONFIG as MODEL_CONFIG
+from dither.models.folder_files import read_json
+from dither.nn.conversion import convert
+from dither.nn.deployment import Evaluate, plan_from_bitwidths
+from dither.precision import Plan
+from dither.train import checkpoint
+from dither.train.config import Config, RunSettings
+from dither.train.distributed import joined
+from dither.train.files import CONFIG
+from dither.train.state import plan_of
+from dither.train.trainer import open_corpus
+
+
+@dataclass(frozen=True)
+class Source:
+    """A trained model in float32 or in the dtype of its files, not converted."""
+
+    path: Path
+    model: CausalLM
+    tokenizer: Tokenizer | None
+    tokenizer_files: AnyTokenizer | None
+    """The tokenizer as it is exported: for a Hugging Face folder, its own files."""
+    corpus: Corpus | None
+    """Text to evaluate on, or None."""
+    sequence: int
+    """Tokens per sequence in training, or 1024."""
+    plan: Plan | None
+    """The plan of the run, or None."""
+    provenance: dict[str, Any]
+    notes: tuple[str, ...] = field(default=())
+
+    def evaluator(self, sequence: int | None, sequences: int) -> Evaluate | None:
+        """Return a function (model) -> held-out loss, or None without text.
+
+        Args:
+            sequence: Tokens per sequence; by default as in training.
+            sequences: Most sequences, evenly spaced over the text; 0 means all.
+        """
+        corpus = self.corpus
+        if corpus is None:
+            return None
+        length = sequence or self.sequence
+        most = (len(corpus.held_out) - 1) // length
+        count = min(sequences, most) if sequences and most > 0 else None
+        return lambda model: perplexity(model, corpus.held_out, length, count=count).loss
+
+
+@contextmanager
+def opened(
+    path: Path,
+    *,
+    tokenizer: str | None = None,
+    data: tuple[str, ...] = (),
+    text: bool = True,
+    few_bits: bool = False,
+    device: str = "cpu",
+) -> Iterator[Source]:
+    """Yield the model of a run, of a checkpoint or of a Hugging Face folder. Temporary tokens are removed afterwards.
+
+    Args:
+        path: A run, whose newest whole checkpoint is read, a checkpoint, or a folder of a Hugging Face model.
+        tokenizer: A tokenizer.json or a folder that has one; by default that of the run or folder.
+        data: Text to evaluate on; by default the held-out text of a run.
+        text: Open text at all.
+        few_bits: Also dequantize folders whose weights are in few bits.
+        device: auto, cpu, cuda, or cuda:N.
+    """
+    RunSettings(device=device)  # checks it
+    given = None if tokenizer is None else load_tokenizer(tokenizer)
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dither-export-")))
+        ranks = stack.enter_context(joined(device))
+        if os.path.isfile(path / MODEL_CONFIG):
+            model = _of_folder(path, few_bits, ranks.device)
+            yield _folder_source(path, model, given, tokenizer, data if text else (), scratch)
+            return
+        where = checkpoint_of(path)
+        config = _config_of(where)
+        home = where.parent.parent
+        notes: list[str] = []
+        own: Corpus | None = None
+        try:
+            own = open_corpus(config, home if os.path.isfile(home / CONFIG) else scratch, ranks)
+        except UserError as error:
+            notes.append(f"The text of the run cannot be read: {error}")
+        used = given or (own.tokenizer if own is not None else load_tokenizer(config.data.tokenizer))
+        corpus = (_other(data, scratch / "other", used, whole=True) if data else own) if text else None
+        files: AnyTokenizer = used if tokenizer is None else tokenizer
+        plan, provenance = _made(where, config)
+        model = load_pretrained(where, device=ranks.device)
+        yield Source(where, model, used, files, corpus, config.data.sequence, plan, provenance, tuple(notes))
+
+
+def _of_folder(path: Path, few_bits: bool, device: torch.device) -> CausalLM:
+    quantization = read_json(path / MODEL_CONFIG).get("quantization_config")
+    if quantization is not None and not few_bits:
+        raise UserError(f"The weights in {str(path)!r} are in few bits already: name the run or the model they were made from.")
+    if quantization is not None:
+        return HuggingFace(load(path, quantized=quantization.get("quant_method") == "compressed-tensors").to(device))
+    try:
+        return load_pretrained(path, device=device)
+    except UserError:
+        return hf(str(path), device=device)  # transformers has more architectures
+
+
+def _folder_source(
+    path: Path, model: CausalLM, given: Tokenizer | None, named: str | None, data: tuple[str, ...], scratch: Path
+) -> Source:
+    has_own = (path / "tokenizer.json").is_file()
+    used = given or (load_tokenizer(path / "tokenizer.json") if has_own else None)
+    if data and used is None:
+        raise UserError(f"The model {str(path)!r} has no tokenizer.json to read text with: name one with --tokenizer.")
+    corpus = _other(data, scratch / "other", used, whole=True) if data and used is not None else None
+    files: AnyTokenizer | None = named if named is not None else path if has_own else None
+    return Source(path, model, used, files, corpus, 1024, None, {"source": str(path)})
+
+
+def _made(where: Path, config: Config) -> tuple[Plan | None, dict[str, Any]]:
+    """Return the plan of a checkpoint, and how it was trained."""
+    _, plain = checkpoint.load(where)
+    plan = plan_of(plain)
+    precision = config.precision
+    provenance = {
+        "source": str(where),
+        "step": plain["step"],
+        "recipe": precision.recipe or precision.plan or precision.mode,
+        "mode": precision.mode,
+        "optimizer": config.optim.optimizer,
+        "peak learning rate": config.optim.lr,
+        "tokens per step": config.data.batch * config.data.sequence,
+        "data": ", ".join(config.data.sources) or "Python's standard library",
+        "plan": None if plan is None else plan.to_dict(),
+    }
+    return plan, provenance
+
+
+def deployment_plan(source: Source, slack: float = SLACK) -> Plan:
+    """Return the plan by which "auto" chooses formats: that of learned bitwidths, or else the plan of the run.
+
+    Args:
+        source: A run or a checkpoint.
+        slack: Bits by which a bitwidth may exceed the capacity of a format.
+    """
+    plan = source.plan
+    if plan is None:
+        raise UserError(f"--format auto needs a plan, and {str(source.path)!r} has none: name one with --plan.")
+    rules = (plan.default, *(precision for _, precision in plan.layers))
+    if not any(precision is not None and precision.sampling is not None for precision in rules):
+        if not any(precision is not None and precision.weight is not None for precision in rules):
+            raise UserError(
+                f"--format auto chooses by learned bitwidths or by casts of weights, and the plan of {str(source.path)!r} has "
+                "neither: name one with --plan."
+            )
+        return plan
+    tensors, _ = checkpoint.load(source.path)
+    sampled = load_pretrained(source.path)
+    convert(sampled, plan, emulate=True)
+    with torch.no_grad():
+        for name, parameter in sampled.named_parameters():
+            if (saved := tensors.get(f"model:{name}")) is not None and saved.shape == parameter.shape:
+                parameter.copy_(saved)
+    return plan_from_bitwidths(sampled, granularity="row", slack=slack, formats=("e2m1", "e4m3", "bf16"))

@@ -1,0 +1,69 @@
+"""Folders of models: their files, written whole or not at all, and JSON."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from dither.errors import UserError
+from dither.safe_files import Refused, from_json, read, sync
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+
+
+def write_json(path: Path, value: object) -> None:
+    try:
+        text = json.dumps(value, indent=2, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{path.name} cannot be written as JSON: {error}.") from None
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def check_new(folder: Path) -> None:
+    """Raise unless a folder is new or empty."""
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()) or (folder.is_dir() and any(folder.iterdir())):
+        raise UserError(f"A model is saved into a new or empty folder, and {str(folder)!r} is neither.")
+
+
+@contextmanager
+def appearing(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder to write into; rename it to `folder` after everything in it is on disk."""
+    check_new(folder)
+    folder = folder.absolute()
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        for path in sorted(partial.iterdir()):
+            sync(path)
+        sync(partial)
+        os.replace(partial, folder)
+        sync(folder.parent)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"The model could not be saved into {str(folder)!r}: {error}.") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a file that holds one JSON object. Links are followed, since Hugging Face's cache consists of them."""
+    if not path.is_file():
+        raise UserError(f"{path} is not a file.")
+    try:
+        value = from_json(read(path, follow=True))
+    except Refused as error:
+        raise UserError(f"{path} is not JSON that can be read: {error}.") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds {short(value)}, and not a JSON object.")
+    return value
+
+
+def short(value: object) -> str:
+    """Return a value from a file as JSON of at most 100 characters."""
+    text = json.dumps(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."

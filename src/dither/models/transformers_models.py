@@ -1,0 +1,162 @@
+"""Causal language models of transformers with the interface of ours."""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dither.errors import UserError
+from dither.models.causal import CausalLM, PlainLM
+from dither.models.folder_files import CONFIG, read_json, write_json
+from dither.models.presets import check_place, check_seed, skeleton
+
+MOST_LAYERS = 10_000
+"""Maximum number of layers, far above that of any model."""
+
+
+def stored_names(model: nn.Module) -> set[str]:
+    """Return the names in a model's state_dict, without those of state that training added to it.
+
+    >>> import dither
+    >>> from dither.models import build
+    >>> model = build("tiny")
+    >>> _ = dither.convert(model, dither.Plan().with_sampling(dither.Sampling()))
+    >>> len(model.state_dict()) - len(stored_names(model))  # a bitwidth for each of 14 layers
+    14
+    """
+    if isinstance(model, PlainLM):
+        return set(skeleton(model.config).state_dict())
+    with torch.device("meta"):
+        return set(type(model)(model.config).state_dict())
+
+
+class HuggingFace(CausalLM):
+    """A causal language model of transformers (`self.hf`) with our interface: `model(tokens, targets)` returns our loss.
+
+    Names of parameters begin with `hf.`; `model.config` is the config of transformers. Auxiliary losses of the model, such as
+    those of routers, are not included.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.hf = model
+
+    @property
+    def config(self) -> Any:
+        """Return the config of transformers."""
+        return self.hf.config
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """Return the blocks, first to last: the list with as many modules as the config has layers."""
+        layers = getattr(self.config, "num_hidden_layers", None)
+        for module in self.hf.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == layers:
+                return module
+        raise UserError(f"{type(self.hf).__name__} has no list of {layers} blocks, as many as its config has layers.")
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        """Return the token embedding."""
+        embedding: nn.Embedding = self.hf.get_input_embeddings()  # type: ignore[operator]
+        return embedding
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """Return the output layer, which `dither.convert` does not convert."""
+        layer: nn.Module | None = self.hf.get_output_embeddings()  # type: ignore[operator]
+        return layer
+
+    def logits(self, tokens_BS: Tensor) -> Tensor:
+        """Return logits [B, S, V] for tokens [B, S]."""
+        logits_BSV: Tensor = self.hf(input_ids=tokens_BS, use_cache=False).logits
+        return logits_BSV
+
+    def save(self, place: Path, extra: dict[str, Any], shard_bytes: int, dtype: torch.dtype | None = None) -> None:
+        """Write the model as transformers does, without what training added."""
+        names = stored_names(self.hf)
+        state = {name: tensor for name, tensor in self.hf.state_dict().items() if name in names}
+        if dtype is not None:
+            state = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+            extra = {"dtype": str(dtype).removeprefix("torch.")} | extra
+        self.hf.save_pretrained(place, state_dict=state, max_shard_size=shard_bytes)  # type: ignore[operator]
+        write_json(place / CONFIG, read_json(place / CONFIG) | extra)
+
+
+def hf(source: Any, *, seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> HuggingFace:
+    """Return any causal language model of transformers with our interface. Code that comes with a model is not run.
+
+    Args:
+        source: A model or a config. A model is a folder, or a name as transformers takes it; its weights must be safetensors.
+            A config is a file that ends in `.json`, a mapping with "model_type", or a config of transformers.
+        seed: Seed of the initial weights, if `source` is a config.
+        device: Device of the model.
+        dtype: Dtype of the parameters; None keeps that of the weights, or float32 for a config.
+
+        model = hf("Qwen/Qwen2.5-0.5B", device="cuda", dtype=torch.bfloat16)
+    """
+    check_seed(seed)
+    check_place(device, dtype or torch.float32)
+    try:
+        import transformers
+    except ImportError:
+        raise UserError(
+            f"The model {_named(source)} needs transformers, which is not installed: pip install transformers."
+        ) from None
+    if isinstance(source, str | os.PathLike) and Path(source).suffix != ".json":
+        return _pretrained(transformers, str(source), device, dtype)
+    config = read_json(Path(source)) if isinstance(source, str | os.PathLike) else source
+    if isinstance(config, Mapping):
+        fields = dict(config)
+        kind = fields.pop("model_type", None)
+        config = _call(source, lambda: transformers.AutoConfig.for_model(kind, **fields))
+    if not isinstance(config, transformers.PretrainedConfig):
+        raise UserError(f"hf takes a folder, the name of a model, or a config of transformers, not {_named(source)}.")
+    _check_sizes(source, config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made = _call(source, lambda: transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+    return HuggingFace(made.to(device=device, dtype=dtype or torch.float32)).train()
+
+
+def _pretrained(transformers: Any, source: str, device: torch.device | str, dtype: torch.dtype | None) -> HuggingFace:
+    _check_sizes(source, _call(source, lambda: transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)))
+    model, said = _call(
+        source,
+        lambda: transformers.AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True
+        ),
+    )
+    for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        if names := sorted(map(str, said.get(what) or ())):
+            raise UserError(
+                f"The weights of {source!r} do not fit its config: {what.replace('_', ' ')} {', '.join(names[:3])}."
+            )
+    return HuggingFace(model.to(device)).train()
+
+
+def _check_sizes(source: object, config: Any) -> None:
+    """Raise for a number of layers that would take very long to build, and for a hidden size below 1."""
+    if isinstance(layers := getattr(config, "num_hidden_layers", None), int) and layers > MOST_LAYERS:
+        raise UserError(f"The model {_named(source)} would have {layers!r:.40} layers, and the maximum is {MOST_LAYERS:,}.")
+    if isinstance(width := getattr(config, "hidden_size", None), int) and width < 1:
+        raise UserError(f"The model {_named(source)} would have a hidden size of {width}, and at least 1 is needed.")
+
+
+def _call(source: object, make: Callable[[], Any]) -> Any:
+    """Return `make()`; if transformers raises, raise a UserError with the first line of its message."""
+    try:
+        return make()
+    except Exception as error:  # transformers raises errors of many libraries for a bad file
+        words = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:")
+        raise UserError(f"transformers cannot create the model {_named(source)}: {words}.") from None
+
+
+def _named(source: object) -> str:
+    return (
+        repr(source if isinstance(source, str) else str(source))[:200]
+        if isinstance(source, str | os.PathLike)
+        else (f"of a {type(source).__name__}")
+    )

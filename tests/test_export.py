@@ -1,0 +1,395 @@
+"""Exported folders: every format is loaded by transformers with the logits of our dequantized model; what cannot be, is not."""
+
+import json
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from exported import SIZES, TOKENS, trained
+
+import dither
+from dither import Plan, UserError
+from dither.data import BYTES, train_bpe
+from dither.exporting import FORMATS
+from dither.exporting.checking import load
+from dither.exporting.formats import format_of
+from dither.models import LlamaConfig, build, hf, load_pretrained, save_pretrained
+from dither.precision import Cast, LayerPrecision, Sampling
+
+QUANTIZED = tuple(FORMATS)
+
+
+def read(folder):
+    """All tensors of a folder."""
+    return {
+        name: tensor
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, tensor in safetensors.torch.load_file(path).items()
+    }
+
+
+def config_of(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+# Round trips ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp16", *QUANTIZED])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral"])
+def test_transformers_loads_the_logits_of_the_dequantized_model(kind, format, tmp_path):
+    record = dither.export(trained(kind), tmp_path / "out", format=format, check=True)
+    assert record.check.difference <= 1e-5 * max(1, record.check.largest)
+    assert {layer.format for layer in record.layers if not layer.reason} == {format}
+    if format in QUANTIZED:
+        assert "lm_head" in {layer.name for layer in record.kept}
+        assert record.bytes < 2 * record.parameters
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp16"])
+def test_gpt2_is_exported_in_16_bits_and_refused_in_few(format, tmp_path):
+    assert dither.export(trained("gpt2"), tmp_path / "out", format=format, check=True).check.difference < 1e-5
+    with pytest.raises(UserError, match=r"No layer of GPT2 can be written in nvfp4: .*\[in, out\].* --format bf16, or GGUF"):
+        dither.export(trained("gpt2"), tmp_path / "other", format="nvfp4")
+    assert not (tmp_path / "other").exists()
+
+
+def by_hand(tensors, layer, format):
+    """The weight of a layer, from its tensors alone: the table of formats in docs/export.md."""
+    parts = {name.removeprefix(f"{layer}."): tensor for name, tensor in tensors.items() if name.startswith(f"{layer}.")}
+    if "weight_packed" in parts:
+        values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+        packed = parts["weight_packed"].long()
+        numbers = torch.stack((values[packed & 15], values[packed >> 4]), -1).flatten(1)
+    else:
+        numbers = parts["weight"].float()
+    scale = parts["weight_scale_inv" if format == "fp8-block" else "weight_scale"]
+    scale = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
+    scale = scale / parts["weight_global_scale"] if format == "nvfp4" else scale
+    rows, columns = (size // groups for size, groups in zip(numbers.shape, scale.shape, strict=True))
+    return numbers * scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+
+
+@pytest.mark.parametrize("format", QUANTIZED)
+def test_the_tensors_stand_for_the_weights_that_our_casts_give(format, tmp_path):
+    model = trained("llama")
+    dither.export(model, tmp_path / "out", format=format)
+    tensors = read(tmp_path / "out")
+    for layer in ("model.layers.0.mlp.down_proj", "model.layers.0.self_attn.o_proj"):  # not fused with others
+        weight = model.get_parameter(f"{layer}.weight").detach()
+        torch.testing.assert_close(by_hand(tensors, layer, format), dither.fake_quantize(weight, FORMATS[format].cast))
+
+
+def test_fused_layers_share_the_tensor_scale_of_nvfp4(tmp_path):
+    dither.export(trained("llama"), tmp_path / "out", format="nvfp4")
+    tensors = read(tmp_path / "out")
+    block = "model.layers.0"
+    for names in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
+        scales = {tensors[f"{block}.{name}.weight_global_scale"].item() for name in names}
+        largest = max(trained("llama").get_parameter(f"{block}.{name}.weight").abs().max().item() for name in names)
+        assert len(scales) == 1
+        assert scales.pop() == pytest.approx(448 * 6 / largest, rel=1e-6)
+
+
+def test_the_loss_after_the_cast_includes_casts_of_inputs(tmp_path):
+    logits = []
+
+    def evaluate(model):
+        logits.append(model(TOKENS))
+        return 0.0
+
+    dither.export(trained("qwen3"), tmp_path / "out", format="fp8-dynamic", evaluate=evaluate)
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)(TOKENS).logits
+    uncast = load(tmp_path / "out", quantized=True)(TOKENS).logits
+    # Ties of inputs are broken by the last bits of sums, so few tokens differ; without the casts of inputs all do.
+    apart = [(found - other).abs().amax(-1).median().item() for other in (logits[1], uncast)]
+    assert apart[0] < 1e-5 < 1e-3 < apart[1]
+
+
+def test_the_folder_is_loaded_without_arguments_in_bf16(tmp_path):
+    dither.export(trained("qwen3"), tmp_path / "out", format="mxfp4")
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    logits = found(TOKENS[:, :4]).logits
+    assert logits.dtype == torch.bfloat16
+    expected = load(tmp_path / "out", quantized=True)(TOKENS[:, :4]).logits
+    torch.testing.assert_close(logits.float(), expected, atol=0.1, rtol=0.1)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral", "gpt2"])
+def test_bf16_goes_from_transformers_to_us_and_back_bit_for_bit(kind, tmp_path):
+    first = trained(kind)
+    dither.export(first, tmp_path / "first", format="bf16")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "first")
+    theirs.save_pretrained(tmp_path / "theirs")  # as transformers writes it
+    ours = load_pretrained(tmp_path / "theirs") if kind in ("llama", "gpt2") else hf(str(tmp_path / "theirs"))
+    dither.export(ours, tmp_path / "ours", format="bf16")
+    before, after = read(tmp_path / "theirs"), read(tmp_path / "ours")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) and after[name].dtype == torch.bfloat16 for name in before)
+
+
+# Layers that do not fit ---------------------------------------------------------------------------------------------------
+
+
+def ragged(**changes):
+    return build(LlamaConfig(**{"hidden_size": 128, "intermediate_size": 192, **SIZES, **changes}))
+
+
+def test_a_layer_of_192_rows_stays_in_bf16_and_so_do_those_it_is_fused_with(tmp_path):
+    record = dither.export(ragged(), tmp_path / "out", format="fp8-block", check=True)
+    reasons = {layer.name.rpartition(".")[2]: layer.reason for layer in record.kept}
+    assert reasons["gate_proj"] == "192 x 128 is not a multiple of 128 x 128"
+    assert reasons["down_proj"] == "128 x 192 is not a multiple of 128 x 128"
+    assert reasons.keys() == {"gate_proj", "up_proj", "down_proj", "lm_head"}
+    kept = config_of(tmp_path / "out")["quantization_config"]["modules_to_not_convert"]
+    assert kept == [*(f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")), "lm_head"]
+    tensors = read(tmp_path / "out")
+    assert tensors["model.layers.0.mlp.gate_proj.weight"].dtype == torch.bfloat16
+    assert "model.layers.0.mlp.gate_proj.weight_scale_inv" not in tensors
+    assert "192 x 128 is not a multiple" in (tmp_path / "out" / "README.md").read_text()
+    assert json.loads((tmp_path / "out" / "dither_export.json").read_text())["layers"][-1]["reason"] == "the output layer"
+
+
+def test_keys_that_do_not_fit_keep_queries_and_values_in_bf16(tmp_path):
+    model = ragged(num_key_value_heads=1, intermediate_size=256)  # keys are 64 x 128
+    record = dither.export(model, tmp_path / "out", format="fp8-block", check=True)
+    reasons = {layer.name.rpartition(".")[2]: layer.reason for layer in record.kept}
+    assert reasons["q_proj"].startswith("model.layers.0.self_attn.k_proj stays in 16 bits")
+    assert reasons.keys() == {"q_proj", "k_proj", "v_proj", "lm_head"}
+
+
+@pytest.mark.parametrize(("format", "width"), [("mxfp4", 48), ("mxfp8", 48), ("nvfp4", 40), ("int8", 40), ("fp8-dynamic", 40)])
+def test_columns_that_do_not_fill_a_group_stay_in_bf16(format, width, tmp_path):
+    record = dither.export(ragged(intermediate_size=width), tmp_path / "out", format=format, check=True)
+    assert "model.layers.0.mlp.down_proj" in {layer.name for layer in record.kept}
+    assert "model.layers.0.self_attn.q_proj" not in {layer.name for layer in record.kept}
+
+
+def test_a_model_with_no_layer_that_fits_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"No layer of Llama can be written in fp8-block: .* 96 x 96 is not a multiple"):
+        dither.export(ragged(hidden_size=96), tmp_path / "out", format="fp8-block")
+
+
+def test_experts_that_transformers_cannot_read_are_kept_or_written_for_vllm(tmp_path):
+    record = dither.export(trained("mixtral"), tmp_path / "any", format="nvfp4")
+    assert any("engine='vllm'" in layer.reason for layer in record.kept)
+    record = dither.export(trained("mixtral"), tmp_path / "vllm", format="nvfp4", engine="vllm")
+    assert [layer.name for layer in record.kept] == ["lm_head"]
+    one = "model.layers.0.block_sparse_moe.experts.1"
+    tensors = read(tmp_path / "vllm")
+    assert tensors[f"{one}.w1.weight_global_scale"].shape == (1,)
+    assert torch.equal(tensors[f"{one}.w1.weight_global_scale"], tensors[f"{one}.w3.weight_global_scale"])
+    whole = trained("mixtral").get_parameter("model.layers.0.mlp.experts.gate_up_proj")[1].detach()
+    found = torch.cat([by_hand(tensors, f"{one}.{name}", "nvfp4") for name in ("w1", "w3")])
+    torch.testing.assert_close(found, dither.fake_quantize(whole, "nvfp4"))
+
+
+# Formats per layer --------------------------------------------------------------------------------------------------------
+
+
+def test_auto_takes_a_format_per_layer_from_a_plan(tmp_path):
+    layers = (
+        ("*.mlp.gate_proj", LayerPrecision(weight=Cast.parse("nvfp4"))),
+        ("*.mlp.up_proj", LayerPrecision(weight=Cast.parse("e4m3 row"))),  # fused with the gate: the wider one for both
+        ("*.mlp.down_proj", LayerPrecision(weight=Cast.parse("mxfp4"))),
+        ("*.o_proj", LayerPrecision(weight=Cast.parse("int8 row"))),
+    )
+    plan = Plan(layers=layers, default=LayerPrecision(weight=Cast.parse("bf16")))
+    record = dither.export(trained("llama"), tmp_path / "out", format="auto", plan=plan, check=True)
+    assert {layer.name.rpartition(".")[2]: layer.format for layer in record.layers} == {
+        **dict.fromkeys(("gate_proj", "up_proj"), "fp8-dynamic"),
+        "down_proj": "mxfp4",
+        "o_proj": "int8",
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj", "lm_head"), "bf16"),
+    }
+    quantization = config_of(tmp_path / "out")["quantization_config"]
+    assert quantization["format"] == "mixed-precision"
+    assert {group["format"]: group["targets"] for group in quantization["config_groups"].values()} == {
+        "float-quantized": ["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"],
+        "mxfp4-pack-quantized": ["model.layers.0.mlp.down_proj"],
+        "int-quantized": ["model.layers.0.self_attn.o_proj"],
+    }
+
+
+def test_auto_takes_formats_from_learned_bitwidths(tmp_path):
+    model = ragged(intermediate_size=256)
+    dither.convert(model, Plan().with_sampling(Sampling(b_init=6, b_target=3)))
+    learned = {"q_proj": 3.02, "k_proj": 2.5, "v_proj": 3.0, "o_proj": 5.0, "gate_proj": 3.0, "up_proj": 4.0, "down_proj": 6.0}
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if (b_t := learned.get(name.rpartition(".")[2])) is not None:
+                module.bitwidth.fill_((b_t - 3) / 3)
+    record = dither.export(model, tmp_path / "out", format="auto", check=True)
+    assert {layer.name.rpartition(".")[2]: layer.format for layer in record.layers} == {
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "nvfp4"),
+        **dict.fromkeys(("o_proj", "gate_proj", "up_proj"), "fp8-dynamic"),
+        **dict.fromkeys(("down_proj", "lm_head"), "bf16"),
+    }
+    assert not any("bitwidth" in name for name in read(tmp_path / "out"))
+
+
+def test_auto_takes_the_casts_of_a_converted_model_or_asks_for_a_plan(tmp_path):
+    record = dither.export(trained("llama"), tmp_path / "out", format="auto")
+    assert {layer.format for layer in record.layers} == {"fp8-block", "bf16"}
+    with pytest.raises(UserError, match="--plan"):
+        dither.export(ragged(), tmp_path / "other", format="auto")
+    with pytest.raises(UserError, match="use format='auto'"):
+        dither.export(ragged(), tmp_path / "other", format="mxfp4", plan=Plan())
+
+
+def test_every_format_is_its_own_in_a_plan():
+    assert all(format_of(each.cast) == name for name, each in FORMATS.items())
+
+
+# Files --------------------------------------------------------------------------------------------------------------------
+
+
+def test_large_models_are_written_in_several_files_with_an_index(tmp_path):
+    record = dither.export(trained("llama"), tmp_path / "out", format="mxfp4", max_shard_size="40KB", check=True)
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == set(files)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in read(tmp_path / "out").values())
+    assert record.bytes == sum((tmp_path / "out" / name).stat().st_size for name in files)
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, train_bpe(["low lower lowest"] * 20, 262)], ids=["bytes", "bpe"])
+def test_the_tokenizer_is_written_beside_the_weights(tokenizer, tmp_path):
+    model = build(LlamaConfig(**SIZES | {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 264}))
+    dither.export(model, tmp_path / "out", tokenizer=tokenizer)
+    found = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "the lowest naïve 日本 \x00 tab\tend"
+    assert found.encode(text, add_special_tokens=False) == tokenizer.encode(text)
+    assert found.decode(tokenizer.encode(text)) == text
+    assert found.eos_token_id == tokenizer.end
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == tokenizer.end == config_of(tmp_path / "out")["eos_token_id"]
+    found.save_pretrained(tmp_path / "theirs")
+    dither.export(model, tmp_path / "again", tokenizer=found)  # of transformers
+    dither.export(model, tmp_path / "third", tokenizer=tmp_path / "theirs")  # a folder
+    for folder in ("again", "third"):
+        assert transformers.AutoTokenizer.from_pretrained(tmp_path / folder).encode(text) == found.encode(text)
+
+
+def test_losses_and_provenance_are_in_the_card(tmp_path):
+    losses = iter([2.0, 2.25])
+    record = dither.export(
+        trained("llama"),
+        tmp_path / "out",
+        format="nvfp4",
+        evaluate=lambda model: next(losses),
+        provenance={"recipe": "fp8|block", "step": 7, "command": "dither export run -o out"},
+    )
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert (record.loss_before, record.loss_after) == (2.0, 2.25)
+    for text in (
+        "| before the cast | 2.00000 |",
+        "| recipe | fp8\\|block |",
+        "| nvfp4 | 7 |",
+        "dither export run -o out",
+        "torch",
+    ):
+        assert text in card
+    assert "held-out loss 2.0000 -> 2.2500 nats per token (+0.2500)" in str(record)
+    assert next(losses, None) is None
+
+
+def test_a_deployment_is_saved_in_the_dtype_of_its_formats(tmp_path):
+    model = ragged()
+    dither.deploy(model, Plan(default=LayerPrecision.of(weight="e4m3 block(32)"))).write(model)
+    assert next(model.parameters()).dtype == torch.float32
+    for name, options in (("own", {}), ("asked", {"dtype": torch.float32})):
+        save_pretrained(model, tmp_path / name, **options)
+        dtype = {tensor.dtype for tensor in read(tmp_path / name).values()}
+        assert dtype == {torch.bfloat16 if name == "own" else torch.float32}
+        assert config_of(tmp_path / name)["dtype"] == str(dtype.pop()).removeprefix("torch.")
+    wrapped = hf(
+        {"model_type": "qwen3", "hidden_size": 32, "intermediate_size": 32, "head_dim": 16, "num_key_value_heads": 2, **SIZES}
+    )
+    dither.deploy(wrapped, Plan(default=LayerPrecision.of(weight="fp16"))).write(wrapped)
+    save_pretrained(wrapped, tmp_path / "wrapped")
+    assert {tensor.dtype for tensor in read(tmp_path / "wrapped").values()} == {torch.float16}
+
+
+# Mistakes -----------------------------------------------------------------------------------------------------------------
+
+
+def changed(value):
+    model = ragged()
+    with torch.no_grad():
+        model.get_parameter("model.layers.0.mlp.down_proj.weight")[3, 5] = value
+    return model
+
+
+MISTAKES = {
+    "format": (lambda: (ragged(), {"format": "int4"}), "no export format 'int4' .*did you mean 'int8'"),
+    "engine": (lambda: (ragged(), {"engine": "sglang"}), "engine is 'any' or 'vllm', not 'sglang'"),
+    "size": (lambda: (ragged(), {"max_shard_size": "many"}), "such as 5GB or 500MB, not 'many'"),
+    "architecture": (lambda: (torch.nn.Sequential(torch.nn.Linear(4, 4)), {}), "causal language model .* not Sequential"),
+    "nan": (lambda: (changed(float("nan")), {"format": "mxfp4"}), "'model.layers.0.mlp.down_proj.weight' has NaN or Inf"),
+    "fp16": (lambda: (changed(1e6), {"format": "fp16"}), "beyond the range of fp16: use --format bf16"),
+    "tokenizer": (lambda: (ragged(), {"tokenizer": BYTES}), r"has 257 tokens, and the embedding .* 64 rows.*--tokenizer"),
+    "no tokenizer": (lambda: (ragged(), {"tokenizer": "nowhere"}), r"no tokenizer 'nowhere'.*--tokenizer"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_one_sentence_and_leave_nothing_behind(mistake, tmp_path):
+    make, message = MISTAKES[mistake]
+    model, options = make()
+    with pytest.raises(UserError, match=message) as caught:
+        dither.export(model, tmp_path / "out", **options)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_folder_is_refused(tmp_path):
+    (tmp_path / "kept.txt").write_text("mine")
+    with pytest.raises(UserError, match="new or empty folder"):
+        dither.export(ragged(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
+
+
+def test_adapters_are_merged_first(tmp_path):
+    import peft
+
+    model = hf(
+        {"model_type": "qwen3", "hidden_size": 32, "intermediate_size": 32, "head_dim": 16, "num_key_value_heads": 2, **SIZES}
+    ).hf
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2))
+    with pytest.raises(UserError, match="merge_and_unload"):
+        dither.export(adapted, tmp_path / "out")
+    dither.export(adapted.merge_and_unload(), tmp_path / "out")
+
+
+def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"needs compressed-tensors|needs transformers.*pip install 'dither\[export\]'"):
+        dither.export(trained("llama"), tmp_path / "out", format="mxfp4", check=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_check_finds_a_wrong_scale(tmp_path, monkeypatch):
+    from dither.exporting.formats import WeightFormat
+
+    right = WeightFormat.tensors
+
+    def wrong(self, codes, block_name="weight_scale"):
+        tensors = right(self, codes, block_name)
+        return {**tensors, block_name: tensors[block_name] * 1.01}
+
+    monkeypatch.setattr(WeightFormat, "tensors", wrong)
+    with pytest.raises(UserError, match="logits of the exported folder differ"):
+        dither.export(trained("llama"), tmp_path / "out", format="fp8-dynamic", check=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_few_bits_are_not_exported_again(tmp_path, capsys):
+    from dither import cli
+
+    dither.export(trained("llama"), tmp_path / "out", format="mxfp4")
+    assert cli.main(["export", str(tmp_path / "out"), "-o", str(tmp_path / "again")]) == 2
+    assert "are in few bits already" in capsys.readouterr().err
