@@ -13,7 +13,7 @@ from worlds import in_processes, needs_gloo, spread
 
 import dither
 from dither import LayerPrecision, Plan, UserError, convert, recipe
-from dither.nn.conversion import _converted
+from dither.nn.linear_sites import converted_layers
 from dither.safe_files import check_plain
 from dither.snip import Estimator, Goal, LayerStatistics, Schedule, Scores, Snip, Statistics, TrainingSetup, options, score
 from dither.snip.planning import choice_of
@@ -63,11 +63,11 @@ def make(model=None, estimate=None, **given):
 
 def narrow(model):
     """The layers that run in FP4 throughout."""
-    return {name for name, layer in _converted(model).items() if layer.precision == BOTH[7].precision}
+    return {name for name, layer in converted_layers(model).items() if layer.precision == BOTH[7].precision}
 
 
 def casts(model):
-    return {name: layer.precision for name, layer in _converted(model).items()}
+    return {name: layer.precision for name, layer in converted_layers(model).items()}
 
 
 def train(snip, steps):

@@ -13,8 +13,9 @@ from dither.errors import UserError
 from dither.experiments.evaluation import checkpoint_of
 from dither.models import hf, load_pretrained, preset
 from dither.models.presets import skeleton
-from dither.nn.conversion import _reasons, _sites
+from dither.nn.conversion import _reasons
 from dither.nn.deployment import _weight
+from dither.nn.linear_sites import find_sites
 from dither.numerics.report import WeightUpdate, finite
 from dither.numerics.updates import weight_and_update
 from dither.optim import AdamMini, AdamW, roles
@@ -119,7 +120,7 @@ def _of_huggingface(path: Path) -> Iterator[_Weight]:
         model = load_pretrained(path)
     except UserError:
         model = hf(str(path))  # transformers has more architectures
-    sites = _sites(model)
+    sites = find_sites(model)
     left = _reasons(model, Plan(default=LayerPrecision()), sites, (), ())
     for site in sites:
         if site.name not in left:

@@ -24,9 +24,9 @@ from dither.exporting.layout import Layout
 from dither.exporting.record import Export, ExportedLayer
 from dither.exporting.tokenizer_files import AnyTokenizer, check_fit, write_tokenizer
 from dither.models.folder_files import CONFIG, INDEX, WEIGHTS, appearing, check_new, write_json
-from dither.nn.conversion import _converted, _one
 from dither.nn.deployment import Evaluate, evaluating, plan_from_bitwidths
 from dither.nn.linear import Linear
+from dither.nn.linear_sites import converted_layers, linear_of
 from dither.precision import Plan
 from dither.safe_files import sync
 from dither.versions import versions
@@ -149,7 +149,7 @@ def _wanted(model: nn.Module, format: str, plan: Plan | None) -> Callable[[str],
 
 def _own_plan(model: nn.Module) -> Plan:
     """Return the plan of a model's learned bitwidths, or of the casts that its converted layers have."""
-    layers = {name: _one(layer) for name, layer in _converted(model).items()}
+    layers = {name: linear_of(layer) for name, layer in converted_layers(model).items()}
     if any(isinstance(layer, Linear) and layer.precision.sampling for layer in layers.values()):
         return plan_from_bitwidths(model, granularity="row", slack=SLACK, formats=("e2m1", "e4m3", "bf16"))
     if any(layer.precision.weight is not None for layer in layers.values()):

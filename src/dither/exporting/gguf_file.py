@@ -20,8 +20,8 @@ from dither.exporting.formats import GGUF_NAMES
 from dither.exporting.layout import Layout
 from dither.exporting.record import ExportedLayer
 from dither.exporting.tokenizer_files import AnyTokenizer, end_of, json_of
-from dither.nn.conversion import _output_layers, _sites
 from dither.nn.deployment import _weight
+from dither.nn.linear_sites import find_sites, output_layers
 from dither.ops import quantize
 
 GGUF: Mapping[str, str] = dict(zip(GGUF_NAMES, ("F16", "Q8_0", "MXFP4"), strict=True))
@@ -70,8 +70,8 @@ def write_gguf(layout: Layout, path: Path, format: str, tokenizer: AnyTokenizer 
         writer.add_tokenizer_model("none")
     else:
         _add_tokenizer(writer, tokenizer, layout.vocab_size)
-    weights = {_weight(site)[0]: site for site in _sites(layout.model)}
-    output = set(_output_layers(layout.model, list(weights.values())))
+    weights = {_weight(site)[0]: site for site in find_sites(layout.model)}
+    output = set(output_layers(layout.model, list(weights.values())))
     layers = []
     for name, tensor in layout.tensors().items():
         if not bool(tensor.isfinite().all()):

@@ -15,8 +15,8 @@ from torch import Tensor
 from dither.errors import UserError
 from dither.exporting.formats import FORMATS, WeightFormat
 from dither.exporting.layout import Layout
-from dither.nn.conversion import _experts_beside, _output_layers, _Site, _sites, _tuner_of
 from dither.nn.deployment import _weight
+from dither.nn.linear_sites import Site, experts_beside, find_sites, output_layers, tuner_of
 
 Engine = Literal["any", "vllm"]
 
@@ -28,7 +28,7 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 class Choice:
     """The format of a layer."""
 
-    site: _Site
+    site: Site
     parameter: str
     """The name of its weight in the model."""
     pieces: tuple[tuple[str, tuple[int, ...]], ...]
@@ -60,18 +60,18 @@ def choose(layout: Layout, wanted: Callable[[str], str], engine: Engine = "any")
         engine: "any" for files that transformers reads, "vllm" for those that vLLM reads.
     """
     model = layout.model
-    sites = _sites(model)
-    output = set(_output_layers(model, sites))
+    sites = find_sites(model)
+    output = set(output_layers(model, sites))
     choices = []
     for site in sites:
         parameter, weight, axis = _weight(site)
         pieces = tuple(layout.pieces(parameter, tuple(weight.shape)) or ())
         format, reason = wanted(layout.prefix + site.name), ""
-        if not site.parameter and (tuner := _tuner_of(model, site.name)):
+        if not site.parameter and (tuner := tuner_of(model, site.name)):
             raise UserError(f"The layer {site.name!r} is an adapter of {tuner}: merge adapters into the model first.")
         if site.name in output:
             reason = "the output layer"
-        elif not site.parameter and _experts_beside(model, site.name):
+        elif not site.parameter and experts_beside(model, site.name):
             reason = "a router or gate beside experts"
         elif site.obstacle:
             reason = site.obstacle
@@ -87,13 +87,13 @@ def choose(layout: Layout, wanted: Callable[[str], str], engine: Engine = "any")
     return _together(choices, engine)
 
 
-def _obstacle(format: WeightFormat, site: _Site, pieces: Sequence[tuple[str, tuple[int, ...]]], engine: Engine) -> str:
+def _obstacle(format: WeightFormat, site: Site, pieces: Sequence[tuple[str, tuple[int, ...]]], engine: Engine) -> str:
     if site.parameter and format.experts and engine == "any":
         return f"{format.experts}; engine='vllm' writes them"
     return next(filter(None, (format.obstacle(*shape) for _, shape in pieces)), "")
 
 
-def _group(site: _Site) -> str:
+def _group(site: Site) -> str:
     if site.parameter or ".experts." in site.name:
         return "experts"
     parent, _, last = site.name.rpartition(".")

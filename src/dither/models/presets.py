@@ -15,7 +15,7 @@ from dither.models import gpt2, gpt_neo, llama
 from dither.models.gpt2 import GPT2, GPT2Config
 from dither.models.gpt_neo import GPTNeo, GPTNeoConfig
 from dither.models.llama import Llama, LlamaConfig
-from dither.nn.conversion import _sites
+from dither.nn.linear_sites import find_sites
 from dither.precision import did_you_mean
 from dither.random import Stream
 
@@ -171,5 +171,5 @@ def flops_per_token(model_or_config: nn.Module | Config, sequence: int) -> int:
     if heads is None:
         raise UserError(f"{type(model).__name__} has no config with numbers of heads and layers.")
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    weights = sum(site.work for site in _sites(model))
+    weights = sum(site.work for site in find_sites(model))
     return int(6 * weights + 12 * config.num_hidden_layers * width * sequence)

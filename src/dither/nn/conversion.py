@@ -27,11 +27,11 @@ from dither.nn.conversion_record import alike
 from dither.nn.experts import ExpertsLinear
 from dither.nn.guidance import sampling_parameters, watch_guidance
 from dither.nn.linear import Linear
-from dither.nn.linear_sites import DTYPES, FALLBACKS, Layer, _all, _loaded, _one, _special
+from dither.nn.linear_sites import DTYPES, FALLBACKS, Layer, _all, _loaded, _special, linear_of
 from dither.nn.linear_sites import Fallback as Fallback
-from dither.nn.linear_sites import _converted as _converted
-from dither.nn.linear_sites import _Site as _Site
-from dither.nn.linear_sites import _sites as _sites
+from dither.nn.linear_sites import Site as Site
+from dither.nn.linear_sites import converted_layers as converted_layers
+from dither.nn.linear_sites import find_sites as find_sites
 from dither.nn.norms import cast_parameters, wide_parameters
 from dither.precision import PARTS, SAMPLINGS, LayerPrecision, Plan, Sampling, did_you_mean, matches
 from dither.recipes import recipe
@@ -82,12 +82,12 @@ def convert(
             "dither.convert takes the model itself, not what torch.compile returned: first dither.convert(model, plan), then "
             "dither.compile(model) or torch.compile(model)."
         )
-    if converted := _converted(model):
+    if converted := converted_layers(model):
         raise UserError(
             f"{type(model).__name__} is converted already: {next(iter(converted))!r} is a dither layer; "
             "change its precision with dither.apply_plan(model, plan)."
         )
-    sites = _sites(model)
+    sites = find_sites(model)
     skip, only = _patterns("skip", skip, sites), _patterns("only", only, sites)
     reasons = _reasons(model, plan, sites, skip, only, all_layers, filter_fn)
     chosen = {site.name: plan.for_layer(site.name) or LayerPrecision() for site in sites if site.name not in reasons}
@@ -106,7 +106,7 @@ def convert(
                 layer.belong_to(model)
     watch_guidance(model)
     record = _record(model, plan, sites, adopted, notes, reasons)
-    if any(_one(layer).weight.is_cuda for layer in adopted.values()):
+    if any(linear_of(layer).weight.is_cuda for layer in adopted.values()):
         cast = [layer for layer in record.layers if not layer.precision.uncast]
         hints.slow_engines([(layer.out_features, layer.in_features, layer.engines, layer.share) for layer in cast])
     return record
@@ -132,7 +132,7 @@ def apply_plan(model: nn.Module, plan: Plan | str, *, fallback: Fallback | None 
     _check_arguments(model, plan, fallback)
     model = _itself(model)
     layers = _between_steps(model)
-    sites = _sites(model)
+    sites = find_sites(model)
     chosen = _fitting(model, plan, layers)
     notes = _switch(layers, chosen, fallback, plan.compute)
     reasons = {site.name: "it was not converted" for site in sites if site.name not in layers}
@@ -179,12 +179,12 @@ def planned_otherwise(model: nn.Module, plan: Plan) -> bool:
     A layer that runs uncast or emulated because of `fallback` counts with the precision that it was given.
     """
     layers = _between_steps(_itself(model))
-    return any(_one(layer).planned != (plan.for_layer(name) or LayerPrecision()) for name, layer in layers.items())
+    return any(linear_of(layer).planned != (plan.for_layer(name) or LayerPrecision()) for name, layer in layers.items())
 
 
 def converted_names(model: nn.Module) -> list[str]:
     """Return the names of the converted layers of a model, as plans use them."""
-    return list(_converted(_itself(model)))
+    return list(converted_layers(_itself(model)))
 
 
 def _itself(model: nn.Module) -> nn.Module:
@@ -195,10 +195,10 @@ def _itself(model: nn.Module) -> nn.Module:
 
 def _between_steps(model: nn.Module) -> dict[str, Layer]:
     """Return the converted layers by name. Raise if there are none, or if a step is active."""
-    layers = _converted(model)
+    layers = converted_layers(model)
     if not layers:
         raise UserError(f"{type(model).__name__} has no converted layer: dither.convert(model, plan) comes first.")
-    if active := next((name for name, layer in layers.items() if _one(layer).step_state.active), None):
+    if active := next((name for name, layer in layers.items() if linear_of(layer).step_state.active), None):
         raise UserError(
             f"The layer {active!r} is inside a step_context, and plans change between steps: call this before the step_context "
             "or after it."
@@ -257,7 +257,7 @@ def _check_arguments(model: nn.Module, plan: Plan, fallback: str | None) -> None
 def _reasons(
     model: nn.Module,
     plan: Plan,
-    sites: list[_Site],
+    sites: list[Site],
     skip: Sequence[str],
     only: Sequence[str],
     all_layers: bool = False,
@@ -290,7 +290,7 @@ def _reasons(
     return reasons
 
 
-def _patterns(argument: str, names: str | Iterable[str], sites: list[_Site]) -> tuple[str, ...]:
+def _patterns(argument: str, names: str | Iterable[str], sites: list[Site]) -> tuple[str, ...]:
     patterns = (names,) if isinstance(names, str) else tuple(names)
     for pattern in patterns:
         if not isinstance(pattern, str):
@@ -333,11 +333,11 @@ def _switch(
 ) -> dict[str, str]:
     """Apply all precisions, or none if any of them fails. Return {layer: reason for its fallback, or ""}."""
     notes = {name: _obstructed(layer, chosen[name], fallback, compute) for name, layer in layers.items()}
-    uncast = {name for name, layer in layers.items() if notes[name] and (fallback or _one(layer).fallback) == "bf16"}
+    uncast = {name for name, layer in layers.items() if notes[name] and (fallback or linear_of(layer).fallback) == "bf16"}
     precisions = {name: LayerPrecision() if name in uncast else chosen[name] for name in layers}
     known = _known_precisions(layers) | set(precisions.values())
     for name, layer in layers.items():
-        one = _one(layer)
+        one = linear_of(layer)
         treatment = fallback or one.fallback
         emulates = bool(notes[name]) and treatment == "emulate"
         changed = (precisions[name], emulates) != (one.precision, one.emulates_here)
@@ -353,12 +353,12 @@ def _switch(
 
 def _known_precisions(layers: dict[str, Layer]) -> set[LayerPrecision]:
     """Return all precisions that layers have, have had, or were prepared for."""
-    return set().union(*(_one(layer).known_precisions for layer in layers.values()))
+    return set().union(*(linear_of(layer).known_precisions for layer in layers.values()))
 
 
 def _obstructed(layer: Layer, precision: LayerPrecision, fallback: Fallback | None, compute: str) -> str:
     """Return the reason why a layer cannot run in a precision on its device, or "". Raise it if `fallback` is "error"."""
-    one = _one(layer)
+    one = linear_of(layer)
     treatment = fallback or one.fallback
     try:
         if isinstance(layer, ExpertsLinear) and precision.sampled:
@@ -396,7 +396,7 @@ def _try_engines(one: Linear, precision: LayerPrecision, name: str, compute: str
 def _record(
     model: nn.Module,
     plan: Plan,
-    sites: list[_Site],
+    sites: list[Site],
     layers: dict[str, Layer],
     notes: dict[str, str],
     reasons: dict[str, str],
@@ -408,7 +408,7 @@ def _record(
         if site.name in reasons:
             left.append(LeftAlone(site.name, reasons[site.name], share))
             continue
-        layer = _one(layers[site.name])
+        layer = linear_of(layers[site.name])
         by_product = dict.fromkeys(PRODUCTS, "torch") if layer.precision.uncast else layer.engines(layer.weight.device)
         engines = tuple(by_product[product] for product in PRODUCTS)
         size = site.out_features, site.in_features
@@ -421,7 +421,7 @@ def _record(
     return Conversion(plan, tuple(converted), tuple(left))
 
 
-def _why_nothing(sites: list[_Site], reasons: dict[str, str]) -> str:
+def _why_nothing(sites: list[Site], reasons: dict[str, str]) -> str:
     if not sites:
         return "it has no linear layer"
     return "; ".join(f"{name!r}: {reason}" for name, reason in list(reasons.items())[:3]) + (

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from dither.bitwidths import DEPLOYABLE, VARIANCE, capacity, deployable
 from dither.errors import UserError
 from dither.formats import Format
-from dither.nn.conversion import _reasons, _Site, _sites
+from dither.nn.conversion import _reasons
 from dither.nn.linear import Linear
+from dither.nn.linear_sites import Site, find_sites
 from dither.ops import quantize
 from dither.precision import Cast, Granularity, LayerPrecision, Plan, Sampling
 from dither.reference.sampling import block_amax
@@ -347,7 +348,7 @@ def deploy(model: nn.Module, plan: Plan, *, evaluate: Evaluate | None = None) ->
     if not isinstance(plan, Plan):
         raise UserError(f"deploy takes a Plan that casts weights, not {plan!r}; plan_from_bitwidths(model) makes one.")
     cast_weights: dict[str, tuple[DeployedLayer, Tensor]] = {}
-    sites = _sites(model)
+    sites = find_sites(model)
     left_alone = _reasons(model, plan, sites, (), ())
     for site in sites:
         precision = plan.for_layer(site.name)
@@ -405,7 +406,7 @@ def deploy_blocks(
     return _evaluated(model, cast_weights, evaluate)
 
 
-def _weight(site: _Site) -> tuple[str, Tensor, int]:
+def _weight(site: Site) -> tuple[str, Tensor, int]:
     """Return the name of a layer's parameter, its weight, and the contraction axis."""
     if site.parameter:  # experts, [experts, out, in] or [experts, in, out]
         axis = 1 if getattr(site.module, "is_transposed", False) else -1

@@ -26,7 +26,7 @@ NARROW, LONG = 64, 16
 
 
 @dataclass(frozen=True)
-class _Site:
+class Site:
     """A linear layer of a model: its name, its size, and the reason why it cannot be converted, or ""."""
 
     name: str
@@ -75,12 +75,12 @@ def _all(layer: Layer) -> list[Linear]:
     return [layer] if isinstance(layer, Linear) else list(layer.experts)  # type: ignore[arg-type]
 
 
-def _one(layer: Layer) -> Linear:
+def linear_of(layer: Layer) -> Linear:
     """Return a layer itself, or one of its experts, which have the same settings."""
     return layer if isinstance(layer, Linear) else layer.first
 
 
-def _sites(model: nn.Module) -> list[_Site]:
+def find_sites(model: nn.Module) -> list[Site]:
     """Return every linear layer, converted or not, in the model's order."""
     sites = []
     across = [Conv1D, *filter(None, [_loaded("transformers.pytorch_utils", "Conv1D")])]
@@ -91,13 +91,13 @@ def _sites(model: nn.Module) -> list[_Site]:
         if isinstance(module, nn.Linear):
             obstacle = _obstacle(module, parent, Output if isinstance(module, Output) else nn.Linear)
             size = module.out_features, module.in_features
-            sites.append(_Site(name, module, *size, obstacle=obstacle))
+            sites.append(Site(name, module, *size, obstacle=obstacle))
         elif base := next((kind for kind in across if isinstance(module, kind)), None):
             # GPT-2: a linear layer whose weight is [in, out].
-            sites.append(_Site(name, module, module.nf, module.nx, obstacle=_obstacle(module, parent, base)))
+            sites.append(Site(name, module, module.nf, module.nx, obstacle=_obstacle(module, parent, base)))
         else:
             sites += [
-                _Site(
+                Site(
                     f"{name}.{matrix.parameter}",
                     module,
                     matrix.out_features,
@@ -136,7 +136,7 @@ def _obstacle(module: nn.Module, parent: nn.Module, base: type[nn.Module]) -> st
     return ""
 
 
-def _converted(model: nn.Module) -> dict[str, Layer]:
+def converted_layers(model: nn.Module) -> dict[str, Layer]:
     """Return the converted layers by the names that plans use."""
     layers: dict[str, Layer] = {}
     for name, module in model.named_modules():
@@ -147,7 +147,7 @@ def _converted(model: nn.Module) -> dict[str, Layer]:
     return layers
 
 
-def _output_layers(model: nn.Module, sites: list[_Site]) -> list[str]:
+def output_layers(model: nn.Module, sites: list[Site]) -> list[str]:
     """Return the names of the output layer, by the rules in `dither.nn.conversion`."""
     get_output = getattr(model, "get_output_embeddings", None)
     if callable(get_output) and (layer := get_output()) is not None:
@@ -160,24 +160,24 @@ def _output_layers(model: nn.Module, sites: list[_Site]) -> list[str]:
     return [site.name for site in sites if not site.parameter and site.out_features in rows][-1:]
 
 
-def _special(model: nn.Module, sites: list[_Site]) -> dict[str, str]:
+def _special(model: nn.Module, sites: list[Site]) -> dict[str, str]:
     """Return {layer: description} of the layers that are not converted by default, by the rules in `dither.nn.conversion`."""
-    output = set(_output_layers(model, sites))
+    output = set(output_layers(model, sites))
     special = {}
     for site in sites:
         small, large = sorted((site.out_features, site.in_features))
         if site.name in output:
             special[site.name] = "the output layer"
-        elif not site.parameter and (tuner := _tuner_of(model, site.name)):
+        elif not site.parameter and (tuner := tuner_of(model, site.name)):
             special[site.name] = f"an adapter of {tuner}"
-        elif not site.parameter and site.out_features == _experts_beside(model, site.name):
+        elif not site.parameter and site.out_features == experts_beside(model, site.name):
             special[site.name] = f"a router to {site.out_features} experts"
         elif 0 < small <= NARROW and large >= LONG * small:
             special[site.name] = f"narrow, {site.out_features} x {site.in_features}, like adapters and routers"
     return special
 
 
-def _tuner_of(model: nn.Module, name: str) -> str:
+def tuner_of(model: nn.Module, name: str) -> str:
     """Return the class name of the PEFT layer in which `name` is an adapter, or "" for other layers and adapted ones."""
     base = _loaded("peft.tuners.tuners_utils", "BaseTunerLayer")
     parts = name.split(".")
@@ -188,7 +188,7 @@ def _tuner_of(model: nn.Module, name: str) -> str:
     return ""
 
 
-def _experts_beside(model: nn.Module, name: str) -> int:
+def experts_beside(model: nn.Module, name: str) -> int:
     """Return the number of experts next to the layer `name`, in the same module; 0 if there are none."""
     beside = getattr(model.get_submodule(name.rpartition(".")[0]), "experts", None)
     if isinstance(beside, nn.ModuleList):

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from dither.bitwidths import allocate, capacity, safe_bitwidth
 from dither.errors import UserError
-from dither.nn.conversion import _patterns, _reasons, _sites
+from dither.nn.conversion import _patterns, _reasons
 from dither.nn.deployment import _printed, _weight, evaluating, replaced
+from dither.nn.linear_sites import find_sites
 from dither.precision import LayerPrecision, Plan, Sampling
 from dither.random import Stream
 from dither.reference.sampling import block_amax
@@ -155,7 +156,7 @@ def choose_targets(
     high = safe_bitwidth(operator, sampling.noise) if high is None else high
     tolerance = 0.005 if tolerance is None and mean is None else tolerance
     _check(batches, tolerance, probes, draws, low, high)
-    plan, sites = Plan(default=LayerPrecision()), _sites(model)
+    plan, sites = Plan(default=LayerPrecision()), find_sites(model)
     left_alone = _reasons(model, plan, sites, _patterns("skip", skip, sites), _patterns("only", only, sites))
     weights = {site.name: _weight(site)[:2] for site in sites if site.name not in left_alone and not site.parameter}
     if not weights:
@@ -206,7 +207,7 @@ def measure_rise(
     >>> rise, deviation = measure_rise(model, lambda m, x: m(x).square().mean(), [torch.randn(200, 64)], {"0": 5.0, "2": 4.0})
     """
     sampling = sampling or Sampling()
-    sites = {site.name: site for site in _sites(model) if not site.parameter}
+    sites = {site.name: site for site in find_sites(model) if not site.parameter}
     if unknown := [layer for layer in bitwidths if layer not in sites]:
         raise UserError(f"There is no linear layer {unknown[0]!r} in {type(model).__name__}: there are {', '.join(sites)}.")
     if draws < 2:

@@ -11,7 +11,8 @@ from torch import nn
 from dither import devices
 from dither.engines import ALIGNMENT, engines_of
 from dither.errors import UserError
-from dither.nn.conversion import _reasons, _sites
+from dither.nn.conversion import _reasons
+from dither.nn.linear_sites import find_sites
 from dither.precision import LayerPrecision, Plan
 from dither.recipes import recipe, recipe_name
 from dither.snip.layer_options import Option
@@ -109,7 +110,7 @@ def candidates_of(recipes: Sequence[str]) -> tuple[Option, ...]:
 
 def layer_shapes(model: nn.Module, tokens: int) -> dict[Shape, list[str]]:
     """Return the names of the layers that `dither.convert` converts, by shape (M, N, K)."""
-    sites = _sites(model)
+    sites = find_sites(model)
     left_alone = _reasons(model, Plan(default=LayerPrecision()), sites, (), ())
     found: dict[Shape, list[str]] = {}
     for site in sites:
