@@ -27,12 +27,17 @@ THIN = 4
 
 
 def thin() -> list[int]:
-    """Choose the combinations of eager code with most pairs: compiling takes longer than all of them together."""
+    """Choose combinations of eager code: first those with most new values, then those with most new pairs.
+
+    Compiling takes longer than all of them together.
+    """
     chosen: list[int] = []
     while len(chosen) < THIN:
-        known = set().union(*(ROWS[number].pairs for number in chosen))
+        pairs = set().union(*(ROWS[number].pairs for number in chosen))
+        values = {each for number in chosen for each in enumerate(ROWS[number].values)}
         eager = [number for number, row in enumerate(ROWS) if row.blocks == "eager" and number not in chosen]
-        chosen.append(max(eager, key=lambda number: (len(ROWS[number].pairs - known), -number)))
+        gain = {number: len(set(enumerate(ROWS[number].values)) - values) for number in eager}
+        chosen.append(max(eager, key=lambda number: (gain[number], len(ROWS[number].pairs - pairs), -number)))
     return chosen
 
 

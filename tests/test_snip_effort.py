@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,8 +13,11 @@ from torch import nn
 import dither
 from dither import Stream, UserError
 from dither.models import PRESETS, Llama
+from dither.optim.shards import Shard
 from dither.snip import Estimator, Goal, Schedule, Snip, options, score
+from dither.snip.dry_run import DryRun
 from dither.snip.effort import PASS, choose_effort
+from dither.snip.sampled_rows import SampledRows
 
 LEVELS = options("fp8,fp4")
 
@@ -129,6 +133,44 @@ def test_all_layers_at_once_rank_as_one_at_a_time():
         if option.name.count("fp4") == 1:
             column = [[row[place] for row in scores.weights] for scores in (joint, measured)]
             assert spearmanr(*column).statistic > 0.85, option.name
+
+
+def test_some_rows_stand_for_all():
+    """Every third of 800 rows: norms of changes within the error of such a sample, whole steps where elements are not alone."""
+    torch.manual_seed(0)
+    layer = dither.Linear(64, 800, name="up")
+    for kind, samples in ((torch.optim.AdamW, True), (torch.optim.Muon, False)):
+        optimizer = kind([layer.weight], lr=1e-2)
+        x = torch.randn(32, 64)
+        for _ in range(2):
+            layer(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        dry_run = DryRun(layer, [x], optimizer, stream=Stream(0, "snip", ""), forward=lambda model, x: model(x).square().mean())
+        with dry_run.borrowed():
+            base = dry_run.run()
+            with dry_run.cast("", dither.LayerPrecision(input=LEVELS[-1].cast("forward", "input"))):
+                found = dry_run.run()
+        exact = dry_run.change(found, dry_run.updates(base))
+        squares = (dry_run.updates(found)[""] - dry_run.updates(base)[""]).square().sum(1)
+        error = float(squares.std() / squares.mean()) / math.sqrt(267) / 2  # of a norm, from the spread of the rows' squares
+        dry_run.sampled = True
+        updates = dry_run.updates(base)
+        assert len(updates[""]) == (267 if samples else 800)
+        assert float(dry_run.change(found, updates)) == pytest.approx(float(exact), rel=5 * error)
+
+
+def test_sampled_rows_do_not_depend_on_the_sharding():
+    stream, weight = Stream(0, "snip", ""), torch.arange(1000.0).view(-1, 1).expand(-1, 3).contiguous()
+    whole = SampledRows.of(weight, 256)
+    assert whole.every == 3
+    cut = [SampledRows(3, (Shard(0, end - start, start, 0),), whole.factor) for start, end in ((0, 400), (400, 1000))]
+    shards = [weight[:400], weight[400:]]
+    assert torch.equal(torch.cat([rows.take(x) for rows, x in zip(cut, shards, strict=True)]), whole.take(weight))
+    signs = torch.cat([rows.signs(stream, x) for rows, x in zip(cut, shards, strict=True)])
+    assert torch.equal(signs, whole.signs(stream, weight))
+    assert signs.abs().eq(1).all()
+    assert abs(float(signs.mean())) < 5 / math.sqrt(signs.numel())
 
 
 def test_joint_refuses_weights_that_differ_by_product():

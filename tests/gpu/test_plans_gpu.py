@@ -22,7 +22,7 @@ def config(folder: Path, name: str, *more: str) -> Config:
         for i in range(60):
             (text / f"{i:02d}.txt").write_text(" ".join(f"{i} bottles of beer, {i + n} bottles of beer." for n in range(40)))
     small = ["data.sequence=128", "data.batch=8", "data.micro_batch=4", "run.steps=18", "run.eval_every=0", "run.save_every=8"]
-    small += ["run.sample_every=0", "run.device=cuda", "guard.spike=ignore", "optim.schedule=constant"]
+    small += ["data.held_out=0.2", "run.sample_every=0", "run.device=cuda", "guard.spike=ignore", "optim.schedule=constant"]
     return configs.override(Config(), [f'data.sources=["{text}"]', f'run.out="{folder / name}"', *small, *more])
 
 

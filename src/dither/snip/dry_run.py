@@ -27,12 +27,16 @@ from dither.precision import LayerPrecision
 from dither.random import Stream
 from dither.ranks import gather
 from dither.snip.optimizer_state import update_rules_of
+from dither.snip.sampled_rows import SampledRows
 from dither.snip.settings import TrainingSetup
 from dither.snip.statistics import Collector, Statistics, cut_by_tensor_parallelism, layers_of
 from dither.snip.update_rules import UpdateRule
 
 Forward = Callable[[nn.Module, Any], Tensor | None]
 """(model, batch) -> 0-d loss, under the autocast of training. In a pipeline, all stages but the last return None."""
+
+MOST_ROWS = 256
+"""Rows of a weight that stand for all of them, if updates are sampled."""
 
 ROWS = 1 << 20
 """Distance of the random bits of two micro-batches, in rows: more than the tokens of a micro-batch."""
@@ -131,6 +135,8 @@ class DryRun:
         """First row of the random bits of the current micro-batch."""
         self._micro = 1
         """Micro-batches into which a pipeline splits a batch."""
+        self.sampled = False
+        """True if `updates` and `change` look at some rows of large weights only: less time, and nearly the same norms."""
         self.count = 0
         """Number of passes over a micro-batch so far, forward and backward."""
         others = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -297,13 +303,25 @@ class DryRun:
         at.row(self.row)
 
     def updates(self, found: LossAndGradients) -> dict[str, Tensor]:
-        """Return what the optimizer's step would subtract from each layer's weight, without decoupled decay."""
-        return {name: self.rules[name].update(found.scale * g) for name, g in found.gradients.items()}
+        """Return what the optimizer's step would subtract from each layer's weight, without decoupled decay.
+
+        With `sampled`, for evenly spaced rows of it only.
+        """
+        return {name: self._update(name, found) for name in found.gradients}
 
     def change(self, found: LossAndGradients, baseline: Mapping[str, Tensor]) -> Tensor:
         """Return |u_i - baseline_i| / |W_i| of each layer i: the relative change of its next weights, float64[layers]."""
-        moved = (self.rules[name].update(found.scale * g) - baseline[name] for name, g in found.gradients.items())
+        moved = (self.rows_of(name).factor * (self._update(name, found) - baseline[name]) for name in found.gradients)
         return self.norms(moved) / self.sizes
+
+    def _update(self, name: str, found: LossAndGradients) -> Tensor:
+        rows = self.rows_of(name)
+        return rows.rule(self.rules[name]).update(found.scale * rows.take(found.gradients[name]))
+
+    def rows_of(self, name: str) -> SampledRows:
+        """Return the rows of a weight that stand for all."""
+        elementwise = self.sampled and self.rules[name].elementwise
+        return SampledRows.of(self.weights[name], MOST_ROWS if elementwise else None)
 
     def norms(self, parts: Iterable[Tensor]) -> Tensor:
         """Return the norms of tensors in the shapes of this rank's weights (or shards): float64[layers], over all stages."""

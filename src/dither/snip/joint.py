@@ -33,7 +33,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from dither.errors import UserError
 from dither.nn.linear import Linear
 from dither.nn.tensor_parallel import local
-from dither.optim.shards import as_matrix, shards
 from dither.precision import Cast, LayerPrecision
 from dither.random import Stream
 from dither.snip import divergence
@@ -188,7 +187,7 @@ def _all_cast(dry_run: DryRun, statistics: Statistics, options: Sequence[Option]
 
 
 class _Slopes:
-    """The moves c_i z_i / sqrt(b_i) of the weights; c_i is recomputed whenever it is needed, so that no copy of all is kept."""
+    """The moves c_i z_i / sqrt(b_i) of the weights, or of rows that stand for all of a weight's, enlarged accordingly."""
 
     def __init__(self, dry_run: DryRun, base: LossAndGradients, sizes: Sequence[float], shares: Sequence[float]) -> None:
         """Take norms of changes with all layers cast: of gradients (`sizes`), and of steps relative to |W| (`shares`)."""
@@ -197,38 +196,40 @@ class _Slopes:
         self._norms = dict(zip(dry_run.names, dry_run.sizes.tolist(), strict=True))
 
     def _slope(self, name: str) -> Tensor:
-        """Return c_i / sqrt(b_i) in the shape of this rank's shard, float32."""
-        scale, weight = self._base.scale, self._dry_run.weights[name]
+        """Return c_i / sqrt(b_i) of the rows that stand for all of this rank's shard, float32."""
+        dry_run, scale, rows = self._dry_run, self._base.scale, self._dry_run.rows_of(name)
+        g = rows.take(self._base.gradients[name])
         if not self._shares[name] or not self._norms[name] or not self._sizes[name]:
-            return torch.zeros_like(local(weight), dtype=torch.float32)
-        change = scale * SIZE * self._sizes[name] / math.sqrt(weight.numel())
-        slope = self._dry_run.rules[name].secant(scale * self._base.gradients[name], change)
-        return slope.mul_(scale / (self._norms[name] * math.sqrt(self._shares[name])))
+            return torch.zeros_like(g)
+        change = scale * SIZE * self._sizes[name] / math.sqrt(dry_run.weights[name].numel())
+        slope = rows.rule(dry_run.rules[name]).secant(scale * g, change)
+        return slope.mul_(scale * rows.factor / (self._norms[name] * math.sqrt(self._shares[name])))
 
     @contextmanager
     def moved(self) -> Iterator[float]:
-        """Move all weights inside the context; yield the factor of their moves."""
+        """Move rows of all weights inside the context; yield the factor of their moves."""
         dry_run = self._dry_run
-        relative = dry_run.norms(self._slope(name) for name in dry_run.weights) / dry_run.sizes.clamp(min=1e-30)
+        slopes = {name: self._slope(name) for name in dry_run.weights}
+        relative = dry_run.norms(slopes.values()) / dry_run.sizes.clamp(min=1e-30)
         size = MOVE / max(float(relative.square().mean().sqrt()), 1e-30)
-        kept = {name: local(weight).detach().clone() for name, weight in dry_run.weights.items()}
+        kept = {name: rows.clone() for name, rows in self._rows()}
         try:  # `.data` keeps the versions of the weights: they end as they began
-            for name, weight in dry_run.weights.items():
-                local(weight).data.add_((size * self._slope(name) * _signs(dry_run.stream, name, weight)).to(weight.dtype))
+            for name, rows in self._rows():
+                signs = dry_run.rows_of(name).signs(_stream(dry_run.stream, name), dry_run.weights[name])
+                rows.add_((size * slopes.pop(name) * signs).to(rows.dtype))
             yield size
         finally:
-            for name, weight in dry_run.weights.items():
-                local(weight).data.copy_(kept[name])
+            for name, rows in self._rows():
+                rows.copy_(kept[name])
+
+    def _rows(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the rows of each weight that move, as views."""
+        for name, weight in self._dry_run.weights.items():
+            yield name, self._dry_run.rows_of(name).take(local(weight).data)
 
 
-def _signs(stream: Stream, name: str, weight: Tensor) -> Tensor:
-    """Return random signs in the shape of this rank's shard of a weight, the same for any sharding."""
-    own = Stream(stream.seed, f"{stream.purpose} signs", f"{stream.name}.{name}")
-    found = torch.empty(local(weight).shape, dtype=torch.float32, device=weight.device)
-    for part in shards(weight):
-        rows = as_matrix(found)[part.start : part.end]
-        rows.copy_((own.bits(0, rows.shape, (part.row, part.column), width=8, device=weight.device) & 1) * 2 - 1)
-    return found
+def _stream(stream: Stream, name: str) -> Stream:
+    return Stream(stream.seed, f"{stream.purpose} signs", f"{stream.name}.{name}")
 
 
 def _totals(dry_run: DryRun, found: Mapping[tuple[str, str], Sequence[Tensor]], operand: str) -> list[float]:

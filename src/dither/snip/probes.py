@@ -97,6 +97,7 @@ def estimate(
 ) -> Scores:
     """Return the scores of the layers of a dry run; with the probes "measure", "layer" and "direct", of those in `only`."""
     began, passes, beside = time.perf_counter(), dry_run.count, joint.Rows(dry_run)
+    dry_run.sampled = True
     with dry_run.borrowed():
         collected = collecting(dry_run.model, options, stream=dry_run.stream, some=dry_run.pipeline is None, only=only)
         with collected as seen, beside.kept() if probe == "joint" else nullcontext():

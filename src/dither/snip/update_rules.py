@@ -50,6 +50,11 @@ class UpdateRule:
         found: Tensor = torch.linalg.vector_norm(self.slope(g), dtype=torch.float32)
         return found
 
+    @property
+    def elementwise(self) -> bool:
+        """Return True if the update of an element depends on its own gradient and states only."""
+        return True
+
     def secant(self, g: Tensor, size: Tensor | float) -> Tensor:
         """Return the change of each update per change of its own gradient, from g - size to g + size; float32 like g.
 
@@ -62,7 +67,7 @@ class UpdateRule:
         return (self.update(g + size) - self.update(g - size)).abs() / (2 * size)
 
     def whole(self: _Rule, gather: Callable[[Tensor], Tensor]) -> _Rule:
-        """Return the rule of the whole weight; `gather` turns this rank's shard into the whole tensor."""
+        """Return the rule of another part of the weight, such as all of it; `gather` turns this rank's shard into that part."""
         parts = {name: getattr(self, name) for name in self.TENSORS}
         return replace(self, **{name: gather(part) for name, part in parts.items() if part is not None})  # type: ignore[type-var]
 
@@ -101,6 +106,11 @@ class AdamRule(UpdateRule):
     decay: Tensor | None = None
     """Coupled weight decay: weight_decay * w; None without weight decay or if it is decoupled."""
     maximize: bool = False
+
+    @property
+    def elementwise(self) -> bool:
+        """Return True unless elements share a second moment, as in Adam-mini."""
+        return self.runs is None
 
     def after(self, g: Tensor) -> tuple[Tensor, Tensor]:
         """Return m' and v', the moments after a step with the gradient g."""
@@ -322,6 +332,11 @@ class MuonRule(UpdateRule):
     steps: int
     eps: float
     t: int | None = None
+
+    @property
+    def elementwise(self) -> bool:
+        """Return False: every element depends on the whole gradient."""
+        return False
 
     def _direction(self, g: Tensor) -> Tensor:
         b = torch.lerp(self.buffer, g.float(), 1 - self.momentum)
