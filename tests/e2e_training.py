@@ -376,7 +376,7 @@ def train_and_resume(combination: Combination, setup: Setup, folder: Path) -> tu
     for plain in (before[1], after[1]):
         plain["others"].pop("time", None)
         if pending := (plain["others"].get("snip") or {}).get("pending"):  # how far the solver was, and how long it took
-            pending["answer"], pending["scores"]["seconds"] = None, 0.0
+            pending["answer"], pending["scores"]["seconds"], pending["scores"]["pause"] = None, 0.0, 0.0
     return trace, sorted(different) + [f"plain {key}" for key in before[1] if before[1][key] != after[1].get(key)]
 
 

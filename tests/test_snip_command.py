@@ -133,7 +133,8 @@ def without_seconds(plain):
     """What a run keeps beside its state; how long an estimate took differs from time to time."""
     others = json.loads(json.dumps(plain["others"]))
     if others["snip"]["pending"]:
-        del others["snip"]["pending"]["scores"]["seconds"]
+        for clock in ("seconds", "pause"):
+            del others["snip"]["pending"]["scores"][clock]
     return others
 
 
