@@ -40,7 +40,7 @@ class Listener:
 
 
 @pytest.mark.parametrize(
-    "sampling", [(), ("precision.sampling.parts=od", "precision.sampling.b_init=2")], ids=["plain", "sampled"]
+    "sampling", [(), ("precision.sampling.parts=od", "precision.sampling.b_init=4")], ids=["plain", "sampled"]
 )
 @pytest.mark.parametrize("snip", [(), ("snip.target=0.5", "snip.start=2", "snip.delay=2")], ids=["no snip", "snip"])
 @pytest.mark.filterwarnings("ignore:The layer .* has a bitwidth")

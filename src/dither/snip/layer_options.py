@@ -7,6 +7,7 @@
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 
 from dither.engines import engines_of
@@ -47,7 +48,7 @@ class Option:
         """Return the casts by operand, without overrides."""
         return {operand: getattr(self, operand) for operand in OPERANDS}
 
-    @property
+    @cached_property
     def precision(self) -> LayerPrecision:
         """Return the option as a LayerPrecision, as plans have it."""
         return LayerPrecision(self.input, self.weight, self.grad, overrides=self.overrides)
