@@ -34,6 +34,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import hostile
 import torch
+from fuzz import fuzz
 
 import dither
 from dither import UserError, cli
@@ -415,6 +416,11 @@ def bombs(text: Path, folder: Path, count: int) -> list[Score]:
     ]
 
 
+def fuzzing(text: Path, folder: Path, count: int) -> list[Score]:
+    """Mutated input for every reader of files, `count` in all: nothing but errors of Dither."""
+    return [Score(*row) for row in fuzz(executions=count)]
+
+
 PARTS: dict[str, tuple[Callable[[Path, Path, int], list[Score]], int]] = {
     "kills": (kills, 200),
     "saves": (kills_in_saves, 500),
@@ -423,12 +429,13 @@ PARTS: dict[str, tuple[Callable[[Path, Path, int], list[Score]], int]] = {
     "signals": (signals, 10),
     "hostility": (hostility, 1000),
     "bombs": (bombs, 2),
+    "fuzzing": (fuzzing, 1_000_000),
 }
 """What is tried, and how often when nothing is said. The parts of tests/soak_faults.py come on top."""
 
 
-ORDER = ("faults", "kills", "hostility", "restarts", "differences", "disks", "worlds", "saves", "damage", "lost", "phases")
-ORDER += ("shards", "races", "signals", "bombs")
+ORDER = ("faults", "fuzzing", "kills", "hostility", "restarts", "differences", "disks", "worlds", "saves", "damage", "lost")
+ORDER += ("phases", "shards", "races", "signals", "bombs")
 """The longest parts first, so that two processes end at about the same time."""
 
 

@@ -331,7 +331,7 @@ def _kept_modules(layout: Layout, choices: Sequence[Choice]) -> list[str]:
                 names |= dict.fromkeys((f"{name}.experts", f"re:{re.escape(name)}\\.experts\\..*"))
         else:
             names |= dict.fromkeys((*choice.modules, choice.site.name))
-    for name, module in layout.model.named_modules():  # routers of transformers are no linear layers; those of vLLM are
+    for name, module in layout.model.named_modules():  # routers are linear layers in vLLM but not in transformers
         if hasattr(module, "experts") and isinstance(module.experts, nn.Module):
             for child, router in module.named_children():
                 weight = getattr(router, "weight", None)

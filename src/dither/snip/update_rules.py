@@ -67,7 +67,7 @@ class UpdateRule:
         return (self.update(g + size) - self.update(g - size)).abs() / (2 * size)
 
     def whole(self: _Rule, gather: Callable[[Tensor], Tensor]) -> _Rule:
-        """Return the rule of another part of the weight, such as all of it; `gather` turns this rank's shard into that part."""
+        """Return the rule of the whole weight, or of some rows; `gather` takes a tensor of this rank's shard to that part."""
         parts = {name: getattr(self, name) for name in self.TENSORS}
         return replace(self, **{name: gather(part) for name, part in parts.items() if part is not None})  # type: ignore[type-var]
 

@@ -95,7 +95,7 @@ class Ranks:
     def explained(self, error: BaseException, step: int) -> BaseException:
         """Return a LostRankError that names the lost rank if `error` says that there is one, else `error` itself.
 
-        Any other error of this rank is told to the others.
+        The other ranks learn of any other error of this rank.
 
         >>> error = RuntimeError("[gloo/transport/tcp/pair.cc:544] Connection closed by peer [127.0.0.1]:5123. This may ...")
         >>> print(Ranks(torch.device("cpu"), 0, 2).explained(error, 57))

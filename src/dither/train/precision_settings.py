@@ -70,7 +70,7 @@ class Precision:
             raise UserError(f"precision.times={self.times!r} has no effect without the recipe fp8-auto: remove it.")
 
     def _check_schedule(self) -> None:
-        """Raise if the schedule has a name that is no recipe or file, or if another field contradicts it."""
+        """Raise if the schedule names neither a recipe nor a file, or if another field contradicts it."""
         for number, (_, text) in enumerate(self.schedule):
             name, forward = split_forward(text)
             try:
