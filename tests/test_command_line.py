@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
@@ -199,8 +199,9 @@ def test_prompts_fit_the_text(run):
 def test_printed_commands_are_quoted(run):
     out, said = run
     assert f"dither report '{out}'" in said
-    stopped = Outcome(3, "guard", "why", 1, None, None, None, 1.0, Path("a b"))
-    assert summary(stopped).endswith("dither train --resume --out 'a b'")
+    stopped = Outcome(3, "guard", "why", 1, None, None, None, 1.0, out)
+    assert summary(stopped).endswith(f"dither train --resume --out '{out}'")
+    assert summary(replace(stopped, folder=out / "gone")).endswith("nothing was kept")
 
 
 # New runs from old weights --------------------------------------------------------------------------------------------

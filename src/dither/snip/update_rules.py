@@ -61,7 +61,7 @@ class UpdateRule:
         Unlike `slope`, it does not explode where an adaptive step saturates.
 
         >>> one = torch.ones(1, 1)
-        >>> SgdRule(lr=0.5, momentum=0.0).secant(one, 0.1)
+        >>> SgdRule(lr=0.5, momentum=0.0, dampening=0.0, nesterov=False).secant(one, 0.25)
         tensor([[0.5000]])
         """
         return (self.update(g + size) - self.update(g - size)).abs() / (2 * size)
