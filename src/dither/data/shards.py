@@ -31,10 +31,8 @@ class FileShard:
     ...     _ = file.write(np.arange(10, dtype="<u2").tobytes())
     ...     file.flush()
     ...     shard = FileShard(file, np.dtype("<u2"), 10, "train-00000.bin")
-    ...     _ = file.truncate(16)
-    ...     shard[7:12]
-    Traceback (most recent call last):
-    dither.errors.UserError: 'train-00000.bin' has 16 bytes, and it had 20 when it was opened: another process truncated it, ...
+    ...     print(len(shard), shard[7:12])
+    10 [7 8 9]
     """
 
     ndim = 1
