@@ -27,7 +27,7 @@ from soak import KILLED, STEPS, Score, config, ended, forked, sha256
 from dither import UserError, cli, models
 from dither.data import prepare
 from dither.run_lock import RunLock
-from dither.train import Status, agreement, checkpoint, distributed, loop
+from dither.train import Status, agreement, beginning, checkpoint, distributed
 from dither.train import config as configs
 from dither.train.metrics import Metrics
 from dither.train.trainer import Trainer
@@ -265,7 +265,7 @@ def races(text: Path, folder: Path, count: int) -> list[Score]:
             out, lock = folder / f"race-{trial}", RunLock(folder / f"race-{trial}")
             how: Any = {"begin": False, "failing": False, "resume": True}.get(kind, "auto")
             try:
-                loop._claim(out, config(text, out), how, lock, lambda _: None)
+                beginning._claim(out, config(text, out), how, lock, lambda _: None)
                 os.write(back, b"1")
             except UserError as error:
                 os.write(
@@ -768,7 +768,7 @@ def at_call(number: int, act: Callable[[], None]) -> None:
     def look(frame: Any, event: str, argument: object) -> None:
         nonlocal calls
         if event == "call" and frame.f_code.co_filename.startswith(soak.OURS):
-            calls += calls > 0 or frame.f_code is loop._RunLoop.build.__code__
+            calls += calls > 0 or frame.f_code is beginning.RunBeginning.build.__code__
             if calls == number:
                 calls += 1
                 sys.setprofile(None)

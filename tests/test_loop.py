@@ -23,7 +23,7 @@ from dither import Plan, UserError, cli
 from dither.commands.train import summary
 from dither.data import Batch, prepare
 from dither.nn.step import StepContext
-from dither.train import Config, Progress, Status, checkpoint, loop, train
+from dither.train import Config, Progress, Status, beginning, checkpoint, loop, train
 from dither.train import config as configs
 from dither.train.metrics import Metrics
 from dither.train.resuming import resolved
@@ -284,7 +284,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Trainer]:
             super().__init__(*arguments, **options)
             made.append(self)
 
-    monkeypatch.setattr(loop, "Trainer", Kept)
+    monkeypatch.setattr(beginning, "Trainer", Kept)
     return made
 
 

@@ -104,8 +104,7 @@ class DryRun:
     ) -> None:
         setup = setup or TrainingSetup()
         group, pipeline, max_norm = setup.group, setup.pipeline, setup.max_norm
-        if not isinstance(stream, Stream):
-            raise UserError(f"Random bits come from stream=dither.Stream(seed, purpose, name), not from {stream!r}.")
+        _check_stream(stream)
         self.model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self.batches, self.forward, self.stream, self.group, self.pipeline = list(batches), forward, stream, group, pipeline
         if not self.batches:
@@ -303,10 +302,7 @@ class DryRun:
         at.row(self.row)
 
     def updates(self, found: LossAndGradients) -> dict[str, Tensor]:
-        """Return what the optimizer's step would subtract from each layer's weight, without decoupled decay.
-
-        With `sampled`, for evenly spaced rows of it only.
-        """
+        """Return what the optimizer's step would subtract from (rows of) each layer's weight, without decoupled decay."""
         return {name: self._update(name, found) for name in found.gradients}
 
     def change(self, found: LossAndGradients, baseline: Mapping[str, Tensor]) -> Tensor:
@@ -320,8 +316,7 @@ class DryRun:
 
     def rows_of(self, name: str) -> SampledRows:
         """Return the rows of a weight that stand for all."""
-        elementwise = self.sampled and self.rules[name].elementwise
-        return SampledRows.of(self.weights[name], MOST_ROWS if elementwise else None)
+        return SampledRows.of(self.weights[name], MOST_ROWS if self.sampled and self.rules[name].elementwise else None)
 
     def norms(self, parts: Iterable[Tensor]) -> Tensor:
         """Return the norms of tensors in the shapes of this rank's weights (or shards): float64[layers], over all stages."""
@@ -341,6 +336,11 @@ class DryRun:
             lambda: seen.statistics(self.rules, step=step, loss=base.loss, gradients=base.gradients, **how),
         )
         return replace(stages[-1], layers=tuple(layer for found in stages for layer in found.layers))
+
+
+def _check_stream(stream: object) -> None:
+    if not isinstance(stream, Stream):
+        raise UserError(f"Random bits come from stream=dither.Stream(seed, purpose, name), not from {stream!r}.")
 
 
 def _by_grad(loss: Tensor, parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
