@@ -109,7 +109,7 @@ def test_bounds_contain_one_more_perturbed_run_and_not_another_recipe(tokens, tm
     setup = Setup(tokens=tokens, steps=2, batch=2, sequence=16)
     reference, *perturbed, more = [runs.train(uncast, setup, tmp_path / str(seed), seed=seed) for seed in (None, 1, 2, 3, 4)]
     row = e2e.judge_losses(more, reference, perturbed, comparisons=1000)
-    assert 0 < row["worst"] <= 1
+    assert row["worst"] <= 1
     other = runs.train(mxfp8, setup, tmp_path / "mxfp8")
     other.plans = reference.plans
     assert e2e.judge_losses(other, reference, perturbed, comparisons=1000)["worst"] > 1

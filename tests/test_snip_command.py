@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import random
 import shutil
 from dataclasses import replace
@@ -12,6 +13,7 @@ import torch
 from dither import LayerPrecision, Plan, UserError, cli, devices, recipe
 from dither.snip import Scores, efficiency, options
 from dither.snip.planning import choice_of
+from dither.snip.statistics import Collector
 from dither.train import Config, checkpoint, train
 from dither.train import config as configs
 from dither.train.distributed import joined
@@ -144,12 +146,17 @@ def test_statistics_alone_leave_the_run_as_it_was(run, text, tmp_path):
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
-def test_an_estimate_that_fails_does_not_stop_a_run(text, tmp_path):
-    """Stages that do not cover the model are only known once there is one: the run says so and goes on."""
-    out = tmp_path / "run"
-    assert train(settings(text, out, *SNIP, "snip.stages=[6, 6]", "run.steps=6", "run.save_every=0")).code == 0
+def test_an_estimate_that_fails_does_not_stop_a_run(text, tmp_path, monkeypatch):
+    """A tensor that is not finite is only known once it is seen: the run says so and goes on."""
+    out, whole = tmp_path / "run", Collector._layer
+
+    def spoiled(self, name, layer, squares):
+        return whole(self, name, layer, {**squares, "y": math.inf} if name.endswith("0.mlp.up_proj") else squares)
+
+    monkeypatch.setattr(Collector, "_layer", spoiled)
+    assert train(settings(text, out, *SNIP, "run.steps=6", "run.save_every=0")).code == 0
     (_, line) = lines(out, "plan")
-    assert "The stages 6,6 hold 12 blocks, and the model has 2" in line["reason"]
+    assert "The statistics of the layer 'model.layers.0.mlp.up_proj' hold inf (y)" in line["reason"]
     assert Plan.from_dict(line["plan"]) == Plan.load(out / "plan.json")
 
 

@@ -175,9 +175,9 @@ def test_histories_of_delayed_scaling_are_shared(runs: Path) -> None:
 def test_a_signal_to_one_rank_reaches_all(runs: Path) -> None:
     first, second = (json.loads((runs / f"outcome-{rank}.json").read_text()) for rank in (0, 1))
     assert first == second
-    assert first[:2] == [143, 4]  # it came within step 3, and the sum of step 4 told everybody
-    assert Status.load(runs / "signalled") == Status(state="interrupted", step=4, why="Received SIGTERM; step 4 is saved.")
-    assert checkpoint.newest(runs / "signalled" / "checkpoints")[0] == runs / "signalled" / "checkpoints" / "step-00000004"
+    assert first[:2] == [143, 3]  # it came within step 3, and the evaluation after it told everybody
+    assert Status.load(runs / "signalled") == Status(state="interrupted", step=3, why="Received SIGTERM; step 3 is saved.")
+    assert checkpoint.newest(runs / "signalled" / "checkpoints")[0] == runs / "signalled" / "checkpoints" / "step-00000003"
 
 
 def test_a_batch_that_cannot_be_shared(runs: Path) -> None:

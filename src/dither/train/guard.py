@@ -34,7 +34,7 @@ class Policy:
     """Most steps in a row that may be skipped for NaN or Inf before the run stops."""
     skip_share: float = 0.1
     """Largest fraction of skip_window steps that may be skipped for NaN or Inf; 1 never stops a run."""
-    overflow_share: float = 0.5
+    overflow_share: float = 0.1
     """Largest fraction of skip_window steps in which scaled gradients may overflow; 1 never stops a run."""
     skip_window: int = 100
     """Number of last steps to which skip_share and overflow_share apply."""
