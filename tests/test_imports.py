@@ -14,7 +14,7 @@ COLUMN = (
     *("engines", "devices", "compiler", "random", "grouping", "adam_update", "ranks"),
     *("reference", "kernels", "torch_ops", "ops"),
     *("nn", "optim", "snip", "numerics", "models", "data", "evaluate", "theory", "advice", "doctor"),
-    *("train", "report", "experiments", "exporting", "arms", "commands", "cli", "dither"),
+    *("train", "report", "experiments", "exporting", "integrations", "arms", "commands", "cli", "dither"),
 )
 """Every folder and every module outside of folders, in the order of imports; "dither" is the package itself."""
 

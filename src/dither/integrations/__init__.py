@@ -1,0 +1,1 @@
+"""Dither within the training loops of other libraries. Each module needs the library that it is named after."""
