@@ -1,7 +1,7 @@
 """Tokens in a file that are read with checked reads.
 
 A memory map of a file that another process truncates ends the reader with SIGBUS. `pread` returns fewer bytes instead, which is
-an error of one sentence. It is also as fast: each window is copied in any case.
+an error of one sentence.
 """
 
 import os
