@@ -110,6 +110,7 @@ def test_bounds_contain_one_more_perturbed_run_and_not_another_recipe(tokens, tm
     reference, *perturbed, more = [runs.train(uncast, setup, tmp_path / str(seed), seed=seed) for seed in (None, 1, 2, 3, 4)]
     row = e2e.judge_losses(more, reference, perturbed, comparisons=1000)
     assert row["worst"] <= 1
+    assert any(run.losses != reference.losses for run in (*perturbed, more))  # perturbations have an effect
     other = runs.train(mxfp8, setup, tmp_path / "mxfp8")
     other.plans = reference.plans
     assert e2e.judge_losses(other, reference, perturbed, comparisons=1000)["worst"] > 1
