@@ -697,12 +697,21 @@ def faults_of_all_kinds(text: Path, folder: Path, count: int) -> list[Score]:
         file = folder / "faults.toml"
         shutil.move(file_of(text, out, *more), file)
         lives = 0
-        while sum(done.values()) < count or lives == 0 or Status.load(out).state != "done":
+        finished = False
+        while sum(done.values()) < count or not finished:
             kind = draw.choice(KINDS) if sum(done.values()) < count else ""
             world = 2 if kind == "SIGSTOP" else draw.choice((1, 1, 2))
-            victim, calls, lives = draw.randrange(world), draw.randrange(1, 9000), lives + 1
+            victim, training, lives = draw.randrange(world), draw.random() < 0.6, lives + 1
+            calls = draw.randrange(1, 6000 if training else 9000)
 
-            def rank(me: int, kind: str = kind, world: int = world, victim: int = victim, calls: int = calls) -> int:
+            def rank(
+                me: int,
+                kind: str = kind,
+                world: int = world,
+                victim: int = victim,
+                calls: int = calls,
+                training: bool = training,
+            ) -> int:
                 distributed.GLOO_TIMEOUT = timedelta(seconds=4)  # so that a frozen rank is noticed sooner
 
                 def act() -> None:
@@ -715,7 +724,7 @@ def faults_of_all_kinds(text: Path, folder: Path, count: int) -> list[Score]:
                         )
 
                 if me == victim and kind:
-                    at_call(calls, act)
+                    at_call(calls, act, training)
                 return begin_or_resume(file)
 
             (folder / "happened").unlink(missing_ok=True)
@@ -739,7 +748,8 @@ def faults_of_all_kinds(text: Path, folder: Path, count: int) -> list[Score]:
                 "inodes": (0, 1, 2),
             }
             if any(code not in allowed.get(kind, (0,)) for code in found) or "Traceback" in printed:
-                print(f"life {lives} ({kind}, {world} ranks) ended with {found}: {printed[-2500:]}")
+                shown = printed[max(0, printed.find("Traceback") - 500) :]
+                print(f"life {lives} ({kind}, {world} ranks) ended with {found}: {shown[:2500]}")
                 return 1
             finished = (out / "status.json").exists() and Status.load(out).state == "done"
             if finished and sum(done.values()) < count:  # more faults are due: go back to an earlier checkpoint
@@ -761,14 +771,14 @@ def faults_of_all_kinds(text: Path, folder: Path, count: int) -> list[Score]:
     return [Score(what, "equal", "equal" if not code else "not equal", not code, faults)]
 
 
-def at_call(number: int, act: Callable[[], None]) -> None:
-    """Do something at call `number` of a function of Dither after the run's folder was claimed."""
-    calls = 0
+def at_call(number: int, act: Callable[[], None], training: bool) -> None:
+    """Do something at call `number` of a function of Dither, counted from the first step on, or since the folder was claimed."""
+    calls, first = 0, (Trainer.step if training else beginning.RunBeginning.build).__code__
 
     def look(frame: Any, event: str, argument: object) -> None:
         nonlocal calls
         if event == "call" and frame.f_code.co_filename.startswith(soak.OURS):
-            calls += calls > 0 or frame.f_code is beginning.RunBeginning.build.__code__
+            calls += calls > 0 or frame.f_code is first
             if calls == number:
                 calls += 1
                 sys.setprofile(None)

@@ -20,6 +20,7 @@ from dither import UserError, cli
 from dither.optim import GRADIENTS, Gradients, training
 from dither.train import Config, Status, checkpoint, train
 from dither.train import config as configs
+from dither.train import trainer as trainers
 from dither.train.distributed import TIMEOUT, Ranks
 from dither.train.trainer import Trainer
 
@@ -62,6 +63,16 @@ def _rank(rank: int, port: int, folder: Path) -> None:
         (folder / f"refused-{rank}.txt").write_text(str(error))
     _reduce(rank, folder)
     assert train(settings(text, folder / "stochastic", *STOCHASTIC)).step == 2
+    build = trainers._model
+
+    def told_to_end(*arguments: Any) -> Any:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return build(*arguments)
+
+    trainers._model = told_to_end
+    early = train(settings(text, folder / "early"))
+    (folder / f"early-{rank}.json").write_text(json.dumps([early.code, early.why]))
     dist.destroy_process_group()
 
 
@@ -178,6 +189,12 @@ def test_a_signal_to_one_rank_reaches_all(runs: Path) -> None:
     assert first[:2] == [143, 3]  # it came within step 3, and the evaluation after it told everybody
     assert Status.load(runs / "signalled") == Status(state="interrupted", step=3, why="Received SIGTERM; step 3 is saved.")
     assert checkpoint.newest(runs / "signalled" / "checkpoints")[0] == runs / "signalled" / "checkpoints" / "step-00000003"
+
+
+def test_a_signal_to_one_rank_while_the_run_is_built_ends_all_with_its_code(runs: Path) -> None:
+    for rank in (0, 1):
+        assert json.loads((runs / f"early-{rank}.json").read_text()) == [143, "Received SIGTERM before the first step."]
+    assert not (runs / "early").exists()
 
 
 def test_a_batch_that_cannot_be_shared(runs: Path) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from dither import ranks
 from dither.errors import UserError
-from dither.train.heartbeat import Heartbeat, LostRankError, Verdict, sentence
+from dither.train.heartbeat import Heartbeat, LostRankError, Verdict, lost_rank
 
 TIMEOUT = timedelta(seconds=120)
 """Time that a rank waits for the others before it fails; torch's default is 30 minutes."""
@@ -112,7 +112,12 @@ class Ranks:
             return error
         lost = Verdict("another rank") if self.heartbeat is None else self.heartbeat.diagnose()
         what = text.splitlines()[0] if said is None else said[0]
-        return LostRankError(sentence(self.rank, self.world, lost, step, f"{what:.200}"))
+        return lost_rank(self.rank, self.world, lost, step, f"{what:.200}")
+
+    def ends_after(self, signal: str) -> None:
+        """Tell the other ranks that this one ends because of a signal: they end as well, with the code of that signal."""
+        if self.heartbeat is not None:
+            self.heartbeat.farewell("", signal)
 
     def together(self) -> None:
         """Wait until every rank has called this, for any time; a rank that no longer runs raises LostRankError."""

@@ -34,7 +34,15 @@ ANSWER = timedelta(seconds=5)
 
 
 class LostRankError(DitherError):
-    """Another rank of the run has ended, or does not answer."""
+    """Another rank of the run has ended, or does not answer.
+
+    Args:
+        signal: The signal that ended it, such as SIGTERM; "" if it was not told to end.
+    """
+
+    def __init__(self, text: str, signal: str = "") -> None:
+        super().__init__(text)
+        self.signal = signal
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,8 @@ class Verdict:
     """The error that ended it; "" if it was killed or does not answer."""
     silent: int = 0
     """Number of ranks that do not answer."""
+    signal: str = ""
+    """The signal after which it ended as it should; "" if there was none."""
 
 
 class Heartbeat:
@@ -94,7 +104,7 @@ class Heartbeat:
         try:
             self._meet()
         except RuntimeError:
-            raise LostRankError(sentence(self.rank, self.world, self.verdict or self._without_store())) from None
+            raise lost_rank(self.rank, self.world, self.verdict or self._without_store()) from None
 
     def _meet(self) -> None:
         self._meetings += 1
@@ -116,7 +126,7 @@ class Heartbeat:
             if silent:
                 self._post(Verdict(self._names(silent, beats), silent=len(silent)))
             if self.verdict is not None:
-                raise LostRankError(sentence(self.rank, self.world, self.verdict))
+                raise lost_rank(self.rank, self.world, self.verdict)
 
     def diagnose(self) -> Verdict:
         """Return the rank that was lost, after a connection has failed. It takes up to four seconds."""
@@ -137,10 +147,10 @@ class Heartbeat:
         assert self.verdict is not None
         return self.verdict
 
-    def farewell(self, words: str) -> None:
-        """Tell the other ranks why this one ends."""
+    def farewell(self, words: str, signal: str = "") -> None:
+        """Tell the other ranks why this one ends: an error in words, or a signal."""
         with suppress(RuntimeError):
-            self._post(Verdict(f"rank {self.rank} ({self._name})", words))
+            self._post(Verdict(f"rank {self.rank} ({self._name})", words, signal=signal))
 
     def close(self) -> None:
         """End the heartbeat. A rank that hosts the store waits a moment until the others know why the run ends."""
@@ -209,16 +219,21 @@ def _namespace() -> str:
         return ""
 
 
-def sentence(rank: int, world: int, lost: Verdict, step: int | None = None, what: str = "") -> str:
-    """Return the sentence with which a rank ends after another one.
+def lost_rank(rank: int, world: int, lost: Verdict, step: int | None = None, what: str = "") -> LostRankError:
+    """Return the error with which a rank ends after another one.
 
-    >>> sentence(0, 2, Verdict("rank 1 (process 7 on a)"), 57, "Connection reset by peer")
-    'Rank 0 of 2 lost rank 1 (process 7 on a) in step 57 (Connection reset by peer): see its output, and resume with --resume.'
-    >>> sentence(0, 2, Verdict("rank 1 (process 7 on a)", "The disk is full."), 57)
-    'Rank 0 of 2 ends in step 57, since rank 1 (process 7 on a) failed: The disk is full.'
+    >>> lost_rank(0, 2, Verdict("rank 1 (process 7 on a)"), 57, "Connection reset by peer")
+    LostRankError('Rank 0 of 2 lost rank 1 (process 7 on a) in step 57 (Connection reset by peer): see its output, and resume \
+with --resume.')
+    >>> lost_rank(0, 2, Verdict("rank 1 (process 7 on a)", "The disk is full."), 57)
+    LostRankError('Rank 0 of 2 ends in step 57, since rank 1 (process 7 on a) failed: The disk is full.')
+    >>> lost_rank(0, 2, Verdict("rank 1 (process 7 on a)", signal="SIGTERM")).signal
+    'SIGTERM'
     """
     at = "" if step is None else f" in step {step}"
+    if lost.signal:
+        return LostRankError(f"Rank {rank} of {world} ends{at}, since {lost.who} received {lost.signal}.", lost.signal)
     if lost.words:
-        return f"Rank {rank} of {world} ends{at}, since {lost.who} failed: {lost.words}"
+        return LostRankError(f"Rank {rank} of {world} ends{at}, since {lost.who} failed: {lost.words}")
     reason = f" ({what})" if what else ""
-    return f"Rank {rank} of {world} lost {lost.who}{at}{reason}: see its output, and resume with --resume."
+    return LostRankError(f"Rank {rank} of {world} lost {lost.who}{at}{reason}: see its output, and resume with --resume.")

@@ -24,6 +24,7 @@ from dither.train.files import CHECKPOINTS as CHECKPOINTS
 from dither.train.files import CONFIG as CONFIG
 from dither.train.files import TOKENS
 from dither.train.guard import GRACE, Interrupted, Signals
+from dither.train.heartbeat import LostRankError
 from dither.train.metrics import check_trackers
 from dither.train.progress import Progress
 from dither.train.resuming import resolved
@@ -102,9 +103,12 @@ def train(
                 run.build(stack, command)
             return run.to_the_end()
         except Interrupted as told:
+            ranks.ends_after(str(told))
             return _interrupted_early(run, str(told))
         except BaseException as error:
             known = ranks.explained(_in_words(error, folder), 0 if run.trainer is None else run.trainer.done + 1)
+            if isinstance(known, LostRankError) and known.signal:  # one rank was told to end, and it ends the run of all
+                return run.abandoned(known.signal) if run.training else _interrupted_early(run, known.signal)
             run.failed(known)
             if known is error:
                 raise
@@ -123,6 +127,7 @@ class _RunLoop(RunBeginning):
 
     def __init__(self, config: Config, folder: Path, ranks: Ranks, signals: Signals, progress: Progress | None) -> None:
         super().__init__(config, folder, ranks, signals, progress)
+        self.training = False  # False while the run is being built
         self.stepping = False  # True while a step computes gradients, which may be abandoned
         self.pending: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
         self.behind = BEHIND.get(ranks.device.type, 0)
@@ -132,6 +137,7 @@ class _RunLoop(RunBeginning):
     def to_the_end(self) -> Outcome:
         """Train until all steps are done, the guard stops the run, or a signal arrives."""
         trainer, steps = self.the_trainer, self.config.run.steps
+        self.training = True
         self.logged, self.logged_step = time.monotonic(), trainer.done  # building is not training
         outcome: Outcome | None = None
         while outcome is None and trainer.done < steps:  # repeated after each rollback
@@ -278,6 +284,7 @@ class _RunLoop(RunBeginning):
 
     def abandoned(self, received: str) -> Outcome:
         """End the run in the middle of a step, such as one that compiles. It may have changed histories, so it is not saved."""
+        self.ranks.ends_after(received)
         if self.saver is not None:
             self.saver.wait()
         why = f"Received {received}; step {self.the_trainer.done + 1} did not end within {GRACE:g} s and was abandoned."
