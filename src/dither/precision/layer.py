@@ -168,7 +168,7 @@ class LayerPrecision:
     @property
     def plain(self) -> bool:
         """Return True if nothing is cast or sampled, so that the layer computes what nn.Linear does."""
-        return self == LayerPrecision()
+        return self == PLAIN
 
     def on(self, name: str) -> "LayerPrecision":
         """Return the precision of the layer called `name`: without samplings whose `parts` do not include it."""
@@ -209,6 +209,9 @@ OPERANDS = ("input", "weight", "grad")
 
 SAMPLINGS = ("sampling", "input_sampling")
 """The fields of samplings: of the weight and of the input."""
+
+PLAIN = LayerPrecision()
+"""The precision that casts and samples nothing."""
 
 
 def _overrides(casts: Any) -> tuple[Override, ...]:
