@@ -109,7 +109,8 @@ def _profile(step: Any, number: int) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as record:
         step(number)
         torch.cuda.synchronize()
-    print(record.key_averages().table(sort_by="self_device_time_total", row_limit=25, max_name_column_width=90), file=sys.stderr)
+    table = record.key_averages().table(sort_by="self_device_time_total", row_limit=25, max_name_column_width=90)
+    print(table, file=sys.stderr)
 
 
 def main() -> None:
@@ -127,20 +128,20 @@ def main() -> None:
     if arguments.mode:
         print(json.dumps(measure(arguments)))
         return
-    print(f"{'compile':8} {'mode':14} {'tokens/s':>10} {'first step':>11} {'step':>9} {'entering':>9} {'peak GiB':>9}", flush=True)
+    columns = {"tokens/s": 10, "first step": 11, "step": 9, "entering": 9, "peak GiB": 9}
+    print(f"{'compile':8} {'mode':14} " + " ".join(f"{name:>{width}}" for name, width in columns.items()), flush=True)
     for mode in arguments.modes.split(","):
         with tempfile.TemporaryDirectory() as caches:
-            environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor", "TRITON_CACHE_DIR": f"{caches}/triton"}
-            ran = subprocess.run(
-                [sys.executable, __file__, *sys.argv[1:], "--mode", mode], env=environment, stdout=subprocess.PIPE, text=True
-            )
+            empty = {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor", "TRITON_CACHE_DIR": f"{caches}/triton"}
+            command = [sys.executable, __file__, *sys.argv[1:], "--mode", mode]
+            ran = subprocess.run(command, env={**os.environ, **empty}, stdout=subprocess.PIPE, text=True)
         if ran.returncode:
             print(f"{arguments.compile:8} {mode:14} failed", flush=True)
             continue
         found = json.loads(ran.stdout.splitlines()[-1])
         print(
-            f"{arguments.compile:8} {mode:14} {found['tokens/s']:10,.0f} {found['first step']:9.1f} s {found['step'] * 1e3:6.1f} ms "
-            f"{found['entering'] * 1e3:6.2f} ms {found['peak']:9.1f}",
+            f"{arguments.compile:8} {mode:14} {found['tokens/s']:10,.0f} {found['first step']:9.1f} s "
+            f"{found['step'] * 1e3:6.1f} ms {found['entering'] * 1e3:6.2f} ms {found['peak']:9.1f}",
             flush=True,
         )
         print("         " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in found["where"].items()), flush=True)

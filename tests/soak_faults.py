@@ -772,7 +772,7 @@ def faults_of_all_kinds(text: Path, folder: Path, count: int) -> list[Score]:
 
 
 def at_call(number: int, act: Callable[[], None], training: bool) -> None:
-    """Do something at call `number` of a function of Dither, counted from the first step on, or since the folder was claimed."""
+    """Do something at call `number` of a function of Dither, from the first step on, or since the folder was claimed."""
     calls, first = 0, (Trainer.step if training else beginning.RunBeginning.build).__code__
 
     def look(frame: Any, event: str, argument: object) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dither.data import Tokenizer
-from dither.train import Status, checkpoint, train, waiting
+from dither.train import Status, checkpoint, guard, train, waiting
 from dither.train import config as configs
 from dither.train import trainer as trainers
 from dither.train.checkpoint import Saver
@@ -63,6 +63,24 @@ def test_before_the_first_step_nothing_is_kept(phase, text, tmp_path, monkeypatc
     assert not (tmp_path / "run").exists()
     monkeypatch.undo()
     assert train(config(text, tmp_path / "run")).code == 0
+
+
+def test_a_signal_within_a_destructor_is_not_lost(text, tmp_path, monkeypatch, capfd):
+    """Python ignores what a destructor raises, and prints it."""
+
+    class Last:
+        def __del__(self):
+            term()
+
+    def long(*_):
+        last = Last()
+        del last
+        threading.Event().wait()
+
+    monkeypatch.setattr(guard, "AGAIN", 0.1)
+    monkeypatch.setattr(trainers, "_model", long)
+    assert train(config(text, tmp_path / "run")).code == 143
+    assert capfd.readouterr().err == ""
 
 
 def test_tokenizing_stops_between_two_batches(text, tmp_path, monkeypatch):

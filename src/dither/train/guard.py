@@ -5,6 +5,7 @@ import math
 import os
 import signal
 import statistics
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -252,6 +253,9 @@ def first_nonfinite(tensors: Iterable[tuple[str, Tensor | None]]) -> str:
 GRACE = 10.0
 """Seconds that a phase may go on after a signal before it is interrupted, if interrupting it does no harm."""
 
+AGAIN = 12.0
+"""Seconds after which a phase is interrupted once more if it still goes on. Cleaning up takes at most 10."""
+
 
 class Interrupted(BaseException):
     """A signal arrived during work that can be abandoned."""
@@ -298,25 +302,28 @@ class Signals:
             self._grace = None
 
     def _schedule(self) -> None:
-        if not self._grace:
-            raise Interrupted(self.received)
-        main = threading.main_thread().ident
+        """Raise Interrupted after the grace; once more later, since a destructor that runs just then ignores exceptions."""
+        main, before = threading.main_thread().ident, self._grace
         assert main is not None
+        assert before is not None
 
-        def expire(before: float = self._grace) -> None:
+        def expire() -> None:
             if self._grace == before and self.received:
                 self._expired = True
                 signal.pthread_kill(main, signal.SIGTERM)  # a system call that waits returns, and the handler runs
 
-        timer = threading.Timer(self._grace, expire)
+        timer = threading.Timer(before or AGAIN, expire)
         timer.daemon = True
         timer.start()
+        if not before:
+            raise Interrupted(self.received)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._expired:
             self._expired = False
             if self._grace is not None:
-                raise Interrupted(self.received)
+                self._grace = 0.0
+                self._schedule()
             return
         if self.received:
             signal.signal(number, signal.SIG_DFL)
@@ -329,11 +336,19 @@ class Signals:
         if threading.current_thread() is not threading.main_thread():
             raise UserError("Signals are caught in the main thread only: train there, or without catching them.")
         self._before = {each: signal.signal(each, self._note) for each in self.CAUGHT}
+        self._unraisable = sys.unraisablehook
+        sys.unraisablehook = self._unraised
         return self
+
+    def _unraised(self, error: Any) -> None:
+        """Print an exception that a destructor ignored, unless it is ours, which is raised again."""
+        if error.exc_type is not Interrupted:
+            self._unraisable(error)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for each, handler in self._before.items():
             signal.signal(each, signal.SIG_DFL if handler is None else handler)  # None: it was not Python's
+        sys.unraisablehook = self._unraisable
 
 
 # Status ---------------------------------------------------------------------------------------------------------------
