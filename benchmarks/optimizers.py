@@ -83,6 +83,8 @@ CASES = [
     Case("dither, bf16 Kahan", torch.bfloat16, 18, adamw(weights="kahan")),
     Case("dither, bf16 with fp32 masters", torch.bfloat16, 28, adamw(master="fp32", states="fp32")),
     Case("dither, bf16, dynamic8 states", torch.bfloat16, 10 + BLOCKS, adamw(states="dynamic8")),
+    Case("dither, bf16, companded8 states", torch.bfloat16, 10 + BLOCKS, adamw(states="companded8")),
+    Case("dither, bf16, companded8, blocks of 32", torch.bfloat16, 10 + 4 * BLOCKS, adamw(states="companded8", block=32)),
     Case("dither, bf16, e4m3 states", torch.bfloat16, 10 + BLOCKS, adamw(states="e4m3")),
     Case("dither Adam-mini, bf16 stochastic", torch.bfloat16, 10, mini()),
 ]

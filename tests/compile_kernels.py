@@ -176,6 +176,7 @@ UPDATES = [
     (Update("kahan", "dynamic8"), torch.bfloat16),
     (Update("nearest", "e4m3", "stochastic", 128, True), torch.float16),
     (Update("stochastic", "dynamic8", block=2048), torch.bfloat16),
+    (Update("stochastic", "companded8"), torch.bfloat16),
 ]
 
 

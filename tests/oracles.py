@@ -435,6 +435,9 @@ def stored_in_blocks(
                 scales[row, number] = amax or 1
                 codes[row, part] = dynamic_code(x[row, part] * multiply, signed)
                 numbers = dynamic_values(signed)[codes[row, part]]
+            elif name == "companded8":
+                codes[row, part], scales[row, number], values[row, part] = companded(x[row, part], signed)
+                continue
             else:
                 multiply, scales[row, number] = scale_of(amax, name, "fp32", None, False)
                 scaled = x[row, part] * multiply
@@ -451,6 +454,23 @@ def stored_in_blocks(
                 codes[row, part] = encode(name, numbers)
             values[row, part] = numbers.astype(np.float32) * scales[row, number]
     return codes, scales, values
+
+
+def companded(x: np.ndarray, signed: bool) -> tuple[np.ndarray, np.float32, np.ndarray]:
+    """(codes as bytes, scale, values) of one block of companded states, in exact fractions up to the rounding."""
+    if signed:
+        amax = np.abs(x).max()
+        largest, codes = Fraction(float(amax)), []
+        for number in map(Fraction, x.astype(float)):
+            share = number / largest if largest else Fraction(0)
+            codes.append(round(127 * 2 * share / (1 + abs(share))))
+        code = np.array(codes)
+        inverse = np.float32(1) / (254 - np.abs(code)).astype(np.float32)
+        return code % 256, amax, amax * (code.astype(np.float32) * inverse)
+    root = np.sqrt(x)
+    multiply = np.float32(255) / root.max() if root.max() else np.float32(0)
+    code, scale = np.rint(root * multiply).astype(np.int64), root.max() / np.float32(255)
+    return code, scale, (code.astype(np.float32) * scale) ** 2
 
 
 # Sampled weights ------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dither import Cast, Stream, UserError
-from dither.adam_update import BLOCKS, WHOLE, Piece, Update
+from dither.adam_update import BLOCKS, MAPS, WHOLE, Piece, Update
 from dither.formats import TABLE, Format
 from dither.kernels import adamw as kernel_adamw
 from dither.kernels import philox as kernel_philox
@@ -283,7 +283,7 @@ class Size:
 def updates() -> list[Update]:
     """Every way to keep weights and states."""
     states = [(name, how) for name in (*WHOLE, *BLOCKS) for how in ("nearest", "stochastic")]
-    states = [pair for pair in states if pair not in (("fp32", "stochastic"), ("dynamic8", "stochastic"))]
+    states = [pair for pair in states if pair[0] not in ("fp32", *MAPS) or pair[1] == "nearest"]
     kinds = [(weights, False) for weights in ("stochastic", "nearest", "kahan")] + [("nearest", True)]
     return [Update(weights, name, how, 32, master) for weights, master in kinds for name, how in states]
 

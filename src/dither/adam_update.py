@@ -24,7 +24,10 @@ uncorrelated with them."""
 WHOLE = ("fp32", "bf16")
 """State formats with float32's range: stored without scales, one number per element."""
 
-BLOCKS = ("dynamic8", *(name for name, row in TABLE.items() if row.bits == 8 and row.signed))
+MAPS = ("dynamic8", "companded8")
+"""8-bit states whose values are not those of a number format: see `dither.reference.dynamic` and `companded`."""
+
+BLOCKS = (*MAPS, *(name for name, row in TABLE.items() if row.bits == 8 and row.signed))
 """8-bit state formats: stored as codes, with one float32 scale per block of neighbours in a row."""
 
 MOST_BLOCK = 2048
@@ -63,7 +66,8 @@ class Update:
     weights: Literal["stochastic", "nearest", "kahan"] = "stochastic"
     """Rounding of 16-bit weights: stochastic (unbiased), to nearest, or to nearest with the error kept (Kahan)."""
     states: str = "bf16"
-    """Format of both moments: fp32, bf16, or with one scale per block: dynamic8 (bitsandbytes' map), int8, e4m3, e5m2, e3m4."""
+    """Format of both moments: fp32, bf16, or with one scale per block: dynamic8 (bitsandbytes' map), companded8 (FlashOptim's),
+    int8, e4m3, e5m2, e3m4."""
     state_rounding: str = ""
     """stochastic or nearest; by default stochastic for bf16 and nearest for 8 bits, whose scales follow a decay."""
     block: int = 128
@@ -72,7 +76,7 @@ class Update:
     """Keep float32 weights as a state and round them to nearest in the parameter's format (mixed precision O2)."""
 
     format: Format | None = field(init=False, repr=False, compare=False)
-    """`states`, parsed; None for dynamic8, which is a table of values."""
+    """`states`, parsed; None for dynamic8 and companded8, which are no formats."""
 
     def __post_init__(self) -> None:
         known = (*WHOLE, *BLOCKS)
@@ -88,13 +92,13 @@ class Update:
             object.__setattr__(self, "state_rounding", "stochastic" if self.states == "bf16" else "nearest")
         if self.state_rounding not in ("stochastic", "nearest"):
             raise UserError(f"state_rounding is 'stochastic' or 'nearest', not {self.state_rounding!r}.")
-        if self.states == "dynamic8" and self.state_rounding == "stochastic":
-            raise UserError("dynamic8 states are rounded to the nearest value of their table: use state_rounding='nearest'.")
+        if self.states in MAPS and self.state_rounding == "stochastic":
+            raise UserError(f"{self.states} states are rounded to the nearest value of a map: use state_rounding='nearest'.")
         if not isinstance(self.block, int) or not 16 <= self.block <= MOST_BLOCK or self.block & (self.block - 1):
             raise UserError(f"The block of an 8-bit state is a power of two from 16 to {MOST_BLOCK}, not {self.block!r}.")
         if self.master and self.weights == "kahan":
             raise UserError("weights='kahan' keeps what a rounding loses, and master='fp32' loses nothing: choose one of them.")
-        object.__setattr__(self, "format", None if self.states == "dynamic8" else TABLE[self.states])
+        object.__setattr__(self, "format", None if self.states in MAPS else TABLE[self.states])
 
     @property
     def in_blocks(self) -> bool:

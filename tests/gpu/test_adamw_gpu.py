@@ -72,7 +72,7 @@ def test_every_mode(update: Update, dtype: torch.dtype) -> None:
     assert pairs.check_adamw([*SMALL, *more], dtype, update, "cuda", special=SPECIAL[:6], steps=3, also_on_cpu=True) == 0
 
 
-@pytest.mark.parametrize("states", ["dynamic8", "e4m3", "int8"])
+@pytest.mark.parametrize("states", ["dynamic8", "companded8", "e4m3", "int8"])
 def test_blocks_of_2048(states: str) -> None:
     """A block is a tile of its own size, of more warps: whole rows of blocks, rows that end within one, rows below one."""
     sizes = [

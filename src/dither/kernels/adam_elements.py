@@ -11,7 +11,7 @@ Legend, here and in `dither.kernels.adam_kernels`:
     F, FH, S       format of the states, their rounding, and the scaling of 8-bit states (`scaling.Scaling`)
     H              a rounding in general: WH or FH
     MODE           how weights are kept: "plain", "master" or "kahan"
-    KIND           how moments are kept: "whole" (fp32, bf16), "codes" (8-bit formats) or "dynamic8"
+    KIND           how moments are kept: "whole" (fp32, bf16), "codes" (8-bit formats), "dynamic8" or "companded8"
     GROUP          neighbours in a row that share the scale of an 8-bit state
     W_TYPE, G_TYPE, S_TYPE    types of weights, gradients and states in memory
     W_STORE, S_STORE          integers of the size of weights and states, as which they are stored
@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from dither.adam_update import BITS, ODD_FACTOR
-from dither.kernels import dynamic
+from dither.kernels import companded, dynamic
 from dither.kernels.philox import random_calls, random_elements
 from dither.kernels.rounding import QUIET_NAN, as_bits, as_float, decode, encode, round_bits
 from dither.kernels.scaling import group_factors
@@ -95,15 +95,23 @@ def load_codes(
     SIGNED: tl.constexpr,
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
-    """Load an 8-bit moment as float32: value(code) * scale of its block."""
+    """Load an 8-bit moment as float32: value(code) * scale of its block; a companded second moment is the square of that."""
     codes = tl.load(state + offset, mask=inside, other=0).to(tl.int32)
     factor = tl.load(scale + blocks, mask=blocks_inside, other=1.0)
     if KIND == "dynamic8":
         values = dynamic.decode(codes, tables_ptr, SIGNED)
-    else:
+    elif KIND != "companded8":
         values = decode(codes, F)
-    return values * _spread(factor, GROUP, TILE)
+    elif SIGNED:
+        values = companded.first_values(codes, NATIVE)
+    else:
+        values = codes.to(tl.float32)
+    moment = values * _spread(factor, GROUP, TILE)
+    if KIND == "companded8" and not SIGNED:
+        moment = moment * moment
+    return moment
 
 
 @triton.jit
@@ -127,17 +135,31 @@ def store_codes(
 ):
     """Round a float32 moment to 8-bit codes and store them with one scale per block.
 
-    scale = max|value| / (largest value of the format); code = round(value / scale).
+    scale = max|value| / (largest value of the format); code = round(value / scale). `value` is the root of a companded second
+    moment.
     """
     bits = tl.where(inside, as_bits(value) & 0x7FFFFFFF, 0)
     amax = tl.max(tl.reshape(bits, [TILE // GROUP, GROUP]), axis=1)
-    multiply, restore, _ = group_factors(amax, 1.0, S, F, H, True, H.NATIVE)
-    scaled = value * _spread(multiply, GROUP, TILE)
-    if KIND == "dynamic8":
-        codes = dynamic.encode(scaled, tables_ptr, SIGNED)
+    if KIND == "companded8":
+        largest = tl.where(amax < 0x7F800000, as_float(amax), float("nan"))
+        if SIGNED:
+            power = companded.power_of_two(amax)
+            scaled = value * _spread(power, GROUP, TILE)
+            codes = companded.first_codes(scaled, _spread(largest * power, GROUP, TILE), H.NATIVE)
+            restore = largest
+        else:
+            # Roots of float32 numbers are 0 or at least 2^-75.
+            multiply = tl.where(amax > 0, tl.div_rn(255.0, tl.maximum(largest, 2.0**-80)), 0.0)
+            codes = companded.second_codes(value, _spread(multiply, GROUP, TILE))
+            restore = tl.where(amax < 0x7F800000, tl.div_rn(largest, tl.full([TILE // GROUP], 255.0, tl.float32)), float("nan"))
     else:
-        y = as_bits(scaled)
-        codes = encode(round_bits(y, y, random, F, H, True), F)
+        multiply, restore, _ = group_factors(amax, 1.0, S, F, H, True, H.NATIVE)
+        scaled = value * _spread(multiply, GROUP, TILE)
+        if KIND == "dynamic8":
+            codes = dynamic.encode(scaled, tables_ptr, SIGNED)
+        else:
+            y = as_bits(scaled)
+            codes = encode(round_bits(y, y, random, F, H, True), F)
     tl.store(state + offset, codes.to(tl.uint8), mask=inside)
     tl.store(scale + blocks, restore, mask=blocks_inside)
 

@@ -150,12 +150,19 @@ def _adamw_kernel(
         else:
             blocks = e0 // GROUP + tl.arange(0, TILE // GROUP)
             blocks_inside = blocks < blocks_end
-            m = load_codes(m_ptr, offset, inside, m_scale, blocks, blocks_inside, tables_ptr, F, KIND, True, GROUP, TILE)
-            v = load_codes(v_ptr, offset, inside, v_scale, blocks, blocks_inside, tables_ptr, F, KIND, False, GROUP, TILE)
+            m = load_codes(
+                m_ptr, offset, inside, m_scale, blocks, blocks_inside, tables_ptr, F, KIND, True, GROUP, TILE, WH.NATIVE
+            )
+            v = load_codes(
+                v_ptr, offset, inside, v_scale, blocks, blocks_inside, tables_ptr, F, KIND, False, GROUP, TILE, WH.NATIVE
+            )
 
         m = beta1 * m + rest1 * g
         v = beta2 * v + rest2 * (g * g)
-        direction = quotient(m, square_root(v, WH.NATIVE) * root + eps, WH.NATIVE)
+        deviation = square_root(v, WH.NATIVE)
+        direction = quotient(m, deviation * root + eps, WH.NATIVE)
+        if KIND == "companded8":
+            v = deviation
         w, extra = moved_weights(w, extra, direction, decay, shrink, step_size, W, WH, MODE)
         random = offset
         if WH.KIND == "stochastic":

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dither.adam_update import BITS, CONSTANTS, Piece, Update
+from dither.adam_update import BITS, CONSTANTS, MAPS, Piece, Update
 from dither.kernels import BoundKernel, dynamic, native
 from dither.kernels.adam_elements import LANES
 from dither.kernels.adam_kernels import _adamw_kernel, _mini_kernel, _run_squares_kernel, _squares_kernel
@@ -230,7 +230,7 @@ class Batch:
                     (),
                     {
                         "S": _state_scaling(self.update),
-                        "KIND": "dynamic8" if self.update.format is None else "codes" if self.update.in_blocks else "whole",
+                        "KIND": _kind(self.update),
                         "GROUP": self.group if self.update.in_blocks else 1,
                         "FLAT": table.flat,
                         "TILE": self.tile,
@@ -243,6 +243,11 @@ class Batch:
                 )
             map_tables = dynamic.device_tables(device) if self.update.states == "dynamic8" else None
             table.update(table.rows, table.grads, table.owner, constants, step, skip, map_tables)
+
+
+def _kind(update: Update) -> str:
+    """Return how moments are kept, as `adam_elements` says."""
+    return update.states if update.states in MAPS else "codes" if update.in_blocks else "whole"
 
 
 def _kinds(piece: Piece, grad: Tensor, update: Update, aligned: bool, fast: bool) -> dict[str, object]:

@@ -24,7 +24,7 @@ from dither.adam_update import BITS, CONSTANTS, ODD_FACTOR, Piece, Update
 from dither.formats import TABLE, Format
 from dither.precision import Rounding, Scale
 from dither.random import Draw
-from dither.reference import dynamic, philox, rounding, scaling
+from dither.reference import companded, dynamic, philox, rounding, scaling
 
 FORMATS = {torch.float32: TABLE["fp32"], torch.bfloat16: TABLE["bf16"], torch.float16: TABLE["fp16"]}
 
@@ -165,10 +165,15 @@ def second_moment(v: Tensor, sums: Tensor, share: Tensor, constants: Tensor) -> 
 
 def _direction(m: Tensor, v: Tensor, c: dict[str, Tensor]) -> Tensor:
     """Return 2^48 m / (sqrt(v) * root + eps); 0 if its magnitude is below 2^-100, NaN if it or v is infinite."""
-    root = torch.where(v < torch.inf, _sqrt(v), torch.nan)
+    root = _root(v)
     quotient = torch.div(m * 2.0**48, root * c["root"] + c["eps"])
     quotient = torch.where(quotient.abs() < torch.inf, quotient, torch.nan)
     return torch.where(quotient.abs() < 2.0**-100, 0.0, quotient)
+
+
+def _root(v: Tensor) -> Tensor:
+    """Return sqrt(v); NaN if v is infinite."""
+    return torch.where(v < torch.inf, _sqrt(v), torch.nan)
 
 
 def _sqrt(x: Tensor) -> Tensor:
@@ -223,8 +228,11 @@ def load_state(state: Tensor, scale: Tensor | None, update: Update, signed: bool
     if not update.in_blocks:
         return state.float()
     assert scale is not None
+    scales = scale.repeat_interleave(update.block, 1)[:, : state.shape[1]]
+    if update.states == "companded8":
+        return companded.first_values(state.view(torch.int8).int()) * scales if signed else (state.float() * scales).square()
     values = dynamic.decode(state, signed) if update.format is None else rounding.decode(state.int(), update.format)
-    return values * scale.repeat_interleave(update.block, 1)[:, : state.shape[1]]
+    return values * scales
 
 
 def _store(piece: Piece, state: Tensor, scale: Tensor | None, value: Tensor, step: Tensor, update: Update, which: int) -> None:
@@ -251,8 +259,12 @@ def store_state(value: Tensor, update: Update, signed: bool, random: Tensor | No
         return rounding.round_values(value, update.format, rule, False, random), None
     rows, columns = value.shape
     count = math.ceil(columns / update.block)
+    if update.states == "companded8" and not signed:
+        value = _root(value)
     padded = torch.nn.functional.pad(value.abs(), (0, count * update.block - columns))
     amax = padded.reshape(rows, count, update.block).amax(2)
+    if update.states == "companded8":
+        return _companded(value, torch.where(amax < torch.inf, amax, torch.nan), update.block, signed)
     format = update.format or UNIT
     known = scaling.factors(amax, None, format, Scale("fp32"), rule)
     scaled = value * known.multiply.repeat_interleave(update.block, 1)[:, :columns]
@@ -261,6 +273,17 @@ def store_state(value: Tensor, update: Update, signed: bool, random: Tensor | No
     else:
         codes = rounding.encode(rounding.round_values(scaled, format, rule, True, random), format)
     return codes.to(torch.uint8), known.restore
+
+
+def _companded(value: Tensor, amax: Tensor, block: int, signed: bool) -> tuple[Tensor, Tensor]:
+    """Return (codes, scales) of first moments, or of roots of second moments, whose largest magnitudes per block are `amax`."""
+    if signed:
+        codes = companded.first_codes(value, amax.repeat_interleave(block, 1)[:, : value.shape[1]])
+        return codes.to(torch.int8).view(torch.uint8), amax
+    most = torch.full_like(amax, 255.0)
+    multiply = torch.where(amax > 0, torch.div(most, amax), 0.0)
+    codes = companded.second_codes(value, multiply.repeat_interleave(block, 1)[:, : value.shape[1]])
+    return codes.to(torch.uint8), torch.div(amax, most)
 
 
 UNIT = Format("unit", 8, 0, 0, 0, 1.0)

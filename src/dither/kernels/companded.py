@@ -1,0 +1,58 @@
+"""Companded 8-bit states, as in `dither.reference.companded`: device functions for other kernels."""
+
+import triton
+import triton.language as tl
+
+from dither.kernels.rounding import as_bits, as_float
+
+ROUND = tl.constexpr(1.5 * 2.0**23)
+"""Added to a number below 2^22 in magnitude, it rounds the sum to an integer, ties to even, in the low bits."""
+
+
+@triton.jit
+def divide(n, d, NATIVE: tl.constexpr):
+    """Return n / d, rounded once, for magnitudes from 2^-60 to 2^60; n may be 0. Without branches, as `quotient`."""
+    if NATIVE:
+        inverse = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], dtype=tl.float32, is_pure=True, pack=1)
+        inverse = tl.fma(inverse, tl.fma(-d, inverse, 1.0), inverse)
+        result = n * inverse
+        result = tl.fma(tl.fma(-d, result, n), inverse, result)
+        return tl.fma(tl.fma(-d, result, n), inverse, result)
+    else:
+        return tl.div_rn(n, d)
+
+
+@triton.jit
+def power_of_two(amax_bits):
+    """Return 2^-e, float32, where 2^e is the largest power of two up to a number given by its bits; -126 <= e <= 126."""
+    exponent = tl.minimum(tl.maximum(amax_bits >> 23, 1), 253)
+    return as_float((254 - exponent) << 23)
+
+
+@triton.jit
+def first_codes(x, amax, NATIVE: tl.constexpr):
+    """Return int32 whose low 8 bits are the codes of first moments; x and amax are multiplied by the block's power of two."""
+    quotient = divide(254.0 * x, amax + tl.abs(x), NATIVE)
+    return as_bits(tl.where(tl.abs(quotient) < 127.5, quotient, 0.0) + ROUND)
+
+
+@triton.jit
+def first_values(codes, NATIVE: tl.constexpr):
+    """Return the float32 values of first moments, as shares of the largest magnitude; `codes` are int32 from 0 to 255."""
+    signed = ((codes << 24) >> 24).to(tl.float32)
+    rest = 254.0 - tl.abs(signed)
+    if NATIVE:
+        inverse = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [rest], dtype=tl.float32, is_pure=True, pack=1
+        )
+        inverse = tl.fma(inverse, tl.fma(-rest, inverse, 1.0), inverse)  # rounded once, for each of the 128 numbers
+    else:
+        inverse = tl.div_rn(1.0, rest)
+    return signed * inverse
+
+
+@triton.jit
+def second_codes(root, multiply):
+    """Return int32 whose low 8 bits are the codes of roots of second moments."""
+    scaled = root * multiply
+    return as_bits(tl.where(scaled < 256.0, scaled, 0.0) + ROUND)
