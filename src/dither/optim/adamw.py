@@ -79,8 +79,9 @@ class AdamW(Tables):
         weights: rounding of 16-bit parameters: "stochastic" (the default), "nearest", or "kahan" (to nearest, with the rounding
             error kept in 16 bits).
         bf16_stochastic_round: torchao's name for the same: True means weights="stochastic", False weights="nearest".
-        states: format of both moments: "fp32", "bf16", "dynamic8", "companded8", "int8", "e4m3", "e5m2" or "e3m4". The default is
-            fp32 for float32 parameters, else bf16. One-dimensional parameters (norms, biases) keep fp32 moments instead of 8-bit ones.
+        states: format of both moments: "fp32", "bf16", "dynamic8", "companded8", "int8", "e4m3", "e5m2" or "e3m4". The default
+            is fp32 for float32 parameters, else bf16. One-dimensional parameters (norms, biases) keep fp32 moments instead of
+            8-bit ones.
         state_rounding: "stochastic" (the default of bf16) or "nearest" (the default of 8 bits).
         block: how many neighbours in a row share the scale of an 8-bit state, from 16 to 2048.
         min_8bit_size: parameters with fewer elements keep fp32 moments instead of 8-bit ones.
