@@ -43,12 +43,8 @@ class Accelerator:
 
 ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
     {
-        "a100": Accelerator(
-            gpu=GPUS["a100-80gb"], bf16=312e12, fp8=None, bandwidth=2.039e12, nvlink=300e9, network=25e9
-        ),
-        "h100": Accelerator(
-            gpu=GPUS["h100-80gb"], bf16=989e12, fp8=1979e12, bandwidth=3.35e12, nvlink=450e9, network=50e9
-        ),
+        "a100": Accelerator(gpu=GPUS["a100-80gb"], bf16=312e12, fp8=None, bandwidth=2.039e12, nvlink=300e9, network=25e9),
+        "h100": Accelerator(gpu=GPUS["h100-80gb"], bf16=989e12, fp8=1979e12, bandwidth=3.35e12, nvlink=450e9, network=50e9),
         "h200": Accelerator(gpu=GPUS["h200"], bf16=989e12, fp8=1979e12, bandwidth=4.8e12, nvlink=450e9, network=50e9),
         "b200": Accelerator(gpu=GPUS["b200"], bf16=2250e12, fp8=4500e12, bandwidth=8.0e12, nvlink=900e9, network=50e9),
     }

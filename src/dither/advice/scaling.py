@@ -72,8 +72,10 @@ class Step:
     """GPUs per node."""
     async_tp: bool = False
     """True if the communication of tensor parallelism runs beside its products, as torch's async TP does."""
-    gather_bytes: float | None = field(default=None)
+    gather_bytes: float | None = None
     """Bytes per weight that FSDP2 gathers; None means codes where weights are cast, and the format of products elsewhere."""
+    clock: Clock | None = field(default=None, compare=False, repr=False)
+    """Times that other steps of the same model, precision and tp have computed already."""
 
     def __post_init__(self) -> None:
         layout, passes = self.layout, self.passes
@@ -171,6 +173,8 @@ class Step:
 
     @cached_property
     def _clock(self) -> Clock:
+        if self.clock is not None and self.clock.setting is self.setting and self.clock.tp == self.layout.tp:
+            return self.clock
         return Clock(self.shape, self.setting, self.accelerator, self.layout.tp)
 
     @cached_property

@@ -9,6 +9,7 @@ from dither.advice.layouts import Checkpointing, Layout, Passes, layouts
 from dither.advice.memory import GIB, Setting, Shape, resident
 from dither.advice.recommendation import FP8_FROM
 from dither.advice.scaling import Step
+from dither.advice.step_time import Clock
 from dither.errors import UserError
 from dither.recipes import recipe
 
@@ -20,6 +21,12 @@ AGAIN: tuple[Checkpointing, ...] = ("none", "selective", "full")
 
 MOST_TOKENS = 131_072
 """The most tokens per forward pass that are tried; more gain nothing."""
+
+HEADROOM = 0.1
+"""Fraction of the usable memory left free in runs over several GPUs: published runs needed more than the formulas say."""
+
+LEAN = "dynamic8"
+"""The narrowest of the formats of states."""
 
 NEARLY = 24
 """Number of the fastest steps with the leanest states that are tried with wider ones."""
@@ -86,6 +93,11 @@ class Job:
         if not self.sequence <= self.batch_tokens <= 1e12:
             raise UserError(f"A step has at least one sequence of {self.sequence} tokens, not {self.batch_tokens:g} tokens.")
 
+    @property
+    def usable(self) -> int:
+        """Return the bytes per GPU that an estimate may take."""
+        return round(self.accelerator.gpu.usable * (1 - HEADROOM if self.gpus > 1 else 1))
+
     def passes(self, layout: Layout, micro: int) -> Passes | None:
         """Return the passes of a step, or None if the layout cannot have a step of about the desired size."""
         share = self.batch_tokens / self.sequence / layout.data_parallel / micro
@@ -104,16 +116,10 @@ class Option:
     choice: Choice
     step: Step
 
-    @property
-    def fits(self) -> bool:
-        """Return True if the memory suffices."""
-        return self.step.memory.peak <= self.step.accelerator.gpu.usable
-
-    @property
-    def shortfall(self) -> str:
+    def shortfall(self, usable: int) -> str:
         """Return a sentence on the missing memory."""
-        needs, has = self.step.memory.peak / GIB, self.step.accelerator.gpu.usable / GIB
-        return f"does not fit: needs {needs:.0f} GiB of {has:.0f} usable with {self.step.layout}"
+        needs, layout = self.step.memory.peak / GIB, self.step.layout
+        return f"{self.choice} does not fit: needs {needs:.0f} GiB of {usable / GIB:.0f} usable, with {layout} at the least"
 
 
 @dataclass(frozen=True)
@@ -133,7 +139,7 @@ class Ranking:
         """Return the recommendation: the plainest precision among the fastest."""
         if not self.options:
             least = min(self.refused, key=lambda option: option.step.memory.peak)
-            missing = (least.step.memory.peak - least.step.accelerator.gpu.usable) / GIB
+            missing = (least.step.memory.peak - self.job.usable) / GIB
             raise UserError(
                 f"No layout fits on {self.job.gpus} {least.step.accelerator.name}: the leanest, {least.choice} with "
                 f"{least.step.layout} and checkpointing {least.step.passes.checkpointing}, lacks {missing:.1f} GiB per GPU. "
@@ -154,16 +160,17 @@ def rank(job: Job) -> Ranking:
     bf16-sr + fp8-current | dp_shard 8
     """
     options, refused = list[Option](), list[Option]()
-    steps: dict[Choice, list[Step]] = {}
+    fitting: dict[Choice, list[Step]] = {}
+    least: Step | None = None
     for choice in CHOICES:
         if choice.setting.casts_weight and job.accelerator.fp8 is None:
             continue
-        lean = replace(choice, states="dynamic8")
-        if lean not in steps:
-            steps[lean], least = _candidates(job, lean)
-        found = steps[choice] = steps[lean] if choice == lean else _widened(steps[lean], choice, job.accelerator.gpu.usable)
-        if found:
-            options.append(Option(choice, _fastest(found)))
+        lean = replace(choice, states=LEAN)
+        if lean not in fitting:
+            fitting[lean], least = _candidates(job, lean)
+        steps = fitting[lean] if choice == lean else _widened(fitting[lean], choice, job.usable)
+        if steps:
+            options.append(Option(choice, _fastest(steps)))
         elif least is not None:
             refused.append(Option(choice, replace(least, setting=choice.setting)))
     if not options and not refused:
@@ -172,19 +179,23 @@ def rank(job: Job) -> Ranking:
             "change --batch-tokens or the number of GPUs."
         )
     options.sort(key=lambda option: -option.step.tokens_per_second)
-    found = Ranking(job, tuple(options), tuple(refused), ())
+    ranking = Ranking(job, tuple(options), tuple(refused), ())
     if not options:
-        return found
-    lean = steps[replace(found.best.choice, states="dynamic8")]
-    own = [_lightest(replace(step, setting=found.best.choice.setting), job.accelerator.gpu.usable) for step in lean]
-    return replace(found, alternatives=_alternatives(found.best, [step for step in own if step is not None]))
+        return ranking
+    best = ranking.best
+    same = (
+        _lightest(replace(step, setting=best.choice.setting), job.usable) for step in fitting[replace(best.choice, states=LEAN)]
+    )
+    return replace(ranking, alternatives=_alternatives(best, [step for step in same if step is not None]))
 
 
 def _candidates(job: Job, choice: Choice) -> tuple[list[Step], Step | None]:
     """Return the steps of a precision that fit, and the step of least memory."""
-    usable = job.accelerator.gpu.usable
+    usable = job.usable
     fitting, least = list[Step](), None
+    clocks: dict[int, Clock] = {}
     for layout in layouts(job.shape, job.gpus, node=job.node):
+        clock = clocks.setdefault(layout.tp, Clock(job.shape, choice.setting, job.accelerator, layout.tp))
         micro = 1
         while micro == 1 or micro * job.sequence <= MOST_TOKENS:
             passes = job.passes(layout, micro)
@@ -198,6 +209,7 @@ def _candidates(job: Job, choice: Choice) -> tuple[list[Step], Step | None]:
                 passes=passes,
                 accelerator=job.accelerator,
                 node=job.node,
+                clock=clock,
             )
             leanest = replace(step, passes=replace(passes, checkpointing=AGAIN[-1]))
             least = leanest if least is None or leanest.memory.peak < least.memory.peak else least
@@ -252,13 +264,13 @@ def _alternatives(best: Option, steps: list[Step]) -> tuple[Option, ...]:
 def reasons(ranking: Ranking) -> tuple[str, ...]:
     """Return sentences that explain the recommendation, the most important first."""
     best = ranking.best
-    step, layout, usable = best.step, best.step.layout, ranking.job.accelerator.gpu.usable / GIB
+    step, layout, usable = best.step, best.step.layout, ranking.job.usable / GIB
     found = list[str]()
     speed = {option.choice: option.step.tokens_per_second for option in ranking.options}
     first = ranking.options[0]
     if first is not best:
         found.append(
-            f"{best.choice} is within {EQUAL_PRECISION:.0%} of the fastest, {first.choice}, and changes the numerics less."
+            f"{best.choice} is within {100 * EQUAL_PRECISION:.0f} % of the fastest, {first.choice}, and changes the numerics less."
         )
     plain = Choice("o1")
     if best.choice != plain and plain in speed:
@@ -266,7 +278,7 @@ def reasons(ranking: Ranking) -> tuple[str, ...]:
     elif best.choice != plain:
         lacking = {option.choice: option for option in ranking.refused}
         if plain in lacking:
-            found.append(f"o1 {lacking[plain].shortfall}.")
+            found.append(f"{lacking[plain].shortfall(ranking.job.usable)}.")
     if layout.gpus > 1:
         whole = sum(resident(step.shape, step.setting).values()) / GIB
         parts = step.memory.parts
@@ -278,9 +290,9 @@ def reasons(ranking: Ranking) -> tuple[str, ...]:
         why = f"without checkpointing this pass needs {needs:.0f} GiB" if needs > usable else "the larger pass is worth it"
         found.append(f"Checkpointing is {step.passes.checkpointing}: {why}, and {usable:.0f} GiB are usable.")
     parts_of_step = step.seconds_by_part
-    lost = {name: seconds / step.seconds for name, seconds in parts_of_step.items() if name in ("tensor parallel", "waiting", "bubbles")}
+    lost = {name: parts_of_step[name] / step.seconds for name in WORDS}
     if layout.gpus > 1:
-        texts = [f"{share:.0%} {WORDS[name]}" for name, share in lost.items() if share >= 0.005]
+        texts = [f"{share:.0%} {WORDS[name]}".replace("%", " %") for name, share in lost.items() if share >= 0.005]
         found.append(f"Of the step, {' and '.join(texts)}." if texts else "Communication is hidden behind compute.")
     if ranking.alternatives:
         other = ranking.alternatives[0].step

@@ -3,8 +3,9 @@
 docs/scaling.md has the formulas, the constants and where each of them comes from, and measured step times to compare with.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
+from dither.adam_update import WHOLE
 from dither.advice.accelerators import (
     ATTENTION_SHARES,
     BF16_SHARE,
@@ -17,7 +18,6 @@ from dither.advice.accelerators import (
 )
 from dither.advice.layouts import Checkpointing, Passes
 from dither.advice.memory import Setting, Shape, format_bytes
-from dither.adam_update import WHOLE
 from dither.errors import UserError
 
 
@@ -34,13 +34,13 @@ class Times:
     @property
     def total(self) -> float:
         """Return the sum of all parts."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return self.products + self.attention + self.elementwise + self.casts + self.loss
 
     def __add__(self, other: "Times") -> "Times":
-        return Times(**{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)})
+        return Times(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
 
     def __mul__(self, factor: float) -> "Times":
-        return Times(**{field.name: getattr(self, field.name) * factor for field in fields(self)})
+        return Times(**{each.name: getattr(self, each.name) * factor for each in fields(self)})
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,8 @@ class Clock:
     setting: Setting
     accelerator: Accelerator
     tp: int = 1
+    known: dict[tuple[int, int], tuple[Times, Times]] = field(default_factory=dict, compare=False, repr=False)
+    """Times of blocks that were computed before, by sequences per pass and tokens per sequence."""
 
     def __post_init__(self) -> None:
         if self.setting.casts_weight and self.accelerator.fp8 is None:
@@ -88,6 +90,12 @@ class Clock:
 
     def block(self, passes: Passes) -> tuple[Times, Times]:
         """Return the times of one block, forward and backward, without recomputation."""
+        key = (passes.micro, passes.sequence)
+        if key not in self.known:
+            self.known[key] = self._block(passes)
+        return self.known[key]
+
+    def _block(self, passes: Passes) -> tuple[Times, Times]:
         shape, setting, tokens, tp = self.shape, self.setting, passes.tokens, self.tp
         d, q, k, f = shape.width, shape.query_width, shape.key_width, shape.feed_forward
         rates = self._rates()
