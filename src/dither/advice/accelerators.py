@@ -77,8 +77,8 @@ LINK_SHARE = 0.8
 """Share of a link's bandwidth that collectives sustain. Assumed, not fitted."""
 
 BESIDE = 1.25
-"""Time of a pass's compute in a run over several GPUs, beside collectives, over its time on one GPU. Fitted on one published run:
-8B on 32 H200."""
+"""Time of a pass's compute beside collectives, in a run over several GPUs, over its time on one GPU. Fitted on one published
+run, 8B on 32 H200."""
 
 
 def accelerator_named(name: str) -> Accelerator:

@@ -1,7 +1,7 @@
 """Predict memory, communication and time of a training step over many GPUs.
 
-The mesh has the dimensions pp, dp_replicate, dp_shard and tp, outermost first, as `dither train` builds it: tp is inside a node,
-shards fill the rest of a node before they go to the next one.
+The mesh has the dimensions pp, dp_replicate, dp_shard and tp, outermost first, as `dither train` builds it: tp is inside a
+node, and shards fill the rest of a node before they go to the next one.
 """
 
 import math
@@ -43,9 +43,10 @@ class Traffic:
 
 
 def gathering(size: float, ranks: int, inside: int) -> Traffic:
-    """Return the traffic per GPU of an all-gather or reduce-scatter of `size` bytes over `ranks` GPUs, `inside` of them per node.
+    """Return the traffic per GPU of an all-gather or reduce-scatter of `size` bytes.
 
-    Rings send everything once over NVLink; the GPUs of a node share what goes over the network.
+    The group has `ranks` GPUs, `inside` of them per node. Rings send everything once over NVLink; the GPUs of
+    a node share what goes over the network.
 
     >>> gathering(8e9, 8, 8)
     Traffic(nvlink=7000000000.0, network=0.0)

@@ -270,7 +270,7 @@ def reasons(ranking: Ranking) -> tuple[str, ...]:
     first = ranking.options[0]
     if first is not best:
         found.append(
-            f"{best.choice} is within {100 * EQUAL_PRECISION:.0f} % of the fastest, {first.choice}, and changes the numerics less."
+            f"{best.choice} is within {100 * EQUAL_PRECISION:.0f} % of the fastest, {first.choice}, with plainer numerics."
         )
     plain = Choice("o1")
     if best.choice != plain and plain in speed:

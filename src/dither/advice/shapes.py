@@ -86,9 +86,9 @@ LLAMAS = tuple(
 def llama3_of(parameters: float) -> Shape:
     """Return the shape of a Llama of about that many parameters, in the proportions of Llama 3.
 
-    Within 5 % of one of `LLAMAS` it is that one. Between them the width is interpolated (its logarithm over that of the number of
-    parameters) to a multiple of 1024, the feed-forward width is 3.5 times as large, and the number of blocks follows from the
-    parameters. Below 1.5B it is the shape of `llama_of`.
+    Within 5 % of one of `LLAMAS` it is that one. Between them the logarithm of the width is interpolated over that of the
+    number of parameters, to a multiple of 1024. The feed-forward width is 3.5 times as large, and the number of blocks follows
+    from the parameters. Below 1.5B it is the shape of `llama_of`.
 
     >>> [(shape.width, shape.layers) for shape in map(llama3_of, (8e9, 30e9, 70e9, 405e9))]
     [(4096, 32), (6144, 57), (8192, 80), (16384, 126)]
