@@ -85,7 +85,7 @@ def layouts(shape: Shape, gpus: int, *, node: int = 8) -> Iterator[Layout]:
     Sizes that heads, features, blocks of 128 or layers do not allow are left out.
 
     >>> len(list(layouts(Shape(width=4096, layers=32, heads=32, feed_forward=14336, vocab=128256), 8)))
-    20
+    25
     """
     heads = math.gcd(shape.heads, shape.key_value_heads or shape.heads)
     for tp in (size for size in range(1, min(node, gpus) + 1) if gpus % size == 0 and node % size == 0):
@@ -158,7 +158,7 @@ def memory_per_gpu(shape: Shape, setting: Setting, layout: Layout, passes: Passe
     >>> alone = memory_per_gpu(llama_of(8e9), Setting(), Layout(), Passes())
     >>> sharded = memory_per_gpu(llama_of(8e9), Setting(), Layout(dp_shard=8), Passes())
     >>> round(alone.peak / GIB), round(sharded.peak / GIB)
-    (152, 44)
+    (144, 53)
     """
     first = _stage(shape, setting, layout, passes, last=layout.pp == 1)
     if layout.pp == 1:

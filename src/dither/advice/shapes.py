@@ -91,7 +91,7 @@ def llama3_of(parameters: float) -> Shape:
     from the parameters. Below 1.5B it is the shape of `llama_of`.
 
     >>> [(shape.width, shape.layers) for shape in map(llama3_of, (8e9, 30e9, 70e9, 405e9))]
-    [(4096, 32), (6144, 57), (8192, 80), (16384, 126)]
+    [(4096, 32), (6144, 59), (8192, 80), (16384, 126)]
     """
     if not LLAMAS[0].parameters * 0.95 <= parameters <= 1e13:
         return llama_of(parameters)
