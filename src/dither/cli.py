@@ -45,6 +45,7 @@ COMMANDS = {
     "inspect": Command("inspect", "inspect", "Show the weights of a saved model, layer by layer"),
     "bisect": Command("bisect", "bisect", "Run two precisions in lockstep and name the first layer that differs"),
     "memory": Command("memory", "memory", "Show the memory that a training step needs, and recommend a precision"),
+    "advise": Command("advise", "advise", "Rank precisions and layouts for a model on many GPUs, with the config to run"),
     "formats": Command("formats", "formats", "Show the number formats as a table, or one format with its values"),
     "doctor": Command("doctor", "doctor", "Examine this machine, and test that kernels and devices agree bit for bit"),
 }

@@ -1,5 +1,11 @@
 """Estimate the memory of training, and recommend a precision for a model on a GPU."""
 
+from dither.advice.accelerators import ACCELERATORS as ACCELERATORS
+from dither.advice.accelerators import Accelerator as Accelerator
+from dither.advice.accelerators import accelerator_named as accelerator_named
+from dither.advice.layouts import Layout as Layout
+from dither.advice.layouts import Passes as Passes
+from dither.advice.layouts import memory_per_gpu as memory_per_gpu
 from dither.advice.memory import Estimate as Estimate
 from dither.advice.memory import Setting as Setting
 from dither.advice.memory import Shape as Shape
@@ -15,3 +21,11 @@ from dither.advice.recommendation import advise as advise
 from dither.advice.recommendation import gpu_named as gpu_named
 from dither.advice.recommendation import recommend as recommend
 from dither.advice.recommendation import selection as selection
+from dither.advice.scaling import Step as Step
+from dither.advice.scaling import Traffic as Traffic
+from dither.advice.search import Choice as Choice
+from dither.advice.search import Job as Job
+from dither.advice.search import Option as Option
+from dither.advice.search import Ranking as Ranking
+from dither.advice.search import rank as rank
+from dither.advice.step_time import step_seconds as step_seconds

@@ -14,6 +14,7 @@ Activations are those that Inductor keeps of a block that is compiled separately
 block. docs/memory.md has every formula, and measured peaks to compare with.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -84,7 +85,7 @@ class Shape:
         """Return k, the width of all key heads together, and of all value heads."""
         return (self.key_value_heads or self.heads) * (self.head_size or self.width // self.heads)
 
-    @property
+    @functools.cached_property
     def block_weights(self) -> int:
         """Return the number of weights of the linear layers of all blocks, which recipes cast."""
         attention = 2 * self.width * (self.query_width + self.key_width)
@@ -95,7 +96,7 @@ class Shape:
         """Return the number of weights of the output layer, tied or not."""
         return self.vocab * self.width
 
-    @property
+    @functools.cached_property
     def parameters(self) -> int:
         """Return P, the number of all weights; a tied output layer counts once."""
         if self.counted is not None:
@@ -146,7 +147,7 @@ class Storage:
     @property
     def autocast(self) -> bool:
         """Return True if products read narrower copies of the parameters."""
-        return _bytes(self.compute) < _bytes(self.parameters)
+        return format_bytes(self.compute) < format_bytes(self.parameters)
 
 
 _NARROW = {"parameters": "bf16", "gradients": "bf16", "states": "bf16"}
@@ -190,6 +191,10 @@ class Setting:
     """True if each block is compiled separately, as `dither train` does on a GPU."""
     accumulate: bool = False
     """True if a step has several backward passes (gradient accumulation), so that gradients and activations coexist."""
+    residual: str | None = None
+    """Format of the residual stream, as FSDP2's mixed precision sets it; None means that of the parameters."""
+    float_logits: bool = False
+    """True if the loss keeps float32 logits and their gradients too; dither's own cross entropy does not."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", current_mode(self.mode))
@@ -200,8 +205,25 @@ class Setting:
             _choose("format of gradients", self.gradients, ("fp32", "bf16"))
         _choose("optimizer", self.optimizer, ("adamw", "adam-mini"))
         _choose("kind of sampling", self.sampling, ("none", "kept", "recomputed"))
+        if self.residual is not None:
+            _choose("format of the residual stream", self.residual, WHOLE)
 
-    @property
+    @functools.cached_property
+    def casts_weight(self) -> bool:
+        """Return True if products read codes of weights."""
+        return self.precision is not None and self.precision.casts_of("weight") != (None, None)
+
+    @functools.cached_property
+    def residual_bytes(self) -> int:
+        """Return the bytes per number of the residual stream."""
+        return format_bytes(self.residual or self.storage.parameters)
+
+    @functools.cached_property
+    def logit_bytes(self) -> int:
+        """Return the bytes per logit of logits and their gradients."""
+        return 2 * format_bytes(self.storage.compute) + (8 if self.float_logits else 0)
+
+    @functools.cached_property
     def storage(self) -> Storage:
         """Return the formats in which everything is stored."""
         found = STORAGE[self.mode]
@@ -234,7 +256,7 @@ class Estimate:
     moments: Mapping[str, Mapping[str, int]]
     """{moment: {part: bytes}}."""
 
-    @property
+    @functools.cached_property
     def moment(self) -> str:
         """Return the moment of the peak."""
         return max(self.moments, key=lambda moment: sum(self.moments[moment].values()))
@@ -244,7 +266,7 @@ class Estimate:
         """Return the bytes of each part at the peak."""
         return self.moments[self.moment]
 
-    @property
+    @functools.cached_property
     def peak(self) -> int:
         """Return the bytes of all parts at the peak."""
         return sum(self.parts.values())
@@ -263,29 +285,29 @@ def estimate(shape: Shape, setting: Setting, *, batch: int, sequence: int) -> Es
         if not isinstance(given, int) or isinstance(given, bool) or given < 1:
             raise UserError(f"The {name} is a positive integer, not {given!r}.")
     storage, tokens = setting.storage, batch * sequence
-    still = _still(shape, setting)
-    gradients = round(shape.parameters * _bytes(storage.gradients))
-    kept, codes = (tokens * each for each in _block(shape, setting))
-    copies = _weight_codes(shape, setting)
-    held = copies if _casts_weight(setting) else 0  # codes stay in buffers; backward frees copies
-    logits = 2 * tokens * math.ceil(shape.vocab / ALIGNED) * ALIGNED * _bytes(storage.compute)
-    last = tokens * _last_norm(shape, setting)
+    still = resident(shape, setting)
+    gradients = round(shape.parameters * format_bytes(storage.gradients))
+    kept, codes = (tokens * each for each in block_activations(shape, setting))
+    copies = weight_code_bytes(shape, setting)
+    held = copies if setting.casts_weight else 0  # codes stay in buffers; backward frees copies
+    logits = tokens * math.ceil(shape.vocab / ALIGNED) * ALIGNED * setting.logit_bytes
+    last = tokens * last_norm(shape, setting)
     while_forward = {**still, "gradients": gradients if setting.accumulate else 0, "weight_codes": copies}
     everything = {"activations": shape.layers * kept, "input_codes": shape.layers * codes}
     moments = {}
     if setting.checkpointing:
-        inputs = tokens * shape.layers * shape.width * _bytes(storage.parameters)
+        inputs = tokens * shape.layers * shape.width * setting.residual_bytes
         # A compiled block recreates its copies of weights; autocast without compilation keeps them all.
         copies = copies if held or not setting.compiled else copies // shape.layers
         again = {**while_forward, "weight_codes": copies, "activations": inputs, "input_codes": codes, "logits": 0}
-        again["gradients"] = max(again["gradients"], shape.output_weights * _bytes(storage.gradients))
+        again["gradients"] = max(again["gradients"], shape.output_weights * format_bytes(storage.gradients))
         moments["recompute"] = {**again, "temporaries": kept + WORKSPACE}
         everything = {"activations": inputs, "input_codes": 0}
         while_forward["weight_codes"] = copies
     moments["loss"] = {**while_forward, **everything, "logits": logits, "temporaries": last + WORKSPACE}
     # The last gradient is computed in the format of products before it is converted to its own; during the backward pass of
     # the first block, all gradients but its own exist.
-    widest = shape.output_weights * _bytes(storage.compute)
+    widest = shape.output_weights * format_bytes(storage.compute)
     first = kept + codes - gradients * shape.block_weights / shape.parameters / shape.layers
     nothing = {"activations": 0, "input_codes": 0, "logits": 0, "temporaries": max(widest, first) + WORKSPACE}
     moments["update"] = {**still, "gradients": gradients, "weight_codes": held, **nothing}
@@ -327,23 +349,29 @@ def code_bytes(cast: Cast, rows: int, columns: int) -> float:
 # The parts -------------------------------------------------------------------------------------------------------------
 
 
-def _still(shape: Shape, setting: Setting) -> dict[str, int]:
+@functools.cache
+def resident(shape: Shape, setting: Setting) -> dict[str, int]:
     """Return the bytes of weights, masters and states, which persist between steps."""
     storage, count = setting.storage, shape.parameters
-    own = 4 if storage.master else _bytes(storage.parameters) if storage.compensation else 0
+    own = 4 if storage.master else format_bytes(storage.parameters) if storage.compensation else 0
     moments = 1 if setting.optimizer == "adam-mini" else 2
-    one = _bytes(storage.states) if storage.states in WHOLE else 1 + 4 / setting.state_block
+    one = format_bytes(storage.states) if storage.states in WHOLE else 1 + 4 / setting.state_block
     return {
-        "weights": round(count * _bytes(storage.parameters)),
+        "weights": round(count * format_bytes(storage.parameters)),
         "masters": round(count * own),
         "states": round(count * moments * one),
     }
 
 
-def _block(shape: Shape, setting: Setting) -> tuple[float, float]:
-    """Return (activations, codes of inputs) that one block keeps, in bytes per token."""
+@functools.cache
+def block_activations(shape: Shape, setting: Setting, *, tp: int = 1) -> tuple[float, float]:
+    """Return (activations, codes of inputs) that one block keeps, in bytes per token.
+
+    With tensor parallelism of `tp` ranks and sequence parallelism, a compiled block shards everything but the inputs of q, k, v
+    and of gate and up, which are gathered.
+    """
     storage, precision = setting.storage, setting.precision
-    p, c = _bytes(storage.parameters), _bytes(storage.compute)
+    p, c = setting.residual_bytes, format_bytes(storage.compute)
     d, q, k, f = shape.width, shape.query_width, shape.key_width, shape.feed_forward
     cast = precision.cast("weight_grad", "input") if precision is not None else None  # in the layout that backward needs
     attention = c * (q + 2 * k) + c * q + 4 * shape.heads  # queries, keys and values, the output, log-sum-exp
@@ -352,9 +380,9 @@ def _block(shape: Shape, setting: Setting) -> tuple[float, float]:
         # The block's input, and the residual stream after attention; norms are recomputed.
         residual = p * d + c * d
         up = ups * c * f
-        inputs = 0 if cast is not None else 2 * c * d + c * f  # of q, k, v; of gate and up; of down
-        codes = 0.0 if cast is None else (2 * d + q) * code_bytes(cast, d, d) + f * code_bytes(cast, d, f)
-        return residual + attention + up + inputs, codes
+        inputs = 0 if cast is not None else 2 * c * d + c * f / tp  # of q, k, v; of gate and up; of down
+        codes = 0.0 if cast is None else (2 * d + q / tp) * code_bytes(cast, d, d) + f / tp * code_bytes(cast, d, f)
+        return (residual + attention + up) / tp + inputs, codes
     # Two norms. RMSNorm, uncompiled, keeps x in float32 and the quotient in the dtype of x; LayerNorm keeps x.
     residual = 2 * (max(4, p) + p) * d + 8 if shape.gated else 2 * p * d + 4 * p
     up = (2 * ups) * c * f if shape.gated else 2 * c * f  # gate, silu(gate), up and their product, or before and after GELU
@@ -366,12 +394,13 @@ def _block(shape: Shape, setting: Setting) -> tuple[float, float]:
     return residual + attention + up + c * d * (sum(readers) if storage.autocast else 2), 0.0
 
 
-def _weight_codes(shape: Shape, setting: Setting) -> float:
+@functools.cache
+def weight_code_bytes(shape: Shape, setting: Setting) -> float:
     """Return the bytes of codes of weights in both layouts, or of their narrower copies."""
     storage, weights = setting.storage, shape.block_weights
-    copies = _bytes(storage.compute) if storage.autocast else 0
+    copies = format_bytes(storage.compute) if storage.autocast else 0
     output = shape.output_weights * copies
-    if _casts_weight(setting):
+    if setting.casts_weight:
         assert setting.precision is not None
         layouts = (
             copies if cast is None else code_bytes(cast, shape.width, shape.width)
@@ -379,22 +408,19 @@ def _weight_codes(shape: Shape, setting: Setting) -> float:
         )
         return weights * sum(layouts) + output
     if setting.sampling != "none":
-        return output + (weights * _bytes(storage.compute) if setting.sampling == "kept" else 0)
+        return output + (weights * format_bytes(storage.compute) if setting.sampling == "kept" else 0)
     return output + weights * copies
 
 
-def _casts_weight(setting: Setting) -> bool:
-    return setting.precision is not None and setting.precision.casts_of("weight") != (None, None)
-
-
-def _last_norm(shape: Shape, setting: Setting) -> int:
+def last_norm(shape: Shape, setting: Setting) -> int:
     """Return the bytes per token of the last norm, which is not compiled, and of the output layer's input."""
-    p, c = _bytes(setting.storage.parameters), _bytes(setting.storage.compute)
+    p, c = setting.residual_bytes, format_bytes(setting.storage.compute)
     norm = max(4, p) + p if shape.gated else p
     return shape.width * (norm + c)
 
 
-def _bytes(name: str) -> int:
+def format_bytes(name: str) -> int:
+    """Return the bytes per number of a format of 8 bits or more."""
     return TABLE[name].bits // 8
 
 

@@ -1,5 +1,7 @@
 """Find the sizes of a model given as a config, a preset, a Hugging Face folder, or a number of parameters."""
 
+import itertools
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -68,6 +70,43 @@ def shape_of(config: Config | Mapping[str, Any]) -> Shape:
     return shape if exact == shape.parameters else replace(shape, counted=exact)
 
 
+LLAMAS = tuple(
+    Shape(width=width, layers=layers, heads=width // 128, feed_forward=feed_forward, vocab=128_256, key_value_heads=8)
+    for width, layers, feed_forward in (
+        (2048, 16, 8192),
+        (3072, 28, 8192),
+        (4096, 32, 14336),
+        (8192, 80, 28672),
+        (16384, 126, 53248),
+    )
+)
+"""The proportions of Llama 3 from 1.5B to 405B parameters, with heads of 128 and an output layer of its own."""
+
+
+def llama3_of(parameters: float) -> Shape:
+    """Return the shape of a Llama of about that many parameters, in the proportions of Llama 3.
+
+    Within 5 % of one of `LLAMAS` it is that one. Between them the logarithm of the width is interpolated over that of the
+    number of parameters, to a multiple of 1024. The feed-forward width is 3.5 times as large, and the number of blocks follows
+    from the parameters. Below 1.5B it is the shape of `llama_of`.
+
+    >>> [(shape.width, shape.layers) for shape in map(llama3_of, (8e9, 30e9, 70e9, 405e9))]
+    [(4096, 32), (6144, 59), (8192, 80), (16384, 126)]
+    """
+    if not LLAMAS[0].parameters * 0.95 <= parameters <= 1e13:
+        return llama_of(parameters)
+    for shape in LLAMAS:
+        if abs(shape.parameters / parameters - 1) < 0.05:
+            return shape
+    pairs = list(itertools.pairwise(LLAMAS))
+    low, high = next((pair for pair in pairs if parameters < pair[1].parameters), pairs[-1])
+    share = math.log(parameters / low.parameters) / math.log(high.parameters / low.parameters)
+    width = max(1, round(low.width * (high.width / low.width) ** share / 1024)) * 1024
+    one = replace(low, width=width, heads=width // 128, feed_forward=round(3.5 * width), layers=1)
+    block = replace(one, layers=2).parameters - one.parameters
+    return replace(one, layers=max(1, round((parameters - one.parameters) / block) + 1))
+
+
 def model_shape(model: str | None, parameters: float | None = None) -> Shape:
     """Return the sizes of a preset or a folder with a config.json, or those of a Llama of that many parameters.
 
@@ -82,6 +121,8 @@ def model_shape(model: str | None, parameters: float | None = None) -> Shape:
     if model in PRESETS:
         return shape_of(PRESETS[model])
     path = Path(model)
+    if path.is_dir() and not (path / CONFIG).is_file():
+        raise UserError(f"The folder {model} has no {CONFIG}: give the folder of a Hugging Face model, or a preset.")
     path = path / CONFIG if path.is_dir() else path
     if not path.is_file():
         raise UserError(

@@ -1,0 +1,96 @@
+"""GPUs with their data sheet rates, and the shares of these rates that kernels and links sustain."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from dither.advice.recommendation import GPUS, Gpu
+from dither.errors import UserError
+from dither.precision import did_you_mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """A GPU in a server: its memory, and the peak rates of its data sheet. Products are dense, links count one direction."""
+
+    gpu: Gpu
+    bf16: float
+    """BF16 products, FLOP/s."""
+    fp8: float | None
+    """FP8 products, FLOP/s; None if there are no FP8 units."""
+    bandwidth: float
+    """Memory bandwidth, bytes/s."""
+    nvlink: float
+    """Bandwidth to the other GPUs of a node, bytes/s."""
+    network: float
+    """Bandwidth of a GPU's share of the network between nodes, bytes/s."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of the GPU."""
+        return self.gpu.name
+
+    def with_network(self, gigabits: float) -> "Accelerator":
+        """Return this GPU with a network of that many Gbit/s per GPU.
+
+        >>> accelerator_named("h100").with_network(200).network
+        25000000000.0
+        """
+        if not gigabits > 0:
+            raise UserError(f"A network has a positive number of Gbit/s per GPU, such as 400, not {gigabits:g}.")
+        return replace(self, network=gigabits * 1e9 / 8)
+
+
+ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
+    {
+        "a100": Accelerator(gpu=GPUS["a100-80gb"], bf16=312e12, fp8=None, bandwidth=2.039e12, nvlink=300e9, network=25e9),
+        "h100": Accelerator(gpu=GPUS["h100-80gb"], bf16=989e12, fp8=1979e12, bandwidth=3.35e12, nvlink=450e9, network=50e9),
+        "h200": Accelerator(gpu=GPUS["h200"], bf16=989e12, fp8=1979e12, bandwidth=4.8e12, nvlink=450e9, network=50e9),
+        "b200": Accelerator(gpu=GPUS["b200"], bf16=2250e12, fp8=4500e12, bandwidth=8.0e12, nvlink=900e9, network=50e9),
+    }
+)
+"""SXM modules by name, as in NVIDIA's data sheets; networks are those of its DGX servers, 200 (A100) and 400 Gbit/s per GPU."""
+
+BF16_SHARE = 0.708
+"""Share of the BF16 peak that large products sustain. Fitted: 700 TFLOP/s on an H200, where 4096^3 reaches 719."""
+
+SMALL_SIDE = 90.0
+"""A product of sides m, n, k takes 1 + SMALL_SIDE (1/m + 1/n + 1/k) times as long as its FLOPs. Fitted."""
+
+CAST_PASSES = 1.75
+"""Time of casts over that of moving their bytes once; backward casts into two layouts. Fitted."""
+
+FP8_SHARES = MappingProxyType({"tensor": (0.657, 0.657, 0.657), "block": (0.568, 0.568, 0.458)})
+"""Shares of the FP8 peak for the forward product, the input gradient and the weight gradient. Measured on an H200: 1300
+TFLOP/s with tensor scales, 1124 with 1 x 128 times 128 x 128, and 906 with 1 x 128 times 1 x 128."""
+
+ATTENTION_SHARES = MappingProxyType({64: 0.327, 128: 0.475})
+"""Shares of the BF16 peak of attention by width of a head. Measured on an H200: 323 and 470 TFLOP/s, forward and backward."""
+
+COPY_SHARE = 0.875
+"""Share of the memory bandwidth that a copy reaches. Measured on an H200: 4.2 of 4.8 TB/s."""
+
+OPTIMIZER_SHARES = MappingProxyType({"o1": 0.80, "bf16-sr": 0.89, "8-bit": 0.426})
+"""Optimizer steps as shares of a copy's bandwidth. Measured on an H200."""
+
+LINK_SHARE = 0.8
+"""Share of a link's bandwidth that collectives sustain. Assumed, not fitted."""
+
+BESIDE = 1.25
+"""Time of a pass's compute beside collectives, in a run over several GPUs, over its time on one GPU. Fitted on one published
+run, 8B on 32 H200."""
+
+
+def accelerator_named(name: str) -> Accelerator:
+    """Return the GPU of that name, ignoring case.
+
+    >>> accelerator_named("H200").bandwidth
+    4800000000000.0
+    >>> accelerator_named("h300")
+    Traceback (most recent call last):
+    dither.errors.UserError: There is no GPU 'h300' (did you mean 'h200'?) in the list: a100, h100, h200, b200.
+    """
+    if name.lower() not in ACCELERATORS:
+        known = ", ".join(ACCELERATORS)
+        raise UserError(f"There is no GPU {name!r}{did_you_mean(name.lower(), ACCELERATORS)} in the list: {known}.")
+    return ACCELERATORS[name.lower()]
