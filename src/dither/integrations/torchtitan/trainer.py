@@ -91,7 +91,7 @@ class DitherTrainer(Trainer):  # type: ignore[misc]
                     linear.belong_to(part)
             if converted_layers(part):
                 # Conversion took place on the meta device: only here it is known which units multiply.
-                logger.info(f"Dither's layers:\n{apply_plan(part, plan_of(part))}")
+                logger.info(unwrapped(f"Dither's layers:\n{apply_plan(part, plan_of(part))}"))
         cast = [layer for part in self.model_parts for layer in converted_layers(part).values()]
         # torchtitan leaves the MFU out if products are faster than those in BF16, by which it is defined.
         self.metrics_processor.has_quantization |= any(not linear_of(layer).precision.uncast for layer in cast)
@@ -207,7 +207,7 @@ class DitherTrainer(Trainer):  # type: ignore[misc]
         self.ntokens_seen = seen
         if decision is not None and decision.changed:
             self._count_change(self.plan_changes + 1)
-            logger.info(f"SNIP: step {self.step}: {decision.reason}\n{decision.plan}")
+            logger.info(f"SNIP: step {self.step}: {decision.reason}\n{unwrapped(str(decision.plan))}")
         return chain(taken, data_iterator)
 
     def _snip_loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -248,12 +248,12 @@ class DitherTrainer(Trainer):  # type: ignore[misc]
             "plan_changes": self.plan_changes,
             "snip": None if self.snip is None else self.snip.state_dict(),
         }
-        return {**super().state_dict(), "dither": json.dumps(ours)}
+        return {**super().state_dict(), "dither": unwrapped(json.dumps(ours))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the trainer's state, and apply the plan that SNIP had chosen."""
         super().load_state_dict(state_dict)
-        ours = json.loads(state_dict["dither"])
+        ours = json.loads(self._wrapped(state_dict["dither"]))
         self._count_change(int(ours["plan_changes"]))
         if self.snip is not None and ours["snip"] is not None:
             self.snip.load_state_dict(ours["snip"])
@@ -261,6 +261,22 @@ class DitherTrainer(Trainer):  # type: ignore[misc]
         for part in self.model_parts if plan is not None else ():
             if planned_otherwise(part, plan):
                 apply_plan(part, plan)
+
+    def _wrapped(self, text: str) -> str:
+        """Return JSON with the names that layers have here, in the place of those without wrappers."""
+        for part in self.model_parts:
+            for name in converted_layers(part):
+                text = text.replace(json.dumps(unwrapped(name)), json.dumps(name))
+        return text
+
+
+def unwrapped(text: str) -> str:
+    """Return layer names without what activation checkpointing adds to them.
+
+    >>> unwrapped("layers.0._checkpoint_wrapped_module.attention.wo")
+    'layers.0.attention.wo'
+    """
+    return text.replace("_checkpoint_wrapped_module.", "")
 
 
 def plan_of(model: nn.Module) -> Plan:
