@@ -159,7 +159,7 @@ def test_a_plan_that_torchtitan_cannot_run_is_refused(plan, said):
 
 
 def test_two_converters_for_one_layer_are_refused():
-    with pytest.raises(UserError, match="another converter"):
+    with pytest.raises(UserError, match="converted already"):
         dither_config(dither_config(debug(), "fp8-block"), "mxfp4")
 
 
