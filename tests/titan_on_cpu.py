@@ -101,8 +101,7 @@ def losses(steps: list[dict[str, float]]) -> list[float]:
 
 def resumed(folder: Path) -> dict[str, Any]:
     """Train with bitwidths, histories and 8-bit states, straight and with a stop after two steps."""
-    guided = dither.Sampling(b_init=3, b_target=2, guidance=(dither.WeightDecay(0.1), dither.BitwidthLoss(10.0)))
-    plan = fp32(dither.recipe("fp8-delayed").with_sampling(guided))
+    plan = fp32(dither.recipe("fp8-delayed").with_sampling(dither.Sampling(b_init=3, b_target=2)))
     trainers = []
     for stops in ((STEPS,), (2, STEPS)):
         for stop in stops:
