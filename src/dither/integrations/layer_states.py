@@ -20,7 +20,8 @@ from dither.errors import UserError
 from dither.nn.conversion import apply_plan, planned_otherwise
 from dither.nn.linear import Linear
 from dither.nn.linear_sites import converted_layers, linear_of
-from dither.precision import LayerPrecision, Plan
+from dither.nn.sampled_layer import BITWIDTHS
+from dither.precision import OPERANDS, LayerPrecision, Plan
 
 FILE = "dither_state.safetensors"
 """Name of the file within a checkpoint folder."""
@@ -28,6 +29,8 @@ VERSION = 1
 """Version of the file's description."""
 RESTING = "resting:"
 """Prefix of bitwidths whose sampling is switched off; they are not in the model's state_dict."""
+STATES = frozenset((*BITWIDTHS, *(f"{operand}_history" for operand in OPERANDS)))
+"""Last parts of the names that conversion adds to a model's state_dict."""
 
 
 def state_names(model: nn.Module) -> list[str]:
@@ -45,6 +48,15 @@ def state_names(model: nn.Module) -> list[str]:
         for key in layer.state_dict()
         if key not in ("weight", "bias")
     ]
+
+
+def is_state(name: str) -> bool:
+    """Return whether a name in a state_dict is that of a bitwidth or a history, which conversion adds to a linear layer.
+
+    >>> is_state("layers.0.feed_forward.w1.bitwidth"), is_state("layers.0.feed_forward.w1.weight")
+    (True, False)
+    """
+    return name.rpartition(".")[2] in STATES
 
 
 def save_state(model: nn.Module, folder: str | Path, *, others: Mapping[str, Any] | None = None, writes: bool = True) -> None:

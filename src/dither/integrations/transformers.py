@@ -1,7 +1,6 @@
 """Dither in Hugging Face's `Trainer`: a callback, a subclass that also runs SNIP, and `save_pretrained` for other loops."""
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,10 @@ import torch
 from torch import nn
 
 from dither.errors import UserError
+from dither.integrations.layer_metrics import layer_metrics
 from dither.integrations.layer_states import FILE, load_state, save_state, state_names
 from dither.integrations.steps import OpenStep
-from dither.nn.deployment import effective_precision
-from dither.nn.linear_sites import converted_layers, linear_of
+from dither.nn.linear_sites import converted_layers
 from dither.nn.plan_schedule import PlanSchedule
 from dither.optim.adamw import AdamW
 from dither.snip.controller import Snip
@@ -146,17 +145,7 @@ class DitherCallback(TrainerCallback):  # type: ignore[misc]
 
     def metrics(self, model: nn.Module) -> dict[str, float]:
         """Return learned bitwidths in bits, shares of converted weights by the format of the forward product, plan changes."""
-        layers = [linear_of(layer) for layer in converted_layers(model).values()]
-        sizes: Counter[str] = Counter()
-        for layer in layers:
-            cast = layer.precision.cast("forward", "weight")
-            sizes["uncast" if cast is None else str(cast.format)] += layer.weight.numel()
-        total = sum(sizes.values())
-        numbers = {f"dither/weights_{format}": size / total for format, size in sorted(sizes.items())}
-        if any(layer.precision.sampling is not None for layer in layers):
-            learned = effective_precision(model).total
-            numbers |= {f"dither/bitwidth_{name}": float(getattr(learned, name)) for name in ("mean", "min", "max")}
-        return numbers | {"dither/plan_changes": float(self.plan_changes)}
+        return layer_metrics(model) | {"dither/plan_changes": float(self.plan_changes)}
 
 
 class DitherTrainer(Trainer):  # type: ignore[misc]

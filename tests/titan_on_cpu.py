@@ -1,0 +1,160 @@
+"""torchtitan's trainer on a CPU: a program of its own, since it starts a process group and changes the whole process.
+
+torchtitan looks for an accelerator when it is imported and asks it for its memory. This program answers for the CPU.
+Arguments: a folder. The last line of the output is JSON.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+warnings.simplefilter("ignore")
+
+import torch  # noqa: E402
+import torch._utils  # noqa: E402
+
+CPU = types.ModuleType("cpu")
+CPU.__dict__.update({**vars(torch.cpu), "current_device": lambda: 0, "__name__": "cpu"})
+
+
+class NoMemory:
+    """The memory of a device that has none of its own."""
+
+    device_name = "cpu"
+
+    def get_peak_stats(self) -> Any:
+        return metrics.DeviceMemStats(*(0,) * 6)
+
+    def reset_peak_stats(self) -> None:
+        pass
+
+
+with mock.patch.object(torch._utils, "_get_available_device_type", return_value="cpu"):
+    from torchtitan.tools import utils
+
+    utils.device_module = CPU
+    from torchtitan.components import metrics
+metrics.build_device_memory_monitor = NoMemory
+
+from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
+from torchtitan.models.llama3 import config_registry as llama3  # noqa: E402
+
+import dither  # noqa: E402
+from dither.integrations.torchtitan import config_registry, dither_config  # noqa: E402
+from dither.train.config import Snip  # noqa: E402
+
+STEPS = 4
+
+
+class Recorder(metrics.BaseLogger):
+    """Keeps the numbers of each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+
+    def log(self, numbers: dict[str, Any], step: int) -> None:
+        self.steps.append({"step": step, **numbers})
+
+
+def small(folder: Path, *, whole_loss: bool = False) -> Any:
+    """Return torchtitan's debug configuration with two narrow layers, computing in float32."""
+    base = config_registry._on_bytes(llama3.llama3_debugmodel())
+    model = base.model_spec.model
+    model.layers = model.layers[:2]
+    for layer in model.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()  # torch has no flex attention for CPUs
+    base.training = dataclasses.replace(base.training, seq_len=16, local_batch_size=2, global_batch_size=4, steps=STEPS)
+    base.training.mixed_precision_param = "float32"
+    base.compile.enable = False
+    base.comm.trace_buf_size, base.debug.seed, base.dump_folder = 0, 1, str(folder)
+    base.parallelism.spmd_backend = "partial_dtensor" if torch.__version__ < "2.12" else "spmd_types"
+    return config_registry._with_whole_loss(base) if whole_loss else base
+
+
+def fp32(plan: dither.Plan) -> dither.Plan:
+    return dataclasses.replace(plan, compute="fp32")
+
+
+def run(config: Any, steps: int = STEPS) -> Any:
+    """Train, and return (trainer, numbers of each step)."""
+    trainer = config.build()
+    trainer.metrics_processor.logger = recorder = Recorder()
+    trainer.config.training.steps = steps
+    trainer.train()
+    return trainer, recorder.steps
+
+
+def whole(trainer: Any) -> dict[str, torch.Tensor]:
+    state = trainer.model_parts[0].state_dict()
+    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
+
+
+def losses(steps: list[dict[str, float]]) -> list[float]:
+    return [numbers["loss_metrics/global_avg_loss"] for numbers in steps]
+
+
+def resumed(folder: Path) -> dict[str, Any]:
+    """Train with bitwidths, histories and 8-bit states, straight and with a stop after two steps."""
+    plan = fp32(dither.recipe("fp8-delayed").with_sampling(dither.Sampling(b_init=3, b_target=2)))
+    trainers = []
+    for stops in ((STEPS,), (2, STEPS)):
+        for stop in stops:
+            base = small(folder / str(len(stops)))
+            base.checkpoint.enable, base.checkpoint.interval, base.checkpoint.last_save_model_only = True, 2, False
+            trainer, steps = run(dither_config(base, plan, optimizer={"states": "dynamic8", "weights": "stochastic"}), stop)
+            trainer.checkpointer.close()
+        trainers.append((whole(trainer), steps, int(trainer.optimizers.optimizers[0].steps)))
+    (straight, _, counted), (again, steps, counted_again) = trainers
+    different = [name for name, value in straight.items() if not torch.equal(value, again[name])]
+    states = sum(name.endswith(("bitwidth", "_history")) for name in straight)
+    return {"different": different, "steps": [counted, counted_again], "states": states, "logged": steps[-1]}
+
+
+def bf16_sr(folder: Path) -> dict[str, Any]:
+    plan = fp32(dither.recipe("bf16-pure"))
+    trainer, steps = run(dither_config(small(folder), plan, optimizer=config_registry.BF16_SR), 2)
+    optimizer = trainer.optimizers.optimizers[0]
+    moments = {str(state["exp_avg"].dtype) for p, state in optimizer.state.items() if p.dim() == 2}
+    types = {str(p.dtype) for p in trainer.model_parts[0].parameters()}
+    return {"losses": losses(steps), "parameters": sorted(types), "moments": sorted(moments)}
+
+
+def snip(folder: Path) -> dict[str, Any]:
+    settings = Snip(target=0.5, start=1, delay=1, tokens=32, probe="direct")
+    plan = fp32(dither.recipe("fp8-block"))
+    trainer, steps = run(dither_config(small(folder, whole_loss=True), plan, snip=settings))
+    return {
+        "losses": losses(steps),
+        "logged": steps[-1],
+        "tokens": trainer.ntokens_seen,
+        "state": trainer.state_dict()["dither"],
+    }
+
+
+def plain(folder: Path) -> dict[str, Any]:
+    """Train in Dither's trainer without casts, and in torchtitan's, whose loop stops after a step with torch 2.13 and older."""
+    uncast = dither.Plan(default=dither.LayerPrecision())
+    base = small(folder)
+    ours = losses(run(dither_config(base, uncast, optimizer=base.optimizer), 2)[1])
+    base = small(folder)
+    base.training.disable_cuda_graphs = True
+    trainer = base.build()
+    trainer.metrics_processor.logger = recorder = Recorder()
+    batches = trainer.batch_generator(trainer.dataloader)
+    for trainer.step in (1, 2):
+        trainer.train_step(batches)
+    return {"ours": ours, "theirs": losses(recorder.steps)}
+
+
+if __name__ == "__main__":
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    torch.set_num_threads(1)
+    parts = sys.argv[2:] or ["resumed", "bf16_sr", "snip", "plain"]
+    results = {name: globals()[name](Path(sys.argv[1]) / name) for name in parts}
+    print(json.dumps(results))
