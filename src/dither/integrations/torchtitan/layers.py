@@ -56,7 +56,7 @@ class DitherLinear(Linear, Module):  # type: ignore[misc]
                 f"The layer {self.name!r} is converted, and dither.integrations.torchtitan shards layers by FSDP2 and "
                 "pipelines only: set parallelism.tensor_parallel_degree=1."
             )
-        sharding = self._sharding_config
+        sharding: Any = self._sharding_config  # type: ignore[has-type]  # torchtitan's
         if sharding is not None:
             whole = dense_param_placement(tp=spmd_types.R)
             own = dict.fromkeys((*BITWIDTHS, *BUFFERS), whole)

@@ -201,7 +201,7 @@ class DitherTrainer(Trainer):  # type: ignore[misc]
                     rows -= len(labels)
             return few
 
-        seen = self.ntokens_seen
+        seen: int = self.ntokens_seen  # type: ignore[has-type]  # torchtitan's
         with self._averaged_gradients():
             decision = snip.before_step(self.step - 1, batches)
         self.ntokens_seen = seen
@@ -257,8 +257,10 @@ class DitherTrainer(Trainer):  # type: ignore[misc]
         self._count_change(int(ours["plan_changes"]))
         if self.snip is not None and ours["snip"] is not None:
             self.snip.load_state_dict(ours["snip"])
-        plan = None if ours["plan"] is None else Plan.from_dict(ours["plan"])
-        for part in self.model_parts if plan is not None else ():
+        if ours["plan"] is None:
+            return
+        plan = Plan.from_dict(ours["plan"])
+        for part in self.model_parts:
             if planned_otherwise(part, plan):
                 apply_plan(part, plan)
 
@@ -289,7 +291,7 @@ def plan_of(model: nn.Module) -> Plan:
     ['0']
     """
     layers = {name: linear_of(layer) for name, layer in converted_layers(model).items()}
-    compute = next((layer.compute for layer in layers.values()), "bf16")
+    compute: Any = next((layer.compute for layer in layers.values()), "bf16")
     return Plan(layers=tuple((name, layer.planned) for name, layer in layers.items()), compute=compute)
 
 
