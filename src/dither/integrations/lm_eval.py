@@ -19,7 +19,7 @@ from dither.errors import UserError
 from dither.evaluate.likelihood import LOGITS, log_likelihoods
 from dither.exporting.sampling_text import prepare, tokenizer_of
 from dither.exporting.sources import opened
-from dither.models import generate
+from dither.models import CausalLM, generate
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -106,7 +106,9 @@ class DitherLM(TemplateLM):  # type: ignore[misc]
             found = log_likelihoods(
                 self.model,
                 [(context, continuation) for _, context, continuation in requests],
-                vocab_size=self.text_tokenizer.vocab_size,
+                vocab_size=self.model.embedding.num_embeddings
+                if isinstance(self.model, CausalLM)
+                else self.text_tokenizer.vocab_size,
                 longest=self.max_length,
                 logits=self.logits,
                 progress=bar.update,
