@@ -68,7 +68,7 @@ class DitherLM(TemplateLM):  # type: ignore[misc]
             raise UserError(f"The model 'dither' of lm-eval has no argument {', '.join(unknown)}.")
         if path is not None:
             with opened(Path(path), text=False, few_bits=True, device=device) as source:
-                model, tokenizer = prepare(source.model, plan, cast), tokenizer_of(source)
+                model, tokenizer = prepare(source.model.float(), plan, cast), tokenizer_of(source)
         if model is None or tokenizer is None:
             raise UserError("The model 'dither' of lm-eval needs a path (path=runs/a), or a model and its tokenizer.")
         self.model, self.text_tokenizer, self.forward, self.logits = model, tokenizer, forward, logits
