@@ -45,7 +45,15 @@ CASTS = {"e4m3:block(128)": "FP8 weights", "nvfp4": "FP4 weights", "learned": "l
 LEFT = 0.01
 """Fraction of the way from b_init to b_target that is left after the last step."""
 
-FULL: dict[str, Any] = {"preset": "llama-134m", "vocab": 32000, "sequence": 1024, "batch": 64, "lr": 6e-4, "log": 50, "eval": 256}
+FULL: dict[str, Any] = {
+    "preset": "llama-134m",
+    "vocab": 32000,
+    "sequence": 1024,
+    "batch": 64,
+    "lr": 6e-4,
+    "log": 50,
+    "eval": 256,
+}
 TINY: dict[str, Any] = {"preset": "tiny", "vocab": None, "sequence": 64, "batch": 4, "lr": 3e-3, "log": 5, "eval": 8}
 
 
@@ -168,7 +176,10 @@ def settings(arm: str, size: dict[str, Any], arguments: argparse.Namespace, out:
     plain = config.override(config.Config(), found)
     rate = -math.log(LEFT) / sum(config.schedule(plain, step) for step in range(arguments.steps))
     guidance = f'[{{kind="weight_decay", rate={rate:.6g}}}]'
-    return [*found, f'precision.sampling={{parts="{arguments.parts}", b_init=6.0, b_target={arguments.b_target}, guidance={guidance}}}']
+    return [
+        *found,
+        f'precision.sampling={{parts="{arguments.parts}", b_init=6.0, b_target={arguments.b_target}, guidance={guidance}}}',
+    ]
 
 
 def answer(arguments: argparse.Namespace) -> None:

@@ -77,7 +77,9 @@ def test_log_likelihoods_are_those_of_one_request_at_a_time():
         with torch.no_grad():
             logits = model(torch.tensor([inputs]))[0, -len(continuation) :]
         target = torch.tensor(continuation)
-        assert answer.nats == pytest.approx(-torch.nn.functional.cross_entropy(logits, target, reduction="sum").item(), abs=1e-4)
+        assert answer.nats == pytest.approx(
+            -torch.nn.functional.cross_entropy(logits, target, reduction="sum").item(), abs=1e-4
+        )
         assert answer.greedy == bool((logits.argmax(-1) == target).all())
     best = model(torch.tensor([[5, 6]]))[0, -1].argmax().item()
     assert log_likelihoods(model, [([5, 6], [best]), ([5, 6], [best ^ 1])], vocab_size=257)[0].greedy
@@ -122,11 +124,30 @@ def test_scores_are_those_of_the_harness_for_the_exported_model(run, exported, q
 
 
 def test_eval_compares_casts_plans_and_models_by_question(run, exported, questions, capsys):
-    words = ["eval", str(run), "--device", "cpu", "--sequences", "8", "--task-data", str(questions), "--tasks", "choice", "last"]
+    words = [
+        "eval",
+        str(run),
+        "--device",
+        "cpu",
+        "--sequences",
+        "8",
+        "--task-data",
+        str(questions),
+        "--tasks",
+        "choice",
+        "last",
+    ]
     words += ["--cast", "e2m1:block(32)", "learned", "--plan", "fp8-block", "--against", str(exported / "nvfp4"), str(run)]
     assert cli.main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    labels = ["as trained", "weights in e2m1:block(32)", "weights in learned", "plan fp8-block", str(exported / "nvfp4"), str(run)]
+    labels = [
+        "as trained",
+        "weights in e2m1:block(32)",
+        "weights in learned",
+        "plan fp8-block",
+        str(exported / "nvfp4"),
+        str(run),
+    ]
     assert [each["label"] for each in found["variants"]] == labels
     base, fp4, learned, _, other, same = found["variants"]
     assert (base["held_out"]["loss"], fp4["held_out"]["loss"]) == (found["loss"], found["cast"]["loss"])
@@ -135,16 +156,23 @@ def test_eval_compares_casts_plans_and_models_by_question(run, exported, questio
     assert fp4["loss_change"]["mean"] == pytest.approx(fp4["held_out"]["loss"] - base["held_out"]["loss"])
     assert 0 < fp4["loss_change"]["standard_error"] < base["held_out"]["standard_error"] / 3  # the same batches
     perplexities = [each["tasks"][2]["value"] for each in found["variants"]]
-    assert len(set(perplexities)) == 5 and perplexities[0] == perplexities[5]  # every cast acts; the same run is the same
+    assert len(set(perplexities)) == 5  # every cast acts
+    assert perplexities[0] == perplexities[5]
     for variant in (fp4, other):
         change = variant["tasks"][2]["change"]
         assert change["mean"] == pytest.approx(math.log(variant["tasks"][2]["value"] / base["tasks"][2]["value"]), rel=1e-4)
         assert 0 < change["standard_error"] < base["tasks"][2]["standard_error"] / base["tasks"][2]["value"] / 3
     assert same["tasks"][2]["change"] == {"mean": 0.0, "standard_error": 0.0, "decided": False}
-    assert cli.main([*words, "--limit", "2"]) == 0
-    table = capsys.readouterr().out
-    assert "tied" in table and "bits per byte" in table
-    assert [line.split()[:3] for line in table.splitlines() if "perplexity  " in line and "last" in line] == [["last", "perplexity", "2"]]
+
+
+def test_tables_have_changes_and_verdicts(run, questions, capsys):
+    words = ["eval", str(run), "--device", "cpu", "--sequences", "8", "--tasks", f"last={questions}/last.jsonl", "--limit", "2"]
+    assert cli.main([*words, "--cast", "bf16"]) == 0
+    text, tasks = capsys.readouterr().out.split("on tasks")
+    assert "bits per byte" in text
+    rows = [line.split() for line in tasks.splitlines()]
+    assert [row[:3] for row in rows if "trained" in row] == [["last", "perplexity", "2"], ["last", "acc", "2"]]
+    assert [row[-1] for row in rows if "bf16" in row] == ["tied", "tied"]
 
 
 def test_a_folder_of_few_bits_is_evaluated_with_its_dequantized_weights(run, exported, questions, tmp_path):

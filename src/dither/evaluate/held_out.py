@@ -36,10 +36,10 @@ class Perplexity:
     def minus(self, other: "Perplexity") -> tuple[float, float | None] | None:
         """Return the difference of two losses on the same tokens and its standard error over batches; None for other tokens.
 
-        >>> first = Perplexity(1.25, None, 20, batches=((10.0, 10), (15.0, 10)))
-        >>> second = Perplexity(1.0, None, 20, batches=((8.0, 10), (12.0, 10)))
+        >>> first = Perplexity(1.375, None, 16, batches=((10.0, 8), (12.0, 8)))
+        >>> second = Perplexity(1.0, None, 16, batches=((8.0, 8), (8.0, 8)))
         >>> first.minus(second)
-        (0.25, 0.05)
+        (0.375, 0.125)
         """
         counts = [count for _, count in self.batches]
         if not counts or counts != [count for _, count in other.batches]:

@@ -1,10 +1,10 @@
-"""Evaluate a checkpoint or a Hugging Face model on held-out text and on tasks, also with other casts and against other models."""
+"""Evaluate models on held-out text and on tasks, also with other casts and against other models."""
 
 import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -151,7 +151,7 @@ def parse_cast(text: str) -> Cast:
 
 @dataclass(frozen=True)
 class Variants:
-    """What a model is compared with."""
+    """The casts, plans and other models that a model is compared with."""
 
     casts: tuple[str, ...] = ()
     """Casts of weights as `parse_cast` reads them, or "learned"."""
@@ -195,7 +195,8 @@ def run(
     chosen = variants or Variants()
 
     def measured(label: str, kind: str, subject: Subject, bits: float | None = None) -> Variant:
-        held_out, tasks = None, ()
+        held_out: Perplexity | None = None
+        tasks: tuple[TaskScore, ...] = ()
         with evaluating(subject.model), subject.forward():
             if subject.corpus is not None:
                 tokens, length = subject.corpus.held_out, subject.sequence

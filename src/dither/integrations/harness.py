@@ -98,7 +98,9 @@ def _in_folder(name: str, folder: Path | None) -> Path | None:
     path = next((folder / f"{name}{suffix}" for suffix in SUFFIXES if (folder / f"{name}{suffix}").is_file()), None)
     if path is None:
         known = sorted(each.name.split(".")[0] for each in folder.iterdir() if each.name.endswith(SUFFIXES))
-        raise UserError(f"The folder {str(folder)!r} has no {name}.jsonl or {name}.jsonl.xz; it has {', '.join(known) or 'none'}.")
+        raise UserError(
+            f"The folder {str(folder)!r} has no {name}.jsonl or {name}.jsonl.xz; it has {', '.join(known) or 'none'}."
+        )
     return path
 
 
@@ -189,7 +191,9 @@ def load_tasks(tasks: Tasks, folder: Path) -> Any:
     manager = TaskManager(include_path=str(folder), include_defaults=None in tasks.files.values())
     unknown = [name for name in tasks.files if name not in manager.all_tasks]
     if unknown:
-        raise UserError(f"lm-eval has no task {unknown[0]!r}: name a file of questions, {unknown[0]}=FILE.jsonl, or see lm-eval ls.")
+        raise UserError(
+            f"lm-eval has no task {unknown[0]!r}: name a file of questions, {unknown[0]}=FILE.jsonl, or see lm-eval ls."
+        )
     with _quiet():
         try:
             return manager.load(list(tasks.files))
@@ -198,7 +202,8 @@ def load_tasks(tasks: Tasks, folder: Path) -> Any:
         except Exception as error:  # such as a network that cannot be reached
             words = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             raise UserError(
-                f"The tasks {', '.join(tasks.files)} cannot be loaded ({words}): offline, name files of questions, NAME=FILE.jsonl."
+                f"The tasks {', '.join(tasks.files)} cannot be loaded ({words}): offline, name files of questions, as in "
+                f"{next(iter(tasks.files))}=FILE.jsonl."
             ) from None
 
 

@@ -1,7 +1,7 @@
 """Models of Dither in the language model evaluation harness (lm-eval).
 
-Importing this module registers the model "dither", so that `lm_eval.simple_evaluate(model="dither", model_args="path=runs/a")` and
-`simple_evaluate(model=DitherLM(path="runs/a"), tasks=["piqa"])` work.
+Importing this module registers the model "dither": `simple_evaluate(model="dither", model_args="path=runs/a", ...)` works, and so
+does `simple_evaluate(model=DitherLM(path="runs/a"), ...)`.
 """
 
 import sys
@@ -16,7 +16,7 @@ from torch import nn
 
 from dither.data import Tokenizer
 from dither.errors import UserError
-from dither.evaluate.likelihood import LOGITS, log_likelihoods
+from dither.evaluate.likelihood import log_likelihoods
 from dither.exporting.sampling_text import prepare, tokenizer_of
 from dither.exporting.sources import opened
 from dither.models import CausalLM, generate
@@ -42,9 +42,7 @@ class DitherLM(TemplateLM):  # type: ignore[misc]
         cast: With `path`: cast the weights, such as e2m1:block(32) or mxfp4.
         longest: Most tokens per request; by default as many as the model has positions, or 2048.
         forward: A function that returns the context of forward passes, such as autocast.
-        first: Tokens before every text, such as that of the beginning; by default as the tokenizer adds them.
         device: With `path`: auto (cuda if available), cpu, cuda, or cuda:N.
-        logits: Most logits per forward pass.
     """
 
     def __init__(
@@ -57,9 +55,7 @@ class DitherLM(TemplateLM):  # type: ignore[misc]
         cast: str | None = None,
         longest: int | None = None,
         forward: Callable[[], AbstractContextManager[object]] = nullcontext,
-        first: Sequence[int] | None = None,
         device: str = "auto",
-        logits: int = LOGITS,
         **others: Any,
     ) -> None:
         super().__init__()
@@ -71,8 +67,8 @@ class DitherLM(TemplateLM):  # type: ignore[misc]
                 model, tokenizer = prepare(source.model.float(), plan, cast), tokenizer_of(source)
         if model is None or tokenizer is None:
             raise UserError("The model 'dither' of lm-eval needs a path (path=runs/a), or a model and its tokenizer.")
-        self.model, self.text_tokenizer, self.forward, self.logits = model, tokenizer, forward, logits
-        self.first = tuple(tokens_before(tokenizer) if first is None else first)
+        self.model, self.text_tokenizer, self.forward = model, tokenizer, forward
+        self.first = tuple(tokens_before(tokenizer))
         self._device = next(model.parameters()).device
         self.max_length = longest or getattr(getattr(model, "config", None), "max_position_embeddings", None) or 2048
 
@@ -100,7 +96,7 @@ class DitherLM(TemplateLM):  # type: ignore[misc]
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm or not sys.stderr.isatty())  # type: ignore[no-any-return]
 
     def _loglikelihood_tokens(
-        self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+        self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **others: Any
     ) -> list[tuple[float, bool]]:
         with self.forward(), tqdm(total=len(requests), desc="Questions", disable=disable_tqdm) as bar:
             found = log_likelihoods(
@@ -110,7 +106,6 @@ class DitherLM(TemplateLM):  # type: ignore[misc]
                 if isinstance(self.model, CausalLM)
                 else self.text_tokenizer.vocab_size,
                 longest=self.max_length,
-                logits=self.logits,
                 progress=bar.update,
             )
         for (key, _, _), answer in zip(requests, found, strict=True):
@@ -157,9 +152,7 @@ class DitherLM(TemplateLM):  # type: ignore[misc]
         tokens, drawn, size = torch.tensor([prompt], device=self._device), list[int](), 8
         while len(drawn) < most and self.eot_token_id not in drawn:
             with self.forward():
-                tokens = generate(
-                    self.model, tokens, min(size, most - len(drawn)), temperature=0, end=self.eot_token_id
-                )
+                tokens = generate(self.model, tokens, min(size, most - len(drawn)), temperature=0, end=self.eot_token_id)
             drawn, size = tokens[0, len(prompt) :].tolist(), 2 * size
             text = self._text(drawn)
             if any(stop and stop in text for stop in stops):
