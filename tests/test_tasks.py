@@ -155,6 +155,8 @@ def test_eval_compares_casts_plans_and_models_by_question(run, exported, questio
     assert learned["bits"] > 6  # b_t is just below 4, for which E2M1 has too few bits
     assert fp4["loss_change"]["mean"] == pytest.approx(fp4["held_out"]["loss"] - base["held_out"]["loss"])
     assert 0 < fp4["loss_change"]["standard_error"] < base["held_out"]["standard_error"] / 3  # the same batches
+    assert abs(other["loss_change"]["mean"]) < 0.05  # on the text of the run
+    assert other["held_out"]["tokens"] == base["held_out"]["tokens"]
     perplexities = [each["tasks"][2]["value"] for each in found["variants"]]
     assert len(set(perplexities)) == 5  # every cast acts
     assert perplexities[0] == perplexities[5]
@@ -213,6 +215,21 @@ def test_no_winner_within_two_standard_errors():
         assert change.error == pytest.approx(statistics.stdev(differences) / math.sqrt(200))
         assert _verdict(change, higher_is_better=True) == verdict
         assert _verdict(change, higher_is_better=False) == {"better": "worse", "worse": "better"}.get(verdict, verdict)
+
+
+def test_a_space_before_every_choice_is_the_delimiter_of_the_harness(questions, tmp_path):
+    from dither.integrations.harness import read_questions, write_task
+
+    write_task("choice", questions / "choice.jsonl", tmp_path)
+    settings = json.loads((tmp_path / "choice.yaml").read_text())
+    stored = [json.loads(line) for line in (tmp_path / "choice.jsonl").read_text().splitlines()]
+    given = read_questions(questions / "choice.jsonl")
+    assert settings["target_delimiter"] == " "
+    assert [[f" {choice}" for choice in each["choices"]] for each in stored] == [each["choices"] for each in given]
+    (tmp_path / "other.jsonl").write_text('{"ctx": "a ", "choices": ["b", " c"], "gold": 1}')
+    (tmp_path / "folder").mkdir()
+    write_task("other", tmp_path / "other.jsonl", tmp_path / "folder")
+    assert json.loads((tmp_path / "folder" / "other.yaml").read_text())["target_delimiter"] == ""
 
 
 @pytest.mark.parametrize(

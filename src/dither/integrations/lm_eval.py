@@ -1,7 +1,7 @@
 """Models of Dither in the language model evaluation harness (lm-eval).
 
-Importing this module registers the model "dither": `simple_evaluate(model="dither", model_args="path=runs/a", ...)` works, and so
-does `simple_evaluate(model=DitherLM(path="runs/a"), ...)`.
+Importing this module registers the model "dither" for `simple_evaluate(model="dither", model_args="path=runs/a", ...)`;
+`simple_evaluate(model=DitherLM(path="runs/a"), ...)` is the same.
 """
 
 import sys
