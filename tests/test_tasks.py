@@ -84,6 +84,10 @@ def test_log_likelihoods_are_those_of_one_request_at_a_time():
     best = model(torch.tensor([[5, 6]]))[0, -1].argmax().item()
     assert log_likelihoods(model, [([5, 6], [best]), ([5, 6], [best ^ 1])], vocab_size=257)[0].greedy
     assert not log_likelihoods(model, [([5, 6], [best ^ 1])], vocab_size=257)[0].greedy
+    with torch.no_grad():
+        model.lm_head.weight[3, 0] = torch.nan
+    with pytest.raises(UserError, match="request 0 is nan: the model's logits are not finite"):
+        log_likelihoods(model, [([5, 6], [2])], vocab_size=257)
     with pytest.raises(UserError, match="Request 1 has an empty context"):
         log_likelihoods(model, [([1], [2]), ([], [2])], vocab_size=257)
     with pytest.raises(UserError, match="has 9 tokens, and the model takes 8"):

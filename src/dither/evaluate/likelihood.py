@@ -1,5 +1,6 @@
 """Log likelihoods of continuations: the numbers from which tasks such as multiple choice are scored."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -59,6 +60,8 @@ def log_likelihoods(
             progress(len(batch))
     found: list[Likelihood | None] = [None] * len(rows)
     for number, (nats, greedy) in zip(order, torch.cat(sums).tolist() if sums else (), strict=True):
+        if not math.isfinite(nats):
+            raise UserError(f"The log likelihood of request {number} is {nats}: the model's logits are not finite.")
         found[number] = Likelihood(nats, greedy == 1.0)
     return [each for each in found if each is not None]
 

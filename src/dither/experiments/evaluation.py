@@ -108,7 +108,7 @@ class Variant:
         if self is not base:
             found["loss_change"] = _estimated(self.loss_change(base))
         changes = [{} if self is base else {"change": _estimated(self.task_change(each, base))} for each in self.tasks]
-        found["tasks"] = [each.to_dict() | change for each, change in zip(self.tasks, changes, strict=True)]
+        found["tasks"] = [_finite(each.to_dict()) | change for each, change in zip(self.tasks, changes, strict=True)]
         return found
 
 
@@ -341,9 +341,13 @@ def _other(data: tuple[str, ...], folder: Path, tokenizer: Tokenizer, whole: boo
 
 def _plain(found: Perplexity) -> dict[str, Any]:
     plain = {name: value for name, value in asdict(found).items() if name != "batches"}
-    plain["standard_error"] = found.standard_error
-    return {**plain, "perplexity": found.perplexity if math.isfinite(found.perplexity) else None}
+    return _finite({**plain, "standard_error": found.standard_error, "perplexity": found.perplexity})
 
 
 def _estimated(found: Estimate | None) -> dict[str, Any] | None:
-    return None if found is None else {"mean": found.mean, "standard_error": found.error, "decided": found.decided}
+    return found and _finite({"mean": found.mean, "standard_error": found.error, "decided": found.decided})
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values for JSON, which has no infinity and no NaN: they become None."""
+    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()}

@@ -214,7 +214,10 @@ def scores(lm: LM, task_dict: Any, limit: int | None = None) -> tuple[TaskScore,
     """
     with _quiet():
         # No bootstrap: standard errors follow from the numbers per question.
-        found = evaluator.evaluate(lm, task_dict, limit=limit, bootstrap_iters=0, log_samples=True)
+        try:
+            found = evaluator.evaluate(lm, task_dict, limit=limit, bootstrap_iters=0, log_samples=True)
+        except OverflowError:
+            raise UserError("A perplexity is too large to be computed: the model hardly knows the text of the task.") from None
     assert found is not None
     return tuple(score for name in task_dict["tasks"] for score in _scores_of(name, found))
 
