@@ -345,7 +345,9 @@ def _plain(found: Perplexity) -> dict[str, Any]:
 
 
 def _estimated(found: Estimate | None) -> dict[str, Any] | None:
-    return found and _finite({"mean": found.mean, "standard_error": found.error, "decided": found.decided})
+    if found is None:
+        return None
+    return _finite({"mean": found.mean, "standard_error": found.error, "decided": found.decided})
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
