@@ -8,8 +8,6 @@ import os
 import random
 import shutil
 import signal
-import sys
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -526,23 +524,6 @@ def test_half_a_line_is_ended(text: Path, tmp_path: Path) -> None:
     _, half, last = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert half == '{"kind": "tra'
     assert json.loads(last) == {"kind": "train", "step": 2, "time": 0.0, "loss": None, "text": "loss was inf"}
-
-
-def test_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: Path) -> None:
-    """A tracker gets the numbers of every line; one that is not installed is named before anything is made."""
-    told: list[object] = []
-    fake = types.ModuleType("trackio")
-    fake.init = lambda **options: told.append(options["project"])  # type: ignore[attr-defined]
-    fake.log = lambda numbers, step: told.append((step, numbers))  # type: ignore[attr-defined]
-    fake.finish = lambda: told.append("end")  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "trackio", fake)
-    with Metrics(tmp_path, track=["trackio"]) as metrics:
-        metrics.write("train", 3, 0.5, loss=2.0, text="words", mfu=None)
-    assert told == ["dither", (3, {"train/loss": 2.0}), "end"]
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match="'wandb', whose package is not installed: pip install wandb, or leave it out"):
-        train(settings(text, tmp_path / "run", 'run.track=["wandb"]'))
-    assert not (tmp_path / "run").exists()
 
 
 # What is refused ------------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def test_which_config_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (["--data", "nowhere.txt"], "nowhere.txt"),
         (["--resume"], "There is no run in"),
         (["--set", "run.device=gpu"], "run.device is auto, cpu, cuda"),
-        (["--set", "run.track=['mlflow']"], "There is no run.track='mlflow'"),
+        (["--set", "run.track=['comet']"], "There is no run.track='comet'"),
         (["--set", "run.profile=[3]"], "run.profile is the first and the last step"),
         (["--set", "run.profile=[3, 9999]"], "run.profile is the first and the last step"),
         (["--set", "precision.mode=fp16", "precision.recipe=bf16-o2"], "does not fit precision.mode"),

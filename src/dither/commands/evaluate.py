@@ -1,13 +1,20 @@
-"""`dither eval`: evaluate a checkpoint or a Hugging Face model on held-out text, also with its weights cast."""
+"""`dither eval`: evaluate models on held-out text and on tasks, also with other casts and against other models."""
 
+import importlib.util
 import json as json_text
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from dither.errors import UserError
+from dither.evaluate.scores import TaskScore
 from dither.experiments import evaluation
-from dither.experiments.evaluation import Evaluated
+from dither.experiments.evaluation import Evaluated, Score, Variant, Variants
+from dither.report.estimates import Estimate
 from dither.tables import print_table
 
 
@@ -15,48 +22,125 @@ def evaluate(
     model: Annotated[Path, tyro.conf.arg(metavar="RUN|CHECKPOINT|MODEL")],
     /,
     data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SOURCE...")] = (),
-    cast: Annotated[str | None, tyro.conf.arg(metavar="FORMAT")] = None,
+    cast: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FORMAT...")] = (),
+    plan: Annotated[tuple[str, ...], tyro.conf.arg(metavar="RECIPE|PLAN.json...")] = (),
+    against: Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN|CHECKPOINT|MODEL...")] = (),
+    tasks: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME|NAME=FILE...")] = (),
+    task_data: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
+    limit: int | None = None,
     sequence: int | None = None,
     sequences: int = 0,
     device: str = "auto",
     json: bool = False,
 ) -> int:
-    """Evaluate a model on held-out text, also with its weights cast.
+    """Evaluate a model on held-out text and on tasks, also with other casts and against other models.
 
-    It shows the loss in nats per token, the perplexity, and the bits per byte.
+    It shows the loss in nats per token, the perplexity, the bits per byte, and the scores of tasks, with standard errors.
+    Differences are paired: of the same batches of text, and of the same questions.
 
     Args:
         model: A run, whose newest whole checkpoint is evaluated, a checkpoint, or a folder of a Hugging Face model.
         data: Other text, all of which is read, or a prepared folder, whose held-out part is read; by default that of the run.
-        cast: Also cast the weights of linear layers as for deployment, such as e2m1:block(32), e4m3:row or mxfp4.
-        sequence: Tokens per sequence; by default as in training, or 1024.
+        cast: Also cast the weights of linear layers as for deployment, such as e2m1:block(32), e4m3:row or mxfp4; "learned"
+            casts sampled layers by their learned bitwidths.
+        plan: Also cast the operands of products as a recipe or a plan says.
+        against: Also evaluate other models, on the text of the first one if they have the same tokens.
+        tasks: Tasks for lm-eval: NAME=FILE for questions in a file of JSON lines, or the NAME of one of its own tasks.
+        task_data: A folder in which NAME.jsonl or NAME.jsonl.xz has the questions of the task NAME.
+        limit: Most questions per task.
+        sequence: Tokens per sequence, and most tokens per question; by default as in training, or 1024, and for questions as
+            many as the model has positions.
         sequences: Number of sequences, evenly spaced over the text; 0 means all.
         device: auto (cuda if available), cpu, cuda, or cuda:N.
         json: Print JSON.
     """
-    chosen = None if cast is None else evaluation.parse_cast(cast)
-    result = evaluation.run(model, data, cast=chosen, sequence=sequence, sequences=sequences, device=device)
+    variants = Variants(cast, plan, against)
+    if not tasks and (task_data is not None or limit is not None):
+        raise UserError("--task-data and --limit are for tasks: name them with --tasks.")
+    with _scorer(tasks, task_data, limit, sequence) as score:
+        result = evaluation.run(
+            model, data, variants=variants, score=score, sequence=sequence, sequences=sequences, device=device
+        )
     if json:
         print(json_text.dumps(result.to_dict(), indent=1, allow_nan=False))
     else:
-        _print(result, cast)
+        _print_text(result)
+        _print_tasks(result)
     return 0
 
 
-def _print(result: Evaluated, cast: str | None) -> None:
-    rows = [("as trained", result.whole, "")]
-    if result.cast is not None and result.deployment is not None:
-        rows.append((f"weights in {cast}", result.cast, f"{result.deployment.bits:.2f}"))
-    cells = [
-        (
-            name,
-            f"{each.loss:.4f}",
-            "" if each is result.whole else f"{each.loss - result.whole.loss:+.4f}",
-            f"{each.perplexity:.4g}",
-            "" if each.bits_per_byte is None else f"{each.bits_per_byte:.4f}",
-            bits,
-        )
-        for name, each, bits in rows
-    ]
-    header = ("", "loss", "change", "perplexity", "bits per byte", "bits per weight")
-    print_table(f"{result.model} on {result.whole.tokens:,} tokens of {result.data}", header, cells, right=[1, 2, 3, 4, 5])
+@contextmanager
+def _scorer(names: tuple[str, ...], folder: Path | None, limit: int | None, longest: int | None) -> Iterator[Score | None]:
+    """Yield the function that scores models on tasks, or None without tasks."""
+    if not names:
+        yield None
+        return
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError("--tasks needs lm-eval, which is not installed: pip install 'dither[eval]'.")
+    from dither.integrations import harness
+
+    tasks = harness.Tasks.parse(names, folder, limit)
+    with tempfile.TemporaryDirectory(prefix="dither-tasks-") as scratch:
+        yield harness.scorer(tasks, Path(scratch), longest)
+
+
+def _print_text(result: Evaluated) -> None:
+    rows = []
+    for variant in result.variants:
+        if (text := variant.held_out) is not None:
+            change = None if variant is result.base else variant.loss_change(result.base)
+            rows.append(
+                (
+                    variant.label,
+                    _with_error(text.loss, text.standard_error),
+                    "" if change is None else change.text(sign=True),
+                    "" if change is None else _verdict(change, higher_is_better=False),
+                    f"{text.perplexity:.4g}",
+                    "" if text.bits_per_byte is None else f"{text.bits_per_byte:.4f}",
+                    "" if variant.bits is None else f"{variant.bits:.2f}",
+                )
+            )
+    if rows and result.base.held_out is not None:
+        header = ("", "loss", "change", "", "perplexity", "bits per byte", "bits per weight")
+        title = f"{result.model} on {result.base.held_out.tokens:,} tokens of {result.data}"
+        print_table(title, header, rows, right=[1, 2, 4, 5, 6])
+
+
+def _print_tasks(result: Evaluated) -> None:
+    if not result.base.tasks:
+        return
+    rows = []
+    for index, score in enumerate(result.base.tasks):
+        for variant in result.variants:
+            found = variant.tasks[index]
+            change = None if variant is result.base else variant.task_change(found, result.base)
+            rows.append((*_task_cells(variant, result.base, score, found), *_change_cells(found, change)))
+    header = ("task", "metric", "questions", "", "score", "change", "")
+    title = f"{result.model} on tasks (scores and paired changes ± standard errors; that of a perplexity in nats per question)"
+    print_table(title, header, rows, right=[2, 4, 5])
+
+
+def _task_cells(variant: Variant, base: Variant, score: TaskScore, found: TaskScore) -> tuple[str, ...]:
+    first = variant is base
+    names = (score.task, score.metric, str(len(score.by_question) or "")) if first else ("", "", "")
+    return (*names, variant.label, _with_error(found.value, found.standard_error))
+
+
+def _change_cells(found: TaskScore, change: Estimate | None) -> tuple[str, str]:
+    if change is None:
+        return "", ""
+    return change.text(sign=True), _verdict(change, found.higher_is_better)
+
+
+def _verdict(change: Estimate, higher_is_better: bool) -> str:
+    """Return better or worse if the change exceeds two standard errors, else tied."""
+    if change.error is None:
+        return ""
+    if not change.decided:
+        return "tied"
+    return "better" if (change.mean > 0) == higher_is_better else "worse"
+
+
+def _with_error(value: float, error: float | None) -> str:
+    shown = f"{value:.4f}" if value < 1000 else f"{value:.4g}"
+    return shown if error is None else f"{shown} ± {error:.4f}" if value < 1000 else f"{shown} ± {error:.2g}"

@@ -2,3 +2,6 @@
 
 from dither.evaluate.held_out import Perplexity as Perplexity
 from dither.evaluate.held_out import perplexity as perplexity
+from dither.evaluate.likelihood import Likelihood as Likelihood
+from dither.evaluate.likelihood import log_likelihoods as log_likelihoods
+from dither.evaluate.scores import TaskScore as TaskScore

@@ -1,8 +1,8 @@
 """Evaluate a model on held-out tokens: loss, perplexity and bits per byte."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,27 @@ class Perplexity:
     """Bits per byte, comparable between tokenizers; None if the number of bytes of the tokens is unknown."""
     tokens: int
     """Number of predicted tokens."""
+    batches: tuple[tuple[float, int], ...] = field(default=(), repr=False)
+    """Sum of the losses and number of targets of each batch."""
+
+    @property
+    def standard_error(self) -> float | None:
+        """Return the standard error of the loss over batches, or None if there are fewer than two."""
+        return None if len(self.batches) < 2 else _error([(nats / count, count) for nats, count in self.batches])
+
+    def minus(self, other: "Perplexity") -> tuple[float, float | None] | None:
+        """Return the difference of two losses on the same tokens and its standard error over batches; None for other tokens.
+
+        >>> first = Perplexity(1.375, None, 16, batches=((10.0, 8), (12.0, 8)))
+        >>> second = Perplexity(1.0, None, 16, batches=((8.0, 8), (8.0, 8)))
+        >>> first.minus(second)
+        (0.375, 0.125)
+        """
+        counts = [count for _, count in self.batches]
+        if not counts or counts != [count for _, count in other.batches]:
+            return None
+        pairs = [((a - b) / count, count) for (a, count), (b, _) in zip(self.batches, other.batches, strict=True)]
+        return self.loss - other.loss, _error(pairs) if len(pairs) > 1 else None
 
     @property
     def perplexity(self) -> float:
@@ -56,11 +77,24 @@ def perplexity(model: nn.Module, tokens: Tokens, sequence: int, *, count: int | 
     windows = held_out(tokens, sequence, count)
     place = next(model.parameters()).device
     with evaluating(model):
-        nats = float(summed_loss(model, windows.tokens.to(place), batch))
+        parts = torch.split(windows.tokens.to(place), batch)
+        sums = torch.stack([summed_loss(model, part, batch) for part in parts]).tolist()
+    batches = tuple((total, len(part) * sequence) for total, part in zip(sums, parts, strict=True))
+    nats = 0.0
+    for total in sums:  # in the order in which `summed_loss` adds batches; Python's `sum` rounds otherwise since 3.12
+        nats += total
     known = tokens.exact or tokens.counts is not None
     size = tokens.bytes_of(windows.targets) if known else 0.0
     targets = windows.targets.numel()
-    return Perplexity(nats / targets, nats / math.log(2) / size if size else None, targets)
+    return Perplexity(nats / targets, nats / math.log(2) / size if size else None, targets, batches)
+
+
+def _error(values: Sequence[tuple[float, int]]) -> float:
+    """Return the standard error of the mean of values with weights."""
+    total = sum(weight for _, weight in values)
+    mean = math.fsum(value * weight for value, weight in values) / total
+    squares = math.fsum((weight / total * (value - mean)) ** 2 for value, weight in values)
+    return math.sqrt(squares * len(values) / (len(values) - 1))
 
 
 def summed_loss(model: nn.Module, windows: Tensor, batch: int, *, stop: Callable[[], bool] = lambda: False) -> Tensor:

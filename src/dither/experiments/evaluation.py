@@ -1,47 +1,140 @@
-"""Evaluate a checkpoint or a Hugging Face model on held-out text, also with its weights cast."""
+"""Evaluate models on held-out text and on tasks, also with other casts and against other models."""
 
 import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from dither import safe_files
 from dither.data import Corpus, Tokenizer, is_prepared, load_tokenizer, open_tokens, prepare
 from dither.errors import UserError
 from dither.evaluate.held_out import Perplexity, perplexity
-from dither.nn.deployment import Deployment, deploy, weight_cast
+from dither.evaluate.scores import TaskScore
+from dither.models import CausalLM, HuggingFace, hf, load_pretrained
+from dither.models.few_bits import is_in_few_bits, load_dequantized
+from dither.nn.conversion import convert
+from dither.nn.deployment import Deployment, deploy, evaluating, plan_from_bitwidths, replaced, weight_cast
 from dither.precision import Cast, LayerPrecision, Plan
+from dither.recipes import recipe
+from dither.report.estimates import Estimate, paired
 from dither.train import checkpoint, weights
-from dither.train.config import Config, Data, Model, RunSettings, loads
+from dither.train.config import Config, RunSettings, loads
 from dither.train.distributed import Ranks, joined
 from dither.train.files import CONFIG
 from dither.train.trainer import Trainer, open_corpus
 
+LEARNED = "learned"
+"""The cast of each sampled layer to the narrowest format that carries its learned bitwidths."""
+
+SLACK = 0.05
+"""Bits by which learned bitwidths may exceed the capacity of a format, as in `dither export --format auto`."""
+
+SEQUENCE = 1024
+"""Tokens per sequence for a Hugging Face model."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to evaluate, and the context of its forward pass."""
+
+    name: str
+    folder: Path
+    """The checkpoint or the Hugging Face folder."""
+    step: int | None
+    """Number of training steps; None for a Hugging Face model."""
+    model: nn.Module
+    tokenizer: Tokenizer
+    corpus: Corpus | None
+    sequence: int
+    batch: int
+    """Sequences per forward pass."""
+    forward: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def plain(self) -> CausalLM:
+        """Return another copy of the model, in float32 and not converted."""
+        device = next(self.model.parameters()).device
+        if self.step is None:
+            return _of_folder(self.folder, device)
+        return load_pretrained(self.folder, device=device, dtype=torch.float32)
+
+
+Score = Callable[[Subject], tuple[TaskScore, ...]]
+"""A function that answers the questions of tasks, with the model in eval mode."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The results of a model, of the same model with other casts, or of another model."""
+
+    label: str
+    kind: str
+    """model, cast, plan or against."""
+    held_out: Perplexity | None
+    bits: float | None = None
+    """Bits per weight of the linear layers whose weights are cast."""
+    tasks: tuple[TaskScore, ...] = ()
+
+    def loss_change(self, base: "Variant") -> Estimate | None:
+        """Return the difference of held-out losses with its standard error over batches; None if the tokens differ."""
+        if self.held_out is None or base.held_out is None:
+            return None
+        difference = self.held_out.minus(base.held_out)
+        return None if difference is None else Estimate(*difference, len(self.held_out.batches))
+
+    def task_change(self, task: TaskScore, base: "Variant") -> Estimate | None:
+        """Return the mean difference per question with its standard error; None without numbers per question.
+
+        That of a perplexity is the increase of the negative log likelihood per question, in nats.
+        """
+        same = [each for each in base.tasks if (each.task, each.metric) == (task.task, task.metric)]
+        if not same or not task.by_question or len(same[0].by_question) != len(task.by_question):
+            return None
+        if task.logarithmic:
+            return paired(same[0].by_question, task.by_question)
+        return paired(task.by_question, same[0].by_question)
+
+    def to_dict(self, base: "Variant") -> dict[str, Any]:
+        """Return plain values for JSON."""
+        found: dict[str, Any] = {"label": self.label, "kind": self.kind, "bits": self.bits}
+        found["held_out"] = None if self.held_out is None else _plain(self.held_out)
+        if self is not base:
+            found["loss_change"] = _estimated(self.loss_change(base))
+        changes = [{} if self is base else {"change": _estimated(self.task_change(each, base))} for each in self.tasks]
+        found["tasks"] = [_finite(each.to_dict()) | change for each, change in zip(self.tasks, changes, strict=True)]
+        return found
+
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The evaluation of a model, and of the same model with its weights cast."""
+    """The evaluation of a model, and what it is compared with. The first variant is the model itself."""
 
     model: str
     step: int | None
     """Number of training steps; None for a Hugging Face model."""
     data: str
-    whole: Perplexity
-    deployment: Deployment | None
-    cast: Perplexity | None
+    variants: tuple[Variant, ...]
+
+    @property
+    def base(self) -> Variant:
+        """Return the results of the model as it is."""
+        return self.variants[0]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        found: dict[str, Any] = {"model": self.model, "step": self.step, "data": self.data, **_plain(self.whole)}
-        if self.cast is not None and self.deployment is not None:
-            found["cast"] = {**_plain(self.cast), "bits": self.deployment.bits}
+        found: dict[str, Any] = {"model": self.model, "step": self.step, "data": self.data}
+        found |= {} if self.base.held_out is None else _plain(self.base.held_out)
+        cast = next((each for each in self.variants if each.kind == "cast" and each.held_out is not None), None)
+        if cast is not None and cast.held_out is not None:
+            found["cast"] = {**_plain(cast.held_out), "bits": cast.bits}
+        found["variants"] = [each.to_dict(self.base) for each in self.variants]
         return found
 
 
@@ -56,70 +149,137 @@ def parse_cast(text: str) -> Cast:
     return weight_cast(words[0]) if alone else Cast.parse(" ".join(words))
 
 
+@dataclass(frozen=True)
+class Variants:
+    """The casts, plans and other models that a model is compared with."""
+
+    casts: tuple[str, ...] = ()
+    """Casts of weights as `parse_cast` reads them, or "learned"."""
+    plans: tuple[str, ...] = ()
+    """Recipes or files of plans, which cast the operands of products."""
+    against: tuple[str, ...] = ()
+    """Other runs, checkpoints or folders."""
+
+    def __post_init__(self) -> None:
+        for cast in self.casts:
+            if cast != LEARNED:
+                parse_cast(cast)
+        for plan in self.plans:
+            parse_plan(plan)
+
+
 def run(
     model: str | Path,
     data: tuple[str, ...] = (),
     *,
-    cast: Cast | None = None,
+    variants: Variants | None = None,
+    score: Score | None = None,
     sequence: int | None = None,
     sequences: int = 0,
     device: str = "auto",
 ) -> Evaluated:
-    """Evaluate a model on held-out text.
+    """Evaluate a model on held-out text and on tasks.
 
     Args:
         model: A run, whose newest whole checkpoint is evaluated, a checkpoint, or a folder of a Hugging Face model.
         data: Other text, all of which is read, or a prepared folder, whose held-out part is read; by default that of the run.
-        cast: Also evaluate the model with the weights of its linear layers cast.
-        sequence: Tokens per sequence; by default as in training, or 1024.
+        variants: Casts, plans and other models to compare with.
+        score: Answers the questions of tasks. With it, a Hugging Face model is not evaluated on text unless `data` names some.
+        sequence: Tokens per sequence of held-out text; by default as in training, or 1024.
         sequences: Number of sequences, evenly spaced over the text; 0 means all.
         device: auto, cpu, cuda, or cuda:N.
     """
     if sequences < 0 or (sequence is not None and sequence < 1):
         raise UserError(f"--sequence is at least 1 token and --sequences at least 0, not {sequence} and {sequences}.")
     RunSettings(device=device)  # checks it
+    chosen = variants or Variants()
+
+    def measured(label: str, kind: str, subject: Subject, bits: float | None = None) -> Variant:
+        held_out: Perplexity | None = None
+        tasks: tuple[TaskScore, ...] = ()
+        with evaluating(subject.model), subject.forward():
+            if subject.corpus is not None:
+                tokens, length = subject.corpus.held_out, subject.sequence
+                held_out = perplexity(subject.model, tokens, length, count=sequences or None, batch=subject.batch)
+            if score is not None:
+                tasks = score(subject)
+        return Variant(label, kind, held_out, bits, tasks)
+
     with ExitStack() as stack:
         ranks = stack.enter_context(joined(device))
-        trainer, step, name, corpus = stack.enter_context(_opened(Path(model), data, sequence, ranks))
-        text = ", ".join(data or corpus.sources)
+        text = data or (() if score is not None else ("stdlib",))
+        subject = stack.enter_context(opened(Path(model), data, text, sequence, ranks))
+        done = [measured("as trained" if subject.step is not None else "as it is", "model", subject)]
+        for cast in chosen.casts:
+            deployment = deployed(subject.model, cast)
+            with replaced(subject.model, deployment.weights):
+                done.append(measured(f"weights in {cast}", "cast", subject, deployment.bits))
+        for plan in chosen.plans:
+            plain = subject.plain()
+            convert(plain, parse_plan(plan), emulate=True)
+            done.append(measured(f"plan {plan}", "plan", replace(subject, model=plain)))
+        for path in chosen.against:
+            with opened(Path(path), data, data, sequence, ranks) as other:
+                done.append(measured(path, "against", _on_text_of(subject, other)))
+        sources = () if subject.corpus is None else subject.corpus.sources
+        return Evaluated(subject.name, subject.step, ", ".join(data or sources), tuple(done))
 
-        def measure(of: nn.Module) -> Perplexity:
-            batch = max(1, trainer.config.data.batch // trainer.parts)
-            with trainer.training.forward():
-                length = sequence or trainer.config.data.sequence
-                return perplexity(of, corpus.held_out, length, count=sequences or None, batch=batch)
 
-        if cast is None:
-            return Evaluated(name, step, text, measure(trainer.model), None, None)
-        measured: list[Perplexity] = []
+def deployed(model: nn.Module, cast: str) -> Deployment:
+    """Return the cast weights of a model: by a cast of the command line, or by learned bitwidths."""
+    plan = plan_from_bitwidths(model, slack=SLACK) if cast == LEARNED else Plan(default=LayerPrecision(weight=parse_cast(cast)))
+    return deploy(model, plan)
 
-        def loss(of: nn.Module) -> float:
-            measured.append(measure(of))
-            return measured[-1].loss
 
-        done = deploy(trainer.model, Plan(default=LayerPrecision(weight=cast)), evaluate=loss)
-        return Evaluated(name, step, text, measured[0], done, measured[1])
+def parse_plan(text: str) -> Plan:
+    """Return the plan of a file, or a recipe.
+
+    >>> parse_plan("fp8-block") == recipe("fp8-block")
+    True
+    """
+    return Plan.load(text) if os.path.isfile(text) else recipe(text)
+
+
+def _on_text_of(subject: Subject, other: Subject) -> Subject:
+    """Return another model with the text of the first one, if both have the same tokens."""
+    if _same_tokens(subject.tokenizer, other.tokenizer) and subject.corpus is not None:
+        return replace(other, corpus=subject.corpus, sequence=subject.sequence, batch=subject.batch)
+    return other
+
+
+def _same_tokens(first: Tokenizer, second: Tokenizer) -> bool:
+    if (first.vocab_size, first.end) != (second.vocab_size, second.end):
+        return False
+    # A run with tokens of bytes has no tokenizer.json, and its exported folder has one that gives the same tokens.
+    probe = "".join(map(chr, range(256)))
+    return first.sha256 == second.sha256 or (first.vocab_size == 257 and first.encode(probe) == second.encode(probe))
 
 
 @contextmanager
-def _opened(
-    path: Path, data: tuple[str, ...], sequence: int | None, ranks: Ranks
-) -> Iterator[tuple[Trainer, int | None, str, Corpus]]:
-    """Yield a trainer, its step, its name, and the text to read. Temporary tokens are removed afterwards."""
+def opened(
+    path: Path, data: tuple[str, ...], folder_data: tuple[str, ...], sequence: int | None, ranks: Ranks
+) -> Iterator[Subject]:
+    """Yield a model with the text to read. Temporary tokens are removed afterwards.
+
+    Args:
+        path: A run, whose newest whole checkpoint is opened, a checkpoint, or a folder of a Hugging Face model.
+        data: Text to read in place of that of a run.
+        folder_data: Text to read with a Hugging Face model; empty for none.
+        sequence: Tokens per sequence, or None for that of training.
+        ranks: The ranks.
+    """
     with tempfile.TemporaryDirectory(prefix="dither-eval-") as folder:
         scratch = Path(folder)
         if os.path.isfile(path / "config.json"):
             tokenizer = _tokenizer_of(path)
-            corpus = _other(data or ("stdlib",), scratch / "other", tokenizer, whole=bool(data))
-            given = Data(sources=(str(corpus.folder),), sequence=sequence or 1024, batch=1)
-            yield (
-                Trainer(
-                    Config(model=Model(hf=str(path)), data=given, run=RunSettings(device=str(ranks.device))), corpus, ranks
-                ),
-                None,
-                str(path),
-                corpus,
-            )
+            text = _other(folder_data, scratch / "other", tokenizer, whole=bool(data)) if folder_data else None
+            model = _of_folder(path, ranks.device)
+            if model.embedding.num_embeddings < tokenizer.vocab_size:
+                raise UserError(
+                    f"The model {str(path)!r} has {model.embedding.num_embeddings} tokens, and its tokenizer has "
+                    f"{tokenizer.vocab_size}: replace its tokenizer.json."
+                )
+            yield Subject(str(path), path, None, model, tokenizer, text, sequence or SEQUENCE, 1)
             return
         where = checkpoint_of(path)
         config = _config_of(where)
@@ -128,7 +288,16 @@ def _opened(
         trainer = Trainer(replace(config, run=replace(config.run, compile=False)), own, ranks, initial=False)
         step = trainer.restore(where).step
         corpus = _other(data, scratch / "other", own.tokenizer, whole=True) if data else own
-        yield trainer, step, str(where), corpus
+        batch = max(1, config.data.batch // trainer.parts)
+        length = sequence or config.data.sequence
+        yield Subject(str(where), where, step, trainer.model, own.tokenizer, corpus, length, batch, trainer.training.forward)
+
+
+def _of_folder(path: Path, device: torch.device) -> CausalLM:
+    """Return the model of a Hugging Face folder in float32; weights in few bits are dequantized."""
+    if is_in_few_bits(path):
+        return HuggingFace(load_dequantized(path).to(device))
+    return hf(str(path), device=device, dtype=torch.float32)
 
 
 def checkpoint_of(path: Path) -> Path:
@@ -171,4 +340,16 @@ def _other(data: tuple[str, ...], folder: Path, tokenizer: Tokenizer, whole: boo
 
 
 def _plain(found: Perplexity) -> dict[str, Any]:
-    return {**asdict(found), "perplexity": found.perplexity if math.isfinite(found.perplexity) else None}
+    plain = {name: value for name, value in asdict(found).items() if name != "batches"}
+    return _finite({**plain, "standard_error": found.standard_error, "perplexity": found.perplexity})
+
+
+def _estimated(found: Estimate | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return _finite({"mean": found.mean, "standard_error": found.error, "decided": found.decided})
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values for JSON, which has no infinity and no NaN: they become None."""
+    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dither.errors import UserError
 from dither.exporting.record import Check
+from dither.models.few_bits import load_dequantized
 from dither.nn.deployment import evaluating
 
 TOLERANCE = 1e-5
@@ -26,32 +27,17 @@ def require(package: str, why: str, extra: str = "export") -> None:
 
 
 def load(place: Path, *, quantized: bool) -> Any:
-    """Load a folder or a GGUF file with transformers: weights are dequantized, and products are those of float32 inputs.
-
-    Casts of inputs amplify the last bits of sums, which differ between implementations of a model; without them, differences
-    of logits are those of the weights.
-    """
+    """Load a folder or a GGUF file with transformers: weights are dequantized, and products are those of float32 inputs."""
     require("transformers", "--check")
     require("accelerate", "--check")
     if quantized:
         require("compressed_tensors", "--check of this format")
-    import transformers
-
     if place.is_file():
+        import transformers
+
         read = transformers.AutoModelForCausalLM.from_pretrained
         return read(place.parent, gguf_file=place.name, dtype=torch.float32, trust_remote_code=False).eval()
-    config = transformers.AutoConfig.from_pretrained(place, trust_remote_code=False)
-    if quantized:
-        for group in config.quantization_config["config_groups"].values():
-            group["input_activations"] = None
-        config.quantization_config["dequantize"] = True
-    model, said = transformers.AutoModelForCausalLM.from_pretrained(
-        place, config=config, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, output_loading_info=True
-    )
-    for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
-        if names := sorted(map(str, said.get(what) or ())):
-            raise UserError(f"transformers does not load the exported folder: {what.replace('_', ' ')} {', '.join(names[:3])}.")
-    return model.float().eval()
+    return load_dequantized(place)
 
 
 def sample_tokens(vocab_size: int, longest: int | None) -> Tensor:

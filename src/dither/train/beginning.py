@@ -1,6 +1,7 @@
 """The beginning of a run: its folder, locked, its data and model, and its newest checkpoint if it resumes."""
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -73,7 +74,9 @@ class RunBeginning(RunRecorder):
             write_file(self.folder / CONVERSION, safe_files.to_json(conversion_record(trainer), CONVERSION))
             write_file(self.folder / ENVIRONMENT, safe_files.to_json(self.environment(command, parameters), ENVIRONMENT))
             run = self.config.run
-            self.metrics = stack.enter_context(Metrics(self.folder, track=run.track, config=asdict(self.config)))
+            say = warnings.warn if self.progress is None else self.say
+            plain = asdict(self.config)
+            self.metrics = stack.enter_context(Metrics(self.folder, track=run.track, config=plain, resumed=resumed, say=say))
             if self.progress is not None:
                 self.metrics.listeners.append(self.progress.show)
             every = run.keep_every or None

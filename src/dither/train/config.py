@@ -221,7 +221,7 @@ class Monitor:
         check_at_least("monitor.tokens", self.tokens, 1)
 
 
-TRACKERS = ("tensorboard", "wandb", "trackio")
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 """Other places to which metrics can be sent."""
 
 
@@ -252,7 +252,7 @@ class RunSettings:
     sample_tokens: int = 120
     """Tokens per sample."""
     track: tuple[str, ...] = ()
-    """Also send metrics to tensorboard, wandb or trackio, if installed."""
+    """Also send metrics to tensorboard, wandb, trackio or mlflow, if installed."""
     profile: tuple[int, ...] = ()
     """First and last step of a window that torch.profiler traces into the folder, such as [20, 22]."""
     compile: bool | None = None

@@ -16,7 +16,7 @@ from torch import Tensor
 from dither import safe_files
 from dither.data import Batch, Prefetch
 from dither.errors import UserError
-from dither.train import agreement, checkpoint
+from dither.train import agreement, checkpoint, trackers
 from dither.train.beginning import RunBeginning
 from dither.train.config import Config, dumps
 from dither.train.distributed import Ranks, joined
@@ -25,7 +25,6 @@ from dither.train.files import CONFIG as CONFIG
 from dither.train.files import TOKENS
 from dither.train.guard import GRACE, Interrupted, Signals
 from dither.train.heartbeat import LostRankError
-from dither.train.metrics import check_trackers
 from dither.train.progress import Progress
 from dither.train.resuming import resolved
 from dither.train.trainer import Numbers
@@ -89,7 +88,7 @@ def train(
     (0, 2, ['checkpoints', 'config.toml', 'conversion.json'])
     """
     config, folder = resolved(config), Path(config.run.out)
-    check_trackers(config.run.track)
+    trackers.check_trackers(config.run.track)
     if resume not in (True, False, "auto"):
         raise UserError(f"resume is True, False or 'auto', not {resume!r:.40}.")
     with joined(config.run.device) as ranks, Signals() as signals, _own_generators(ranks.device), ExitStack() as stack:

@@ -13,6 +13,7 @@ import torch
 
 from dither import safe_files
 from dither.errors import UserError
+from dither.train.trackers import Trackers
 
 FILE = "metrics.jsonl"
 
@@ -52,6 +53,8 @@ def finite(line: Mapping[str, Any]) -> dict[str, Any]:
 class Metrics:
     """Write lines to metrics.jsonl in the folder of a run, to trackers, and to listeners.
 
+    `track`, `config`, `resumed` and `say` are those of `Trackers`.
+
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
     >>> with Metrics(folder) as metrics:
@@ -60,10 +63,17 @@ class Metrics:
     '{"kind": "train", "step": 10, "time": 1.5, "loss": 5.5}\\n'
     """
 
-    def __init__(self, folder: Path, *, track: Sequence[str] = (), config: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        track: Sequence[str] = (),
+        config: Mapping[str, Any] | None = None,
+        resumed: int | None = None,
+        say: Callable[[str], object] = print,
+    ) -> None:
         self.path = folder / FILE
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
-        self._trackers: list[tuple[str, Tracker]] = []
         try:
             self._file = safe_files.open_unlinked(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK)
         except OSError as error:
@@ -74,8 +84,7 @@ class Metrics:
             end = os.lseek(self._file, 0, os.SEEK_END)
             if end and os.pread(self._file, 1, end - 1) != b"\n":  # a killed process may have left an incomplete line
                 self._append(b"\n")
-            for each in track:
-                self._trackers.append((each, _tracker(each, folder, dict(config or {}))))
+            self._trackers = Trackers(track, folder, config or {}, resumed=resumed, say=say)
         except BaseException:
             os.close(self._file)
             raise
@@ -87,11 +96,8 @@ class Metrics:
         for listener in self.listeners:
             listener(line)
         numbers = {f"{kind}/{key}": line[key] for key in values if type(line[key]) in (int, float)}
-        for name, (log, _) in self._trackers if numbers else ():
-            try:
-                log(numbers, step)
-            except OSError as error:
-                raise self._cannot(error, f"metrics of {name}") from None
+        if numbers:
+            self._trackers.log(numbers, step)
 
     def _append(self, data: bytes) -> None:
         """Append bytes, all of them or, on a full disk, none."""
@@ -104,69 +110,19 @@ class Metrics:
                 os.ftruncate(self._file, end)
             raise self._cannot(error) from None
 
-    def _cannot(self, error: OSError, what: str = "metrics") -> UserError:
-        return UserError(f"The {what} {str(self.path)!r} cannot be written: {safe_files.reason(error, self.path)}.")
+    def _cannot(self, error: OSError) -> UserError:
+        return UserError(f"The metrics {str(self.path)!r} cannot be written: {safe_files.reason(error, self.path)}.")
 
     def close(self) -> None:
-        """Close the file and the trackers, all of them even if one fails."""
-        failure: UserError | None = None
-        for name, (_, close) in [("", (None, lambda: os.close(self._file))), *self._trackers]:
-            try:
-                close()
-            except OSError as error:
-                failure = failure or self._cannot(error, f"metrics of {name}" if name else "metrics")
-        self._trackers = []
-        if failure is not None:
-            raise failure
+        """Close the trackers and the file."""
+        self._trackers.close()
+        try:
+            os.close(self._file)
+        except OSError as error:
+            raise self._cannot(error) from None
 
     def __enter__(self) -> "Metrics":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-Tracker = tuple[Callable[[dict[str, float], int], object], Callable[[], object]]
-"""A function that logs numbers at a step, and a function that closes the tracker."""
-
-
-def check_trackers(track: Sequence[str]) -> None:
-    """Raise a UserError unless the package of every tracker is installed."""
-    for each in track:
-        _package(each)
-
-
-def _package(tracker: str) -> Any:
-    try:
-        if tracker == "tensorboard":
-            from torch.utils import tensorboard
-
-            return tensorboard
-        if tracker == "wandb":
-            import wandb
-
-            return wandb
-        import trackio
-
-        return trackio
-    except ImportError:
-        raise UserError(
-            f"run.track has {tracker!r}, whose package is not installed: pip install {tracker}, or leave it out."
-        ) from None
-
-
-def _tracker(tracker: str, folder: Path, config: dict[str, Any]) -> Tracker:
-    package = _package(tracker)
-    if (folder / tracker).is_symlink():
-        raise UserError(f"{str(folder / tracker)!r} is a link, and links are not written through: remove it.")
-    if tracker == "tensorboard":
-        writer = package.SummaryWriter(str(folder / "tensorboard"))
-
-        def log(numbers: dict[str, float], step: int) -> None:
-            for key, value in numbers.items():
-                writer.add_scalar(key, value, step)
-
-        return log, writer.close
-    # Trackio has W&B's functions.
-    package.init(project="dither", name=folder.name, config=config, **({"dir": str(folder)} if tracker == "wandb" else {}))
-    return (lambda numbers, step: package.log(numbers, step=step)), package.finish
