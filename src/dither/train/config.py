@@ -63,6 +63,8 @@ class Data:
 
     sources: tuple[str, ...] = ()
     """Files, globs, folders or datasets; none means the source code of Python's standard library."""
+    kind: Literal["text", "chat"] = "text"
+    """text, or chat: conversations and instructions in JSON lines, of which only the replies count towards the loss."""
     tokenizer: str = "bytes"
     """bytes, or the path of a tokenizer.json; that of a prepared folder is used by itself."""
     sequence: int = 128
@@ -78,6 +80,9 @@ class Data:
 
     def __post_init__(self) -> None:
         check_types("data", self)
+        check_choice("data.kind", self.kind, ("text", "chat"))
+        if self.kind == "chat" and not self.sources:
+            raise UserError("data.kind='chat' needs conversations: name JSON lines or a prepared folder in data.sources.")
         if "" in (*self.sources, self.tokenizer):
             raise UserError("data.sources and data.tokenizer are names or paths, and one of them is empty.")
         for name in ("sequence", "batch", "micro_batch"):

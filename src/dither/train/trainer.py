@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dither.data import Batch, Corpus, Loader, held_out, is_prepared, load_tokenizer, open_tokens, prepare
+from dither.data import Batch, Corpus, Loader, held_out, is_prepared, load_template, load_tokenizer, open_tokens, prepare
 from dither.data.text import STDLIB
 from dither.errors import UserError
-from dither.evaluate.held_out import summed_loss
+from dither.evaluate.held_out import counted_targets, summed_loss
 from dither.models import CausalLM, build, compile_blocks, hf, preset
 from dither.nn import Conversion, Linear, bitwidth_loss, convert, effective_precision, param_groups, step_context
 from dither.nn.plan_schedule import PlanSchedule
@@ -84,7 +84,9 @@ def open_corpus(config: Config, folder: Path, ranks: Ranks, say: Callable[[str],
         def tokenize(stop: threading.Event) -> None:
             if not is_prepared(own):
                 tokenizer = load_tokenizer(config.data.tokenizer)
-                prepare(sources, own, tokenizer, held_out=config.data.held_out, say=say, stop=stop)
+                chat = config.data.kind == "chat"
+                written = load_template(tokenizer, config.data.tokenizer) if chat else tokenizer
+                prepare(sources, own, written, held_out=config.data.held_out, say=say, stop=stop)
 
         while_others_wait(ranks, tokenize if ranks.main else None)
         corpus = _verified(own, ranks, say)
@@ -93,6 +95,11 @@ def open_corpus(config: Config, folder: Path, ranks: Ranks, say: Callable[[str],
                 f"The tokens in {str(own)!r} were made from {', '.join(corpus.sources)}, and data.sources is now "
                 f"{', '.join(sources)}: restore it, or train in another folder."
             )
+    if config.data.kind == "chat" and corpus.template is None:
+        raise UserError(
+            f"The tokens in {str(corpus.folder)!r} are those of text, and data.kind is 'chat': remove that setting, or prepare "
+            "conversations with `dither data prepare --kind chat`."
+        )
     if config.data.tokenizer != "bytes" and load_tokenizer(config.data.tokenizer).sha256 != corpus.tokenizer.sha256:
         raise UserError(
             f"The tokens in {str(corpus.folder)!r} were not made by data.tokenizer="
@@ -112,11 +119,11 @@ def _verified(folder: Path, ranks: Ranks, say: Callable[[str], None] | None) -> 
 
 
 def unigram_entropy(corpus: Corpus) -> float | None:
-    """Return the unigram entropy of the held-out text in nats, or None if tokens are not bytes.
+    """Return the unigram entropy of the held-out text in nats, or None if tokens are not bytes or not all of them count.
 
     It is the loss of a model that knows only the frequency of each byte.
     """
-    if corpus.tokenizer.json is not None:
+    if corpus.tokenizer.json is not None or corpus.template is not None:
         return None
     counts = np.sum([np.bincount(shard, minlength=corpus.tokenizer.vocab_size) for shard in corpus.held_out.shards], axis=0)
     shares = counts[counts > 0] / len(corpus.held_out)
@@ -180,6 +187,8 @@ class Trainer:
         # Torch's generators, used only by dropout, are seeded in each step, so that no rank needs to save their state.
         self._dropout = Stream(config.run.seed, "torch", f"rank {ranks.rank}").key
         self._sound = torch.ones((), dtype=torch.bool, device=ranks.device)
+        self._share = torch.ones((), device=ranks.device)
+        """The weight of the current micro-batch of this rank in the mean loss, where CUDA graphs read it."""
 
     def choose(self, batch: Batch) -> list[PlanEvent]:
         """Apply the plans of the schedule and of SNIP that are due before the step on a batch, and return them."""
@@ -262,13 +271,10 @@ class Trainer:
         with step_context(self.model, step=self.done, group=self.ranks.group) as at:
             for number, part in enumerate(batch.split(self.parts)):
                 at.row(part.first * self.config.data.sequence)
+                even = torch.full_like(self._share, 1 / (self.parts * self.ranks.world))
+                self._share.copy_(even if part.weight is None else part.weight)
                 total += self._pass(part.inputs, part.targets, first=number == 0) * self._share
         return total
-
-    @property
-    def _share(self) -> float:
-        """The weight of one micro-batch of this rank in the mean loss."""
-        return 1 / (self.parts * self.ranks.world)
 
     def _pass(self, inputs: Tensor, targets: Tensor, *, first: bool) -> Tensor:
         """Accumulate the gradients of one micro-batch, and return its mean loss."""
@@ -308,10 +314,10 @@ class Trainer:
     def evaluate(self) -> Evaluation:
         """Return the mean loss and bits per byte on the held-out windows. Each rank computes its share of them."""
         size = max(1, self.config.data.batch // self.ranks.world // self.parts)
-        windows = self.held_out.tokens.tensor_split(self.ranks.world)[self.ranks.rank]
+        windows = self.held_out.part(self.ranks.rank, self.ranks.world)
         with _evaluating(self):
             total = summed_loss(self.model, windows.to(self.ranks.device), size, stop=lambda: bool(_told(self)))
-        targets = self.held_out.targets
+        targets = counted_targets(self.held_out)
         told = torch.full_like(total, float(bool(_told(self))))
         nats, stopped = self.ranks.add(torch.stack([total, told])).tolist()
         if stopped and self.signals is not None:
@@ -319,7 +325,7 @@ class Trainer:
         known = self.corpus.held_out.exact or self.corpus.held_out.counts is not None
         size_in_bytes = self.corpus.held_out.bytes_of(targets) if known else 0.0
         bits = nats / math.log(2) / size_in_bytes if size_in_bytes else None
-        return Evaluation(nats / targets.numel(), bits, targets.numel())
+        return Evaluation(nats / len(targets), bits, len(targets))
 
     @functools.cached_property
     def prompt(self) -> str:
@@ -416,11 +422,13 @@ def _for_estimates(trainer: Trainer, batch: Batch, tokens: int) -> list[Batch]:
     sequence = trainer.config.data.sequence
     wanted = tokens // sequence // trainer.ranks.world
     if not wanted:  # less than a sequence
-        return [replace(batch, tokens=batch.tokens[:1, : max(1, tokens // trainer.ranks.world) + 1])]
+        length = max(1, tokens // trainer.ranks.world) + 1
+        counted = None if batch.counted is None else batch.counted[:1, :length]
+        return [replace(batch, tokens=batch.tokens[:1, :length], counted=counted)]
     rows = min(wanted, len(batch.tokens))
     largest = math.ceil(len(batch.tokens) / trainer.parts / (4 if trainer.compiled else 1))
     pieces = math.ceil(rows / largest)
-    return list(replace(batch, tokens=batch.tokens[: rows - rows % pieces]).split(pieces))
+    return list(batch.rows(0, rows - rows % pieces).split(pieces))
 
 
 def _check_saved(path: Path, plain: Mapping[str, Any], config: Config, corpus: Corpus) -> dict[str, Any]:
