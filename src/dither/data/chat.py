@@ -210,7 +210,7 @@ class ChatTemplate:
             if not (whole.startswith(begin) and whole.startswith(end) and done <= len(begin) < len(end)):
                 raise UserError(
                     f"The chat template in {str(self.folder)!r} writes message {number + 1} of {chat.where} otherwise when "
-                    "other messages follow, so it is unclear which tokens are the reply: make each such conversation several, or use "
+                    "other messages follow, so it is unclear which tokens are the reply: split such conversations, or use "
                     "a template that only appends."
                 )
             parts += [Part(whole[done : len(begin)], False), Part(whole[len(begin) : len(end)], True)]
