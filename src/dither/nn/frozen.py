@@ -15,9 +15,10 @@ from torch.nn import functional as F  # noqa: N812
 from dither import engines
 from dither.errors import UserError
 from dither.nn import functional
+from dither.nn.experts import ExpertsLinear
 from dither.nn.functional import Amax, Casting, Codes, Settings
 from dither.nn.linear import Linear, rows_of
-from dither.nn.linear_sites import ExpertsLinear, converted_layers
+from dither.nn.linear_sites import converted_layers
 from dither.precision import OPERANDS, Cast, LayerPrecision
 
 BUFFERS = ("weight_codes", "weight_scale", "weight_tensor_scale")
@@ -81,8 +82,7 @@ class FrozenLinear(Linear):
         del new._parameters["weight"]
         for name, tensor in zip(BUFFERS, codes, strict=True):
             new.register_buffer(name, tensor if tensor is not None and tensor.numel() else None, persistent=False)
-        options = {"name": layer.name, "seed": layer.seed, "emulate": layer.emulate, "transposed": layer.transposed}
-        new.begin(layer.precision, **options, verified=layer.verified)
+        new.begin(layer.precision, layer.name, layer.seed, layer.emulate, layer.transposed, layer.verified)
         new.compute, new.fallback, new.planned = layer.compute, layer.fallback, layer.planned
         if layer.emulates_here:
             new.emulates_here = True
@@ -176,7 +176,7 @@ def freeze_base(model: nn.Module) -> dict[str, FrozenLinear]:
     """
     found: dict[str, FrozenLinear] = {}
     for name, layer in converted_layers(model).items():
-        if isinstance(layer, ExpertsLinear) or isinstance(layer, FrozenLinear):
+        if isinstance(layer, ExpertsLinear | FrozenLinear):
             continue
         if layer.weight.requires_grad or layer.precision.cast("forward", "weight") is None:
             continue

@@ -23,6 +23,7 @@ from dither.snip import options
 from dither.snip.settings import Estimator, Goal, Schedule, check_budget, check_weights, pins
 from dither.train.fields import check_at_least, check_choice, check_seed, check_types, check_within, hints, sentences, type_name
 from dither.train.guard import Policy
+from dither.train.lora_settings import Lora as Lora
 from dither.train.precision_settings import Precision as Precision
 from dither.train.precision_settings import check_snip
 from dither.train.toml_text import parse, parse_value
@@ -301,6 +302,8 @@ class Config:
 
     model: Model = field(default_factory=Model)
     """The model."""
+    lora: Lora = field(default_factory=Lora)
+    """Adapters on a frozen model."""
     data: Data = field(default_factory=Data)
     """The training text."""
     optim: Optim = field(default_factory=Optim)
@@ -328,11 +331,33 @@ class Config:
         begins = self.precision.beginnings(self.run.steps)
         if self.snip.target is not None:
             check_snip(self.precision, begins, self.run.steps, self.snip.start, self.snip.delay)
+        if self.lora.rank is not None:
+            self._check_lora()
         if self.optim.optimizer == "adam-mini" and self.precision.states not in (None, "fp32", "bf16"):
             raise UserError(
                 "optim.optimizer='adam-mini' keeps its moments in fp32 or bf16, not in "
                 f"precision.states={self.precision.states!r}."
             )
+
+    def _check_lora(self) -> None:
+        """Raise if the config has something that adapters on a frozen base cannot have."""
+        if self.model.weights is None and (self.model.hf is None or self.model.hf.endswith(".json")):
+            raise UserError(
+                "lora.rank trains adapters of a trained model: name it with --from, as a run, a checkpoint or a Hugging Face "
+                "folder."
+            )
+        obstacles = {
+            "snip.target": self.snip.target is not None,
+            "precision.schedule": bool(self.precision.schedule),
+            "precision.sampling": self.precision.sampling is not None,
+            "optim.optimizer='adam-mini'": self.optim.optimizer != "adamw",
+            "monitor.every": self.monitor.every > 0,
+        }
+        for name, there in obstacles.items():
+            if there:
+                raise UserError(
+                    f"{name} does not go with lora.rank: the base of adapters is frozen, in one precision: remove one of them."
+                )
 
 
 def schedule(config: Config, step: int) -> float:

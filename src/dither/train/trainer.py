@@ -33,7 +33,9 @@ from dither.train.distributed import Ranks
 from dither.train.files import TOKENS
 from dither.train.graphs import GraphedPasses, uses_graphs
 from dither.train.guard import GRACE, Guard, Interrupted, Signals
+from dither.train.lora import adapt, narrow_base
 from dither.train.metrics import smoothed
+from dither.train.origin import check_same, origin_of
 from dither.train.plans import PlanEvent, RunPlans, known_plans, make_schedule, steps_for_snip, with_measured
 from dither.train.replay import replay, warm_up
 from dither.train.resuming import check_changes
@@ -158,13 +160,19 @@ class Trainer:
         self.sources = known_plans(config, None if initial else Path(config.run.out))
         """Plans of files and of fp8-auto by name, which a resumed run does not read or measure again."""
         self.model = _model(config, corpus, ranks.device)
-        if initial and config.model.weights is not None:
+        if (initial or config.lora.rank) and config.model.weights is not None:
             load_weights(self.model, config.model.weights)
         tokens = data.batch // ranks.world // self.parts * data.sequence
         self.sources = with_measured(self.sources, config, self.model, ranks, tokens, say)
         planned = make_schedule(config, self.sources)
         self.conversion = _convert(config, self.model, planned.changes[0].plan)
+        self.base = origin_of(config.model) if config.lora.rank else None
+        """The origin of the frozen base of adapters."""
+        if config.lora.rank:
+            say(str(adapt(self.model, config.lora, config.run.seed)))
         self.training = _training(config, self.model)
+        if config.lora.rank:
+            narrow_base(self.model, config.precision.mode)
         self.guided = any(each.precision.sampling and each.precision.sampling.loss for each in self._layers())
         self.compiled = config.run.compile or (config.run.compile is None and ranks.device.type == "cuda")
         if self.compiled:
@@ -356,6 +364,7 @@ class Trainer:
             "offset": self.offset,
             "snip": None if self.plans.snip is None else self.plans.snip.state_dict(),
             "time": seconds,
+            **({} if self.base is None else {"base": self.base}),
         }
         optimizer, scaler = self.training.optimizer, self.training.scaler
         return pack(self.model, optimizer, step=self.done, plan=self.plan, scaler=scaler, others=others)
@@ -364,6 +373,7 @@ class Trainer:
         """Restore a checkpoint of this run. One of another model, corpus or config raises a UserError and changes nothing."""
         tensors, plain = checkpoint.load(path)
         others = _check_saved(path, plain, self.config, self.corpus)
+        check_same(others.get("base"), self.base, path)
         if (plan := plan_of(plain)) is not None and (record := self.plans.apply(plan)) is not None:
             self.conversion = record
         resumed = unpack(self.model, self.training.optimizer, tensors, plain, scaler=self.training.scaler)
@@ -537,7 +547,8 @@ def _model(config: Config, corpus: Corpus, device: torch.device) -> CausalLM:
         return build(sizes, seed=seed, device=device)
     if config.model.vocab is not None:
         raise UserError("model.vocab is for presets only: the config of a Hugging Face model sets its vocabulary.")
-    model = hf(config.model.hf, seed=seed, device=device, dtype=torch.float32)
+    # The base of adapters is never needed in float32: its codes are made from the weights as they are in the files.
+    model = hf(config.model.hf, seed=seed, device=device, dtype=None if config.lora.rank else torch.float32)
     if model.embedding.num_embeddings < tokens:
         raise UserError(
             f"The model {config.model.hf!r} has {model.embedding.num_embeddings} tokens, and the tokenizer has {tokens}: "
