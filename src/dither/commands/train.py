@@ -64,15 +64,22 @@ def train(
         print_fields()
         return 0
     how: bool | Literal["auto"] = "auto" if resume_auto else resume
-    file, folder, given = _sorted(words, bool(how))
+    sources = sum(data, ())
+    file, folder, given = _sorted((*words, *filter(_is_setting, sources)), bool(how))
+    sources = tuple(source for source in sources if not _is_setting(source))
     if out is not None and folder is not None:
         raise UserError(f"The run is in {folder!r} or in --out {out!r}: name one folder.")
     settings = (*given, *sum(set, ()))
-    config = resolve(file, data=sum(data, ()), settings=settings, resume=how, start_from=start_from, out=out or folder)
+    config = resolve(file, data=sources, settings=settings, resume=how, start_from=start_from, out=out or folder)
     with Progress(sys.stdout, steps=config.run.steps) as progress:
         outcome = run(config, resume=how, command=sys.argv, progress=progress)
         progress.say(summary(outcome))
     return outcome.code
+
+
+def _is_setting(word: str) -> bool:
+    """Return whether a word on the command line sets a field."""
+    return re.match(r"[a-z_]+(\.[a-z_]+)+=", word) is not None
 
 
 def _sorted(words: Sequence[str], resuming: bool) -> tuple[str | None, str | None, tuple[str, ...]]:
@@ -81,7 +88,7 @@ def _sorted(words: Sequence[str], resuming: bool) -> tuple[str | None, str | Non
     >>> _sorted(["a.toml", "optim.lr=3e-4"], False)
     ('a.toml', None, ('optim.lr=3e-4',))
     """
-    settings = tuple(word for word in words if re.match(r"[a-z_]+(\.[a-z_]+)+=", word))
+    settings = tuple(word for word in words if _is_setting(word))
     others = [word for word in words if word not in settings]
     if len(others) > 1:
         raise UserError(f"A run has one config file, and these words are neither files nor fields: {' '.join(others)!r:.200}.")

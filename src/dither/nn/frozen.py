@@ -37,6 +37,24 @@ class StoredWeight(NamedTuple):
     """The dtype that the weight had."""
 
 
+class _Numbers(Tensor):
+    """The numbers of a frozen weight: changes in place, which would be lost, and `.data` raise a UserError."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        changes = name.endswith("_") and not name.startswith("__")
+        changes |= name.startswith("__i") and name not in ("__int__", "__invert__", "__index__")
+        if changes or func in (Tensor.data.__get__, Tensor.data.__set__):  # type: ignore[attr-defined]
+            raise UserError(
+                "The weight of a frozen layer exists only as codes, so a change of it would be lost: call "
+                "dither.nn.thaw_base(model) first, to merge adapters for instance."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return result.as_subclass(Tensor) if isinstance(result, _Numbers) else result
+
+
 class FrozenLinear(Linear):
     """A converted layer with a frozen weight, which is kept as codes. `freeze_base` makes them.
 
@@ -92,8 +110,7 @@ class FrozenLinear(Linear):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """The numbers of the codes, in the dtype that the weight had. A change in place would be lost, and raises."""
-        with torch.inference_mode():
-            return _dequantized(self._codes(), self.stored, self.stored.dtype)
+        return self.dequantize().as_subclass(_Numbers)
 
     @property
     def weight_bytes(self) -> int:
@@ -188,6 +205,40 @@ def freeze_base(model: nn.Module) -> dict[str, FrozenLinear]:
                 model.set_submodule(at, frozen)
         frozen.belong_to(model)
     return found
+
+
+def thaw_base(model: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Give frozen layers a weight again, the numbers of their codes, which does not train: to merge adapters, for instance.
+
+    Args:
+        model: A model that `freeze_base` changed, between steps.
+        dtype: The dtype of the weights; by default the one that they had.
+
+    >>> import dither
+    >>> model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).requires_grad_(False)
+    >>> _ = dither.convert(model, "mxfp4")
+    >>> _ = freeze_base(model)
+    >>> thaw_base(model)
+    >>> type(model[0]).__name__, model[0].weight.requires_grad
+    ('Linear', False)
+    """
+    for layer in [module for module in model.modules() if isinstance(module, FrozenLinear)]:
+        new = Linear(layer.in_features, layer.out_features, False, "meta")
+        kept = {key: value for key, value in layer.__dict__.items() if key != "stored"}
+        new.__dict__.update(kept)
+        for owned in ("_parameters", "_buffers", "_modules"):
+            new.__dict__[owned] = {key: value for key, value in layer.__dict__[owned].items() if key not in BUFFERS}
+        new._non_persistent_buffers_set = set(layer._non_persistent_buffers_set) - set(BUFFERS)
+        new._parameters["weight"] = nn.Parameter(layer.dequantize(dtype), requires_grad=False)
+        new.begin(layer.precision, layer.name, layer.seed, layer.emulate, layer.transposed, layer.verified)
+        new.compute, new.fallback, new.planned = layer.compute, layer.fallback, layer.planned
+        if layer.emulates_here:
+            new.emulates_here = True
+            new._begin_settings()
+        for at, module in list(model.named_modules(remove_duplicate=False)):
+            if module is layer:
+                model.set_submodule(at, new)
+        new.belong_to(model)
 
 
 def _check(layer: Linear) -> None:

@@ -64,7 +64,8 @@ def peft_config(settings: Lora, model: CausalLM, base: str | None = None) -> Any
         lora_dropout=settings.dropout,
         target_modules=names,
         base_model_name_or_path=base,
-        fan_in_fan_out=any(getattr(module, "transposed", False) for module in model.modules()),
+        # For those who load the adapters into a model of transformers with Conv1D; a dither.Linear has its own layout.
+        fan_in_fan_out=base is not None and any(getattr(module, "transposed", False) for module in model.modules()),
         task_type="CAUSAL_LM",
         inference_mode=base is not None,
     )
