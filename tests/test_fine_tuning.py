@@ -308,6 +308,7 @@ def test_a_run_starts_from_a_folder_with_its_tokenizer_and_records_it(tuned, fol
     config = loads((tuned / "config.toml").read_text())
     assert (config.model.hf, config.data.tokenizer) == (str(folder), str(folder / "tokenizer.json"))
     assert json.loads((tuned / "origin.json").read_text())["path"] == str(folder)
+    assert json.loads((tuned / "environment.json").read_text())["initial_weights"].startswith(f"{folder}, SHA-256 ")
 
 
 def test_an_exported_folder_is_a_start_too_also_in_few_bits(tuned, chats, tmp_path):
@@ -345,6 +346,8 @@ def test_the_rate_may_change_on_resume_and_the_change_is_recorded(tuned, tmp_pat
     assert record["changes"]["optim.lr"] == ["0.003", "1e-05"]
     assert record["changes"]["run.steps"] == ["2", "4"]
     assert logged(out, "lr")[3] == 1e-5
+    facts = json.loads((out / "environment.json").read_text())  # reports show them
+    assert "from step 2 on optim.lr 1e-05 (before 0.003)" in facts["changes_on_resume"]
     assert train("--resume", out, "optim.betas=[0.5, 0.5]") == 2
     assert "optim.betas" in capsys.readouterr().err
 

@@ -18,7 +18,7 @@ from dither.train.files import CHANGES, CHECKPOINTS, CONFIG, CONVERSION, ENVIRON
 from dither.train.goals import check_snip
 from dither.train.guard import Signals, Status
 from dither.train.metrics import Metrics, peak_flops
-from dither.train.origin import keep_tokenizer, origin_of
+from dither.train.origin import keep_tokenizer, origin_of, recorded_facts
 from dither.train.plans import plans_file
 from dither.train.progress import Progress
 from dither.train.recorder import RunRecorder, conversion_record, write_file
@@ -83,7 +83,8 @@ class RunBeginning(RunRecorder):
                 self.say(f"From step {resumed} on the config has other values: {changed}.")
             write_file(self.folder / CONFIG, dumps(self.config).encode())
             write_file(self.folder / CONVERSION, safe_files.to_json(conversion_record(trainer), CONVERSION))
-            write_file(self.folder / ENVIRONMENT, safe_files.to_json(self.environment(command, parameters), ENVIRONMENT))
+            facts = self.environment(command, parameters) | recorded_facts(self.folder)
+            write_file(self.folder / ENVIRONMENT, safe_files.to_json(facts, ENVIRONMENT))
             run = self.config.run
             self.metrics = stack.enter_context(Metrics(self.folder, track=run.track, config=asdict(self.config)))
             if self.progress is not None:

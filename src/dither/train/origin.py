@@ -1,6 +1,7 @@
 """Where the initial weights of a run came from, with their SHA-256."""
 
 import hashlib
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from dither.data.tokenizer import TOKENIZER
 from dither.errors import UserError
 from dither.train import checkpoint
 from dither.train.config import Model
+from dither.train.files import CHANGES, ORIGIN
 from dither.train.weights import checkpoint_of
 
 MODEL = "config.json"
@@ -64,6 +66,32 @@ def keep_tokenizer(source: str, folder: Path) -> None:
     for name in (TOKENIZER, *FILES):
         if os.path.isfile(place / name):
             safe_files.replace(folder / name, (place / name).read_bytes())
+
+
+def recorded_facts(folder: Path) -> dict[str, str]:
+    """Return the origin of the weights and the changes on resume that a run folder records, as text for reports."""
+    facts: dict[str, str] = {}
+    try:
+        if os.path.lexists(folder / ORIGIN):
+            origin, _ = safe_files.read_json(folder / ORIGIN)
+            if isinstance(origin, dict):
+                facts["initial_weights"] = f"{origin.get('path')}, SHA-256 {origin.get('sha256')}"
+        if os.path.lexists(folder / CHANGES):
+            facts["changes_on_resume"] = "; ".join(map(_change, safe_files.read(folder / CHANGES).decode().splitlines()))
+    except (safe_files.Refused, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"The record of the run in {str(folder)!r} cannot be read: {error}.") from None
+    return facts
+
+
+def _change(line: str) -> str:
+    """Return a line of the record of changes in words.
+
+    >>> _change('{"step": 2, "time": 0, "changes": {"optim.lr": ["0.003", "1e-05"]}}')
+    'from step 2 on optim.lr 1e-05 (before 0.003)'
+    """
+    change = json.loads(line)
+    fields = ", ".join(f"{name} {new} (before {old})" for name, (old, new) in change["changes"].items())
+    return f"from step {change['step']} on {fields}"
 
 
 def check_same(saved: dict[str, Any] | None, now: dict[str, Any] | None, path: Path) -> None:
