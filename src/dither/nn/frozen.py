@@ -300,39 +300,36 @@ def _frozen_product(
         drawn = functional._drawn(settings.input, state, 0)
         cast = functional._both(x_MK, settings.input, Amax(), drawn, True, False, dtype if autocast else None, None).along
     y_MN: Tensor = _FrozenProducts.apply(  # type: ignore[no-untyped-call]
-        x_MK, bias, *(cast or ()), *codes, functional._drawn(settings.grad, state, 2), dtype, settings, stored
+        x_MK, bias, functional._drawn(settings.grad, state, 2), dtype, settings, stored, *(cast or ()), *codes
     )
     y_MN = y_MN[:tokens] if padded else y_MN
     return y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
 
 
 class _FrozenProducts(torch.autograd.Function):
-    """The forward product and the input gradient. The codes are saved for backward, not the layout that backward needs."""
+    """The forward product and the input gradient, of the codes of input and weight, each (values, scale, tensor scale).
+
+    The codes of the weight are saved for backward, not the layout that backward needs.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         bias: Tensor | None,
-        x_MK: Tensor,
-        x_MK_scale: Tensor | None,
-        x_MK_tensor: Tensor | None,
-        values: Tensor,
-        scale: Tensor | None,
-        tensor_scale: Tensor | None,
         place: Tensor | None,
         dtype: torch.dtype,
         settings: Settings,
         stored: StoredWeight,
+        *codes: Any,
     ) -> Tensor:
-        ctx.save_for_backward(values, scale, tensor_scale, place)
+        cast, kept = Codes(*codes[:3]), Codes(*codes[3:])
+        ctx.save_for_backward(*kept, place)
         ctx.settings, ctx.stored, ctx.x_dtype = settings, stored, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        weight = _forward_codes(Codes(values, scale, tensor_scale), settings.forward_weight, stored)
-        return functional._product(
-            "forward", Codes(x_MK, x_MK_scale, x_MK_tensor), settings.input.along, weight, settings.forward_weight,
-            x.shape[1], bias, dtype, settings,
-        )  # fmt: skip
+        casting = settings.forward_weight
+        weight = _forward_codes(kept, casting, stored)
+        return functional._product("forward", cast, settings.input.along, weight, casting, x.shape[1], bias, dtype, settings)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

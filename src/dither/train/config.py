@@ -302,12 +302,12 @@ class Config:
 
     model: Model = field(default_factory=Model)
     """The model."""
-    lora: Lora = field(default_factory=Lora)
-    """Adapters on a frozen model."""
     data: Data = field(default_factory=Data)
     """The training text."""
     optim: Optim = field(default_factory=Optim)
     """The optimizer and the learning rate."""
+    lora: Lora = field(default_factory=Lora)
+    """Adapters on a frozen model."""
     precision: Precision = field(default_factory=Precision)
     """The precision of parameters, layers, gradients and optimizer states."""
     loss_scaling: LossScaling = field(default_factory=LossScaling)
@@ -472,7 +472,7 @@ def dumps(config: Config, *, comments: bool = False) -> str:
     >>> loads(dumps(Config(data=Data(sources=("a.txt", "b.txt"))))).data.sources
     ('a.txt', 'b.txt')
     >>> dumps(Config()).splitlines()[:3]
-    ['[data]', 'sources = []', 'tokenizer = "bytes"']
+    ['[data]', 'sources = []', 'kind = "text"']
     """
     sections = [
         f"[{section}]\n" + "".join(_lines(cls, getattr(config, section), comments)) for section, cls in hints(Config).items()

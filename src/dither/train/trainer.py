@@ -166,13 +166,8 @@ class Trainer:
         self.sources = with_measured(self.sources, config, self.model, ranks, tokens, say)
         planned = make_schedule(config, self.sources)
         self.conversion = _convert(config, self.model, planned.changes[0].plan)
-        self.base = origin_of(config.model) if config.lora.rank else None
-        """The origin of the frozen base of adapters."""
-        if config.lora.rank:
-            say(str(adapt(self.model, config.lora, config.run.seed)))
+        self.base = _adapt(config, self.model, say)
         self.training = _training(config, self.model)
-        if config.lora.rank:
-            narrow_base(self.model, config.precision.mode)
         self.guided = any(each.precision.sampling and each.precision.sampling.loss for each in self._layers())
         self.compiled = config.run.compile or (config.run.compile is None and ranks.device.type == "cuda")
         if self.compiled:
@@ -279,8 +274,7 @@ class Trainer:
         with step_context(self.model, step=self.done, group=self.ranks.group) as at:
             for number, part in enumerate(batch.split(self.parts)):
                 at.row(part.first * self.config.data.sequence)
-                even = torch.full_like(self._share, 1 / (self.parts * self.ranks.world))
-                self._share.copy_(even if part.weight is None else part.weight)
+                self._share.copy_(_weight(self, part))
                 total += self._pass(part.inputs, part.targets, first=number == 0) * self._share
         return total
 
@@ -372,8 +366,7 @@ class Trainer:
     def restore(self, path: Path) -> Resumed:
         """Restore a checkpoint of this run. One of another model, corpus or config raises a UserError and changes nothing."""
         tensors, plain = checkpoint.load(path)
-        others = _check_saved(path, plain, self.config, self.corpus)
-        check_same(others.get("base"), self.base, path)
+        others = _check_saved(path, plain, self)
         if (plan := plan_of(plain)) is not None and (record := self.plans.apply(plan)) is not None:
             self.conversion = record
         resumed = unpack(self.model, self.training.optimizer, tensors, plain, scaler=self.training.scaler)
@@ -441,8 +434,16 @@ def _for_estimates(trainer: Trainer, batch: Batch, tokens: int) -> list[Batch]:
     return list(batch.rows(0, rows - rows % pieces).split(pieces))
 
 
-def _check_saved(path: Path, plain: Mapping[str, Any], config: Config, corpus: Corpus) -> dict[str, Any]:
-    """Return the values of the run in a checkpoint; raise a UserError if they are of another corpus or config."""
+def _weight(trainer: Trainer, part: Batch) -> Tensor:
+    """Return the share of a micro-batch in the mean loss of the step, 0-d: by its tokens that count, if not all do."""
+    if part.weight is not None:
+        return part.weight
+    return torch.full_like(trainer._share, 1 / (trainer.parts * trainer.ranks.world))
+
+
+def _check_saved(path: Path, plain: Mapping[str, Any], trainer: Trainer) -> dict[str, Any]:
+    """Return the values of the run in a checkpoint; raise a UserError if they are of another corpus, config or base."""
+    config, corpus = trainer.config, trainer.corpus
     others = plain.get("others")
     kinds = {"config": (str,), "corpus": (str,), "guard": (dict,), "offset": (int,), "time": (float, int)}
     kinds |= {"loss_ema": (float, int, type(None)), "snip": (dict, type(None))}
@@ -455,6 +456,7 @@ def _check_saved(path: Path, plain: Mapping[str, Any], config: Config, corpus: C
         )
     saved = loads(others["config"], f"config of {path.name}")
     check_changes(saved, config, int(plain.get("step", 0)), str(path.parent.parent))
+    check_same(others.get("base"), trainer.base, path)
     return others
 
 
@@ -482,6 +484,14 @@ def _convert(config: Config, model: CausalLM, plan: Plan) -> Conversion:
         emulate=precision.emulate,
         engines=precision.engines,
     )
+
+
+def _adapt(config: Config, model: CausalLM, say: Callable[[str], None]) -> dict[str, Any] | None:
+    """Add the adapters of a config to a converted model. Return the origin of their base, or None if there are none."""
+    if config.lora.rank is None:
+        return None
+    say(str(adapt(model, config.lora, config.run.seed)))
+    return origin_of(config.model)
 
 
 def _make_snip(trainer: Trainer, planned: PlanSchedule, say: Callable[[str], None]) -> Snip | None:
@@ -517,7 +527,7 @@ def _make_monitor(trainer: Trainer) -> Monitor | None:
 def _training(config: Config, model: CausalLM) -> Training:
     """Return the optimizer of a converted model, with its loss scaling and gradient formats."""
     scaled = MODES[config.precision.mode].plan.loss_scaling
-    return training(
+    made = training(
         model,
         config.precision.mode,
         config.optim.lr,
@@ -533,6 +543,9 @@ def _training(config: Config, model: CausalLM) -> Training:
         seed=config.run.seed,
         **({} if config.precision.states is None else {"states": config.precision.states}),
     )
+    if config.lora.rank is not None:
+        narrow_base(model, config.precision.mode)
+    return made
 
 
 def _model(config: Config, corpus: Corpus, device: torch.device) -> CausalLM:
