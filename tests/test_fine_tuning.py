@@ -228,6 +228,7 @@ def test_the_exported_adapters_and_the_merged_model_have_the_logits_of_the_train
     assert cli.main(["export", str(straight), "-o", str(tmp_path / "merged"), "--merge", "--check"]) == 0
     settings = json.loads((tmp_path / "merged" / "tokenizer_config.json").read_text())
     assert settings["chat_template"] == TEMPLATE  # the tokenizer is taken along
+    assert cli.main(["eval", str(straight), "--cast", "e4m3:row", "--device", "cpu"]) == 0
     assert cli.main(["generate", str(straight), "--prompt", "Add.", "--tokens", "2", "--device", "cpu"]) == 0
     assert cli.main(["export", str(straight), "-o", str(tmp_path / "few"), "--format", "mxfp8"]) == 2
     assert "--merge" in capsys.readouterr().err

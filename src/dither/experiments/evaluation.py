@@ -22,6 +22,7 @@ from dither.train import checkpoint, weights
 from dither.train.config import Config, Data, Model, RunSettings, loads
 from dither.train.distributed import Ranks, joined
 from dither.train.files import CONFIG
+from dither.train.lora import merged_model
 from dither.train.trainer import Trainer, open_corpus
 
 
@@ -97,7 +98,9 @@ def run(
             measured.append(measure(of))
             return measured[-1].loss
 
-        done = deploy(trainer.model, Plan(default=LayerPrecision(weight=cast)), evaluate=loss)
+        # The base of adapters exists as codes only, so that another cast needs the merged weights.
+        whole = trainer.model if trainer.config.lora.rank is None else merged_model(trainer.model)
+        done = deploy(whole, Plan(default=LayerPrecision(weight=cast)), evaluate=loss)
         return Evaluated(name, step, text, measured[0], done, measured[1])
 
 

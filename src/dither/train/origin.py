@@ -62,10 +62,14 @@ def keep_tokenizer(source: str, folder: Path) -> None:
     place = path if path.is_dir() else path.parent
     if source == "bytes" or not any(os.path.isfile(place / name) for name in FILES):
         return
-    folder.mkdir(exist_ok=True)
-    for name in (TOKENIZER, *FILES):
-        if os.path.isfile(place / name):
-            safe_files.replace(folder / name, (place / name).read_bytes())
+    try:
+        folder.mkdir(exist_ok=True)
+        for name in (TOKENIZER, *FILES):
+            if os.path.isfile(place / name):
+                safe_files.replace(folder / name, (place / name).read_bytes())
+    except OSError as error:
+        why = safe_files.reason(error, folder)
+        raise UserError(f"The tokenizer cannot be copied from {str(place)!r} to {str(folder)!r}: {why}.") from None
 
 
 def recorded_facts(folder: Path) -> dict[str, str]:

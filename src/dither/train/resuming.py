@@ -78,7 +78,7 @@ def fixed_changes(saved: Config, now: Config, done: int) -> list[str]:
 
 
 def changes_of(saved: Config, now: Config) -> dict[str, list[str]]:
-    """Return {field: [old, new]} of the fields that differ, with values as text.
+    """Return {field: [old, new]} of the fields that differ, with values as text; the folder of the run does not count.
 
     >>> from dither.train.config import Optim
     >>> changes_of(Config(), Config(optim=Optim(lr=1e-4)))
@@ -89,7 +89,8 @@ def changes_of(saved: Config, now: Config) -> dict[str, list[str]]:
         f"{section}.{each.name}": [str(old), str(new)]
         for section in hints(Config)
         for each in fields(getattr(saved, section))
-        if (old := getattr(getattr(saved, section), each.name)) != (new := getattr(getattr(now, section), each.name))
+        if (section, each.name) != ("run", "out")
+        and (old := getattr(getattr(saved, section), each.name)) != (new := getattr(getattr(now, section), each.name))
     }
 
 
