@@ -16,7 +16,7 @@ from dither.nn import FrozenLinear, freeze_base, thaw_base
 from dither.nn.conv1d import Conv1D
 from dither.train import checkpoint
 from dither.train.config import loads
-from dither.train.lora import adapt, merged_model
+from dither.train.lora import adapt, merged_model, narrow_base
 from dither.train.lora_settings import Lora
 
 peft = pytest.importorskip("peft", reason="peft is not installed: pip install -e '.[test]'")
@@ -195,6 +195,18 @@ def test_a_run_with_adapters_saves_only_them_and_says_where_the_base_is(straight
     assert all(tensors[name].dtype == torch.float32 for name in names)
     assert (straight / "tokenizer" / "tokenizer_config.json").is_file()
     assert json.loads((straight / "tokenizer" / "tokenizer_config.json").read_text())["chat_template"] == TEMPLATE
+
+
+def test_frozen_matrices_have_the_dtype_of_the_compute_of_the_mode():
+    model = build(dither.models.preset("tiny", vocab_size=64, num_hidden_layers=1))
+    dither.convert(model, "mxfp4")
+    sizes = adapt(model, Lora(rank=2, targets=("q_proj",)), seed=0)
+    assert str(sizes).startswith("512 parameters of adapters are trained. The base has 196,608 weights in codes of 4.25 bits")
+    dither.optim.training(model, "o1", 1e-3, groups=dither.nn.param_groups(model))
+    narrow_base(model, "o1")
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.dim() > 1 and not parameter.requires_grad}
+    assert dtypes == {torch.bfloat16}
+    assert {parameter.dtype for parameter in model.parameters() if parameter.requires_grad} == {torch.float32}
 
 
 def test_a_resumed_run_with_adapters_is_the_straight_one(straight, folder, chats, tmp_path):

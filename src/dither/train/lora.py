@@ -32,7 +32,7 @@ class Adapted:
     codes: int
     """Bytes of those codes and their scales."""
     others: int
-    """Bytes of the frozen parameters that are not cast: embeddings, the output layer and norms."""
+    """Frozen parameters that are not cast: embeddings, the output layer and norms."""
     trained: int
     """Parameters of the adapters."""
 
@@ -40,7 +40,7 @@ class Adapted:
         bits = 8 * self.codes / max(self.frozen, 1)
         return (
             f"{self.trained:,} parameters of adapters are trained. The base has {self.frozen:,} weights in codes of "
-            f"{bits:.2f} bits, {self.codes / 1e6:.1f} MB, and {self.others / 1e6:.1f} MB of other parameters."
+            f"{bits:.2f} bits, {self.codes / 1e6:.1f} MB, and {self.others:,} other parameters."
         )
 
 
@@ -108,7 +108,7 @@ def adapt(model: CausalLM, settings: Lora, seed: int) -> Adapted:
     return Adapted(
         frozen=sum(layer.in_features * layer.out_features for layer in frozen.values()),
         codes=sum(layer.weight_bytes for layer in frozen.values()),
-        others=sum(parameter.nbytes for parameter in rest),
+        others=sum(parameter.numel() for parameter in rest),
         trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
     )
 
