@@ -209,7 +209,7 @@ def test_printed_commands_are_quoted(run):
 
 def test_a_new_run_from_the_weights_of_another(run, tmp_path, capsys):
     old, _ = run
-    assert cli.main(["train", "--resume", "--out", str(old), "--set", "optim.lr=1e-5", "run.steps=4"]) == 2
+    assert cli.main(["train", "--resume", "--out", str(old), "--set", "optim.eps=1e-5", "run.steps=4"]) == 2
     said = capsys.readouterr().err
     assert f"dither train --from '{old}' --out NEW_FOLDER" in said
     new = tmp_path / "new"

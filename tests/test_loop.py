@@ -563,8 +563,8 @@ CHANGES = {
     "data.batch=2": "data.batch from 4 to 2",
     "data.seed=1": "data.seed from 0 to 1",
     "run.seed=1": "run.seed from 0 to 1",
-    "optim.lr=1e-4": r"optim.lr from 0\.\d+ to 0.0001",
-    "optim.schedule=cosine": "optim.schedule from constant to cosine",
+    "optim.eps=1e-4": "optim.eps from 1e-08 to 0.0001",
+    "optim.max_norm=2.0": r"optim.max_norm from 1.0 to 2.0",
     "precision.recipe=fp8-block": "precision.recipe from None to fp8-block",
     "run.steps=2": "run.steps=2 is less than the 3 steps that the run has done",
 }

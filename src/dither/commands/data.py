@@ -2,12 +2,15 @@
 
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
+import numpy as np
 import tyro
 
 from dither import data as tokens
+from dither.data.chat import split_conversations
 from dither.data.preparation import NothingHeldOutError
 from dither.data.splits import check_fraction, split_documents
 from dither.data.text import SEPARATOR, STDLIB, Sources
@@ -23,7 +26,8 @@ def prepare(
     /,
     *,
     out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="FOLDER", help_behavior_hint="")] = None,
-    tokenizer: Annotated[str, tyro.conf.arg(metavar="bytes|bpe:N|FILE")] = "bytes",
+    kind: Literal["text", "chat"] = "text",
+    tokenizer: Annotated[str, tyro.conf.arg(metavar="bytes|bpe:N|FILE|FOLDER")] = "bytes",
     held_out: Annotated[str, tyro.conf.arg(metavar="SHARE|SOURCE")] = "0.05",
     field: str = "text",
     separator: str = SEPARATOR,
@@ -36,7 +40,9 @@ def prepare(
     Args:
         sources: Files, globs, folders, hf:NAME, or stdlib: text, .jsonl and .parquet, text and .jsonl also as .xz, .gz or .zst.
         out: The folder to create; by default named after the first source, such as shakespeare-tokens.
-        tokenizer: bytes; bpe:N, a byte-level BPE of N tokens, trained on the text that is not held out; or a tokenizer.json.
+        kind: text, or chat: conversations and instructions in JSON lines, of which only the replies count towards the loss.
+        tokenizer: bytes; bpe:N, a byte-level BPE of N tokens, trained on the text that is not held out; or a tokenizer.json or
+            its folder, whose chat template writes conversations.
         held_out: The fraction of documents that are held out, or a source of held-out text.
         field: The name of the text in JSON lines and Parquet.
         separator: The line between two documents of a text file; an empty one splits at empty lines.
@@ -45,7 +51,10 @@ def prepare(
     chosen: Sources = sources or STDLIB
     folder = out if out is not None else _default_folder(sources)
     held: float | str = check_fraction(float(held_out)) if _is_number(held_out) else held_out
-    trained = _tokenizer(tokenizer, end_token, chosen, held, field, separator)
+    if kind == "chat" and (field, separator) != ("text", SEPARATOR):
+        raise UserError("--field and --separator are for text: conversations have the fields of docs/data.md, one per line.")
+    trained = _tokenizer(tokenizer, end_token, _texts(kind, chosen, held, field, separator))
+    written = tokens.load_template(trained, tokenizer) if kind == "chat" else trained
     on_terminal = sys.stderr.isatty()
 
     def tell(counts: tokens.Counts) -> None:
@@ -57,7 +66,7 @@ def prepare(
 
     try:
         options = {"field": field, "separator": separator, "progress": tell, "say": say}
-        corpus = tokens.prepare(chosen, folder, trained, held_out=held, **options)  # type: ignore[arg-type]
+        corpus = tokens.prepare(chosen, folder, written, held_out=held, **options)  # type: ignore[arg-type]
     except NothingHeldOutError as error:
         raise UserError(f'{error} These are --separator (--separator "" splits at empty lines) and --held-out.') from None
     if on_terminal:
@@ -93,9 +102,19 @@ def _is_number(text: str) -> bool:
     return re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", text) is not None
 
 
-def _tokenizer(
-    name: str, end_token: str | None, sources: Sources, held: float | str, field: str, separator: str
-) -> tokens.Tokenizer:
+def _texts(kind: str, sources: Sources, held: float | str, field: str, separator: str) -> Iterator[str]:
+    """Yield the texts that are not held out, split as `prepare` splits them: a tokenizer does not see held-out text."""
+    if kind == "text":
+        pairs = split_documents(sources, held, field=field, separator=separator)
+        yield from (text for held_out, text in pairs if not held_out)
+        return
+    template = tokens.ChatTemplate(tokens.BYTES)
+    for held_out, chat in split_conversations(sources, held):
+        if not held_out:
+            yield "".join(part.text for part in template.parts(chat))
+
+
+def _tokenizer(name: str, end_token: str | None, texts: Iterator[str]) -> tokens.Tokenizer:
     if not name.startswith("bpe:"):
         return tokens.load_tokenizer(name, end_token)
     if not re.fullmatch(r"bpe:\d{1,9}", name) or end_token is not None:
@@ -103,10 +122,7 @@ def _tokenizer(
         raise UserError(
             f"--tokenizer bpe:N, such as bpe:8192, trains a tokenizer with its own end token; it cannot be {name!r}{extra}."
         )
-
-    # The same split as that of `prepare`: the tokenizer does not see held-out text.
-    pairs = split_documents(sources, held, field=field, separator=separator)
-    return tokens.train_bpe((text for held_out, text in pairs if not held_out), int(name.removeprefix("bpe:")))
+    return tokens.train_bpe(texts, int(name.removeprefix("bpe:")))
 
 
 def _print(corpus: tokens.Corpus) -> None:
@@ -120,6 +136,8 @@ def _print(corpus: tokens.Corpus) -> None:
     print_table(str(corpus.folder), header, rows, right=[1, 2, 3, 4, 5])
     tokenizer = corpus.tokenizer
     print(f"tokenizer   {'bytes' if tokenizer.json is None else 'tokenizer.json'}, {tokenizer.vocab_size:,} tokens")
+    if corpus.template is not None:
+        print(f"template    {'that of the tokenizer' if corpus.template == 'tokenizer' else 'simple'}")
     print(f"sources     {_plain(', '.join(corpus.sources))}")
     left = ", ".join(f"{count:,} {why}" for why, count in corpus.skipped.items())
     print(f"left out    {_plain(left) or 'nothing'}")
@@ -127,6 +145,13 @@ def _print(corpus: tokens.Corpus) -> None:
     first = corpus.train.read(0, min(SHOWN, len(corpus.train))).tolist()
     text = tokenizer.decode(first[: first.index(tokenizer.end)] if tokenizer.end in first else first)
     print(f"The first document begins:\n{_plain(text)}")
+    if corpus.template is not None:
+        marks = corpus.train.read_counted(0, len(first))
+        begin = int(marks.argmax())
+        end = begin + int((~marks[begin:]).argmax() or len(first))
+        counted = sum(int(np.asarray(shard).sum()) for shard in corpus.train.counted or ())
+        reply = _plain(tokenizer.decode(first[begin:end]))
+        print(f"{counted:,} training tokens count towards the loss. The first reply:\n{reply}")
 
 
 def _plain(text: str) -> str:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from dither.errors import UserError
+from dither.exporting.adapters import export_adapters
 from dither.exporting.checking import require
 from dither.exporting.folder import SLACK, check_target
 from dither.exporting.folder import export as write
@@ -30,6 +31,7 @@ def export(
     sequence: int | None = None,
     sequences: int = 64,
     engine: Literal["any", "vllm"] = "any",
+    merge: Switch = False,
     check: Switch = False,
     max_shard_size: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "5GB",
     slack: float = SLACK,
@@ -52,6 +54,8 @@ def export(
         sequence: Tokens per sequence of that text; by default as in training, or 1024.
         sequences: Most sequences, evenly spaced over the text; 0 means all.
         engine: vllm also writes experts of mixtures in formats that transformers does not read.
+        merge: Of a run that trained adapters, write the whole model, with the adapters added to the numbers of the base's
+            codes. Without it, the adapters alone are written, as a folder for PEFT.
         check: Load the result with transformers and compare logits before it appears.
         max_shard_size: Most bytes per file of weights, such as 500MB.
         slack: With auto: bits by which a learned bitwidth may exceed the capacity of a format.
@@ -70,6 +74,7 @@ def export(
     words += [] if plan is None else ["--plan", str(plan)]
     words += [] if tokenizer is None else ["--tokenizer", tokenizer]
     words += ["--data", *data] if data else []
+    words += ["--merge"] if merge else []
     words += ["--engine", engine] if engine != "any" else []
     words += ["--slack", str(slack)] if format == AUTO and plan is None and slack != SLACK else []
     command = shlex.join(words)
@@ -80,6 +85,18 @@ def export(
     with opened(model, tokenizer=tokenizer, data=data, device=device) as source:
         for note in source.notes:
             print(note, file=sys.stderr)
+        if source.adapted is None and merge:
+            raise UserError(f"--merge is for runs that trained adapters, and {str(model)!r} has none: leave it out.")
+        if source.adapted is not None and source.lora is not None and not merge:
+            if format != "bf16" or plan is not None:
+                raise UserError("Adapters are written as they are: --format and --plan need --merge.")
+            facts = {"command": command, **source.provenance}
+            files = source.tokenizer_files
+            adapters = export_adapters(
+                source.adapted, source.lora, out, base=source.base, tokenizer=files, check=check, provenance=facts
+            )
+            print(json_text.dumps({**vars(adapters), "path": str(out)}, indent=1) if json else adapters)
+            return 0
         chosen = None
         if format == AUTO:
             chosen = Plan.load(plan) if plan is not None else deployment_plan(source, slack)

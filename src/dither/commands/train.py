@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -15,8 +16,8 @@ from dither.data.tokenizer import TOKENIZER
 from dither.errors import UserError
 from dither.tables import print_table
 from dither.train import config as configs
-from dither.train.config import Config
-from dither.train.files import CONFIG
+from dither.train.config import Config, Model
+from dither.train.files import CONFIG, TOKENS
 from dither.train.loop import Outcome
 from dither.train.loop import train as run
 from dither.train.progress import Progress, duration
@@ -29,7 +30,10 @@ Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavi
 
 
 def train(
-    file: Annotated[str | None, tyro.conf.arg(metavar="[RUN.toml]", help_behavior_hint="(default: the tiny Llama)")] = None,
+    words: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(metavar="[RUN.toml] [SECTION.FIELD=VALUE...]", help_behavior_hint="(default: the tiny Llama)"),
+    ] = (),
     /,
     data: Annotated[Words, tyro.conf.arg(metavar="SOURCE ...", help_behavior_hint="")] = (),
     set: Annotated[Words, tyro.conf.arg(metavar="SECTION.FIELD=VALUE ...", help_behavior_hint="")] = (),
@@ -47,7 +51,7 @@ def train(
     differ, 2 a mistake in the arguments or the config, 3 stopped by the guard, 130 or 143 saved after SIGINT or SIGTERM.
 
     Args:
-        file: A config in TOML; with --resume and --from RUN, by default that of the run.
+        words: A config in TOML; with --resume also the folder of the run, whose config is the default. Fields, as in --set.
         data: Text files, globs, folders, datasets or a prepared folder: sets data.sources.
         set: Fields as section.field=value, such as optim.lr=3e-4 run.steps=1000.
         resume: Resume the run in the folder from its newest whole checkpoint.
@@ -60,11 +64,37 @@ def train(
         print_fields()
         return 0
     how: bool | Literal["auto"] = "auto" if resume_auto else resume
-    config = resolve(file, data=sum(data, ()), settings=sum(set, ()), resume=how, start_from=start_from, out=out)
+    sources = sum(data, ())
+    file, folder, given = _sorted((*words, *filter(_is_setting, sources)), bool(how))
+    sources = tuple(source for source in sources if not _is_setting(source))
+    if out is not None and folder is not None:
+        raise UserError(f"The run is in {folder!r} or in --out {out!r}: name one folder.")
+    settings = (*given, *sum(set, ()))
+    config = resolve(file, data=sources, settings=settings, resume=how, start_from=start_from, out=out or folder)
     with Progress(sys.stdout, steps=config.run.steps) as progress:
         outcome = run(config, resume=how, command=sys.argv, progress=progress)
         progress.say(summary(outcome))
     return outcome.code
+
+
+def _is_setting(word: str) -> bool:
+    """Return whether a word on the command line sets a field."""
+    return re.match(r"[a-z_]+(\.[a-z_]+)+=", word) is not None
+
+
+def _sorted(words: Sequence[str], resuming: bool) -> tuple[str | None, str | None, tuple[str, ...]]:
+    """Return the config file, the folder of a run to resume, and the settings among words.
+
+    >>> _sorted(["a.toml", "optim.lr=3e-4"], False)
+    ('a.toml', None, ('optim.lr=3e-4',))
+    """
+    settings = tuple(word for word in words if _is_setting(word))
+    others = [word for word in words if word not in settings]
+    if len(others) > 1:
+        raise UserError(f"A run has one config file, and these words are neither files nor fields: {' '.join(others)!r:.200}.")
+    if others and resuming and os.path.isdir(others[0]):
+        return None, others[0], settings
+    return (others[0] if others else None), None, settings
 
 
 def resolve(
@@ -114,19 +144,50 @@ def _stored(folder: Path) -> Config:
 
 
 def _starting_from(path: Path, base: Config, own: bool) -> Config:
-    """Return a config whose model has the weights at a path; `own` keeps `base`, else a run's own config is used."""
+    """Return a config whose model has the architecture and weights at a path, with the tokenizer that belongs to them.
+
+    `own` keeps the other fields of `base`, else those of a run are used.
+    """
     if os.path.isfile(path / "config.json"):
-        tokenizer = path / "tokenizer.json"
-        data = replace(base.data, tokenizer=str(tokenizer)) if tokenizer.is_file() and not own else base.data
-        return replace(base, model=replace(base.model, hf=str(path)), data=data)
+        _check_model(base.model, Model(hf=str(path)), path)
+        return _with_tokenizer(replace(base, model=replace(base.model, hf=str(path))), path / TOKENIZER)
     found, skipped = checkpoint_of(path)
     for why in skipped:
         print(why, file=sys.stderr)
     folder = found.parent.parent
-    if not own and os.path.isfile(folder / CONFIG):
-        saved = _stored(folder)
+    if not os.path.isfile(folder / CONFIG):
+        return replace(base, model=replace(base.model, weights=str(found)))
+    saved = _stored(folder)
+    if saved.lora.rank is not None:
+        raise UserError(
+            f"The run {str(folder)!r} trained adapters: write the whole model with `dither export {folder} --merge -o FOLDER`, "
+            "and start from that folder."
+        )
+    _check_model(base.model, saved.model, path)
+    if not own:
         base = replace(saved, run=replace(saved.run, out=Config().run.out))
-    return replace(base, model=replace(base.model, weights=str(found)))
+    prepared = [Path(source) / TOKENIZER for source in saved.data.sources[:1]]
+    tokenizer = next((file for file in (folder / TOKENS / TOKENIZER, *prepared) if os.path.isfile(file)), None)
+    return _with_tokenizer(replace(base, model=replace(saved.model, weights=str(found))), tokenizer)
+
+
+def _check_model(asked: Model, found: Model, path: Path) -> None:
+    """Raise a UserError if the config asks for another model than the one that the initial weights belong to."""
+    for name in ("preset", "hf", "vocab"):
+        given = getattr(asked, name)
+        there = found.size if name == "preset" else getattr(found, name)
+        if given is not None and given != there:
+            raise UserError(
+                f"model.{name}={given!r} is another model than that of --from {str(path)!r}, which has "
+                f"{'none' if there is None else repr(there)}: remove it from the config."
+            )
+
+
+def _with_tokenizer(config: Config, tokenizer: Path | None) -> Config:
+    """Return a config with the tokenizer of the initial weights, unless it names one itself; tokens of another are refused."""
+    if tokenizer is None or config.data.tokenizer != "bytes" or not os.path.isfile(tokenizer):
+        return config
+    return replace(config, data=replace(config.data, tokenizer=str(tokenizer)))
 
 
 def summary(outcome: Outcome) -> str:

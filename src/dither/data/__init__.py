@@ -1,5 +1,7 @@
 """Text, tokens and batches, in an order that only the seed and the step determine: see docs/data.md."""
 
+from dither.data.chat import ChatTemplate as ChatTemplate
+from dither.data.chat import load_template as load_template
 from dither.data.loader import Batch as Batch
 from dither.data.loader import Loader as Loader
 from dither.data.loader import Prefetch as Prefetch

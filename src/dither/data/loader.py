@@ -24,6 +24,7 @@ from torch import Tensor
 from dither.data.tokens import Tokens
 from dither.errors import UserError
 from dither.random import Stream
+from dither.reference.loss import IGNORE
 from dither.reference.philox import philox4x32
 
 ROUNDS = 8
@@ -43,6 +44,10 @@ class Batch:
     step: int
     first: int
     """Number of the first sequence within the batch of all ranks."""
+    counted: Tensor | None = None
+    """bool[b, T + 1]: tokens that count as targets; None if all do."""
+    total: int = 0
+    """Number of targets that count in the batch of all ranks; 0 if all do."""
 
     @property
     def inputs(self) -> Tensor:
@@ -51,22 +56,52 @@ class Batch:
 
     @property
     def targets(self) -> Tensor:
-        """The token after each input: int64[b, T]."""
-        return self.tokens[:, 1:].contiguous()
+        """The token after each input, or -100 if it does not count: int64[b, T].
+
+        If none counts, the first is kept, since the mean over no targets is undefined; `weight` is then 0.
+        """
+        targets = self.tokens[:, 1:].contiguous()
+        if self.counted is None:
+            return targets
+        counted = self.counted[:, 1:].contiguous()
+        kept = counted.flatten()
+        kept = torch.cat((kept[:1] | ~kept.any(), kept[1:]))
+        return targets.where(kept.view_as(counted), IGNORE)
+
+    @property
+    def weight(self) -> Tensor | None:
+        """The share of these sequences in the mean loss over the batch of all ranks, 0-d; None if all tokens count alike."""
+        return None if self.counted is None else self.counted[:, 1:].sum() / max(self.total, 1)
 
     def split(self, count: int) -> tuple["Batch", ...]:
         """Return `count` micro-batches of equal size, which share memory."""
         size = _share(len(self.tokens), count, "micro-batches")
         starts = range(0, len(self.tokens), size)
-        return tuple(replace(self, tokens=self.tokens[at : at + size], first=self.first + at) for at in starts)
+        return tuple(replace(self.rows(at, at + size), first=self.first + at) for at in starts)
+
+    def rows(self, start: int, stop: int) -> "Batch":
+        """Return some of the sequences, which share memory; their share in the mean loss stays as it is."""
+        counted = None if self.counted is None else self.counted[start:stop]
+        return replace(self, tokens=self.tokens[start:stop], counted=counted)
+
+    def part(self, rank: int, world: int) -> "Batch":
+        """Return the sequences of one rank, as evenly as possible; the first ranks have one more."""
+        size, more = divmod(len(self.tokens), world)
+        start = rank * size + min(rank, more)
+        return self.rows(start, start + size + (rank < more))
 
     def pin(self) -> "Batch":
         """Return a copy in pinned memory, from which a GPU copies asynchronously."""
-        return replace(self, tokens=self.tokens.pin_memory())
+        return replace(
+            self,
+            tokens=self.tokens.pin_memory(),
+            counted=None if self.counted is None else self.counted.pin_memory(),
+        )
 
     def to(self, device: torch.device | str) -> "Batch":
         """Return the batch on a device. A copy from pinned memory is asynchronous, in the current CUDA stream."""
-        return replace(self, tokens=self.tokens.to(device, non_blocking=self.tokens.is_pinned()))
+        counted = None if self.counted is None else self.counted.to(device, non_blocking=self.counted.is_pinned())
+        return replace(self, tokens=self.tokens.to(device, non_blocking=self.tokens.is_pinned()), counted=counted)
 
 
 @dataclass(frozen=True)
@@ -126,7 +161,13 @@ class Loader:
             if not 0 <= at < of:
                 raise UserError(f"A {what} of {of} is one of 0 to {of - 1}, not {at!r}.")
         first = rank * share + micro[0] * size
-        return Batch(_read(self.tokens, self.order(step)[first : first + size], self.sequence), step, first)
+        order = self.order(step)
+        tokens = _read(self.tokens, order[first : first + size], self.sequence)
+        if self.tokens.counted is None:
+            return Batch(tokens, step, first)
+        # All ranks read which tokens of the whole batch count: their number is the divisor of everyone's loss.
+        counted = _read_counted(self.tokens, order, self.sequence)
+        return Batch(tokens, step, first, counted[first : first + size], int(counted[:, 1:].sum()))
 
 
 def held_out(tokens: Tokens, sequence: int, count: int | None = None) -> Batch:
@@ -136,7 +177,11 @@ def held_out(tokens: Tokens, sequence: int, count: int | None = None) -> Batch:
     """
     windows = _check_windows(tokens, sequence, 1 if count is None else count)
     count = windows if count is None else count
-    return Batch(_read(tokens, torch.arange(count) * windows // count, sequence), 0, 0)
+    chosen = torch.arange(count) * windows // count
+    if tokens.counted is None:
+        return Batch(_read(tokens, chosen, sequence), 0, 0)
+    counted = _read_counted(tokens, chosen, sequence)
+    return Batch(_read(tokens, chosen, sequence), 0, 0, counted, int(counted[:, 1:].sum()))
 
 
 @functools.lru_cache(maxsize=2)
@@ -251,6 +296,12 @@ class Prefetch:
 def _read(tokens: Tokens, windows: Tensor, sequence: int) -> Tensor:
     """Return the tokens of windows: int64[len(windows), T + 1]."""
     return torch.from_numpy(np.stack([tokens.read(window * sequence, sequence + 1) for window in windows.tolist()]))
+
+
+def _read_counted(tokens: Tokens, windows: Tensor, sequence: int) -> Tensor:
+    """Return which tokens of windows count: bool[len(windows), T + 1]."""
+    marks = [tokens.read_counted(window * sequence, sequence + 1) for window in windows.tolist()]
+    return torch.from_numpy(np.stack(marks))
 
 
 def _share(size: int, count: int, what: str) -> int:

@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dither import safe_files
+from dither.data.chat import ChatTemplate, Conversation, file_hashes, split_conversations
 from dither.data.splits import split_documents
 from dither.data.text import MANIFEST, SEPARATOR, Skip, Sources, first_line, listed
-from dither.data.tokenizer import BYTES, TOKENIZER, Tokenizer
-from dither.data.tokens import FORMAT, SPLITS, Corpus, Counts, manifest_text, open_tokens
+from dither.data.tokenizer import BYTES, TOKENIZER, Array, Tokenizer
+from dither.data.tokens import CHAT_FORMAT, COUNTED, FORMAT, SPLITS, Corpus, Counts, manifest_text, open_tokens
 from dither.errors import UserError
 
 SHARD = 1 << 27
@@ -44,7 +46,9 @@ class _Writer:
         self.folder, self.split, self.tokenizer = folder, split, tokenizer
         self.limit, self.files, self.skip = limit, files, skip
         self.counts, self.shards = Counts(), list[dict[str, Any]]()
+        self.counted = 0
         self.file: BinaryIO | None = None
+        self.marks: BinaryIO | None = None
         self.room = 0
 
     def write(self, texts: Sequence[str]) -> None:
@@ -55,21 +59,42 @@ class _Writer:
                 # Some tokenizers have the end token in their ordinary vocabulary: it must not occur within a document.
                 self.skip(self.split, "spelling the end token")
                 continue
-            whole = np.concatenate((tokens, end))
-            self.counts += Counts(1, len(text.encode()), len(whole), int(self.tokenizer.byte_lengths[whole].sum()))
-            while len(whole):
-                if not self.room:
-                    self.close()
-                    self.shards.append({"file": f"{self.split}-{len(self.shards):05}.bin", "tokens": 0})
-                    self.file = self.files.enter_context((self.folder / self.shards[-1]["file"]).open("xb"))
-                    self.digest = hashlib.sha256()
-                    self.room = self.limit
-                part, whole = whole[: self.room], whole[self.room :]
-                assert self.file is not None
-                self.file.write(part.tobytes())
-                self.digest.update(part.tobytes())
-                self.shards[-1]["tokens"] += len(part)
-                self.room -= len(part)
+            self.put(np.concatenate((tokens, end)), len(text.encode()))
+
+    def write_chats(self, chats: Sequence[Conversation], template: ChatTemplate) -> None:
+        """Tokenize and write conversations."""
+        for chat in template.encode_all(chats, self.skip):
+            self.put(chat.tokens, chat.size, chat.counted)
+
+    def put(self, tokens: Array, size: int, counted: NDArray[np.uint8] | None = None) -> None:
+        """Write the tokens of a document of `size` bytes, and beside them which of them count, if that is given."""
+        self.counts += Counts(1, size, len(tokens), int(self.tokenizer.byte_lengths[tokens].sum()))
+        self.counted += 0 if counted is None else int(counted.sum())
+        while len(tokens):
+            if not self.room:
+                self._begin(counted is not None)
+            part, tokens = tokens[: self.room], tokens[self.room :]
+            assert self.file is not None
+            self.file.write(part.tobytes())
+            self.digest.update(part.tobytes())
+            if counted is not None:
+                assert self.marks is not None
+                self.marks.write(counted[: self.room].tobytes())
+                self.marks_digest.update(counted[: self.room].tobytes())
+                counted = counted[self.room :]
+            self.shards[-1]["tokens"] += len(part)
+            self.room -= len(part)
+
+    def _begin(self, marked: bool) -> None:
+        """Begin the next shard."""
+        self.close()
+        self.shards.append({"file": f"{self.split}-{len(self.shards):05}.bin", "tokens": 0})
+        path = self.folder / self.shards[-1]["file"]
+        self.file, self.digest = self.files.enter_context(path.open("xb")), hashlib.sha256()
+        if marked:
+            self.marks = self.files.enter_context(path.with_suffix(COUNTED).open("xb"))
+            self.marks_digest = hashlib.sha256()
+        self.room = self.limit
 
     def close(self) -> None:
         """Finish the current shard."""
@@ -77,12 +102,16 @@ class _Writer:
             _finish(self.file)
             self.shards[-1]["sha256"] = self.digest.hexdigest()
             self.file = None
+        if self.marks is not None:
+            _finish(self.marks)
+            self.shards[-1]["counted_sha256"] = self.marks_digest.hexdigest()
+            self.marks = None
 
 
 def prepare(
     sources: Sources,
     out: str | Path,
-    tokenizer: Tokenizer = BYTES,
+    tokenizer: Tokenizer | ChatTemplate = BYTES,
     *,
     held_out: float | Sources = 0.01,
     field: str = "text",
@@ -99,7 +128,8 @@ def prepare(
     Args:
         sources: Files, globs, folders, datasets, or "stdlib".
         out: The folder to create.
-        tokenizer: The tokenizer; by default bytes.
+        tokenizer: The tokenizer; by default bytes. A template, which `load_template` returns, reads conversations from JSON
+            lines instead of text.
         held_out: The fraction of documents that are held out, chosen by their content, or sources of held-out text. Of a
             single document, its last part is held out.
         field: The name of the text in JSON lines and Parquet.
@@ -119,20 +149,30 @@ def prepare(
     """
     if not isinstance(shard, int) or isinstance(shard, bool) or shard < 1:
         raise UserError(f"A shard has at least one token, not {shard!r}.")
+    chat = tokenizer if isinstance(tokenizer, ChatTemplate) else None
+    tokenizer = tokenizer.tokenizer if isinstance(tokenizer, ChatTemplate) else tokenizer
     skipped: dict[str, int] = {}
 
     def skip(where: str, why: str) -> None:
         skipped[why] = skipped.get(why, 0) + 1
 
     names = listed(sources) if isinstance(held_out, int | float) else (*listed(sources), "held out:", *listed(held_out))
-    pairs = split_documents(sources, held_out, field=field, separator=separator, skip=skip, say=say)
+    pairs: Iterable[tuple[bool, str | Conversation]]
+    if chat is None:
+        pairs = split_documents(sources, held_out, field=field, separator=separator, skip=skip, say=say)
+    else:
+        pairs = split_conversations(sources, held_out, skip=skip)
     with _new_folder(Path(out)) as folder, ExitStack() as files:
         writers = tuple(_Writer(folder, split, tokenizer, shard, files, skip) for split in SPLITS)
         for batch in _batches(pairs):
             for side, writer in enumerate(writers):
                 if stop is not None and stop.is_set():
                     raise InterruptedError
-                writer.write([text for held, text in batch if held == side])
+                documents = [document for held, document in batch if held == side]
+                if chat is None:
+                    writer.write([document for document in documents if isinstance(document, str)])
+                else:
+                    writer.write_chats([document for document in documents if isinstance(document, Conversation)], chat)
             if progress is not None:
                 progress(writers[0].counts + writers[1].counts)
         _check_split(names, held_out, writers[0].counts.documents, writers[1].counts.documents, skipped)
@@ -142,8 +182,12 @@ def prepare(
                 _finish(file)
         for writer in writers:
             writer.close()
+        for name, data in () if chat is None else chat.files.items():
+            with (folder / name).open("xb") as beside:
+                beside.write(data)
+                _finish(beside)
         manifest = {
-            "format": FORMAT,
+            "format": FORMAT if chat is None else CHAT_FORMAT,
             "dtype": tokenizer.dtype.name,
             "tokenizer": {
                 "kind": "bytes" if tokenizer.json is None else "json",
@@ -152,22 +196,29 @@ def prepare(
                 "vocab_size": tokenizer.vocab_size,
                 "sha256": tokenizer.sha256,
             },
-            "splits": {writer.split: {**asdict(writer.counts), "shards": writer.shards} for writer in writers},
+            "splits": {writer.split: _described(writer, marked=chat is not None) for writer in writers},
             "sources": list(names),
             "skipped": skipped,
         }
+        if chat is not None:
+            manifest["chat"] = {"template": chat.name, "files": file_hashes(chat)}
         with (folder / MANIFEST).open("x", encoding="utf-8") as file:
             file.write(manifest_text(manifest))
             _finish(file)
     return open_tokens(out, verify=False)
 
 
-def _batches(pairs: Iterable[tuple[bool, str]]) -> Iterator[list[tuple[bool, str]]]:
+def _described(writer: _Writer, *, marked: bool) -> dict[str, Any]:
+    """Return the entry of a split in the manifest."""
+    return {**asdict(writer.counts), **({"counted": writer.counted} if marked else {}), "shards": writer.shards}
+
+
+def _batches(pairs: Iterable[tuple[bool, str | Conversation]]) -> Iterator[list[tuple[bool, str | Conversation]]]:
     """Group documents into lists of about `BATCH` characters: enough for the threads of a tokenizer, little enough memory."""
-    batch, size = list[tuple[bool, str]](), 0
+    batch, size = list[tuple[bool, str | Conversation]](), 0
     for pair in pairs:
         batch.append(pair)
-        size += len(pair[1])
+        size += len(pair[1] if isinstance(pair[1], str) else pair[1].text)
         if size >= BATCH:
             yield batch
             batch, size = [], 0

@@ -14,10 +14,12 @@ import gzip
 import json
 import lzma
 import os
+import re
 import stat
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -32,6 +34,8 @@ SEPARATOR = "<|endoftext|>"
 
 MANIFEST = "dither-tokens.json"
 """The file that makes a folder one of prepared tokens (see `dither.data.tokens`)."""
+
+JSON_LINES = (".jsonl", ".ndjson")
 
 LARGEST = 1 << 30
 """The most bytes of a document: compressed text may expand to more than the disk holds."""
@@ -184,22 +188,69 @@ def _file(path: Path, field: str, separator: str | None, skip: Skip) -> Iterator
     """Yield the documents of one file, whose kind follows from its name."""
     name = path.name.lower()
     inner = name.rsplit(".", 1)[0] if name.endswith((".xz", ".gz", ".zst")) else name
-    broken: tuple[type[Exception], ...] = (lzma.LZMAError, EOFError, zlib.error, gzip.BadGzipFile)
-    if name.endswith(".zst"):
-        broken += (_zstd(path).ZstdError,)
-    try:
+    with _readable(path):
         if name.endswith(".parquet"):
             yield from _parquet(path, field, skip)
             return
         with _open(path) as stream:
-            if inner.endswith((".jsonl", ".ndjson")):
+            if inner.endswith(JSON_LINES):
                 yield from _json_lines(path, stream, field, skip)
             else:
                 yield from _texts(path, stream, separator, skip)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turn the errors of a file that is damaged or cannot be read into a UserError."""
+    broken: tuple[type[Exception], ...] = (lzma.LZMAError, EOFError, zlib.error, gzip.BadGzipFile)
+    if path.name.lower().endswith(".zst"):
+        broken += (_zstd(path).ZstdError,)
+    try:
+        yield
     except broken as error:
         raise UserError(f"{str(path)!r} is truncated or not of the kind that its name says: {first_line(error)}.") from None
     except OSError as error:
         raise UserError(f"{str(path)!r} cannot be read: {error.strerror or first_line(error)}.") from None
+
+
+def json_rows(sources: Sources, skip: Skip | None = None) -> Iterator[tuple[object, str]]:
+    """Return an iterator of (value, place in words) over the lines of files of JSON lines, in the order of the sources.
+
+    A missing source raises a UserError at once. Other files of folders and globs are left out; a file that is named must be
+    JSON lines.
+
+    Args:
+        sources: Files, globs or folders.
+        skip: Called with the place of everything that is left out, and why.
+
+    >>> import tempfile, pathlib
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "a.jsonl"
+    >>> _ = path.write_text('{"prompt": "2 + 2 =", "completion": " 4"}')
+    >>> [row for row, _ in json_rows(path)]
+    [{'prompt': '2 + 2 =', 'completion': ' 4'}]
+    """
+    tell: Skip = skip or (lambda where, why: None)
+    named = listed(sources)
+    for source in named:
+        if source == STDLIB or source.startswith("hf:"):
+            raise UserError(f"Conversations come from files of JSON lines, such as chat.jsonl.gz, not {source!r}.")
+    parts = [(source, _files(source, tell)) for source in named]
+
+    def read() -> Iterator[tuple[object, str]]:
+        for source, files in parts:
+            for path in files:
+                if not re.search(r"\.(jsonl|ndjson)(\.(xz|gz|zst))?$", path.name.lower()):
+                    if files == [Path(source)]:
+                        raise UserError(f"Conversations come from files of JSON lines, such as chat.jsonl, not {str(path)!r}.")
+                    tell(str(path), "not JSON lines")
+                    continue
+                try:
+                    with _readable(path), _open(path) as stream:
+                        yield from _rows(path, stream)
+                except _NotTextError as error:
+                    raise UserError(f"{str(path)!r} is {error}, not JSON lines in UTF-8.") from None
+
+    return read()
 
 
 def _open(path: Path) -> BinaryIO:
@@ -297,6 +348,12 @@ def _encodable(text: str) -> bool:
 
 
 def _json_lines(path: Path, stream: BinaryIO, field: str, skip: Skip) -> Iterator[Document]:
+    for row, where in _rows(path, stream):
+        yield from _whole(_value(row, field, where), where, skip)
+
+
+def _rows(path: Path, stream: BinaryIO) -> Iterator[tuple[object, str]]:
+    """Yield the value and the place of every line of JSON."""
     for number, line in enumerate(_lines(path, stream), 1):
         where = f"line {number} of {str(path)!r}"
         if not line.strip():
@@ -307,7 +364,7 @@ def _json_lines(path: Path, stream: BinaryIO, field: str, skip: Skip) -> Iterato
             raise _NotTextError("binary or in another encoding") from None
         except (ValueError, RecursionError) as error:
             raise UserError(f"The JSON in {where} is broken: {first_line(error)}.") from None
-        yield from _whole(_value(row, field, where), where, skip)
+        yield row, where
 
 
 def _value(row: object, field: str, where: str) -> object:

@@ -4,6 +4,7 @@ A prepared folder holds these files, none of which is ever executed:
 
     train-00000.bin ...     uint16 or uint32, little endian: the tokens of all documents in order, an end token after each
     held_out-00000.bin ...  the same for the held-out documents
+    train-00000.counted ... for conversations: uint8, 1 for each token that counts towards the loss, else 0
     tokenizer.json          in the format of the package tokenizers, unless tokens are bytes
     dither-tokens.json      sizes, counts and the SHA-256 of every other file, written last
 """
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dither import safe_files
+from dither.data.chat import FILES
 from dither.data.shards import FileShard
 from dither.data.text import MANIFEST
 from dither.data.tokenizer import TOKENIZER, Array, Tokenizer
@@ -33,6 +35,12 @@ from dither.errors import UserError
 from dither.safe_files import Refused
 
 FORMAT = "dither tokens 1"
+CHAT_FORMAT = "dither tokens 2"
+"""The format of conversations: a shard has a second file, which says which tokens count."""
+
+COUNTED = ".counted"
+"""Suffix of that file."""
+
 SPLITS = ("train", "held_out")
 
 
@@ -70,12 +78,16 @@ class Tokens:
     """The name of the tokens in messages."""
     counts: Counts | None = None
     """Counts of the whole text; None if it is not known."""
+    counted: tuple[Array | FileShard, ...] | None = field(default=None, repr=False)
+    """uint8 shards like those of the tokens, 1 for tokens that count towards the loss, else 0; None if all count."""
     ends: tuple[int, ...] = field(init=False, repr=False)
     """Number of tokens up to the end of each shard."""
 
     def __post_init__(self) -> None:
         if any(shard.ndim != 1 or shard.dtype != self.tokenizer.dtype for shard in self.shards):
             raise UserError(f"Shards of this tokenizer are one-dimensional arrays of {self.tokenizer.dtype}.")
+        if self.counted is not None and [len(marks) for marks in self.counted] != [len(shard) for shard in self.shards]:
+            raise UserError(f"The marks of the {self.name} that count have other lengths than the tokens.")
         object.__setattr__(self, "ends", tuple(np.cumsum([len(shard) for shard in self.shards]).tolist()))
 
     def __len__(self) -> int:
@@ -85,19 +97,32 @@ class Tokens:
         """Return `count` tokens from `start` on, across shards: int64[count]."""
         if not 0 <= start <= start + count <= len(self):
             raise UserError(f"The {self.name} end at {len(self):,}, before {start:,} + {count:,}.")
-        out, at = np.empty(count, np.int64), 0
-        shard = int(np.searchsorted(self.ends, start, side="right"))
-        while at < count:
-            here = start + at - (self.ends[shard - 1] if shard else 0)
-            part = self.shards[shard][here : here + count - at]
-            out[at : at + len(part)] = part
-            at, shard = at + len(part), shard + 1
+        out = self._joined(self.shards, start, np.empty(count, np.int64))
         # An embedding would read out of bounds, or raise an assertion on a GPU that names nothing.
         if count and out.max() >= self.tokenizer.vocab_size:
             raise UserError(
                 f"The {self.name} have the token {out.max()} between {start:,} and {start + count:,}; the tokenizer ends at "
                 f"{self.tokenizer.vocab_size - 1}: the files are damaged; prepare them again."
             )
+        return out
+
+    def read_counted(self, start: int, count: int) -> NDArray[np.bool_]:
+        """Return which of `count` tokens from `start` on count towards the loss: bool[count]."""
+        if self.counted is None:
+            return np.ones(count, np.bool_)
+        marks = self._joined(self.counted, start, np.empty(count, np.uint8))
+        if count and marks.max() > 1:
+            raise UserError(f"The marks of {self.name} are 0 or 1, not {marks.max()}: they are damaged; prepare them again.")
+        return marks.astype(np.bool_)
+
+    def _joined(self, shards: tuple[Array | FileShard, ...], start: int, out: NDArray[Any]) -> NDArray[Any]:
+        """Fill `out` with the numbers of shards from `start` on."""
+        at, shard = 0, int(np.searchsorted(self.ends, start, side="right"))
+        while at < len(out):
+            here = start + at - (self.ends[shard - 1] if shard else 0)
+            part = shards[shard][here : here + len(out) - at]
+            out[at : at + len(part)] = part
+            at, shard = at + len(part), shard + 1
         return out
 
     @property
@@ -133,6 +158,8 @@ class Corpus:
     """Number of files or documents left out, by reason."""
     sha256: str
     """SHA-256 of tokenizer, counts and shards: if it is equal, all tokens are, whatever their folder and sources."""
+    template: str | None = None
+    """The chat template of conversations, "simple" or "tokenizer"; None for text, all tokens of which count."""
 
 
 def manifest_text(fields: Mapping[str, Any]) -> str:
@@ -186,8 +213,10 @@ def _opened(folder: Path) -> tuple[Corpus, list[Shard]]:
     with _whole(folder):
         value, text = safe_files.read_json(folder / MANIFEST)
     manifest = _Fields(value, repr(str(folder / MANIFEST)))
-    if (format := manifest.take("format", str)) != FORMAT:
-        raise UserError(f"{str(folder / MANIFEST)!r} has the format {format!r}; only {FORMAT!r} can be read.")
+    if (format := manifest.take("format", str)) not in (FORMAT, CHAT_FORMAT):
+        raise UserError(
+            f"{str(folder / MANIFEST)!r} has the format {format!r}; only {FORMAT!r} and {CHAT_FORMAT!r} can be read."
+        )
     manifest.take("sha256", str)
     if text.decode() != manifest_text({"format": format, **manifest.left}):
         raise UserError(f"{str(folder / MANIFEST)!r} was changed after it was written: prepare the tokens again.")
@@ -195,7 +224,9 @@ def _opened(folder: Path) -> tuple[Corpus, list[Shard]]:
     manifest.expect("dtype", tokenizer.dtype.name)
     splits = manifest.part("splits")
     shards: list[Shard] = []
-    train, held_out = (_split(folder, split, splits.part(split), tokenizer, shards) for split in SPLITS)
+    marked = format == CHAT_FORMAT
+    train, held_out = (_split(folder, split, splits.part(split), tokenizer, shards, marked) for split in SPLITS)
+    template = _template(folder, manifest.part("chat")) if marked else None
     splits.close()
     sources = manifest.take("sources", list)
     skipped = manifest.part("skipped")
@@ -204,7 +235,7 @@ def _opened(folder: Path) -> tuple[Corpus, list[Shard]]:
     assert isinstance(value, dict)
     identity = json.dumps([value["tokenizer"], value["splits"]], sort_keys=True)
     digest = hashlib.sha256(identity.encode()).hexdigest()
-    corpus = Corpus(folder, tokenizer, train, held_out, tuple(map(str, sources)), MappingProxyType(counts), digest)
+    corpus = Corpus(folder, tokenizer, train, held_out, tuple(map(str, sources)), MappingProxyType(counts), digest, template)
     return corpus, shards
 
 
@@ -228,26 +259,40 @@ def _tokenizer(folder: Path, fields: "_Fields") -> Tokenizer:
     return tokenizer
 
 
-def _split(folder: Path, split: str, fields: "_Fields", tokenizer: Tokenizer, listed: list[Shard]) -> Tokens:
-    """Open the shards of a split, and append them to `listed`."""
+def _template(folder: Path, fields: "_Fields") -> str:
+    """Return the name of a chat template, after comparing the files that it depends on with their SHA-256."""
+    name: str = fields.take("template", str)
+    files = fields.part("files")
+    fields.close()
+    if name not in ("simple", "tokenizer"):
+        raise UserError(f"{fields.name} has the template {name!r:.40}; it is 'simple' or 'tokenizer'.")
+    for file in FILES:
+        with _whole(folder):
+            if file in files.left and hashlib.sha256(safe_files.read(folder / file)).hexdigest() != files.take(file, str):
+                raise UserError(f"{str(folder / file)!r} does not match its SHA-256: its bytes have changed; prepare it again.")
+    files.close()
+    return name
+
+
+def _split(folder: Path, split: str, fields: "_Fields", tokenizer: Tokenizer, listed: list[Shard], marked: bool) -> Tokens:
+    """Open the shards of a split, and append them to `listed`. `marked` says that only some tokens count."""
     counts = Counts(*(fields.count(name) for name in ("documents", "bytes", "tokens", "spelled")))
+    if marked and not 0 < fields.count("counted") <= counts.tokens:
+        raise UserError(f"{fields.name} says that no token counts: prepare it again.")
     shards = []
+    marks = []
     for number, shard in enumerate(fields.take("shards", list)):
         entry = _Fields(shard, f"shard {number} of {fields.name}")
         # Only the names that `prepare` chooses: a manifest cannot point anywhere else.
         name = f"{split}-{number:05}.bin"
         entry.expect("file", name)
         count, digest = entry.count("tokens"), entry.take("sha256", str)
+        marks_digest = entry.take("counted_sha256", str) if marked else ""
         entry.close()
-        with _whole(folder), safe_files.open_plainly(folder / name) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != count * tokenizer.dtype.itemsize or not count:
-                raise UserError(
-                    f"{str(folder / name)!r} has {size:,} bytes and its manifest says {count * tokenizer.dtype.itemsize:,}: "
-                    "it is truncated or from elsewhere; prepare it again."
-                )
-            listed.append(Shard(name, size, digest))
-            shards.append(FileShard(file, tokenizer.dtype, count, str(folder / name)))
+        shards.append(_shard(folder, Shard(name, count * tokenizer.dtype.itemsize, digest), tokenizer.dtype, listed))
+        if marked:
+            beside = Shard(str(Path(name).with_suffix(COUNTED)), count, marks_digest)
+            marks.append(_shard(folder, beside, np.dtype(np.uint8), listed))
     fields.close()
     if os.path.lexists(folder / f"{split}-{len(shards):05}.bin"):
         raise UserError(f"The folder {str(folder)!r} has more shards of {split} than its manifest: prepare it again.")
@@ -255,7 +300,20 @@ def _split(folder: Path, split: str, fields: "_Fields", tokenizer: Tokenizer, li
         raise UserError(
             f"The shards of {split} in {str(folder)!r} do not have as many tokens and documents as its manifest says."
         )
-    return Tokens(tuple(shards), tokenizer, f"{split} tokens of {str(folder)!r}", counts)
+    return Tokens(tuple(shards), tokenizer, f"{split} tokens of {str(folder)!r}", counts, tuple(marks) if marked else None)
+
+
+def _shard(folder: Path, shard: Shard, dtype: np.dtype[Any], listed: list[Shard]) -> FileShard:
+    """Open a file, which must have the size of its manifest, and append it to `listed`."""
+    with _whole(folder), safe_files.open_plainly(folder / shard.name) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != shard.size or not size:
+            raise UserError(
+                f"{str(folder / shard.name)!r} has {size:,} bytes and its manifest says {shard.size:,}: "
+                "it is truncated or from elsewhere; prepare it again."
+            )
+        listed.append(shard)
+        return FileShard(file, dtype, size // dtype.itemsize, str(folder / shard.name))
 
 
 class _Fields:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from dither.data import Tokens, held_out
+from dither.data import Batch, Tokens, held_out
+from dither.errors import UserError
 from dither.nn.deployment import evaluating
 
 
@@ -56,6 +57,8 @@ class Perplexity:
 def perplexity(model: nn.Module, tokens: Tokens, sequence: int, *, count: int | None = None, batch: int = 16) -> Perplexity:
     """Return the mean loss of a model over windows of `sequence` tokens, spread evenly over `tokens`.
 
+    Of conversations, only the tokens that count are targets.
+
     The model is in eval mode meanwhile. Each window is evaluated separately, so its first tokens have little context: longer
     sequences give lower losses.
 
@@ -77,16 +80,18 @@ def perplexity(model: nn.Module, tokens: Tokens, sequence: int, *, count: int | 
     windows = held_out(tokens, sequence, count)
     place = next(model.parameters()).device
     with evaluating(model):
-        parts = torch.split(windows.tokens.to(place), batch)
+        here = windows.to(place)
+        parts = [here.rows(start, start + batch) for start in range(0, len(here.tokens), batch)]
         sums = torch.stack([summed_loss(model, part, batch) for part in parts]).tolist()
-    batches = tuple((total, len(part) * sequence) for total, part in zip(sums, parts, strict=True))
+    counts = [part.targets.numel() if part.counted is None else int(part.counted[:, 1:].sum()) for part in parts]
+    batches = tuple(each for each in zip(sums, counts, strict=True) if each[1])
     nats = 0.0
     for total in sums:  # in the order in which `summed_loss` adds batches; Python's `sum` rounds otherwise since 3.12
         nats += total
     known = tokens.exact or tokens.counts is not None
-    size = tokens.bytes_of(windows.targets) if known else 0.0
-    targets = windows.targets.numel()
-    return Perplexity(nats / targets, nats / math.log(2) / size if size else None, targets, batches)
+    targets = counted_targets(windows)
+    size = tokens.bytes_of(targets) if known else 0.0
+    return Perplexity(nats / len(targets), nats / math.log(2) / size if size else None, len(targets), batches)
 
 
 def _error(values: Sequence[tuple[float, int]]) -> float:
@@ -97,15 +102,28 @@ def _error(values: Sequence[tuple[float, int]]) -> float:
     return math.sqrt(squares * len(values) / (len(values) - 1))
 
 
-def summed_loss(model: nn.Module, windows: Tensor, batch: int, *, stop: Callable[[], bool] = lambda: False) -> Tensor:
-    """Return the loss in nats, 0-d float64, summed over the targets of windows int64[n, T + 1], `batch` windows at a time.
+def counted_targets(windows: Batch) -> Tensor:
+    """Return the targets that count towards the loss, in order: int64[number of them]; raise if none does."""
+    targets = windows.tokens[:, 1:]
+    found = targets.flatten() if windows.counted is None else targets[windows.counted[:, 1:]]
+    if not len(found):
+        raise UserError(
+            f"None of the {targets.numel():,} held-out tokens counts towards the loss: hold out more conversations, or "
+            "evaluate more or longer sequences."
+        )
+    return found
+
+
+def summed_loss(model: nn.Module, windows: Batch, batch: int, *, stop: Callable[[], bool] = lambda: False) -> Tensor:
+    """Return the loss in nats, 0-d float64, summed over the targets of windows that count, `batch` windows at a time.
 
     When `stop` returns True, the remaining windows are left out.
     """
-    total = torch.zeros((), dtype=torch.float64, device=windows.device)
-    for part in torch.split(windows, batch) if len(windows) else ():
+    total = torch.zeros((), dtype=torch.float64, device=windows.tokens.device)
+    for start in range(0, len(windows.tokens), batch):
         if stop():
             break
-        inputs, targets = part[:, :-1].contiguous(), part[:, 1:].contiguous()
-        total += model(inputs, targets).double() * targets.numel()
+        part = windows.rows(start, start + batch)
+        count = part.targets.numel() if part.counted is None else part.counted[:, 1:].sum()
+        total += model(part.inputs, part.targets).double() * count
     return total

@@ -32,7 +32,9 @@ NAMED = ("precision.mode", "precision.recipe", "precision.plan", "precision.sche
 """Fields that the name of an arm sets, so that the common config cannot."""
 
 SHARED: Mapping[str, str] = {
-    **dict.fromkeys(("data.sources", "data.tokenizer", "data.held_out"), "all arms read the same text, which --set chooses"),
+    **dict.fromkeys(
+        ("data.sources", "data.kind", "data.tokenizer", "data.held_out"), "all arms read the same text, which --set chooses"
+    ),
     **dict.fromkeys(("data.seed", "run.seed"), "all arms have the same seeds, which --seeds counts"),
     "run.out": "each run has a folder of its own, below --out",
     **dict.fromkeys(("precision.mode", "precision.recipe"), "the arm's name says it, as in bf16-sr+fp8-block"),

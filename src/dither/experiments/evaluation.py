@@ -29,6 +29,7 @@ from dither.train import checkpoint, weights
 from dither.train.config import Config, RunSettings, loads
 from dither.train.distributed import Ranks, joined
 from dither.train.files import CONFIG
+from dither.train.lora import merged_model
 from dither.train.trainer import Trainer, open_corpus
 
 LEARNED = "learned"
@@ -50,16 +51,24 @@ class Subject:
     """The checkpoint or the Hugging Face folder."""
     step: int | None
     """Number of training steps; None for a Hugging Face model."""
-    model: nn.Module
+    model: CausalLM
     tokenizer: Tokenizer
     corpus: Corpus | None
     sequence: int
     batch: int
     """Sequences per forward pass."""
     forward: Callable[[], AbstractContextManager[None]] = nullcontext
+    adapted: bool = False
+    """True if the model has adapters on a base that exists as codes only."""
+
+    def castable(self) -> CausalLM:
+        """Return the model if its weights can be cast; adapters are merged with their base first."""
+        return merged_model(self.model) if self.adapted else self.model
 
     def plain(self) -> CausalLM:
         """Return another copy of the model, in float32 and not converted."""
+        if self.adapted:
+            return merged_model(self.model)
         device = next(self.model.parameters()).device
         if self.step is None:
             return _of_folder(self.folder, device)
@@ -211,9 +220,10 @@ def run(
         subject = stack.enter_context(opened(Path(model), data, text, sequence, ranks))
         done = [measured("as trained" if subject.step is not None else "as it is", "model", subject)]
         for cast in chosen.casts:
-            deployment = deployed(subject.model, cast)
-            with replaced(subject.model, deployment.weights):
-                done.append(measured(f"weights in {cast}", "cast", subject, deployment.bits))
+            whole = subject.castable()
+            deployment = deployed(whole, cast)
+            with replaced(whole, deployment.weights):
+                done.append(measured(f"weights in {cast}", "cast", replace(subject, model=whole), deployment.bits))
         for plan in chosen.plans:
             plain = subject.plain()
             convert(plain, parse_plan(plan), emulate=True)
@@ -290,7 +300,8 @@ def opened(
         corpus = _other(data, scratch / "other", own.tokenizer, whole=True) if data else own
         batch = max(1, config.data.batch // trainer.parts)
         length = sequence or config.data.sequence
-        yield Subject(str(where), where, step, trainer.model, own.tokenizer, corpus, length, batch, trainer.training.forward)
+        forward, adapted = trainer.training.forward, config.lora.rank is not None
+        yield Subject(str(where), where, step, trainer.model, own.tokenizer, corpus, length, batch, forward, adapted)
 
 
 def _of_folder(path: Path, device: torch.device) -> CausalLM:

@@ -3,12 +3,14 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from dither.data import Tokenizer
+from dither.data.chat import SIMPLE
 from dither.errors import UserError
 from dither.experiments.evaluation import parse_cast
 from dither.exporting.sources import Source
@@ -102,11 +104,12 @@ def conversation(source: Source, sampler: Sampler, seed: int) -> Conversation:
         return answer
     tokenizer = tokenizer_of(source)
     history: list[int] = []
+    simple = source.template == "simple"
 
     def reply(text: str) -> str:
-        history.extend(tokenizer.encode(text + "\n"))
+        history.extend(tokenizer.encode(SIMPLE["user"].format(text) + SIMPLE["assistant"] if simple else text + "\n"))
         said = sampler.extend(source.model, history, tokenizer.end, generator)
-        history.extend([*said, *tokenizer.encode("\n")])
+        history.extend([*said, *([tokenizer.end] if simple else tokenizer.encode("\n"))])
         return text_of(tokenizer, said)
 
     return reply
@@ -114,8 +117,10 @@ def conversation(source: Source, sampler: Sampler, seed: int) -> Conversation:
 
 def _template(source: Source) -> Any:
     """Return the tokenizer of transformers for a folder with a chat template, or None."""
-    settings = source.path / "tokenizer_config.json"
-    has_one = (source.path / "chat_template.jinja").is_file() or (
+    kept = source.tokenizer_files
+    folder = kept if isinstance(kept, Path) and kept.is_dir() else source.path
+    settings = folder / "tokenizer_config.json"
+    has_one = (folder / "chat_template.jinja").is_file() or (
         settings.is_file() and "chat_template" in settings.read_text(encoding="utf-8")
     )
     if not has_one:
@@ -124,6 +129,6 @@ def _template(source: Source) -> Any:
         import transformers
     except ImportError:
         raise UserError(
-            f"The chat template of {str(source.path)!r} needs transformers, which is not installed: pip install 'dither[hf]'."
+            f"The chat template of {str(folder)!r} needs transformers, which is not installed: pip install 'dither[hf]'."
         ) from None
-    return transformers.AutoTokenizer.from_pretrained(source.path, trust_remote_code=False)
+    return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -4,7 +4,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,11 @@ from dither.precision import Plan
 from dither.train import checkpoint
 from dither.train.config import Config, RunSettings
 from dither.train.distributed import joined
-from dither.train.files import CONFIG
+from dither.train.files import CONFIG, TOKENIZER_FILES
+from dither.train.lora import merged_model
+from dither.train.lora_settings import Lora
 from dither.train.state import plan_of
-from dither.train.trainer import open_corpus
+from dither.train.trainer import Trainer, open_corpus
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,13 @@ class Source:
     """The plan of the run, or None."""
     provenance: dict[str, Any]
     notes: tuple[str, ...] = field(default=())
+    adapted: CausalLM | None = None
+    """For a run that trained adapters: the model with the adapters apart. `model` has them merged."""
+    lora: Lora | None = None
+    base: str = ""
+    """The path of the base of the adapters."""
+    template: str | None = None
+    """The chat template of the run's conversations, "simple" or "tokenizer"; None for text."""
 
     def evaluator(self, sequence: int | None, sequences: int) -> Evaluate | None:
         """Return a function (model) -> held-out loss, or None without text.
@@ -105,10 +114,21 @@ def opened(
             notes.append(f"The text of the run cannot be read: {error}")
         used = given or (own.tokenizer if own is not None else load_tokenizer(config.data.tokenizer))
         corpus = (_other(data, scratch / "other", used, whole=True) if data else own) if text else None
-        files: AnyTokenizer = used if tokenizer is None else tokenizer
+        kept = home / TOKENIZER_FILES
+        files: AnyTokenizer = tokenizer if tokenizer is not None else kept if kept.is_dir() and given is None else used
         plan, provenance = _made(where, config)
-        model = load_pretrained(where, device=ranks.device)
-        yield Source(where, model, used, files, corpus, config.data.sequence, plan, provenance, tuple(notes))
+        source = Source(where, None, used, files, corpus, config.data.sequence, plan, provenance, tuple(notes))  # type: ignore[arg-type]
+        source = replace(source, template=None if own is None else own.template)
+        if config.lora.rank is None:
+            yield replace(source, model=load_pretrained(where, device=ranks.device))
+            return
+        if own is None:
+            raise UserError(f"The adapters in {str(where)!r} cannot be opened: {notes[0]}")
+        trainer = Trainer(replace(config, run=replace(config.run, compile=False)), own, ranks, initial=False)
+        trainer.restore(where)
+        assert trainer.base is not None
+        base = str(trainer.base["path"])
+        yield replace(source, model=merged_model(trainer.model), adapted=trainer.model.eval(), lora=config.lora, base=base)
 
 
 def _of_folder(path: Path, few_bits: bool, device: torch.device) -> CausalLM:

@@ -40,6 +40,11 @@ def is_saved_run(folder: str | Path) -> bool:
 def load_saved(folder: str | Path, device: torch.device | str, dtype: torch.dtype | None) -> CausalLM:
     """Load the model of a run, from its newest whole checkpoint, or that of a checkpoint."""
     saved = read_saved(folder)
+    if saved.tensors and all(".lora_" in name for name in saved.tensors):
+        raise UserError(
+            f"The checkpoint {str(saved.path)!r} holds adapters alone: write the whole model with `dither export RUN --merge "
+            "-o FOLDER`, and load that folder."
+        )
     chosen = dtype or _widest(saved.tensors)
     if saved.model.get("hf") is not None:
         model: CausalLM = hf(str(saved.model["hf"]), device=device, dtype=chosen)

@@ -1,5 +1,6 @@
 """Causal language models of transformers with the interface of ours."""
 
+import copy
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -122,11 +123,23 @@ def hf(source: Any, *, seed: int = 0, device: torch.device | str = "cpu", dtype:
 
 
 def _pretrained(transformers: Any, source: str, device: torch.device | str, dtype: torch.dtype | None) -> HuggingFace:
-    _check_sizes(source, _call(source, lambda: transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)))
+    config = _call(source, lambda: transformers.AutoConfig.from_pretrained(source, trust_remote_code=False))
+    _check_sizes(source, config)
+    quantization = getattr(config, "quantization_config", None)
+    if isinstance(quantization, dict):
+        for group in quantization.get("config_groups", {}).values():
+            group["input_activations"] = None
+        quantization["dequantize"] = True
+        dtype = dtype or torch.bfloat16
     model, said = _call(
         source,
         lambda: transformers.AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True
+            source,
+            config=config,
+            dtype=dtype or "auto",
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
         ),
     )
     for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
@@ -134,7 +147,23 @@ def _pretrained(transformers: Any, source: str, device: torch.device | str, dtyp
             raise UserError(
                 f"The weights of {source!r} do not fit its config: {what.replace('_', ' ')} {', '.join(names[:3])}."
             )
-    return HuggingFace(model.to(device)).train()
+    return HuggingFace((model if quantization is None else _plain(model, dtype)).to(device)).train()
+
+
+@torch.no_grad()
+def _plain(model: Any, dtype: torch.dtype | None) -> Any:
+    """Return a model whose weights were dequantized without the layers and hooks of the library that did so."""
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.random.fork_rng(devices=[]):
+        plain = type(model)(config).to(dtype)
+    numbers = model.state_dict()
+    for name, tensor in plain.state_dict().items():
+        if name not in numbers or numbers[name].shape != tensor.shape:
+            raise UserError(f"The weights in few bits were not dequantized: {name!r} is missing or has another shape.")
+        tensor.copy_(numbers[name])
+    return plain
 
 
 def _check_sizes(source: object, config: Any) -> None:

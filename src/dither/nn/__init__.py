@@ -13,6 +13,9 @@ from dither.nn.deployment import deploy as deploy
 from dither.nn.deployment import deploy_blocks as deploy_blocks
 from dither.nn.deployment import effective_precision as effective_precision
 from dither.nn.deployment import plan_from_bitwidths as plan_from_bitwidths
+from dither.nn.frozen import FrozenLinear as FrozenLinear
+from dither.nn.frozen import freeze_base as freeze_base
+from dither.nn.frozen import thaw_base as thaw_base
 from dither.nn.guidance import bitwidth_loss as bitwidth_loss
 from dither.nn.guidance import param_groups as param_groups
 from dither.nn.guidance import sampling_parameters as sampling_parameters

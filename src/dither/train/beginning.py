@@ -15,14 +15,15 @@ from dither.train import agreement, checkpoint, config
 from dither.train.checkpoint import Saver
 from dither.train.config import Config, dumps
 from dither.train.distributed import Ranks
-from dither.train.files import CHECKPOINTS, CONFIG, CONVERSION, ENVIRONMENT, PLAN, PLANS
+from dither.train.files import CHANGES, CHECKPOINTS, CONFIG, CONVERSION, ENVIRONMENT, ORIGIN, PLAN, PLANS, TOKENIZER_FILES
 from dither.train.goals import check_snip
 from dither.train.guard import Signals, Status
 from dither.train.metrics import Metrics, peak_flops
+from dither.train.origin import keep_tokenizer, origin_of, recorded_facts
 from dither.train.plans import plans_file
 from dither.train.progress import Progress
 from dither.train.recorder import RunRecorder, conversion_record, write_file
-from dither.train.resuming import check_changes
+from dither.train.resuming import changes_of, check_changes, record_changes
 from dither.train.trainer import Trainer, open_corpus, unigram_entropy
 
 
@@ -33,11 +34,14 @@ class RunBeginning(RunRecorder):
         super().__init__(config, folder, ranks, progress)
         self.signals = signals
         self.resumed: int | None = None  # the step from which this process resumed
+        self.changes: dict[str, list[str]] = {}  # fields of the config that differ from those of the run before
 
     def claim(self, stack: ExitStack, resume: bool | Literal["auto"]) -> None:
         """Lock the folder, and decide whether the run resumes. Rank 0 decides for all."""
         with self.ranks.shared_errors():
             if self.ranks.main:
+                if resume and os.path.isfile(self.folder / CONFIG):
+                    self.changes = changes_of(config.load(self.folder / CONFIG), self.config)
                 lock = run_lock.RunLock(self.folder)
                 self.resuming = _claim(self.folder, self.config, resume, lock, self.say)
                 self.lock = lock
@@ -70,9 +74,18 @@ class RunBeginning(RunRecorder):
                 write_file(self.folder / PLAN, trainer.plan.to_json().encode())
                 if trainer.sources:
                     write_file(self.folder / PLANS, plans_file(trainer.sources))
+                if (origin := trainer.base or origin_of(self.config.model)) is not None:
+                    write_file(self.folder / ORIGIN, safe_files.to_json(origin, ORIGIN))
+                    self.say(f"The initial weights are those of {origin['path']!r}, SHA-256 {origin['sha256']}.")
+                keep_tokenizer(self.config.data.tokenizer, self.folder / TOKENIZER_FILES)
+            elif self.changes:
+                record_changes(self.folder / CHANGES, resumed, self.changes)
+                changed = ", ".join(f"{name} from {old} to {new}" for name, (old, new) in self.changes.items())
+                self.say(f"From step {resumed} on the config has other values: {changed}.")
             write_file(self.folder / CONFIG, dumps(self.config).encode())
             write_file(self.folder / CONVERSION, safe_files.to_json(conversion_record(trainer), CONVERSION))
-            write_file(self.folder / ENVIRONMENT, safe_files.to_json(self.environment(command, parameters), ENVIRONMENT))
+            facts = self.environment(command, parameters) | recorded_facts(self.folder)
+            write_file(self.folder / ENVIRONMENT, safe_files.to_json(facts, ENVIRONMENT))
             run = self.config.run
             say = warnings.warn if self.progress is None else self.say
             plain = asdict(self.config)

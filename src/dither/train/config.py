@@ -23,6 +23,7 @@ from dither.snip import options
 from dither.snip.settings import Estimator, Goal, Schedule, check_budget, check_weights, pins
 from dither.train.fields import check_at_least, check_choice, check_seed, check_types, check_within, hints, sentences, type_name
 from dither.train.guard import Policy
+from dither.train.lora_settings import Lora as Lora
 from dither.train.precision_settings import Precision as Precision
 from dither.train.precision_settings import check_snip
 from dither.train.toml_text import parse, parse_value
@@ -63,6 +64,8 @@ class Data:
 
     sources: tuple[str, ...] = ()
     """Files, globs, folders or datasets; none means the source code of Python's standard library."""
+    kind: Literal["text", "chat"] = "text"
+    """text, or chat: conversations and instructions in JSON lines, of which only the replies count towards the loss."""
     tokenizer: str = "bytes"
     """bytes, or the path of a tokenizer.json; that of a prepared folder is used by itself."""
     sequence: int = 128
@@ -78,6 +81,9 @@ class Data:
 
     def __post_init__(self) -> None:
         check_types("data", self)
+        check_choice("data.kind", self.kind, ("text", "chat"))
+        if self.kind == "chat" and not self.sources:
+            raise UserError("data.kind='chat' needs conversations: name JSON lines or a prepared folder in data.sources.")
         if "" in (*self.sources, self.tokenizer):
             raise UserError("data.sources and data.tokenizer are names or paths, and one of them is empty.")
         for name in ("sequence", "batch", "micro_batch"):
@@ -300,6 +306,8 @@ class Config:
     """The training text."""
     optim: Optim = field(default_factory=Optim)
     """The optimizer and the learning rate."""
+    lora: Lora = field(default_factory=Lora)
+    """Adapters on a frozen model."""
     precision: Precision = field(default_factory=Precision)
     """The precision of parameters, layers, gradients and optimizer states."""
     loss_scaling: LossScaling = field(default_factory=LossScaling)
@@ -323,11 +331,33 @@ class Config:
         begins = self.precision.beginnings(self.run.steps)
         if self.snip.target is not None:
             check_snip(self.precision, begins, self.run.steps, self.snip.start, self.snip.delay)
+        if self.lora.rank is not None:
+            self._check_lora()
         if self.optim.optimizer == "adam-mini" and self.precision.states not in (None, "fp32", "bf16"):
             raise UserError(
                 "optim.optimizer='adam-mini' keeps its moments in fp32 or bf16, not in "
                 f"precision.states={self.precision.states!r}."
             )
+
+    def _check_lora(self) -> None:
+        """Raise if the config has something that adapters on a frozen base cannot have."""
+        if self.model.weights is None and (self.model.hf is None or self.model.hf.endswith(".json")):
+            raise UserError(
+                "lora.rank trains adapters of a trained model: name it with --from, as a run, a checkpoint or a Hugging Face "
+                "folder."
+            )
+        obstacles = {
+            "snip.target": self.snip.target is not None,
+            "precision.schedule": bool(self.precision.schedule),
+            "precision.sampling": self.precision.sampling is not None,
+            "optim.optimizer='adam-mini'": self.optim.optimizer != "adamw",
+            "monitor.every": self.monitor.every > 0,
+        }
+        for name, there in obstacles.items():
+            if there:
+                raise UserError(
+                    f"{name} does not go with lora.rank: the base of adapters is frozen, in one precision: remove one of them."
+                )
 
 
 def schedule(config: Config, step: int) -> float:
@@ -442,7 +472,7 @@ def dumps(config: Config, *, comments: bool = False) -> str:
     >>> loads(dumps(Config(data=Data(sources=("a.txt", "b.txt"))))).data.sources
     ('a.txt', 'b.txt')
     >>> dumps(Config()).splitlines()[:3]
-    ['[data]', 'sources = []', 'tokenizer = "bytes"']
+    ['[data]', 'sources = []', 'kind = "text"']
     """
     sections = [
         f"[{section}]\n" + "".join(_lines(cls, getattr(config, section), comments)) for section, cls in hints(Config).items()

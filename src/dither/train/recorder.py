@@ -20,7 +20,18 @@ from dither.train import config
 from dither.train.checkpoint import Saver
 from dither.train.config import Config, dumps
 from dither.train.distributed import Ranks
-from dither.train.files import CHECKPOINTS, CONFIG, CONVERSION, ENVIRONMENT, PLAN, PLANS, TOKENS, TRACKERS
+from dither.train.files import (
+    CHECKPOINTS,
+    CONFIG,
+    CONVERSION,
+    ENVIRONMENT,
+    ORIGIN,
+    PLAN,
+    PLANS,
+    TOKENIZER_FILES,
+    TOKENS,
+    TRACKERS,
+)
 from dither.train.guard import Status
 from dither.train.metrics import FILE, Metrics
 from dither.train.progress import Progress
@@ -194,7 +205,8 @@ class RunRecorder:
         """Remove the files of a run that never started, the lock last."""
         assert self.lock is not None
         shutil.rmtree(self.folder / TOKENS, ignore_errors=True)
-        for name in (CONFIG, PLAN, PLANS, CONVERSION, ENVIRONMENT, TRACKERS, FILE, Status.RESERVE):
+        shutil.rmtree(self.folder / TOKENIZER_FILES, ignore_errors=True)
+        for name in (CONFIG, ORIGIN, PLAN, PLANS, CONVERSION, ENVIRONMENT, TRACKERS, FILE, Status.RESERVE):
             for path in (self.folder / name, self.folder / f".{name}.new"):
                 with suppress(OSError):
                     path.unlink()

@@ -1,15 +1,19 @@
 """Changes of the config of a run that are allowed when it resumes."""
 
+import json
 import os
 import shlex
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
+from dither import safe_files
 from dither.data import is_prepared
 from dither.data.tokenizer import TOKENIZER
 from dither.errors import UserError
 from dither.recipes import recipe_name
-from dither.train.config import Config, schedule
+from dither.train.config import Config
 from dither.train.fields import hints
 
 FREE = (
@@ -26,7 +30,7 @@ FREE = (
 """Sections and fields that may change when a run resumes: they do not affect the steps done. A corpus has a SHA-256."""
 
 RATES = ("optim.lr", "optim.min_lr", "optim.schedule", "optim.warmup", "optim.decay", "run.steps")
-"""The fields of the learning rate. They may change if the steps done would have had the same learning rates."""
+"""The fields of the learning rate. They may change: the steps to come have the new rate, and the change is recorded."""
 
 PLANS = ("precision.recipe", "precision.plan", "precision.schedule")
 """The fields of plans by step. They may change if the steps done would have had the same plans."""
@@ -52,15 +56,13 @@ def fixed_changes(saved: Config, now: Config, done: int) -> list[str]:
 
     >>> from dither.train.config import Optim, RunSettings
     >>> fixed_changes(Config(), Config(optim=Optim(lr=2e-3, eps=1e-6), run=RunSettings(log_every=5)), done=10)
-    ['optim.lr from 0.003 to 0.002', 'optim.eps from 1e-08 to 1e-06']
+    ['optim.eps from 1e-08 to 1e-06']
     """
-    steps = range(min(done, saved.run.steps, now.run.steps))
     saved, now = resolved(saved), resolved(now)
     # The SHA-256 of prepared tokens covers their tokenizer, wherever its file is.
     prepared = len(now.data.sources) == 1 and is_prepared(now.data.sources[0])
-    same_rates = all(schedule(saved, step) == schedule(now, step) for step in steps)
     entries = [_entries(config, done) for config in (saved, now)]
-    free = {"run.seed": False, "data.tokenizer": prepared} | dict.fromkeys(FREE, True) | dict.fromkeys(RATES, same_rates)
+    free = {"run.seed": False, "data.tokenizer": prepared} | dict.fromkeys(FREE, True) | dict.fromkeys(RATES, True)
     free |= dict.fromkeys(PLANS, entries[0] == entries[1])
     found = []
     for section in hints(Config):
@@ -73,6 +75,33 @@ def fixed_changes(saved: Config, now: Config, done: int) -> list[str]:
         # Shares of another number of steps.
         found.append(f"the steps of precision.schedule from {_said(entries[0])} to {_said(entries[1])}")
     return found
+
+
+def changes_of(saved: Config, now: Config) -> dict[str, list[str]]:
+    """Return {field: [old, new]} of the fields that differ, with values as text; the folder of the run does not count.
+
+    >>> from dither.train.config import Optim
+    >>> changes_of(Config(), Config(optim=Optim(lr=1e-4)))
+    {'optim.lr': ['0.003', '0.0001']}
+    """
+    saved, now = resolved(saved), resolved(now)
+    return {
+        f"{section}.{each.name}": [str(old), str(new)]
+        for section in hints(Config)
+        for each in fields(getattr(saved, section))
+        if (section, each.name) != ("run", "out")
+        and (old := getattr(getattr(saved, section), each.name)) != (new := getattr(getattr(now, section), each.name))
+    }
+
+
+def record_changes(path: Path, step: int, changes: Mapping[str, Sequence[str]]) -> None:
+    """Append a line to the record of changes: the step from which on they hold, the time, and both values of each field."""
+    line = json.dumps({"step": step, "time": round(time.time(), 3), "changes": changes})
+    try:
+        before = safe_files.read(path) if os.path.lexists(path) else b""
+        safe_files.replace(path, before + line.encode() + b"\n")
+    except (OSError, safe_files.Refused) as error:
+        raise UserError(f"The record of changes {str(path)!r} cannot be written: {error}.") from None
 
 
 def _entries(config: Config, done: int) -> list[tuple[int, str]]:

@@ -27,6 +27,8 @@ def prompt_of(config: Config, corpus: Corpus) -> str:
     text = corpus.held_out
     tokens = text.read(0, min(PROMPT_TOKENS, len(text))).tolist()
     end = text.tokenizer.end
+    if corpus.template == "simple" and (begin := int(text.read_counted(0, len(tokens)).argmax())):
+        return text.tokenizer.decode(tokens[:begin])  # up to the first reply
     words = text.tokenizer.decode(tokens[: tokens.index(end)] if end in tokens else tokens).split()
     return " ".join(words[:PROMPT_WORDS])[:PROMPT_CHARACTERS]
 

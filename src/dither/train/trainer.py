@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dither.data import Batch, Corpus, Loader, held_out, is_prepared, load_tokenizer, open_tokens, prepare
+from dither.data import Batch, Corpus, Loader, held_out, is_prepared, load_template, load_tokenizer, open_tokens, prepare
 from dither.data.text import STDLIB
 from dither.errors import UserError
-from dither.evaluate.held_out import summed_loss
+from dither.evaluate.held_out import counted_targets, summed_loss
 from dither.models import CausalLM, build, compile_blocks, hf, preset
 from dither.nn import Conversion, Linear, bitwidth_loss, convert, effective_precision, param_groups, step_context
 from dither.nn.plan_schedule import PlanSchedule
@@ -33,7 +33,9 @@ from dither.train.distributed import Ranks
 from dither.train.files import TOKENS
 from dither.train.graphs import GraphedPasses, uses_graphs
 from dither.train.guard import GRACE, Guard, Interrupted, Signals
+from dither.train.lora import adapt, narrow_base
 from dither.train.metrics import smoothed
+from dither.train.origin import check_same, origin_of
 from dither.train.plans import PlanEvent, RunPlans, known_plans, make_schedule, steps_for_snip, with_measured
 from dither.train.replay import replay, warm_up
 from dither.train.resuming import check_changes
@@ -84,7 +86,9 @@ def open_corpus(config: Config, folder: Path, ranks: Ranks, say: Callable[[str],
         def tokenize(stop: threading.Event) -> None:
             if not is_prepared(own):
                 tokenizer = load_tokenizer(config.data.tokenizer)
-                prepare(sources, own, tokenizer, held_out=config.data.held_out, say=say, stop=stop)
+                chat = config.data.kind == "chat"
+                written = load_template(tokenizer, config.data.tokenizer) if chat else tokenizer
+                prepare(sources, own, written, held_out=config.data.held_out, say=say, stop=stop)
 
         while_others_wait(ranks, tokenize if ranks.main else None)
         corpus = _verified(own, ranks, say)
@@ -93,6 +97,11 @@ def open_corpus(config: Config, folder: Path, ranks: Ranks, say: Callable[[str],
                 f"The tokens in {str(own)!r} were made from {', '.join(corpus.sources)}, and data.sources is now "
                 f"{', '.join(sources)}: restore it, or train in another folder."
             )
+    if config.data.kind == "chat" and corpus.template is None:
+        raise UserError(
+            f"The tokens in {str(corpus.folder)!r} are those of text, and data.kind is 'chat': remove that setting, or prepare "
+            "conversations with `dither data prepare --kind chat`."
+        )
     if config.data.tokenizer != "bytes" and load_tokenizer(config.data.tokenizer).sha256 != corpus.tokenizer.sha256:
         raise UserError(
             f"The tokens in {str(corpus.folder)!r} were not made by data.tokenizer="
@@ -112,11 +121,11 @@ def _verified(folder: Path, ranks: Ranks, say: Callable[[str], None] | None) -> 
 
 
 def unigram_entropy(corpus: Corpus) -> float | None:
-    """Return the unigram entropy of the held-out text in nats, or None if tokens are not bytes.
+    """Return the unigram entropy of the held-out text in nats, or None if tokens are not bytes or not all of them count.
 
     It is the loss of a model that knows only the frequency of each byte.
     """
-    if corpus.tokenizer.json is not None:
+    if corpus.tokenizer.json is not None or corpus.template is not None:
         return None
     counts = np.sum([np.bincount(shard, minlength=corpus.tokenizer.vocab_size) for shard in corpus.held_out.shards], axis=0)
     shares = counts[counts > 0] / len(corpus.held_out)
@@ -151,12 +160,13 @@ class Trainer:
         self.sources = known_plans(config, None if initial else Path(config.run.out))
         """Plans of files and of fp8-auto by name, which a resumed run does not read or measure again."""
         self.model = _model(config, corpus, ranks.device)
-        if initial and config.model.weights is not None:
+        if (initial or config.lora.rank) and config.model.weights is not None:
             load_weights(self.model, config.model.weights)
         tokens = data.batch // ranks.world // self.parts * data.sequence
         self.sources = with_measured(self.sources, config, self.model, ranks, tokens, say)
         planned = make_schedule(config, self.sources)
         self.conversion = _convert(config, self.model, planned.changes[0].plan)
+        self.base = _adapt(config, self.model, say)
         self.training = _training(config, self.model)
         self.guided = any(each.precision.sampling and each.precision.sampling.loss for each in self._layers())
         self.compiled = config.run.compile or (config.run.compile is None and ranks.device.type == "cuda")
@@ -180,6 +190,8 @@ class Trainer:
         # Torch's generators, used only by dropout, are seeded in each step, so that no rank needs to save their state.
         self._dropout = Stream(config.run.seed, "torch", f"rank {ranks.rank}").key
         self._sound = torch.ones((), dtype=torch.bool, device=ranks.device)
+        self._share = torch.ones((), device=ranks.device)
+        """The weight of the current micro-batch of this rank in the mean loss, where CUDA graphs read it."""
 
     def choose(self, batch: Batch) -> list[PlanEvent]:
         """Apply the plans of the schedule and of SNIP that are due before the step on a batch, and return them."""
@@ -262,13 +274,9 @@ class Trainer:
         with step_context(self.model, step=self.done, group=self.ranks.group) as at:
             for number, part in enumerate(batch.split(self.parts)):
                 at.row(part.first * self.config.data.sequence)
+                self._share.copy_(_weight(self, part))
                 total += self._pass(part.inputs, part.targets, first=number == 0) * self._share
         return total
-
-    @property
-    def _share(self) -> float:
-        """The weight of one micro-batch of this rank in the mean loss."""
-        return 1 / (self.parts * self.ranks.world)
 
     def _pass(self, inputs: Tensor, targets: Tensor, *, first: bool) -> Tensor:
         """Accumulate the gradients of one micro-batch, and return its mean loss."""
@@ -308,10 +316,10 @@ class Trainer:
     def evaluate(self) -> Evaluation:
         """Return the mean loss and bits per byte on the held-out windows. Each rank computes its share of them."""
         size = max(1, self.config.data.batch // self.ranks.world // self.parts)
-        windows = self.held_out.tokens.tensor_split(self.ranks.world)[self.ranks.rank]
+        windows = self.held_out.part(self.ranks.rank, self.ranks.world)
         with _evaluating(self):
             total = summed_loss(self.model, windows.to(self.ranks.device), size, stop=lambda: bool(_told(self)))
-        targets = self.held_out.targets
+        targets = counted_targets(self.held_out)
         told = torch.full_like(total, float(bool(_told(self))))
         nats, stopped = self.ranks.add(torch.stack([total, told])).tolist()
         if stopped and self.signals is not None:
@@ -319,7 +327,7 @@ class Trainer:
         known = self.corpus.held_out.exact or self.corpus.held_out.counts is not None
         size_in_bytes = self.corpus.held_out.bytes_of(targets) if known else 0.0
         bits = nats / math.log(2) / size_in_bytes if size_in_bytes else None
-        return Evaluation(nats / targets.numel(), bits, targets.numel())
+        return Evaluation(nats / len(targets), bits, len(targets))
 
     @functools.cached_property
     def prompt(self) -> str:
@@ -350,6 +358,7 @@ class Trainer:
             "offset": self.offset,
             "snip": None if self.plans.snip is None else self.plans.snip.state_dict(),
             "time": seconds,
+            **({} if self.base is None else {"base": self.base}),
         }
         optimizer, scaler = self.training.optimizer, self.training.scaler
         return pack(self.model, optimizer, step=self.done, plan=self.plan, scaler=scaler, others=others)
@@ -357,7 +366,7 @@ class Trainer:
     def restore(self, path: Path) -> Resumed:
         """Restore a checkpoint of this run. One of another model, corpus or config raises a UserError and changes nothing."""
         tensors, plain = checkpoint.load(path)
-        others = _check_saved(path, plain, self.config, self.corpus)
+        others = _check_saved(path, plain, self)
         if (plan := plan_of(plain)) is not None and (record := self.plans.apply(plan)) is not None:
             self.conversion = record
         resumed = unpack(self.model, self.training.optimizer, tensors, plain, scaler=self.training.scaler)
@@ -416,15 +425,25 @@ def _for_estimates(trainer: Trainer, batch: Batch, tokens: int) -> list[Batch]:
     sequence = trainer.config.data.sequence
     wanted = tokens // sequence // trainer.ranks.world
     if not wanted:  # less than a sequence
-        return [replace(batch, tokens=batch.tokens[:1, : max(1, tokens // trainer.ranks.world) + 1])]
+        length = max(1, tokens // trainer.ranks.world) + 1
+        counted = None if batch.counted is None else batch.counted[:1, :length]
+        return [replace(batch, tokens=batch.tokens[:1, :length], counted=counted)]
     rows = min(wanted, len(batch.tokens))
     largest = math.ceil(len(batch.tokens) / trainer.parts / (4 if trainer.compiled else 1))
     pieces = math.ceil(rows / largest)
-    return list(replace(batch, tokens=batch.tokens[: rows - rows % pieces]).split(pieces))
+    return list(batch.rows(0, rows - rows % pieces).split(pieces))
 
 
-def _check_saved(path: Path, plain: Mapping[str, Any], config: Config, corpus: Corpus) -> dict[str, Any]:
-    """Return the values of the run in a checkpoint; raise a UserError if they are of another corpus or config."""
+def _weight(trainer: Trainer, part: Batch) -> Tensor:
+    """Return the share of a micro-batch in the mean loss of the step, 0-d: by its tokens that count, if not all do."""
+    if part.weight is not None:
+        return part.weight
+    return torch.full_like(trainer._share, 1 / (trainer.parts * trainer.ranks.world))
+
+
+def _check_saved(path: Path, plain: Mapping[str, Any], trainer: Trainer) -> dict[str, Any]:
+    """Return the values of the run in a checkpoint; raise a UserError if they are of another corpus, config or base."""
+    config, corpus = trainer.config, trainer.corpus
     others = plain.get("others")
     kinds = {"config": (str,), "corpus": (str,), "guard": (dict,), "offset": (int,), "time": (float, int)}
     kinds |= {"loss_ema": (float, int, type(None)), "snip": (dict, type(None))}
@@ -437,6 +456,7 @@ def _check_saved(path: Path, plain: Mapping[str, Any], config: Config, corpus: C
         )
     saved = loads(others["config"], f"config of {path.name}")
     check_changes(saved, config, int(plain.get("step", 0)), str(path.parent.parent))
+    check_same(others.get("base"), trainer.base, path)
     return others
 
 
@@ -464,6 +484,14 @@ def _convert(config: Config, model: CausalLM, plan: Plan) -> Conversion:
         emulate=precision.emulate,
         engines=precision.engines,
     )
+
+
+def _adapt(config: Config, model: CausalLM, say: Callable[[str], None]) -> dict[str, Any] | None:
+    """Add the adapters of a config to a converted model. Return the origin of their base, or None if there are none."""
+    if config.lora.rank is None:
+        return None
+    say(str(adapt(model, config.lora, config.run.seed)))
+    return origin_of(config.model)
 
 
 def _make_snip(trainer: Trainer, planned: PlanSchedule, say: Callable[[str], None]) -> Snip | None:
@@ -499,7 +527,7 @@ def _make_monitor(trainer: Trainer) -> Monitor | None:
 def _training(config: Config, model: CausalLM) -> Training:
     """Return the optimizer of a converted model, with its loss scaling and gradient formats."""
     scaled = MODES[config.precision.mode].plan.loss_scaling
-    return training(
+    made = training(
         model,
         config.precision.mode,
         config.optim.lr,
@@ -515,6 +543,9 @@ def _training(config: Config, model: CausalLM) -> Training:
         seed=config.run.seed,
         **({} if config.precision.states is None else {"states": config.precision.states}),
     )
+    if config.lora.rank is not None:
+        narrow_base(model, config.precision.mode)
+    return made
 
 
 def _model(config: Config, corpus: Corpus, device: torch.device) -> CausalLM:
@@ -529,7 +560,8 @@ def _model(config: Config, corpus: Corpus, device: torch.device) -> CausalLM:
         return build(sizes, seed=seed, device=device)
     if config.model.vocab is not None:
         raise UserError("model.vocab is for presets only: the config of a Hugging Face model sets its vocabulary.")
-    model = hf(config.model.hf, seed=seed, device=device, dtype=torch.float32)
+    # The base of adapters is never needed in float32: its codes are made from the weights as they are in the files.
+    model = hf(config.model.hf, seed=seed, device=device, dtype=None if config.lora.rank else torch.float32)
     if model.embedding.num_embeddings < tokens:
         raise UserError(
             f"The model {config.model.hf!r} has {model.embedding.num_embeddings} tokens, and the tokenizer has {tokens}: "
