@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -153,3 +154,17 @@ def overlap(
             return None
         box.append((begin, end))
     return tuple(box)
+
+
+def empty_like(x: DTensor, dtype: torch.dtype, shape: Sequence[int]) -> DTensor:
+    """Return an uninitialized DTensor of a dtype and shape, in the layout and on the device of another one."""
+    coordinate = x.device_mesh.get_coordinate()
+    size = torch.Size(shape)
+    sides = [0] * len(size)
+    if coordinate is not None:
+        for dimension, side in enumerate(size):
+            intervals = _intervals(side, dimension, x.device_mesh.mesh.shape, coordinate, x.placements)
+            sides[dimension] = sum(end - begin for begin, end in intervals)
+    local = torch.empty(sides, dtype=dtype, device=local_part(x).device)
+    stride = tuple(math.prod(size[i + 1 :]) for i in range(len(size)))
+    return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False, shape=size, stride=stride)

@@ -1,7 +1,7 @@
 """Reading of checkpoints in parts: each rank reads the bytes that it needs, and verifies them.
 
-Files that several ranks wrote have hashes of chunks. A file of a checkpoint in one part has one hash: it is verified when it is
-opened, and its chunks are verified again whenever they are read.
+Files that several ranks wrote have hashes of chunks, which are compared whenever a chunk is read. A file of a whole checkpoint
+has one hash, which is compared when it is opened.
 """
 
 import hashlib
@@ -36,10 +36,10 @@ class CheckedFile:
     Args:
         path: A regular file.
         size: The number of bytes that it must have.
-        hashes: The hash of each chunk.
+        hashes: The hash of each chunk, or None if the file was verified as a whole after it was opened.
     """
 
-    def __init__(self, path: Path, size: int, hashes: Sequence[str]) -> None:
+    def __init__(self, path: Path, size: int, hashes: Sequence[str] | None) -> None:
         self._file = safe_files.open_plainly(path)
         self.name, self.size, self.hashes = path.name, size, hashes
         self.bytes_read = 0
@@ -63,12 +63,20 @@ class CheckedFile:
 
     def _verified(self, number: int) -> bytes:
         if number != self._number:
-            data = os.pread(self._file.fileno(), CHUNK, number * CHUNK)
+            data = b""
+            while part := os.pread(self._file.fileno(), CHUNK - len(data), number * CHUNK + len(data)):
+                data = data + part if data else part
             self.bytes_read += len(data)
-            if number >= len(self.hashes) or hashlib.sha256(data).hexdigest() != self.hashes[number]:
+            known = self.hashes
+            if known is not None and (number >= len(known) or hashlib.sha256(data).hexdigest() != known[number]):
                 raise Refused(f"{self.name}: its SHA-256 at byte {number * CHUNK} is not the saved one: a bit changed")
             self._number, self._chunk = number, data
         return self._chunk
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the whole file."""
+        self.bytes_read += self.size
+        return safe_files.digest(self._file)
 
     def seek(self, at: int) -> int:
         """Move to a byte."""
@@ -107,37 +115,39 @@ class SavedTensors:
             self.manifest: Manifest = manifest.read(self.path)
             self.plain: dict[str, Any] = manifest.read_plain(self.path, self.manifest)
             self.tensors: dict[str, SavedTensor]
+            self._hashes: dict[str, list[str]] | None = None
             if self.manifest.version == manifest.SHARDED:
                 self.tensors, self._hashes = index.read(self.path, self.manifest)
             else:
-                self.tensors, self._hashes = self._whole()
+                self.tensors = self._whole()
 
     @property
     def bytes_read(self) -> int:
         """The number of bytes read so far, without plain values and indexes."""
         return self._closed_bytes + sum(file.bytes_read for file, _ in self._files.values())
 
-    def _whole(self) -> tuple[dict[str, SavedTensor], dict[str, list[str]]]:
-        """Return the tensors of a checkpoint of version 1, and the hashes of chunks, after verifying its files."""
+    def _whole(self) -> dict[str, SavedTensor]:
+        """Return the tensors of a checkpoint of version 1, after verifying its files."""
         tensors: dict[str, SavedTensor] = {}
-        hashes = {}
-        for name, entry in self.manifest.files.items():
+        for name in self.manifest.files:
             if name == manifest.PLAIN:
                 continue
-            hashes[name], header = verified(self.path / name, entry)
-            for key, (dtype, shape, _) in header.items():
+            for key, (dtype, shape, _) in self._open(name)[1].items():
                 if key in tensors:
                     raise Refused(f"two files have a tensor {key!r}")
                 pieces = [SavedPiece(name, key, (0,) * len(shape), tuple(shape))] if math.prod(shape) else []
                 tensors[key] = SavedTensor(dtype, tuple(shape), pieces)
-        return tensors, hashes
+        return tensors
 
     def _open(self, name: str) -> tuple[CheckedFile, dict[str, tuple[torch.dtype, list[int], int]]]:
         if name not in self._files:
             while len(self._files) >= MOST_OPEN:
                 self._shut(next(iter(self._files)))
-            file = CheckedFile(self.path / name, self.manifest.files[name]["bytes"], self._hashes[name])
+            entry = self.manifest.files[name]
+            file = CheckedFile(self.path / name, entry["bytes"], None if self._hashes is None else self._hashes[name])
             try:
+                if self._hashes is None and file.digest() != entry["sha256"]:
+                    raise Refused("its SHA-256 is not the manifest's: a bit changed since it was saved")
                 self._files[name] = file, tensorfile.header(cast(BinaryIO, file), file.size)
             except Refused as error:
                 raise Refused(f"{name}: {error}") from None
