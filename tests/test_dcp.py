@@ -4,6 +4,7 @@ import functools
 import os
 import pickle
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -123,9 +124,9 @@ def test_weights_of_torchtitans_llama(prefix, version, tmp_path):
     assert is_dcp(tmp_path / "titan")
     assert _starting_from(tmp_path / "titan", Config(), own=False).model.weights == str(tmp_path / "titan")
     with pytest.raises(UserError, match=r"has no tensor 'model\.layers\.2"):
-        load_weights(Llama(LlamaConfig(32, 32, 64, 3, 4, 2)), tmp_path / "titan")
+        load_weights(Llama(replace(SIZES, num_hidden_layers=3)), tmp_path / "titan")
     with pytest.raises(UserError, match="has the shape"):
-        load_weights(Llama(LlamaConfig(32, 32, 128, 2, 4, 2)), tmp_path / "titan")
+        load_weights(Llama(replace(SIZES, intermediate_size=128)), tmp_path / "titan")
 
 
 # Hostile files --------------------------------------------------------------------------------------------------------
