@@ -422,6 +422,7 @@ def failing(folder: Path) -> None:
         for step in (4, 5, 6):
             saver.save(step, tensors=state(float(step)), plain={})
         saver.wait()
+    dist.barrier()
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000005", "step-00000006"]
     if dist.get_rank() == 0:
         file = folder / "step-00000006" / "rank-00001-00000.safetensors"
