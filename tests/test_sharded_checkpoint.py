@@ -457,6 +457,11 @@ def failing(folder: Path) -> None:
             sharded.load(folder / "step-00000006", tensors)
 
 
+def test_ranks_without_a_shared_folder(tmp_path):
+    with pytest.raises(UserError, match="Rank 1 does not see"):
+        sharded._write_part(tmp_path / "elsewhere", 1, [], sharded.Part({}, {}, {}), tmp_path)
+
+
 def test_an_error_on_one_rank_is_an_error_on_every_rank(tmp_path):
     spread(2, functools.partial(failing, tmp_path))
 
