@@ -14,6 +14,7 @@ import tyro
 
 from dither.data.tokenizer import TOKENIZER
 from dither.errors import UserError
+from dither.storage.dcp import is_dcp
 from dither.tables import print_table
 from dither.train import config as configs
 from dither.train.config import Config, Model
@@ -56,7 +57,8 @@ def train(
         set: Fields as section.field=value, such as optim.lr=3e-4 run.steps=1000.
         resume: Resume the run in the folder from its newest whole checkpoint.
         resume_auto: Resume the run in the folder, or start it if there is none: for jobs that a scheduler restarts.
-        start_from: Start a new run, with a new schedule, from the weights of a run, a checkpoint or a Hugging Face folder.
+        start_from: Start a new run, with a new schedule, from the weights of a run, a checkpoint (also a
+            DCP or torchtitan one) or a Hugging Face folder.
         out: The folder of the run: sets run.out.
         fields: Print every field with its type, default and meaning, and do not train.
     """
@@ -151,6 +153,8 @@ def _starting_from(path: Path, base: Config, own: bool) -> Config:
     if os.path.isfile(path / "config.json"):
         _check_model(base.model, Model(hf=str(path)), path)
         return _with_tokenizer(replace(base, model=replace(base.model, hf=str(path))), path / TOKENIZER)
+    if is_dcp(path):
+        return replace(base, model=replace(base.model, weights=str(path)))
     found, skipped = checkpoint_of(path)
     for why in skipped:
         print(why, file=sys.stderr)

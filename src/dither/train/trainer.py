@@ -27,7 +27,7 @@ from dither.precision import Plan
 from dither.random import Stream
 from dither.snip import Snip
 from dither.snip.controller import is_ready
-from dither.train import checkpoint
+from dither.storage.reading import SavedTensors
 from dither.train.config import Config, loads, schedule
 from dither.train.distributed import Ranks
 from dither.train.files import TOKENS
@@ -365,11 +365,11 @@ class Trainer:
 
     def restore(self, path: Path) -> Resumed:
         """Restore a checkpoint of this run. One of another model, corpus or config raises a UserError and changes nothing."""
-        tensors, plain = checkpoint.load(path)
-        others = _check_saved(path, plain, self)
-        if (plan := plan_of(plain)) is not None and (record := self.plans.apply(plan)) is not None:
-            self.conversion = record
-        resumed = unpack(self.model, self.training.optimizer, tensors, plain, scaler=self.training.scaler)
+        with SavedTensors(path) as saved:
+            others = _check_saved(path, saved.plain, self)
+            if (plan := plan_of(saved.plain)) is not None and (record := self.plans.apply(plan)) is not None:
+                self.conversion = record
+            resumed = unpack(self.model, self.training.optimizer, saved, saved.plain, scaler=self.training.scaler)
         if self.plans.snip is not None and others.get("snip") is not None:
             self.plans.snip.load_state_dict(others["snip"])
         self.guard.restore(others["guard"])

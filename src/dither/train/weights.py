@@ -1,16 +1,19 @@
 """Initial weights from a checkpoint of another run."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dither.errors import UserError
+from dither.models.saved_runs import saved_weights
+from dither.storage.dcp import is_dcp, open_dcp
+from dither.storage.reading import SavedTensors, TensorSource
 from dither.train import checkpoint
 from dither.train.files import CHECKPOINTS, CONFIG
+from dither.train.stored import Stored
+from dither.train.torchtitan import PREFIXES, halves_from_pairs, rotates, titan_names
 
 
 def checkpoint_of(path: str | Path) -> tuple[Path, list[str]]:
@@ -36,28 +39,81 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
 
     Args:
         model: The model, whose tensors must have the names and shapes of those in the checkpoint.
-        path: A run, whose newest whole checkpoint is read, or a checkpoint.
+        path: A run, whose newest whole checkpoint is read, a checkpoint, or one of torch.distributed.checkpoint, such as
+            torchtitan's of Llama 3.
     """
+    if is_dcp(path):
+        with open_dcp(path) as source:
+            _load_dcp(model, source)
+        return
     found, _ = checkpoint_of(path)
-    tensors, plain = checkpoint.load(found)
-    saved = _weights(tensors, plain)
+    with SavedTensors(found) as saved:
+        names, stored = saved_weights(saved), Stored(saved)
+        for name, value in model.state_dict(keep_vars=True).items():
+            if name not in names:
+                raise UserError(
+                    f"The checkpoint {str(found)!r} has no tensor {name!r}: set [model] as in the run that made it."
+                )
+            _check_shape(name, saved.tensors[names[name]].shape, value, found)
+            value.copy_(stored.read(names[name], value))
+
+
+def _check_shape(name: str, shape: tuple[int, ...], value: Tensor, path: Path) -> None:
+    if shape != tuple(value.shape):
+        raise UserError(
+            f"The tensor {name!r} has the shape {list(shape)} in {str(path)!r} and {list(value.shape)} in "
+            "this model: set [model] and data.tokenizer as in the run that made it."
+        )
+
+
+def _load_dcp(model: nn.Module, source: TensorSource) -> None:
+    """Copy weights of a DCP checkpoint that has the names of the model, or those of torchtitan's Llama 3."""
+    wanted: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    first: dict[int, str] = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        if name not in saved:
-            raise UserError(f"The checkpoint {str(found)!r} has no tensor {name!r}: set [model] as in the run that made it.")
-        if saved[name].shape != value.shape:
+        if id(value) in first:
+            tied[name] = first[id(value)]
+        else:
+            wanted[name] = value
+            first[id(value)] = name
+    places, lacking = _places(list(wanted), source)
+    if lacking:
+        some = ", ".join(sorted(source.tensors)[:3]) or "none"
+        raise UserError(
+            f"The checkpoint {str(source.path)!r} has no tensor {lacking!r}, and no other name for it; it has "
+            f"{some}: set [model] as in the run that made it."
+        )
+    for name, other in tied.items():
+        own, missing = _places([name, other], source)
+        if not missing and not torch.equal(source.box(own[name]), source.box(own[other])):
             raise UserError(
-                f"The tensor {name!r} has the shape {list(saved[name].shape)} in {str(found)!r} and {list(value.shape)} in "
-                "this model: set [model] and data.tokenizer as in the run that made it."
+                f"The checkpoint {str(source.path)!r} has a {name!r} of its own, which this model ties to {other!r}."
             )
-        value.copy_(saved[name])
+    head_size = getattr(getattr(model, "config", None), "head_dim", None)
+    for name, value in wanted.items():
+        _check_shape(name, source.tensors[places[name]].shape, value, source.path)
+        if rotates(name) and not places[name].endswith(name):
+            if head_size is None:
+                raise UserError(f"The model {type(model).__name__} has no head_dim, by which {places[name]!r} is reordered.")
+            whole = {name: halves_from_pairs(source.box(places[name]), int(head_size))}
+            value.copy_(Stored(whole).read(name, value))
+        else:
+            value.copy_(Stored(source).read(places[name], value))
 
 
-def _weights(tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the weights of a checkpoint by name: master weights if there are any, and tied weights under both names."""
-    weights = {name.removeprefix("model:"): value for name, value in tensors.items() if name.startswith("model:")}
-    for group in plain["optimizer"]["groups"]:
-        for index, name in zip(group["params"], group.get("param_names", ()), strict=False):
-            master = tensors.get(f"optimizer:{index}:master")
-            if master is not None and name in weights and master.shape == weights[name].shape:
-                weights[name] = master
-    return weights | {name: weights[first] for name, first in plain["same"].items() if first in weights}
+def _places(wanted: list[str], source: TensorSource) -> tuple[dict[str, str], str]:
+    """Return the stored name of each tensor of the model, and the first tensor that has none, or "".
+
+    The names are those of the model or of torchtitan, with the prefix under which most of them are found.
+    """
+    best: dict[str, str] = {}
+    for prefix in PREFIXES:
+        for names_of in (lambda name: (name,), titan_names):
+            found = {}
+            for name in wanted:
+                theirs = [prefix + each for each in names_of(name) if prefix + each in source.tensors]
+                if theirs:
+                    found[name] = theirs[0]
+            best = found if len(found) > len(best) else best
+    return best, next((name for name in wanted if name not in best), "")
