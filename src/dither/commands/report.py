@@ -35,8 +35,9 @@ def report(
     if json and out is not None:
         raise UserError("--json prints what a page shows and writes none: leave out --out.")
     folders = expanded(runs)
-    path = None if json or png or svg else page_path(folders, out)
-    made = Report(read_all(folders))
+    found = read_all(folders)
+    path = page_path(folders, out) if out is not None or not (json or png or svg) else None
+    made = Report(found)
     if json:
         print(made.json())
     if png is not None or svg is not None:
@@ -46,6 +47,6 @@ def report(
         if not json:
             for figure in figures:
                 print(figure)
-    if path is not None or out is not None:
-        print(write_page(made, path if path is not None else page_path(folders, out)))
+    if path is not None:
+        print(write_page(made, path))
     return 0

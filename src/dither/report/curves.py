@@ -1,7 +1,7 @@
 """Curves of runs over steps, tokens, time and FLOPs: one line per run, or per configuration with a band over its seeds."""
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dither.report.charts import Line, LineChart, kept
@@ -33,15 +33,16 @@ class Clock:
     """Positions of the steps of a run on the other axes."""
 
     tokens: tuple[tuple[float, float], ...]
-    seconds: tuple[tuple[float, float], ...]
+    seconds: Mapping[str, tuple[tuple[float, float], ...]]
+    """Times of the lines of each kind."""
     flops: float | None
     """FLOPs per token."""
 
-    def at(self, steps: Sequence[float]) -> dict[str, tuple[float, ...]]:
-        """Return the positions of steps on all axes that the run has, interpolated between lines of metrics."""
+    def at(self, steps: Sequence[float], kind: str) -> dict[str, tuple[float, ...]]:
+        """Return the positions of the steps of lines of a kind on all axes that the run has."""
         found = {"steps": tuple(steps)}
         tokens = [_at(self.tokens, step) for step in steps]
-        seconds = [_at(self.seconds, step) for step in steps]
+        seconds = [_at(self.seconds[kind], step) for step in steps]
         if steps and None not in tokens:
             found["tokens"] = tuple(each for each in tokens if each is not None)
             if self.flops:
@@ -53,8 +54,8 @@ class Clock:
 
 def clock_of(run: RunFolder) -> Clock:
     """Return the clock of a run from its lines of training and evaluation."""
-    times = sorted({*run.curve("train", "time"), *run.curve("eval", "time")})
-    return Clock(run.curve("train", "tokens"), tuple(times), number(run.environment.get("flops_per_token")))
+    seconds = {kind: run.curve(kind, "time") for kind in ("train", "eval")}
+    return Clock(run.curve("train", "tokens"), seconds, number(run.environment.get("flops_per_token")))
 
 
 def groups_of(runs: Sequence[RunFolder], comparison: Comparison | None) -> tuple[Group, ...]:
@@ -101,7 +102,7 @@ def difference_chart(groups: Sequence[Group]) -> LineChart | None:
             continue
         steps = sorted(set.intersection(*(set(each[seed]) for each in losses for seed in seeds)))
         found = [(step, paired([losses[0][s][step] for s in seeds], [losses[1][s][step] for s in seeds])) for step in steps]
-        lines += _line(group, [(step, each) for step, each in found if each is not None], "strong")
+        lines += _line(group, [(step, each) for step, each in found if each is not None], "strong", "eval")
     if not lines:
         return None
     several = any(len(group.seeds) > 1 for group in groups)
@@ -178,18 +179,18 @@ def _drawn(group: Group, kind: str, key: str, style: str) -> list[Line]:
     if not all(curves):
         return []
     if len(curves) == 1:
-        return _line(group, [(step, Estimate(y, None, 1)) for step, y in curves[0]], style)
+        return _line(group, [(step, Estimate(y, None, 1)) for step, y in curves[0]], style, kind)
     values = [dict(curve) for curve in curves]
     steps = sorted(set.intersection(*map(set, values)))
     found = [(step, estimate([each[step] for each in values])) for step in steps]
-    return _line(group, [(step, each) for step, each in found if each is not None], style)
+    return _line(group, [(step, each) for step, each in found if each is not None], style, kind)
 
 
-def _line(group: Group, points: Sequence[tuple[float, Estimate]], style: str) -> list[Line]:
+def _line(group: Group, points: Sequence[tuple[float, Estimate]], style: str, kind: str) -> list[Line]:
     if not points:
         return []
     chosen = [points[at] for at in kept([each.mean for _, each in points])]
-    positions = [clock.at([step for step, _ in chosen]) for clock in group.clocks]
+    positions = [clock.at([step for step, _ in chosen], kind) for clock in group.clocks]
     axes = [axis for axis in AXES if all(axis in each for each in positions)]
     x = {axis: tuple(map(_mean, zip(*(each[axis] for each in positions), strict=True))) for axis in axes}
     banded = all(each.error is not None for _, each in chosen)

@@ -70,7 +70,7 @@ class Report:
             "title": self.title,
             "colours": {"lines": len(PALETTE), "sequence": list(SEQUENCE)},
             "charts": {name: plain(chart) for name, chart in self.charts.items()},
-            "runs": [plain(section.to_dict()) for section in self.sections],
+            "runs": [section.to_dict() for section in self.sections],
             **compared,
         }
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dither.report.bitwidth_view import BitwidthView, bitwidth_view
-from dither.report.charts import Chart, Line, LineChart, PartChart, Table
+from dither.report.charts import Chart, Line, LineChart, PartChart, Table, plain
 from dither.report.maps import PlanHistory, plan_history
 from dither.report.numbers import duration, fixed, share, short, size
 from dither.report.numerics_view import NumericsView, first_nonfinite, numerics_view
@@ -74,8 +74,8 @@ class Section:
         return tuple((f"{self.id}-{part}" if part else "loss", name) for part, name, there in parts if there)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what the page draws about the run."""
-        found: dict[str, Any] = asdict(self.summary)
+        """Return what the page draws about the run, with its key figures in full precision."""
+        found: dict[str, Any] = {}
         if self.plans is not None:
             found |= {"grid": self.plans.grid, "plans": self.plans.to_dict()}
         if self.snip is not None:
@@ -84,7 +84,7 @@ class Section:
             found["bitwidths"] = self.bitwidths.to_dict()
         if self.numerics is not None:
             found["numerics"] = self.numerics.to_dict()
-        return found
+        return {**asdict(self.summary), **plain(found)}
 
 
 def section_of(run: RunFolder, at: int = 0) -> Section:
