@@ -2,12 +2,14 @@
 
 import base64
 import hashlib
+import itertools
 import json
 import math
 import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from random import Random
 from xml.etree import ElementTree
 
 import pytest
@@ -15,7 +17,7 @@ from report_runs import EVIL, lines, make, seeds
 
 from dither import UserError, cli, report
 from dither.recipes import recipe
-from dither.report import charts, curves, maps, page
+from dither.report import charts, curves, maps, page, snip_view
 from dither.report.comparison import Comparison
 from dither.report.summary import summarize
 
@@ -416,6 +418,54 @@ def test_the_first_number_that_was_not_finite_is_named(tmp_path):
     assert "NaN or Inf first appeared at step 7 in layers.1.up_proj." in page_text(tmp_path / "a", [*lines(), guard])
     older = {"kind": "train", "step": 50, "time": 9, "loss": None, "text": "loss was nan"}
     assert "NaN or Inf first appeared at step 50: loss was nan." in page_text(tmp_path / "b", [*lines(), older])
+
+
+def test_estimates_are_drawn_against_measurements(tmp_path):
+    """verification.json, as `dither plan verify` writes it; the probe whose ranks fit best is drawn."""
+    tables = {"loss": [[1e-3, 4e-3], [2e-3, 0.0]], "weights": [[1e-5, 2e-5], [3e-5, 4e-5]]}
+    common = {"layers": ["h.0.up", "h.1.up"], "options": ["fp8/fp8/fp8", "fp4/fp4/fp4"]}
+    scores = [{**common, **tables, "probe": probe} for probe in ("direct", "last")]
+    ranks = [{"probe": "direct", "loss": 0.5, "weights": 0.5}, {"probe": "last", "loss": 0.875, "weights": 0.75}]
+    found = {**common, **tables, "batches": 4, "scores": scores, "estimates": ranks}
+    run = make(tmp_path / "run")
+    (run / "verification.json").write_text(json.dumps(found))
+    loss, weights = (report.Report([report.read(run)]).charts[f"run-0-verified-{n}"] for n in (0, 1))
+    assert loss.points[1] == (4e-3, 4e-3, "h.0.up, fp4/fp4/fp4")
+    assert len(loss.points) == 3  # a logarithmic axis has no zero
+    assert "Spearman's correlation 0.875, probe last" in loss.about
+    assert len(weights.points) == 4
+    (run / "verification.json").write_text(json.dumps({**found, "loss": [[1]]}))
+    assert "verification.json cannot be read: A table has not 2 rows of 2 numbers." in page_text(run)
+
+
+def test_the_corners_of_the_frontier_are_optimal():
+    """All choices of three layers with four options: no one saves as much with less harm than the line between corners."""
+    random = Random(0)
+    harm = tuple(tuple(random.random() for _ in range(4)) for _ in range(3))
+    savings = tuple(tuple(random.random() for _ in range(4)) for _ in range(3))
+    corners = snip_view.frontier_points(harm, savings)
+    choices = [
+        (
+            sum(row[at] for row, at in zip(savings, choice, strict=True)),
+            sum(row[at] for row, at in zip(harm, choice, strict=True)),
+        )
+        for choice in itertools.product(range(4), repeat=3)
+    ]
+    for saved, least in corners:
+        assert least == pytest.approx(min(cost for share, cost in choices if share >= saved - 1e-12))
+    assert corners[0][1] == pytest.approx(min(cost for _, cost in choices))
+    assert corners[-1][0] == pytest.approx(max(share for share, _ in choices))
+
+
+def test_a_pipeline_waits_for_its_neighbours():
+    spans = snip_view.one_forward_one_backward([1.0, 0.5], 4)
+    ends = {(stage, kind, number): (begin, end) for stage, row in enumerate(spans) for begin, end, kind, number in row}
+    for number in "1234":
+        assert ends[1, "forward", number][0] >= ends[0, "forward", number][1]
+        assert ends[0, "backward", number][0] >= ends[1, "backward", number][1]
+    for row in spans:
+        assert all(one[1] <= other[0] + 1e-12 for one, other in itertools.pairwise(row))
+        assert len(row) == 8
 
 
 def test_memory_and_time_by_part(tmp_path):

@@ -190,7 +190,7 @@ def verify(
         device: The device, in place of that of the run.
         emulate: Multiply dequantized numbers in float32 on a GPU too, in place of the setting of the run.
         fallback: For a layer whose casts no matrix units support: error, bf16 or emulate, in place of the setting of the run.
-        output: A file for all numbers, as JSON.
+        output: A file for all numbers, as JSON; by default verification.json in the folder of the run, which reports show.
     """
     given = combinations(options)
     with _opened(run, device, emulate, fallback) as opened:
@@ -214,7 +214,7 @@ def verify(
             forward=_announced(opened.loss, parts),
             more_for_loss=parts[batches:],
         )
-    _write(output, judged.to_json() + "\n")
+    _write(output or str(Path(opened.job.config.run.out) / "verification.json"), judged.to_json() + "\n")
     print(judged)
     return 0
 

@@ -13,7 +13,7 @@ from dither.report.maps import grid_of
 from dither.report.numbers import share, short
 from dither.report.run_folder import RunFolder, number
 
-MOST_STEPS = 60
+MOST_STEPS = 40
 """Maximum number of evaluations in a history; the last of each stretch is shown."""
 
 BIN = 0.25
@@ -50,8 +50,8 @@ class BitwidthView:
     highs: tuple[tuple[float | None, ...], ...]
     scale: tuple[float, float]
     """Ends of the colour scale of all maps of the run: whole bits."""
-    blocks: tuple[tuple[tuple[float, ...], ...], ...]
-    """For each layer, the bitwidths of its blocks as rows; () if they are not recorded."""
+    blocks: tuple[tuple[tuple[int, ...], ...], ...]
+    """For each layer, the bitwidths of its blocks as rows, in hundredths of a bit; () if they are not recorded."""
     shapes: tuple[tuple[int, int], ...]
     """For each layer, its rows and columns of blocks; a cell of `blocks` may stand for several."""
     block_step: int | None
@@ -166,7 +166,7 @@ def _blocks(run: RunFolder, names: Sequence[str]) -> tuple[Any, Any, int | None]
         whole = values and len(values) <= 64 and len({len(row) for row in values}) == 1 and 0 < len(values[0]) <= 64
         sized = isinstance(shape, list) and len(shape) == 2 and all(type(n) is int and 0 < n < 1 << 31 for n in shape)
         if whole and sized and all(value is not None for row in values for value in row):
-            found.append(tuple(tuple(round(value or 0.0, 2) for value in row) for row in values))
+            found.append(tuple(tuple(round(100 * (value or 0.0)) for value in row) for row in values))
             shapes.append((shape[0], shape[1]))  # type: ignore[index]
         else:
             found.append(())

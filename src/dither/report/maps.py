@@ -153,13 +153,17 @@ def plan_history(run: RunFolder) -> tuple[PlanHistory | None, list[str]]:
         found = [found[0], *found[1 - MOST_PLANS :]]
     grid = grid_of(names)
     entries: dict[OperandPrecision, int] = {}
+    known: dict[tuple[LayerPrecision, str, str], int] = {}  # most layers share a few precisions
     states = []
     for step, reason, is_new, plan, at in found:
         rows: list[list[int]] = [[] for _ in OPERANDS]
         for name in grid.names:
             precision = plan.for_layer(name) or LayerPrecision()
             for row, operand in zip(rows, OPERANDS, strict=True):
-                row.append(entries.setdefault(_operand(precision, operand, plan.compute), len(entries)))
+                key = precision, operand, plan.compute
+                if key not in known:
+                    known[key] = entries.setdefault(_operand(*key), len(entries))
+                row.append(known[key])
         states.append(PlanState(step, reason[:1000], is_new, tuple(map(tuple, rows)), at))
     return PlanHistory(grid, tuple(entries), tuple(states), tuple(each[3] for each in found)), missing
 

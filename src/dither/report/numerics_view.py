@@ -12,7 +12,10 @@ from dither.report.run_folder import RunFolder, number
 SHARES = ("clipped", "flushed", "subnormal", "zeros", "nonfinite")
 """Shares of an operand's values, by the names of the monitor."""
 
-MOST_STEPS = 40
+SCALES = ("low", "median", "high")
+"""Names of the smallest, the median and the largest scale."""
+
+MOST_STEPS = 25
 """Maximum number of sampled steps in a history; of each stretch, the largest number is kept."""
 
 MOST_LAYERS = 4000
@@ -23,7 +26,7 @@ Column = tuple[float | None, ...]
 
 @dataclass(frozen=True)
 class NumericsView:
-    """What the monitor measured: for each number and operand, a row per step and a column per layer."""
+    """Measurements of the monitor: for each number and operand, a row per step and a column per layer."""
 
     grid: LayerGrid
     steps: tuple[int, ...]
@@ -39,13 +42,11 @@ class NumericsView:
     """The cast of each layer's operand at the last step."""
     problems: tuple[str, ...]
     """Sentences of the monitor about the last sampled step."""
-    nonfinite: str
-    """A sentence about the first number that was NaN or Inf, or ""."""
     updates: tuple[LineChart, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Return what the page draws."""
-        left_out = ("updates", "problems", "nonfinite")
+        left_out = ("updates", "problems")
         return {key: value for key, value in vars(self).items() if key not in left_out}
 
 
@@ -58,24 +59,12 @@ def numerics_view(run: RunFolder) -> NumericsView | None:
     parts = stretches([step for step, _ in lines], MOST_STEPS)
     steps = tuple(lines[part[-1]][0] for part in parts)
 
-    def history(operand: str, key: str, at: int | None = None, least: bool = False) -> tuple[Column, ...]:
-        rows = []
-        for part in parts:
-            row = []
-            for name in grid.names:
-                values = [value for n in part if (value := _value(lines[n][1].get(name), operand, key, at)) is not None]
-                row.append((min(values) if least else max(values)) if values else None)
-            rows.append(tuple(row))
-        return tuple(rows)
+    numbers = [_largest([lines[at][1] for at in part], grid.names) for part in parts]
 
-    scales = {
-        operand: {
-            "low": history(operand, "scale", 0, least=True),
-            "median": history(operand, "scale", 1),
-            "high": history(operand, "scale", 2),
-        }
-        for operand in OPERANDS
-    }
+    def history(operand: str, key: str) -> tuple[Column, ...]:
+        return tuple(tuple(row.get((name, operand, key)) for name in grid.names) for row in numbers)
+
+    scales = {operand: {key: history(operand, key) for key in SCALES} for operand in OPERANDS}
     last = lines[-1][1]
     problems = run.of("numerics")[-1].get("problems")
     return NumericsView(
@@ -87,9 +76,30 @@ def numerics_view(run: RunFolder) -> NumericsView | None:
         scales,
         {operand: tuple(_cast(last.get(name), operand) for name in grid.names) for operand in OPERANDS},
         tuple(each for each in problems if isinstance(each, str))[:20] if isinstance(problems, list) else (),
-        first_nonfinite(run),
         _updates(lines),
     )
+
+
+def _largest(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[tuple[str, str, str], float]:
+    """Return the numbers of a stretch of sampled steps by layer, operand and key: the largest ones, and the smallest scale."""
+    found: dict[tuple[str, str, str], float] = {}
+    for layers in lines:
+        for name in names:
+            layer = layers.get(name, {})
+            for operand in OPERANDS:
+                measured = layer.get(operand)
+                if not isinstance(measured, dict):
+                    continue
+                values = {key: measured.get(key) for key in (*SHARES, "amax")}
+                scale = measured.get("scale")
+                if isinstance(scale, list) and len(scale) == len(SCALES):
+                    values |= dict(zip(SCALES, scale, strict=True))
+                for key, value in values.items():
+                    if (known := number(value)) is not None:
+                        place = name, operand, key
+                        before = found.get(place)
+                        found[place] = known if before is None else min(before, known) if key == "low" else max(before, known)
+    return found
 
 
 def first_nonfinite(run: RunFolder) -> str:
@@ -105,10 +115,15 @@ def first_nonfinite(run: RunFolder) -> str:
         if isinstance(text := line.get("text"), str) and " was " in text:
             found.append((line["step"], f": {text}"))
     for line in run.of("numerics"):
-        for name, layer in _layers(line).items():
-            for operand in OPERANDS:
-                if _value(layer, operand, "nonfinite"):
-                    found.append((line["step"], f"in the {operand} of {name}"))
+        bad = (
+            (operand, name)
+            for name, layer in _layers(line).items()
+            for operand in OPERANDS
+            if isinstance(measured := layer.get(operand), dict) and number(measured.get("nonfinite"))
+        )
+        if first := next(bad, None):
+            found.append((line["step"], f"in the {first[0]} of {first[1]}"))
+            break
     if not found:
         return ""
     step, where = min(found, key=lambda each: each[0])
@@ -117,11 +132,13 @@ def first_nonfinite(run: RunFolder) -> str:
 
 def _updates(lines: Sequence[tuple[int, Mapping[str, Any]]]) -> tuple[LineChart, ...]:
     """Return statistics of rounding: updates against the spacing of the weights' format, and updates below half of it."""
-    updates = {(step, name): layer["update"] for step, layers in lines for name, layer in layers.items()
-               if isinstance(layer.get("update"), dict)}  # fmt: skip
+    updates = {
+        step: [layer["update"] for layer in layers.values() if isinstance(layer.get("update"), dict)] for step, layers in lines
+    }
+    updates = {step: found for step, found in updates.items() if found}
     if not updates:
         return ()
-    kinds = sorted({f"{each.get('format')}, {each.get('rounding')}" for each in updates.values()})
+    kinds = sorted({f"{each.get('format')}, {each.get('rounding')}" for found in updates.values() for each in found})
     words = {
         "stochastic": "Stochastic rounding keeps such updates on average",
         "nearest": "Rounding to nearest loses such updates",
@@ -134,9 +151,8 @@ def _updates(lines: Sequence[tuple[int, Mapping[str, Any]]]) -> tuple[LineChart,
         ("ratio", "Size of updates against the spacing of the weights", "median of |update| / spacing", ""),
     ):
         points = []
-        for step in dict.fromkeys(step for step, _ in updates):
-            values = sorted(value for (at, _), each in updates.items() if at == step
-                            and (value := number(each.get(key))) is not None)  # fmt: skip
+        for step, given in updates.items():
+            values = sorted(value for each in given if (value := number(each.get(key))) is not None)
             if values:
                 points.append((float(step), values[0], values[len(values) // 2], values[-1]))
         if points:
@@ -155,14 +171,6 @@ def _layers(line: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         for each in (layers if isinstance(layers, list) else [])
         if isinstance(each, dict) and isinstance(each.get("name"), str)
     }
-
-
-def _value(layer: Mapping[str, Any] | None, operand: str, key: str, at: int | None = None) -> float | None:
-    found = None if layer is None else layer.get(operand)
-    value = found.get(key) if isinstance(found, dict) else None
-    if at is not None:
-        value = value[at] if isinstance(value, list) and len(value) > at else None
-    return number(value)
 
 
 def _cast(layer: Mapping[str, Any] | None, operand: str) -> str:

@@ -19,7 +19,7 @@ from dither.report.run_folder import RunFolder, number
 Table2 = tuple[tuple[float, ...], ...]
 """A row per layer, a column per option."""
 
-MOST_ESTIMATES = 12
+MOST_ESTIMATES = 8
 """Maximum number of sets of estimates on a page; the last ones are shown."""
 
 MOST_CORNERS = 100
@@ -51,7 +51,7 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class SnipView:
-    """What a page shows about SNIP's choices."""
+    """Charts and tables about SNIP's choices."""
 
     sensitivities: tuple[Sensitivity, ...]
     frontier: LineChart | None

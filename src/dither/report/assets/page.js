@@ -181,7 +181,8 @@ part(document, "bitwidths", (run, find) => {
     find("about-blocks").textContent = `${view.grid.names[layer]}: ${tall} × ${wide} blocks at step ${view.block_step.toLocaleString("en")}${pooled ? `, each cell the mean of about ${Math.round((tall * wide) / rows.length / columns)}` : ""}. Rows are outputs, columns are inputs.`;
     const cell = Math.max(6, Math.min(26, Math.floor((holder.clientWidth - 4) / columns)));
     const svg = make("svg", { viewBox: `0 0 ${cell * columns + 2} ${cell * rows.length + 2}`, width: cell * columns + 2, height: cell * rows.length + 2, role: "img", "aria-label": `Bitwidths of the blocks of ${view.grid.names[layer]}` });
-    rows.forEach((row, i) => row.forEach((value, j) => {
+    rows.forEach((row, i) => row.forEach((hundredths, j) => {
+      const value = hundredths / 100;
       const rect = make("rect", { x: 1 + cell * j, y: 1 + cell * i, width: cell - 0.5, height: cell - 0.5, fill: colour(value), "data-row": i, "data-column": j, "data-value": value });
       rect.addEventListener("pointerenter", () => showTip(holder, cell * (j + 1), cell * i, [[`row ${i}, column ${j}: ${value.toFixed(2)} bits`, ""]]));
       svg.append(rect);
