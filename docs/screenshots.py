@@ -30,7 +30,8 @@ LLAMA = {
 """The model: eight blocks, so that maps have columns."""
 
 SETTINGS = (
-    "data.sequence=32", "data.batch=2", "data.held_out=0.15", "precision.recipe=fp8-block", "precision.sampling.parts=all", "optim.lr=5e-3",
+    "data.sequence=32", "data.batch=2", "data.held_out=0.15", "precision.recipe=fp8-block", "precision.sampling.parts=all",
+    "optim.lr=5e-3",
     "precision.sampling.guidance=[{kind='bitwidth_loss', weight=1.0}]", "snip.target=0.6", "snip.start=8", "snip.every=8",
     "snip.delay=2", "snip.probe=direct", "snip.stages=[2, 2, 2, 2]", "monitor.every=8", "run.steps=48", "run.eval_every=8",
     "run.eval_sequences=4", "run.sample_every=48", "run.sample_tokens=40", "run.log_every=1", "run.save_every=48",

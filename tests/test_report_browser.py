@@ -10,7 +10,7 @@ from pathlib import Path
 
 import chromium
 import pytest
-from report_runs import EVIL, KINDS, large, lines, make, seeds, trained
+from report_runs import EVIL, KINDS, large, lines, make, seeds
 
 from dither import report
 from dither.report.run_folder import read
@@ -52,11 +52,10 @@ CONTRAST = """(() => {
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory) -> Path:
+def tiny(report_run) -> Path:
     """A real run with SNIP and GaussWS, and its page."""
-    run = trained(tmp_path_factory.mktemp("tiny"))
-    report.write([run])
-    return run
+    report.write([report_run])
+    return report_run
 
 
 @pytest.fixture(scope="module")
