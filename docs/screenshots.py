@@ -61,19 +61,19 @@ def take(run: Path) -> None:
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, chromium.Chromium(browser) as page:
         path = report.write([run], Path(folder) / "report.html")
-        for name, selector, width, dark in (
-            ("report", "#run-0-precision", 1000, False),
-            ("report-dark", "#run-0-bitwidths", 1000, True),
-            ("report-phone", "#loss", 380, False),
+        for name, first, last, width, dark in (
+            ("report", "#run-0-precision", "[data-chart=run-0-frontier]", 1000, False),
+            ("report-dark", "#run-0-bitwidths", "[data-chart=run-0-histogram]", 1000, True),
+            ("report-phone", "#loss", "[data-chart=loss]", 380, False),
         ):
             page.resize(width, 900)
             page.mode(dark)
             page.open(path)
-            box = page.run(
-                f"(() => {{ const b = document.querySelector({selector!r}).getBoundingClientRect();"
-                "return [b.x + scrollX, b.y + scrollY, b.width, b.height]; })()"
+            edges = page.run(
+                f"[document.querySelector('{first} h2').getBoundingClientRect().top + scrollY + 8,"
+                f" document.querySelector('{last}').getBoundingClientRect().bottom + scrollY + 16]"
             )
-            clip = {"x": 0, "y": max(0, box[1] + 30), "width": width, "height": min(box[3] - 20, 1500 if width > 400 else 1100)}
+            clip = {"x": 0, "y": edges[0], "width": width, "height": edges[1] - edges[0]}
             page.screenshot(FOLDER / f"{name}.png", clip)
 
 

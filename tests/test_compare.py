@@ -137,7 +137,7 @@ def test_a_comparison_of_several_seeds(text, tmp_path, capsys, monkeypatch):
     losses = {}
     for name in ("fp32", "fp32-seed-6", "bf16-sr", "bf16-sr-seed-6"):
         losses[name] = json.loads((out / name / "metrics.jsonl").read_text().splitlines()[-1])["loss"]
-    rows = {line.split()[1]: line for line in told.split("lowest first\n")[1].splitlines()[1:3]}
+    rows = {line.split()[0]: line for line in told.split("lowest first\n")[1].splitlines()[1:3]}
     assert f"{(losses['fp32'] + losses['fp32-seed-6']) / 2:.4f}" in rows["fp32"]
     differences = [losses[f"bf16-sr{seed}"] - losses[f"fp32{seed}"] for seed in ("", "-seed-6")]
     error = abs(differences[0] - differences[1]) / 2
