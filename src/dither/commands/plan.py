@@ -36,8 +36,9 @@ from dither.snip.verification import verify as verify_scores
 from dither.tables import print_table
 from dither.train import checkpoint, config
 from dither.train.distributed import joined
-from dither.train.files import CHECKPOINTS, CONFIG
+from dither.train.files import CHECKPOINTS, CONFIG, VERIFICATION
 from dither.train.progress import duration
+from dither.train.recorder import write_file
 from dither.train.trainer import Trainer, open_corpus
 
 Probe = Literal["measure", "layer", "last", "direct"]
@@ -214,7 +215,9 @@ def verify(
             forward=_announced(opened.loss, parts),
             more_for_loss=parts[batches:],
         )
-    _write(output or str(Path(opened.job.config.run.out) / "verification.json"), judged.to_json() + "\n")
+    if output is None:
+        write_file(Path(opened.job.config.run.out) / VERIFICATION, judged.to_json().encode() + b"\n")
+    _write(output, judged.to_json() + "\n")
     print(judged)
     return 0
 
