@@ -175,6 +175,18 @@ def test_mistakes_are_sentences(tmp_path, capsys, arguments, words):
     assert said.count("\n") == 1
 
 
+def test_folders_that_are_no_runs_are_told_and_the_others_shown(tmp_path, capsys):
+    runs = seeds(tmp_path / "runs", {"o1": [3.0, 3.2]})
+    assert cli.main(["report", str(runs[0]), str(tmp_path), str(runs[1]), "nowhere", "-o", str(tmp_path / "page.html")]) == 0
+    said = capsys.readouterr()
+    assert said.out == f"{tmp_path / 'page.html'}\n"
+    assert "is not a run" in said.err
+    assert "There is no run 'nowhere'" in said.err
+    text = Page((tmp_path / "page.html").read_text()).text
+    assert "There is no run 'nowhere'" in text
+    assert "3.1000 ± 0.1000" in text
+
+
 @pytest.mark.parametrize("content", [None, b"", b"[1", b"\xff\xfe", b'{"a": NaN}', b'{"a": 1, "a": 2}', b"[" * 100_000])
 def test_what_is_missing_or_broken_is_said_and_the_rest_is_shown(tmp_path, content):
     folder = make(tmp_path / "run")

@@ -1,5 +1,6 @@
 """`dither report`: write a page about runs."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -30,14 +31,18 @@ def report(
         svg: The same as SVG files.
     """
     from dither.report.page import Report, page_path, write_page  # jinja2 takes a moment
-    from dither.report.run_folder import expanded, read_all
+    from dither.report.run_folder import expanded, read_all, why_not
 
     if json and out is not None:
         raise UserError("--json prints what a page shows and writes none: leave out --out.")
     folders = expanded(runs)
+    problems = [problem for folder in folders if (problem := why_not(folder))]
+    if problems and len(problems) < len(folders):  # the others can be shown
+        print("\n".join(problems), file=sys.stderr)
+        folders = [folder for folder in folders if not why_not(folder)]
     found = read_all(folders)
     path = page_path(folders, out) if out is not None or not (json or png or svg) else None
-    made = Report(found)
+    made = Report(found, left_out=problems)
     if json:
         print(made.json())
     if png is not None or svg is not None:

@@ -35,14 +35,15 @@ class Report:
     (1.5,)
     """
 
-    def __init__(self, runs: Sequence[RunFolder], comparison: Comparison | None = None) -> None:
+    def __init__(self, runs: Sequence[RunFolder], comparison: Comparison | None = None, left_out: Sequence[str] = ()) -> None:
         """Compute the contents of a page.
 
         Args:
             runs: The runs; the others are compared with the first.
             comparison: Their comparison; by default that of comparison.json beside them, or by their configs.
+            left_out: Sentences about folders that could not be read.
         """
-        self.runs = tuple(runs)
+        self.runs, self.left_out = tuple(runs), tuple(left_out)
         self.comparison = comparison if comparison is not None or len(runs) == 1 else Comparison.of_runs(runs)
         self.charts: dict[str, Chart] = {}
         """Charts by id, in the order of the page."""
@@ -95,6 +96,7 @@ class Report:
             script=script,
             single=self.sections[0] if len(self.runs) == 1 else None,
             sections=self.sections,
+            left_out=self.left_out,
             charts=self.charts,
             curves=self.curves,
             axes=[(axis, words) for axis, words in AXES.items() if axis in axes],

@@ -134,10 +134,8 @@ def read(folder: str | Path) -> RunFolder:
     (((100.0, 2.25),), 'config.toml is missing.')
     """
     folder = Path(folder)
-    if not os.path.isdir(folder):
-        raise UserError(f"There is no run {str(folder)!r}: a run is the folder that `dither train` wrote.")
-    if not _is_run(folder):
-        raise UserError(f"The folder {str(folder)!r} is not a run: it has neither config.toml nor metrics.jsonl.")
+    if problem := why_not(folder):
+        raise UserError(problem)
     missing: list[str] = []
     text, config = _config(folder, missing)
     plan = _plan(folder, missing)
@@ -184,6 +182,15 @@ def expanded(folders: Sequence[str | Path]) -> list[Path]:
         runs = [] if _is_run(folder) or not os.path.lexists(folder / "comparison.json") else _compared(folder)
         found += runs or [folder]
     return found
+
+
+def why_not(folder: Path) -> str:
+    """Return a sentence about a folder that is not a run; "" for a run."""
+    if not os.path.isdir(folder):
+        return f"There is no run {str(folder)!r}: a run is the folder that `dither train` wrote."
+    if not _is_run(folder):
+        return f"The folder {str(folder)!r} is not a run: it has neither config.toml nor metrics.jsonl."
+    return ""
 
 
 def _is_run(folder: Path) -> bool:

@@ -302,6 +302,6 @@ def memory_parts(trainer: Trainer) -> dict[str, int]:
     for layer in trainer.model.modules():
         if isinstance(layer, Linear):
             layouts = [layout for layout in layer.step_state.codes or () if layout is not None]
-            casts += sum(part.nbytes for layout in layouts for part in layout if part is not None)
-            casts += 0 if layer.step_state.w_hat is None else layer.step_state.w_hat.nbytes
+            casts += sum(local(part).nbytes for layout in layouts for part in layout if part is not None)
+            casts += 0 if layer.step_state.w_hat is None else local(layer.step_state.w_hat).nbytes
     return {**found, "casts and buffers": casts}
