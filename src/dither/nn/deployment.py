@@ -160,6 +160,14 @@ def block_bitwidths(model: nn.Module, most: int = 32) -> dict[str, Any]:
     """Return the b_t of the blocks of each sampled layer as rows of plain numbers, for a heat map.
 
     A layer with more than `most` rows or columns of blocks is reduced to that many cells, each the mean of several blocks.
+
+    >>> import dither
+    >>> model = nn.Sequential(nn.Linear(128, 64))
+    >>> _ = dither.convert(model, dither.Plan().with_sampling(Sampling(b_init=5, b_target=3)))
+    >>> with torch.no_grad():  # as if they had learned
+    ...     _ = model[0].bitwidth.copy_(torch.tensor([[0.0, 1.0, 0.5, 0.5], [0.0, 1.0, 0.5, 0.5]]))
+    >>> block_bitwidths(model), block_bitwidths(model, most=2)["0"]["values"]
+    ({'0': {'blocks': [2, 4], 'values': [[3.0, 5.0, 4.0, 4.0], [3.0, 5.0, 4.0, 4.0]]}}, [[4.0, 4.0], [4.0, 4.0]])
     """
     found = {}
     for name, layer in _sampled(model).items():

@@ -4,8 +4,8 @@ A chart is a frozen dataclass with plain numbers, computed from run folders. `pl
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Literal
 
 from dither.errors import UserError
@@ -257,19 +257,4 @@ class Table:
     """Columns of numbers, which are aligned to the right."""
     best: tuple[int, ...] = ()
     """Rows that are significantly better than all others."""
-    about: str = field(default="")
-
-
-def nice_ticks(low: float, high: float, count: int = 6, text: Callable[[float], str] = str) -> list[tuple[float, str]]:
-    """Return round positions between two numbers, with texts; the page has the same function in JavaScript.
-
-    >>> [at for at, _ in nice_ticks(0, 1000)]
-    [0.0, 200.0, 400.0, 600.0, 800.0, 1000.0]
-    """
-    if not high > low:
-        return [(low, text(low))]
-    raw = (high - low) / max(1, count - 1)
-    unit = 10.0 ** math.floor(math.log10(raw))
-    step = unit * min((factor for factor in (1, 2, 2.5, 5, 10) if factor * unit >= raw * 0.999), default=10)
-    first = math.ceil(low / step - 1e-9)
-    return [(n * step, text(n * step)) for n in range(first, math.floor(high / step + 1e-9) + 1)]
+    about: str = ""

@@ -1,7 +1,7 @@
 """Curves of runs over steps, tokens, time and FLOPs: one line per run, or per configuration with a band over its seeds."""
 
 import bisect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dither.report.charts import Line, LineChart, kept
@@ -112,19 +112,19 @@ def difference_chart(groups: Sequence[Group]) -> LineChart | None:
 
 def other_charts(groups: Sequence[Group]) -> tuple[LineChart, ...]:
     """Return speed, learning rate, gradient norm, and what else the runs recorded; charts without data are left out."""
-    kinds: tuple[tuple[str, str, str, bool, Callable[[float], bool]], ...] = (
-        ("tokens_per_s", "Speed", "tokens per second", True, bool),
-        ("grad_norm", "Gradient norm", "norm before clipping", False, bool),
-        ("lr", "Learning rate", "learning rate", True, bool),
-        ("memory", "Peak memory", "bytes", True, bool),
-        ("mfu", "Share of the peak FLOP/s (MFU)", "fraction", True, bool),
-        ("skipped", "Skipped steps", "steps so far", True, bool),
-        ("loss_scale", "Loss scale", "factor", False, bool),
+    kinds = (
+        ("tokens_per_s", "Speed", "tokens per second", True),
+        ("grad_norm", "Gradient norm", "norm before clipping", False),
+        ("lr", "Learning rate", "learning rate", True),
+        ("memory", "Peak memory", "bytes", True),
+        ("mfu", "Share of the peak FLOP/s (MFU)", "fraction", True),
+        ("skipped", "Skipped steps", "steps so far", True),
+        ("loss_scale", "Loss scale", "factor", False),
     )
     found = []
-    for key, title, label, from_zero, counts in kinds:
+    for key, title, label, from_zero in kinds:
         lines = [line for group in groups for line in _drawn(group, "train", key, "plain")]
-        if any(counts(y) for line in lines for y in line.y):
+        if any(any(line.y) for line in lines):  # a run without skipped steps needs no chart of them
             log = key == "grad_norm" and _spread(lines) > 50
             chart = _chart(title, label, lines, _band(groups), from_zero=from_zero, log=log)
             found += [] if chart is None else [chart]

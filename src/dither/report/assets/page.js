@@ -59,10 +59,6 @@ function fill(select, names, chosen) {
   });
 }
 
-function layerNames(run) {
-  return run.grid.names;
-}
-
 const redraws = [];
 
 function part(root, name, begin) {
