@@ -416,9 +416,9 @@ function drawMap(holder, grid, look, { choose = null, chosen = -1, title = "", o
     const whole = { x: x + gap, y: y + gap, width: cell - 2 * gap, height: high - 2 * gap };
     group.append(make("rect", { ...whole, fill: seen.fill[0] }));
     if (seen.fill[1]) group.append(make("path", { d: `M${x + cell - gap},${y + gap}V${y + high - gap}H${x + gap}Z`, fill: seen.fill[1] }));
-    if (seen.text && textWidth(seen.text) < cell - 2) group.append(make("text", { class: "inside", x: x + cell / 2, y: y + high / 2, dy: "0.35em", "text-anchor": "middle", fill: inkOn(seen.fill[0]) }, seen.text));
+    if (seen.text && textWidth(seen.text) < cell - 7) group.append(make("text", { class: "inside", x: x + cell / 2, y: y + high / 2, dy: "0.35em", "text-anchor": "middle", fill: inkOn(seen.fill[0]) }, seen.text));
     else if (seen.dot) group.append(make("circle", { cx: x + cell / 2, cy: y + high / 2, r: 2, fill: inkOn(seen.fill[0]) }));
-    if (seen.dot && seen.text && textWidth(seen.text) < cell - 2) group.append(make("circle", { cx: x + cell - gap - 4, cy: y + gap + 4, r: 2, fill: inkOn(seen.fill[0]) }));
+    if (seen.dot && seen.text && textWidth(seen.text) < cell - 7) group.append(make("circle", { cx: x + cell - gap - 4, cy: y + gap + 4, r: 2, fill: inkOn(seen.fill[0]) }));
     group.append(make("rect", { ...whole, class: "edge" }));
     svg.append(group);
     cells.push({ layer, row, column, group, x: x + cell, y, tip: seen.tip });

@@ -101,7 +101,7 @@ part(document, "plans", (run, find) => {
 // Sensitivity: the estimates on which the plan of the slider is based ---------------------------------------------------------
 
 part(document, "sensitivity", (run, find) => {
-  let at = run.sensitivities.length - 1;
+  let at = run.sensitivities.length - 1, older = false;
   const all = run.sensitivities, measure = find("measure"), option = find("option");
   const widest = all[at].options.length - 1;
   fill(option, all[at].options, widest);
@@ -110,7 +110,7 @@ part(document, "sensitivity", (run, find) => {
     const values = table.map((row) => (row.length ? row[column] : null)), positive = values.filter((value) => value > 0);
     const [low, high] = positive.length ? extent(positive) : [1, 1];
     const span = Math.log10(high / low) || 1, holder = find("map");
-    find("now").textContent = `Estimated at step ${seen.measured.toLocaleString("en")} with the probe ${seen.probe}, logarithmic colours.`;
+    find("now").textContent = `Estimated at step ${seen.measured.toLocaleString("en")} with the probe ${seen.probe}, logarithmic colours.${older ? " The page has no estimates of the plan that the slider shows." : ""}`;
     keepFocus(holder, () => place(holder, drawMap(holder, run.grid, (layer) => {
       if (values[layer] === null) return null;
       const share = values[layer] > 0 ? Math.log10(values[layer] / low) / span : 0;
@@ -125,6 +125,7 @@ part(document, "sensitivity", (run, find) => {
     if (event.detail.run !== run) return;
     const found = all.findLastIndex((each) => each.state <= event.detail.at);
     at = Math.max(0, found);
+    older = found < 0;
     draw();
   });
   return draw;
