@@ -40,3 +40,11 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 def device() -> str:
     """Where kernels run in this session: CUDA, or the CPU through the interpreter."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="session")
+def report_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real run with SNIP, GaussWS and the monitor, trained once for all tests of reports."""
+    from report_runs import trained
+
+    return trained(tmp_path_factory.mktemp("report"))

@@ -440,7 +440,7 @@ def test_the_run_folder(text: Path, tmp_path: Path) -> None:
     outcome = train(config, command=["dither", "train"])
     assert {path.name for path in out.iterdir()} == {
         *("config.toml", "plan.json", "conversion.json", "environment.json", "metrics.jsonl", "status.json"),
-        *("checkpoints", "tokens"),
+        *("checkpoints", "tokens", "bitwidths.json"),
     }
     assert configs.load(out / "config.toml") == resolved(config)
     assert Plan.load(out / "plan.json") == config.precision.load_plan()
@@ -468,6 +468,8 @@ def test_the_run_folder(text: Path, tmp_path: Path) -> None:
         "bitwidths": {"layers"},
         "sample": {"prompt", "text"},
         "save": {"path", "seconds"},
+        "seconds": {"parts"},
+        "memory": {"parts"},
         "end": {"how", "loss", "bits_per_byte", "text", "skipped", "overflows"},
     }
     assert {line["kind"] for line in found} == set(keys)
@@ -483,7 +485,7 @@ def test_the_run_folder(text: Path, tmp_path: Path) -> None:
     assert lines(out, "eval")[-1]["loss"] == outcome.loss == found[-1]["loss"]
     assert outcome.loss < training[0]["loss"]
     for layer in lines(out, "bitwidths")[-1]["layers"].values():
-        assert set(layer) == {"mean", "min", "max", "histogram"}
+        assert set(layer) == {"weights", "mean", "deviation", "min", "max", "histogram", "bins", "formats"}
         assert sum(share for _, share in layer["histogram"]) == pytest.approx(1.0)
     for line in lines(out, "save"):
         assert (out / line["path"] / "manifest.json").is_file()

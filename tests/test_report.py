@@ -1,62 +1,25 @@
 """Pages about runs: what they hold, that nothing in a run gets out of its place, and that what is missing is said."""
 
+import base64
+import hashlib
+import itertools
 import json
 import math
 import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from random import Random
+from xml.etree import ElementTree
 
 import pytest
+from report_runs import EVIL, lines, make, seeds
 
 from dither import UserError, cli, report
 from dither.recipes import recipe
-from dither.report import maps, page, plots
+from dither.report import charts, curves, maps, page, snip_view
+from dither.report.comparison import Comparison
 from dither.report.summary import summarize
-
-NAMES = [f"model.layers.{i}.{kind}" for i in range(2) for kind in ("self_attn.q_proj", "mlp.down_proj")]
-EVIL = "<script>alert(1)</script>\"'>&{{7*7}}"
-
-
-def lines(steps=40, loss=lambda step: 2 + 3 * math.exp(-step / 10)):
-    yield {"kind": "start", "step": 0, "time": 0.0, "resumed_from": None}
-    for step in range(1, steps + 1):
-        yield {
-            "kind": "train",
-            "step": step,
-            "time": step / 10,
-            "loss": loss(step),
-            "loss_ema": loss(step),
-            "lr": 1e-3,
-            "grad_norm": 1.0,
-            "tokens": 100 * step,
-            "tokens_per_s": 1000.0 + step,
-            "mfu": None,
-            "memory": None,
-            "skipped": 0,
-        }
-    yield {"kind": "eval", "step": steps, "time": steps / 10, "loss": loss(steps), "bits_per_byte": 3.25, "tokens": 64}
-    yield {"kind": "sample", "step": steps, "time": steps / 10, "prompt": "def ", "text": "main():"}
-    yield {"kind": "end", "step": steps, "time": steps / 10 + 1, "how": "done", "loss": loss(steps)}
-
-
-def make(folder, entries=None, plan="fp8-block", **files):
-    """A run folder by the contract; `files` replace some of its files, None leaves one out."""
-    folder.mkdir(parents=True)
-    layers = [{"name": name, "precision": "e4m3", "engine": "fp32", "share": 0.25} for name in NAMES]
-    contents = {
-        "config.toml": f'[precision]\nmode = "o1"\nrecipe = "{plan}"\n',
-        "plan.json": recipe(plan).to_json(),
-        "conversion.json": json.dumps({"layers": layers, "left": [{"name": "lm_head", "why": "the output layer"}]}),
-        "environment.json": json.dumps({"torch": "2.13.0", "parameters": 1234, "command": ["dither", "train", "a b.toml"]}),
-        "status.json": json.dumps({"state": "done", "step": 40, "why": ""}),
-        "metrics.jsonl": "".join(json.dumps(line) + "\n" for line in (lines() if entries is None else entries)),
-    }
-    contents |= {name.replace("_", "."): text for name, text in files.items()}
-    for name, text in contents.items():
-        if text is not None:
-            (folder / name).write_text(text)
-    return folder
 
 
 class Page(HTMLParser):
@@ -78,9 +41,18 @@ class Page(HTMLParser):
         return "".join(self.texts)
 
 
-def embedded(html):
+def embedded_text(html):
     (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', html, flags=re.DOTALL)
-    return json.loads(found)
+    return found
+
+
+def embedded(html):
+    return json.loads(embedded_text(html))
+
+
+def page_text(folder, entries=None):
+    """The text of the page of a run, which is made of `entries` first."""
+    return Page(report.render([report.read(folder if entries is None else make(folder, entries))])).text
 
 
 def test_a_page_has_what_the_run_has(tmp_path):
@@ -98,28 +70,39 @@ def test_a_page_has_what_the_run_has(tmp_path):
         assert words in found.text, words
     assert "self_attn.q_proj" in found.text
     assert "Not in this page" not in found.text
-    titles = [attributes["aria-label"] for tag, attributes in found.elements if tag == "svg"]
-    assert titles == ["Loss over steps", "Loss over tokens", "Learning rate", "Gradient norm", "Tokens per second"]
-    (data,) = embedded(html)["runs"]
-    assert data["loss"] == pytest.approx(2 + 3 * math.exp(-4))
-    assert data["tokens_per_s"] == 1020.5
-    assert len(data["curves"]["train.loss"]) == 40
+    data = embedded(html)
+    titles = [
+        data["charts"][attributes["data-chart"]]["title"] for tag, attributes in found.elements if "data-chart" in attributes
+    ]
+    assert titles == ["Loss", "Speed", "Gradient norm", "Learning rate"]
+    (run,) = data["runs"]
+    assert run["loss"] == pytest.approx(2 + 3 * math.exp(-4))
+    assert run["tokens_per_s"] == 1020.5
+    held_out = data["charts"]["loss"]["lines"][-1]
+    assert (held_out["label"], held_out["x"]["steps"], held_out["x"]["tokens"]) == ("held-out", [40], {"per_step": 100})
+    assert [len(line["y"]) for line in data["charts"]["loss"]["lines"]] == [40, 40, 1]
 
 
 def test_a_page_loads_nothing_and_runs_nothing(tmp_path):
     runs = report.read_all([make(tmp_path / "a"), make(tmp_path / "b", plan="nvfp4")])
     html = report.render(runs)
     found = Page(html)
-    policies = [attributes["content"] for tag, attributes in found.elements if attributes.get("http-equiv")]
-    assert policies == ["default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"]
+    (policy,) = [attributes["content"] for tag, attributes in found.elements if attributes.get("http-equiv")]
+    script, style = (re.search(rf"<{tag}>(.*?)</{tag}>", html, flags=re.DOTALL)[1] for tag in ("script", "style"))
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
+    assert policy == (
+        f"default-src 'none'; style-src 'sha256-{hashes[0]}'; script-src 'sha256-{hashes[1]}'; base-uri 'none'; "
+        "form-action 'none'"
+    )
     for tag, attributes in found.elements:
         assert tag not in ("link", "iframe", "object", "embed", "img", "form", "base"), tag
-        assert tag != "script" or attributes["type"] == "application/json"
+        assert "style" not in attributes
         for name, value in attributes.items():
             assert not name.startswith("on"), name
             assert name not in ("src", "action", "data")
             assert name != "href" or value.startswith("#")
-    assert not re.search(r"https?:|//[a-z]|@import|url\((?!#)", html)
+    assert not re.search(r"https?:|@import|url\((?!#)", html.replace("http://www.w3.org/2000/svg", ""))
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|fetch\(|XMLHttp|import\(", script)
 
 
 def test_whatever_a_run_says_stays_text(tmp_path):
@@ -145,8 +128,9 @@ def test_whatever_a_run_says_stays_text(tmp_path):
     )
     html = report.render([report.read(folder)])
     found = Page(html)
-    assert [attributes for tag, attributes in found.elements if tag == "script"] == [{"type": "application/json", "id": "data"}]
-    assert html.count("<script") == 1
+    scripts = [attributes for tag, attributes in found.elements if tag == "script"]
+    assert scripts == [{"type": "application/json", "id": "data"}, {}]
+    assert html.count("<script") == 2
     # samples, guard, plan, start, layers, left, environment, command, status, config: each is there, as text
     assert found.text.count("<script>alert(1)</script>") >= 14
     assert "{{7*7}}" in found.text
@@ -191,6 +175,18 @@ def test_mistakes_are_sentences(tmp_path, capsys, arguments, words):
     assert said.count("\n") == 1
 
 
+def test_folders_that_are_no_runs_are_told_and_the_others_shown(tmp_path, capsys):
+    runs = seeds(tmp_path / "runs", {"o1": [3.0, 3.2]})
+    assert cli.main(["report", str(runs[0]), str(tmp_path), str(runs[1]), "nowhere", "-o", str(tmp_path / "page.html")]) == 0
+    said = capsys.readouterr()
+    assert said.out == f"{tmp_path / 'page.html'}\n"
+    assert "is not a run" in said.err
+    assert "There is no run 'nowhere'" in said.err
+    text = Page((tmp_path / "page.html").read_text()).text
+    assert "There is no run 'nowhere'" in text
+    assert "3.1000 ± 0.1000" in text
+
+
 @pytest.mark.parametrize("content", [None, b"", b"[1", b"\xff\xfe", b'{"a": NaN}', b'{"a": 1, "a": 2}', b"[" * 100_000])
 def test_what_is_missing_or_broken_is_said_and_the_rest_is_shown(tmp_path, content):
     folder = make(tmp_path / "run")
@@ -204,7 +200,7 @@ def test_what_is_missing_or_broken_is_said_and_the_rest_is_shown(tmp_path, conte
     assert told == (names[1:] if content == b"" else names)  # an empty config is TOML
     html = report.render([found])
     assert "Not in this page" in html
-    assert "Loss over steps" in html
+    assert embedded(html)["charts"]["loss"]["lines"]
 
 
 def test_links_pipes_and_large_files_are_not_read(tmp_path):
@@ -259,8 +255,8 @@ def test_hostile_lines_of_metrics(tmp_path):
     assert f"and {len(bad) - 1} other lines" in told
     assert found.state == "not known"
     html = report.render([found])
-    assert len(embedded(html)["runs"][0]["curves"]["train.loss"]) == 40
-    assert "<script>" not in html.replace('<script type="application/json" id="data">', "")
+    assert len(embedded(html)["charts"]["loss"]["lines"][0]["y"]) == 40
+    assert html.count("<script") == 2
 
 
 def test_numbers_at_the_limits_can_be_drawn(tmp_path):
@@ -268,8 +264,9 @@ def test_numbers_at_the_limits_can_be_drawn(tmp_path):
         {"kind": "train", "step": step, "time": 0, "loss": value, "tokens": value, "memory": value, "tokens_per_s": value}
         for step, value in enumerate([0, -1e30, 1e30, 1e-320, 5, 2**53])
     ]
-    html = report.render([report.read(make(tmp_path / "run", entries))])
-    assert "nan" not in "".join(re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL))
+    found = report.Report([report.read(make(tmp_path / "run", entries))])
+    assert json.loads(found.json())["charts"]["loss"]["lines"][0]["y"] == [0, -1e30, 1e30, 1e-320, 5, 9.0072e15]
+    assert "NaN" not in embedded_text(found.html())
 
 
 def test_of_lines_that_a_resume_wrote_again_the_last_counts(tmp_path):
@@ -285,44 +282,222 @@ def test_several_runs_are_told_apart_and_compared_with_the_first(tmp_path):
     folders = [make(tmp_path / name / "run", lines(loss=lambda step, at=at: at)) for name, at in (("a", 2.0), ("b", 1.5))]
     runs = report.read_all(folders)
     assert [run.name for run in runs] == ["a/run", "b/run"]
-    html = report.render(runs)
-    text = Page(html).text
-    assert "Lowest held-out loss: b/run with 1.5000." in text
-    assert "-0.5000" in text
-    assert "var(--c0)" in html
-    assert "var(--c1)" in html
+    made = report.Report(runs)
+    # The configs are the same, and so are the seeds: one arm, two runs.
+    assert made.comparison.ranking_table().rows[0][:2] == ("o1, fp8-block", "1.7500 ± 0.2500")
+    assert [line.label for line in made.charts["loss"].lines] == ["o1, fp8-block, training", "o1, fp8-block"]
 
 
-def test_drawings_have_no_colour_of_their_own(tmp_path):
-    entries = [*lines(), {"kind": "bitwidths", "step": 1, "time": 0, "layers": {"h.0.a": {"mean": 4, "histogram": [[4, 1]]}}}]
-    html = report.render([report.read(make(tmp_path / "run", entries))])
-    drawings = re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL)
-    assert len(drawings) == 7
-    for drawing in drawings:
-        assert not re.search(r"(fill|stroke): #", drawing)
-    ids = re.findall(r' id="([^"]*)"', html)
-    assert len(set(ids)) == len(ids)
+def test_seeds_are_one_configuration_and_the_page_agrees_with_the_terminal(tmp_path, capsys):
+    """A tie has no winner, in the terminal as on the page; curves are means with their standard errors."""
+    from dither.experiments.trials import print_comparison
+
+    losses = {"o1": [3.0, 3.2, 3.1], "bf16-sr": [2.99, 3.22, 3.08]}
+    runs = report.read_all(seeds(tmp_path, losses))
+    made = report.Report(runs)
+    html = made.html()
+    print_comparison(made.comparison)
+    terminal, text = capsys.readouterr().out, " ".join(Page(html).text.split())
+    table = made.comparison.ranking_table()
+    for cell in (cell for row in table.rows for cell in row if cell):
+        assert cell in terminal
+        assert cell in text
+    assert "-0.0033 ± 0.0120" in text
+    assert "No winner: bf16-sr and o1 are statistically tied" in text
+    assert "No winner" in terminal
+    assert 'class="best"' not in html
+    held_out = next(line for line in made.charts["loss"].lines if line.label == "o1")
+    assert held_out.y[0] == pytest.approx(3.1)
+    assert held_out.high[0] - held_out.y[0] == pytest.approx(0.1 / math.sqrt(3))
+    (difference,) = made.charts["difference"].lines
+    assert difference.y[0] == pytest.approx(-0.01 / 3)
+    assert difference.high[0] - difference.y[0] == pytest.approx(0.0120185, rel=1e-4)
+    # A clear lead is marked, and the page says so.
+    clear = report.Report(report.read_all(seeds(tmp_path / "clear", {"o1": [3.0, 3.2, 3.1], "bf16-sr": [2.5, 2.7, 2.6]})))
+    assert clear.comparison.winner.arm == "bf16-sr"
+    assert clear.html().count('class="best"') == 1
 
 
-def test_the_precision_map_follows_the_plan(tmp_path):
-    grid = maps.precision_map(recipe("fp8-current"), NAMES)
-    assert grid.columns == ("0", "1")
-    assert [(row.label, row.part) for row in grid.rows[:3]] == [
-        ("self_attn.q_proj", part) for part in ("input", "weight", "grad")
+def test_a_comparison_beside_the_runs_names_their_arms(tmp_path, capsys):
+    folders = seeds(tmp_path, {"o1": [3.0, 3.2], "bf16-sr": [2.5, 2.75]})
+    arms = {"o1": "mixed", "bf16-sr": "rounded"}
+    entries = [
+        {**vars(entry), "arm": arms[entry.arm], "run": folder.name}
+        for folder, entry in zip(folders, Comparison.of_runs(report.read_all(folders)).entries, strict=True)
     ]
-    assert [row.cells[0].text for row in grid.rows[:3]] == ["e4m3", "e4m3", "e5m2"]
-    assert [cell.text for cell in maps.precision_map(recipe("bf16"), NAMES).legend] == ["bf16"]
-    partly = maps.precision_map(recipe("fp32"), ["h.0.a", "h.1.a", "h.1.b", "lm_head"])
-    assert partly.columns == ("0", "1", "")
-    assert [cell is None for cell in partly.rows[3].cells] == [True, False, True]
+    (tmp_path / "comparison.json").write_text(json.dumps({"version": 1, "field": None, "entries": entries}))
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n"
+    data = embedded((tmp_path / "report.html").read_text())
+    assert [row["arm"] for row in data["comparison"]["ranking"]] == ["rounded", "mixed"]
+    assert cli.main(["report", *map(str, folders[:2]), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["comparison"]["ranking"][0]["arm"] == "mixed"
+    # Names in the file do not lead out of the folder.
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "comparison.json").write_text(json.dumps({"entries": [{"run": "../o1-0"}]}))
+    assert cli.main(["report", str(tmp_path / "sub")]) == 2
+    assert "is not a run" in capsys.readouterr().err
 
 
-def test_thinning_keeps_spikes():
+def test_the_precision_map_follows_the_plans_and_shows_the_last(tmp_path):
+    names = [f"model.layers.{i}.{kind}" for i in range(2) for kind in ("mlp.down_proj", "self_attn.q_proj")]
+    entries = [
+        *lines(),
+        {"kind": "plan", "step": 0, "time": 0, "plan": recipe("fp8-current").to_dict(), "reason": "the run begins"},
+        {"kind": "plan", "step": 20, "time": 2, "plan": recipe("mxfp4").to_dict(), "reason": "chosen"},
+        {"kind": "plan", "step": 30, "time": 2, "plan": recipe("mxfp4").to_dict(), "reason": "kept", "changed": False},
+    ]
+    history, missing = maps.plan_history(report.read(make(tmp_path / "run", entries, "fp8-current", names)))
+    assert missing == []
+    assert history.grid.rows == ("Q", "down")
+    assert history.grid.places == ((1, 0), (0, 0), (1, 1), (0, 1))
+    shown = [[history.entries[row[0]].text for row in state.cells] for state in history.states]
+    assert shown == [["e4m3", "e4m3", "e5m2"], ["e2m1"] * 3, ["e2m1"] * 3]
+    assert [(state.step, state.changed) for state in history.states] == [(0, True), (20, True), (30, False)]
+    assert history.entries[history.states[0].cells[0][0]].colours == ("#009e73",)
+    # Without lines about plans there is plan.json; a plan of steps that were done again is gone.
+    again = [
+        *entries,
+        {"kind": "plan", "step": 10, "time": 3, "plan": recipe("fp8-block").to_dict(), "reason": "after a rollback"},
+    ]
+    later, _ = maps.plan_history(report.read(make(tmp_path / "again", again, "fp8-current", names)))
+    assert [state.step for state in later.states] == [0, 10]
+    plain, _ = maps.plan_history(report.read(make(tmp_path / "plain")))
+    assert [state.reason for state in plain.states] == ["the run begins"]
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_no_bar_of_the_histogram_is_beyond_the_bitwidths(tmp_path, recorded):
+    """Runs of earlier versions counted weights by their bitwidth rounded up: their bars end at the largest one."""
+    layers = {
+        f"h.{n}.up": {"mean": 5.3, "min": 4.6, "max": high, "histogram": [[5, 0.59], [6, 0.41]], "weights": 100 * (n + 1)}
+        for n, high in enumerate((5.4, 5.2))
+    }
+    if recorded:
+        for each in layers.values():
+            each |= {"bins": [[4.5, 0.59], [5.0, 0.41]], "deviation": 0.1, "formats": {"e4m3": 0.59, "bf16": 0.41}}
+    entries = [*lines(), {"kind": "bitwidths", "step": 40, "time": 4, "layers": layers}]
+    section = report.Report([report.read(make(tmp_path / "run", entries))]).sections[0]
+    bars = section.bitwidths.histogram.bars
+    assert sum(share for *_, share in bars) == pytest.approx(1)
+    assert min(low for low, *_ in bars) == 4.6
+    assert max(high for _, high, _ in bars) == (5.25 if recorded else 5.4)
+    assert section.bitwidths.effective == pytest.approx(0.59 * 8 + 0.41 * 16)
+    assert section.bitwidths.scale == (4.0, 6.0)
+    assert [row[0] for row in section.bitwidths.formats.rows] == ["e4m3", "bf16"]
+
+
+def test_thinning_keeps_spikes_and_ends():
     points = [(step, 1.0) for step in range(100_000)]
     points[54_321] = (54_321, 9.0)
-    thin = plots.thin(points)
-    assert len(thin) <= plots.MOST_POINTS
-    assert (54_321, 9.0) in thin
+    points[77] = (77, -5.0)
+    thin = charts.thin(points)
+    assert len(thin) <= charts.MOST_POINTS + 1
+    assert {(54_321, 9.0), (77, -5.0), points[-1]} <= set(thin)
+
+
+def test_every_axis_has_the_positions_of_the_run(tmp_path):
+    environment = json.dumps({"flops_per_token": 6e6})
+    run = report.read(make(tmp_path / "run", environment_json=environment))
+    line = curves.loss_chart(curves.groups_of([run], None)).lines[0]
+    assert line.x["tokens"] == tuple(100 * step for step in line.x["steps"])
+    assert line.x["seconds"] == pytest.approx([step / 10 for step in line.x["steps"]])
+    assert line.x["FLOPs"] == pytest.approx([6e6 * tokens for tokens in line.x["tokens"]])
+
+
+def test_figures_for_papers_are_the_charts_of_the_page(tmp_path, capsys):
+    layers = {"h.0.up": {"mean": 4.0, "min": 3.5, "max": 4.5, "histogram": [[4, 0.5], [5, 0.5]]}}
+    entries = [*lines(), {"kind": "bitwidths", "step": 40, "time": 4, "layers": layers}]
+    run = make(tmp_path / "<b>", entries)
+    assert cli.main(["report", str(run), "--svg", str(tmp_path / "svg"), "--png", str(tmp_path / "png")]) == 0
+    printed = capsys.readouterr().out.split()
+    names = {"loss", "speed", "gradient-norm", "learning-rate", "run-0-bitwidths-of-all-layers",
+             "run-0-distribution-of-bitwidths", "run-0-precision-map", "run-0-bitwidth-map"}  # fmt: skip
+    assert {path.stem for path in (tmp_path / "svg").iterdir()} == names == {path.stem for path in (tmp_path / "png").iterdir()}
+    assert len(printed) == 2 * len(names)
+    assert not (run / "report.html").exists()
+    for path in (tmp_path / "svg").iterdir():
+        ElementTree.parse(path)  # well-formed
+    assert (tmp_path / "png" / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    again = (tmp_path / "svg" / "loss.svg").read_bytes()
+    assert cli.main(["report", str(run), "--svg", str(tmp_path / "svg")]) == 0
+    assert (tmp_path / "svg" / "loss.svg").read_bytes() == again
+    assert cli.main(["report", str(run), "--json", "-o", "x.html"]) == 2
+
+
+def test_the_first_number_that_was_not_finite_is_named(tmp_path):
+    guard = {"kind": "guard", "step": 7, "time": 1, "event": "stop", "text": "the loss is nan", "where": "layers.1.up_proj"}
+    assert "NaN or Inf first appeared at step 7 in layers.1.up_proj." in page_text(tmp_path / "a", [*lines(), guard])
+    older = {"kind": "train", "step": 50, "time": 9, "loss": None, "text": "loss was nan"}
+    assert "NaN or Inf first appeared at step 50: loss was nan." in page_text(tmp_path / "b", [*lines(), older])
+
+
+def test_estimates_are_drawn_against_measurements(tmp_path):
+    """verification.json, as `dither plan verify` writes it; the probe whose ranks fit best is drawn."""
+    tables = {"loss": [[1e-3, 4e-3], [2e-3, 0.0]], "weights": [[1e-5, 2e-5], [3e-5, 4e-5]]}
+    common = {"layers": ["h.0.up", "h.1.up"], "options": ["fp8/fp8/fp8", "fp4/fp4/fp4"]}
+    scores = [{**common, **tables, "probe": probe} for probe in ("direct", "last")]
+    ranks = [{"probe": "direct", "loss": 0.5, "weights": 0.5}, {"probe": "last", "loss": 0.875, "weights": 0.75}]
+    found = {**common, **tables, "batches": 4, "scores": scores, "estimates": ranks}
+    run = make(tmp_path / "run")
+    (run / "verification.json").write_text(json.dumps(found))
+    loss, weights = (report.Report([report.read(run)]).charts[f"run-0-verified-{n}"] for n in (0, 1))
+    assert loss.points[1] == (4e-3, 4e-3, "h.0.up, fp4/fp4/fp4")
+    assert len(loss.points) == 3  # a logarithmic axis has no zero
+    assert "Spearman's correlation 0.875, probe last" in loss.about
+    assert len(weights.points) == 4
+    (run / "verification.json").write_text(json.dumps({**found, "loss": [[1]]}))
+    assert "verification.json cannot be read: A table has not 2 rows of 2 numbers." in page_text(run)
+
+
+def test_the_corners_of_the_frontier_are_optimal():
+    """All choices of three layers with four options: no one saves as much with less harm than the line between corners."""
+    random = Random(0)
+    harm = tuple(tuple(random.random() for _ in range(4)) for _ in range(3))
+    savings = tuple(tuple(random.random() for _ in range(4)) for _ in range(3))
+    corners = snip_view.frontier_points(harm, savings)
+    choices = [
+        (
+            sum(row[at] for row, at in zip(savings, choice, strict=True)),
+            sum(row[at] for row, at in zip(harm, choice, strict=True)),
+        )
+        for choice in itertools.product(range(4), repeat=3)
+    ]
+    for saved, least in corners:
+        assert least == pytest.approx(min(cost for share, cost in choices if share >= saved - 1e-12))
+    assert corners[0][1] == pytest.approx(min(cost for _, cost in choices))
+    assert corners[-1][0] == pytest.approx(max(share for share, _ in choices))
+
+
+def test_a_pipeline_waits_for_its_neighbours():
+    spans = snip_view.one_forward_one_backward([1.0, 0.5], 4)
+    ends = {(stage, kind, number): (begin, end) for stage, row in enumerate(spans) for begin, end, kind, number in row}
+    for number in "1234":
+        assert ends[1, "forward", number][0] >= ends[0, "forward", number][1]
+        assert ends[0, "backward", number][0] >= ends[1, "backward", number][1]
+    for row in spans:
+        assert all(one[1] <= other[0] + 1e-12 for one, other in itertools.pairwise(row))
+        assert len(row) == 8
+
+
+def test_memory_and_time_by_part(tmp_path):
+    entries = [
+        *lines(),
+        {"kind": "memory", "step": 1, "time": 1, "parts": {"weights": 4096, "optimizer states": 8192, "bad": "x"}},
+        {"kind": "seconds", "step": 20, "time": 2, "parts": {"training": 10, "evaluation": 2}},
+        {"kind": "seconds", "step": 40, "time": 4, "parts": {"training": 5.5, "evaluation": 1}},
+    ]
+    found = report.Report([report.read(make(tmp_path / "run", entries))]).charts
+    assert found["run-0-parts-0"].parts == (("weights", 4096.0, "4 KiB"), ("optimizer states", 8192.0, "8 KiB"))
+    assert found["run-0-parts-1"].parts == (("training", 15.5, "15.5 s"), ("evaluation", 3.0, "3 s"))
+
+
+def test_a_run_that_has_not_logged_yet_has_a_page(tmp_path):
+    run = make(tmp_path / "run", [], metrics_jsonl="", status_json=json.dumps({"state": "running", "step": 0, "why": ""}))
+    text = page_text(run)
+    assert "after 0 steps" in text
+    assert "Precision of each layer" in text
+    assert "Loss and speed" not in text
 
 
 def test_how_a_run_ended(tmp_path):

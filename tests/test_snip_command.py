@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dither import LayerPrecision, Plan, UserError, cli, devices, recipe
+from dither import LayerPrecision, Plan, UserError, cli, devices, recipe, report
 from dither.snip import Scores, efficiency, options
 from dither.snip.planning import choice_of
 from dither.snip.statistics import Collector
@@ -283,13 +283,19 @@ def test_diff(run, tmp_path, capsys):
     assert "absent" in capsys.readouterr().out
 
 
-def test_verify(run, tmp_path, capsys):
+def test_verify(run, capsys):
     given = ["--options", "fp8,fp4", "--probe", "direct", "--batches", "1"]
-    assert plan("verify", run, *given, "--loss-batches", "2", "-o", tmp_path / "found.json") == 0
+    assert plan("verify", run, *given, "--loss-batches", "2") == 0
     shown = capsys.readouterr().out
     assert "direct" in shown
     assert "Spearman" in shown
-    found = json.loads((tmp_path / "found.json").read_text())
+    found = json.loads((run / "verification.json").read_text())
+    drawn = report.Report([report.read(run)]).charts["run-0-verified-1"]
+    (run / "verification.json").unlink()
+    measured = [value for row in found["weights"] for value in row]
+    estimated = [value for row in found["scores"][0]["weights"] for value in row]
+    pairs = [(a, b) for a, b in zip(measured, estimated, strict=True) if a > 0 and b > 0]
+    assert [point[:2] for point in drawn.points] == pairs
     assert (len(found["loss"]), found["batches"], found["more_for_loss"]) == (14, 1, 2)
     for wrong in (["--batches", "0"], ["--loss-batches", "-1"]):
         assert plan("verify", run, "--probe", "direct", *wrong) == 2

@@ -36,8 +36,9 @@ from dither.snip.verification import verify as verify_scores
 from dither.tables import print_table
 from dither.train import checkpoint, config
 from dither.train.distributed import joined
-from dither.train.files import CHECKPOINTS, CONFIG
+from dither.train.files import CHECKPOINTS, CONFIG, VERIFICATION
 from dither.train.progress import duration
+from dither.train.recorder import write_file
 from dither.train.trainer import Trainer, open_corpus
 
 Probe = Literal["measure", "layer", "last", "direct"]
@@ -190,7 +191,7 @@ def verify(
         device: The device, in place of that of the run.
         emulate: Multiply dequantized numbers in float32 on a GPU too, in place of the setting of the run.
         fallback: For a layer whose casts no matrix units support: error, bf16 or emulate, in place of the setting of the run.
-        output: A file for all numbers, as JSON.
+        output: A file for all numbers, as JSON; by default verification.json in the folder of the run, which reports show.
     """
     given = combinations(options)
     with _opened(run, device, emulate, fallback) as opened:
@@ -214,6 +215,8 @@ def verify(
             forward=_announced(opened.loss, parts),
             more_for_loss=parts[batches:],
         )
+    if output is None:
+        write_file(Path(opened.job.config.run.out) / VERIFICATION, judged.to_json().encode() + b"\n")
     _write(output, judged.to_json() + "\n")
     print(judged)
     return 0

@@ -25,7 +25,6 @@ from dither.data.text import STDLIB
 from dither.errors import UserError
 from dither.experiments.arms import Arm, Sweep, axis_value, value_of
 from dither.report.comparison import Comparison, Entry, Value, shown
-from dither.report.page import ABSENT, fixed, short, size
 from dither.report.run_folder import read_all
 from dither.tables import print_table
 from dither.train import config as configs
@@ -183,52 +182,12 @@ def write_json(comparison: Comparison, path: Path) -> Path:
 
 
 def print_comparison(comparison: Comparison) -> None:
-    """Print the tables and sentences of a comparison."""
-    seeds = f", mean of {len(comparison.seeds)} seeds ± standard error" if len(comparison.seeds) > 1 else ""
-    if comparison.field is not None:
-        rows = [
-            (
-                row.arm,
-                shown(row.value),
-                ABSENT if row.loss is None else row.loss.text(),
-                "" if row.difference is None else row.difference.text(sign=True),
-                row.state,
-            )
-            for curve in comparison.curves()
-            for row in curve.rows
-        ]
-        columns = ("arm", comparison.field, "held-out loss", "above the arm's lowest", "how it ended")
-        print_table(f"Held-out loss by {comparison.field}{seeds}", columns, rows, right=[1, 2, 3])
+    """Print the tables and sentences of a comparison: those that its page has."""
+    if (swept := comparison.sweep_table()) is not None:
+        print_table(swept.title, swept.columns, swept.rows, right=list(swept.right))
         print()
-    first = comparison.arms[0]
-    ranked = [
-        (
-            str(rank),
-            row.arm,
-            *([shown(row.value)] if comparison.field else []),
-            ABSENT if row.loss is None else row.loss.text(),
-            "" if row.difference is None else row.difference.text(sign=True),
-            fixed(row.bits_per_byte),
-            short(row.tokens_per_s),
-            size(row.memory),
-            row.state,
-        )
-        for rank, row in enumerate(comparison.ranking(), 1)
-    ]
-    swept = [comparison.field] if comparison.field else []
-    header = (
-        "",
-        "arm",
-        *swept,
-        "held-out loss",
-        f"difference from {first}",
-        "bits per byte",
-        "tokens/s",
-        "memory",
-        "how it ended",
-    )
-    title = "Each arm at its lowest held-out loss" if comparison.field else "Held-out loss"
-    print_table(f"{title}{seeds}, lowest first", header, ranked, right=list(range(2, len(header) - 1)))
+    ranked = comparison.ranking_table()
+    print_table(ranked.title, ranked.columns, ranked.rows, right=list(ranked.right))
     for sentence in comparison.sentences():
         print(sentence)
 

@@ -9,7 +9,7 @@ import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -32,6 +32,10 @@ Evaluate = Callable[[nn.Module], float]
 """A function (model) -> loss, which is called with the model in eval mode."""
 
 
+BIN = 0.25
+"""Width of the bins of a distribution of b_t, in bits."""
+
+
 # Learned bitwidths -----------------------------------------------------------------------------------------------------
 
 
@@ -48,6 +52,10 @@ class LearnedBitwidths:
     """Fraction of weights by b_t, rounded up."""
     formats: Mapping[str, float]
     """Fraction of weights by the narrowest format that carries their b_t."""
+    deviation: float = 0.0
+    """Standard deviation of b_t over weights."""
+    bins: Mapping[float, float] = field(default_factory=dict)
+    """Fraction of weights by b_t in bins of `BIN` bits, by the lower end of each bin, which belongs to it."""
 
     @property
     def bits(self) -> float:
@@ -141,7 +149,34 @@ def _summary(name: str, b_t: Tensor, counts: Tensor, formats: Sequence[str], sla
     chosen, candidates = _narrowest(b_t, formats, slack)
     by_format = {candidates[index]: shares[chosen == index].sum().item() for index in sorted(set(chosen.tolist()))}
     extremes = b_t.min().item(), b_t.max().item()
-    return LearnedBitwidths(name, int(counts.sum()), (b_t * shares).sum().item(), *extremes, steps, by_format)
+    mean = (b_t * shares).sum().item()
+    deviation = math.sqrt(((b_t - mean).square() * shares).sum().item())
+    low = (b_t / BIN).floor() * BIN
+    bins = {b: shares[low == b].sum().item() for b in sorted(set(low.tolist()))}
+    return LearnedBitwidths(name, int(counts.sum()), mean, *extremes, steps, by_format, deviation, bins)
+
+
+def block_bitwidths(model: nn.Module, most: int = 32) -> dict[str, Any]:
+    """Return the b_t of the blocks of each sampled layer as rows of plain numbers, for a heat map.
+
+    A layer with more than `most` rows or columns of blocks is reduced to that many cells, each the mean of several blocks.
+
+    >>> import dither
+    >>> model = nn.Sequential(nn.Linear(128, 64))
+    >>> _ = dither.convert(model, dither.Plan().with_sampling(Sampling(b_init=5, b_target=3)))
+    >>> with torch.no_grad():  # as if they had learned
+    ...     _ = model[0].bitwidth.copy_(torch.tensor([[0.0, 1.0, 0.5, 0.5], [0.0, 1.0, 0.5, 0.5]]))
+    >>> block_bitwidths(model), block_bitwidths(model, most=2)["0"]["values"]
+    ({'0': {'blocks': [2, 4], 'values': [[3.0, 5.0, 4.0, 4.0], [3.0, 5.0, 4.0, 4.0]]}}, [[4.0, 4.0], [4.0, 4.0]])
+    """
+    found = {}
+    for name, layer in _sampled(model).items():
+        b_t = layer.bitwidths().detach().double().cpu()
+        rows, columns = b_t.shape
+        small = torch.nn.functional.adaptive_avg_pool2d(b_t[None], (min(rows, most), min(columns, most)))[0]
+        values = [[round(value, 3) for value in row] for row in small.tolist()]
+        found[name] = {"blocks": [rows, columns], "values": values}
+    return found
 
 
 def _narrowest(b_t: Tensor, formats: Sequence[str], slack: float) -> tuple[Tensor, list[str]]:

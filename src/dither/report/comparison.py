@@ -3,14 +3,19 @@
 `dither compare` makes a `Comparison` of its run folders; the terminal, the page, the figure and comparison.json show it.
 """
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
+from dither import safe_files
 from dither.errors import UserError
+from dither.report.charts import Table
 from dither.report.estimates import BOUND, Estimate, estimate, paired
+from dither.report.numbers import ABSENT, fixed, short, size
 from dither.report.run_folder import RunFolder
-from dither.report.summary import summarize
+from dither.report.summary import precision_of, summarize
 
 VERSION = 1
 """The version of comparison.json."""
@@ -199,15 +204,26 @@ class Comparison:
             said = f"{curve.arm}: best at {self.field} = {lowest}, held-out loss {loss}"
         return said + (f"; {lowest} is an end of the sweep." if curve.at_an_end else ".")
 
-    def _winner(self) -> str:
+    @property
+    def winner(self) -> Row | None:
+        """Return the row of the arm that leads all others by more than `BOUND` standard errors; None if none does."""
+        first, behind = self._behind()
+        rivals = [difference for _, difference in behind]
+        leads = bool(rivals) and all(difference is not None and difference.decided for difference in rivals)
+        return first if leads and len(rivals) == len(self.arms) - 1 else None
+
+    def _behind(self) -> tuple[Row, list[tuple[Row, Estimate | None]]]:
+        """Return the arm with the lowest loss, and the others that have one with their differences to it."""
         first, *others = self.ranking()
+        base = self.losses(first.arm, first.value)
+        return first, [(row, paired(self.losses(row.arm, row.value), base)) for row in others if row.loss is not None]
+
+    def _winner(self) -> str:
+        first, behind = self._behind()
         if first.loss is None:
             return "No arm has a loss for every seed."
-        rivals = [row for row in others if row.loss is not None]
-        if first.loss.count == 1 or not rivals:
+        if first.loss.count == 1 or not behind:
             return f"Lowest held-out loss: {self._called(first)} with {first.loss.text()}."
-        base = self.losses(first.arm, first.value)
-        behind = [(row, paired(self.losses(row.arm, row.value), base)) for row in rivals]
         tied = [self._called(row) for row, difference in behind if difference and not difference.decided]
         if tied:
             return (
@@ -224,6 +240,59 @@ class Comparison:
     def _called(self, row: Row) -> str:
         return row.arm if row.value is None else f"{row.arm} at {shown(row.value)}"
 
+    # Tables ------------------------------------------------------------------------------------------------------------
+
+    def ranking_table(self) -> Table:
+        """Return the ranking as texts; a winner is marked only if it leads by more than `BOUND` standard errors."""
+        winner, rows = self.winner, self.ranking()
+        texts = tuple(
+            (
+                row.arm,
+                *([shown(row.value)] if self.field else []),
+                ABSENT if row.loss is None else row.loss.text(),
+                "" if row.difference is None else row.difference.text(sign=True),
+                fixed(row.bits_per_byte),
+                short(row.tokens_per_s),
+                size(row.memory),
+                row.state,
+            )
+            for row in rows
+        )
+        swept = [self.field] if self.field else []
+        numbers = ("held-out loss", f"difference from {self.arms[0]}", "bits per byte", "tokens/s", "memory")
+        columns = ("arm", *swept, *numbers, "how it ended")
+        title = "Each arm at its lowest held-out loss" if self.field else "Held-out loss"
+        best = tuple(at for at, row in enumerate(rows) if row == winner)
+        title, right = f"{title}{self._seeds}, lowest first", tuple(range(1, len(columns) - 1))
+        return Table(title, columns, texts, right, best, self._about_differences)
+
+    def sweep_table(self) -> Table | None:
+        """Return the losses at each value of the sweep as texts; None without a sweep."""
+        if self.field is None:
+            return None
+        rows: list[tuple[str, ...]] = []
+        best: list[int] = []
+        for curve in self.curves():
+            alone = not curve.tied and all(row.loss is not None for row in curve.rows) and len(self.seeds) > 1
+            for row in curve.rows:
+                best += [len(rows)] if alone and row == curve.lowest else []
+                loss = ABSENT if row.loss is None else row.loss.text()
+                above = "" if row.difference is None else row.difference.text(sign=True)
+                rows.append((row.arm, shown(row.value), loss, above, row.state))
+        columns = ("arm", self.field, "held-out loss", "above the arm's lowest", "how it ended")
+        title = f"Held-out loss by {self.field}{self._seeds}"
+        return Table(title, columns, tuple(rows), (1, 2, 3), tuple(best), self._about_differences)
+
+    @property
+    def _seeds(self) -> str:
+        return f", mean of {len(self.seeds)} seeds ± standard error" if len(self.seeds) > 1 else ""
+
+    @property
+    def _about_differences(self) -> str:
+        if len(self.seeds) == 1:
+            return ""
+        return "Differences are taken within each seed, since runs of one seed share weights and data."
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON; what follows from the entries is included for readers, and not read back."""
         rows = [row for curve in self.curves() for row in curve.rows]
@@ -235,6 +304,34 @@ class Comparison:
             "ranking": [asdict(row) for row in self.ranking()],
             "sentences": list(self.sentences()),
         }
+
+    @classmethod
+    def of_runs(cls, runs: Sequence[RunFolder]) -> "Comparison":
+        """Return the comparison of runs: that of comparison.json beside them, or runs that differ only in seeds as one arm.
+
+        The names of arms are their precisions if these differ, and else the names of their first runs.
+        """
+        parents = {run.folder.resolve().parent for run in runs}
+        if len(parents) == 1 and (found := _recorded(next(iter(parents)))) is not None:
+            known = {entry.run: entry for entry in found.entries}
+            named = [(run, known[run.folder.resolve().name]) for run in runs if run.folder.resolve().name in known]
+            if len(named) == len(runs):
+                made = (Entry.of(run, arm=entry.arm, seed=entry.seed, value=entry.value) for run, entry in named)
+                return cls(entries=tuple(made), field=found.field)
+        groups: dict[str, list[RunFolder]] = {}
+        for run in runs:
+            same = repr(_without_seeds(run.config)) if run.config else f"{run.name} "
+            groups.setdefault(same, []).append(run)
+        precisions = [precision_of(members[0].config) for members in groups.values()]
+        clear = all(precisions) and len(set(precisions)) == len(precisions)
+        entries = []
+        for members, precision in zip(groups.values(), precisions, strict=True):
+            seeds = [_seed(run) for run in members]
+            if len(set(seeds)) < len(seeds):  # the same run twice: as if their places were seeds
+                seeds = list(range(len(seeds)))
+            name = precision if clear else members[0].name
+            entries += [Entry.of(run, arm=name, seed=seed) for run, seed in zip(members, seeds, strict=True)]
+        return cls(entries=tuple(entries))
 
     @classmethod
     def from_dict(cls, data: object) -> "Comparison":
@@ -259,6 +356,34 @@ def shown(value: Value | None) -> str:
     ('0.0005', 'wsd', '8')
     """
     return "" if value is None else value if isinstance(value, str) else f"{value:.6g}"
+
+
+def _recorded(folder: Path) -> Comparison | None:
+    """Return the comparison that `dither compare` wrote into a folder; None if there is none that can be read."""
+    path = folder / "comparison.json"
+    if not os.path.lexists(path):
+        return None
+    try:
+        return Comparison.from_dict(safe_files.read_json(path)[0])
+    except (safe_files.Refused, UserError, TypeError):
+        return None
+
+
+def _without_seeds(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config without what differs between seeds of one arm: seeds and the folder."""
+    left_out = {"run": ("seed", "out"), "data": ("seed",)}
+    return {
+        name: {key: value for key, value in section.items() if key not in left_out.get(name, ())}
+        if isinstance(section, dict)
+        else section
+        for name, section in config.items()
+    }
+
+
+def _seed(run: RunFolder) -> int:
+    section = run.config.get("run")
+    seed = section.get("seed", 0) if isinstance(section, dict) else 0
+    return seed if type(seed) is int else 0
 
 
 def _by_loss(row: Row) -> float:

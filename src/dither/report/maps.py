@@ -1,51 +1,30 @@
-"""Draw layers as a grid: one row per kind of layer, one column per block of the model."""
+"""Maps of a model's layers: a row per kind of layer, a column per block, and the plans of a run as colours."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dither.errors import UserError
-from dither.formats import Format
 from dither.precision import OPERANDS, LayerPrecision, Plan
+from dither.report.charts import LayerGrid, format_bits, format_colour
+from dither.report.run_folder import RunFolder
 
 OTHER = ""
 """Column of layers outside of blocks."""
 
+MOST_PLANS = 200
+"""Maximum number of plans on a page; the first and the last ones are shown."""
 
-@dataclass(frozen=True)
-class Cell:
-    """A cell of a grid."""
+SHORT = {
+    "q_proj": "Q", "k_proj": "K", "v_proj": "V", "o_proj": "O", "out_proj": "O", "gate_proj": "gate", "up_proj": "up",
+    "down_proj": "down", "c_attn": "QKV", "qkv_proj": "QKV", "query_key_value": "QKV", "c_fc": "up", "c_proj": "O",
+    "dense_h_to_4h": "up", "dense_4h_to_h": "down", "dense": "O",
+}  # fmt: skip
+"""Names of kinds of layers as papers write them."""
 
-    text: str
-    """Text in the cell, if there is room, and in the legend."""
-    about: str
-    """Full description."""
-    style: str
-    """Class of the page's style sheet, which colours the cell."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """Layers of one kind, and one of their operands."""
-
-    label: str
-    part: str
-    cells: tuple[Cell | None, ...]
-    """One cell per column; None if the block has no such layer."""
-
-
-@dataclass(frozen=True)
-class Grid:
-    """A grid of a model's layers."""
-
-    columns: tuple[str, ...]
-    rows: tuple[Row, ...]
-    legend: tuple[Cell, ...]
-
-    @property
-    def wide(self) -> bool:
-        """Return True if there are too many columns for text in the cells."""
-        return len(self.columns) > 12
+ORDER = ("Q", "K", "V", "QKV", "O", "gate", "up", "down")
+"""Order of the rows of a map; other kinds follow."""
 
 
 def place(name: str) -> tuple[str, str]:
@@ -58,60 +37,141 @@ def place(name: str) -> tuple[str, str]:
     return (match[2], match[1]) if match else (name, OTHER)
 
 
-def precision_map(plan: Plan, names: Iterable[str]) -> Grid:
-    """Return a grid of the casts of each operand of each layer.
+def kind_names(kinds: Iterable[str]) -> dict[str, str]:
+    """Return the names of kinds as papers write them, unless two kinds would get the same.
 
-    >>> from dither.recipes import recipe
-    >>> grid = precision_map(recipe("fp8-current"), ["h.0.up", "h.0.down", "h.1.up", "h.1.down"])
-    >>> grid.columns, [(row.label, row.part, row.cells[0].text) for row in grid.rows[:3]]
-    (('0', '1'), [('up', 'input', 'e4m3'), ('up', 'weight', 'e4m3'), ('up', 'grad', 'e5m2')])
+    >>> kind_names(["self_attn.q_proj", "mlp.up_proj", "lm_head"])
+    {'self_attn.q_proj': 'Q', 'mlp.up_proj': 'up', 'lm_head': 'lm_head'}
     """
-    cells: dict[tuple[str, str, str], Cell] = {}
-    for name in names:
-        kind, column = place(name)
-        precision = plan.for_layer(name) or LayerPrecision()
-        for operand in OPERANDS:
-            cells[kind, operand, column] = _cast_cell(precision, operand, plan.compute)
-    return _grid(cells)
+    found = {}
+    for kind in kinds:
+        last = kind.rpartition(".")[2]
+        found[kind] = "down" if kind == "mlp.c_proj" else SHORT.get(last, kind)
+    names = list(found.values())
+    return {kind: kind if names.count(name) > 1 else name for kind, name in found.items()}
 
 
-def bitwidth_map(bits: Mapping[str, float]) -> Grid:
-    """Return a grid of the mean bitwidth of each layer, in ten shades from the smallest to the largest.
+def grid_of(names: Sequence[str]) -> LayerGrid:
+    """Return the places of layers in a map.
 
-    >>> [cell.style for cell in bitwidth_map({"h.0.up": 4.0, "h.1.up": 6.0}).rows[0].cells]
-    ['shade0', 'shade9']
+    >>> grid_of(["h.0.mlp.up_proj", "h.0.self_attn.q_proj", "h.1.mlp.up_proj", "lm_head"])
+    LayerGrid(names=('h.0.mlp.up_proj', 'h.0.self_attn.q_proj', 'h.1.mlp.up_proj', 'lm_head'), rows=('Q', 'up', 'lm_head'), \
+columns=('0', '1', ''), places=((1, 0), (0, 0), (1, 1), (2, 2)))
     """
-    least, most = min(bits.values(), default=0.0), max(bits.values(), default=0.0)
-    cells: dict[tuple[str, str, str], Cell] = {}
-    for name, mean in bits.items():
-        shade = min(9, int(10 * (mean - least) / (most - least))) if most > least else 5
-        kind, column = place(name)
-        cells[kind, "", column] = Cell(f"{mean:.1f}", f"{name}: {mean:.3f} bits", f"shade{shade}")
-    return _grid(cells)
+    names = tuple(dict.fromkeys(names))
+    found = [place(name) for name in names]
+    columns = sorted({column for _, column in found}, key=lambda column: (column == OTHER, int(column or 0), column))
+    labels = kind_names(dict.fromkeys(kind for kind, _ in found))
+    ranks = {label: (ORDER.index(label) if label in ORDER else len(ORDER)) for label in labels.values()}
+    rows = sorted(labels.values(), key=lambda label: ranks[label])
+    places = tuple((rows.index(labels[kind]), columns.index(column)) for kind, column in found)
+    return LayerGrid(names, tuple(rows), tuple(columns), places)
 
 
-def _grid(cells: Mapping[tuple[str, str, str], Cell]) -> Grid:
-    columns = sorted({column for _, _, column in cells}, key=lambda column: (column == OTHER, int(column or 0), column))
-    kinds = dict.fromkeys((kind, part) for kind, part, _ in cells)
-    rows = tuple(Row(kind, part, tuple(cells.get((kind, part, column)) for column in columns)) for kind, part in kinds)
-    legend = {(cell.text, cell.style): cell for cell in cells.values()}
-    return Grid(tuple(columns), rows, tuple(legend[key] for key in sorted(legend)))
+@dataclass(frozen=True)
+class OperandPrecision:
+    """The precision of an operand, which many layers share."""
+
+    text: str
+    """Its formats, two if its two products differ."""
+    formats: tuple[str, ...]
+    colours: tuple[str, ...]
+    bits: float
+    """Mean bits over its two products."""
+    sampled: bool
+    about: str
+    """The whole cast, with scales and rounding."""
 
 
-def _cast_cell(precision: LayerPrecision, operand: str, compute: str) -> Cell:
+@dataclass(frozen=True)
+class PlanState:
+    """A plan that took effect, or was confirmed, at a step."""
+
+    step: int
+    reason: str
+    changed: bool
+    """False if a choice kept the plan."""
+    cells: tuple[tuple[int, ...], ...]
+    """For input, weight and gradient: the index of each layer's precision in `PlanHistory.entries`."""
+    line: int
+    """Index of the line of metrics; -1 for plan.json."""
+
+
+@dataclass(frozen=True)
+class PlanHistory:
+    """The plans of a run in the order in which they took effect. The last is in force."""
+
+    grid: LayerGrid
+    entries: tuple[OperandPrecision, ...]
+    states: tuple[PlanState, ...]
+    plans: tuple[Plan, ...]
+    """One plan per state."""
+
+    def bits(self, state: int, shares: Sequence[float]) -> float:
+        """Return the mean bits of the operands of all products, weighted by the work of the layers."""
+        rows = self.states[state].cells
+        total = sum(shares)
+        return sum(
+            share * self.entries[row[at]].bits / len(OPERANDS) for row in rows for at, share in enumerate(shares)
+        ) / (total or 1.0)  # fmt: skip
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what the page draws."""
+        return {
+            "entries": [{key: value for key, value in vars(each).items() if key != "bits"} for each in self.entries],
+            "states": [
+                {"step": each.step, "reason": each.reason, "changed": each.changed,
+                 "cells": dict(zip(OPERANDS, each.cells, strict=True))}
+                for each in self.states
+            ],
+        }  # fmt: skip
+
+
+def plan_history(run: RunFolder) -> tuple[PlanHistory | None, list[str]]:
+    """Return the plans of a run, None if it has none, and sentences about plans that cannot be read."""
+    names, missing = [layer.name for layer in run.layers], list[str]()
+    found: list[tuple[int, str, bool, Plan, int]] = []
+    lines = run.of("plan")
+    for at, line in enumerate(lines):
+        try:
+            plan = Plan.from_dict(line.get("plan"))  # type: ignore[arg-type]
+        except UserError as error:
+            missing.append(f"The plan of step {line['step']} cannot be read: {error}")
+            continue
+        # Steps that a rollback or a resume did again have other plans now.
+        found = [each for each in found if each[0] < line["step"] or (each[0] == line["step"] and each[4] < at)]
+        before = found[-1][3] if found else run.plan
+        changed = line.get("changed")
+        reason = line.get("reason")
+        is_new = changed if isinstance(changed, bool) else plan != before or not found
+        found.append((line["step"], reason if isinstance(reason, str) else "", is_new, plan, at))
+    if run.plan is not None and (not found or found[0][0] > 0):
+        found.insert(0, (0, "the run begins", True, run.plan, -1))
+    if not names or not found:
+        return None, missing
+    if len(found) > MOST_PLANS:
+        found = [found[0], *found[1 - MOST_PLANS :]]
+    grid = grid_of(names)
+    entries: dict[OperandPrecision, int] = {}
+    known: dict[tuple[LayerPrecision, str, str], int] = {}  # most layers share a few precisions
+    states = []
+    for step, reason, is_new, plan, at in found:
+        rows: list[list[int]] = [[] for _ in OPERANDS]
+        for name in grid.names:
+            precision = plan.for_layer(name) or LayerPrecision()
+            for row, operand in zip(rows, OPERANDS, strict=True):
+                key = precision, operand, plan.compute
+                if key not in known:
+                    known[key] = entries.setdefault(_operand(*key), len(entries))
+                row.append(known[key])
+        states.append(PlanState(step, reason[:1000], is_new, tuple(map(tuple, rows)), at))
+    return PlanHistory(grid, tuple(entries), tuple(states), tuple(each[3] for each in found)), missing
+
+
+def _operand(precision: LayerPrecision, operand: str, compute: str) -> OperandPrecision:
     texts = [compute if cast is None else cast.format for cast in precision.casts_of(operand)]
     sampling = {"input": precision.input_sampling, "weight": precision.sampling}.get(operand)
-    text = "|".join(dict.fromkeys(texts))  # both if the operand's two products differ
-    style = f"bits{_family(texts[0])}" + (" second" if texts[0] in ("e5m2", "e3m4", "int8", "e3m2", "int4", "fp16") else "")
-    if sampling is not None:
-        text, style = f"{text} sampled", f"{style} sampled"
-    return Cell(text, precision.cell(operand), style)
-
-
-def _family(name: str) -> int:
-    """Return the bits of a format, rounded up to a width that the style sheet has a colour for."""
-    try:
-        bits = Format.parse(name).bits
-    except UserError:
-        return 32
-    return next(width for width in (4, 6, 8, 16, 32) if bits <= width)
+    formats = tuple(dict.fromkeys(texts))
+    bits = sum(map(format_bits, texts)) / len(texts)
+    colours = tuple(map(format_colour, formats))
+    return OperandPrecision("|".join(formats), formats, colours, bits, sampling is not None, precision.cell(operand))

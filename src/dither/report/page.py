@@ -1,76 +1,119 @@
-"""Render runs as an HTML page: a single file without scripts or external resources; all text from runs is escaped."""
+"""Render runs as an HTML page: a single file without external resources; all text from runs is escaped."""
 
+import base64
+import hashlib
 import json
-import math
 import os
-import shlex
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from dither.errors import UserError
-from dither.precision import Plan
-from dither.report import maps, plots
-from dither.report.comparison import Comparison, shown
-from dither.report.estimates import Estimate, paired
+from dither.report import curves
+from dither.report.charts import PALETTE, PALETTE_DARK, SEQUENCE, Chart, Table, plain
+from dither.report.comparison import Comparison
 from dither.report.run_folder import RunFolder, read_all
-from dither.report.summary import Summary, summarize
+from dither.report.sections import Section, section_of
 
-MOST_SHOWN = 200
-"""Maximum number of samples and of events per run; the last ones are shown."""
+VERSION = 2
+"""Version of the data in a page."""
 
-LONGEST_SHOWN = 4000
-"""Maximum number of characters of a sample."""
+AXES = {"steps": "steps", "tokens": "tokens", "seconds": "time", "FLOPs": "FLOPs"}
+"""Words of the switch between x axes."""
 
 
-@dataclass(frozen=True)
-class _Section:
-    """Contents of a page about one run."""
+class Report:
+    """Everything that a page about runs shows, computed once: sections, charts and data.
 
-    run: RunFolder
-    summary: Summary
-    difference: Estimate | None
-    """Difference of the held-out loss to the first run; None for the first run itself."""
-    precision: maps.Grid | None
-    later: tuple[tuple[int, str, maps.Grid], ...]
-    """Later plans: (step, reason, map)."""
-    bitwidths: maps.Grid | None
-    bitwidth_charts: tuple[plots.Chart, ...]
-    samples: tuple[Mapping[str, Any], ...]
-    events: tuple[tuple[int, str, str], ...]
-    """(step, kind, text)."""
-    command: str
-    environment: tuple[tuple[str, str], ...]
-    missing: tuple[str, ...]
+    >>> import tempfile
+    >>> from dither.report import read
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> _ = (folder / "metrics.jsonl").write_text('{"kind": "eval", "step": 10, "time": 2.0, "loss": 1.5}\\n')
+    >>> Report([read(folder)]).charts["loss"].lines[0].y
+    (1.5,)
+    """
+
+    def __init__(self, runs: Sequence[RunFolder], comparison: Comparison | None = None, left_out: Sequence[str] = ()) -> None:
+        """Compute the contents of a page.
+
+        Args:
+            runs: The runs; the others are compared with the first.
+            comparison: Their comparison; by default that of comparison.json beside them, or by their configs.
+            left_out: Sentences about folders that could not be read.
+        """
+        self.runs, self.left_out = tuple(runs), tuple(left_out)
+        self.comparison = comparison if comparison is not None or len(runs) == 1 else Comparison.of_runs(runs)
+        self.charts: dict[str, Chart] = {}
+        """Charts by id, in the order of the page."""
+        groups = curves.groups_of(runs, self.comparison if len(runs) > 1 else None)
+        sweep = None if self.comparison is None else curves.sweep_chart(self.comparison)
+        loss, difference = curves.loss_chart(groups), curves.difference_chart(groups)
+        for name, chart in (("sweep", sweep), ("loss", loss), ("difference", difference)):
+            self.charts |= {} if chart is None else {name: chart}
+        self.charts |= {f"curve-{number}": chart for number, chart in enumerate(curves.other_charts(groups))}
+        self.curves = tuple(name for name in self.charts if name != "sweep")
+        self.sections: tuple[Section, ...] = tuple(section_of(run, at) for at, run in enumerate(runs))
+        for section in self.sections:
+            self.charts |= section.charts
+
+    @property
+    def title(self) -> str:
+        """Return the title: the name of the run, or the number of runs."""
+        return self.runs[0].name if len(self.runs) == 1 else f"Comparison of {len(self.runs)} runs"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything that the page draws as plain values: `dither report --json` prints it."""
+        compared = {} if self.comparison is None else {"comparison": self.comparison.to_dict()}
+        return {
+            "version": VERSION,
+            "title": self.title,
+            "colours": {"lines": len(PALETTE), "sequence": list(SEQUENCE)},
+            "charts": {name: plain(chart) for name, chart in self.charts.items()},
+            "runs": [section.to_dict() for section in self.sections],
+            **compared,
+        }
+
+    def json(self) -> str:
+        """Return `to_dict` as JSON."""
+        return json.dumps(self.to_dict(), allow_nan=False, indent=1)
+
+    def html(self) -> str:
+        """Return the page; the same runs give the same bytes."""
+        import jinja2
+
+        environment = jinja2.Environment(
+            autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        )
+        script, style = _asset("charts.js") + _asset("page.js"), _asset("page.css") + _line_colours()
+        sources = f"style-src {_hash(style)}; script-src {_hash(script)}"
+        axes = {axis for name in self.curves for axis in getattr(self.charts[name], "axes", ())}
+        return environment.from_string(_asset("page.html")).render(
+            title=self.title,
+            policy=f"default-src 'none'; {sources}; base-uri 'none'; form-action 'none'",
+            style=style,
+            script=script,
+            single=self.sections[0] if len(self.runs) == 1 else None,
+            sections=self.sections,
+            left_out=self.left_out,
+            charts=self.charts,
+            curves=self.curves,
+            axes=[(axis, words) for axis, words in AXES.items() if axis in axes],
+            comparison=self.comparison,
+            ranking=None if self.comparison is None else self.comparison.ranking_table(),
+            sweep=None if self.comparison is None else self.comparison.sweep_table(),
+            differences=config_differences(self.runs) if len(self.runs) > 1 else None,
+            data=_embedded(self.to_dict()),
+        )
 
 
 def render(runs: Sequence[RunFolder], comparison: Comparison | None = None) -> str:
     """Return the page of one run or several as HTML; the same runs give the same bytes.
 
-    With a comparison of the runs, its tables, sentences and figure come first.
+    Several runs are compared: as in `comparison`, or else as `Comparison.of_runs` groups them.
     """
-    import jinja2
-
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"fixed": fixed, "short": short, "size": size, "duration": duration}
-    environment.filters |= {"estimate": _estimate, "value": shown}
-    template = environment.from_string(resources.files("dither.report").joinpath("page.html").read_text(encoding="utf-8"))
-    sections = tuple(_section(run, index, runs[0]) for index, run in enumerate(runs))
-    ranked = sorted((each.summary for each in sections if each.summary.loss is not None), key=lambda each: each.loss or 0.0)
-    return template.render(
-        title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
-        sections=sections,
-        first=sections[0].summary,
-        best=ranked[0] if ranked else None,
-        charts=plots.charts(runs),
-        comparison=comparison,
-        sweep_chart=None if comparison is None else plots.sweep_chart(comparison),
-        colours=plots.COLOURS,
-        data=_embedded(runs, sections, comparison),
-    )
+    return Report(runs, comparison).html()
 
 
 def write(folders: Sequence[str | Path], out: str | Path | None = None, comparison: Comparison | None = None) -> Path:
@@ -82,13 +125,24 @@ def write(folders: Sequence[str | Path], out: str | Path | None = None, comparis
         comparison: Comparison of the runs, which the page shows first.
     """
     runs = read_all(folders)
+    path = page_path([run.folder for run in runs], out)
+    return write_page(Report(runs, comparison), path)
+
+
+def page_path(folders: Sequence[str | Path], out: str | Path | None) -> Path:
+    """Return the path of the page of runs; raise a UserError if no page can be there."""
     parents = [Path(folder).resolve() if len(folders) == 1 else Path(folder).resolve().parent for folder in folders]
     path = Path(out) if out is not None else Path(os.path.commonpath(parents)) / "report.html"
     if os.path.isdir(path):
         raise UserError(f"The page {str(path)!r} is a folder: name a file, such as {str(path / 'report.html')!r}.")
     if os.path.lexists(path) and (path.is_symlink() or not os.path.isfile(path)):
         raise UserError(f"{str(path)!r} is a link, a pipe or a device, which a page does not replace: name another file.")
-    page = render(runs, comparison).encode()
+    return path
+
+
+def write_page(report: Report, path: Path) -> Path:
+    """Write a page atomically, and return its path."""
+    page = report.html().encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -105,136 +159,45 @@ def write(folders: Sequence[str | Path], out: str | Path | None = None, comparis
     return path
 
 
-# Sections --------------------------------------------------------------------------------------------------------
-
-
-def _section(run: RunFolder, index: int, first: RunFolder) -> _Section:
-    names, missing = [layer.name for layer in run.layers], list(run.missing)
-    precision, later = None, list[tuple[int, str, maps.Grid]]()
-    if run.plan is not None and names:
-        precision = maps.precision_map(run.plan, names)
-    for line in run.of("plan"):
-        if line["step"] > 0 and names:
-            try:
-                plan = Plan.from_dict(line.get("plan"))  # type: ignore[arg-type]
-                later.append((line["step"], _words(line.get("reason")), maps.precision_map(plan, names)))
-            except UserError as error:
-                missing.append(f"The plan of step {line['step']} cannot be read: {error}")
-    bits = plots.layer_bits(run)
-    command = run.environment.get("command")
-    words = [word for word in command if isinstance(word, str)] if isinstance(command, list) else []
-    summary = summarize(run)
-    return _Section(
-        run=run,
-        summary=summary,
-        difference=None if run is first else paired([summary.loss], [summarize(first).loss]),
-        precision=precision,
-        later=tuple(later[-MOST_SHOWN:]),
-        bitwidths=maps.bitwidth_map(bits) if bits else None,
-        bitwidth_charts=plots.bitwidth_charts(run, index),
-        samples=tuple(
-            {"step": line["step"], "prompt": _words(line.get("prompt")), "text": _words(line.get("text"))}
-            for line in run.of("sample")[-MOST_SHOWN:]
-        ),
-        events=_events(run),
-        command=shlex.join(words),
-        environment=tuple((key, _words(value)) for key, value in run.environment.items() if key != "command"),
-        missing=tuple(missing),
-    )
-
-
-def _events(run: RunFolder) -> tuple[tuple[int, str, str], ...]:
-    """Return events in the order of steps: messages of the guard, resumes, and how the run ended."""
-    found = []
-    for line in run.of("guard"):
-        found.append((line["step"], _words(line.get("event")) or "guard", _words(line.get("text"))))
-    for line in run.of("start"):
-        if line.get("resumed_from") is not None:
-            found.append((line["step"], "resumed", f"from the checkpoint of step {_words(line['resumed_from'])}"))
-    found.sort(key=lambda event: event[0])
-    if run.status.get("why"):
-        found.append((run.steps, run.state, _words(run.status["why"])))
-    return tuple(found[-MOST_SHOWN:])
-
-
-def _words(value: object) -> str:
-    """Return a value from a file as text of bounded length."""
-    text = value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]} ... ({len(text):,} characters)"
-
-
-def _embedded(runs: Sequence[RunFolder], sections: Sequence[_Section], comparison: Comparison | None) -> str:
-    """Return figures and curves as JSON for programs, escaped so that it cannot end the HTML element early."""
-    curves = (("train", "loss"), ("train", "loss_ema"), ("train", "tokens_per_s"), ("eval", "loss"), ("eval", "bits_per_byte"))
-    data = [
+def config_differences(runs: Sequence[RunFolder]) -> Table | None:
+    """Return the settings in which runs differ, one row per setting and one column per run; None if there are none."""
+    flat = [
         {
-            **asdict(section.summary),
-            "curves": {f"{kind}.{key}": [list(point) for point in plots.thin(run.curve(kind, key))] for kind, key in curves},
+            f"{name}.{key}": json.dumps(value, ensure_ascii=False, default=str)
+            for name, section in run.config.items()
+            if isinstance(section, dict)
+            for key, value in section.items()
         }
-        for run, section in zip(runs, sections, strict=True)
+        for run in runs
     ]
-    compared = {} if comparison is None else {"comparison": comparison.to_dict()}
-    text = json.dumps({"runs": data} | compared, allow_nan=False)
+    names = dict.fromkeys(name for each in flat for name in each)
+    rows = [(name, *(each.get(name, "-")[:200] for each in flat)) for name in names if name != "run.out"]
+    rows = [row for row in rows if len(set(row[1:])) > 1]
+    return Table("Settings that differ", ("setting", *(run.name for run in runs)), tuple(rows)) if rows else None
+
+
+def _asset(name: str) -> str:
+    return resources.files("dither.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _line_colours() -> str:
+    """Return the style of the colours of runs, light and dark."""
+    variables = ["".join(f"--c{at}:{colour};" for at, colour in enumerate(colours)) for colours in (PALETTE, PALETTE_DARK)]
+    classes = "".join(
+        f".line.c{at}{{stroke:var(--c{at})}}.band.c{at},.point.c{at}{{fill:var(--c{at})}}.dot.c{at}{{background:var(--c{at})}}"
+        for at in range(len(PALETTE))
+    )
+    dark = f"@media (prefers-color-scheme: dark){{:root{{{variables[1]}}}}}@media print{{:root{{{variables[0]}}}}}"
+    return f":root{{{variables[0]}}}{dark}{classes}\n"
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _embedded(data: dict[str, Any]) -> str:
+    """Return data as JSON, escaped so that it cannot end the HTML element early."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     for letter in "<>&\u2028\u2029":
         text = text.replace(letter, f"\\u{ord(letter):04x}")
     return text
-
-
-# Numbers --------------------------------------------------------------------------------------------------------------
-
-ABSENT = "-"
-
-
-def fixed(value: float | None, digits: int = 4, sign: bool = False) -> str:
-    """Format a number with `digits` digits after the decimal point.
-
-    >>> fixed(1.23456), fixed(0.5, 2, sign=True), fixed(None)
-    ('1.2346', '+0.50', '-')
-    """
-    if value is None:
-        return ABSENT
-    return f"{value:+.{digits}f}" if sign else f"{value:.{digits}f}" if abs(value) < 1e9 else f"{value:.4g}"
-
-
-def _estimate(value: Estimate | None, sign: bool = False) -> str:
-    return ABSENT if value is None else value.text(sign=sign)
-
-
-def short(value: float | None) -> str:
-    """Format a count with three digits.
-
-    >>> short(950), short(12_340), short(1.5e9), short(0.25)
-    ('950', '12.3 k', '1.5 G', '0.25')
-    """
-    if value is None:
-        return ABSENT
-    power = min(4, max(0, math.floor(math.log10(abs(value)) / 3 + 1e-9))) if value else 0
-    return f"{value / 1000**power:.3g}{('', ' k', ' M', ' G', ' T')[power]}"
-
-
-def size(value: float | None) -> str:
-    """Format a number of bytes.
-
-    >>> size(3 << 30)
-    '3 GiB'
-    """
-    if value is None:
-        return ABSENT
-    power = min(4, max(0, math.floor(math.log2(value) / 10))) if value >= 1 else 0
-    return f"{value / 1024**power:.3g} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
-
-
-def duration(seconds: float | None) -> str:
-    """Format seconds in words.
-
-    >>> duration(12.5), duration(200), duration(7500)
-    ('12.5 s', '3 min 20 s', '2 h 5 min')
-    """
-    if seconds is None:
-        return ABSENT
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600:,} h {whole % 3600 // 60} min"

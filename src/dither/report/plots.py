@@ -1,311 +1,266 @@
-"""Draw curves of runs as SVG for a page, with its fonts and its light or dark colours, and without text from users.
+"""Draw the charts and maps of a report as PNG or SVG files for papers, with matplotlib, from the same data as the page.
 
-The same runs give the same bytes: ids come from a fixed salt, and no date is written. Matplotlib draws in placeholder colours,
-which are then replaced by variables of the page's style sheet.
+The same runs give the same bytes: ids come from a fixed salt, and no date is written.
 """
 
-import bisect
 import io
-import itertools
+import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from dither import safe_files
 from dither.errors import UserError
-from dither.report.comparison import Comparison, shown
-from dither.report.run_folder import RunFolder, number
+from dither.report import curves
+from dither.report.charts import (
+    PALETTE,
+    SEQUENCE,
+    BarChart,
+    Chart,
+    LayerGrid,
+    LineChart,
+    PartChart,
+    ScatterChart,
+    TimelineChart,
+)
+from dither.report.comparison import Comparison
+from dither.report.sections import Section
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-COLOURS = 8
-"""Number of colours, --c0 to --c7 of the page. Further runs reuse them with dashed lines."""
+    from dither.report.page import Report
 
-MOST_POINTS = 1500
-"""Maximum number of points per curve: about two per pixel of its width."""
+Kind = Literal["png", "svg"]
 
-PALETTE = ("#2563b8", "#c2410c", "#15803d", "#7e3fb8", "#a16207", "#0f7c8a", "#be185d", "#52606d")
-"""Colours --c0 to --c7 in separate files."""
-
-INK, GRID = "#010203", "#040506"
-"""Placeholders of var(--muted) and var(--line)."""
-
-Points = Sequence[tuple[float, float]]
+INK, GRID = "#3f4851", "#d9dee4"
+DOTS_PER_INCH = 200
+OPERANDS = ("input", "weight", "gradient")
 
 
-@dataclass(frozen=True)
-class Chart:
-    """A drawing with its title and description."""
-
-    title: str
-    svg: str
-    about: str = ""
-
-
-@dataclass(frozen=True)
-class _Line:
-    points: Points
-    run: int
-    """Decides colour and dashes."""
-    width: float = 1.3
-    alpha: float = 1.0
-    marker: str = ""
-
-
-def charts(runs: Sequence[RunFolder]) -> tuple[Chart, ...]:
-    """Return the curves of all runs, one chart per kind; charts without data are left out."""
-    about = "Thick: held-out text. Thin: training, averaged over steps."
+def write_figures(report: "Report", folder: Path, kind: Kind) -> list[Path]:
+    """Write every chart and map of a report into a folder as PNG or SVG files, and return their paths."""
+    drawings: dict[str, Callable[[Figure], None]] = {}
+    for name, chart in report.charts.items():
+        drawings[_file_name(name, chart.title)] = _figure_of(chart)
+    for section in report.sections:
+        drawings |= _maps(section)
     found = []
-    for x, label in (("step", "steps"), ("tokens", "tokens")):
-        lines = [line for index, run in enumerate(runs) for line in _losses(run, index, x, raw=len(runs) == 1)]
-        found.append(_chart(f"Loss over {label}", label, lines, about))
-    for key, title in (
-        ("lr", "Learning rate"),
-        ("grad_norm", "Gradient norm"),
-        ("tokens_per_s", "Tokens per second"),
-        ("memory", "Peak memory, bytes"),
-    ):
-        lines = [_Line(thin(run.curve("train", key)), index) for index, run in enumerate(runs)]
-        found.append(_chart(title, "steps", lines, from_zero=key in ("tokens_per_s", "memory")))
-    return tuple(chart for chart in found if chart is not None)
-
-
-def sweep_chart(comparison: Comparison) -> Chart | None:
-    """Return the losses of each arm over the values of the sweep, for the page; None without a sweep or without losses."""
-    if comparison.field is None or not any(row.loss for curve in comparison.curves() for row in curve.rows):
-        return None
-    title = f"Held-out loss by {comparison.field}"
-    return Chart(title, _svg(title, 0, lambda axes: _draw_sweep(axes, comparison)), _about_sweep(comparison))
-
-
-def sweep_file(comparison: Comparison, path: Path) -> Path:
-    """Write the same drawing as a separate SVG file with a legend, and return its path."""
-
-    def draw(axes: "Axes") -> None:
-        _draw_sweep(axes, comparison)
-        axes.set_ylabel("held-out loss, nats per token")
-        axes.legend(frameon=False)
-
-    svg = _svg(f"Held-out loss by {comparison.field}", 0, draw, page=False)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(svg, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"The figure {str(path)!r} cannot be written: {error}.") from None
-    return path
-
-
-def _about_sweep(comparison: Comparison) -> str:
-    bars = f" over {len(comparison.seeds)} seeds, bars are its standard error" if len(comparison.seeds) > 1 else ""
-    about = f"A point is the mean loss{bars}." if bars else "A point is the loss of one run."
-    absent = any(row.loss is None for curve in comparison.curves() for row in curve.rows)
-    return about + (" Values at which a run did not reach its last step have no point." if absent else "")
-
-
-def _draw_sweep(axes: "Axes", comparison: Comparison) -> None:
-    """Draw one line per arm: numbers at their values, on a logarithmic axis if they span a factor of 4; text evenly spaced."""
-    numbers = [value for value in comparison.values if isinstance(value, float)]
-    numeric = len(numbers) == len(comparison.values)
-    places = {value: value if isinstance(value, float) and numeric else float(n) for n, value in enumerate(comparison.values)}
-    if numeric and min(numbers) > 0 and max(numbers) >= 4 * min(numbers):
-        axes.set_xscale("log")
-    for index, curve in enumerate(comparison.curves()):
-        points = [(places[row.value], row.loss) for row in curve.rows if row.loss is not None]
-        points.sort(key=lambda point: point[0])
-        if points:
-            axes.errorbar(
-                [x for x, _ in points],
-                [loss.mean for _, loss in points],
-                yerr=[loss.error or 0.0 for _, loss in points],
-                color=_mark(index % COLOURS),
-                linestyle="-" if index < COLOURS else "--",
-                linewidth=1.5,
-                marker="o",
-                markersize=3.5,
-                capsize=2.5,
-                label=curve.arm,
-            )
-    axes.set_xticks(list(places.values()), [shown(value) for value in places])
-    axes.set_xticks([], minor=True)
-    axes.set_xlabel(comparison.field or "")
-
-
-def bitwidth_charts(run: RunFolder, index: int = 0) -> tuple[Chart, ...]:
-    """Draw a run's bitwidths: one line per layer over steps, and their distribution at the end."""
-    steps = [(line["step"], _layers(line)) for line in run.of("bitwidths")]
-    names = dict.fromkeys(name for _, layers in steps for name in layers)
-    curves = [[(float(step), layers[name]["mean"]) for step, layers in steps if name in layers] for name in names]
-    moved = [_Line(thin([(x, y) for x, y in curve if y is not None]), index, 1.0, 0.6) for curve in curves]
-    found = [_chart("Mean bitwidth of each layer", "steps", moved)]
-    bars: dict[float, float] = {}
-    last = list(steps[-1][1].values()) if steps else []
-    for layer in last:
-        for bits, share in layer["histogram"]:
-            bars[bits] = bars.get(bits, 0.0) + share / len(last)
-    found.append(_bars("Bitwidths at the end", "bits", "share of blocks, mean over layers", sorted(bars.items()), index))
-    return tuple(chart for chart in found if chart is not None)
-
-
-def layer_bits(run: RunFolder) -> dict[str, float]:
-    """Return the mean bitwidth of each layer in the last line of bitwidths."""
-    lines = run.of("bitwidths")
-    found = {name: layer["mean"] for name, layer in _layers(lines[-1]).items()} if lines else {}
-    return {name: mean for name, mean in found.items() if mean is not None}
-
-
-def _layers(line: Any) -> dict[str, dict[str, Any]]:
-    """Return the layers of a line of bitwidths, with everything but numbers removed."""
-    layers = line.get("layers")
-    found = {}
-    for name, each in layers.items() if isinstance(layers, dict) else ():
-        if isinstance(each, dict):
-            pairs = each.get("histogram")
-            bars = [
-                (number(pair[0]), number(pair[1]))
-                for pair in (pairs if isinstance(pairs, list) else [])
-                if isinstance(pair, list) and len(pair) == 2
-            ]
-            shares = [(bits, share) for bits, share in bars if bits is not None and share is not None]
-            found[name] = {"mean": number(each.get("mean")), "histogram": shares}
+    for name, draw in drawings.items():
+        path = folder / f"{name}.{kind}"
+        _write(path, _drawn(draw, name, kind))
+        found.append(path)
     return found
 
 
-def thin(points: Points, most: int = MOST_POINTS) -> Points:
-    """Reduce a curve to about `most` points; the lowest and the highest of each stretch are kept, so that spikes stay.
-
-    >>> thin([(0, 1.0), (1, 9.0), (2, 1.0), (3, 1.0), (4, 0.5), (5, 1.0)], most=4)
-    [(0, 1.0), (1, 9.0), (3, 1.0), (4, 0.5)]
-    """
-    if len(points) <= most:
-        return points
-    stretch = -(-2 * len(points) // most)
-    kept = []
-    for start in range(0, len(points), stretch):
-        part = points[start : start + stretch]
-        kept += sorted({min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])})
-    return kept
+def sweep_file(comparison: Comparison, path: Path) -> Path:
+    """Write the losses of a sweep as an SVG file, and return its path."""
+    chart = curves.sweep_chart(comparison)
+    if chart is None:
+        raise UserError("The comparison has no sweep, or no run of it has a loss: there is nothing to draw.")
+    _write(path, _drawn(_figure_of(chart), chart.title, "svg"))
+    return path
 
 
-def _losses(run: RunFolder, index: int, x: str, raw: bool) -> list[_Line]:
-    """Return the curves of a run's losses: the averaged one if there is one, with the raw one faintly behind it."""
-    tokens = run.curve("train", "tokens")
-    plain, mean = run.curve("train", "loss", x), run.curve("train", "loss_ema", x)
-    held_out = run.curve("eval", "loss")
-    if x == "tokens":  # evaluations count their own tokens; the x axis has those of training
-        held_out = tuple((at, loss) for step, loss in held_out if (at := _at(tokens, step)) is not None)
-    lines = [_Line(thin(plain), index, 0.7, 0.25)] if raw and mean else []
-    lines.append(_Line(thin(mean or plain), index, 1.0, 0.65))
-    lines.append(_Line(thin(held_out), index, 2.2, marker="o" if len(held_out) <= 40 else ""))
-    return lines
+def _file_name(name: str, title: str) -> str:
+    """Return a file name that says what a chart shows."""
+    words = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")[:60] or "chart"
+    run = re.match(r"(run-\d+)-", name)
+    return f"{run[1]}-{words}" if run else words
 
 
-def _at(points: Points, step: float) -> float | None:
-    """Interpolate a curve from (0, 0) over `points` at a step; None beyond its end."""
-    index = bisect.bisect_left(points, step, key=lambda point: point[0])
-    if index == len(points):
-        return None
-    (x0, y0), (x1, y1) = points[index - 1] if index else (0.0, 0.0), points[index]
-    return y1 if x1 == x0 else y0 + (y1 - y0) * (step - x0) / (x1 - x0)
+def _write(path: Path, data: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        safe_files.replace(path, data)
+    except OSError as error:
+        raise UserError(f"The figure {str(path)!r} cannot be written: {error}.") from None
 
 
-def _chart(title: str, x: str, lines: Sequence[_Line], about: str = "", from_zero: bool = False) -> Chart | None:
-    lines = [line for line in lines if line.points]
-    if not lines:
-        return None
-
-    def draw(axes: "Axes") -> None:
-        for line in lines:
-            axes.plot(
-                *zip(*line.points, strict=True),
-                color=_mark(line.run % COLOURS),
-                linestyle="-" if line.run < COLOURS else "--",
-                linewidth=line.width,
-                alpha=line.alpha,
-                marker=line.marker or ("o" if len(line.points) == 1 else ""),
-                markersize=3.5,
-            )
-        axes.set_xlabel(x)
-        if from_zero:
-            axes.set_ylim(bottom=0)
-
-    return Chart(title, _svg(title, lines[0].run, draw), about)
-
-
-def _bars(title: str, x: str, y: str, bars: Points, index: int) -> Chart | None:
-    if not bars:
-        return None
-    gaps = [b[0] - a[0] for a, b in itertools.pairwise(bars)]
-
-    def draw(axes: "Axes") -> None:
-        xs, heights = zip(*bars, strict=True)
-        axes.bar(xs, heights, width=0.9 * min(gaps, default=1.0), color=_mark(index % COLOURS))
-        axes.set_xlabel(x)
-        axes.set_ylabel(y)
-
-    return Chart(title, _svg(title, index, draw))
-
-
-def _mark(colour: int) -> str:
-    return f"#0a0b0{colour}"
-
-
-def _svg(title: str, run: int, draw: "Callable[[Axes], None]", page: bool = True) -> str:
-    """Return the drawing of `draw` as an `<svg>` element for a page, or as a file. Its ids derive from title and run."""
+def _drawn(draw: "Callable[[Figure], None]", salt: str, kind: Kind) -> bytes:
+    """Return the file of a drawing, in matplotlib's defaults instead of a user's style file."""
     import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     style: dict[str, Any] = {
-        "svg.hashsalt": f"{title} {run}",
-        "svg.fonttype": "none",  # text stays text
-        "text.parse_math": False,
-        "font.family": "sans-serif",
-        "font.size": 9,
-        "axes.formatter.limits": (-3, 5),
-        "axes.formatter.use_mathtext": False,
-        "axes.unicode_minus": False,
-        "path.simplify": True,
-    }
-    # Matplotlib's defaults instead of a user's style file, except for the backend, which is not used here.
-    plain: dict[str, Any] = {key: value for key, value in matplotlib.rcParamsDefault.items() if not key.startswith("backend")}
-    with matplotlib.rc_context(plain | style):  # type: ignore[arg-type]
-        figure = Figure(figsize=(5.4, 3.1), layout="constrained")
-        canvas = FigureCanvasSVG(figure)
+        "svg.hashsalt": salt, "svg.fonttype": "none", "text.parse_math": False, "font.family": "sans-serif", "font.size": 9,
+        "axes.formatter.useoffset": False, "axes.formatter.limits": (-3, 5), "axes.formatter.use_mathtext": False,
+        "axes.unicode_minus": False, "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
+        "legend.frameon": False, "legend.fontsize": 8, "axes.titlesize": 10, "axes.titleweight": "bold",
+    }  # fmt: skip
+    default: dict[str, Any] = {k: v for k, v in matplotlib.rcParamsDefault.items() if not k.startswith("backend")}
+    with matplotlib.rc_context(default | style):  # type: ignore[arg-type]
+        figure = Figure(figsize=(5.4, 3.2), layout="constrained")
+        if kind == "png":
+            data = io.BytesIO()
+            canvas = FigureCanvasAgg(figure)
+            draw(figure)
+            figure.set_dpi(DOTS_PER_INCH)
+            canvas.print_png(data, metadata={"Software": None})  # type: ignore[no-untyped-call]
+            return data.getvalue()
+        text = io.StringIO()
+        svg = FigureCanvasSVG(figure)
+        draw(figure)
+        svg.print_svg(text, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))  # type: ignore[no-untyped-call]
+    return ("\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n").encode()
+
+
+# Charts ------------------------------------------------------------------------------------------------------------------
+
+
+def _figure_of(chart: Chart) -> "Callable[[Figure], None]":
+    def draw(figure: "Figure") -> None:
         axes = figure.add_subplot()
-        draw(axes)
-        axes.grid(color=GRID, linewidth=0.6)
+        axes.set_title(chart.title, loc="left")
         axes.set_axisbelow(True)
+        axes.tick_params(length=0)
         for name, spine in axes.spines.items():
             spine.set_visible(name in ("left", "bottom"))
             spine.set_color(GRID)
-        axes.tick_params(colors=INK, length=0)
-        for text in (axes.xaxis.label, axes.yaxis.label, axes.xaxis.get_offset_text(), axes.yaxis.get_offset_text()):
-            text.set_color(INK)
-        file = io.StringIO()
-        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        canvas.print_svg(file, metadata=nothing)  # type: ignore[no-untyped-call]
-    return _for_page(file.getvalue(), title) if page else _for_file(file.getvalue())
+        match chart:
+            case LineChart():
+                _lines(axes, chart)
+            case BarChart():
+                axes.bar([low for low, _, _ in chart.bars], [height for *_, height in chart.bars], align="edge",
+                         width=[max(high - low, 0.01) for low, high, _ in chart.bars], color=PALETTE[0])  # fmt: skip
+                axes.set_xlabel(chart.x)
+                axes.set_ylabel(chart.y)
+            case PartChart():
+                names = [name for name, _, _ in chart.parts][::-1]
+                bars = axes.barh(names, [value for _, value, _ in chart.parts][::-1], color=PALETTE[0])
+                axes.bar_label(bars, [text for *_, text in chart.parts][::-1], padding=3, fontsize=8)
+                axes.set_xticks([])
+                axes.margins(x=0.2)
+                axes.spines["bottom"].set_visible(False)
+            case ScatterChart():
+                axes.scatter([x for x, _, _ in chart.points], [y for _, y, _ in chart.points], s=8, color=PALETTE[0])
+                ends = [value for x, y, _ in chart.points for value in (x, y)]
+                axes.plot([min(ends), max(ends)], [min(ends), max(ends)], "--", color=INK, linewidth=0.8)
+                axes.set_xscale("log")
+                axes.set_yscale("log")
+                axes.set_xlabel(chart.x)
+                axes.set_ylabel(chart.y)
+            case TimelineChart():
+                _timeline(axes, chart)
+
+    return draw
 
 
-def _for_file(document: str) -> str:
-    """Return the drawing with fixed colours on white."""
-    for mark, colour in ((INK, "#5b6570"), (GRID, "#d9dee4"), *((_mark(c), colour) for c, colour in enumerate(PALETTE))):
-        document = document.replace(mark, colour)
-    return "\n".join(line.rstrip() for line in document.splitlines()) + "\n"
+def _lines(axes: "Axes", chart: LineChart) -> None:
+    axis = chart.axes[0]
+    widths = {"strong": 1.8, "plain": 1.1, "dashed": 1.1, "faint": 0.7}
+    if chart.log_x:
+        axes.set_xscale("log")
+    if chart.log:
+        axes.set_yscale("log")
+    for line in chart.lines:
+        if axis not in line.x:
+            continue
+        colour = PALETTE[line.colour % len(PALETTE)]
+        dashed = line.colour >= len(PALETTE) or line.style == "dashed"
+        axes.plot(line.x[axis], line.y, "--" if dashed else "-", color=colour, linewidth=widths[line.style], label=line.label,
+                  alpha=0.45 if line.style == "faint" else 1.0, marker="o" if line.marked else "", markersize=3)  # fmt: skip
+        if line.low:
+            axes.fill_between(line.x[axis], line.low, line.high, color=colour, alpha=0.18, linewidth=0)
+    for at, text in chart.marks:
+        axes.axvline(at, color=INK, linewidth=0.8, linestyle="--")
+        axes.annotate(text, (at, 1), xycoords=("data", "axes fraction"), xytext=(4, -8), textcoords="offset points", fontsize=8)
+    if chart.ticks:
+        axes.set_xticks([at for at, _ in chart.ticks], [text for _, text in chart.ticks])
+        axes.set_xticks([], minor=True)
+    if chart.from_zero:
+        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    axes.grid(axis="y", color=GRID, linewidth=0.6)
+    axes.set_xlabel(axis)
+    axes.set_ylabel(chart.y)
+    if len(chart.lines) > 1:
+        axes.legend()
 
 
-def _for_page(document: str, title: str) -> str:
-    """Return the drawing without file headers and with the page's variables for colours."""
-    svg = document[document.index("<svg") :].strip()
-    svg = re.sub(r"<(metadata|style).*?</\1>|<!--.*?-->|<defs>\s*</defs>", "", svg, flags=re.DOTALL)
-    for colour, variable in ((INK, "--muted"), (GRID, "--line"), *((_mark(c), f"--c{c}") for c in range(COLOURS))):
-        svg = svg.replace(colour, f"var({variable})")
-    svg = re.sub(r"font-family: [^;\"]*; ", "", svg)
-    svg = re.sub(r' style="fill: #ffffff[^"]*"', ' style="fill: none"', svg)  # the page is the background
-    used = set(re.findall(r'(?:url\(|href=")#([\w-]+)', svg))
-    svg = re.sub(r' id="([\w.-]+)"', lambda match: match[0] if match[1] in used else "", svg)
-    svg = re.sub(r'<svg [^>]*viewBox="([^"]*)"[^>]*>', rf'<svg viewBox="\1" role="img" aria-label="{title}">', svg, count=1)
-    svg = svg.replace("xlink:href", "href")
-    return "\n".join(line.strip() for line in svg.splitlines() if line.strip())
+def _timeline(axes: "Axes", chart: TimelineChart) -> None:
+    colours = {"forward": PALETTE[0], "backward": PALETTE[1]}
+    for row, (_, spans) in enumerate(chart.rows):
+        for begin, end, kind, text in spans:
+            axes.barh(row, end - begin, left=begin, height=0.7, color=colours.get(kind, INK), edgecolor="white", linewidth=0.5)
+            axes.text((begin + end) / 2, row, text, ha="center", va="center", color="white", fontsize=7)
+    axes.set_yticks(range(len(chart.rows)), [name for name, _ in chart.rows])
+    axes.invert_yaxis()
+    axes.set_xlabel(chart.x)
+
+
+# Maps --------------------------------------------------------------------------------------------------------------------
+
+
+def _maps(section: Section) -> "dict[str, Callable[[Figure], None]]":
+    """Return drawings of the plan in force, the sensitivity and the bitwidths of a run."""
+    found: dict[str, Callable[[Figure], None]] = {}
+    if (plans := section.plans) is not None:
+        cells = plans.states[-1].cells
+        colours = [[plans.entries[at].colours[0] for at in row] for row in cells]
+        used = {name: colour for row in cells for at in row
+                for name, colour in zip(plans.entries[at].formats, plans.entries[at].colours, strict=True)}  # fmt: skip
+        found[f"{section.id}-precision-map"] = _precision_map(plans.grid, colours, used)
+    if section.snip is not None and section.plans is not None:
+        last = section.snip.sensitivities[-1]
+        values = [row[-1] if row and row[-1] > 0 else None for row in last.harm]
+        title = f"Estimated harm of {last.options[-1]} at step {last.measured:,}"
+        found[f"{section.id}-sensitivity-map"] = _heat_map(section.plans.grid, values, title, log=True)
+    if (view := section.bitwidths) is not None:
+        title = f"Mean bitwidths at step {view.steps[-1]:,}"
+        found[f"{section.id}-bitwidth-map"] = _heat_map(view.grid, view.means[-1], title, ends=view.scale)
+    return found
+
+
+def _precision_map(grid: LayerGrid, colours: Sequence[Sequence[str]], used: Mapping[str, str]) -> "Callable[[Figure], None]":
+    def draw(figure: "Figure") -> None:
+        from matplotlib.patches import Patch
+
+        figure.set_size_inches(max(5.4, 0.16 * len(grid.columns) * 3 + 1.2), max(1.6, 0.22 * len(grid.rows) + 0.9))
+        for panel, (name, row) in enumerate(zip(OPERANDS, colours, strict=True), 1):
+            axes = figure.add_subplot(1, 3, panel)
+            _cells(axes, grid, row, name, labelled=panel == 1)
+        patches = [Patch(color=colour, label=name) for name, colour in used.items()]
+        figure.legend(handles=patches, loc="outside lower center", ncols=len(patches))
+
+    return draw
+
+
+def _heat_map(
+    grid: LayerGrid, values: Sequence[float | None], title: str, *, ends: tuple[float, float] | None = None, log: bool = False
+) -> "Callable[[Figure], None]":
+    def draw(figure: "Figure") -> None:
+        from matplotlib.cm import ScalarMappable
+        from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize, to_hex
+
+        figure.set_size_inches(max(4.0, 0.16 * len(grid.columns) + 2.2), max(1.8, 0.22 * len(grid.rows) + 0.9))
+        known = [value for value in values if value is not None]
+        low, high = ends or (min(known, default=1.0), max(known, default=1.0))
+        norm = LogNorm(low, high if high > low else low * 1.01) if log else Normalize(low, high)
+        colours = LinearSegmentedColormap.from_list("dither", list(SEQUENCE))
+        axes = figure.add_subplot()
+        _cells(axes, grid, [None if value is None else to_hex(colours(norm(value))) for value in values], title)
+        figure.colorbar(ScalarMappable(norm, colours), ax=axes)
+
+    return draw
+
+
+def _cells(axes: "Axes", grid: LayerGrid, colours: Sequence[str | None], title: str, labelled: bool = True) -> None:
+    from matplotlib.patches import Rectangle
+
+    for (row, column), colour in zip(grid.places, colours, strict=True):
+        if colour is not None:
+            axes.add_patch(Rectangle((column - 0.46, row - 0.44), 0.92, 0.88, color=colour, linewidth=0))
+    axes.set_xlim(-0.6, len(grid.columns) - 0.4)
+    axes.set_ylim(len(grid.rows) - 0.4, -0.6)
+    skip = max(1, math.ceil(len(grid.columns) / 8))
+    axes.set_xticks(range(0, len(grid.columns), skip), grid.columns[::skip])
+    axes.set_yticks(range(len(grid.rows)), grid.rows if labelled else [""] * len(grid.rows))
+    axes.set_title(title, loc="left")
+    axes.set_xlabel("block")
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)

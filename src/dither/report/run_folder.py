@@ -7,7 +7,7 @@ plot cannot show (NaN, Infinity, above 1e30) count as missing. Imports nothing f
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,8 +26,12 @@ LONGEST_LINE = 16 << 20
 HUGE = 1e30
 """Larger numbers are treated as missing."""
 
-EVENTS = ("start", "end", "guard", "plan", "save")
+EVENTS = ("start", "end", "guard", "plan", "save", "seconds")
 """Kinds of lines that are all kept; of other kinds, only the last line per step is."""
+
+
+OPTIONAL = ("bitwidths.json", "verification.json")
+"""Files that only some runs have."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,10 @@ class RunFolder:
     status: Mapping[str, Any]
     missing: tuple[str, ...]
     """Sentences about files that are missing or unreadable."""
+    blocks: Mapping[str, Any] = field(default_factory=dict)
+    """Contents of bitwidths.json: learned bitwidths of single blocks; empty if the run has none."""
+    verification: Mapping[str, Any] | None = None
+    """Contents of verification.json, which `dither plan verify` writes."""
 
     def of(self, kind: str) -> tuple[Mapping[str, Any], ...]:
         """Return the lines of a kind."""
@@ -126,10 +134,8 @@ def read(folder: str | Path) -> RunFolder:
     (((100.0, 2.25),), 'config.toml is missing.')
     """
     folder = Path(folder)
-    if not os.path.isdir(folder):
-        raise UserError(f"There is no run {str(folder)!r}: a run is the folder that `dither train` wrote.")
-    if not any(os.path.lexists(folder / name) for name in ("config.toml", "metrics.jsonl")):
-        raise UserError(f"The folder {str(folder)!r} is not a run: it has neither config.toml nor metrics.jsonl.")
+    if problem := why_not(folder):
+        raise UserError(problem)
     missing: list[str] = []
     text, config = _config(folder, missing)
     plan = _plan(folder, missing)
@@ -140,9 +146,14 @@ def read(folder: str | Path) -> RunFolder:
     if status.get("state") == "running" and run_lock.is_abandoned(folder):
         status["state"] = "crashed"
     name = folder.name or folder.resolve().name
-    frozen = (MappingProxyType(each) for each in (environment, lines, status))
-    env, kinds, state = frozen
-    return RunFolder(folder, name, MappingProxyType(config), text, plan, layers, left, env, kinds, state, tuple(missing))
+    # Few runs have these files: their absence is no fault.
+    extra = {file: _object(folder, file, missing) if os.path.lexists(folder / file) else {} for file in OPTIONAL}
+    frozen = (MappingProxyType(each) for each in (environment, lines, status, extra["bitwidths.json"]))
+    env, kinds, state, blocks = frozen
+    verified = extra["verification.json"] or None
+    return RunFolder(
+        folder, name, MappingProxyType(config), text, plan, layers, left, env, kinds, state, tuple(missing), blocks, verified
+    )
 
 
 def read_all(folders: Sequence[str | Path]) -> tuple[RunFolder, ...]:
@@ -162,6 +173,40 @@ def read_all(folders: Sequence[str | Path]) -> tuple[RunFolder, ...]:
             break
     runs = (read(folder) for folder in folders)
     return tuple(RunFolder(**{**vars(run), "name": name}) for run, name in zip(runs, names, strict=True))
+
+
+def expanded(folders: Sequence[str | Path]) -> list[Path]:
+    """Return the folders, with the folder of a comparison replaced by those of its runs, in the order of comparison.json."""
+    found: list[Path] = []
+    for folder in map(Path, folders):
+        runs = [] if _is_run(folder) or not os.path.lexists(folder / "comparison.json") else _compared(folder)
+        found += runs or [folder]
+    return found
+
+
+def why_not(folder: Path) -> str:
+    """Return a sentence about a folder that is not a run; "" for a run."""
+    if not os.path.isdir(folder):
+        return f"There is no run {str(folder)!r}: a run is the folder that `dither train` wrote."
+    if not _is_run(folder):
+        return f"The folder {str(folder)!r} is not a run: it has neither config.toml nor metrics.jsonl."
+    return ""
+
+
+def _is_run(folder: Path) -> bool:
+    return any(os.path.lexists(folder / name) for name in ("config.toml", "metrics.jsonl"))
+
+
+def _compared(folder: Path) -> list[Path]:
+    try:
+        data, _ = safe_files.read_json(folder / "comparison.json")
+    except Refused as error:
+        raise UserError(f"The comparison in {str(folder)!r} cannot be read: {error}.") from None
+    entries = data.get("entries") if isinstance(data, dict) else None
+    names = [entry.get("run") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+    # A name from a file must not lead out of the folder.
+    safe = [name for name in names if isinstance(name, str) and name == Path(name).name and _is_run(folder / name)]
+    return [folder / name for name in dict.fromkeys(safe)]
 
 
 # Files ----------------------------------------------------------------------------------------------------------------

@@ -16,16 +16,17 @@ import math
 import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from dither.errors import UserError
 from dither.nn import Linear
-from dither.precision import PRODUCTS, Cast
+from dither.precision import PRODUCTS, Cast, LayerPrecision, Plan
+from dither.snip.divergence import Scores
 from dither.snip.layer_options import Option
 from dither.snip.statistics import LayerStatistics
 
@@ -123,6 +124,20 @@ def _speed(cast: Cast | None, speeds: Mapping[int, float]) -> float:
     if not wide:
         raise UserError(f"The speeds have no entry for {bits} bits, those of {cast}: they end at {max(speeds)}.")
     return speeds[min(wide)]
+
+
+def choice_record(scores: Scores, options: Sequence[Option], plan: Plan) -> dict[str, Any]:
+    """Return what a report needs to judge a choice, in plain values: savings and costs in FLOPs, and the options of a plan.
+
+    Rows are layers, columns are options; the option of a layer is -1 if the plan has other casts.
+    """
+    layers, chosen = scores.statistics.layers, []
+    for name in scores.layers:
+        precision = replace(plan.for_layer(name) or LayerPrecision(), sampling=None, input_sampling=None)
+        chosen.append(next((place for place, option in enumerate(options) if option.precision == precision), -1))
+    if len(layers) != len(scores.layers) or tuple(option.name for option in options) != scores.options:
+        raise UserError("The scores are for other layers or options.")
+    return {"savings": efficiency(layers, options), "costs": costs(layers, options), "chosen": chosen}
 
 
 # Times -----------------------------------------------------------------------------------------------------------------

@@ -177,7 +177,7 @@ class _RunLoop(RunBeginning):
         several = self.ranks.world > 1
         self.choose(batch)
         if (every := self.config.guard.recompute_every) and (trainer.done + 1) % every == 0:
-            with self.pause():
+            with self.pause("checks"):
                 agreement.recompute(trainer)
         self.stepping = True
         numbers = trainer.step(batch, SIGNALS.get(self.signals.received, 0.0) if several else 0.0)
@@ -194,7 +194,7 @@ class _RunLoop(RunBeginning):
             return outcome
         received = heard if several else self.signals.received
         if several and (due["compare"] or due["save"] or last or received):  # no checkpoint of weights that are not agreed on
-            with self.pause():
+            with self.pause("checks"):
                 agreement.compare_states(trainer)
         if due["numerics"]:
             self.look(batch)
@@ -249,7 +249,7 @@ class _RunLoop(RunBeginning):
             return None
         overflow = decision.action == "skip" and trainer.guard.overflows > overflows
         event = "overflow" if overflow else "spike" if decision.action == "warn" else decision.action
-        self.write("guard", step=numbers.number, event=event, text=decision.why)
+        self.write("guard", step=numbers.number, event=event, text=decision.why, where=where)
         if decision.action == "stop":
             return self.end(3, "guard", decision.why, "stopped")
         if decision.action == "rollback":
@@ -304,6 +304,7 @@ class _RunLoop(RunBeginning):
                 self.save()
         if self.saver is not None:
             self.saver.wait()
+        self.write_seconds()
         loss, bits = (None, None) if self.evaluation is None else self.evaluation[1][:2]
         skipped, overflows = trainer.guard.skips, trainer.guard.overflows
         self.write("end", how=how, loss=loss, bits_per_byte=bits, text=why, skipped=skipped, overflows=overflows)

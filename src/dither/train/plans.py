@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from dither.precision import Plan
 from dither.recipes import MEASURED, recipe
 from dither.snip import Snip, Times
 from dither.snip.auto import RECIPES, candidates_of, choice_table, choose_by_time, layer_shapes, plan_of, times_of
-from dither.snip.savings import Shape
+from dither.snip.savings import Shape, choice_record
 from dither.train.config import Config
 from dither.train.distributed import Ranks
 from dither.train.files import PLANS
@@ -34,6 +35,8 @@ class PlanEvent(NamedTuple):
     """False if SNIP kept the plan."""
     scores: Any = None
     """SNIP's estimates in plain values."""
+    choice: Any = None
+    """What the choice saves, in plain values."""
 
 
 class RunPlans:
@@ -89,8 +92,11 @@ class RunPlans:
             decision = self.snip.before_step(step, estimates)
             self.plan = self.snip.plan
             if decision is not None:
-                scores = decision.to_dict()["scores"]
-                events.append(PlanEvent(decision.plan, decision.reason, decision.changed, scores))
+                scores, choice = decision.to_dict()["scores"], None
+                if decision.scores is not None:
+                    with suppress(UserError):  # options may cost the same in FLOPs and not in time
+                        choice = choice_record(decision.scores, self.snip.options, decision.plan)
+                events.append(PlanEvent(decision.plan, decision.reason, decision.changed, scores, choice))
         self._new |= any(event.changed for event in events)
         if self.compiled and self._new:
             self._compile(step, warm_up)

@@ -1,6 +1,8 @@
 """The outputs of a run: metrics, evaluations, samples, checkpoints, traces, and its status."""
 
+import json
 import math
+import os
 import platform
 import shutil
 import subprocess
@@ -16,11 +18,15 @@ import torch
 from dither import run_lock, safe_files
 from dither.data import Batch
 from dither.errors import DitherError, UserError
+from dither.nn import Linear
+from dither.nn.deployment import block_bitwidths
+from dither.nn.tensor_parallel import local
 from dither.train import config
 from dither.train.checkpoint import Saver
 from dither.train.config import Config, dumps
 from dither.train.distributed import Ranks
 from dither.train.files import (
+    BITWIDTHS,
     CHECKPOINTS,
     CONFIG,
     CONVERSION,
@@ -47,6 +53,9 @@ class RunRecorder:
         self.progress = progress if ranks.main else None
         self.began = self.logged = time.monotonic()
         self.paused = 0.0  # seconds since the last line of metrics that were not training
+        self.spent: dict[str, float] = {}  # seconds by part since the last line about them
+        self.counted = self.began  # when that line was written
+        self.sized = False  # whether the memory of each part is written
         self.logged_step = 0
         self.flops = 0.0
         self.peak: float | None = None
@@ -71,6 +80,8 @@ class RunRecorder:
             "flops_per_token": self.flops,
             "corpus_sha256": self.the_trainer.corpus.sha256,
             "world_size": self.ranks.world,
+            "system": platform.platform(),
+            "cpus": os.cpu_count(),
         }
         with suppress(OSError, subprocess.SubprocessError):
             said = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True)
@@ -79,15 +90,15 @@ class RunRecorder:
 
     def choose(self, batch: Batch) -> None:
         """Let the schedule and SNIP change the plan, if that is due, and write what they did."""
-        with self.pause():
+        with self.pause("choice of precision"):
             for found in self.the_trainer.choose(batch):
-                scores = {} if found.scores is None else {"scores": found.scores}
-                self.write("plan", plan=found.plan.to_dict(), reason=found.reason, **scores)
+                scores = {} if found.scores is None else {"scores": found.scores, "choice": found.choice}
+                self.write("plan", plan=found.plan.to_dict(), reason=found.reason, changed=found.changed, **scores)
                 self.say(f"Step {self.the_trainer.done}: {'a new plan' if found.changed else 'the same plan'}: {found.reason}")
 
     def look(self, batch: Batch) -> None:
         """Write what the monitor measures after a step."""
-        with self.pause():
+        with self.pause("monitor"):
             if (report := self.the_trainer.look(batch)) is not None:
                 found = report.to_dict()
                 del found["step"]
@@ -114,6 +125,9 @@ class RunRecorder:
             loss_scale=self.last.loss_scale if trainer.scaled else None,
             overflows=trainer.guard.overflows,
         )
+        if not self.sized:  # the optimizer has its states now
+            self.write("memory", parts=memory_parts(trainer))
+            self.sized = True
         self.logged, self.logged_step, self.paused = time.monotonic(), trainer.done, 0.0
 
     def evaluate(self) -> Evaluation:
@@ -121,19 +135,22 @@ class RunRecorder:
         trainer = self.the_trainer
         if self.evaluation is not None and self.evaluation[0] == trainer.done:
             return self.evaluation[1]
-        with self.pause():
+        with self.pause("evaluation"):
             found = trainer.evaluate()
             self.evaluation = trainer.done, found
             self.write("eval", **found._asdict())
             if self.ranks.main and (bitwidths := trainer.bitwidths()) is not None:
                 self.write("bitwidths", layers=bitwidths)
+                blocks = {"version": 1, "step": trainer.done, "layers": block_bitwidths(trainer.model)}
+                write_file(self.folder / BITWIDTHS, json.dumps(blocks).encode())
             self.status("running")
+        self.write_seconds()
         return found
 
     def sample(self) -> None:
         """Generate a sample of text on rank 0, for which the other ranks wait, however long it takes."""
         if self.ranks.main and self.config.run.sample_tokens:
-            with self.pause():
+            with self.pause("samples"):
                 try:
                     text = self.the_trainer.sample()
                 except UserError as error:  # such as logits that are not finite, which the guard handles
@@ -147,19 +164,29 @@ class RunRecorder:
         trainer, began = self.the_trainer, time.monotonic()
         if self.saver is None:
             return
-        tensors, plain = trainer.pack(dumps(self.config), self.seconds)
-        self.saver.save(trainer.done, tensors=tensors, plain=plain)
+        with self.pause("checkpoints", counts=True):
+            tensors, plain = trainer.pack(dumps(self.config), self.seconds)
+            self.saver.save(trainer.done, tensors=tensors, plain=plain)
         self.write("save", path=f"{CHECKPOINTS}/step-{trainer.done:08d}", seconds=round(time.monotonic() - began, 3))
         self.status("running")
 
     @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Do not count the time inside as training."""
+    def pause(self, part: str = "checks", *, counts: bool = False) -> Iterator[None]:
+        """Count the time inside as that of a part of the run, and in tokens per second only if it `counts`."""
         began = time.monotonic()
         try:
             yield
         finally:
-            self.paused += time.monotonic() - began
+            passed = time.monotonic() - began
+            self.paused += 0.0 if counts else passed
+            self.spent[part] = self.spent.get(part, 0.0) + passed
+
+    def write_seconds(self) -> None:
+        """Write the seconds of each part of the run since the last such line; what is left is training."""
+        now = time.monotonic()
+        parts = {"training": max(0.0, now - self.counted - sum(self.spent.values())), **self.spent}
+        self.write("seconds", parts={part: round(seconds, 3) for part, seconds in parts.items()})
+        self.spent, self.counted = {}, now
 
     @contextmanager
     def profiler(self) -> Iterator[Any]:
@@ -266,3 +293,28 @@ def conversion_record(trainer: Trainer) -> dict[str, Any]:
         ],
         "left": [{"name": module.name, "why": module.reason} for module in trainer.conversion.left_alone],
     }
+
+
+def memory_parts(trainer: Trainer) -> dict[str, int]:
+    """Return the bytes of what stays in memory between steps on this rank, by part.
+
+    Activations come on top; on a GPU, peak memory shows them.
+    """
+    parameters, optimizer = list(trainer.model.parameters()), trainer.training.optimizer
+    found = {"weights": sum(local(p.detach()).nbytes for p in parameters)}
+    trained = sum(local(p.detach()).numel() for p in parameters if p.requires_grad)
+    found["gradients"] = trained * (4 if trainer.training.gradients.kind == "fp32" else 2)
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                part = (
+                    "master weights" if key == "master" else "rounding errors" if key == "remainder" else "optimizer states"
+                )
+                found[part] = found.get(part, 0) + local(value).nbytes
+    casts = sum(local(buffer).nbytes for buffer in trainer.model.buffers())
+    for layer in trainer.model.modules():
+        if isinstance(layer, Linear):
+            layouts = [layout for layout in layer.step_state.codes or () if layout is not None]
+            casts += sum(local(part).nbytes for layout in layouts for part in layout if part is not None)
+            casts += 0 if layer.step_state.w_hat is None else local(layer.step_state.w_hat).nbytes
+    return {**found, "casts and buffers": casts}

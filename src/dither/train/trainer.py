@@ -464,10 +464,14 @@ def learned_bitwidths(model: nn.Module) -> dict[str, Any]:
     """Return the learned bitwidths of sampled layers by name, as plain values."""
     return {
         each.name: {
+            "weights": each.weights,
             "mean": each.mean,
+            "deviation": each.deviation,
             "min": each.min,
             "max": each.max,
             "histogram": [[bits, share] for bits, share in each.histogram.items()],
+            "bins": [[low, share] for low, share in each.bins.items()],
+            "formats": dict(each.formats),
         }
         for each in effective_precision(model).layers
     }

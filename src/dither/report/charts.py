@@ -1,0 +1,260 @@
+"""Charts as data: what the page draws in a browser and what matplotlib draws into files for papers.
+
+A chart is a frozen dataclass with plain numbers, computed from run folders. `plain` turns it into JSON for the page.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, ClassVar, Literal
+
+from dither.errors import UserError
+from dither.formats import Format
+
+MOST_POINTS = 800
+"""Maximum number of points per curve: more than the pixels of its width."""
+
+DIGITS = 6
+"""Significant digits of numbers in the page."""
+
+Points = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A curve of a chart."""
+
+    label: str
+    x: Mapping[str, tuple[float, ...]]
+    """Positions of the points on each of the chart's x axes that the curve has."""
+    y: tuple[float, ...]
+    colour: int = 0
+    """Number of the colour; curves of one run have the same in all charts."""
+    style: Literal["plain", "faint", "strong", "dashed"] = "plain"
+    low: tuple[float, ...] = ()
+    """Lower ends of a band around the curve; () if there is none."""
+    high: tuple[float, ...] = ()
+    marked: bool = False
+    """True if points are marked."""
+
+
+@dataclass(frozen=True)
+class LineChart:
+    """Curves over one or several x axes, between which a reader switches."""
+
+    kind: ClassVar[str] = "lines"
+    title: str
+    y: str
+    """Label of the y axis."""
+    axes: tuple[str, ...]
+    lines: tuple[Line, ...]
+    about: str = ""
+    log: bool = False
+    from_zero: bool = False
+    log_x: bool = False
+    ticks: tuple[tuple[float, str], ...] = ()
+    """Positions and texts of the x axis, if they are not chosen by the drawing."""
+    marks: tuple[tuple[float, str], ...] = ()
+    """Points on the first x axis that a text explains, such as a target."""
+
+
+@dataclass(frozen=True)
+class BarChart:
+    """A distribution: bars from `low` to `high` on the x axis."""
+
+    kind: ClassVar[str] = "bars"
+    title: str
+    x: str
+    y: str
+    bars: tuple[tuple[float, float, float], ...]
+    """(low, high, height)."""
+    about: str = ""
+
+
+@dataclass(frozen=True)
+class PartChart:
+    """Named parts of a whole as horizontal bars."""
+
+    kind: ClassVar[str] = "parts"
+    title: str
+    parts: tuple[tuple[str, float, str], ...]
+    """(name, value, value as text)."""
+    about: str = ""
+
+
+@dataclass(frozen=True)
+class ScatterChart:
+    """Points with names, on logarithmic axes, with the line on which both values are equal."""
+
+    kind: ClassVar[str] = "scatter"
+    title: str
+    x: str
+    y: str
+    points: tuple[tuple[float, float, str], ...]
+    """(x, y, name)."""
+    about: str = ""
+
+
+@dataclass(frozen=True)
+class TimelineChart:
+    """Rows of spans over time, such as the stages of a pipeline."""
+
+    kind: ClassVar[str] = "timeline"
+    title: str
+    x: str
+    rows: tuple[tuple[str, tuple[tuple[float, float, str, str], ...]], ...]
+    """(name of the row, its spans as (begin, end, kind, text))."""
+    about: str = ""
+
+
+Chart = LineChart | BarChart | PartChart | ScatterChart | TimelineChart
+
+
+@dataclass(frozen=True)
+class LayerGrid:
+    """Places of a model's layers in a map: a row per kind of layer, a column per block."""
+
+    names: tuple[str, ...]
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    places: tuple[tuple[int, int], ...]
+    """(row, column) of each layer."""
+
+
+# Numbers for JSON --------------------------------------------------------------------------------------------------------
+
+
+def plain(value: Any) -> Any:
+    """Return a chart as values for JSON: floats with six digits, dataclasses as objects with their kind.
+
+    >>> plain(BarChart("Bits", "bits", "share", ((3.0, 3.25, 0.123456789),)))["bars"]
+    [[3, 3.25, 0.123457]]
+    """
+    if isinstance(value, bool | int | str) or value is None:
+        return value
+    if isinstance(value, float):
+        return rounded(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, Sequence):
+        return [plain(each) for each in value]
+    assert is_dataclass(value)
+    found = {each.name: plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, Line):
+        found["x"] = {name: _short(found["x"].get("steps"), xs) for name, xs in found["x"].items()}
+    kind = getattr(value, "kind", None)
+    return found if kind is None else {"kind": kind, **found}
+
+
+def rounded(value: float, digits: int = DIGITS) -> float | int:
+    """Return a number with few significant digits; whole numbers become integers.
+
+    >>> rounded(3.0), rounded(0.123456789), rounded(1e30)
+    (3, 0.123457, 1e+30)
+    """
+    if not math.isfinite(value):
+        raise ValueError(f"{value} cannot be drawn")
+    short = float(f"{value:.{digits}g}")
+    exact = value if abs(value) < 1e15 and value == int(value) else short
+    return int(exact) if abs(exact) < 1e15 and exact == int(exact) else exact
+
+
+def _short(steps: list[float] | None, xs: list[float]) -> Any:
+    """Return positions that are a multiple of the steps as the factor alone, which saves half of the page."""
+    if steps and xs is not steps and len(steps) == len(xs) and steps[-1]:
+        factor = xs[-1] / steps[-1]
+        if all(math.isclose(x, factor * step, rel_tol=1e-5) for step, x in zip(steps, xs, strict=True)):
+            return {"per_step": rounded(factor, 12)}
+    return xs
+
+
+# Thinning ----------------------------------------------------------------------------------------------------------------
+
+
+def kept(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
+    """Return the indices of about `most` points: the lowest and the highest of each stretch, so that spikes stay.
+
+    >>> kept([1.0, 9.0, 1.0, 1.0, 0.5, 1.0], most=4)
+    [0, 1, 3, 4, 5]
+    """
+    if len(values) <= most:
+        return list(range(len(values)))
+    stretch = -(-2 * len(values) // most)
+    found = []
+    for start in range(0, len(values), stretch):
+        part = range(start, min(start + stretch, len(values)))
+        found += sorted({min(part, key=values.__getitem__), max(part, key=values.__getitem__)})
+    last = len(values) - 1
+    return found if found[-1] == last else [*found, last]
+
+
+def thin(points: Points, most: int = MOST_POINTS) -> list[tuple[float, float]]:
+    """Reduce a curve to about `most` points; spikes and the last point stay."""
+    return [points[at] for at in kept([y for _, y in points], most)]
+
+
+def stretches(steps: Sequence[int], most: int) -> list[list[int]]:
+    """Return the indices of at most `most` stretches of equal length, in order.
+
+    >>> stretches([10, 20, 30, 40, 50], most=2)
+    [[0, 1, 2], [3, 4]]
+    """
+    length = max(1, -(-len(steps) // most))
+    return [list(range(start, min(start + length, len(steps)))) for start in range(0, len(steps), length)]
+
+
+# Colours -----------------------------------------------------------------------------------------------------------------
+
+PALETTE = ("#0072b2", "#d55e00", "#009e73", "#a8548a", "#8a6d00", "#3b8ebf", "#5d6570", "#b3443f")
+"""Colours of runs on white, distinct for colour-blind readers too. Further runs have the same colours with dashed lines."""
+
+PALETTE_DARK = ("#56a9e0", "#f0894a", "#2fc49a", "#d992bd", "#d9b440", "#8fcdf0", "#aab3bd", "#ef8b84")
+"""The same colours on a dark page."""
+
+FORMATS: Mapping[str, str] = {
+    "fp32": "#b8bec6", "bf16": "#0072b2", "fp16": "#8da0cb", "e4m3": "#009e73", "e5m2": "#56b4e9", "e3m4": "#7fc8a9",
+    "int8": "#cc79a7", "e3m2": "#f0e442", "e2m3": "#c9bd2b", "e2m1": "#d55e00", "int4": "#e69f00",
+}  # fmt: skip
+"""The colour of each format in all maps: Okabe and Ito's, which colour-blind readers can tell apart."""
+
+OTHERS = {4: "#e8a37a", 6: "#e6dd8a", 8: "#8fd3bd", 16: "#9cc3df", 32: "#d0d4d9"}
+"""Colours of other formats by their bits."""
+
+SEQUENCE = ("#00224e", "#233e6c", "#4b5b6f", "#6f7676", "#8f9077", "#b3ac6d", "#d9ca5b", "#fee838")
+"""Colours of heat maps from low to high: cividis, which is even in lightness and the same for colour-blind readers."""
+
+
+def format_colour(name: str) -> str:
+    """Return the colour of a format; a format without one of its own has the colour of its bits.
+
+    >>> format_colour("e4m3"), format_colour("e4m4")
+    ('#009e73', '#9cc3df')
+    """
+    if name in FORMATS:
+        return FORMATS[name]
+    return OTHERS[next(width for width in OTHERS if format_bits(name) <= width)]
+
+
+def format_bits(name: str) -> int:
+    """Return the bits of a format, and 32 for a name that is none."""
+    try:
+        return min(32, Format.parse(name).bits)
+    except UserError:
+        return 32
+
+
+# Text --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of texts; the terminal and the page show the same."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    right: tuple[int, ...] = ()
+    """Columns of numbers, which are aligned to the right."""
+    best: tuple[int, ...] = ()
+    """Rows that are significantly better than all others."""
+    about: str = ""
