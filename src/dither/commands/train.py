@@ -12,11 +12,12 @@ from typing import Annotated, Literal
 import tyro
 
 from dither.data.tokenizer import TOKENIZER
-from dither.errors import UserError
+from dither.errors import DitherError, UserError
 from dither.tables import print_table
 from dither.train import config as configs
 from dither.train.config import Config
 from dither.train.files import CONFIG
+from dither.train.launch import launch
 from dither.train.loop import Outcome
 from dither.train.loop import train as run
 from dither.train.progress import Progress, duration
@@ -37,6 +38,7 @@ def train(
     resume_auto: Annotated[Switch, tyro.conf.arg(name="resume=auto", aliases=["--resume-auto"])] = False,
     start_from: Annotated[str | None, tyro.conf.arg(name="from", metavar="RUN|CHECKPOINT|MODEL", help_behavior_hint="")] = None,
     out: Annotated[str | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None,
+    nproc: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
     fields: Switch = False,
 ) -> int:
     """Train a language model, or resume a run.
@@ -54,6 +56,7 @@ def train(
         resume_auto: Resume the run in the folder, or start it if there is none: for jobs that a scheduler restarts.
         start_from: Start a new run, with a new schedule, from the weights of a run, a checkpoint or a Hugging Face folder.
         out: The folder of the run: sets run.out.
+        nproc: Start N ranks on this machine, which share the run as [parallel] says; only rank 0 prints.
         fields: Print every field with its type, default and meaning, and do not train.
     """
     if fields:
@@ -61,10 +64,40 @@ def train(
         return 0
     how: bool | Literal["auto"] = "auto" if resume_auto else resume
     config = resolve(file, data=sum(data, ()), settings=sum(set, ()), resume=how, start_from=start_from, out=out)
+    if nproc is not None:
+        config.parallel.sizes(nproc)
+        return launch(nproc, _words(file, sum(data, ()), sum(set, ()), how, start_from, out))
     with Progress(sys.stdout, steps=config.run.steps) as progress:
-        outcome = run(config, resume=how, command=sys.argv, progress=progress)
-        progress.say(summary(outcome))
-    return outcome.code
+
+        def tell(end: Outcome | DitherError) -> None:
+            if isinstance(end, Outcome):
+                progress.say(summary(end))
+            else:
+                print(f"dither: error: {end}", file=sys.stderr, flush=True)
+
+        return run(config, resume=how, command=sys.argv, progress=progress, tell=tell).code
+
+
+def _words(
+    file: str | None,
+    data: Sequence[str],
+    settings: Sequence[str],
+    resume: bool | Literal["auto"],
+    start_from: str | None,
+    out: str | None,
+) -> list[str]:
+    """Return the arguments of `dither` on each rank.
+
+    >>> _words("run.toml", ["a.txt"], ["optim.lr=1e-3", "run.steps=9"], "auto", None, "runs/a")
+    ['train', 'run.toml', '--data', 'a.txt', '--set', 'optim.lr=1e-3', 'run.steps=9', '--resume=auto', '--out', 'runs/a']
+    """
+    words = ["train", *([] if file is None else [file])]
+    for option, values in (("--data", data), ("--set", settings)):
+        words += [option, *values] * bool(values)
+    words += {True: ["--resume"], "auto": ["--resume=auto"], False: []}[resume]
+    for option, value in (("--from", start_from), ("--out", out)):
+        words += [] if value is None else [option, value]
+    return words
 
 
 def resolve(

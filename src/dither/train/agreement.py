@@ -18,7 +18,7 @@ from dither.errors import DitherError, UserError
 from dither.nn import step_context
 from dither.numerics.observe import untouched
 from dither.train.config import Config
-from dither.train.distributed import Ranks
+from dither.train.distributed import Ranks, everywhere
 from dither.train.fields import hints
 from dither.train.trainer import Trainer
 from dither.versions import version
@@ -97,7 +97,9 @@ def check_facts(ranks: Ranks, facts: Mapping[str, str]) -> None:
     if different:
         said = "; ".join(_difference(name, [found.get(name, "missing") for found in gathered]) for name in different[:3])
         more = f"; and {len(different) - 3} more" if len(different) > 3 else ""
-        raise UserError(f"The ranks differ: {said}{more}. Start every rank with the same config, data and code.")
+        raise everywhere(
+            UserError(f"The ranks differ: {said}{more}. Start every rank with the same config, data and code.")
+        )
 
 
 def _lines(facts: Mapping[str, str]) -> str:

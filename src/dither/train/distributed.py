@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from dither import ranks
-from dither.errors import UserError
+from dither.errors import DitherError, UserError
 from dither.train.heartbeat import Heartbeat, LostRankError, Verdict, sentence
 
 TIMEOUT = timedelta(seconds=120)
@@ -137,11 +137,20 @@ class Ranks:
                 raise
             error = str(problem)
         if error := self.first_error(error):
-            raise UserError(error)
+            raise everywhere(UserError(error))
 
     def gather(self, text: str) -> list[str]:
         """Return the text of every rank, in the order of ranks."""
         return [text] if self.world == 1 else ranks.gather(text)
+
+
+Raised = TypeVar("Raised", bound=DitherError)
+
+
+def everywhere(error: Raised) -> Raised:
+    """Mark an error that every rank raises: only rank 0 prints it."""
+    error.everywhere = True
+    return error
 
 
 @contextmanager

@@ -4,18 +4,18 @@ import math
 import shutil
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from dither import safe_files
 from dither.data import Batch, Prefetch
-from dither.errors import UserError
+from dither.errors import DitherError, UserError
 from dither.train import agreement, checkpoint
 from dither.train.beginning import RunBeginning
 from dither.train.config import Config, dumps
@@ -66,6 +66,7 @@ def train(
     resume: bool | Literal["auto"] = False,
     command: Sequence[str] = (),
     progress: Progress | None = None,
+    tell: Callable[[Outcome | DitherError], None] | None = None,
 ) -> Outcome:
     """Train a model as a config says, in the folder `run.out`, or resume the run in that folder.
 
@@ -76,6 +77,8 @@ def train(
         resume: Resume the run in the folder from its newest whole checkpoint; "auto" starts it if there is none.
         command: The command that reproduces the run, which is stored in the folder.
         progress: Shows the progress.
+        tell: Called on rank 0 with the outcome, or with an error that every rank raises, before any rank returns: a launcher
+            may end all ranks when the first of them does.
 
     >>> import tempfile
     >>> from dither.train.config import Config, Data, RunSettings
@@ -100,15 +103,31 @@ def train(
             run.claim(stack, resume)
             with signals.abandoned():
                 run.build(stack, command)
-            return run.to_the_end()
+            return _told(ranks, tell, run.to_the_end())
         except Interrupted as told:
-            return _interrupted_early(run, str(told))
+            return _told(ranks, tell, _interrupted_early(run, str(told)))
         except BaseException as error:
             known = ranks.explained(_in_words(error, folder), 0 if run.trainer is None else run.trainer.done + 1)
             run.failed(known)
+            if isinstance(known, DitherError) and known.everywhere:
+                _told(ranks, tell, known)
             if known is error:
                 raise
             raise known from None
+
+
+Ended = TypeVar("Ended", bound=Outcome | DitherError)
+
+
+def _told(ranks: Ranks, tell: Callable[[Outcome | DitherError], None] | None, end: Ended) -> Ended:
+    """Tell how a run ends, on rank 0 and while the others wait. Return it."""
+    if tell is not None:
+        if ranks.main:
+            tell(end)
+        ranks.together()
+        if isinstance(end, DitherError):
+            end.told = True
+    return end
 
 
 def _in_words(error: BaseException, folder: Path) -> BaseException:
