@@ -15,8 +15,9 @@ from dither.train.checkpoint import Saver
 from dither.train.config import Config, dumps
 from dither.train.distributed import Ranks
 from dither.train.files import CHECKPOINTS, CONFIG, CONVERSION, ENVIRONMENT, PLAN, PLANS
-from dither.train.goals import check_snip
+from dither.train.goals import check_layout, check_snip
 from dither.train.guard import Signals, Status
+from dither.train.layout import RankLayout
 from dither.train.metrics import Metrics, peak_flops
 from dither.train.plans import plans_file
 from dither.train.progress import Progress
@@ -45,12 +46,17 @@ class RunBeginning(RunRecorder):
 
     def build(self, stack: ExitStack, command: Sequence[str]) -> None:
         """Build the data, the model and the optimizer, restore a checkpoint, and write the files that describe the run."""
-        check_snip(self.config)
+        with self.ranks.shared_errors():
+            check_snip(self.config)
+            check_layout(self.config, self.ranks.world)
+        layout = RankLayout.of(self.config, self.ranks)
         self.say("Reading the text ...")
         with self.ranks.shared_errors():
             corpus = open_corpus(self.config, self.folder, self.ranks, say=self.say)
             saved = self.resuming and any((self.folder / CHECKPOINTS).glob("step-*"))
-            self.trainer = trainer = Trainer(self.config, corpus, self.ranks, initial=not saved, say=self.say)
+            self.trainer = trainer = Trainer(
+                self.config, corpus, self.ranks, layout=layout, initial=not saved, say=self.say
+            )
         trainer.signals = self.signals
         self.resumed = resumed = self.restore() if self.resuming else None
         if self.ranks.world > 1:
@@ -60,7 +66,7 @@ class RunBeginning(RunRecorder):
         parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
         self.say(
             f"{parameters:,} parameters, {len(corpus.train):,} training tokens, {len(corpus.held_out):,} held-out tokens, on "
-            f"{self.ranks.device}" + (f" with {self.ranks.world} ranks." if self.ranks.world > 1 else ".")
+            f"{self.ranks.device}" + layout.describe()
         )
         if self.ranks.main:
             Status.reserve(self.folder)

@@ -65,16 +65,20 @@ class Ranks:
         """The process group of all ranks; None if there is only one."""
         return None if self.world == 1 else dist.group.WORLD
 
-    def share(self, batch: int, micro: int | None) -> int:
-        """Return the number of micro-batches, of at most `micro` sequences, in this rank's share of a batch."""
-        if batch % self.world:
-            raise UserError(f"data.batch={batch} cannot be divided evenly among {self.world} ranks: choose a multiple.")
-        share = batch // self.world
+    def share(self, batch: int, micro: int | None, parts: int | None = None) -> int:
+        """Return the number of micro-batches, of at most `micro` sequences, in this rank's share of a batch.
+
+        The batch is divided into as many parts as there are ranks, or into `parts` if ranks share parts of it.
+        """
+        world = self.world if parts is None else parts
+        if batch % world:
+            raise UserError(f"data.batch={batch} cannot be divided evenly among {world} ranks: choose a multiple.")
+        share = batch // world
         size = min(micro or share, share)
         if share % size:
             raise UserError(
                 f"data.micro_batch={micro} does not divide the {share} sequences per rank of data.batch={batch} on "
-                f"{self.world} ranks."
+                f"{world} ranks."
             )
         return share // size
 

@@ -1,13 +1,15 @@
-"""Check SNIP's goal in a config against the layers of the model, before the text is read and the model is built."""
+"""Check SNIP's goal and the layout of a config against the model, before the text is read and the model is built."""
 
 from dither.data import is_prepared, load_tokenizer
 from dither.errors import UserError
-from dither.models import preset
+from dither.models import CausalLM, preset
 from dither.models.presets import skeleton
 from dither.nn import convert
+from dither.parallel import Layout
 from dither.snip.feasibility import check_goal
 from dither.snip.layer_options import options
 from dither.train.config import Config
+from dither.train.layout import check_mode, check_stages
 
 
 def check_snip(config: Config) -> None:
@@ -20,13 +22,43 @@ def check_snip(config: Config) -> None:
     """
     if config.snip.target is None or config.model.size is None:
         return
+    model = _skeleton(config)
+    try:
+        check_goal(model, options(config.snip.options), config.snip.goal)
+    except UserError as error:
+        raise UserError(f"In [snip]: {error}") from None
+
+
+def check_layout(config: Config, world: int) -> None:
+    """Raise a UserError if `[parallel]` does not fit the ranks, the mode or the model. Hugging Face's are checked when built.
+
+    >>> from dither.train.config import Parallel
+    >>> check_layout(Config(parallel=Parallel(tp=3)), 3)
+    Traceback (most recent call last):
+    dither.errors.UserError: In [parallel]: 4 attention heads cannot be divided by tp=3.
+    """
+    parallel = config.parallel
+    sizes = parallel.sizes(world)
+    if not parallel.cuts:
+        return
+    check_mode(config)
+    if config.model.size is None:
+        return
+    model = _skeleton(config)
+    try:
+        Layout(**sizes).check(model)
+        check_stages(config, model.config.num_hidden_layers)
+    except UserError as error:
+        raise UserError(f"In [parallel]: {error}") from None
+
+
+def _skeleton(config: Config) -> CausalLM:
+    """Return the model of a preset without memory for its weights, converted to the first plan of the run."""
+    assert config.model.size is not None
     sources, vocab = config.data.sources, config.model.vocab
     if vocab is None:  # the head's only size; prepared tokens bring their own tokenizer, and the head is not converted
         prepared = len(sources) == 1 and is_prepared(sources[0])
         vocab = 257 if prepared else load_tokenizer(config.data.tokenizer).vocab_size
     model = skeleton(preset(config.model.size, vocab_size=vocab))
     convert(model, config.precision.load_plan(), seed=config.run.seed, emulate=True)
-    try:
-        check_goal(model, options(config.snip.options), config.snip.goal)
-    except UserError as error:
-        raise UserError(f"In [snip]: {error}") from None
+    return model

@@ -33,6 +33,8 @@ class Parallel:
     """With tp: shard the residual stream and the norms along the sequence between matrix products."""
     loss_parallel: bool = True
     """With tp: compute the loss on logits that stay sharded over the vocabulary."""
+    checkpointing: Literal["none", "full", "selective"] = "none"
+    """Activations to recompute in backward: none, those of whole blocks, or all but the results of matrix products."""
 
     def __post_init__(self) -> None:
         check_types("parallel", self)

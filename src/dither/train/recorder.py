@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from dither import run_lock, safe_files
 from dither.data import Batch
@@ -114,14 +115,15 @@ class RunRecorder:
             found = trainer.evaluate()
             self.evaluation = trainer.done, found
             self.write("eval", **found._asdict())
-            if self.ranks.main and (bitwidths := trainer.bitwidths()) is not None:
+            joins = self.ranks.main or trainer.layout.cut  # bitwidths of a model that is cut are gathered
+            if joins and (bitwidths := trainer.bitwidths()) is not None:
                 self.write("bitwidths", layers=bitwidths)
             self.status("running")
         return found
 
     def sample(self) -> None:
-        """Generate a sample of text on rank 0, for which the other ranks wait, however long it takes."""
-        if self.ranks.main and self.config.run.sample_tokens:
+        """Generate a sample of text, on rank 0 while the others wait, or on all ranks together if the model is cut."""
+        if (self.ranks.main or self.the_trainer.layout.cut) and self.config.run.sample_tokens:
             with self.pause():
                 try:
                     text = self.the_trainer.sample()
@@ -134,9 +136,12 @@ class RunRecorder:
     def save(self) -> None:
         """Save a checkpoint in the background; the metric `seconds` is the time that training waited for it."""
         trainer, began = self.the_trainer, time.monotonic()
-        if self.saver is None:
+        if self.saver is None and not trainer.layout.cut:
             return
         tensors, plain = trainer.pack(dumps(self.config), self.seconds)
+        tensors = {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
+        if self.saver is None:
+            return
         self.saver.save(trainer.done, tensors=tensors, plain=plain)
         self.write("save", path=f"{CHECKPOINTS}/step-{trainer.done:08d}", seconds=round(time.monotonic() - began, 3))
         self.status("running")

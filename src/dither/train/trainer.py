@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from dither.data import Batch, Corpus, Loader, held_out, is_prepared, load_tokenizer, open_tokens, prepare
 from dither.data.text import STDLIB
 from dither.errors import UserError
-from dither.evaluate.held_out import summed_loss
 from dither.models import CausalLM, build, compile_blocks, hf, preset
 from dither.nn import Conversion, Linear, bitwidth_loss, convert, effective_precision, param_groups, step_context
 from dither.nn.plan_schedule import PlanSchedule
 from dither.numerics import Monitor, Report
 from dither.optim import MODES, Training, roles, training
 from dither.optim.options import MOST_NORM
+from dither.optim.roles import Role
 from dither.precision import Plan
 from dither.random import Stream
 from dither.snip import Snip
@@ -30,14 +30,17 @@ from dither.snip.controller import is_ready
 from dither.train import checkpoint
 from dither.train.config import Config, loads, schedule
 from dither.train.distributed import Ranks
+from dither.train.evaluating import Evaluation as Evaluation
+from dither.train.evaluating import evaluate, reshard, sample
 from dither.train.files import TOKENS
 from dither.train.graphs import GraphedPasses, uses_graphs
 from dither.train.guard import GRACE, Guard, Interrupted, Signals
+from dither.train.layout import RankLayout
 from dither.train.metrics import smoothed
 from dither.train.plans import PlanEvent, RunPlans, known_plans, make_schedule, steps_for_snip, with_measured
-from dither.train.replay import replay, warm_up
+from dither.train.replay import nonfinite_weight, replay, warm_up
 from dither.train.resuming import check_changes
-from dither.train.samples import prompt_of, sample_text
+from dither.train.samples import prompt_of
 from dither.train.state import Resumed, pack, plan_of, unpack
 from dither.train.waiting import first_on_machine, while_others_wait
 from dither.train.weights import load_weights
@@ -55,15 +58,6 @@ class Numbers(NamedTuple):
     """The sum of the signals of all ranks."""
     loss_scale: float
     """The loss scale; 1 if losses are not scaled."""
-
-
-class Evaluation(NamedTuple):
-    """The loss on held-out text."""
-
-    loss: float
-    bits_per_byte: float | None
-    """None if the number of bytes of the tokens is not known."""
-    tokens: int
 
 
 def open_corpus(config: Config, folder: Path, ranks: Ranks, say: Callable[[str], None] | None = None) -> Corpus:
@@ -130,6 +124,7 @@ class Trainer:
         config: The config of the run.
         corpus: The tokens.
         ranks: The ranks of the run.
+        layout: How ranks share the batches and the model; by default each of them holds the whole model.
         initial: Load the initial weights of `model.weights`. False if a checkpoint will be restored.
         say: Called with a sentence about what the run does otherwise than usual.
     """
@@ -140,12 +135,14 @@ class Trainer:
         corpus: Corpus,
         ranks: Ranks,
         *,
+        layout: RankLayout | None = None,
         initial: bool = True,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.config, self.corpus, self.ranks = config, corpus, ranks
+        self.layout = layout or RankLayout.whole(ranks)
         data = config.data
-        self.parts = ranks.share(data.batch, data.micro_batch)
+        self.parts = ranks.share(data.batch, data.micro_batch, self.layout.data_world)
         self.loader = Loader(corpus.train, data.sequence, data.batch, data.seed)
         self.held_out = held_out(corpus.held_out, data.sequence, _held_out_count(config, corpus))
         self.sources = known_plans(config, None if initial else Path(config.run.out))
@@ -153,11 +150,14 @@ class Trainer:
         self.model = _model(config, corpus, ranks.device)
         if initial and config.model.weights is not None:
             load_weights(self.model, config.model.weights)
-        tokens = data.batch // ranks.world // self.parts * data.sequence
+        tokens = data.batch // self.layout.data_world // self.parts * data.sequence
         self.sources = with_measured(self.sources, config, self.model, ranks, tokens, say)
         planned = make_schedule(config, self.sources)
         self.conversion = _convert(config, self.model, planned.changes[0].plan)
-        self.training = _training(config, self.model)
+        adam_roles = roles(self.model) if config.optim.optimizer == "adam-mini" else None
+        self.pipeline = None
+        self.layout.shard(self.model, config)
+        self.training = _training(config, self.model, adam_roles)
         self.guided = any(each.precision.sampling and each.precision.sampling.loss for each in self._layers())
         self.compiled = config.run.compile or (config.run.compile is None and ranks.device.type == "cuda")
         if self.compiled:
@@ -178,15 +178,15 @@ class Trainer:
         self.time = 0.0
         """Seconds of training before the last resume."""
         # Torch's generators, used only by dropout, are seeded in each step, so that no rank needs to save their state.
-        self._dropout = Stream(config.run.seed, "torch", f"rank {ranks.rank}").key
+        self._dropout = Stream(config.run.seed, "torch", f"rank {self.layout.data_rank}").key
         self._sound = torch.ones((), dtype=torch.bool, device=ranks.device)
 
     def choose(self, batch: Batch) -> list[PlanEvent]:
         """Apply the plans of the schedule and of SNIP that are due before the step on a batch, and return them."""
         snip = self.plans.snip
         while snip is not None and not is_ready(snip, self.done, seconds=0.5):
-            if _told(self):
-                raise Interrupted(_told(self))
+            if self.told:
+                raise Interrupted(self.told)
         estimates = functools.partial(_for_estimates, self, batch, (snip and snip.effort.tokens) or 0)
         return self.plans.before_step(self.done, estimates, functools.partial(warm_up, self, batch))
 
@@ -202,13 +202,18 @@ class Trainer:
         """
         if self.monitor is None:
             return None
-        pieces = _for_estimates(self, batch, max(self.config.monitor.tokens, self.config.data.sequence * self.ranks.world))
+        pieces = _for_estimates(self, batch, max(self.config.monitor.tokens, self.config.data.sequence * self.layout.data_world))
         with self.monitor.aside(self.done), step_context(self.model, step=self.done - 1) as at:
             for part in pieces:
                 at.row(part.first * self.config.data.sequence)
                 loss = self.model(part.inputs, part.targets) if self.scaled else self.loss(self.model, part)
                 self.training.backward(loss / len(pieces))
         return self.monitor.report
+
+    @property
+    def told(self) -> str:
+        """The name of the signal that this rank received, or ""."""
+        return "" if self.signals is None else self.signals.received
 
     def _layers(self) -> Iterator[Linear]:
         return (module for module in self.model.modules() if isinstance(module, Linear))
@@ -237,13 +242,14 @@ class Trainer:
         torch.manual_seed((self._dropout + self.done) % (1 << 63))
         with nullcontext() if self.signals is None else self.signals.abandoned(GRACE):
             total = self._gradients(batch)
-        self.training.gradients.all_reduce(self.ranks.group)
+        if not self.layout.cut:  # else FSDP2 has reduced them
+            self.training.gradients.all_reduce(self.ranks.group)
         if self.guided:  # after the sum over ranks, so that additions have the same order with any number of them
             self.training.backward(bitwidth_loss(self.model))
         self.training.step()
         norm = torch.zeros_like(total) if optimizer.grad_norm is None else optimizer.grad_norm
         scale = torch.ones_like(total) if self.training.loss_scale is None else self.training.loss_scale
-        numbers = self.ranks.add(torch.stack([total, torch.full_like(total, signal)]))
+        numbers = self.ranks.add(torch.stack([total * self.layout.counted, torch.full_like(total, signal)]))
         numbers = torch.stack([numbers[0], norm, numbers[1], scale])
         if self.config.guard.nonfinite == "stop":
             # Scaled gradients may overflow: the scale is lowered then, and the run continues.
@@ -259,8 +265,9 @@ class Trainer:
     def _gradients(self, batch: Batch) -> Tensor:
         """Accumulate this rank's share of the gradients, and return its share of the mean loss."""
         total = torch.zeros((), device=self.ranks.device)
-        with step_context(self.model, step=self.done, group=self.ranks.group) as at:
+        with step_context(self.model, step=self.done, group=self.layout.data_group) as at:
             for number, part in enumerate(batch.split(self.parts)):
+                self.layout.synchronize(self.model, last=number == self.parts - 1)
                 at.row(part.first * self.config.data.sequence)
                 total += self._pass(part.inputs, part.targets, first=number == 0) * self._share
         return total
@@ -268,7 +275,7 @@ class Trainer:
     @property
     def _share(self) -> float:
         """The weight of one micro-batch of this rank in the mean loss."""
-        return 1 / (self.parts * self.ranks.world)
+        return 1 / (self.parts * self.layout.data_world)
 
     def _pass(self, inputs: Tensor, targets: Tensor, *, first: bool) -> Tensor:
         """Accumulate the gradients of one micro-batch, and return its mean loss."""
@@ -280,6 +287,13 @@ class Trainer:
         loss = self._forward(self.model, inputs, targets)
         gate = torch.where(loss.detach().isfinite() & self._sound, self._share, torch.nan)
         self.training.backward(loss * gate)
+        return loss.detach()
+
+    def pass_aside(self, part: Batch) -> Tensor:
+        """Run a micro-batch forward and backward, and return its loss; its gradients, reduced over ranks, are left to read."""
+        self.layout.synchronize(self.model, last=True)
+        loss = self.loss(self.model, part)
+        self.training.backward(loss)
         return loss.detach()
 
     def loss(self, model: nn.Module, part: Batch) -> Tensor:
@@ -296,10 +310,12 @@ class Trainer:
 
         The step is recomputed, module by module, so it must be the last one that changed or would have changed a weight.
         """
-        batch = self.loader.batch(number - 1 + self.offset, self.ranks.rank, self.ranks.world).to(self.ranks.device)
-        found = self.ranks.gather(
-            replay(self.model, self.training, batch.split(self.parts), number - 1, self.config.data.sequence)
-        )
+        batch = self.loader.batch(number - 1 + self.offset, self.layout.data_rank, self.layout.data_world).to(self.ranks.device)
+        found = self.ranks.gather(nonfinite_weight(self.model)) if self.layout.cut else []
+        if not any(found):
+            self.layout.synchronize(self.model, last=True)
+            parts = batch.split(self.parts)
+            found = self.ranks.gather(replay(self.model, self.training, parts, number - 1, self.config.data.sequence))
         rank, first = next(((rank, name) for rank, name in enumerate(found) if name), (0, ""))
         return f"{first} on rank {rank}" if first and self.ranks.world > 1 else first
 
@@ -307,19 +323,7 @@ class Trainer:
 
     def evaluate(self) -> Evaluation:
         """Return the mean loss and bits per byte on the held-out windows. Each rank computes its share of them."""
-        size = max(1, self.config.data.batch // self.ranks.world // self.parts)
-        windows = self.held_out.tokens.tensor_split(self.ranks.world)[self.ranks.rank]
-        with _evaluating(self):
-            total = summed_loss(self.model, windows.to(self.ranks.device), size, stop=lambda: bool(_told(self)))
-        targets = self.held_out.targets
-        told = torch.full_like(total, float(bool(_told(self))))
-        nats, stopped = self.ranks.add(torch.stack([total, told])).tolist()
-        if stopped and self.signals is not None:
-            raise Interrupted(_told(self) or "SIGTERM")
-        known = self.corpus.held_out.exact or self.corpus.held_out.counts is not None
-        size_in_bytes = self.corpus.held_out.bytes_of(targets) if known else 0.0
-        bits = nats / math.log(2) / size_in_bytes if size_in_bytes else None
-        return Evaluation(nats / targets.numel(), bits, targets.numel())
+        return evaluate(self)
 
     @functools.cached_property
     def prompt(self) -> str:
@@ -327,12 +331,8 @@ class Trainer:
         return prompt_of(self.config, self.corpus)
 
     def sample(self) -> str:
-        """Generate text after the prompt; the seed and the step determine it."""
-        run = self.config.run
-        with _evaluating(self):
-            seed = (run.seed + self.done) % (1 << 63)
-            check = None if self.signals is None else self.signals.check
-            return sample_text(self.model, self.corpus.tokenizer, self.prompt, run.sample_tokens, seed, check)
+        """Generate text after the prompt; the seed and the step determine it. If the model is cut, every rank must call this."""
+        return sample(self)
 
     def bitwidths(self) -> dict[str, Any] | None:
         """Return the learned bitwidths of the sampled layers by name, or None if no layer is sampled."""
@@ -374,28 +374,12 @@ class Trainer:
         self.loss_ema = smoothed(self.loss_ema, loss)
 
 
-@contextmanager
-def _evaluating(trainer: Trainer) -> Iterator[None]:
-    """Put the model into eval mode, without gradients, in the compute dtype of training."""
-    trainer.model.eval()
-    try:
-        with torch.no_grad(), trainer.training.forward():
-            yield
-    finally:
-        trainer.model.train()
-
-
-def _told(trainer: Trainer) -> str:
-    """Return the name of the signal that this rank received, or ""."""
-    return "" if trainer.signals is None else trainer.signals.received
-
-
 def _estimated_loss(trainer: Trainer, model: nn.Module, part: Batch) -> Tensor:
     """Return the loss of a micro-batch, unless a signal arrived on any rank: then raise Interrupted on all of them."""
     if trainer.signals is not None:
-        told = trainer.ranks.add(torch.tensor(float(bool(_told(trainer))), device=trainer.ranks.device))
+        told = trainer.ranks.add(torch.tensor(float(bool(trainer.told)), device=trainer.ranks.device))
         if float(told):
-            raise Interrupted(_told(trainer) or "SIGTERM")
+            raise Interrupted(trainer.told or "SIGTERM")
     return trainer.loss(model, part)
 
 
@@ -414,9 +398,9 @@ def _for_estimates(trainer: Trainer, batch: Batch, tokens: int) -> list[Batch]:
     again, and they keep gradients for comparison. A run that just fits into memory would not fit any more.
     """
     sequence = trainer.config.data.sequence
-    wanted = tokens // sequence // trainer.ranks.world
+    wanted = tokens // sequence // trainer.layout.data_world
     if not wanted:  # less than a sequence
-        return [replace(batch, tokens=batch.tokens[:1, : max(1, tokens // trainer.ranks.world) + 1])]
+        return [replace(batch, tokens=batch.tokens[:1, : max(1, tokens // trainer.layout.data_world) + 1])]
     rows = min(wanted, len(batch.tokens))
     largest = math.ceil(len(batch.tokens) / trainer.parts / (4 if trainer.compiled else 1))
     pieces = math.ceil(rows / largest)
@@ -496,8 +480,8 @@ def _make_monitor(trainer: Trainer) -> Monitor | None:
     return Monitor(trainer.model, optimizer, every=every, scaler=scaler, group=trainer.ranks.group, tell=lambda _: None)
 
 
-def _training(config: Config, model: CausalLM) -> Training:
-    """Return the optimizer of a converted model, with its loss scaling and gradient formats."""
+def _training(config: Config, model: CausalLM, adam_roles: Mapping[str, Role] | None) -> Training:
+    """Return the optimizer of a converted model, with its loss scaling and gradient formats; roles are for adam-mini."""
     scaled = MODES[config.precision.mode].plan.loss_scaling
     return training(
         model,
@@ -506,7 +490,7 @@ def _training(config: Config, model: CausalLM) -> Training:
         gradients=config.precision.gradients,
         loss_scaling=config.loss_scaling if scaled else None,
         groups=param_groups(model, weight_decay=config.optim.weight_decay),
-        roles=roles(model) if config.optim.optimizer == "adam-mini" else None,
+        roles=adam_roles,
         betas=config.optim.betas,
         eps=config.optim.eps,
         # A scaled step computes the norm only if it clips; the largest float32 never clips.
