@@ -121,7 +121,11 @@ def check(name: str, weight: DTensor, transposed: bool, casts: Mapping[str, Iter
     """Raise if a shard boundary splits a scale group of any of these casts, given by operand. Every rank raises."""
     if not weight.placements[0].is_shard():
         return
-    outputs, part, size = _sharding(weight, transposed)
+    check_part(name, *_sharding(weight, transposed), casts)
+
+
+def check_part(name: str, outputs: bool, part: int, size: int, casts: Mapping[str, Iterable[Cast]]) -> None:
+    """Raise if parts of `part` features, of `size`, split a scale group of a cast. `outputs`: output features are sharded."""
     for operand in ("weight", "grad" if outputs else "input") if part < size else ():
         for cast in casts[operand]:
             alone = cast.group.kind in ("tile", "block") and cast.scaling.kind not in ("nvfp4", "delayed")

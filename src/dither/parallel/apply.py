@@ -1,0 +1,138 @@
+"""Shard a model over a mesh: tensor parallelism, activation checkpointing, and FSDP2, in this order."""
+
+import functools
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed._composable.checkpoint_activation import checkpoint
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from dither.errors import UserError
+from dither.nn.compiling import find_blocks
+from dither.parallel.checks import check_model
+from dither.parallel.layout import Layout
+from dither.parallel.roles import is_transformers, roles
+from dither.parallel.styles import Style
+
+Model = TypeVar("Model", bound=nn.Module)
+
+CHECKPOINTING = ("none", "full", "selective")
+"""Kinds of activation checkpointing: nothing is recomputed, whole blocks, or all but their products."""
+
+KEPT = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+"""Operations whose results selective checkpointing keeps."""
+
+
+def parallelize(
+    model: Model,
+    mesh: DeviceMesh,
+    *,
+    sequence_parallel: bool = True,
+    loss_parallel: bool = True,
+    checkpointing: Literal["none", "full", "selective"] = "none",
+    reshard_after_forward: bool = True,
+    mp_policy: MixedPrecisionPolicy | None = None,
+) -> Model:
+    """Shard `model` in place over a mesh, and return it.
+
+    Weights, samples and random bits are those of one rank: every rank draws and casts by the coordinates of its part. Convert
+    the model first, and create the optimizer afterwards. All ranks must hold the same weights.
+
+    Args:
+        model: A model of `dither.models`, or one of transformers that has a tp_plan. Without tensor parallelism, any model.
+        mesh: A mesh with dimensions named among "pp", "dp_replicate", "dp_shard" and "tp", such as `Layout(...).mesh("cuda")`.
+            "pp" is left alone: pass each stage of a pipeline by itself.
+        sequence_parallel: Shard activations between blocks along the sequence over "tp". Models of transformers keep whole
+            ones, as their plans say.
+        loss_parallel: Leave the logits sharded along the vocabulary over "tp"; `model(tokens, targets)` computes the loss of
+            them, and `model(tokens)` gathers them.
+        checkpointing: "full" recomputes each block in backward; "selective" keeps the results of its matrix products.
+        reshard_after_forward: Free the gathered weights of a block after its forward pass, and gather them again in backward.
+        mp_policy: The mixed precision of FSDP2; None computes in the parameters' dtype or that of autocast.
+
+        mesh = dither.parallel.Layout(dp_shard=4, tp=2).mesh("cuda")
+        dither.convert(model, dither.recipe("fp8-block"))
+        dither.parallelize(model, mesh)
+    """
+    if not isinstance(model, nn.Module):
+        raise UserError(f"parallelize takes a torch.nn.Module, not {model!r}.")
+    if checkpointing not in CHECKPOINTING:
+        raise UserError(f"checkpointing is one of {', '.join(map(repr, CHECKPOINTING))}, not {checkpointing!r}.")
+    layout = Layout.of(mesh)
+    check_model(model, tp=layout.tp)
+    if layout.tp > 1:
+        shard_features(model, mesh["tp"], sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
+    if checkpointing != "none":
+        recompute_blocks(model, checkpointing)
+    if layout.batch_parts > 1:
+        options: dict[str, Any] = {} if mp_policy is None else {"mp_policy": mp_policy}
+        shard_weights(model, _batch_mesh(mesh, layout), reshard_after_forward=reshard_after_forward, **options)
+    return model
+
+
+def shard_features(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool, loss_parallel: bool) -> None:
+    """Shard the layers of a model over the ranks of a one-dimensional mesh by their roles."""
+    tied = _tied(model)
+    keeps = not is_transformers(model)
+    plan = {
+        name: Style(name, role, sequence_parallel=sequence_parallel and keeps, keep_logits=loss_parallel and keeps)
+        for name, role in roles(model).items()
+    }
+    for name, style in plan.items():
+        parallelize_module(model.get_submodule(name), mesh, style)
+    for owner, parameter, first, original in tied:
+        setattr(model.get_submodule(owner), parameter, getattr(model.get_submodule(first), original))
+
+
+def _tied(model: nn.Module) -> list[tuple[str, str, str, str]]:
+    """Return (module, parameter, first module, its parameter) for every parameter that an earlier module has as well."""
+    seen: dict[int, tuple[str, str]] = {}
+    tied = []
+    for name, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                tied.append((name, own, *seen[id(parameter)]))
+            seen.setdefault(id(parameter), (name, own))
+    return tied
+
+
+def recompute_blocks(model: nn.Module, kind: Literal["full", "selective"]) -> None:
+    """Recompute the blocks of a model in backward: wholly, or all but the results of matrix products and attention."""
+    options: dict[str, Any] = {}
+    if kind == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+    for block in find_blocks(model).values():
+        checkpoint(block, use_reentrant=False, **options)
+
+
+def _policy(_context: Any, operation: Any, *_args: Any, **_options: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def shard_weights(model: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
+    """Shard each block, and then what remains of the model, by FSDP2. A mesh of two dimensions replicates over the first."""
+    for block in find_blocks(model).values():
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+
+
+def _batch_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
+    """Return the part of the mesh over which FSDP2 shards, with the replicas as the first dimension if there are any."""
+    names = tuple(name for name in mesh.mesh_dim_names or () if name == "dp_shard" or name == "dp_replicate")
+    if layout.dp_replicate == 1:
+        return mesh["dp_shard"]
+    if "dp_shard" not in names:
+        raise UserError("A mesh with dp_replicate needs a dimension dp_shard too, which may have one rank.")
+    return mesh["dp_replicate", "dp_shard"]
