@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from dither.errors import UserError
 from dither.nn.norms import cast_parameters
 from dither.nn.guidance import sampling_parameters
-from dither.optim import MODES
+from dither.optim import MODES, Training
 from dither.parallel import Layout, parallelize
 from dither.parallel.apply import recompute_blocks
 from dither.train.config import Config
@@ -148,6 +148,16 @@ class RankLayout:
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(last)
             model.set_is_last_backward(last)
+
+    def reduce_gradients(self, training: Training) -> None:
+        """Sum the gradients of a step over ranks, unless FSDP2 has done so, and place them like their parameters."""
+        if not self.cut:
+            training.gradients.all_reduce(self.ranks.group)
+            return
+        for parameter in training.model.parameters():
+            grad = parameter.grad
+            if isinstance(parameter, DTensor) and isinstance(grad, DTensor) and grad.placements != parameter.placements:
+                parameter.grad = grad.redistribute(parameter.device_mesh, parameter.placements)
 
     # Exchanges ---------------------------------------------------------------------------------------------------------
 

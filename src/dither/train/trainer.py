@@ -242,8 +242,7 @@ class Trainer:
         torch.manual_seed((self._dropout + self.done) % (1 << 63))
         with nullcontext() if self.signals is None else self.signals.abandoned(GRACE):
             total = self._gradients(batch)
-        if not self.layout.cut:  # else FSDP2 has reduced them
-            self.training.gradients.all_reduce(self.ranks.group)
+        self.layout.reduce_gradients(self.training)
         if self.guided:  # after the sum over ranks, so that additions have the same order with any number of them
             self.training.backward(bitwidth_loss(self.model))
         self.training.step()
