@@ -84,16 +84,27 @@ class CausalLM(nn.Module, ABC):
                 raise UserError(f"{what} are an int64 tensor, not {given.dtype}.")
         if targets is not None and targets.shape != tokens.shape:
             raise UserError(f"Targets have the shape of the tokens, {list(tokens.shape)}, not {list(targets.shape)}.")
-        logits_BSV = self.logits(tokens)
-        if targets is None:
+        return self._result(self.logits(tokens), targets)
+
+    def _result(self, logits_BSV: Tensor, targets_BS: Tensor | None) -> Tensor:
+        if targets_BS is None:
             return logits_BSV.full_tensor() if isinstance(logits_BSV, DTensor) else logits_BSV
-        return cross_entropy(logits_BSV.flatten(0, 1), targets.flatten())
+        return cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten())
 
 
 class PlainLM(CausalLM):
     """A model implemented here, with an `lm_head` and rules to initialize its parameters."""
 
     lm_head: nn.Linear
+    is_stage = False
+    """True for a stage of a pipeline, which takes and returns activations; see `dither.models.stages`."""
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return logits, or the mean cross entropy if targets are given; a stage before the last returns activations."""
+        if not self.is_stage:
+            return super().forward(tokens, targets)
+        out = self.logits(tokens)
+        return out if self.lm_head is None else self._result(out, targets)
 
     def deviation(self, name: str) -> float:
         """Return the initial standard deviation of a matrix."""

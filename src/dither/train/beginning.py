@@ -9,7 +9,6 @@ from typing import Literal
 
 from dither import run_lock, safe_files
 from dither.errors import UserError
-from dither.models import flops_per_token
 from dither.train import agreement, checkpoint, config
 from dither.train.checkpoint import Saver
 from dither.train.config import Config, dumps
@@ -62,8 +61,8 @@ class RunBeginning(RunRecorder):
         if self.ranks.world > 1:
             agreement.check_facts(self.ranks, agreement.facts_of_trainer(trainer))
         self.unigram = unigram_entropy(corpus)
-        self.flops, self.peak = flops_per_token(trainer.model, self.config.data.sequence), peak_flops(self.ranks.device)
-        parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+        self.flops, self.peak = trainer.flops, peak_flops(self.ranks.device)
+        parameters = trainer.parameters
         self.say(
             f"{parameters:,} parameters, {len(corpus.train):,} training tokens, {len(corpus.held_out):,} held-out tokens, on "
             f"{self.ranks.device}" + layout.describe()

@@ -4,9 +4,7 @@ Without a cut every rank holds the whole model, and gradients are all-reduced af
 model is sharded by `dither.parallelize`, and FSDP2 reduces gradients in the last backward pass of a step.
 """
 
-import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,30 +116,38 @@ class RankLayout:
 
     # The model ---------------------------------------------------------------------------------------------------------
 
-    def shard(self, model: nn.Module, config: Config) -> None:
-        """Bring a converted model to the dtype of the mode, and shard it in place; raise on every rank if it does not fit."""
+    def shard(self, model: nn.Module, config: Config, stages: Sequence[nn.Module] = ()) -> None:
+        """Bring a converted model to the dtype of the mode, and shard it in place; raise on every rank if it does not fit.
+
+        Args:
+            model: The model, or all stages of a pipeline that this rank has.
+            config: The config of the run.
+            stages: The stages of this rank, if there are any.
+        """
         settings = config.parallel
         if self.mesh is None:
             if settings.checkpointing != "none":
                 recompute_blocks(model, settings.checkpointing)
             return
         check_mode(config)
-        self.layout.check(model)
+        if not stages:
+            self.layout.check(model)
         mode = MODES[config.precision.mode]
         skip = {id(bitwidth) for bitwidth in sampling_parameters(model)}
         cast_parameters(model, mode.parameters, all_norms=mode.plan.master, skip=skip)
-        parallelize(
-            model,
-            self.mesh,
-            sequence_parallel=settings.sequence_parallel,
-            loss_parallel=settings.loss_parallel,
-            checkpointing=settings.checkpointing,
-        )
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                # Losses are divided by the number of ranks already: gradients are sums, as in a run without shards.
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
+        for part in stages or [model]:
+            parallelize(
+                part,
+                self.mesh,
+                sequence_parallel=settings.sequence_parallel,
+                loss_parallel=settings.loss_parallel,
+                checkpointing=settings.checkpointing,
+            )
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    # Losses are divided by the number of ranks already: gradients are sums, as in a run without shards.
+                    module.set_gradient_divide_factor(1.0)
+                    module.set_force_sum_reduction_for_comms(True)
 
     def synchronize(self, model: nn.Module, last: bool) -> None:
         """Let FSDP2 reduce gradients in the next backward pass only if it is the last of a step."""

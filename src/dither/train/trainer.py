@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from dither.data import Batch, Corpus, Loader, held_out, is_prepared, load_tokenizer, open_tokens, prepare
 from dither.data.text import STDLIB
 from dither.errors import UserError
-from dither.models import CausalLM, build, compile_blocks, hf, preset
+from dither.models import CausalLM, build, compile_blocks, flops_per_token, hf, preset
+from dither.models.causal import PlainLM
+from dither.models.stages import check_pipeline
 from dither.nn import Conversion, Linear, bitwidth_loss, convert, effective_precision, param_groups, step_context
 from dither.nn.plan_schedule import PlanSchedule
 from dither.numerics import Monitor, Report
@@ -25,7 +27,7 @@ from dither.optim.options import MOST_NORM
 from dither.optim.roles import Role
 from dither.precision import Plan
 from dither.random import Stream
-from dither.snip import Snip
+from dither.snip import Snip, TrainingSetup
 from dither.snip.controller import is_ready
 from dither.train import checkpoint
 from dither.train.config import Config, loads, schedule
@@ -35,8 +37,9 @@ from dither.train.evaluating import evaluate, reshard, sample
 from dither.train.files import TOKENS
 from dither.train.graphs import GraphedPasses, uses_graphs
 from dither.train.guard import GRACE, Guard, Interrupted, Signals
-from dither.train.layout import RankLayout
+from dither.train.layout import RankLayout, check_stages
 from dither.train.metrics import smoothed
+from dither.train.pipeline import Pipeline, check_micro_batches, check_snip_stages
 from dither.train.plans import PlanEvent, RunPlans, known_plans, make_schedule, steps_for_snip, with_measured
 from dither.train.replay import nonfinite_weight, replay, warm_up
 from dither.train.resuming import check_changes
@@ -155,9 +158,14 @@ class Trainer:
         planned = make_schedule(config, self.sources)
         self.conversion = _convert(config, self.model, planned.changes[0].plan)
         adam_roles = roles(self.model) if config.optim.optimizer == "adam-mini" else None
-        self.pipeline = None
-        self.layout.shard(self.model, config)
+        self.parameters, self.flops = _size(self.model, data.sequence)
+        """The number of parameters and the FLOPs per token of the whole model."""
+        self.pipeline = _pipeline(self)
+        """The stages of this rank; None if there is no pipeline."""
+        stages = () if self.pipeline is None else tuple(self.pipeline.stages.values())
+        self.layout.shard(self.model, config, stages)
         self.training = _training(config, self.model, adam_roles)
+        self.training.optimizer.stages = self.layout.pipeline_group
         self.guided = any(each.precision.sampling and each.precision.sampling.loss for each in self._layers())
         self.compiled = config.run.compile or (config.run.compile is None and ranks.device.type == "cuda")
         if self.compiled:
@@ -265,6 +273,9 @@ class Trainer:
         """Accumulate this rank's share of the gradients, and return its share of the mean loss."""
         total = torch.zeros((), device=self.ranks.device)
         with step_context(self.model, step=self.done, group=self.layout.data_group) as at:
+            if self.pipeline is not None:
+                losses = self.pipeline.gradients(batch, at, self.training, self._weighed)
+                return sum((loss * self._share for loss in losses), total)
             for number, part in enumerate(batch.split(self.parts)):
                 self.layout.synchronize(self.model, last=number == self.parts - 1)
                 at.row(part.first * self.config.data.sequence)
@@ -284,9 +295,12 @@ class Trainer:
 
     def _eager_pass(self, inputs: Tensor, targets: Tensor) -> Tensor:
         loss = self._forward(self.model, inputs, targets)
-        gate = torch.where(loss.detach().isfinite() & self._sound, self._share, torch.nan)
-        self.training.backward(loss * gate)
+        self.training.backward(self._weighed(loss))
         return loss.detach()
+
+    def _weighed(self, loss: Tensor) -> Tensor:
+        """Return a micro-batch's share of the mean loss; NaN gradients let the optimizer skip the step."""
+        return loss * torch.where(loss.detach().isfinite() & self._sound, self._share, torch.nan)
 
     def pass_aside(self, part: Batch) -> Tensor:
         """Run a micro-batch forward and backward, and return its loss; its gradients, reduced over ranks, are left to read."""
@@ -373,13 +387,18 @@ class Trainer:
         self.loss_ema = smoothed(self.loss_ema, loss)
 
 
-def _estimated_loss(trainer: Trainer, model: nn.Module, part: Batch) -> Tensor:
+def _estimated_loss(trainer: Trainer, model: nn.Module, part: Batch) -> Tensor | None:
     """Return the loss of a micro-batch, unless a signal arrived on any rank: then raise Interrupted on all of them."""
     if trainer.signals is not None:
         told = trainer.ranks.add(torch.tensor(float(bool(trainer.told)), device=trainer.ranks.device))
         if float(told):
             raise Interrupted(trainer.told or "SIGTERM")
-    return trainer.loss(model, part)
+    if trainer.pipeline is not None:
+        return trainer.pipeline.estimate(part, trainer.training)
+    loss = trainer.loss(model, part)
+    if trainer.layout.cut:  # FSDP2 adds the gradients of ranks here, and SNIP takes their mean
+        loss = loss.detach() + (loss - loss.detach()) / trainer.layout.data_world
+    return loss
 
 
 def _held_out_count(config: Config, corpus: Corpus) -> int | None:
@@ -449,19 +468,51 @@ def _convert(config: Config, model: CausalLM, plan: Plan) -> Conversion:
     )
 
 
+def _size(model: CausalLM, sequence: int) -> tuple[int, float]:
+    """Return the number of parameters and the FLOPs per token of a model."""
+    return sum(parameter.numel() for parameter in model.parameters()), flops_per_token(model, sequence)
+
+
+def _pipeline(trainer: Trainer) -> Pipeline | None:
+    """Cut the model to the stages of this rank, and return them; None if there is no pipeline."""
+    config, layout = trainer.config, trainer.layout
+    if layout.layout.pp == 1:
+        return None
+    check_pipeline(trainer.model)
+    layout.layout.check(trainer.model)
+    check_stages(config, len(trainer.model.blocks))
+    check_micro_batches(config, trainer.parts)
+    assert isinstance(trainer.model, PlainLM)
+    pipeline = Pipeline(trainer.model, config, layout, trainer.parts)
+    trainer.model = pipeline.model
+    return pipeline
+
+
 def _make_snip(trainer: Trainer, planned: PlanSchedule, say: Callable[[str], None]) -> Snip | None:
     """Return the controller that chooses precisions during training, or None."""
     snip = trainer.config.snip
     if snip.target is None:
         return None
+    goal, setup = snip.goal, TrainingSetup()
+    if trainer.pipeline is not None:
+        if len(trainer.pipeline.stages) > 1:
+            raise UserError(
+                f"SNIP takes the stages of a pipeline with one stage per rank, and parallel.schedule="
+                f"{trainer.config.parallel.schedule!r} has two: use '1f1b' or 'zero-bubble', or no snip.target."
+            )
+        check_snip_stages(snip.stages, trainer.pipeline.sizes)
+        goal = replace(goal, stages=trainer.pipeline.sizes)
+    if trainer.layout.cut:
+        setup = TrainingSetup(group=trainer.layout.data_group, pipeline=trainer.layout.pipeline_group)
     made = Snip(
         trainer.model,
         trainer.training.optimizer,
         planned.changes[0].plan,
         options=snip.options,
-        goal=snip.goal,
+        goal=goal,
         schedule=snip.schedule(steps_for_snip(planned, snip.start, trainer.config.run.steps)),
         estimator=snip.estimator(trainer.config.run.seed, trainer.config.data.batch * trainer.config.data.sequence),
+        setup=setup,
         forward=functools.partial(_estimated_loss, trainer),
     )
     made.on_failure = lambda _: None  # the loop reports what became of the statistics
