@@ -244,4 +244,5 @@ class Llama(PlainLM):
     def logits(self, tokens_BS: Tensor) -> Tensor:
         """Return logits [B, S, V] for tokens [B, S]."""
         out_BSD: Tensor = self.model(tokens_BS)
-        return out_BSD if self.lm_head is None else self.lm_head(out_BSD)
+        logits_BSV: Tensor = out_BSD if self.lm_head is None else self.lm_head(out_BSD)
+        return logits_BSV

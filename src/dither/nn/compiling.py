@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dither.nn.absent import Absent
 from dither.errors import UserError
+from dither.nn.absent import Absent
 from dither.nn.linear import Linear
 
 LEAST = 2

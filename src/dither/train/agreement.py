@@ -104,9 +104,7 @@ def check_facts(ranks: Ranks, facts: Mapping[str, str]) -> None:
     if different:
         said = "; ".join(_difference(name, values[name]) for name in different[:3])
         more = f"; and {len(different) - 3} more" if len(different) > 3 else ""
-        raise everywhere(
-            UserError(f"The ranks differ: {said}{more}. Start every rank with the same config, data and code.")
-        )
+        raise everywhere(UserError(f"The ranks differ: {said}{more}. Start every rank with the same config, data and code."))
 
 
 def _lines(facts: Mapping[str, str]) -> str:
@@ -197,7 +195,9 @@ def compare_states(trainer: Trainer) -> None:
     same = next(same for same in trainer.layout.replicas if len({values[rank] for rank in same}) > 1)
     found = [lists[rank] for rank in same]
     count = len(found[0]) // 2
-    names = [name for index, name in enumerate(found[0][:count]) if len({tuple(each[count + index :][:1]) for each in found}) > 1]
+    names = [
+        name for index, name in enumerate(found[0][:count]) if len({tuple(each[count + index :][:1]) for each in found}) > 1
+    ]
     first = _title(names[0]) if names else "their number"
     raise everywhere(
         DisagreementError(
@@ -258,8 +258,8 @@ def _recompute_parts(trainer: Trainer) -> None:
     if wrong:
         raise everywhere(
             DisagreementError(
-                f"Before step {trainer.done + 1} a check of the hardware failed: {name_ranks(wrong)} computed other bits in two "
-                "passes over the same micro-batch with the same weights. Take the device out of service, and resume with "
+                f"Before step {trainer.done + 1} a check of the hardware failed: {name_ranks(wrong)} computed other bits in "
+                "two passes over the same micro-batch with the same weights. Take the device out of service, and resume with "
                 "--resume from a checkpoint that you trust."
             )
         )

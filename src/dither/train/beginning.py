@@ -53,9 +53,7 @@ class RunBeginning(RunRecorder):
         with self.ranks.shared_errors():
             corpus = open_corpus(self.config, self.folder, self.ranks, say=self.say)
             saved = self.resuming and any((self.folder / CHECKPOINTS).glob("step-*"))
-            self.trainer = trainer = Trainer(
-                self.config, corpus, self.ranks, layout=layout, initial=not saved, say=self.say
-            )
+            self.trainer = trainer = Trainer(self.config, corpus, self.ranks, layout=layout, initial=not saved, say=self.say)
         trainer.signals = self.signals
         self.resumed = resumed = self.restore() if self.resuming else None
         if self.ranks.world > 1:

@@ -43,7 +43,7 @@ def evaluate(trainer: Any) -> Evaluation:
 def _summed_loss(trainer: Any, size: int) -> Tensor:
     """Return the loss in nats, 0-d float64, summed over this rank's windows, `size` at a time; a signal ends it early.
 
-    If the model is cut, every rank runs the same number of passes: one without a window left runs any window, and drops its loss.
+    If the model is cut, every rank runs as many passes: one without a window left runs any window, and drops its loss.
     """
     layout, device = trainer.layout, trainer.ranks.device
     windows, most = layout.same_windows(trainer.held_out.tokens)

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
-from dither.nn.norms import cast_parameters
 from dither.nn.guidance import sampling_parameters
+from dither.nn.norms import cast_parameters
 from dither.optim import MODES, Training
 from dither.parallel import Layout, parallelize
 from dither.parallel.apply import recompute_blocks
@@ -185,7 +185,7 @@ def check_mode(config: Config) -> None:
     mode = MODES[precision.mode]
     if mode.plan.loss_scaling:
         raise UserError(
-            f"precision.mode={precision.mode!r} scales losses, which is not possible for a model that is sharded by [parallel]: "
+            f"precision.mode={precision.mode!r} scales losses, which is not possible for a model that [parallel] shards: "
             "use a bfloat16 mode or fp32, or dp_replicate alone."
         )
     kind = precision.gradients or mode.gradients
@@ -199,8 +199,23 @@ def check_mode(config: Config) -> None:
 
 
 def check_stages(config: Config, layers: int) -> None:
-    """Raise if a pipeline has more stages than layers, or too few micro-batches."""
-    parallel, data = config.parallel, config.data
+    """Raise if a pipeline has more stages than layers, or is asked for what pipelines cannot do."""
+    parallel = config.parallel
+    if parallel.pp == 1:
+        return
+    if config.monitor.every:
+        raise UserError(
+            f"monitor.every={config.monitor.every} looks at a whole model, and parallel.pp={parallel.pp} cuts it: set it to 0."
+        )
+    if config.guard.recompute_every and parallel.stages > parallel.pp:
+        raise UserError(
+            f"guard.recompute_every={config.guard.recompute_every} needs a pipeline with one stage per rank, and "
+            f"parallel.schedule={parallel.schedule!r} has two: set it to 0."
+        )
+    if config.run.compile and parallel.schedule == "zero-bubble":
+        raise UserError(
+            "parallel.schedule='zero-bubble' splits backward passes, which compiled blocks cannot: set run.compile=false."
+        )
     if parallel.stages > layers:
         raise UserError(
             f"parallel.pp={parallel.pp} with schedule={parallel.schedule!r} has {parallel.stages} stages, and the model has "
@@ -220,5 +235,5 @@ def _data_group(mesh: DeviceMesh, layout: Layout) -> Any:
         return mesh.get_group("dp_replicate")
     # ranks[pp, dp_replicate, dp_shard, tp]
     ranks = mesh.mesh.permute(0, 3, 1, 2).reshape(-1, layout.batch_parts).tolist()
-    own, _ = dist.new_subgroups_by_enumeration(ranks)
+    own, _ = dist.new_subgroups_by_enumeration(ranks)  # type: ignore[no-untyped-call]
     return own

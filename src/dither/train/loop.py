@@ -197,7 +197,7 @@ class _RunLoop(RunBeginning):
         numbers = trainer.step(batch, SIGNALS.get(self.signals.received, 0.0) if several else 0.0)
         self.stepping = False
         self.pending.append((trainer.done, *_to_host(numbers)))
-        if self.saver is not None and not trainer.layout.cut and run.save_every and trainer.done == 1 + (self.resumed or 0):  # now all states exist
+        if self.saver is not None and run.save_every and trainer.done == 1 + (self.resumed or 0):  # now all states exist
             self.saver.prepare(trainer.pack(dumps(self.config), self.seconds)[0])
         due = {name: every and trainer.done % every == 0 for name, every in self.intervals().items()}
         last = trainer.done == run.steps

@@ -232,7 +232,7 @@ def check_micro_batches(config: Config, parts: int) -> None:
     ranks, virtual = parallel.pp, VIRTUAL[parallel.schedule]
     if ranks == 1:
         return
-    if parts < ranks * virtual and virtual == 1 or parts % ranks:
+    if (parts < ranks * virtual and virtual == 1) or parts % ranks:
         raise UserError(
             f"A pipeline of parallel.pp={ranks} with schedule={parallel.schedule!r} needs a multiple of {ranks} micro-batches "
             f"per step, and there {'is' if parts == 1 else 'are'} {parts}: change data.batch or data.micro_batch."

@@ -67,11 +67,17 @@ def replay(model: nn.Module, training: Training, parts: Sequence[Batch], step: i
 
 def warm_up(trainer: Any, batch: Batch) -> None:
     """Run the first micro-batch of the next step forward and backward without any effect, so that its blocks are compiled."""
+    if trainer.pipeline is not None:  # its first step compiles
+        return
     part = next(iter(batch.split(trainer.parts)))
     parameters = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     with suppress(_Replayed), magnitudes_kept(trainer.model), step_context(trainer.model, step=trainer.done) as at:
         at.row(part.first * trainer.config.data.sequence)
-        torch.autograd.grad(trainer.loss(trainer.model, part), parameters, allow_unused=True)
+        if trainer.layout.cut:
+            trainer.pass_aside(part)
+            trainer.training.optimizer.zero_grad()
+        else:
+            torch.autograd.grad(trainer.loss(trainer.model, part), parameters, allow_unused=True)
         raise _Replayed
 
 

@@ -2,19 +2,16 @@
 
 import functools
 import math
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dither.data import Batch, Corpus, Loader, held_out, is_prepared, load_tokenizer, open_tokens, prepare
-from dither.data.text import STDLIB
+from dither.data import Batch, Corpus, Loader, held_out
 from dither.errors import UserError
 from dither.models import CausalLM, build, compile_blocks, flops_per_token, hf, preset
 from dither.models.causal import PlainLM
@@ -27,14 +24,16 @@ from dither.optim.options import MOST_NORM
 from dither.optim.roles import Role
 from dither.precision import Plan
 from dither.random import Stream
+from dither.ranks import gather
 from dither.snip import Snip, TrainingSetup
 from dither.snip.controller import is_ready
 from dither.train import checkpoint
 from dither.train.config import Config, loads, schedule
+from dither.train.corpora import open_corpus as open_corpus
+from dither.train.corpora import unigram_entropy as unigram_entropy
 from dither.train.distributed import Ranks
 from dither.train.evaluating import Evaluation as Evaluation
-from dither.train.evaluating import evaluate, reshard, sample
-from dither.train.files import TOKENS
+from dither.train.evaluating import evaluate, sample
 from dither.train.graphs import GraphedPasses, uses_graphs
 from dither.train.guard import GRACE, Guard, Interrupted, Signals
 from dither.train.layout import RankLayout, check_stages
@@ -45,7 +44,6 @@ from dither.train.replay import nonfinite_weight, replay, warm_up
 from dither.train.resuming import check_changes
 from dither.train.samples import prompt_of
 from dither.train.state import Resumed, pack, plan_of, unpack
-from dither.train.waiting import first_on_machine, while_others_wait
 from dither.train.weights import load_weights
 
 
@@ -61,63 +59,6 @@ class Numbers(NamedTuple):
     """The sum of the signals of all ranks."""
     loss_scale: float
     """The loss scale; 1 if losses are not scaled."""
-
-
-def open_corpus(config: Config, folder: Path, ranks: Ranks, say: Callable[[str], None] | None = None) -> Corpus:
-    """Open the tokens of a config: a prepared folder, or text, which is tokenized into the folder of the run once.
-
-    Args:
-        config: The config of the run.
-        folder: The folder of the run.
-        ranks: The ranks of the run. Rank 0 tokenizes, and one rank per machine verifies; if one fails, every rank raises.
-        say: Called with sentences about the split of a single document and about the progress.
-    """
-    sources = config.data.sources or (STDLIB,)
-    own = folder / TOKENS
-    if len(sources) == 1 and is_prepared(sources[0]):
-        corpus = _verified(Path(sources[0]), ranks, say)
-    else:
-
-        def tokenize(stop: threading.Event) -> None:
-            if not is_prepared(own):
-                tokenizer = load_tokenizer(config.data.tokenizer)
-                prepare(sources, own, tokenizer, held_out=config.data.held_out, say=say, stop=stop)
-
-        while_others_wait(ranks, tokenize if ranks.main else None)
-        corpus = _verified(own, ranks, say)
-        if corpus.sources != sources:
-            raise UserError(
-                f"The tokens in {str(own)!r} were made from {', '.join(corpus.sources)}, and data.sources is now "
-                f"{', '.join(sources)}: restore it, or train in another folder."
-            )
-    if config.data.tokenizer != "bytes" and load_tokenizer(config.data.tokenizer).sha256 != corpus.tokenizer.sha256:
-        raise UserError(
-            f"The tokens in {str(corpus.folder)!r} were not made by data.tokenizer="
-            f"{config.data.tokenizer!r}: remove that setting, or prepare them again."
-        )
-    return corpus
-
-
-def _verified(folder: Path, ranks: Ranks, say: Callable[[str], None] | None) -> Corpus:
-    """Open prepared tokens. The first rank of each machine reads what was not verified before; if it fails, all ranks raise."""
-
-    def verify(stop: threading.Event) -> None:
-        open_tokens(folder, say=say, stop=stop)
-
-    while_others_wait(ranks, verify if first_on_machine(ranks) else None)
-    return open_tokens(folder, verify=False)
-
-
-def unigram_entropy(corpus: Corpus) -> float | None:
-    """Return the unigram entropy of the held-out text in nats, or None if tokens are not bytes.
-
-    It is the loss of a model that knows only the frequency of each byte.
-    """
-    if corpus.tokenizer.json is not None:
-        return None
-    counts = np.sum([np.bincount(shard, minlength=corpus.tokenizer.vocab_size) for shard in corpus.held_out.shards], axis=0)
-    shares = counts[counts > 0] / len(corpus.held_out)
-    return float(-(shares * np.log(shares)).sum())
 
 
 class Trainer:
@@ -166,8 +107,9 @@ class Trainer:
         self.layout.shard(self.model, config, stages)
         self.training = _training(config, self.model, adam_roles)
         self.training.optimizer.stages = self.layout.pipeline_group
-        self.guided = any(each.precision.sampling and each.precision.sampling.loss for each in self._layers())
-        self.compiled = config.run.compile or (config.run.compile is None and ranks.device.type == "cuda")
+        self.guided = guided_share(self.model, self.layout.pipeline_group)
+        """This rank's share of the blocks whose bitwidths a loss guides; 0 if there are none."""
+        self.compiled = config.run.compile or (config.run.compile is None and _compiles(config, ranks.device))
         if self.compiled:
             torch._dynamo.reset()  # graphs of an earlier run in this process would count towards Dynamo's limit
             compile_blocks(self.model)
@@ -210,7 +152,9 @@ class Trainer:
         """
         if self.monitor is None:
             return None
-        pieces = _for_estimates(self, batch, max(self.config.monitor.tokens, self.config.data.sequence * self.layout.data_world))
+        pieces = _for_estimates(
+            self, batch, max(self.config.monitor.tokens, self.config.data.sequence * self.layout.data_world)
+        )
         with self.monitor.aside(self.done), step_context(self.model, step=self.done - 1) as at:
             for part in pieces:
                 at.row(part.first * self.config.data.sequence)
@@ -252,7 +196,7 @@ class Trainer:
             total = self._gradients(batch)
         self.layout.reduce_gradients(self.training)
         if self.guided:  # after the sum over ranks, so that additions have the same order with any number of them
-            self.training.backward(bitwidth_loss(self.model))
+            self.training.backward(bitwidth_loss(self.model) * self.guided)
         self.training.step()
         norm = torch.zeros_like(total) if optimizer.grad_norm is None else optimizer.grad_norm
         scale = torch.ones_like(total) if self.training.loss_scale is None else self.training.loss_scale
@@ -304,6 +248,9 @@ class Trainer:
 
     def pass_aside(self, part: Batch) -> Tensor:
         """Run a micro-batch forward and backward, and return its loss; its gradients, reduced over ranks, are left to read."""
+        if self.pipeline is not None:
+            found = self.pipeline.estimate(part, self.training)
+            return torch.zeros((), device=self.ranks.device) if found is None else found
         self.layout.synchronize(self.model, last=True)
         loss = self.loss(self.model, part)
         self.training.backward(loss)
@@ -325,7 +272,7 @@ class Trainer:
         """
         batch = self.loader.batch(number - 1 + self.offset, self.layout.data_rank, self.layout.data_world).to(self.ranks.device)
         found = self.ranks.gather(nonfinite_weight(self.model)) if self.layout.cut else []
-        if not any(found):
+        if not any(found) and self.pipeline is None:  # no pass through a pipeline ends before it has run
             self.layout.synchronize(self.model, last=True)
             parts = batch.split(self.parts)
             found = self.ranks.gather(replay(self.model, self.training, parts, number - 1, self.config.data.sequence))
@@ -344,12 +291,14 @@ class Trainer:
         return prompt_of(self.config, self.corpus)
 
     def sample(self) -> str:
-        """Generate text after the prompt; the seed and the step determine it. If the model is cut, every rank must call this."""
+        """Generate text after the prompt, on every rank if the model is cut; the seed and the step determine it."""
         return sample(self)
 
     def bitwidths(self) -> dict[str, Any] | None:
         """Return the learned bitwidths of the sampled layers by name, or None if no layer is sampled."""
-        return learned_bitwidths(self.model) if any(layer.precision.sampling for layer in self._layers()) else None
+        own = learned_bitwidths(self.model) if any(layer.precision.sampling for layer in self._layers()) else {}
+        stages = [own] if self.pipeline is None else gather(own, self.layout.pipeline_group)
+        return {name: layer for stage in stages for name, layer in stage.items()} or None
 
     # State -------------------------------------------------------------------------------------------------------------
 
@@ -372,7 +321,8 @@ class Trainer:
         tensors, plain = checkpoint.load(path)
         others = _check_saved(path, plain, self.config, self.corpus)
         if (plan := plan_of(plain)) is not None and (record := self.plans.apply(plan)) is not None:
-            self.conversion = record
+            stages = [record] if self.pipeline is None else gather(record, self.layout.pipeline_group)
+            self.conversion = replace(record, layers=tuple(layer for stage in stages for layer in stage.layers))
         resumed = unpack(self.model, self.training.optimizer, tensors, plain, scaler=self.training.scaler)
         if self.plans.snip is not None and others.get("snip") is not None:
             self.plans.snip.load_state_dict(others["snip"])
@@ -466,6 +416,19 @@ def _convert(config: Config, model: CausalLM, plan: Plan) -> Conversion:
         emulate=precision.emulate,
         engines=precision.engines,
     )
+
+
+def guided_share(model: nn.Module, stages: Any) -> float:
+    """Return the share of this rank's stage in all blocks of weights whose bitwidths a loss guides, or 0."""
+    layers = [module for module in model.modules() if isinstance(module, Linear)]
+    guided = (layer.bitwidth for layer in layers if layer.precision.sampling is not None and layer.precision.sampling.loss)
+    own = sum(bitwidth.numel() for bitwidth in guided if bitwidth is not None)
+    return own / sum(gather(own, stages)) if own and stages is not None else float(own > 0)
+
+
+def _compiles(config: Config, device: torch.device) -> bool:
+    """Return whether blocks are compiled by default: on a GPU, unless a pipeline splits backward passes."""
+    return device.type == "cuda" and config.parallel.schedule != "zero-bubble"
 
 
 def _size(model: CausalLM, sequence: int) -> tuple[int, float]:
