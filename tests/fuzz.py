@@ -40,7 +40,9 @@ from dither.precision.expressions import parse
 from dither.recipes import RECIPES, recipe
 from dither.report import run_folder
 from dither.safe_files import Refused, from_json
-from dither.train import checkpoint, tensorfile
+from dither.storage import tensorfile
+from dither.storage.manifest import to_bytes as manifest_bytes
+from dither.train import checkpoint
 from dither.train import config as configs
 from dither.train.config import Config
 from dither.train.guard import Status
@@ -107,7 +109,7 @@ def readers(folder: Path) -> dict[str, Reader]:
     def checkpoint_manifest(data: bytes) -> None:
         value = from_json(data)
         whole = isinstance(value, dict) and isinstance(value.get("files"), dict)
-        manifest.write_bytes(checkpoint._manifest(value.get("step"), value["files"]) if whole else data)
+        manifest.write_bytes(manifest_bytes(value.get("step"), value["files"]) if whole else data)
         checkpoint.verify(point)
 
     def tokenizer(data: bytes) -> None:

@@ -28,8 +28,9 @@ from dither import cli
 from dither.data import prepare, train_bpe
 from dither.models import build, preset, save_pretrained
 from dither.recipes import recipe
-from dither.train import checkpoint, train
+from dither.storage.manifest import to_bytes as manifest_bytes
 from dither.train import config as configs
+from dither.train import train
 from dither.train.config import Config, describe
 
 SECONDS = 60
@@ -599,7 +600,7 @@ def _reforged(path: Path) -> None:
     step = json.loads((path / "manifest.json").read_bytes())["step"]
     contents = {each.name: each.read_bytes() for each in path.iterdir() if each.name != "manifest.json"}
     entries = {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in contents.items()}
-    (path / "manifest.json").write_bytes(checkpoint._manifest(step, entries))
+    (path / "manifest.json").write_bytes(manifest_bytes(step, entries))
 
 
 def _checkpoint(

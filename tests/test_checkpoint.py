@@ -22,7 +22,9 @@ from worlds import forked
 import dither
 from dither import Sampling, UserError, safe_files
 from dither.models import Llama, LlamaConfig
-from dither.train import checkpoint, tensorfile
+from dither.storage import tensorfile
+from dither.storage.manifest import to_bytes as manifest_bytes
+from dither.train import checkpoint
 from dither.train.checkpoint import Saver, keep, leftovers, load, newest, save, verify
 from dither.train.state import pack, plan_of, unpack
 
@@ -156,10 +158,11 @@ KILLER = """
 import os, signal, sys
 import torch
 from dither import safe_files
-from dither.train import checkpoint, tensorfile
+from dither.storage import manifest, tensorfile
+from dither.train import checkpoint
 
 torch.set_num_threads(1)
-OWN = {checkpoint.__file__, safe_files.__file__, tensorfile.__file__}
+OWN = {checkpoint.__file__, safe_files.__file__, manifest.__file__, tensorfile.__file__}
 
 def lines(work, at):
     "Run `work` and count the lines of ours that it comes through; kill -9 before line number `at`."
@@ -461,7 +464,7 @@ def forge(path: Path, contents: dict[str, bytes | None]) -> Path:
         if "/" not in name:
             (path / name).write_bytes(data)
     entries = {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in contents.items()}
-    (path / "manifest.json").write_bytes(checkpoint._manifest(1, entries))
+    (path / "manifest.json").write_bytes(manifest_bytes(1, entries))
     return path
 
 

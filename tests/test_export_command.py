@@ -100,7 +100,7 @@ def test_damaged_checkpoints_are_passed_over_or_refused(run, tmp_path):
     data[-1] ^= 1
     file.write_bytes(data)
     assert torch.equal(load_pretrained(copy).embedding.weight, load_pretrained(first).embedding.weight)
-    with pytest.raises(UserError, match="is not what the manifest says"):
+    with pytest.raises(UserError, match="its SHA-256 is not the manifest"):
         load_pretrained(last)
     (first / "plain.json").unlink()
     with pytest.raises(UserError, match="has no whole checkpoint"):

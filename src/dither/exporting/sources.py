@@ -23,6 +23,7 @@ from dither.models.folder_files import read_json
 from dither.nn.conversion import convert
 from dither.nn.deployment import Evaluate, plan_from_bitwidths
 from dither.precision import Plan
+from dither.storage.reading import SavedTensors
 from dither.train import checkpoint
 from dither.train.config import Config, RunSettings
 from dither.train.distributed import joined
@@ -137,7 +138,8 @@ def _folder_source(
 
 def _made(where: Path, config: Config) -> tuple[Plan | None, dict[str, Any]]:
     """Return the plan of a checkpoint, and how it was trained."""
-    _, plain = checkpoint.load(where)
+    with SavedTensors(where) as saved:
+        plain = saved.plain
     plan = plan_of(plain)
     precision = config.precision
     provenance = {

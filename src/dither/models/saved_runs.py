@@ -1,6 +1,5 @@
 """Models from the runs and checkpoints of `dither train`: the weights alone, without the state of training."""
 
-import hashlib
 import os
 import re
 import tomllib
@@ -9,16 +8,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dither.errors import UserError
 from dither.models.causal import CausalLM
 from dither.models.presets import empty, preset
 from dither.models.transformers_models import hf
-from dither.safe_files import Refused, digest, open_plainly, read_json, to_json
+from dither.storage.manifest import MANIFEST
+from dither.storage.reading import SavedTensors
 
-RUN, CHECKPOINTS, MANIFEST, PLAIN = "config.toml", "checkpoints", "manifest.json", "plain.json"
+RUN, CHECKPOINTS = "config.toml", "checkpoints"
 
 
 class SavedWeights(NamedTuple):
@@ -82,53 +81,19 @@ def read_saved(folder: str | Path) -> SavedWeights:
 
 def _read(path: Path) -> SavedWeights:
     try:
-        files = _checked_files(path)
-        plain, _ = read_json(path / PLAIN)
-        text = plain["others"]["config"]
-        section = tomllib.loads(text).get("model", {})
-        groups, same = plain["optimizer"]["groups"], plain["same"]
-        return SavedWeights(path, section, _weights(path, files, groups, same))
-    except Refused as error:
-        raise UserError(f"The checkpoint {str(path)!r} is refused: {error}.") from None
+        with SavedTensors(path) as saved:
+            section = tomllib.loads(saved.plain["others"]["config"]).get("model", {})
+            return SavedWeights(path, section, {name: saved.box(key) for name, key in saved_weights(saved).items()})
     except (KeyError, TypeError, tomllib.TOMLDecodeError):
         raise UserError(f"The checkpoint {str(path)!r} was not made by `dither train`: it has no config.") from None
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"The checkpoint {str(path)!r} cannot be read: {error}.") from None
 
 
-def _checked_files(path: Path) -> list[str]:
-    """Return the files of tensors of a checkpoint, after comparing all sizes and hashes with its manifest."""
-    manifest, _ = read_json(path / MANIFEST)
-    if not isinstance(manifest, dict) or manifest.get("format") != "dither checkpoint" or manifest.get("version") != 1:
-        raise Refused(f"{MANIFEST} is not that of a checkpoint of version 1")
-    body = {key: value for key, value in manifest.items() if key != "sha256"}
-    if hashlib.sha256(to_json(body, "manifest")).hexdigest() != manifest.get("sha256"):
-        raise Refused(f"{MANIFEST} was changed: it is not what its own SHA-256 says")
-    for name, entry in manifest["files"].items():
-        if not re.fullmatch(r"tensors-[0-9]{5}\.safetensors|plain\.json", name):
-            raise Refused(f"{MANIFEST} names the file {name!r:.80}")
-        with open_plainly(path / name) as file:
-            if os.fstat(file.fileno()).st_size != entry["bytes"] or digest(file) != entry["sha256"]:
-                raise Refused(f"{name} is not what the manifest says: it was changed or truncated")
-    return [name for name in manifest["files"] if name != PLAIN]
-
-
-def _weights(path: Path, files: list[str], groups: Any, same: Mapping[str, str]) -> dict[str, Tensor]:
-    masters = {
-        f"optimizer:{index}:master": name
-        for group in groups
-        for index, name in zip(group["params"], group.get("param_names", ()), strict=False)
-    }
-    weights: dict[str, Tensor] = {}
-    wide: dict[str, Tensor] = {}
-    for file in files:
-        with safe_open(path / file, framework="pt") as opened:
-            for key in opened.keys():  # noqa: SIM118
-                if key.startswith("model:"):
-                    weights[key.removeprefix("model:")] = opened.get_tensor(key)
-                elif key in masters:
-                    wide[masters[key]] = opened.get_tensor(key)
-    for name, master in wide.items():
-        if name in weights and master.shape == weights[name].shape:
-            weights[name] = master
-    return weights | {name: weights[first] for name, first in same.items() if first in weights}
+def saved_weights(saved: SavedTensors) -> dict[str, str]:
+    """Return the stored name of each weight: of float32 masters where there are any, and of tied weights under both names."""
+    weights = {name.removeprefix("model:"): name for name in saved.tensors if name.startswith("model:")}
+    for group in saved.plain["optimizer"]["groups"]:
+        for index, name in zip(group["params"], group.get("param_names", ()), strict=False):
+            master = saved.tensors.get(f"optimizer:{index}:master")
+            if master is not None and name in weights and master.shape == saved.tensors[weights[name]].shape:
+                weights[name] = f"optimizer:{index}:master"
+    return weights | {name: weights[first] for name, first in saved.plain["same"].items() if first in weights}

@@ -22,6 +22,7 @@ from dither.train.plans import plans_file
 from dither.train.progress import Progress
 from dither.train.recorder import RunRecorder, conversion_record, write_file
 from dither.train.resuming import check_changes
+from dither.train.sharded import ShardedSaver
 from dither.train.trainer import Trainer, open_corpus, unigram_entropy
 
 
@@ -65,6 +66,12 @@ class RunBeginning(RunRecorder):
             f"{parameters:,} parameters, {len(corpus.train):,} training tokens, {len(corpus.held_out):,} held-out tokens, on "
             f"{self.ranks.device}" + layout.describe()
         )
+        run = self.config.run
+        if self.ranks.main or layout.cut:  # ranks with parts of the model write their parts
+            kind = ShardedSaver if layout.cut else Saver
+            every = run.keep_every or None
+            saver = kind(self.folder / CHECKPOINTS, last=run.keep_last, every=every, beneath=self.folder)
+            self.saver = stack.enter_context(saver)
         if self.ranks.main:
             Status.reserve(self.folder)
             stack.callback((self.folder / Status.RESERVE).unlink, missing_ok=True)
@@ -75,13 +82,9 @@ class RunBeginning(RunRecorder):
             write_file(self.folder / CONFIG, dumps(self.config).encode())
             write_file(self.folder / CONVERSION, safe_files.to_json(conversion_record(trainer), CONVERSION))
             write_file(self.folder / ENVIRONMENT, safe_files.to_json(self.environment(command, parameters), ENVIRONMENT))
-            run = self.config.run
             self.metrics = stack.enter_context(Metrics(self.folder, track=run.track, config=asdict(self.config)))
             if self.progress is not None:
                 self.metrics.listeners.append(self.progress.show)
-            every = run.keep_every or None
-            saver = Saver(self.folder / CHECKPOINTS, last=run.keep_last, every=every, beneath=self.folder)
-            self.saver = stack.enter_context(saver)
             self.write("start", resumed_from=resumed)
             if resumed is None:
                 self.write("plan", plan=trainer.plan.to_dict(), reason="the run begins")

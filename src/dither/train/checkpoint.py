@@ -6,12 +6,10 @@ crash or a full disk at any moment leaves earlier checkpoints intact.
 """
 
 import errno
-import hashlib
 import os
 import re
 import shutil
-import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -24,17 +22,17 @@ from torch import Tensor
 from dither import safe_files
 from dither.errors import UserError
 from dither.safe_files import Refused
-from dither.train import tensorfile
+from dither.storage import manifest, reading, tensorfile
+from dither.storage.manifest import MANIFEST as MANIFEST
+from dither.storage.manifest import PLAIN as PLAIN
+from dither.storage.manifest import Manifest
+from dither.storage.reading import SavedTensors
 
 SHARD = 2 << 30
 """Most bytes of tensors per file; a larger tensor gets its own file."""
 
-MANIFEST, PLAIN = "manifest.json", "plain.json"
-FORMAT, VERSION = "dither checkpoint", 1
-
 STEP = re.compile(r"step-([0-9]{8,12})")
 UNFINISHED = re.compile(r"\.(saving|removing|replaced)-(step-[0-9]{8,12})")
-FILE = re.compile(r"tensors-[0-9]{5}\.safetensors")
 
 
 # Writing --------------------------------------------------------------------------------------------------------------
@@ -65,44 +63,61 @@ def save(
 
 
 def _check(step: int, tensors: Mapping[str, Tensor]) -> None:
+    check_step(step)
+    tensorfile.check_tensors(tensors)
+
+
+def check_step(step: int) -> None:
+    """Raise a UserError unless a checkpoint can be that of a step."""
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**12:
         raise UserError(f"A checkpoint's step is an integer from 0 on, not {step!r}.")
-    tensorfile.check_tensors(tensors)
 
 
 def _write(folder: Path, step: int, tensors: Mapping[str, Tensor], plain: bytes, beneath: Path | None) -> Path:
     final = folder / f"step-{step:08d}"
     temporary = folder / f".saving-{final.name}"
-    shards = _shards(tensors)
+    shards = split(tensors)
     headers = 256 * len(tensors) + 4096 * (len(shards) + 4)  # and the rounding of a file system
     needed = sum(map(tensorfile.size, tensors.values())) + len(plain) + headers
     beneath = folder if beneath is None else beneath
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _check_unlinked(folder, beneath)
-        safe_files.sync(folder.parent)
-        _clear(folder)
-        if why := _lacks_room(folder, needed, len(shards) + 3):
-            raise UserError(f"Step {step} cannot be saved in {str(folder)!r}: {why}; {_last_good(folder)}.")
-        temporary.mkdir()
+        begin(folder, step, needed, len(shards) + 3, beneath)
         written = {}
         for number, shard in enumerate(shards):
             name = f"tensors-{number:05d}.safetensors"
             written[name] = safe_files.write_new(temporary / name, tensorfile.chunks(shard), beneath=beneath)
         written[PLAIN] = safe_files.write_new(temporary / PLAIN, [plain], beneath=beneath)
-        manifest = _manifest(step, {name: {"bytes": size, "sha256": found} for name, (size, found) in written.items()})
-        safe_files.write_new(temporary / MANIFEST, [manifest], beneath=beneath)
-        safe_files.sync(temporary)
-        _rename(temporary, final, manifest)
-        safe_files.sync(folder)
+        entries: dict[str, dict[str, int | str]] = {
+            name: {"bytes": size, "sha256": found} for name, (size, found) in written.items()
+        }
+        commit(temporary, final, manifest.to_bytes(step, entries), beneath)
     except OSError as error:
-        why = safe_files.reason(error, folder)
-        if error.errno == errno.ENOSPC:
-            why = _lacks_room(folder, needed, len(shards) + 3) or why
+        why = unsaved(folder, step, error, needed, len(shards) + 3)
         with suppress(OSError):
-            _discard(temporary)
-        raise UserError(f"Step {step} cannot be saved in {str(folder)!r}: {why}; {_last_good(folder)}.") from None
+            discard(temporary)
+        raise UserError(f"{why}; {last_good(folder)}.") from None
     return final
+
+
+def begin(folder: Path, step: int, needed: int, files: int, beneath: Path) -> Path:
+    """Create the folder in which a step is saved before it gets its name, and return it. Leftovers are removed first."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _check_unlinked(folder, beneath)
+    safe_files.sync(folder.parent)
+    _clear(folder)
+    if why := _lacks_room(folder, needed, files):
+        raise UserError(f"Step {step} cannot be saved in {str(folder)!r}: {why}; {last_good(folder)}.")
+    temporary = folder / f".saving-step-{step:08d}"
+    temporary.mkdir()
+    return temporary
+
+
+def unsaved(folder: Path, step: int, error: OSError, needed: int, files: int) -> str:
+    """Return why a step cannot be saved: a sentence without its full stop."""
+    why = safe_files.reason(error, folder)
+    if error.errno == errno.ENOSPC:
+        why = _lacks_room(folder, needed, files) or why
+    return f"Step {step} cannot be saved in {str(folder)!r}: {why}"
 
 
 def _check_unlinked(folder: Path, beneath: Path) -> None:
@@ -114,7 +129,8 @@ def _check_unlinked(folder: Path, beneath: Path) -> None:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
 
 
-def _shards(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+def split(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Return the tensors of each file."""
     shards: list[dict[str, Tensor]] = [{}]
     filled = 0
     for name, tensor in tensors.items():
@@ -126,13 +142,15 @@ def _shards(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     return shards
 
 
-def _manifest(step: int, entries: Mapping[str, Mapping[str, int | str]]) -> bytes:
-    body = {"format": FORMAT, "version": VERSION, "step": step, "files": entries}
-    own = hashlib.sha256(safe_files.to_json(body, "manifest")).hexdigest()
-    return safe_files.to_json({**body, "sha256": own}, "manifest")
+def commit(temporary: Path, final: Path, listing: bytes, beneath: Path) -> None:
+    """Write the manifest, the last file of a save, and give the folder its name."""
+    safe_files.write_new(temporary / MANIFEST, [listing], beneath=beneath)
+    safe_files.sync(temporary)
+    _rename(temporary, final, listing)
+    safe_files.sync(final.parent)
 
 
-def _rename(temporary: Path, final: Path, manifest: bytes) -> None:
+def _rename(temporary: Path, final: Path, listing: bytes) -> None:
     """Finish a save by renaming it. A checkpoint of the same step is replaced, unless it is whole and identical."""
     if not os.path.lexists(final):
         temporary.rename(final)
@@ -140,15 +158,15 @@ def _rename(temporary: Path, final: Path, manifest: bytes) -> None:
     same = False
     with suppress(UserError, OSError):
         verify(final)
-        same = (final / MANIFEST).read_bytes() == manifest
+        same = (final / MANIFEST).read_bytes() == listing
     if same:
-        _discard(temporary)
+        discard(temporary)
         return
     replaced = final.with_name(f".replaced-{final.name}")  # `newest` finds it if the process ends between the two renames
     final.rename(replaced)
     temporary.rename(final)
     safe_files.sync(final.parent)
-    _discard(replaced)
+    discard(replaced)
 
 
 def _lacks_room(folder: Path, needed: int, files: int) -> str:
@@ -160,7 +178,8 @@ def _lacks_room(folder: Path, needed: int, files: int) -> str:
     return f"the disk is full: {_in_words(needed)} are needed, and {_in_words(room)} are free" if room < needed else ""
 
 
-def _last_good(folder: Path) -> str:
+def last_good(folder: Path) -> str:
+    """Return a clause that names the last good checkpoint."""
     path = newest(folder)[0] if folder.is_dir() else None
     return f"the last good checkpoint was kept: {path.name}" if path else "there is no earlier checkpoint"
 
@@ -170,7 +189,8 @@ def _in_words(count: int) -> str:
     return f"{count / unit:.1f} {name}"
 
 
-def _discard(path: Path) -> None:
+def discard(path: Path) -> None:
+    """Remove a file, or a folder with everything in it."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -195,7 +215,7 @@ def _clear(folder: Path) -> None:
         if _was_replaced(path):
             path.rename(folder / path.name.removeprefix(".replaced-"))
         else:
-            _discard(path)
+            discard(path)
 
 
 def _was_replaced(path: Path) -> bool:
@@ -225,69 +245,38 @@ def verify(path: str | Path) -> None:
 
 
 def _read(path: Path, with_tensors: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    try:
-        entries, step = _entries(path)
-        named = STEP.fullmatch(path.name)
-        if named and int(named[1]) != step:
-            raise Refused(f"its manifest is that of step {step}")
+    with reading.explained(path):
+        found = check_name(path)
+        if found.version == manifest.SHARDED:
+            return _read_sharded(path, with_tensors)
         tensors: dict[str, Tensor] = {}
-        for name, entry in entries.items():
+        for name, entry in found.files.items():
+            if name == PLAIN:
+                continue
             try:
-                found = _file(path / name, entry, with_tensors)
+                here = _file(path / name, entry, with_tensors)
             except Refused as error:
                 raise Refused(f"{name}: {error}") from None
-            if twice := set(found) & set(tensors):
+            if twice := set(here) & set(tensors):
                 raise Refused(f"two files have a tensor {min(twice)!r}")
-            tensors |= found
-        plain, data = safe_files.read_json(path / PLAIN)
-        if hashlib.sha256(data).hexdigest() != entries[PLAIN]["sha256"]:
-            raise Refused(f"{PLAIN} changed while it was read")
-        if not isinstance(plain, dict):
-            raise Refused(f"{PLAIN} is not an object")
-        return tensors, plain
-    except Refused as error:
-        raise UserError(f"The checkpoint {str(path)!r} is refused: {error}.") from None
-    except OSError as error:
-        raise UserError(f"The checkpoint {str(path)!r} cannot be read: {error}.") from None
+            tensors |= here
+        return tensors, manifest.read_plain(path, found)
 
 
-def _entries(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """Return the files of the manifest and its step; raise Refused unless the folder holds exactly these files."""
-    try:
-        mode = path.lstat().st_mode
-    except (OSError, ValueError):  # ValueError: a zero byte in the name
-        raise Refused("there is no such folder") from None
-    if not stat.S_ISDIR(mode):
-        raise Refused("it is a link" if stat.S_ISLNK(mode) else "it is not a folder")
-    present = {entry.name: entry for entry in os.scandir(path)}
-    if MANIFEST not in present:
-        raise Refused(f"it has no {MANIFEST}, so its save was not finished")
-    for name, entry in present.items():
-        if not entry.is_file(follow_symlinks=False):
-            raise Refused(f"{name!r:.80} is {'a link' if entry.is_symlink() else 'not a regular file'}")
-    manifest, data = safe_files.read_json(path / MANIFEST)
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise Refused(f"{MANIFEST} is not that of a Dither checkpoint")
-    if type(manifest.get("version")) is not int or manifest["version"] != VERSION:
-        raise Refused(f"its version is {manifest.get('version')!r:.40}, and this Dither reads version {VERSION}")
-    step, entries = manifest.get("step"), manifest.get("files")
-    if type(step) is not int or step < 0 or not isinstance(entries, dict):
-        raise Refused(f"{MANIFEST} does not name a step and files")
-    for name, entry in entries.items():
-        if name != PLAIN and not FILE.fullmatch(name):
-            raise Refused(f"{MANIFEST} names the file {name!r:.80}")
-        right = isinstance(entry, dict) and set(entry) == {"bytes", "sha256"}
-        if not right or type(entry["bytes"]) is not int or not isinstance(entry["sha256"], str):
-            raise Refused(f"{MANIFEST} does not give the bytes and sha256 of {name}")
-    if PLAIN not in entries:
-        raise Refused(f"{MANIFEST} does not name {PLAIN}")
-    if data != _manifest(step, entries):  # its own hash, and every byte
-        raise Refused(f"{MANIFEST} was changed: it is not what its own SHA-256 says")
-    if extra := sorted(set(present) - set(entries) - {MANIFEST}):
-        raise Refused(f"{extra[0]!r:.80} is not in its manifest")
-    if missing := sorted(set(entries) - set(present)):
-        raise Refused(f"{missing[0]} is missing")
-    return entries, step
+def check_name(path: Path) -> Manifest:
+    """Return the manifest of a checkpoint; raise Refused if it is of another step than the folder's name says."""
+    named, found = STEP.fullmatch(path.name), manifest.read(path)
+    if named and int(named[1]) != found.step:
+        raise Refused(f"its manifest is that of step {found.step}")
+    return found
+
+
+def _read_sharded(path: Path, with_tensors: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    if not with_tensors:
+        reading.verify_files(path)
+        return {}, {}
+    with SavedTensors(path) as saved:
+        return {name: saved.box(name) for name in saved.tensors}, saved.plain
 
 
 def _file(path: Path, entry: Mapping[str, Any], with_tensors: bool) -> dict[str, Tensor]:
@@ -297,8 +286,6 @@ def _file(path: Path, entry: Mapping[str, Any], with_tensors: bool) -> dict[str,
             raise Refused(f"it has {size} bytes where the manifest says {entry['bytes']}")
         if safe_files.digest(file) != entry["sha256"]:
             raise Refused("its SHA-256 is not the manifest's: a bit changed since it was saved")
-        if path.name == PLAIN:
-            return {}
         # The header is checked in any case: a matching hash shows that nothing changed, not that it was valid.
         return tensorfile.read(file, size) if with_tensors else dict.fromkeys(tensorfile.header(file, size), torch.empty(0))
 
@@ -326,18 +313,7 @@ def newest(folder: str | Path, *, before: int | None = None) -> tuple[Path | Non
     >>> path.name, [path.name for path, _ in skipped]
     ('step-00000100', ['step-00000200'])
     """
-    folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{str(folder)!r} is not a folder of checkpoints.")
-    skipped = [
-        (path, f"{path.name} is an unfinished save or removal, which the next save removes.")
-        for path in leftovers(folder)
-        if not _was_replaced(path)
-    ]
-    paths = _steps(folder)
-    if before is not None:
-        earlier = [path for path in paths if step_of(path) < before]
-        paths = earlier or paths[::-1]
+    paths, skipped = candidates(Path(folder), before)
     for path in paths:
         try:
             verify(path)
@@ -346,6 +322,22 @@ def newest(folder: str | Path, *, before: int | None = None) -> tuple[Path | Non
         else:
             return path, skipped
     return None, skipped
+
+
+def candidates(folder: Path, before: int | None = None) -> tuple[list[Path], list[tuple[Path, str]]]:
+    """Return the paths among which `newest` finds a whole checkpoint, in its order, and the unfinished ones."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{str(folder)!r} is not a folder of checkpoints.")
+    unfinished = [
+        (path, f"{path.name} is an unfinished save or removal, which the next save removes.")
+        for path in leftovers(folder)
+        if not _was_replaced(path)
+    ]
+    paths = _steps(folder)
+    if before is not None:
+        earlier = [path for path in paths if step_of(path) < before]
+        paths = earlier or paths[::-1]
+    return paths, unfinished
 
 
 def step_of(path: Path) -> int:
@@ -408,7 +400,7 @@ def _remove(path: Path) -> Path:
     removing = path.with_name(f".removing-step-{step_of(path):08d}")
     try:
         path.rename(removing)
-        _discard(removing)
+        discard(removing)
     except OSError as error:
         raise UserError(f"The old checkpoint {str(path)!r} cannot be removed: {error}.") from None
     return path
@@ -457,8 +449,11 @@ class Saver:
         text = safe_files.to_json(dict(plain), "plain")
         self.wait()
         copies, done = self._copy(tensors)
+        self._submit(step, self._work, step, copies, text, done)
+
+    def _submit(self, step: int, work: Callable[..., Path], *arguments: Any) -> None:
         try:
-            self._pending = self._thread.submit(self._work, step, copies, text, done)
+            self._pending = self._thread.submit(work, *arguments)
         except RuntimeError:
             raise UserError(f"The saver of {str(self.folder)!r} is closed: make another one for step {step}.") from None
 
@@ -481,8 +476,12 @@ class Saver:
         for event in done:
             event.synchronize()
         path = _write(self.folder, step, tensors, plain, self.beneath)
-        _keep(self.folder, self.last, self.every, whole=path)
+        self.keep(path)
         return path
+
+    def keep(self, path: Path) -> None:
+        """Remove old checkpoints, as `keep` does, after that of `path` was saved."""
+        _keep(self.folder, self.last, self.every, whole=path)
 
     def wait(self) -> Path | None:
         """Wait for the save in progress and return its folder, or None if there is none."""

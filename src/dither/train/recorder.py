@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from dither import run_lock, safe_files
 from dither.data import Batch
@@ -136,12 +135,9 @@ class RunRecorder:
     def save(self) -> None:
         """Save a checkpoint in the background; the metric `seconds` is the time that training waited for it."""
         trainer, began = self.the_trainer, time.monotonic()
-        if self.saver is None and not trainer.layout.cut:
-            return
-        tensors, plain = trainer.pack(dumps(self.config), self.seconds)
-        tensors = {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
         if self.saver is None:
             return
+        tensors, plain = trainer.pack(dumps(self.config), self.seconds)
         self.saver.save(trainer.done, tensors=tensors, plain=plain)
         self.write("save", path=f"{CHECKPOINTS}/step-{trainer.done:08d}", seconds=round(time.monotonic() - began, 3))
         self.status("running")

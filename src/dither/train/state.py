@@ -4,17 +4,24 @@ Random bits have no state: they follow from seeds, names and the step. The state
 saved too.
 """
 
-from collections.abc import Iterator, Mapping
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from dither import ranks
 from dither.errors import UserError
 from dither.nn.linear import Linear
 from dither.nn.norms import wide_parameters
 from dither.optim.options import NEWER
+from dither.optim.states import States
 from dither.precision import Plan
+from dither.storage.reading import SavedTensors
+from dither.train.stored import Stored, StoredState
 
 KEYS = ("step", "same", "layers", "optimizer", "scaler", "plan", "others")
 
@@ -81,36 +88,142 @@ def pack(
     }
 
 
+def pack_sharded(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    step: int,
+    plan: Plan | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    others: Mapping[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return what `pack` returns, for `sharded.save`: the tensors that this rank holds, and the plain values of all ranks.
+
+    Collective: every rank of the group calls this. Ranks may hold different layers, such as the stages of a pipeline, if the
+    parameters of their optimizers have names. The state of torch's generators is that of the first rank.
+
+    Args:
+        model: This rank's model: all of it, or a stage.
+        optimizer: Its optimizer.
+        step: The number of steps done.
+        plan: The plan of the model.
+        scaler: The gradient scaler.
+        others: Plain values of the caller. Those of the first rank are saved.
+        group: The process group; None means all ranks.
+
+    >>> import dither, torch
+    >>> model = torch.nn.Linear(4, 4)
+    >>> optimizer = dither.optim.AdamW(model.named_parameters(), lr=1e-2)
+    >>> tensors, plain = pack_sharded(model, optimizer, step=7)
+    >>> sorted(tensors), plain["step"]
+    (['model:bias', 'model:weight', 'rng:cpu'], 7)
+    """
+    tensors, plain = pack(model, optimizer, step=step, plan=plan, scaler=scaler, others=others)
+    own = {key: plain[key] for key in ("same", "layers", "optimizer")}
+    digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).digest()
+    digests = ranks.gather(digest, group)
+    first = not dist.is_initialized() or dist.get_rank(group) == 0
+    if not first:
+        tensors = {name: value for name, value in tensors.items() if not name.startswith("rng:")}
+    if len(set(digests)) == 1:
+        return tensors, plain
+    everyone = ranks.gather(own, group)
+    groups, numbers = _merged([each["optimizer"] for each in everyone])
+    index = {name: str(i) for each in groups for i, name in zip(each["params"], each["param_names"], strict=True)}
+    names = {
+        str(i): name
+        for each in plain["optimizer"]["groups"]
+        for i, name in zip(each["params"], each["param_names"], strict=True)
+    }
+
+    def renamed(name: str) -> str:
+        kind, *rest = name.split(":")
+        return ":".join((kind, index[names[rest[0]]], *rest[1:])) if kind == "optimizer" else name
+
+    plain["same"] = {key: value for each in everyone for key, value in each["same"].items()}
+    plain["layers"] = {key: value for each in everyone for key, value in each["layers"].items()}
+    plain["optimizer"] = {"groups": groups, "numbers": numbers}
+    return {renamed(name): value for name, value in tensors.items()}, plain
+
+
+def _merged(optimizers: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    """Return the parameter groups and plain states of the optimizers of all ranks as those of one optimizer."""
+    first = optimizers[0]["groups"]
+    names: list[dict[str, None]] = [{} for _ in first]
+    numbers: dict[str, dict[str, Any]] = {}
+    for rank, optimizer in enumerate(optimizers):
+        if len(optimizer["groups"]) != len(first):
+            raise UserError(f"Rank 0 has {len(first)} parameter groups, and rank {rank} has {len(optimizer['groups'])}.")
+        for number, (group, other) in enumerate(zip(optimizer["groups"], first, strict=True)):
+            if group.get("param_names") is None:
+                raise UserError("Ranks hold different parameters, which need names: pass model.named_parameters().")
+            for key in (set(group) | set(other)) - {"params", "param_names"}:
+                if group.get(key) != other.get(key):
+                    raise UserError(
+                        f"Parameter group {number} has {key}={other.get(key)!r:.80} on rank 0 and {group.get(key)!r:.80} on "
+                        f"rank {rank}."
+                    )
+            names[number] |= dict.fromkeys(group["param_names"])
+            for index, name in zip(group["params"], group["param_names"], strict=True):
+                if str(index) in optimizer["numbers"]:
+                    numbers[name] = optimizer["numbers"][str(index)]
+    groups, count = [], 0
+    for group, named in zip(first, names, strict=True):
+        groups.append({**group, "params": list(range(count, count + len(named))), "param_names": list(named)})
+        count += len(named)
+    index = {name: str(i) for each in groups for i, name in zip(each["params"], each["param_names"], strict=True)}
+    return groups, {index[name]: values for name, values in numbers.items()}
+
+
 def unpack(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor] | SavedTensors,
     plain: Mapping[str, Any],
     *,
     scaler: torch.amp.GradScaler | None = None,
+    stage: bool = False,
 ) -> Resumed:
     """Restore the state that `pack` returned into a model, optimizer and scaler that were built like the saved ones.
 
     Everything is checked first: a UserError names what does not fit, and no weight has changed then. If the plan changed during
     training, apply the saved one, `plan_of(plain)`, with `dither.apply_plan` before.
+
+    The layout may be another one than that of the saved training: parameters may be DTensors, and the optimizer may have its
+    parameters in another order if they have names.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer.
+        tensors: The tensors, or an open checkpoint, of which this rank reads the parts that it holds.
+        plain: The plain values.
+        scaler: The gradient scaler.
+        stage: The model is a stage of a pipeline: the checkpoint has more tensors, which are left out.
     """
+    stored = Stored(tensors)
     step = _check_keys(plain)
-    _check_layers(model, plain["layers"])
-    weights = _check_weights(model, _widened(model, optimizer, tensors), plain["same"])
+    _check_layers(model, plain["layers"], stage)
+    sources = _check_weights(model, _widened(model, optimizer, stored), stored, plain["same"], stage)
     resting = {f"resting:{name}:{key}": (layer, key) for name, layer, key in _resting(model)}
-    for name in (name for name in tensors if name.startswith("resting:")):
-        resting.setdefault(name, _resting_place(model, name))
-    state = _optimizer_state(optimizer, tensors, plain["optimizer"])
+    for name in (name for name in stored.names if name.startswith("resting:")):
+        if name not in resting and (place := _resting_place(model, name, stage)) is not None:
+            resting[name] = place
+    state = _optimizer_state(optimizer, stored, plain["optimizer"], stage)
     loss_scale = _check_scaler(scaler, plain["scaler"])
-    generators = _check_generators(model, tensors)
+    generators = _check_generators(model, stored)
     plan = plan_of(plain)
+    ours, tied = _model_state(model)
+    weights = {name: stored.read(source, ours[name]) for name, source in sources.items()}
+    weights |= {name: weights[first] for name, first in tied.items()}
     _fits("optimizer state", type(optimizer).__name__, optimizer.load_state_dict, state)
     if scaler is not None and loss_scale:
         _fits("loss scale", type(scaler).__name__, scaler.load_state_dict, loss_scale)
     model.load_state_dict(weights)
     for name, (layer, key) in resting.items():
-        if name in tensors:
-            layer.resting_bitwidths[key] = nn.Parameter(tensors[name].to(layer.weight.device, copy=True))
+        if name in stored:
+            found = stored.read(name, layer.resting_bitwidths.get(key))
+            layer.resting_bitwidths[key] = nn.Parameter(found.to(layer.weight.device, copy=True))
         else:
             del layer.resting_bitwidths[key]
     for kind, saved in generators.items():
@@ -162,9 +275,11 @@ def _resting(model: nn.Module) -> Iterator[tuple[str, Linear, str]]:
                 yield name, layer, key
 
 
-def _resting_place(model: nn.Module, tensor: str) -> tuple[Linear, str]:
+def _resting_place(model: nn.Module, tensor: str, stage: bool) -> tuple[Linear, str] | None:
     _, name, key = [*tensor.split(":"), "", ""][:3]
     layer = dict(_layers(model)).get(name)
+    if layer is None and stage:
+        return None
     if layer is None or key not in layer._parameters:
         raise UserError(f"The checkpoint has the bitwidths {tensor!r} of a layer that {type(model).__name__} does not have.")
     return layer, key
@@ -176,11 +291,11 @@ def _generators(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield "cuda", torch.cuda.get_rng_state()
 
 
-def _check_generators(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _check_generators(model: nn.Module, stored: Stored) -> dict[str, Tensor]:
     """Return the saved states of the generators of this model's devices."""
     found = {}
     for kind, now in _generators(model):
-        saved = tensors.get(f"rng:{kind}", now)
+        saved = stored.read(f"rng:{kind}") if f"rng:{kind}" in stored else now
         if (saved.dtype, saved.shape) != (now.dtype, now.shape):
             raise UserError(
                 f"The saved state of the generator {kind!r} is {saved.dtype} {tuple(saved.shape)}, and torch's is "
@@ -190,11 +305,11 @@ def _check_generators(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[s
     return found
 
 
-def _check_layers(model: nn.Module, saved: Any) -> None:
+def _check_layers(model: nn.Module, saved: Any, stage: bool) -> None:
     ours = {name: _layer(layer) for name, layer in _layers(model)}
     if not isinstance(saved, dict):
         raise UserError("The checkpoint's layers are not an object of names: it was not made by pack.")
-    for name in sorted(set(ours) ^ set(saved)):
+    for name in sorted(set(ours) - set(saved) if stage else set(ours) ^ set(saved)):
         has, lacks = ("model", "checkpoint") if name in ours else ("checkpoint", "model")
         raise UserError(f"The {has} has a converted layer {name!r} and the {lacks} does not: convert as the saved model was.")
     for name, layer in ours.items():
@@ -207,31 +322,37 @@ def _check_layers(model: nn.Module, saved: Any) -> None:
                 )
 
 
-def _check_weights(model: nn.Module, tensors: Mapping[str, Tensor], same: Any) -> dict[str, Tensor]:
+def _check_weights(model: nn.Module, widened: Mapping[str, str], stored: Stored, same: Any, stage: bool) -> dict[str, str]:
+    """Return the name of the stored tensor of each tensor of the model, tied ones once."""
     ours, tied = _model_state(model)
-    if same != tied:
+    if same != tied and not (stage and isinstance(same, dict) and tied.items() <= same.items()):
         raise UserError(f"The checkpoint's tied weights are {same!r}, and those of {type(model).__name__} are {tied!r}.")
-    theirs = {name.removeprefix("model:"): value for name, value in tensors.items() if name.startswith("model:")}
+    theirs = {name.removeprefix("model:"): name for name in stored.names if name.startswith("model:")} | dict(widened)
+    if stage:  # the first of tied tensors may be in another stage
+        theirs = {name: theirs[same.get(name, name)] for name in ours if same.get(name, name) in theirs}
     for name in sorted(set(ours) ^ set(theirs)):
         has, lacks = ("model", "checkpoint") if name in ours else ("checkpoint", "model")
         raise UserError(f"The {has} has a tensor {name!r} and the {lacks} does not: build the model as the saved one was.")
     for name, value in ours.items():
-        if (theirs[name].dtype, theirs[name].shape) != (value.dtype, value.shape):
+        dtype, shape = stored.described(theirs[name])
+        if (dtype, shape) != (value.dtype, value.shape):
             raise UserError(
-                f"The tensor {name!r} was saved as {theirs[name].dtype} {tuple(theirs[name].shape)} and the model has "
+                f"The tensor {name!r} was saved as {dtype} {tuple(shape)} and the model has "
                 f"{value.dtype} {tuple(value.shape)}: build it as the saved one was."
             )
-    return theirs | {name: theirs[first] for name, first in tied.items()}
+    return theirs
 
 
-def _widened(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors, with the float32 masters of norms that earlier versions of O2 saved in 16 bits."""
-    wide, found = wide_parameters(model, all_norms=True), dict(tensors)
+def _widened(model: nn.Module, optimizer: torch.optim.Optimizer, stored: Stored) -> dict[str, str]:
+    """Return the float32 masters of norms that earlier versions of O2 saved in 16 bits: {name in the model: stored name}."""
+    wide, found = wide_parameters(model, all_norms=True), {}
     indices = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     for name, parameter in model.named_parameters():
-        saved, master = tensors.get(f"model:{name}"), tensors.get(f"optimizer:{indices.get(id(parameter))}:master")
-        if id(parameter) in wide and saved is not None and master is not None and master.dtype == parameter.dtype:
-            found[f"model:{name}"] = master if saved.dtype != parameter.dtype else saved
+        saved, master = f"model:{name}", f"optimizer:{indices.get(id(parameter))}:master"
+        if id(parameter) in wide and saved in stored and master in stored:
+            kinds = [stored.described(each)[0] for each in (saved, master)]
+            if kinds[1] == parameter.dtype != kinds[0]:
+                found[name] = master
     return found
 
 
@@ -246,7 +367,7 @@ def _plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _optimizer_state(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], saved: Any) -> dict[str, Any]:
+def _optimizer_state(optimizer: torch.optim.Optimizer, stored: Stored, saved: Any, stage: bool) -> dict[str, Any]:
     """Return the argument of `optimizer.load_state_dict`, after checking its form."""
     right = isinstance(saved, dict) and set(saved) == {"groups", "numbers"}
     if not right or not isinstance(saved["groups"], list) or not isinstance(saved["numbers"], dict):
@@ -254,29 +375,64 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Ten
     ours = [_plain_group(group) for group in optimizer.state_dict()["param_groups"]]
     if len(saved["groups"]) != len(ours):
         raise UserError(f"The checkpoint has {len(saved['groups'])} parameter groups, and the optimizer has {len(ours)}.")
+    known: dict[str, int] = {}
+    others: set[str] = set()
+    groups = []
     for number, (theirs, own) in enumerate(zip(saved["groups"], ours, strict=True)):
-        if not isinstance(theirs, dict) or theirs.get("params") != own["params"]:
+        indices = _matched(theirs, own, stage)
+        if indices is None:
             raise UserError(f"Parameter group {number} of the checkpoint does not hold the parameters of the optimizer's.")
         for key, value in own.items():
-            if key in NEWER and key not in theirs:
+            if key in ("params", "param_names") or (key in NEWER and key not in theirs):
                 continue
             if key not in theirs or (_kind(theirs[key]) != _kind(value) and None not in (theirs[key], value)):
                 raise UserError(
                     f"Parameter group {number} of the checkpoint has {key}={theirs.get(key)!r:.80} "
                     f"where the optimizer has {value!r:.80}."
                 )
-    state: dict[int, dict[str, Any]] = {}
-    known = {str(index): index for group in ours for index in group["params"]}
-    entries: list[tuple[Any, ...]] = [
-        (*name.split(":")[1:], value) for name, value in tensors.items() if name.startswith("optimizer:")
-    ]
+        known |= {str(index): mine for index, mine in zip(indices, own["params"], strict=True)}
+        others |= {str(index) for index in theirs["params"]} - set(known)
+        groups.append(theirs | {key: own[key] for key in ("params", "param_names") if key in own})
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state: dict[int, StoredState] = {}
+
+    def state_of(index: str) -> StoredState | None:
+        if index in others and stage:
+            return None
+        if index not in known:
+            raise UserError(f"The checkpoint has an optimizer state of parameter {index!r:.40}, which the optimizer lacks.")
+        return state.setdefault(known[index], StoredState(stored, parameters[known[index]]))
+
+    for name in (name for name in stored.names if name.startswith("optimizer:")):
+        _, position, *keys = name.split(":")
+        if len(keys) != 1:
+            raise UserError(f"The checkpoint has an optimizer state of parameter {position!r:.40} without a key: {name!r:.80}.")
+        found = state_of(position)
+        if found is not None:
+            found.tensors[keys[0]] = name
     for index, numbers in saved["numbers"].items():
-        entries += [(index, key, value) for key, value in (numbers.items() if isinstance(numbers, dict) else [("", numbers)])]
-    for entry in entries:
-        if len(entry) != 3 or entry[0] not in known:
-            raise UserError(f"The checkpoint has an optimizer state of parameter {entry[0]!r:.40}, which the optimizer lacks.")
-        state.setdefault(known[entry[0]], {})[entry[1]] = entry[2]
-    return {"state": state, "param_groups": saved["groups"]}
+        found = state_of(index)
+        if found is not None:
+            found.numbers |= numbers if isinstance(numbers, dict) else {"": numbers}
+    # torch's own optimizers take dictionaries only.
+    lazy = isinstance(optimizer, States)
+    return {"state": {index: each if lazy else dict(each) for index, each in state.items()}, "param_groups": groups}
+
+
+def _matched(theirs: Any, own: Mapping[str, Any], stage: bool) -> list[int] | None:
+    """Return the saved index of each parameter of a group, by names if both have them; None if the parameters are others."""
+    saved = theirs.get("params") if isinstance(theirs, dict) else None
+    if not isinstance(saved, list):
+        return None
+    names, ours = theirs.get("param_names"), own.get("param_names")
+    if names is None or ours is None:
+        return saved if saved == own["params"] else None
+    if not isinstance(names, list) or len(names) != len(saved) or not all(isinstance(name, str) for name in names):
+        return None
+    indices = dict(zip(names, saved, strict=True))
+    if len(indices) != len(saved) or not set(ours) <= set(indices) or (not stage and len(ours) != len(indices)):
+        return None
+    return [indices[name] for name in ours]
 
 
 def _kind(value: object) -> Any:

@@ -27,7 +27,7 @@ from dither.random import Stream
 from dither.ranks import gather
 from dither.snip import Snip, TrainingSetup
 from dither.snip.controller import is_ready
-from dither.train import checkpoint
+from dither.storage.reading import SavedTensors
 from dither.train.config import Config, loads, schedule
 from dither.train.corpora import open_corpus as open_corpus
 from dither.train.corpora import unigram_entropy as unigram_entropy
@@ -43,7 +43,7 @@ from dither.train.plans import PlanEvent, RunPlans, known_plans, make_schedule, 
 from dither.train.replay import nonfinite_weight, replay, warm_up
 from dither.train.resuming import check_changes
 from dither.train.samples import prompt_of
-from dither.train.state import Resumed, pack, plan_of, unpack
+from dither.train.state import Resumed, pack, pack_sharded, plan_of, unpack
 from dither.train.weights import load_weights
 
 
@@ -303,7 +303,10 @@ class Trainer:
     # State -------------------------------------------------------------------------------------------------------------
 
     def pack(self, config: str, seconds: float) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the contents of a checkpoint: the state that the next step depends on, and what must not change until then."""
+        """Return the contents of a checkpoint: the state that the next step depends on, and what must not change until then.
+
+        If the model is cut, every rank must call this, and tensors are those of this rank.
+        """
         others = {
             "config": config,
             "corpus": self.corpus.sha256,
@@ -314,16 +317,18 @@ class Trainer:
             "time": seconds,
         }
         optimizer, scaler = self.training.optimizer, self.training.scaler
-        return pack(self.model, optimizer, step=self.done, plan=self.plan, scaler=scaler, others=others)
+        packed = pack_sharded if self.layout.cut else pack
+        return packed(self.model, optimizer, step=self.done, plan=self.plan, scaler=scaler, others=others)
 
     def restore(self, path: Path) -> Resumed:
         """Restore a checkpoint of this run. One of another model, corpus or config raises a UserError and changes nothing."""
-        tensors, plain = checkpoint.load(path)
-        others = _check_saved(path, plain, self.config, self.corpus)
-        if (plan := plan_of(plain)) is not None and (record := self.plans.apply(plan)) is not None:
-            stages = [record] if self.pipeline is None else gather(record, self.layout.pipeline_group)
-            self.conversion = replace(record, layers=tuple(layer for stage in stages for layer in stage.layers))
-        resumed = unpack(self.model, self.training.optimizer, tensors, plain, scaler=self.training.scaler)
+        with SavedTensors(path) as saved:
+            others = _check_saved(path, saved.plain, self.config, self.corpus)
+            if (plan := plan_of(saved.plain)) is not None and (record := self.plans.apply(plan)) is not None:
+                stages = [record] if self.pipeline is None else gather(record, self.layout.pipeline_group)
+                self.conversion = replace(record, layers=tuple(layer for stage in stages for layer in stage.layers))
+            optimizer, scaler = self.training.optimizer, self.training.scaler
+            resumed = unpack(self.model, optimizer, saved, saved.plain, scaler=scaler, stage=self.pipeline is not None)
         if self.plans.snip is not None and others.get("snip") is not None:
             self.plans.snip.load_state_dict(others["snip"])
         self.guard.restore(others["guard"])

@@ -1,16 +1,17 @@
 """Initial weights from a checkpoint of another run."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dither.errors import UserError
+from dither.models.saved_runs import saved_weights
+from dither.storage.reading import SavedTensors
 from dither.train import checkpoint
 from dither.train.files import CHECKPOINTS, CONFIG
+from dither.train.stored import Stored
 
 
 def checkpoint_of(path: str | Path) -> tuple[Path, list[str]]:
@@ -39,25 +40,17 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
         path: A run, whose newest whole checkpoint is read, or a checkpoint.
     """
     found, _ = checkpoint_of(path)
-    tensors, plain = checkpoint.load(found)
-    saved = _weights(tensors, plain)
-    for name, value in model.state_dict(keep_vars=True).items():
-        if name not in saved:
-            raise UserError(f"The checkpoint {str(found)!r} has no tensor {name!r}: set [model] as in the run that made it.")
-        if saved[name].shape != value.shape:
-            raise UserError(
-                f"The tensor {name!r} has the shape {list(saved[name].shape)} in {str(found)!r} and {list(value.shape)} in "
-                "this model: set [model] and data.tokenizer as in the run that made it."
-            )
-        value.copy_(saved[name])
-
-
-def _weights(tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the weights of a checkpoint by name: master weights if there are any, and tied weights under both names."""
-    weights = {name.removeprefix("model:"): value for name, value in tensors.items() if name.startswith("model:")}
-    for group in plain["optimizer"]["groups"]:
-        for index, name in zip(group["params"], group.get("param_names", ()), strict=False):
-            master = tensors.get(f"optimizer:{index}:master")
-            if master is not None and name in weights and master.shape == weights[name].shape:
-                weights[name] = master
-    return weights | {name: weights[first] for name, first in plain["same"].items() if first in weights}
+    with SavedTensors(found) as saved:
+        names = saved_weights(saved)
+        for name, value in model.state_dict(keep_vars=True).items():
+            if name not in names:
+                raise UserError(
+                    f"The checkpoint {str(found)!r} has no tensor {name!r}: set [model] as in the run that made it."
+                )
+            shape = saved.tensors[names[name]].shape
+            if shape != tuple(value.shape):
+                raise UserError(
+                    f"The tensor {name!r} has the shape {list(shape)} in {str(found)!r} and {list(value.shape)} in "
+                    "this model: set [model] and data.tokenizer as in the run that made it."
+                )
+            value.copy_(Stored(saved).read(names[name], value))

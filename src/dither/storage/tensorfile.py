@@ -111,7 +111,7 @@ def header(file: BinaryIO, length: int) -> dict[str, tuple[torch.dtype, list[int
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise Refused(f"the type of {name!r} is unknown: {dtype!r:.40}")
-        if not _counts(shape) or len(shape) > MOST_DIMENSIONS or math.prod(filter(None, shape)) >= 1 << 60:
+        if not is_shape(shape):
             raise Refused(f"the shape of {name!r} is impossible: {shape!r:.80}")
         if not _counts(offsets) or len(offsets) != 2:
             raise Refused(f"the range of {name!r} is impossible: {offsets!r:.80}")
@@ -128,6 +128,16 @@ def header(file: BinaryIO, length: int) -> dict[str, tuple[torch.dtype, list[int
     if 8 + size + at != length:
         raise Refused(f"its tensors end at byte {8 + size + at} of {length}")
     return {name: (dtype, shape, 8 + size + begin) for name, (dtype, shape, begin, _) in ordered}
+
+
+def is_shape(value: object) -> bool:
+    """Return whether a value of JSON is a shape that a tensor can have."""
+    return (
+        isinstance(value, list)
+        and _counts(value)
+        and len(value) <= MOST_DIMENSIONS
+        and math.prod(filter(None, value)) < 1 << 60
+    )
 
 
 def _counts(value: object) -> bool:
