@@ -10,13 +10,14 @@ from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
 from dither.nn import functional, histories
+from dither.nn.coded_weight import coded_of
 from dither.nn.draws import Draws
 from dither.nn.functional import Amax, Settings, State
-from dither.nn.gathered_weight import WeightGather, coded_of
 from dither.nn.leveled_layer import LeveledLayer
 from dither.nn.sampled_layer import BITWIDTHS
 from dither.nn.step_state import StepState
 from dither.nn.tensor_parallel import held_settings, local
+from dither.nn.weight_gather import WeightGather
 from dither.precision import OPERANDS, Cast
 from dither.reference import scaling
 

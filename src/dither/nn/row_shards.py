@@ -1,8 +1,8 @@
-"""Casts of a matrix whose rows are sharded: codes of a shard are those of the whole matrix, if a shard splits a scale group too.
+"""Casts of a matrix whose rows are sharded: codes of a shard are those of the whole matrix, even if it splits a scale group.
 
 A group that a shard boundary splits has one largest magnitude, which all its ranks need. Each rank measures its rows of such
-groups, and one all-reduce takes the maximum. The cast then reads the rows of the shard in a matrix of whole groups: other rows are
-zero, except for one element per group that has the group's largest magnitude. So the cast of a shard is the usual one.
+groups, and one all-reduce takes the maximum. The cast then reads the rows of the shard in a matrix of whole groups: other rows
+are zero, except for one element per group that has the group's largest magnitude. So the cast of a shard is the usual one.
 """
 
 import math
@@ -122,10 +122,10 @@ def in_whole_groups(x: Tensor, shard: RowShard, groups: Groups, amax: Tensor) ->
 
 
 def all_reduce_max(values: list[Tensor], group: ProcessGroup) -> list[Tensor]:
-    """Return the elementwise maxima over the ranks of `group`, by one all-reduce. NaN becomes infinite: a maximum may drop it."""
+    """Return the elementwise maxima over the ranks of `group`, by one all-reduce. NaN becomes Inf: a maximum may drop it."""
     if not sum(value.numel() for value in values):
         return values
     flat = torch.cat([value.reshape(-1) for value in values]).nan_to_num_(nan=math.inf, posinf=math.inf)
     torch.distributed.all_reduce(flat, ReduceOp.MAX, group)
-    parts = flat.split([value.numel() for value in values])
+    parts = torch.split(flat, [value.numel() for value in values])
     return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]

@@ -7,8 +7,8 @@ from torch.distributed.tensor import DTensor
 from dither import torch_ops
 from dither.errors import UserError
 from dither.nn import functional, sampling, tensor_parallel
+from dither.nn.coded_weight import coded_of
 from dither.nn.functional import Settings, State
-from dither.nn.gathered_weight import coded_of
 from dither.nn.sampling import SamplingConstants
 from dither.nn.step_state import StepState, keep_in_place
 from dither.nn.tensor_parallel import local
@@ -188,7 +188,7 @@ class SampledLayer(nn.Linear):
         return functional.linear(x, learner, self.bias, settings, state=state)
 
     def _held_sample(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return w_hat, unless only its codes are kept, and the largest magnitude per block; (None, None) if nothing is held."""
+        """Return w_hat, unless only its codes are kept, and the largest magnitude per block; (None, None) if none is held."""
         step, coded = self.step_state, coded_of(self.weight)
         if coded is not None:
             return coded.w_hat, coded.block_amax

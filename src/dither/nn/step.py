@@ -15,12 +15,12 @@ from dither.errors import UserError
 from dither.nn import functional, histories, sampling
 from dither.nn.cast_graph import hold_weights
 from dither.nn.draws import FIRST_COUNTED, batch_rank, fully_sharded
-from dither.nn.gathered_weight import hold_shards
 from dither.nn.linear import Linear
 from dither.nn.sampled_layer import BITWIDTHS
 from dither.nn.sampling import SamplingConstants
 from dither.nn.step_state import keep_in_place
 from dither.nn.tensor_parallel import local
+from dither.nn.weight_gather import hold_shards
 
 B_T = {"bitwidth": "b_t", "input_bitwidth": "input_b_t"}
 """The attributes of a StepState that hold b_t, by the parameter that they follow from."""

@@ -14,12 +14,13 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from dither.errors import UserError
+from dither.nn.coded_shard import CodedShard
 from dither.nn.compiling import find_blocks
-from dither.nn.gathered_weight import CodedShard, WeightGather
 from dither.nn.linear import Linear
 from dither.nn.row_shards import RowShard
 from dither.nn.sampling import sharded_like
 from dither.nn.tensor_parallel import local
+from dither.nn.weight_gather import WeightGather
 from dither.parallel.checks import check_model
 from dither.parallel.layout import Layout
 from dither.parallel.roles import is_transformers, roles

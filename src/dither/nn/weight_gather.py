@@ -1,19 +1,16 @@
-"""Weights that FSDP2 gathers as codes: each rank casts or samples its shard, and ranks exchange what the products read.
+"""Casts and samples of a sharded weight, once per step: what FSDP2 gathers in place of the weight.
 
-`CodedShard` is the local tensor of a sharded weight. FSDP2 asks it for what to gather (`fsdp_pre_all_gather`) and hands back what
-was gathered (`fsdp_post_all_gather`), which becomes a `CodedWeight`. That has the weight's shape and takes its gradient, and has
-codes and scales in place of numbers.
+Each rank casts its rows by their coordinates in the whole weight, and scale groups that several ranks share have one scale
+(`dither.nn.row_shards`). So the codes are those that a cast of the gathered weight would give.
 """
 
 import weakref
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from dither import grouping
 from dither.errors import UserError
@@ -23,7 +20,6 @@ from dither.nn.functional import Amax, Casting, Castings, Codes, OperandCodes, S
 from dither.nn.row_shards import Groups, RowShard, all_reduce_max, groups_of, in_whole_groups, split_amax
 from dither.nn.tensor_parallel import local
 from dither.precision import Cast
-from dither.reference import packing
 
 if TYPE_CHECKING:
     from dither.nn.linear import Linear
@@ -85,17 +81,17 @@ class WeightGather:
     @property
     def uncast(self) -> bool:
         """Return True if the sampled weight is gathered in 16 or 32 bits, since no product casts it."""
-        return not self._castings.cast
+        return not self.castings.cast
 
     @property
-    def _castings(self) -> Castings:
+    def castings(self) -> Castings:
+        """Return the casts of the weight as it is stored."""
         layer = self.layer
         return layer._settings[1 if layer.weight.is_cuda else 0].weight
 
     def part(self) -> Tensor:
         """Return this rank's rows of the weight, in the dtype that would be gathered."""
-        part = local(self.layer.weight.detach())
-        part = part.as_subclass(Tensor) if isinstance(part, CodedShard) else part
+        part = local(self.layer.weight.detach()).as_subclass(Tensor)
         return part if self.dtype is None else part.to(self.dtype)
 
     def part_version(self) -> int:
@@ -111,7 +107,7 @@ class WeightGather:
             symmetric = along and across and cast.group.kind in ("none", "tensor", "block")
             return Job(casting, cast, groups_of(cast, rows, across=across), along, across, symmetric)
 
-        along, across = self._castings
+        along, across = self.castings
         return [job(along, True, True)] if along == across else [job(along, True, False), job(across, False, True)]
 
     # Casting a shard ---------------------------------------------------------------------------------------------------
@@ -161,7 +157,7 @@ class WeightGather:
         layer = self.layer
         if layer.draw_place is None:
             return None
-        if not active and layer.training and self._castings.stochastic:
+        if not active and layer.training and self.castings.stochastic:
             raise UserError(
                 f"The layer {layer.name!r} gathers weights that are rounded stochastically: run forward and backward inside "
                 "`with dither.step_context(model, step=...)`."
@@ -204,7 +200,7 @@ class WeightGather:
             self._send_scale(job, codes.along, skip, count, across=False)
         if job.across and not job.symmetric:
             assert codes.across is not None
-            per = _rows_per_row(format)
+            per = rows_per_row(format)
             stored = codes.across.values.T  # [rows / per, columns]
             self.sent.append(Sent(stored[skip // per : -(-(skip + count) // per)], per))
             self._send_scale(job, codes.across, skip, count, across=True)
@@ -252,60 +248,6 @@ class WeightGather:
         self.sizes = sizes
         return tuple(room.view(torch.uint8) for room in padded)
 
-    def received(self, gathered: tuple[Tensor, ...], old: "CodedWeight | None") -> "Received":
-        """Return codes and samples of the whole weight. Memory of an earlier gather is written again, as FSDP2 asks for it."""
-        assert self.sizes is not None
-        tensors = [
-            gathered_bytes.view(dtype).view(-1, *shape[1:])
-            for gathered_bytes, (shape, dtype) in zip(gathered, self.sizes, strict=True)
-        ]
-        rest = iter(tensors)
-        parts: dict[str, Tensor] = {}
-        if self.layer.precision.sampling is not None:
-            parts["block_amax"] = self.shard.joined(next(rest), self.block)
-        if self.uncast:
-            return Received({"w_hat": next(rest)[: self.shard.rows], **parts}, [])
-        inner: list[Tensor] = []
-
-        def keep(name: str, turned: Tensor) -> None:
-            memory = getattr(old, name, None) if old is not None else None
-            if memory is None:
-                memory = turned.contiguous()
-            else:
-                memory.data.copy_(turned)  # through .data: autograd has saved it, and the numbers are the same
-            parts[name] = memory
-            inner.append(memory)
-
-        for job in self.jobs():
-            format = Format.parse(job.casting.container or job.cast.format)
-            if job.along:
-                values = next(rest)[: self.shard.rows]
-                parts["along"] = values
-                scale = self._received_scale(job, rest, "along")
-                if scale is not None:
-                    parts["along_scale"] = scale
-            if job.symmetric:
-                keep("across", _turned_codes(parts["along"], self.columns, format))
-                for name in ("scale", "tensor"):
-                    if (scale := parts.get(f"along_{name}", self.constants.get(f"along_{name}"))) is not None:
-                        parts[f"across_{name}"] = functional._turned(scale).contiguous()
-            elif job.across:
-                per = _rows_per_row(format)
-                keep("across", next(rest)[: -(-self.shard.rows // per)].T)
-                scale = self._received_scale(job, rest, "across")
-                if scale is not None:
-                    parts["across_scale"] = scale
-        return Received({**self.constants, **parts}, inner)
-
-    def _received_scale(self, job: Job, rest: Any, layout: str) -> Tensor | None:
-        if job.cast.group.kind in ("none", "tensor"):
-            return None
-        across = layout == "across"
-        rows = self.shard.joined(next(rest), job.groups.height if across or job.cast.group.kind == "block" else 1)
-        lines = grouping.lines_innermost(job.cast)
-        scale = rows.T if across else rows
-        return scale.mT.contiguous().mT if lines else scale.contiguous()
-
     @property
     def columns(self) -> int:
         """Return the number of columns of the weight."""
@@ -313,7 +255,7 @@ class WeightGather:
 
     def problem(self) -> str:
         """Return why codes cannot be gathered, or "" if they can."""
-        layer, castings = self.layer, self._castings
+        layer, castings = self.layer, self.castings
         sampling_of = layer.precision.sampling
         if not castings.cast:
             if sampling_of is None:
@@ -322,34 +264,19 @@ class WeightGather:
         if not (castings.along.cast and castings.across.cast):
             return "one of its products reads the weight uncast"
         for job in self.jobs():
-            per = _rows_per_row(Format.parse(job.casting.container or job.cast.format))
+            per = rows_per_row(Format.parse(job.casting.container or job.cast.format))
             if job.across and not job.symmetric and self.shard.part % per and self.shard.ranks > 1:
                 return f"its shards of {self.shard.part} rows are no multiples of {per}, the rows of packed codes"
         return ""
-
-
-class Received(NamedTuple):
-    """Tensors of a whole weight by name, and those that FSDP2 frees and allocates."""
-
-    tensors: dict[str, Tensor]
-    inner: list[Tensor]
 
 
 def _zero_bytes(like: Tensor, rows: int) -> Tensor:
     return torch.zeros((rows, *like.shape[1:]), dtype=torch.uint8, device=like.device).view(like.dtype)
 
 
-def _rows_per_row(format: Format) -> int:
+def rows_per_row(format: Format) -> int:
     """Return the number of rows in a row of codes that are packed across rows."""
     return {4: 2, 6: 4}.get(format.bits, 1) if format.bits in grouping.PACKED_BITS else 1
-
-
-def _turned_codes(values: Tensor, columns: int, format: Format) -> Tensor:
-    """Return the transpose of stored codes [rows, columns], packed along the rows again if they are packed."""
-    if format.bits not in grouping.PACKED_BITS:
-        return values.T
-    codes = packing.unpack(values, columns, format)
-    return packing.pack(codes.T.contiguous(), format).view(values.dtype)
 
 
 def hold_shards(gathers: Iterable[WeightGather], *, active: bool = True) -> None:
@@ -406,160 +333,8 @@ def _bitwidths(gathers: list[WeightGather], group: ProcessGroup) -> list[Tensor]
     everyone = flat.new_empty((gathers[0].shard.ranks, len(flat)))
     torch.distributed.all_gather(list(everyone.unbind()), flat, group=group)
     found = []
-    for gather, shard, columns, parts in zip(
-        gathers, shards, shapes, everyone.split([len(x) for x in own], dim=1), strict=True
-    ):
+    split = torch.split(everyone, [len(x) for x in own], dim=1)
+    for gather, shard, columns, parts in zip(gathers, shards, shapes, split, strict=True):
         whole = parts.reshape(shard.ranks * shard.part, columns)[: shard.rows]
         found.append(sampling.bitwidths(whole.contiguous(), gather.layer.sampling_constants("sampling")))
     return found
-
-
-def coded_of(weight: Tensor | None) -> "CodedWeight | None":
-    """Return a weight that was gathered as codes, in this rank's part if tensor parallelism shards it; None for another."""
-    part = weight._local_tensor if isinstance(weight, DTensor) else weight
-    return part if isinstance(part, CodedWeight) else None
-
-
-# Tensors --------------------------------------------------------------------------------------------------------------
-
-_KEPT: set[Callable[..., Any]] = {
-    Tensor.detach,
-    Tensor.new_zeros,
-    Tensor.new_empty,
-    Tensor.narrow,
-    Tensor.view,
-    Tensor.view_as,
-    Tensor.chunk,
-    Tensor.contiguous,
-    torch.chunk,
-    torch.narrow,
-    torch.detach,
-}
-"""Functions that return a CodedShard of one, since FSDP2 makes its shards by them."""
-
-
-class CodedShard(Tensor):
-    """Rows of a weight, with the extension of FSDP2 that gathers codes in their place. Otherwise it is a plain tensor."""
-
-    gather: WeightGather
-
-    @staticmethod
-    def of(x: Tensor, gather: WeightGather) -> "CodedShard":
-        """Return `x` with this extension."""
-        shard = x.as_subclass(CodedShard)
-        shard.gather = gather
-        return shard
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function on plain tensors; results that FSDP2 needs to be of this class are."""
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-        if func not in _KEPT or not isinstance(args[0], CodedShard):
-            return result
-        gather = args[0].gather
-        if isinstance(result, Tensor):
-            return cls.of(result, gather)
-        return type(result)(cls.of(part, gather) for part in result)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the tensor without the extension."""
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)
-
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
-        """Return what FSDP2 gathers. The signature is the one that leaves sizes to the extension."""
-        return self.gather.inputs(), None
-
-    def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Return the whole weight, or write it to `out`."""
-        gather = self.gather
-        old = local(out) if out is not None else None
-        assert old is None or isinstance(old, CodedWeight)
-        received = gather.received(gathered, old)
-        sampled = gather.samples
-        if old is not None:
-            old.fill(received.tensors, sampled)
-            return None
-        shape = torch.Size((gather.shard.rows, gather.columns))
-        return CodedWeight(received.tensors, sampled, shape, param_dtype), tuple(received.inner)
-
-
-_ALIASES = {
-    torch.ops.aten.detach.default,
-    torch.ops.aten.alias.default,
-    torch.ops.aten.view.default,
-    torch.ops.aten.as_strided.default,
-}
-"""Operations that FSDP2 and autograd do to a parameter; they change neither its shape nor its numbers."""
-
-
-class CodedWeight(Tensor):
-    """A whole weight as codes and scales, or as a sample: it has a shape, a dtype and a gradient, and no numbers of its own."""
-
-    NAMES = ("along", "along_scale", "along_tensor", "across", "across_scale", "across_tensor", "w_hat", "block_amax")
-    sampled: bool
-    along: Tensor | None
-    across: Tensor | None
-    w_hat: Tensor | None
-    block_amax: Tensor | None
-
-    @staticmethod
-    def __new__(cls, tensors: dict[str, Tensor], sampled: bool, shape: torch.Size, dtype: torch.dtype) -> "CodedWeight":
-        """Return a weight of this shape without memory."""
-        device = next(iter(tensors.values())).device
-        made: CodedWeight = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
-        return made
-
-    def __init__(self, tensors: dict[str, Tensor], sampled: bool, shape: torch.Size, dtype: torch.dtype) -> None:
-        self.fill(tensors, sampled)
-
-    def fill(self, tensors: dict[str, Tensor], sampled: bool) -> None:
-        """Take the codes and scales of another gather."""
-        self.sampled = sampled
-        for name in self.NAMES:
-            setattr(self, name, tensors.get(name))
-
-    @property
-    def codes(self) -> OperandCodes | None:
-        """Return the codes in both layouts, or None if the weight is not cast."""
-        along, across = (
-            None
-            if (values := getattr(self, layout)) is None
-            else Codes(values, getattr(self, f"{layout}_scale"), getattr(self, f"{layout}_tensor"))
-            for layout in ("along", "across")
-        )
-        return None if along is None else OperandCodes(along, across)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return codes, scales and samples by name."""
-        return {name: tensor for name in self.NAMES if (tensor := getattr(self, name)) is not None}
-
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Return the names of the tensors inside, and the rest, for torch.compile."""
-        return list(self.tensors()), (self.sampled, self.dtype)
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], rest: Any, size: Any, stride: Any) -> "CodedWeight":
-        """Return the weight that `__tensor_flatten__` took apart."""
-        sampled, dtype = rest
-        return CodedWeight(inner, sampled, size, dtype)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Pass on what does not read numbers."""
-        self = args[0]
-        if func in _ALIASES and isinstance(self, CodedWeight):
-            return CodedWeight(self.tensors(), self.sampled, self.shape, self.dtype)
-        if func is torch.ops.aten.zeros_like.default:
-            return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        raise UserError(
-            f"{func} reads a weight that was gathered as codes, and only products can: parallelize with gather='weights'."
-        )
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        """Return the shape, and what stands for the numbers."""
-        return f"CodedWeight({list(self.shape)}, {self.dtype}, {', '.join(self.tensors())})"
