@@ -269,12 +269,22 @@ def batch_rank(model: nn.Module | None, group: "ProcessGroup | None" = None) -> 
     return first // (stride * len(ranks)) * stride + first % stride, world // len(ranks)
 
 
+def fully_sharded(module: nn.Module, sharded: bool = False) -> set[int]:
+    """Return the ids of the modules whose parameters FSDP2 shards."""
+    sharded = sharded or isinstance(module, FSDPModule)
+    found = {id(module)} if sharded else set()
+    return found.union(*(fully_sharded(child, sharded) for child in module.children()))
+
+
 def _shared_by(module: nn.Module, sharded: bool) -> Iterator[list[int]]:
     """Yield the ranks that share each tensor-parallel parameter. The sharding of FSDP2 does not count."""
     sharded = sharded or isinstance(module, FSDPModule)
     for parameter in module.parameters(recurse=False):
-        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > int(sharded):
+        if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
+            # The dimensions of FSDP2 come first: one, or two if the shards are replicated.
+            if mesh.ndim <= (1 + int(parameter.placements[0].is_replicate()) if sharded else 0):
+                continue
             ranks = torch.distributed.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
             if len(ranks) > 1:
                 yield ranks

@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor
 from dither import torch_ops
 from dither.errors import UserError
 from dither.nn import functional, sampling, tensor_parallel
+from dither.nn.coded_weight import coded_of
 from dither.nn.functional import Settings, State
 from dither.nn.sampling import SamplingConstants
 from dither.nn.step_state import StepState, keep_in_place
@@ -160,12 +161,12 @@ class SampledLayer(nn.Linear):
         draw = step.draw if step.active else functional.drawn(state, functional.PURPOSES.index("sample"), moved=False)
         assert draw is not None
         if isinstance(weight, DTensor):
-            part = sampling.sample_sharded(weight, bitwidth, local(draw), constants, kept, self.name)
+            part = self._sampled_shard(weight, bitwidth, local(draw), constants, kept)
             return self.product(x, part, settings, state)
         b_t = step.b_t if step.bitwidths_ready else sampling.bitwidths(bitwidth, constants)
         assert b_t is not None
-        w_hat, amax = step.w_hat, step.w_amax
-        if not (step.holds_weight and step.sampled):
+        w_hat, amax = self._held_sample()
+        if amax is None:
             with torch.no_grad():
                 w_hat, amax = sampling.sample(weight, b_t, draw, constants, kept)
         assert amax is not None
@@ -185,6 +186,29 @@ class SampledLayer(nn.Linear):
                 )
             state = state._replace(weight=codes)
         return functional.linear(x, learner, self.bias, settings, state=state)
+
+    def _held_sample(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return w_hat, unless only its codes are kept, and the largest magnitude per block; (None, None) if none is held."""
+        step, coded = self.step_state, coded_of(self.weight)
+        if coded is not None:
+            return coded.w_hat, coded.block_amax
+        return (step.w_hat, step.w_amax) if step.holds_weight and step.sampled else (None, None)
+
+    def _sampled_shard(
+        self, weight: DTensor, bitwidth: Tensor, draw: Tensor, constants: SamplingConstants, kept: torch.dtype
+    ) -> DTensor:
+        """Return the sampled weight as tensor parallelism shards it: held numbers if there are any, else sampled now."""
+        w_hat, amax = self._held_sample()
+        if amax is None:
+            return sampling.sample_sharded(weight, bitwidth, draw, constants, kept, self.name)
+        part, b_i, at = sampling.shard_of(weight, bitwidth, constants, self.name)
+        b_t = sampling.bitwidths(b_i, constants)
+        dtype = kept if self.casts_nothing else weight.dtype
+        learner = sampling.gradient_of(part, b_i, b_t, amax, draw, constants, dtype, at)
+        if self.casts_nothing:
+            assert w_hat is not None
+            learner = sampling.with_value(learner, w_hat)
+        return sampling.sharded_like(learner, weight)
 
     def _sampled_input(self, x: Tensor, state: State, dtype: torch.dtype) -> Tensor:
         assert self.input_bitwidth is not None
@@ -221,6 +245,14 @@ class SampledLayer(nn.Linear):
         step, constants, weight = self.step_state, self.sampling_constants("sampling"), self.weight.detach()
         uncast = self.forward_cast("weight") is None
         dtype = self._kept_dtype() if uncast else torch.float32
+        if isinstance(weight, DTensor):
+            assert self.bitwidth is not None
+            assert step.draw is not None
+            part, b_i, at = sampling.shard_of(weight, self.bitwidth.detach(), constants, self.name)
+            w_hat, amax = sampling.sample(part, sampling.bitwidths(b_i, constants), step.draw, constants, dtype, at)
+            keep_in_place([(step, "w_amax", amax)])
+            step.w_hat = w_hat if uncast else None
+            return w_hat
         assert step.b_t is not None
         assert step.draw is not None
         if step.w_hat is not None and step.w_hat.dtype == dtype and step.w_hat.shape == weight.shape:

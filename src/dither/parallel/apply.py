@@ -4,15 +4,23 @@ import functools
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from dither.errors import UserError
+from dither.nn.coded_shard import CodedShard
 from dither.nn.compiling import find_blocks
+from dither.nn.linear import Linear
+from dither.nn.row_shards import RowShard
+from dither.nn.sampling import sharded_like
+from dither.nn.tensor_parallel import local
+from dither.nn.weight_gather import WeightGather
 from dither.parallel.checks import check_model
 from dither.parallel.layout import Layout
 from dither.parallel.roles import is_transformers, roles
@@ -22,6 +30,9 @@ Model = TypeVar("Model", bound=nn.Module)
 
 CHECKPOINTING = ("none", "full", "selective")
 """Kinds of activation checkpointing: nothing is recomputed, whole blocks, or all but their products."""
+
+GATHERS = ("weights", "codes")
+"""What FSDP2 gathers of a converted layer."""
 
 KEPT = {
     torch.ops.aten.mm.default,
@@ -43,6 +54,7 @@ def parallelize(
     loss_parallel: bool = True,
     checkpointing: Literal["none", "full", "selective"] = "none",
     reshard_after_forward: bool = True,
+    gather: Literal["weights", "codes"] = "weights",
     mp_policy: MixedPrecisionPolicy | None = None,
 ) -> Model:
     """Shard `model` in place over a mesh, and return it.
@@ -60,6 +72,9 @@ def parallelize(
             them, and `model(tokens)` gathers them.
         checkpointing: "full" recomputes each block in backward; "selective" keeps the results of its matrix products.
         reshard_after_forward: Free the gathered weights of a block after its forward pass, and gather them again in backward.
+        gather: "weights" gathers weights as they are and casts them on every rank. "codes" casts or samples each shard once per
+            step and gathers the result: the same numbers, in 1 byte per weight for FP8, half a byte for FP4, and 2 for samples
+            in bfloat16. Layers for which that is not possible gather weights; see `gathered`.
         mp_policy: The mixed precision of FSDP2; None computes in the parameters' dtype or that of autocast.
 
         mesh = dither.parallel.Layout(dp_shard=4, tp=2).mesh("cuda")
@@ -70,6 +85,8 @@ def parallelize(
         raise UserError(f"parallelize takes a torch.nn.Module, not {model!r}.")
     if checkpointing not in CHECKPOINTING:
         raise UserError(f"checkpointing is one of {', '.join(map(repr, CHECKPOINTING))}, not {checkpointing!r}.")
+    if gather not in GATHERS:
+        raise UserError(f"gather is one of {', '.join(map(repr, GATHERS))}, not {gather!r}.")
     layout = Layout.of(mesh)
     check_model(model, tp=layout.tp)
     if layout.tp > 1:
@@ -78,8 +95,44 @@ def parallelize(
         recompute_blocks(model, checkpointing)
     if layout.batch_parts > 1:
         options: dict[str, Any] = {} if mp_policy is None else {"mp_policy": mp_policy}
-        shard_weights(model, _batch_mesh(mesh, layout), reshard_after_forward=reshard_after_forward, **options)
+        batch_mesh = _batch_mesh(mesh, layout)
+        if gather == "codes":
+            gather_codes(model, batch_mesh, None if mp_policy is None else mp_policy.param_dtype)
+        shard_weights(model, batch_mesh, reshard_after_forward=reshard_after_forward, **options)
     return model
+
+
+def gather_codes(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
+    """Let FSDP2, which is applied next, gather codes in place of the weights of converted layers, where that is possible."""
+    names = mesh.mesh_dim_names
+    shard_mesh = mesh if mesh.ndim == 1 or names is None else mesh[names[-1]]
+    for layer in model.modules():
+        weight = layer._parameters.get("weight") if isinstance(layer, Linear) else None
+        if not isinstance(layer, Linear) or weight is None or layer.precision.plain:
+            continue
+        at = (0, 0)
+        if isinstance(weight, DTensor):
+            _, (row, column) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+            at = (row, column)
+        part = local(weight.detach())
+        shard = RowShard(part.shape[0], shard_mesh.size(), shard_mesh.get_local_rank())
+        gather = WeightGather(layer, shard, shard_mesh.get_group(), at, dtype)
+        if gather.problem():
+            continue
+        layer.gather = gather
+        coded: Tensor = CodedShard.of(part, gather)
+        if isinstance(weight, DTensor):
+            coded = sharded_like(coded, weight)
+        layer.weight = nn.Parameter(coded, requires_grad=weight.requires_grad)
+
+
+def gathered(model: nn.Module) -> dict[str, str]:
+    """Return what FSDP2 gathers for each converted layer: "codes", "samples" or "weights"."""
+    return {
+        name: "weights" if layer.gather is None else "samples" if layer.gather.uncast else "codes"
+        for name, layer in model.named_modules()
+        if isinstance(layer, Linear)
+    }
 
 
 def shard_features(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool, loss_parallel: bool) -> None:

@@ -18,7 +18,7 @@ from dither.models.transformers_models import HuggingFace
 from dither.nn.conv1d import Conv1D
 
 Kind = Literal["column", "row", "input", "norm", "head_norm", "embedding", "positions", "output"]
-"""What a module does with the features that ranks share:
+"""Kinds of modules, by what they do with the features that ranks share:
 
     column      shards its output features            row        shards its input features
     input       gathers the sequence once for all layers inside it
