@@ -1,6 +1,8 @@
 """Checkpoints of several ranks: any layout is read into any other, bit for bit, and no rank holds or reads the whole."""
 
 import functools
+import hashlib
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -17,22 +19,35 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
-from worlds import free_port, needs_gloo, spread, start
+from worlds import environment, free_port, needs_gloo, spread, start
 
 import dither
 from dither import UserError, safe_files
-from dither.storage import index, reading
+from dither.models import build, load_pretrained, preset
+from dither.safe_files import Refused
+from dither.storage import index, reading, tensorfile
+from dither.storage.index import SavedPiece, SavedTensor
 from dither.storage.manifest import SHARDED
 from dither.storage.manifest import to_bytes as manifest_bytes
 from dither.storage.pieces import local_part
 from dither.storage.reading import SavedTensors
 from dither.train import checkpoint, pack, sharded, unpack
+from dither.train.config import Config, dumps, override
 from dither.train.sharded import ShardedSaver
 from dither.train.state import pack_sharded
+from dither.train.weights import load_weights
 
 pytestmark = needs_gloo
 
-SHAPES = {"matrix": (13, 24), "vector": (11,), "experts": (4, 6, 5), "codes": (16, 8), "scalar": (), "empty": (3, 0), "one": (5,)}
+SHAPES = {
+    "matrix": (13, 24),
+    "vector": (11,),
+    "experts": (4, 6, 5),
+    "codes": (16, 8),
+    "scalar": (),
+    "empty": (3, 0),
+    "one": (5,),
+}
 DTYPES = {"codes": torch.uint8, "one": torch.bool, "experts": torch.bfloat16, "vector": torch.float8_e4m3fn}
 
 
@@ -223,3 +238,332 @@ def test_training_resumes_in_another_layout(way, optimizer, tmp_path):
     tensors, plain = pack(model, made, step=2, others={"sequences": 8})
     checkpoint.save(tmp_path / "third", 2, tensors=tensors, plain=plain)
     same_checkpoints(tmp_path / "first", tmp_path / "third")
+
+
+class Stage(nn.Module):
+    """The layers of a stage, under the names that they have in the whole model."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        for name, module in Tiny().named_children():
+            if name in names:
+                self.add_module(name, module)
+
+    def steps(self, made: torch.optim.Optimizer) -> None:
+        for parameter in self.parameters():
+            parameter.grad = torch.full_like(parameter, 0.5)
+        made.step()
+
+
+def save_stages(folder: Path) -> None:
+    model = Stage(*(("norm", "up") if dist.get_rank() == 0 else ("down",)))
+    made = OPTIMIZERS["dynamic8"](model)
+    model.steps(made)
+    tensors, plain = pack_sharded(model, made, step=2)
+    sharded.save(folder, 2, tensors=tensors, plain=plain)
+
+
+def restore_stages(folder: Path, again: Path) -> None:
+    model = Stage(*(("up", "down") if dist.get_rank() == 0 else ("norm",)))
+    made = OPTIMIZERS["dynamic8"](model)
+    with SavedTensors(folder / "step-00000002") as saved, torch.no_grad():
+        model.get_parameter("up.weight" if dist.get_rank() == 0 else "norm.weight").zero_()
+        if dist.get_rank() == 0:
+            with pytest.raises(UserError, match=r"does not hold the parameters|the model does not"):
+                unpack(model, made, saved, saved.plain)
+        unpack(model, made, saved, saved.plain, stage=True)
+    tensors, plain = pack_sharded(model, made, step=2)
+    sharded.save(again, 2, tensors=tensors, plain=plain)
+
+
+def test_stages_of_a_pipeline_are_one_model(tmp_path):
+    spread(2, functools.partial(save_stages, tmp_path / "first"))
+    spread(2, functools.partial(restore_stages, tmp_path / "first", tmp_path / "second"))
+    model = Stage("norm", "up", "down")
+    made = OPTIMIZERS["dynamic8"](model)
+    model.steps(made)
+    tensors, plain = pack(model, made, step=2)
+    for name in ("first", "second"):
+        other = Stage("norm", "up", "down")
+        optimizer = OPTIMIZERS["dynamic8"](other)
+        with SavedTensors(tmp_path / name / "step-00000002") as saved:
+            unpack(other, optimizer, saved, saved.plain)
+        found, values = pack(other, optimizer, step=2)
+        assert values == plain
+        assert all(torch.equal(bits(x), bits(found[key])) for key, x in tensors.items() if not key.startswith("rng:"))
+
+
+# How much is written and read ------------------------------------------------------------------------------------------
+
+
+def save_large(folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    generator = torch.Generator().manual_seed(1)
+    matrix = torch.randn(1024, 2048, generator=generator)  # 8 MiB, of which each rank has 2
+    tensors = {"matrix": split(mesh, matrix, [Shard(0), Shard(0)])}
+    tensors |= {f"same{number}": torch.full((300, 100), float(number)) for number in range(8)}
+    written, real = [0], tensorfile.as_bytes
+
+    def counted(tensor: torch.Tensor) -> memoryview:
+        written[0] = max(written[0], tensorfile.size(tensor))
+        return real(tensor)
+
+    with mock.patch.object(tensorfile, "as_bytes", counted):
+        path = sharded.save(folder, 2, tensors=tensors, plain={})
+    assert written[0] == 2 << 20  # no rank wrote, or held, more than its part at once
+    files = {file.name: file.stat().st_size for file in path.glob("*.safetensors")}
+    assert len(files) == 4
+    assert max(files.values()) - min(files.values()) < 2048  # replicas are shared out evenly
+
+
+def load_large(folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    generator = torch.Generator().manual_seed(1)
+    matrix = torch.randn(1024, 2048, generator=generator)
+    wanted = split(mesh, torch.zeros(1024, 2048), [Shard(0), Shard(0)])
+    with SavedTensors(folder / "step-00000002") as saved:
+        saved.fill("matrix", wanted)
+        assert saved.bytes_read <= (2 << 20) + 4 * index.CHUNK  # a quarter, and the rest of the chunks at its ends
+    assert torch.equal(wanted.to_local(), split(mesh, matrix, [Shard(0), Shard(0)]).to_local())
+
+
+def test_no_rank_writes_or_reads_the_whole(tmp_path):
+    spread(4, functools.partial(save_large, tmp_path), functools.partial(load_large, tmp_path))
+    assert sum(file.stat().st_size for file in (tmp_path / "step-00000002").iterdir()) < (9 << 20) + 100_000
+
+
+# Kills and errors ------------------------------------------------------------------------------------------------------
+
+
+def state(value: float) -> dict[str, torch.Tensor]:
+    mesh = init_device_mesh("cpu", (2,))
+    return {"a": split(mesh, torch.full((6, 4), value), [Shard(0)]), "b": torch.full((3,), value)}
+
+
+def save_in_thread(folder: Path) -> None:
+    with ShardedSaver(folder) as saver:
+        saver.save(2, tensors=state(2.0), plain={"value": 2.0})
+
+
+def killed(rank: int, size: int, port: int, folder: Path, who: int, name: str) -> None:
+    """Save a second step, in which a rank is killed just before it writes a file or renames the folder."""
+    environment(rank, size, port)
+    dist.init_process_group("gloo")
+    sharded.save(folder, 1, tensors=state(1.0), plain={"value": 1.0})
+    write, rename = safe_files.write_new, checkpoint._rename
+
+    def write_or_die(path, *arguments, **options):
+        if rank == who and path.name == name:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(path, *arguments, **options)
+
+    def rename_or_die(*arguments):
+        if rank == who and name == "rename":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return rename(*arguments)
+
+    with (
+        mock.patch.object(safe_files, "write_new", write_or_die),
+        mock.patch.object(checkpoint, "_rename", rename_or_die),
+        pytest.raises(RuntimeError, match=r"closed|reset|peer"),
+    ):
+        save_in_thread(folder)
+    os._exit(0)  # the group is broken: its threads would wait
+
+
+@pytest.mark.parametrize(
+    ("who", "name"),
+    [(1, "rank-00001-00000.safetensors"), (1, "rank-00001.json"), (0, "plain.json"), (0, "manifest.json"), (0, "rename")],
+)
+def test_kill_9_of_a_rank_in_a_save_leaves_the_last_good_checkpoint(who, name, tmp_path):
+    processes = start(killed, (2, free_port(), tmp_path, who, name), 2).processes
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [-signal.SIGKILL if rank == who else 0 for rank in range(2)]
+    path, skipped = checkpoint.newest(tmp_path)
+    assert (path.name, [each.name for each, _ in skipped]) == ("step-00000001", [".saving-step-00000002"])
+    tensors, plain = checkpoint.load(path)
+    assert plain == {"value": 1.0}
+    assert all(bool((x == 1.0).all()) for x in tensors.values())
+    sharded.save(tmp_path, 3, tensors=tensors, plain=plain)  # which clears up
+    assert checkpoint.leftovers(tmp_path) == []
+
+
+def failing(folder: Path) -> None:
+    """A full disk on one rank is an error on every rank, with the same words, and the next save works."""
+    write = safe_files.write_new
+
+    def full(path, *arguments, **options):
+        if dist.get_rank() == 1:
+            raise OSError(28, "No space left on device")
+        return write(path, *arguments, **options)
+
+    with ShardedSaver(folder, last=2) as saver:
+        saver.save(1, tensors=state(1.0), plain={})
+        saver.wait()
+        with mock.patch.object(safe_files, "write_new", full):
+            saver.save(2, tensors=state(2.0), plain={})
+            with pytest.raises(UserError, match=r"Step 2 cannot be saved.*the disk is full.*was kept: step-00000001"):
+                saver.wait()
+        dist.barrier()
+        assert checkpoint.leftovers(folder) == []
+        mesh = init_device_mesh("cpu", (2,))
+        partial = DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False)
+        mine = {"x": partial if dist.get_rank() == 1 else torch.ones(2)}
+        with pytest.raises(UserError, match="'x' has the placement"):
+            saver.save(3, tensors=mine, plain={})
+        with pytest.raises(UserError, match=r"plain\['a'\] is nan"):
+            saver.save(3, tensors=state(3.0), plain={"a": float("nan")})
+        unlike = {"x": torch.ones(2 + dist.get_rank())}
+        saver.save(3, tensors=unlike, plain={})
+        with pytest.raises(UserError, match="the tensor 'x' is"):
+            saver.wait()
+        for step in (4, 5, 6):
+            saver.save(step, tensors=state(float(step)), plain={})
+        saver.wait()
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000005", "step-00000006"]
+    if dist.get_rank() == 0:
+        file = folder / "step-00000006" / "rank-00001-00000.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    dist.barrier()
+    path, skipped = sharded.newest(folder)
+    assert path == folder / "step-00000005"
+    assert "rank-00001-00000.safetensors: its SHA-256 is not the manifest's" in skipped[0][1]
+    tensors = state(0.0)
+    if dist.get_rank() == 1:
+        with pytest.raises(UserError, match="its SHA-256 at byte 0 is not the saved one"):
+            sharded.load(folder / "step-00000006", tensors)
+
+
+def test_an_error_on_one_rank_is_an_error_on_every_rank(tmp_path):
+    spread(2, functools.partial(failing, tmp_path))
+
+
+# Forged checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def forge(folder: Path, change: Callable[[dict], object]) -> Path:
+    """A checkpoint of one rank whose index was changed, with hashes that fit."""
+    path = sharded.save(folder, 1, tensors={"a": torch.ones(4, 2), "b": torch.ones(3)}, plain={})
+    body = json.loads((path / "rank-00000.json").read_text())
+    change(body)
+    (path / "rank-00000.json").write_bytes(safe_files.to_json(body, "index"))
+    entries = {}
+    for file in path.iterdir():
+        if file.name != "manifest.json":
+            data = file.read_bytes()
+            entries[file.name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (path / "manifest.json").write_bytes(manifest_bytes(1, entries, SHARDED))
+    return path
+
+
+def pieces(*found: list) -> Callable[[dict], object]:
+    return lambda body: body["tensors"]["a"].update(pieces=list(found))
+
+
+FORGED = {
+    "overlapping": (pieces([0, [0, 0], [3, 2]], [0, [2, 0], [2, 2]]), "overlap"),
+    "same size, overlapping": (pieces([0, [0, 0], [2, 2]], [0, [1, 0], [2, 2]]), "overlap and do not cover"),
+    "missing": (pieces([0, [0, 0], [2, 2]]), "do not cover it"),
+    "none": (pieces(), "do not cover it"),
+    "outside": (pieces([0, [1, 0], [4, 2]]), "not inside"),
+    "negative": (pieces([0, [-1, 0], [4, 2]]), "not inside"),
+    "empty": (pieces([0, [0, 0], [0, 2]]), "not inside"),
+    "fraction": (pieces([0, [0.5, 0], [4, 2]]), "not inside"),
+    "other dimensions": (pieces([0, [0], [8]]), "not inside"),
+    "another file": (pieces([1, [0, 0], [4, 2]]), "not a file, an offset and a shape"),
+    "not a piece": (pieces("x"), "not a file, an offset and a shape"),
+    "other pieces": (pieces([0, [0, 0], [2, 2]], [0, [2, 0], [2, 2]]), "not those of its index|has no tensor"),
+    "shape": (lambda body: body["tensors"]["a"].update(shape=[4, 3]), "do not cover it"),
+    "huge": (
+        lambda body: body["tensors"]["a"].update(shape=[1 << 29, 1 << 29], pieces=[[0, [0, 0], [1 << 29, 1 << 29]]]),
+        "more bytes than",
+    ),
+    "impossible": (lambda body: body["tensors"]["a"].update(shape=[1 << 70]), "is impossible"),
+    "dtype": (lambda body: body["tensors"]["a"].update(dtype="I32"), "not those of its index|has no tensor"),
+    "unknown dtype": (lambda body: body["tensors"]["a"].update(dtype="F4"), "type of 'a' is unknown"),
+    "name": (lambda body: body["tensors"].update({"../a": body["tensors"].pop("a")}), "of the name"),
+    "file of another rank": (lambda body: body["files"][0].update(name="rank-00001-00000.safetensors"), "not its own"),
+    "chunks": (lambda body: body["files"][0].update(chunks=["0" * 64]), "chunks|at byte 0"),
+    "no chunks": (lambda body: body["files"][0].update(chunks=[]), "does not have 1 hashes"),
+    "chunk": (lambda body: body.update(chunk=1), "format, version and chunk"),
+    "no tensors": (lambda body: body.pop("tensors"), "not an index"),
+    "list": (lambda body: body.update(tensors=[]), "not an object"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), FORGED.values(), ids=FORGED)
+def test_forged_indexes_are_refused(change, message, tmp_path):
+    path = forge(tmp_path, change)
+    for read_it in (checkpoint.verify, checkpoint.load):
+        with pytest.raises(UserError, match=message):
+            read_it(path)
+    assert checkpoint.newest(tmp_path)[0] is None
+
+
+def test_missing_indexes_and_strange_files_are_refused(tmp_path):
+    path = forge(tmp_path / "good", lambda body: None)
+    assert set(checkpoint.load(path)[0]) == {"a", "b"}
+    (path / "rank-00000.json").unlink()
+    with pytest.raises(UserError, match=r"rank-00000\.json is missing"):
+        checkpoint.load(path)
+    path = forge(tmp_path / "extra", lambda body: None)
+    (path / "setup.py").write_text("")
+    with pytest.raises(UserError, match="not in its manifest"):
+        checkpoint.load(path)
+    data = (path / "rank-00000-00000.safetensors").read_bytes()
+    entries = {"plain.json": {"bytes": 3, "sha256": hashlib.sha256(b"{}\n").hexdigest()}}
+    entries["rank-00000-00000.safetensors"] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (path / "setup.py").unlink()
+    (path / "rank-00000.json").unlink()
+    (path / "manifest.json").write_bytes(manifest_bytes(1, entries, SHARDED))
+    with pytest.raises(UserError, match="no index names the file"):
+        checkpoint.load(path)
+
+
+def test_many_irregular_pieces_take_no_time(tmp_path):
+    def change(body: dict) -> None:
+        cuts = [[0, [row, 0], [1, 2]] for row in range(4)]
+        body["tensors"]["a"].update(shape=[4, 2], pieces=cuts * 1_000)
+
+    with pytest.raises(UserError, match="overlap"):
+        checkpoint.load(forge(tmp_path, change))
+    # As many cuts in each direction as there are pieces: the grid has the square of their number.
+    steps = [SavedPiece("", "", (i, i), (1, 1)) for i in range(5_000)]
+    irregular = SavedTensor(torch.float32, (5_000, 5_000), [*steps, SavedPiece("", "", (0, 0), (4_999, 5_000))])
+    with pytest.raises(Refused, match="cut too irregularly"):
+        index.check_cover("a", irregular)
+
+
+# Whole models ----------------------------------------------------------------------------------------------------------
+
+
+def test_models_are_read_from_sharded_checkpoints(tmp_path):
+    config = dumps(override(Config(), ["model.preset=tiny"]))
+    model = build(preset("tiny", vocab_size=64), seed=3)
+    made = dither.optim.AdamW(model.named_parameters(), lr=1e-3)
+    tensors, plain = pack_sharded(model, made, step=4, others={"config": config})
+    path = sharded.save(tmp_path / "checkpoints", 4, tensors=tensors, plain=plain)
+    loaded = load_pretrained(path)
+    assert all(torch.equal(x, loaded.state_dict()[name]) for name, x in model.state_dict().items())
+    other = build(preset("tiny", vocab_size=64), seed=5)
+    load_weights(other, path)
+    assert all(torch.equal(x, other.state_dict()[name]) for name, x in model.state_dict().items())
+
+
+def test_old_whole_checkpoints_are_read_in_parts(tmp_path):
+    path = checkpoint.save(tmp_path, 7, tensors={name: whole(name) for name in SHAPES}, plain={"rank": 0})
+    spread(2, functools.partial(read, tmp_path, "fsdp"), functools.partial(read, tmp_path, "tp"))
+    with SavedTensors(path) as saved, mock.patch.object(reading, "BLOCK", 64), mock.patch.object(reading, "CHUNK", 16):
+        for name in SHAPES:
+            assert torch.equal(bits(saved.box(name)), bits(whole(name)))
+        assert torch.equal(saved.box("experts", [(1, 3), (2, 5), (1, 4)]), whole("experts")[1:3, 2:5, 1:4])
+    file = path / "tensors-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(UserError, match="its SHA-256 is not the manifest's"):
+        SavedTensors(path)

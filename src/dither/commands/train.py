@@ -13,6 +13,7 @@ import tyro
 
 from dither.data.tokenizer import TOKENIZER
 from dither.errors import DitherError, UserError
+from dither.storage.dcp import is_dcp
 from dither.tables import print_table
 from dither.train import config as configs
 from dither.train.config import Config
@@ -54,7 +55,8 @@ def train(
         set: Fields as section.field=value, such as optim.lr=3e-4 run.steps=1000.
         resume: Resume the run in the folder from its newest whole checkpoint.
         resume_auto: Resume the run in the folder, or start it if there is none: for jobs that a scheduler restarts.
-        start_from: Start a new run, with a new schedule, from the weights of a run, a checkpoint or a Hugging Face folder.
+        start_from: Start a new run, with a new schedule, from the weights of a run, a checkpoint (also a
+            DCP or torchtitan one) or a Hugging Face folder.
         out: The folder of the run: sets run.out.
         nproc: Start N ranks on this machine, which share the run as [parallel] says; only rank 0 prints.
         fields: Print every field with its type, default and meaning, and do not train.
@@ -152,6 +154,8 @@ def _starting_from(path: Path, base: Config, own: bool) -> Config:
         tokenizer = path / "tokenizer.json"
         data = replace(base.data, tokenizer=str(tokenizer)) if tokenizer.is_file() and not own else base.data
         return replace(base, model=replace(base.model, hf=str(path)), data=data)
+    if is_dcp(path):
+        return replace(base, model=replace(base.model, weights=str(path)))
     found, skipped = checkpoint_of(path)
     for why in skipped:
         print(why, file=sys.stderr)

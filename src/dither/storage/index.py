@@ -160,8 +160,12 @@ def read(path: Path, manifest: Manifest) -> tuple[dict[str, SavedTensor], dict[s
     named = {name for name in manifest.files if name.endswith(".safetensors")}
     if forgotten := sorted(named - set(hashes)):
         raise Refused(f"no index names the file {forgotten[0]}")
+    sizes = {name: (path / name).stat().st_size for name in named}
     for name, tensor in tensors.items():
-        _check_cover(name, tensor)
+        for piece in tensor.pieces:
+            if math.prod(piece.shape) * tensor.dtype.itemsize > sizes[piece.file]:
+                raise Refused(f"a piece of {name!r} has the shape {list(piece.shape)}, which has more bytes than {piece.file}")
+        check_cover(name, tensor)
     return tensors, hashes
 
 
@@ -225,7 +229,7 @@ def _piece(name: str, tensor: SavedTensor, piece: Any, files: list[str]) -> Save
     return SavedPiece(files[number], key_of(name, offset), tuple(offset), tuple(shape))
 
 
-def _check_cover(name: str, tensor: SavedTensor) -> None:
+def check_cover(name: str, tensor: SavedTensor) -> None:
     """Raise Refused unless the pieces of a tensor cover it exactly once."""
     pieces, total = tensor.pieces, math.prod(tensor.shape)
     held = sum(math.prod(piece.shape) for piece in pieces)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Self, cast
 
 import torch
 from torch import Tensor
@@ -93,7 +93,88 @@ class CheckedFile:
         self._file.close()
 
 
-class SavedTensors:
+class TensorSource:
+    """Tensors in pieces, of which parts are read.
+
+    Args:
+        path: The folder that holds them.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.tensors: dict[str, SavedTensor] = {}
+
+    def fill(self, name: str, target: Tensor) -> None:
+        """Copy a tensor into one of the same dtype and shape: whole, or a DTensor of any layout, on any device."""
+        saved = self._saved(name)
+        if (saved.dtype, saved.shape) != (target.dtype, tuple(target.shape)):
+            raise UserError(
+                f"The tensor {name!r} was saved as {saved.dtype} {saved.shape}, and {target.dtype} {tuple(target.shape)} is "
+                "wanted."
+            )
+        local = local_part(target)
+        with explained(self.path):
+            for piece in pieces_of(target, name):
+                self._fill_box(saved, piece.offset, local[piece.local] if local.dim() else local)
+
+    def box(self, name: str, ranges: Sequence[tuple[int, int]] | None = None) -> Tensor:
+        """Return a tensor on the CPU, or the part of it given by a (begin, end) per dimension."""
+        saved = self._saved(name)
+        ranges = [(0, size) for size in saved.shape] if ranges is None else ranges
+        part = torch.empty([end - begin for begin, end in ranges], dtype=saved.dtype)
+        with explained(self.path):
+            if part.numel():
+                self._fill_box(saved, [begin for begin, _ in ranges], part)
+        return part
+
+    def _saved(self, name: str) -> SavedTensor:
+        if name not in self.tensors:
+            raise UserError(f"The checkpoint {str(self.path)!r} has no tensor {name!r}.")
+        return self.tensors[name]
+
+    def _fill_box(self, saved: SavedTensor, offset: Sequence[int], target: Tensor) -> None:
+        for piece in saved.pieces:
+            common = overlap(offset, target.shape, piece.offset, piece.shape)
+            if common is None:
+                continue
+            into = tuple(slice(low - begin, high - begin) for (low, high), begin in zip(common, offset, strict=True))
+            wanted = [(low - begin, high - begin) for (low, high), begin in zip(common, piece.offset, strict=True)]
+            self._fill_piece(saved, piece, wanted, target[into] if target.dim() else target)
+
+    def _fill_piece(self, saved: SavedTensor, piece: SavedPiece, ranges: list[tuple[int, int]], target: Tensor) -> None:
+        """Copy a box of a piece, given by a (begin, end) per dimension."""
+        raise NotImplementedError
+
+    def _copy_blocks(
+        self,
+        file: CheckedFile,
+        begin: int,
+        saved: SavedTensor,
+        piece: SavedPiece,
+        ranges: list[tuple[int, int]],
+        target: Tensor,
+    ) -> None:
+        """Copy a box of a piece whose bytes begin at `begin` of a file."""
+        itemsize = saved.dtype.itemsize
+        for first, shape, inner, place in _blocks(piece.shape, ranges, itemsize):
+            data = file.between(begin + first * itemsize, begin + (first + math.prod(shape)) * itemsize)
+            values = torch.frombuffer(data, dtype=torch.uint8)
+            if saved.dtype == torch.bool and bool((values > 1).any()):
+                raise Refused(f"{piece.file}: the booleans of {piece.key!r} are neither 0 nor 1")
+            values = values.view(saved.dtype).view(shape)
+            (target[place] if target.dim() else target).copy_(values[inner] if values.dim() else values)
+
+    def close(self) -> None:
+        """Close all files."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class SavedTensors(TensorSource):
     """The tensors of a checkpoint, read in parts and verified. Whole checkpoints and those of several ranks read alike.
 
     Args:
@@ -108,13 +189,12 @@ class SavedTensors:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        super().__init__(path)
         self._files: dict[str, tuple[CheckedFile, dict[str, tuple[torch.dtype, list[int], int]]]] = {}
         self._closed_bytes = 0
         with explained(self.path):
             self.manifest: Manifest = manifest.read(self.path)
             self.plain: dict[str, Any] = manifest.read_plain(self.path, self.manifest)
-            self.tensors: dict[str, SavedTensor]
             self._hashes: dict[str, list[str]] | None = None
             if self.manifest.version == manifest.SHARDED:
                 self.tensors, self._hashes = index.read(self.path, self.manifest)
@@ -161,67 +241,16 @@ class SavedTensors:
         self._closed_bytes += file.bytes_read
         file.close()
 
-    def fill(self, name: str, target: Tensor) -> None:
-        """Copy a tensor into one of the same dtype and shape: whole, or a DTensor of any layout, on any device."""
-        saved = self._saved(name)
-        if (saved.dtype, saved.shape) != (target.dtype, tuple(target.shape)):
-            raise UserError(
-                f"The tensor {name!r} was saved as {saved.dtype} {saved.shape}, and {target.dtype} {tuple(target.shape)} is "
-                "wanted."
-            )
-        local = local_part(target)
-        with explained(self.path):
-            for piece in pieces_of(target, name):
-                self._fill_box(saved, piece.offset, local[piece.local] if local.dim() else local)
-
-    def box(self, name: str, ranges: Sequence[tuple[int, int]] | None = None) -> Tensor:
-        """Return a tensor on the CPU, or the part of it given by a (begin, end) per dimension."""
-        saved = self._saved(name)
-        ranges = [(0, size) for size in saved.shape] if ranges is None else ranges
-        part = torch.empty([end - begin for begin, end in ranges], dtype=saved.dtype)
-        with explained(self.path):
-            if part.numel():
-                self._fill_box(saved, [begin for begin, _ in ranges], part)
-        return part
-
-    def _saved(self, name: str) -> SavedTensor:
-        if name not in self.tensors:
-            raise UserError(f"The checkpoint {str(self.path)!r} has no tensor {name!r}.")
-        return self.tensors[name]
-
-    def _fill_box(self, saved: SavedTensor, offset: Sequence[int], target: Tensor) -> None:
-        for piece in saved.pieces:
-            common = overlap(offset, target.shape, piece.offset, piece.shape)
-            if common is None:
-                continue
-            into = tuple(slice(low - begin, high - begin) for (low, high), begin in zip(common, offset, strict=True))
-            wanted = [(low - begin, high - begin) for (low, high), begin in zip(common, piece.offset, strict=True)]
-            self._fill_piece(saved, piece, wanted, target[into] if target.dim() else target)
-
     def _fill_piece(self, saved: SavedTensor, piece: SavedPiece, ranges: list[tuple[int, int]], target: Tensor) -> None:
         file, header = self._open(piece.file)
         if header.get(piece.key, (None, None))[:2] != (saved.dtype, list(piece.shape)):
             raise Refused(f"{piece.file} has no tensor {piece.key!r} of {saved.dtype} {list(piece.shape)}, as its index says")
-        begin = header[piece.key][2]
-        for first, shape, inner, place in _blocks(piece.shape, ranges, saved.dtype.itemsize):
-            count = math.prod(shape) * saved.dtype.itemsize
-            data = file.between(begin + first * saved.dtype.itemsize, begin + first * saved.dtype.itemsize + count)
-            values = torch.frombuffer(data, dtype=torch.uint8)
-            if saved.dtype == torch.bool and bool((values > 1).any()):
-                raise Refused(f"{piece.file}: the booleans of {piece.key!r} are neither 0 nor 1")
-            values = values.view(saved.dtype).view(shape)
-            (target[place] if target.dim() else target).copy_(values[inner] if values.dim() else values)
+        self._copy_blocks(file, header[piece.key][2], saved, piece, ranges, target)
 
     def close(self) -> None:
         """Close all files."""
         for name in list(self._files):
             self._shut(name)
-
-    def __enter__(self) -> "SavedTensors":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def _blocks(

@@ -41,7 +41,7 @@ class Model:
     vocab: int | None = None
     """Size of the vocabulary; by default that of the tokenizer."""
     weights: str | None = None
-    """Initial weights: a run, whose newest checkpoint is read, or one checkpoint; by default random."""
+    """Initial weights: a run, whose newest checkpoint is read, or a checkpoint (or DCP's, torchtitan's); by default random."""
 
     def __post_init__(self) -> None:
         check_types("model", self)

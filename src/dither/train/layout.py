@@ -142,6 +142,7 @@ class RankLayout:
                 sequence_parallel=settings.sequence_parallel,
                 loss_parallel=settings.loss_parallel,
                 checkpointing=settings.checkpointing,
+                gather=settings.gather,
             )
             for module in part.modules():
                 if isinstance(module, FSDPModule):

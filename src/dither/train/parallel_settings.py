@@ -33,6 +33,8 @@ class Parallel:
     """With tp: shard the residual stream and the norms along the sequence between matrix products."""
     loss_parallel: bool = True
     """With tp: compute the loss on logits that stay sharded over the vocabulary."""
+    gather: Literal["weights", "codes"] = "weights"
+    """With dp_shard: gather weights, or the codes or samples that each rank makes of its shard once per step, in fewer bytes."""
     checkpointing: Literal["none", "full", "selective"] = "none"
     """Activations to recompute in backward: none, those of whole blocks, or all but the results of matrix products."""
 

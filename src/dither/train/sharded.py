@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank writes of the tensors."""
+    """The part of the tensors that a rank writes."""
 
     tensors: dict[str, SavedTensor]
     """The whole tensors of which it writes pieces, without these."""

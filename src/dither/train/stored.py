@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dither.storage.pieces import empty_like, local_part, pieces_of
-from dither.storage.reading import SavedTensors
+from dither.storage.reading import TensorSource
 
 
 class Stored:
@@ -19,9 +19,9 @@ class Stored:
     ((torch.float32, torch.Size([2])), tensor([1., 1.]))
     """
 
-    def __init__(self, tensors: "Mapping[str, Tensor] | SavedTensors | Stored") -> None:
-        self._tensors: Mapping[str, Tensor] | SavedTensors = tensors._tensors if isinstance(tensors, Stored) else tensors
-        names = self._tensors.tensors if isinstance(self._tensors, SavedTensors) else self._tensors
+    def __init__(self, tensors: "Mapping[str, Tensor] | TensorSource | Stored") -> None:
+        self._tensors: Mapping[str, Tensor] | TensorSource = tensors._tensors if isinstance(tensors, Stored) else tensors
+        names = self._tensors.tensors if isinstance(self._tensors, TensorSource) else self._tensors
         self.names: list[str] = list(names)
         self._known = frozenset(self.names)
 
@@ -30,14 +30,14 @@ class Stored:
 
     def described(self, name: str) -> tuple[torch.dtype, torch.Size]:
         """Return the dtype and the shape of a tensor."""
-        if isinstance(self._tensors, SavedTensors):
+        if isinstance(self._tensors, TensorSource):
             saved = self._tensors.tensors[name]
             return saved.dtype, torch.Size(saved.shape)
         return self._tensors[name].dtype, self._tensors[name].shape
 
     def read(self, name: str, like: Tensor | None = None) -> Tensor:
         """Return a tensor: the part of it that this rank holds of the DTensor `like`, or else all of it."""
-        if isinstance(self._tensors, SavedTensors):
+        if isinstance(self._tensors, TensorSource):
             if not isinstance(like, DTensor):
                 return self._tensors.box(name)
             target = empty_like(like, *self.described(name))

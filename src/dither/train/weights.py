@@ -4,14 +4,16 @@ import os
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dither.errors import UserError
 from dither.models.saved_runs import saved_weights
-from dither.storage.reading import SavedTensors
+from dither.storage.dcp import is_dcp, open_dcp
+from dither.storage.reading import SavedTensors, TensorSource
 from dither.train import checkpoint
 from dither.train.files import CHECKPOINTS, CONFIG
 from dither.train.stored import Stored
+from dither.train.torchtitan import PREFIXES, halves_from_pairs, rotates, titan_names
 
 
 def checkpoint_of(path: str | Path) -> tuple[Path, list[str]]:
@@ -37,20 +39,80 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
 
     Args:
         model: The model, whose tensors must have the names and shapes of those in the checkpoint.
-        path: A run, whose newest whole checkpoint is read, or a checkpoint.
+        path: A run, whose newest whole checkpoint is read, a checkpoint, or one of torch.distributed.checkpoint, such as
+            torchtitan's of Llama 3.
     """
+    if is_dcp(path):
+        with open_dcp(path) as source:
+            _load_dcp(model, source)
+        return
     found, _ = checkpoint_of(path)
     with SavedTensors(found) as saved:
-        names = saved_weights(saved)
+        names, stored = saved_weights(saved), Stored(saved)
         for name, value in model.state_dict(keep_vars=True).items():
             if name not in names:
                 raise UserError(
                     f"The checkpoint {str(found)!r} has no tensor {name!r}: set [model] as in the run that made it."
                 )
-            shape = saved.tensors[names[name]].shape
-            if shape != tuple(value.shape):
-                raise UserError(
-                    f"The tensor {name!r} has the shape {list(shape)} in {str(found)!r} and {list(value.shape)} in "
-                    "this model: set [model] and data.tokenizer as in the run that made it."
-                )
-            value.copy_(Stored(saved).read(names[name], value))
+            _check_shape(name, saved.tensors[names[name]].shape, value, found)
+            value.copy_(stored.read(names[name], value))
+
+
+def _check_shape(name: str, shape: tuple[int, ...], value: Tensor, path: Path) -> None:
+    if shape != tuple(value.shape):
+        raise UserError(
+            f"The tensor {name!r} has the shape {list(shape)} in {str(path)!r} and {list(value.shape)} in "
+            "this model: set [model] and data.tokenizer as in the run that made it."
+        )
+
+
+def _load_dcp(model: nn.Module, source: TensorSource) -> None:
+    """Copy weights of a DCP checkpoint that has the names of the model, or those of torchtitan's Llama 3."""
+    wanted: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) in first:
+            tied[name] = first[id(value)]
+        else:
+            wanted[name] = value
+            first[id(value)] = name
+    places = _places(list(wanted), source)
+    if places is None:
+        lacking = next(name for name in wanted if name not in source.tensors)
+        some = ", ".join(sorted(source.tensors)[:3]) or "none"
+        raise UserError(
+            f"The checkpoint {str(source.path)!r} has no tensor {lacking!r}, and no other name for it; it has "
+            f"{some}: set [model] as in the run that made it."
+        )
+    for name, other in tied.items():
+        own = _places([name, other], source)
+        if own is not None and not torch.equal(source.box(own[name]), source.box(own[other])):
+            raise UserError(
+                f"The checkpoint {str(source.path)!r} has a {name!r} of its own, which this model ties to {other!r}."
+            )
+    head_size = getattr(getattr(model, "config", None), "head_dim", None)
+    for name, value in wanted.items():
+        _check_shape(name, source.tensors[places[name]].shape, value, source.path)
+        if rotates(name) and not places[name].endswith(name):
+            if head_size is None:
+                raise UserError(f"The model {type(model).__name__} has no head_dim, by which {places[name]!r} is reordered.")
+            whole = {name: halves_from_pairs(source.box(places[name]), int(head_size))}
+            value.copy_(Stored(whole).read(name, value))
+        else:
+            value.copy_(Stored(source).read(places[name], value))
+
+
+def _places(wanted: list[str], source: TensorSource) -> dict[str, str] | None:
+    """Return the stored name of each tensor of the model, or None if some are missing under every prefix."""
+    for prefix in PREFIXES:
+        for names_of in (lambda name: (name,), titan_names):
+            places = {}
+            for name in wanted:
+                found = next((prefix + theirs for theirs in names_of(name) if prefix + theirs in source.tensors), None)
+                if found is None:
+                    break
+                places[name] = found
+            else:
+                return places
+    return None
