@@ -312,7 +312,7 @@ class Config:
     monitor: Monitor = field(default_factory=Monitor)
     """Statistics of casts, gradients and updates during training."""
     parallel: Parallel = field(default_factory=Parallel)
-    """How ranks share the batches and the model."""
+    """The shares of ranks in the batches and the model."""
     run: RunSettings = field(default_factory=RunSettings)
     """The length and the folder of the run, and the intervals of its outputs."""
 

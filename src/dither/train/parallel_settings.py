@@ -13,7 +13,7 @@ VIRTUAL = {"1f1b": 1, "interleaved-1f1b": 2, "zero-bubble": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """How ranks share the batches and the model. By default every rank holds the whole model.
+    """The shares of ranks in the batches and the model. By default every rank holds the whole model.
 
     >>> Parallel(dp_shard=2, tp=2).sizes(8)
     {'pp': 1, 'dp_replicate': 2, 'dp_shard': 2, 'tp': 2}
@@ -34,7 +34,7 @@ class Parallel:
     loss_parallel: bool = True
     """With tp: compute the loss on logits that stay sharded over the vocabulary."""
     gather: Literal["weights", "codes"] = "weights"
-    """With dp_shard: gather weights, or the codes or samples that each rank makes of its shard once per step, in fewer bytes."""
+    """With dp_shard: gather weights, or in fewer bytes the codes or samples that each rank makes of its shard once per step."""
     checkpointing: Literal["none", "full", "selective"] = "none"
     """Activations to recompute in backward: none, those of whole blocks, or all but the results of matrix products."""
 
