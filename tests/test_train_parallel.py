@@ -76,7 +76,7 @@ WATCHED = ("run.sample_every=2", "run.sample_tokens=3", "monitor.every=2", "guar
 
 def settings(folder: Path, out: str, batch: int, *more: str) -> Config:
     small = ["model.preset=wide", "data.sequence=16", "data.micro_batch=1", "run.eval_every=0", "run.sample_every=0"]
-    small += ["run.log_every=1", "run.save_every=2", "run.keep_last=9", "run.eval_sequences=3", "run.device=cpu"]
+    small += ["run.log_every=1", "run.save_every=0", "run.keep_last=9", "run.eval_sequences=3", "run.device=cpu"]
     # With a large eps the update is nearly proportional to the gradient, so that a rounding stays as small as it was.
     small += ["optim.eps=1.0", "optim.lr=0.1", f"data.batch={batch}"]
     return configs.override(Config(), [f'data.sources=["{folder / "text"}"]', f'run.out="{folder / out}"', *small, *more])
@@ -163,12 +163,12 @@ def check_like_one(folder: Path, layout: str, method: str, steps: int) -> None:
 
 # The layouts ----------------------------------------------------------------------------------------------------------
 
-STEPS = 4
+STEPS = 3
 
 THIN = {
-    "FSDP2": ("fp8-block", "adam-mini"),
+    "FSDP2": ("fp8-block",),
     "TP": ("gaussws",),
-    "PP": ("fp4-block", "snip"),
+    "PP": ("snip",),
 }
 """What ordinary tests train; the others are exhaustive."""
 
@@ -239,15 +239,11 @@ def test_every_method_in_every_layout(folder: Path, layout: str) -> None:
 
 
 def test_a_run_resumes_in_another_layout(folder: Path) -> None:
-    """Saved by 4 ranks (FSDP2 x TP) after 2 steps: weights, states and samples are the same for any ranks that resume."""
-    more = [*FP8, "precision.states=dynamic8", "run.steps=3", "run.eval_sequences=1", "data.micro_batch=2"]
+    """Saved by 4 ranks (FSDP2 x TP) after 2 steps, and resumed by 1, by 3, and by a pipeline of 2: the same third step."""
+    more = [*FP8, "precision.states=dynamic8", "run.steps=3", "run.save_every=2", "run.eval_sequences=1"]
+    more += ["data.micro_batch=2"]
     in_ranks(4, folder, ("saved", 12, [*more, "parallel.dp_shard=2", "parallel.tp=2"], False))
-    outs = {
-        "one": (1, []),
-        "two": (2, ["parallel.dp_shard=2"]),
-        "three": (3, ["parallel.dp_shard=3"]),
-        "staged": (2, ["parallel.pp=2"]),
-    }
+    outs = {"one": (1, []), "two": (2, ["parallel.pp=2"]), "three": (3, ["parallel.dp_shard=3"])}
     for out, (world, layout) in outs.items():
         shutil.copytree(folder / "saved", folder / out)
         checkpoint.drop(folder / out / "checkpoints", after=2)
@@ -257,9 +253,8 @@ def test_a_run_resumes_in_another_layout(folder: Path) -> None:
     found = {out: losses(folder / out) for out in outs}
     assert {tuple(each[:2]) for each in found.values()} == {tuple(losses(folder / "saved")[:2])}
     # Only the sums of gradients have another order after it.
-    assert found["two"] == pytest.approx(found["one"], rel=1e-6)
+    assert found["two"] == found["one"]
     assert found["three"] == pytest.approx(found["one"], rel=1e-6)
-    assert found["staged"] == found["one"]
 
 
 # Data -----------------------------------------------------------------------------------------------------------------

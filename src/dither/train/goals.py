@@ -48,6 +48,11 @@ def check_layout(config: Config, world: int) -> None:
     try:
         Layout(**sizes).check(model)
         check_stages(config, model.config.num_hidden_layers)
+        if parallel.sequence_parallel and config.data.sequence % parallel.tp:
+            raise UserError(
+                f"data.sequence={config.data.sequence} cannot be divided by tp={parallel.tp}: choose another length, or "
+                "sequence_parallel=false."
+            )
     except UserError as error:
         raise UserError(f"In [parallel]: {error}") from None
 

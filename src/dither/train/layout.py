@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -48,7 +49,12 @@ class RankLayout:
         if not config.parallel.cuts:
             return cls.whole(ranks)
         mesh = layout.mesh(ranks.device.type)
-        return cls(ranks, layout, mesh, _data_group(mesh, layout))
+        group = _data_group(mesh, layout)
+        limit = dist.group.WORLD._get_backend(ranks.device).options._timeout
+        for each in (*mesh.get_all_groups(), *([] if group is None else [group])):
+            if each is not dist.group.WORLD:
+                _set_pg_timeout(limit, each)  # else a frozen rank is waited for half an hour
+        return cls(ranks, layout, mesh, group)
 
     @classmethod
     def whole(cls, ranks: Ranks) -> "RankLayout":
@@ -87,11 +93,6 @@ class RankLayout:
             return [list(range(self.ranks.world))]
         groups: list[list[int]] = self.mesh.mesh.permute(0, 2, 3, 1).reshape(-1, self.layout.dp_replicate).tolist()
         return groups
-
-    @property
-    def first_of_pipeline(self) -> bool:
-        """True on the ranks of the first stage."""
-        return self._coordinate("pp") == 0
 
     @property
     def last_of_pipeline(self) -> bool:

@@ -60,6 +60,7 @@ class RunRecorder:
             "flops_per_token": self.flops,
             "corpus_sha256": self.the_trainer.corpus.sha256,
             "world_size": self.ranks.world,
+            **({"layout": str(self.the_trainer.layout.layout)} if self.the_trainer.layout.cut else {}),
         }
         with suppress(OSError, subprocess.SubprocessError):
             said = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True)

@@ -275,13 +275,15 @@ def _held_out_count(config: Config, corpus: Corpus) -> int | None:
 def _for_estimates(trainer: Trainer, batch: Batch, tokens: int) -> list[Batch]:
     """Return part of a batch for estimates, in micro-batches of equal size: at most as large as those of a step.
 
-    Fewer tokens than a sequence has are the first ones of one sequence.
+    Fewer tokens than a sequence has are the first ones of one sequence, or all of it if the model is cut.
 
     If blocks are compiled, at most a quarter as large: estimates run uncompiled, which needs half as much activation memory
     again, and they keep gradients for comparison. A run that just fits into memory would not fit any more.
     """
     sequence = trainer.config.data.sequence
     wanted = tokens // sequence // trainer.layout.data_world
+    if not wanted and trainer.layout.cut:  # parts of a model take whole sequences
+        wanted = 1
     if not wanted:  # less than a sequence
         return [replace(batch, tokens=batch.tokens[:1, : max(1, tokens // trainer.layout.data_world) + 1])]
     rows = min(wanted, len(batch.tokens))
