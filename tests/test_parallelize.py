@@ -1,8 +1,9 @@
-"""`dither.parallelize`: any layout of ranks draws the same noise, rounds by the same bits, and reads the same weights as one rank.
+"""`dither.parallelize`: any layout of ranks draws the noise, rounds by the bits and reads the weights of one rank.
 
-One rank computes the reference, part of the batch by part, as the ranks of a data-parallel layout have them. Losses of a rank are
-then compared bit by bit: one random bit that was drawn elsewhere, or one scale of other numbers, would change them. Under tensor
-parallelism products are summed in another order, so weights as products read them are compared, and losses to the error of float32.
+One rank computes the reference, part of the batch by part, as the ranks of a data-parallel layout have them. Losses of a rank
+are then compared bit by bit: one random bit that was drawn elsewhere, or one scale of other numbers, would change them. Under
+tensor parallelism products are summed in another order, so weights are compared as products read them, and losses to the error
+of float32.
 """
 
 import contextlib
@@ -237,6 +238,10 @@ def check_bytes() -> None:
     bf16 = _gathered_bytes(sent_bytes(None)) - 2 * fixed
     assert bf16 == 2 * passes * layers // 2
     block = LayerPrecision.of("e4m3 tile(128)", "e4m3 block(128)", "e4m3 tile(128)")
+    model = Llama(config())
+    dither.convert(model, Plan(default=block))
+    dither.parallelize(model, Layout(dp_shard=2).mesh("cpu"), gather="codes")
+    assert set(gathered(model).values()) == {"codes"}
     fp8 = _gathered_bytes(sent_bytes(Plan(default=block), gather="codes")) - 4 * fixed
     assert fp8 <= 0.55 * bf16, (fp8, bf16)
     block = LayerPrecision.of("e2m1 tile(128)", "e2m1 block(128)", "e2m1 tile(128)")
@@ -310,14 +315,14 @@ def check_errors() -> None:
         Layout(dp_shard=3).mesh("cpu")
     with pytest.raises(UserError, match="3 attention heads cannot be divided by tp=2"):
         dither.parallelize(Llama(config(num_attention_heads=3, hidden_size=96)), mesh)
-    with pytest.raises(UserError, match="'model.layers.0.mlp.gate_proj' has 33 outputs, which tp=2 cannot divide"):
+    with pytest.raises(UserError, match=r"'model\.layers\.0\.mlp\.gate_proj' has 33 outputs, which tp=2 cannot divide"):
         dither.parallelize(Llama(config(intermediate_size=33)), mesh)
     model = Llama(config())
     dither.convert(model, dither.recipe("fp8-block"))
     with pytest.raises(UserError, match="shards must be multiples of 128, so that none splits a scale group"):
         dither.parallelize(model, mesh)
     assert not any(isinstance(p, DTensor) for p in model.parameters())
-    with pytest.raises(UserError, match="Tensor parallelism knows the models of dither.models"):
+    with pytest.raises(UserError, match="Tensor parallelism knows the models of dither"):
         dither.parallelize(nn.Sequential(nn.Linear(4, 4)), mesh)
     model = dither.parallelize(Llama(config()), mesh)
     with pytest.raises(UserError, match="Sequences of 7 tokens cannot be divided by tp=2"):
