@@ -4,7 +4,7 @@ FSDP2 asks a `CodedShard` for what to gather (`fsdp_pre_all_gather`) and hands b
 which becomes a `CodedWeight`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,52 +16,55 @@ from dither.formats import Format
 from dither.nn import functional
 from dither.nn.coded_weight import CodedWeight
 from dither.nn.tensor_parallel import local
-from dither.nn.weight_gather import Job, WeightGather, rows_per_row
+from dither.nn.weight_gather import Job, WeightGather, plain, rows_per_row
 from dither.reference import packing
 
-_KEPT: set[Callable[..., Any]] = {
-    Tensor.detach,
-    Tensor.new_zeros,
-    Tensor.new_empty,
-    Tensor.narrow,
-    Tensor.view,
-    Tensor.view_as,
-    Tensor.chunk,
-    Tensor.contiguous,
-    torch.chunk,
-    torch.narrow,
-    torch.detach,
+_KEPT = {
+    torch.ops.aten.detach.default,
+    torch.ops.aten.new_zeros.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.split.Tensor,
 }
-"""Functions that return a CodedShard of one, since FSDP2 makes its shards by them."""
+"""Operations that return a CodedShard of one, since FSDP2 makes its shards by them."""
 
 
 class CodedShard(Tensor):
-    """Rows of a weight, with the extension of FSDP2 that gathers codes in their place. Otherwise it is a plain tensor."""
+    """Rows of a weight, with the extension of FSDP2 that gathers codes in their place. Otherwise it is a plain tensor.
+
+    Views of it are plain tensors, so `DTensor.to_local()` returns one. Only the first view of a `sticky` one is a CodedShard,
+    as `DTensor.from_local` makes it.
+    """
 
     source: WeightGather
+    sticky: bool
 
     @staticmethod
-    def of(x: Tensor, gather: WeightGather) -> "CodedShard":
+    def of(x: Tensor, source: WeightGather, *, sticky: bool = False) -> "CodedShard":
         """Return `x` with this extension."""
         shard = x.as_subclass(CodedShard)
-        shard.source = gather
+        shard.source, shard.sticky = source, sticky
         return shard
 
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function on plain tensors; results that FSDP2 needs to be of this class are."""
-        with torch._C.DisableTorchFunctionSubclass():
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Call an operation on plain tensors; results that FSDP2 needs to be of this class are."""
+        with torch._C._DisableTorchDispatch():
             result = func(*args, **(kwargs or {}))
-        if func not in _KEPT or not isinstance(args[0], CodedShard):
+            shard = args[0] if args else None
+            if not isinstance(shard, CodedShard):
+                return result
+            if func in _KEPT or (shard.sticky and func is torch.ops.aten.view.default):
+                if isinstance(result, Tensor):
+                    return cls.of(result, shard.source)
+                return [cls.of(part, shard.source) for part in result]
             return result
-        gather = args[0].source
-        if isinstance(result, Tensor):
-            return cls.of(result, gather)
-        return type(result)(cls.of(part, gather) for part in result)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the tensor without the extension."""
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
         """Return what FSDP2 gathers. The signature is the one that leaves sizes to the extension."""

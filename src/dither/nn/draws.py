@@ -48,6 +48,7 @@ PLACES = "dither_places"
 class Step(Protocol):
     """A training step, as its layers see it."""
 
+    step: int
     given: bool
     """True if rows are set by `.row(...)`, and not counted."""
     rank: int
@@ -84,6 +85,8 @@ class Draws:
         """Forward passes in training outside of training steps."""
         self.root: weakref.ref[nn.Module] | None = None
         """The converted model that the layer is part of, or None."""
+        self.ranks: tuple[int, int] | None = None
+        """(rank, number of ranks) that see different tokens, if `dither.parallelize` has set them."""
         self._rank: tuple[int, int] | None = None
         _draws[self.number] = self
 
@@ -261,6 +264,10 @@ def batch_rank(model: nn.Module | None, group: "ProcessGroup | None" = None) -> 
     rank, world = distributed.get_rank(group), distributed.get_world_size(group)
     if group is not None or world == 1 or model is None:
         return rank, world
+    known = (getattr(getattr(module, "draws", None), "ranks", None) for module in model.modules())
+    told: tuple[int, int] | None = next(filter(None, known), None)
+    if told is not None:
+        return told
     ranks = next(_shared_by(model, False), None)
     if ranks is None:
         return rank, world

@@ -40,6 +40,8 @@ class StatefulLayer(LeveledLayer):
     _seen_version: int | None
     fully_sharded: bool = False
     """True inside a step_context if FSDP2 shards the weight, and gathers it in forward."""
+    amax_group: torch.distributed.ProcessGroup | None = None
+    """Ranks that share the histories of delayed scaling, if `dither.parallelize` has set them."""
     gather: WeightGather | None = None
     """How FSDP2 gathers codes in place of the weight; None if it gathers the weight, or if there is no FSDP2."""
     settings_version: int
@@ -230,7 +232,7 @@ class StatefulLayer(LeveledLayer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, without that of an active step_context."""
-        state = dict(self.__dict__) | {"gather": None}
+        state = dict(self.__dict__) | {"gather": None, "amax_group": None}
         del state["draws"], state["draw_handle"]
         return state | {"step_state": StepState()}
 

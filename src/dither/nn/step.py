@@ -97,7 +97,8 @@ class StepContext:
     def finish(self) -> None:
         """Append the magnitudes of the step to the histories of delayed scaling; raise if weights or bitwidths are invalid."""
         self._look()
-        histories.push(self._layers, self.group)
+        told = next((layer.amax_group for layer in self._layers if layer.amax_group is not None), None)
+        histories.push(self._layers, told or self.group)
 
     def release(self) -> None:
         """Remove all state of the step from the layers."""

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from dither.nn.linear import Linear
 
 
+def plain(x: Tensor) -> Tensor:
+    """Return a tensor in the same memory, without what its class adds."""
+    with torch._C._DisableTorchDispatch():
+        return x.view_as(x)
+
+
 class Sent(NamedTuple):
     """One tensor of what a rank sends: rows of values, of groups, or of packed codes."""
 
@@ -91,7 +97,7 @@ class WeightGather:
 
     def part(self) -> Tensor:
         """Return this rank's rows of the weight, in the dtype that would be gathered."""
-        part = local(self.layer.weight.detach()).as_subclass(Tensor)
+        part = plain(local(self.layer.weight.detach()))
         return part if self.dtype is None else part.to(self.dtype)
 
     def part_version(self) -> int:

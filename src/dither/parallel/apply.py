@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import parallelize_module
@@ -23,8 +23,10 @@ from dither.nn.tensor_parallel import local
 from dither.nn.weight_gather import WeightGather
 from dither.parallel.checks import check_model
 from dither.parallel.layout import Layout
+from dither.parallel.reduction import REDUCTIONS, BFloat16ReduceScatter
 from dither.parallel.roles import is_transformers, roles
 from dither.parallel.styles import Style
+from dither.random import Stream
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -55,6 +57,8 @@ def parallelize(
     checkpointing: Literal["none", "full", "selective"] = "none",
     reshard_after_forward: bool = True,
     gather: Literal["weights", "codes"] = "weights",
+    reduce: Literal["fp32", "bf16", "bf16-sr"] = "fp32",
+    seed: int = 0,
     mp_policy: MixedPrecisionPolicy | None = None,
 ) -> Model:
     """Shard `model` in place over a mesh, and return it.
@@ -75,6 +79,9 @@ def parallelize(
         gather: "weights" gathers weights as they are and casts them on every rank. "codes" casts or samples each shard once per
             step and gathers the result: the same numbers, in 1 byte per weight for FP8, half a byte for FP4, and 2 for samples
             in bfloat16. Layers for which that is not possible gather weights; see `gathered`.
+        reduce: The dtype in which gradients are exchanged: "fp32" sends them in FSDP2's own dtype; "bf16" rounds them to
+            bfloat16 and "bf16-sr" does so stochastically, and both sum in float32.
+        seed: Seed of the random bits of "bf16-sr".
         mp_policy: The mixed precision of FSDP2; None computes in the parameters' dtype or that of autocast.
 
         mesh = dither.parallel.Layout(dp_shard=4, tp=2).mesh("cuda")
@@ -87,19 +94,52 @@ def parallelize(
         raise UserError(f"checkpointing is one of {', '.join(map(repr, CHECKPOINTING))}, not {checkpointing!r}.")
     if gather not in GATHERS:
         raise UserError(f"gather is one of {', '.join(map(repr, GATHERS))}, not {gather!r}.")
+    if reduce not in REDUCTIONS:
+        raise UserError(f"reduce is one of {', '.join(map(repr, REDUCTIONS))}, not {reduce!r}.")
     layout = Layout.of(mesh)
     check_model(model, tp=layout.tp)
     if layout.tp > 1:
         shard_features(model, mesh["tp"], sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     if checkpointing != "none":
         recompute_blocks(model, checkpointing)
+    tell_ranks(model, mesh, layout)
     if layout.batch_parts > 1:
         options: dict[str, Any] = {} if mp_policy is None else {"mp_policy": mp_policy}
         batch_mesh = _batch_mesh(mesh, layout)
         if gather == "codes":
             gather_codes(model, batch_mesh, None if mp_policy is None else mp_policy.param_dtype)
         shard_weights(model, batch_mesh, reshard_after_forward=reshard_after_forward, **options)
+        if reduce != "fp32":
+            exchange_bfloat16(model, seed if reduce == "bf16-sr" else None)
     return model
+
+
+def tell_ranks(model: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
+    """Tell converted layers which part of a batch this rank has, and which ranks share its histories of delayed scaling."""
+    coordinate = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
+    rank = coordinate.get("dp_replicate", 0) * layout.dp_shard + coordinate.get("dp_shard", 0)
+    layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
+    group = None
+    if any(layer.delayed_operands for layer in layers) and layout.batch_parts > 1:
+        batch_mesh = _batch_mesh(mesh, layout)
+        group = (batch_mesh if batch_mesh.ndim == 1 else batch_mesh._flatten("dp")).get_group()
+    for layer in layers:
+        layer.draws.ranks = (rank, layout.batch_parts)
+        layer.amax_group = group
+
+
+def exchange_bfloat16(model: nn.Module, seed: int | None) -> None:
+    """Let FSDP2 exchange gradients in bfloat16, rounded stochastically if a seed is given."""
+    steps = [layer.draws for layer in model.modules() if isinstance(layer, Linear)]
+
+    def step() -> int:
+        return next((int(draws.step.step) for draws in steps if draws.step is not None), 0)
+
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            stream = None if seed is None else Stream(seed, "gradient exchange", name)
+            module.set_custom_reduce_scatter(BFloat16ReduceScatter(stream, step))
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def gather_codes(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
@@ -120,7 +160,7 @@ def gather_codes(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) 
         if gather.problem():
             continue
         layer.gather = gather
-        coded: Tensor = CodedShard.of(part, gather)
+        coded: Tensor = CodedShard.of(part, gather, sticky=isinstance(weight, DTensor))
         if isinstance(weight, DTensor):
             coded = sharded_like(coded, weight)
         layer.weight = nn.Parameter(coded, requires_grad=weight.requires_grad)

@@ -4,6 +4,7 @@ Between modules, activations are plain tensors: whole on every rank, or a part o
 heads and features of a rank inside attention and feed-forward. Hooks turn them into DTensors where a module needs them.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -41,8 +42,7 @@ class Style(ParallelStyle):
                 distribute_tensor(parameter.detach(), device_mesh, [placement], src_data_rank=None),
                 requires_grad=parameter.requires_grad,
             )
-            if isinstance(placement, Replicate) and kind in ("norm", "head_norm"):
-                sharded.register_hook(_all_reduced)  # type: ignore[no-untyped-call]
+            sharded.register_hook(functools.partial(_placed_like, placement))  # type: ignore[no-untyped-call]
             module.register_parameter(name, sharded)
             resting = getattr(module, "resting_bitwidths", {})
             if resting.get(name) is parameter:
@@ -152,8 +152,8 @@ def _after(turn: Callable[[DTensor], Tensor]) -> Hook:
     return hook
 
 
-def _all_reduced(grad: Tensor) -> Tensor:
-    """Return the gradient of a replicated parameter, summed over the ranks that each have a part of it."""
-    if not isinstance(grad, DTensor) or all(placement.is_replicate() for placement in grad.placements):
+def _placed_like(placement: Placement, grad: Tensor) -> Tensor:
+    """Return the gradient of a parameter in the layout of the parameter, summed if each rank has a summand."""
+    if not isinstance(grad, DTensor) or grad.placements == (placement,):
         return grad
-    return grad.redistribute(grad.device_mesh, [Replicate()] * grad.device_mesh.ndim)
+    return grad.redistribute(grad.device_mesh, [placement])
