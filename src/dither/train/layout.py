@@ -144,6 +144,8 @@ class RankLayout:
                 loss_parallel=settings.loss_parallel,
                 checkpointing=settings.checkpointing,
                 gather=settings.gather,
+                reduce=settings.reduce,
+                seed=config.run.seed,
             )
             for module in part.modules():
                 if isinstance(module, FSDPModule):
@@ -182,7 +184,8 @@ class RankLayout:
 
 
 def check_mode(config: Config) -> None:
-    """Raise if a mode cannot train a sharded model."""
+    """Raise if a mode, or what else a config asks for, cannot train a sharded model."""
+    check_gather(config)
     precision = config.precision
     mode = MODES[precision.mode]
     if mode.plan.loss_scaling:
@@ -198,6 +201,19 @@ def check_mode(config: Config) -> None:
             f"{str(mode.parameters).removeprefix('torch.')} parameters, and a model that is sharded by [parallel] has those of "
             "its parameters: use the mode o1, fp32, bf16-rn, bf16-sr or bf16-kahan with its own gradients."
         )
+
+
+def check_gather(config: Config) -> None:
+    """Raise if codes are gathered in place of weights, and something else reads weights or changes their casts."""
+    if config.parallel.gather == "weights":
+        return
+    readers = {
+        "snip.target": config.snip.target is not None,
+        "monitor.every": bool(config.monitor.every),
+        "precision.schedule": len(config.precision.entries) > 1,
+    }
+    if reader := next((name for name, used in readers.items() if used), None):
+        raise UserError(f"parallel.gather='codes' leaves no whole weights, which {reader} needs: use gather='weights'.")
 
 
 def check_stages(config: Config, layers: int) -> None:

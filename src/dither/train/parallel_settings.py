@@ -35,6 +35,8 @@ class Parallel:
     """With tp: compute the loss on logits that stay sharded over the vocabulary."""
     gather: Literal["weights", "codes"] = "weights"
     """With dp_shard: gather weights, or in fewer bytes the codes or samples that each rank makes of its shard once per step."""
+    reduce: Literal["fp32", "bf16", "bf16-sr"] = "fp32"
+    """With dp_shard: exchange gradients in float32, or in bfloat16 rounded to nearest or stochastically; sums are float32."""
     checkpointing: Literal["none", "full", "selective"] = "none"
     """Activations to recompute in backward: none, those of whole blocks, or all but the results of matrix products."""
 
@@ -42,6 +44,11 @@ class Parallel:
         check_types("parallel", self)
         for name in ("dp_replicate", "dp_shard", "tp", "pp"):
             check_at_least(f"parallel.{name}", getattr(self, name), 1)
+        if self.dp_shard == 1 and (self.gather, self.reduce) != ("weights", "fp32"):
+            raise UserError(
+                f"parallel.gather={self.gather!r} and parallel.reduce={self.reduce!r} are exchanges of FSDP2: set "
+                "parallel.dp_shard as well."
+            )
         if self.pp == 1 and self.schedule != "1f1b":
             raise UserError(f"parallel.schedule={self.schedule!r} is the order of a pipeline: set parallel.pp as well.")
 
