@@ -2,7 +2,8 @@
 
 Sums over ranks are exact where they have the order of one process: two ranks that each have one micro-batch add two gradients,
 and the stages of a pipeline accumulate micro-batches in order. Tensor parallelism adds partial products in another order. Its
-losses are held to the spread of one process whose initial weights are perturbed by the rounding error of float32.
+losses are held to the spread of one process whose initial weights are perturbed by one unit in the last place of the dtype that
+ranks add in.
 """
 
 import contextlib
@@ -121,7 +122,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def alone(folder: Path, out: str, batch: int, *more: str, perturbed: int = 0) -> list[float]:
+UNITS = {"bf16-sr": 2.0**-8}
+"""The relative size of perturbations by method, if it is not that of float32."""
+
+
+def alone(folder: Path, out: str, batch: int, *more: str, perturbed: int = 0, unit: float = 2.0**-23) -> list[float]:
     """Train in this process, unless that was done; return the losses. `perturbed` is the seed of a perturbation, or 0."""
     original, threads = trainers._model, torch.get_num_threads()
 
@@ -129,7 +134,7 @@ def alone(folder: Path, out: str, batch: int, *more: str, perturbed: int = 0) ->
         model, generator = original(*arguments), torch.Generator().manual_seed(perturbed)
         for parameter in model.parameters():
             sign = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
-            parameter.data.mul_(1 + sign * 2.0**-23)
+            parameter.data.mul_(1 + sign * unit)
         return model
 
     if not (folder / out / "metrics.jsonl").exists():
@@ -153,7 +158,8 @@ def check_like_one(folder: Path, layout: str, method: str, steps: int) -> None:
         return
     spread = [0.0] * steps
     for seed in (1, 2):
-        other = alone(folder, f"one {method} {batch} {steps} perturbed {seed}", batch, *more, perturbed=seed)
+        out, unit = f"one {method} {batch} {steps} perturbed {seed}", UNITS.get(method, 2.0**-23)
+        other = alone(folder, out, batch, *more, perturbed=seed, unit=unit)
         spread = [max(before, abs(a - b)) for before, a, b in zip(spread, one, other, strict=True)]
     # The spread grows with the steps, and two perturbations may come out small by chance at one of them.
     bounds = [8 * max(spread[: step + 1]) + 1e-6 * one[step] for step in range(steps)]
