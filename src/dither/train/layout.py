@@ -50,6 +50,7 @@ class RankLayout:
             return cls.whole(ranks)
         mesh = layout.mesh(ranks.device.type)
         group = _data_group(mesh, layout)
+        assert dist.group.WORLD is not None
         limit = dist.group.WORLD._get_backend(ranks.device).options._timeout
         for each in (*mesh.get_all_groups(), *([] if group is None else [group])):
             if each is not dist.group.WORLD:
