@@ -244,10 +244,11 @@ def recompute(trainer: Trainer) -> None:
         again = [int(text) for text in ranks.gather(str(_computed(trainer)))]
         unsteady = [rank for rank, pair in enumerate(zip(found, again, strict=True)) if pair[0] != pair[1]]
         said = f"{name_ranks(unsteady)} computed other bits in two passes over" if unsteady else f"{_culprits(found)} in"
-    raise DisagreementError(
+    failed = DisagreementError(
         f"Before step {trainer.done + 1} a check of the hardware failed: {said} the same micro-batch with the same weights. "
         "Take the device out of service, and resume with --resume from a checkpoint that you trust."
     )
+    raise everywhere(failed)
 
 
 def _recompute_parts(trainer: Trainer) -> None:
