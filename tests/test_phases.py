@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dither.data import Tokenizer
-from dither.train import Status, checkpoint, evaluating, passes, train, waiting
+from dither.train import Status, checkpoint, corpora, evaluating, passes, train, waiting
 from dither.train import config as configs
 from dither.train import trainer as trainers
 from dither.train.checkpoint import Saver
