@@ -32,6 +32,7 @@ from dither.train import Config, Parallel, Status, checkpoint, train
 from dither.train import config as configs
 from dither.train import trainer as trainers
 from dither.train.distributed import TIMEOUT, Ranks
+from dither.train.goals import check_layout
 from dither.train.layout import RankLayout
 from dither.train.pipeline import blocks_per_stage
 
@@ -393,3 +394,14 @@ def test_nproc_refuses_before_any_rank_starts(folder: Path) -> None:
     assert said.getvalue().startswith(
         "dither: error: parallel.tp=4 needs a multiple of 4 ranks, and there are 2: start as many"
     )
+
+
+def test_exchanges_that_do_not_fit() -> None:
+    with pytest.raises(UserError, match=r"parallel.reduce='bf16' are exchanges of FSDP2: set parallel.dp_shard"):
+        Parallel(reduce="bf16")
+    coded = configs.override(Config(), ["parallel.dp_shard=2", "parallel.gather=codes", "monitor.every=5"])
+    with pytest.raises(UserError, match=r"gather='codes' leaves no whole weights, which monitor.every needs"):
+        check_layout(coded, 2)
+    odd = configs.override(Config(), ["parallel.tp=2", "data.sequence=15", "precision.mode=fp32"])
+    with pytest.raises(UserError, match=r"In \[parallel\]: data.sequence=15 cannot be divided by tp=2"):
+        check_layout(odd, 2)
