@@ -151,7 +151,7 @@ def check_like_one(folder: Path, layout: str, method: str, steps: int) -> None:
     batch = LAYOUTS[layout][1]
     more = [*METHODS[method], f"run.steps={steps}"]
     one = alone(folder, f"one {method} {batch} {steps}", batch, *more)
-    found = losses(folder / f"{layout} {method}")
+    found = losses(folder / f"{layout} {method} {steps}")
     assert len(found) == steps
     assert one[-1] < one[0]
     if layout in EXACT:
@@ -184,7 +184,7 @@ THIN = {
 def thin(folder: Path) -> Path:
     """All runs of two ranks; one of them with all that a run does besides its steps."""
     runs = [
-        (f"{layout} {method}", LAYOUTS[layout][1], [*METHODS[method], *LAYOUTS[layout][2], f"run.steps={STEPS}"], False)
+        (f"{layout} {method} {STEPS}", LAYOUTS[layout][1], [*METHODS[method], *LAYOUTS[layout][2], f"run.steps={STEPS}"], False)
         for layout, methods in THIN.items()
         for method in methods
     ]
@@ -237,7 +237,7 @@ def test_every_method_in_every_layout(folder: Path, layout: str) -> None:
     world, batch, more = LAYOUTS[layout]
     # SNIP refuses tensor parallelism together with FSDP2; see test_exchanges_that_do_not_fit.
     methods = [method for method in METHODS if method != "snip" or world == 2]
-    runs = [(f"{layout} {method}", batch, [*METHODS[method], *more, "run.steps=20"], False) for method in methods]
+    runs = [(f"{layout} {method} 20", batch, [*METHODS[method], *more, "run.steps=20"], False) for method in methods]
     in_ranks(world, folder, *runs)
     for method in methods:
         check_like_one(folder, layout, method, 20)
