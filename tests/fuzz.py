@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import io
 import json
+import pickle
 import random
 import re
 import shutil
@@ -40,9 +41,11 @@ from dither.precision.expressions import parse
 from dither.recipes import RECIPES, recipe
 from dither.report import run_folder
 from dither.safe_files import Refused, from_json
-from dither.storage import tensorfile
+from dither.storage import index, inert_pickle, tensorfile
+from dither.storage.dcp import ALLOWED
+from dither.storage.manifest import read as manifest_reader
 from dither.storage.manifest import to_bytes as manifest_bytes
-from dither.train import checkpoint
+from dither.train import checkpoint, sharded
 from dither.train import config as configs
 from dither.train.config import Config
 from dither.train.guard import Status
@@ -112,6 +115,15 @@ def readers(folder: Path) -> dict[str, Reader]:
         manifest.write_bytes(manifest_bytes(value.get("step"), value["files"]) if whole else data)
         checkpoint.verify(point)
 
+    shards = sharded.save(folder / "shards", 1, tensors={"w": torch.ones(2), "b": torch.zeros(2, 3)}, plain={})
+    listing = manifest_reader(shards)
+
+    def shard_index(data: bytes) -> None:
+        tensors: dict[str, index.SavedTensor] = {}
+        index.add(from_json(data), "rank-00000", listing, tensors, {})
+        for name, tensor in tensors.items():
+            index.check_cover(name, tensor)
+
     def tokenizer(data: bytes) -> None:
         Tokenizer(data.decode(errors="replace")).encode("the quick aaaaaaaaaaaaaaaaaaaa!")
 
@@ -134,6 +146,7 @@ def readers(folder: Path) -> dict[str, Reader]:
     def expression(text: str) -> None:
         parse(text).matches("model.layers.0.self_attn.q_proj")
 
+    pickles = [pickle.dumps({"a": [torch.Size((2, 3)), (1, 2.5, None)]}, protocol) for protocol in (2, 4)]
     plans = [recipe(name).to_json().encode() for name in sorted(RECIPES)]
     names = b"model.layers.0.mlp.up_proj"
     full = configs.dumps(Config()).encode().split(b"\n\n")
@@ -144,8 +157,10 @@ def readers(folder: Path) -> dict[str, Reader]:
         "plans": Reader(_decoded(Plan.from_json), plans, 0.15),
         "casts": Reader(_decoded(Cast.parse), [b"e4m3 tile(128) fp32 nearest", b"mxfp4", b"e5m2 delayed(16,0,max)"], 0.1),
         "patterns": Reader(_decoded(expression), [rb"(.*\.)?(q|k|v)_proj", rb"(?!lm)[^a-c]\w+?{2,3}|\bx$", names], 0.01),
-        "JSON": Reader(lambda data: from_json(data), [*plans[:2], lines[:14]], 0.22, (Refused,)),
-        "headers": Reader(lambda data: tensorfile.header(io.BytesIO(data), len(data)), [tensors], 0.22, (Refused,)),
+        "JSON": Reader(lambda data: from_json(data), [*plans[:2], lines[:14]], 0.2, (Refused,)),
+        "headers": Reader(lambda data: tensorfile.header(io.BytesIO(data), len(data)), [tensors], 0.2, (Refused,)),
+        "indexes of shards": Reader(shard_index, [(shards / "rank-00000.json").read_bytes()], 0.02, (Refused,)),
+        "pickles": Reader(lambda data: inert_pickle.loads(data, ALLOWED), pickles, 0.02, (Refused,)),
         "JSON lines": Reader(json_lines, [lines], 0.14, (UserError, texts._NotTextError)),
         "text": Reader(plain_text, [b"one\n<|endoftext|>\ntwo\r\n\xef\xbb\xbfthree"], 0.147, (UserError, texts._NotTextError)),
         "metrics": Reader(metrics, [run], 0.001),

@@ -8,6 +8,7 @@ import io
 import math
 import os
 import re
+import struct
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -66,6 +67,13 @@ TENSOR_ALLOWED = {
     *_DTYPES,
 }
 """The names in the header of a plain tensor."""
+
+
+BAD_ARCHIVE = (
+    *(zipfile.BadZipFile, NotImplementedError, OSError, EOFError),
+    *(ValueError, RuntimeError, OverflowError, KeyError, struct.error),
+)
+"""The errors of zipfile for archives that are damaged, encrypted or forged."""
 
 
 class DcpTensors(TensorSource):
@@ -186,7 +194,7 @@ def saved_tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Ten
             if f"data/{key}" not in names:
                 raise Refused("its archive has no data")
             raw = archive.read(names[f"data/{key}"])  # compared with its CRC-32
-    except (zipfile.BadZipFile, NotImplementedError, OSError, EOFError) as error:
+    except BAD_ARCHIVE as error:
         raise Refused(f"its archive cannot be read ({error!s:.120})") from None
     if dtype == torch.bool and any(byte > 1 for byte in raw):
         raise Refused("its booleans are neither 0 nor 1")

@@ -154,7 +154,7 @@ def read(path: Path, manifest: Manifest) -> tuple[dict[str, SavedTensor], dict[s
         if len(data) != entry["bytes"] or hashlib.sha256(data).hexdigest() != entry["sha256"]:
             raise Refused(f"{name}: its SHA-256 is not the manifest's: it was changed or truncated since it was saved")
         try:
-            _add(safe_files.from_json(data), name.removesuffix(".json"), manifest, tensors, hashes)
+            add(safe_files.from_json(data), name.removesuffix(".json"), manifest, tensors, hashes)
         except Refused as error:
             raise Refused(f"{name}: {error}") from None
     named = {name for name in manifest.files if name.endswith(".safetensors")}
@@ -169,8 +169,8 @@ def read(path: Path, manifest: Manifest) -> tuple[dict[str, SavedTensor], dict[s
     return tensors, hashes
 
 
-def _add(body: Any, rank: str, manifest: Manifest, tensors: dict[str, SavedTensor], hashes: dict[str, list[str]]) -> None:
-    """Add the index of one rank; raise Refused for anything that cannot be."""
+def add(body: Any, rank: str, manifest: Manifest, tensors: dict[str, SavedTensor], hashes: dict[str, list[str]]) -> None:
+    """Add the index of one rank to the tensors and hashes of all; raise Refused for anything that cannot be."""
     if not isinstance(body, dict) or set(body) != {"format", "version", "chunk", "files", "tensors"}:
         raise Refused("it is not an index of shards")
     if (body["format"], body["version"], body["chunk"]) != (FORMAT, VERSION, CHUNK):

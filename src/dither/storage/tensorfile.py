@@ -56,7 +56,7 @@ def check_tensors(tensors: Mapping[str, Tensor]) -> None:
         if not isinstance(tensor, Tensor):
             raise UserError(f"{name!r} is a {type(tensor).__name__}, not a tensor: plain values go into `plain`.")
         if isinstance(tensor, DTensor):
-            raise UserError(f"The tensor {name!r} is spread over processes: save its full_tensor().")
+            raise UserError(f"The tensor {name!r} is sharded: save it with dither.train.sharded, or its full_tensor().")
         if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in NAMES:
             kind = "a meta tensor" if tensor.is_meta else f"{tensor.layout} of {tensor.dtype}"
             raise UserError(f"The tensor {name!r} is {kind}; kept are dense tensors of {', '.join(map(str, NAMES))}.")

@@ -121,7 +121,8 @@ def pack_sharded(
     """
     tensors, plain = pack(model, optimizer, step=step, plan=plan, scaler=scaler, others=others)
     own = {key: plain[key] for key in ("same", "layers", "optimizer")}
-    digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).digest()
+    held = sorted(name for name in tensors if name.startswith("model:"))
+    digest = hashlib.sha256(json.dumps([held, own], sort_keys=True).encode()).digest()
     digests = ranks.gather(digest, group)
     first = not dist.is_initialized() or dist.get_rank(group) == 0
     if not first:
@@ -204,7 +205,9 @@ def unpack(
     stored = Stored(tensors)
     step = _check_keys(plain)
     _check_layers(model, plain["layers"], stage)
-    sources = _check_weights(model, _widened(model, optimizer, stored), stored, plain["same"], stage)
+    saved = plain["optimizer"]
+    widened = _widened(model, optimizer, saved.get("groups") if isinstance(saved, dict) else None, stored)
+    sources = _check_weights(model, widened, stored, plain["same"], stage)
     resting = {f"resting:{name}:{key}": (layer, key) for name, layer, key in _resting(model)}
     for name in (name for name in stored.names if name.startswith("resting:")):
         if name not in resting and (place := _resting_place(model, name, stage)) is not None:
@@ -343,12 +346,17 @@ def _check_weights(model: nn.Module, widened: Mapping[str, str], stored: Stored,
     return theirs
 
 
-def _widened(model: nn.Module, optimizer: torch.optim.Optimizer, stored: Stored) -> dict[str, str]:
+def _widened(model: nn.Module, optimizer: torch.optim.Optimizer, groups: Any, stored: Stored) -> dict[str, str]:
     """Return the float32 masters of norms that earlier versions of O2 saved in 16 bits: {name in the model: stored name}."""
     wide, found = wide_parameters(model, all_norms=True), {}
-    indices = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    order = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    masters = {name: f"optimizer:{order.get(id(p))}:master" for name, p in model.named_parameters()}
+    for group in groups if isinstance(groups, list) else ():
+        names, indices = (group.get(key) if isinstance(group, dict) else None for key in ("param_names", "params"))
+        if isinstance(names, list) and isinstance(indices, list):
+            masters |= {str(name): f"optimizer:{index}:master" for name, index in zip(names, indices, strict=False)}
     for name, parameter in model.named_parameters():
-        saved, master = f"model:{name}", f"optimizer:{indices.get(id(parameter))}:master"
+        saved, master = f"model:{name}", masters[name]
         if id(parameter) in wide and saved in stored and master in stored:
             kinds = [stored.described(each)[0] for each in (saved, master)]
             if kinds[1] == parameter.dtype != kinds[0]:

@@ -72,7 +72,7 @@ class StoredState(Mapping[str, Any]):
             return self.numbers[key]
         _, shape = self.stored.described(self.tensors[key])
         own = self.parameter.shape
-        follows = shape == own or (key.endswith("_scale") and len(own) > 0 and shape[:-1] == own[:-1])
+        follows = (shape == own and key != "step") or (key.endswith("_scale") and len(own) > 0 and shape[:-1] == own[:-1])
         return self.stored.read(self.tensors[key], self.parameter if follows else None)
 
     def __iter__(self) -> Iterator[str]:

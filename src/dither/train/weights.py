@@ -77,17 +77,16 @@ def _load_dcp(model: nn.Module, source: TensorSource) -> None:
         else:
             wanted[name] = value
             first[id(value)] = name
-    places = _places(list(wanted), source)
-    if places is None:
-        lacking = next(name for name in wanted if name not in source.tensors)
+    places, lacking = _places(list(wanted), source)
+    if lacking:
         some = ", ".join(sorted(source.tensors)[:3]) or "none"
         raise UserError(
             f"The checkpoint {str(source.path)!r} has no tensor {lacking!r}, and no other name for it; it has "
             f"{some}: set [model] as in the run that made it."
         )
     for name, other in tied.items():
-        own = _places([name, other], source)
-        if own is not None and not torch.equal(source.box(own[name]), source.box(own[other])):
+        own, missing = _places([name, other], source)
+        if not missing and not torch.equal(source.box(own[name]), source.box(own[other])):
             raise UserError(
                 f"The checkpoint {str(source.path)!r} has a {name!r} of its own, which this model ties to {other!r}."
             )
@@ -103,16 +102,18 @@ def _load_dcp(model: nn.Module, source: TensorSource) -> None:
             value.copy_(Stored(source).read(places[name], value))
 
 
-def _places(wanted: list[str], source: TensorSource) -> dict[str, str] | None:
-    """Return the stored name of each tensor of the model, or None if some are missing under every prefix."""
+def _places(wanted: list[str], source: TensorSource) -> tuple[dict[str, str], str]:
+    """Return the stored name of each tensor of the model, and the first tensor that has none, or "".
+
+    The names are those of the model or of torchtitan, with the prefix under which most of them are found.
+    """
+    best: dict[str, str] = {}
     for prefix in PREFIXES:
         for names_of in (lambda name: (name,), titan_names):
-            places = {}
+            found = {}
             for name in wanted:
-                found = next((prefix + theirs for theirs in names_of(name) if prefix + theirs in source.tensors), None)
-                if found is None:
-                    break
-                places[name] = found
-            else:
-                return places
-    return None
+                theirs = [prefix + each for each in names_of(name) if prefix + each in source.tensors]
+                if theirs:
+                    found[name] = theirs[0]
+            best = found if len(found) > len(best) else best
+    return best, next((name for name in wanted if name not in best), "")
