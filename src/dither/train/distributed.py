@@ -99,14 +99,14 @@ class Ranks:
     def explained(self, error: BaseException, step: int) -> BaseException:
         """Return a LostRankError that names the lost rank if `error` says that there is one, else `error` itself.
 
-        The other ranks learn of any other error of this rank.
+        The other ranks learn of any other error of this rank, unless they raise the same.
 
         >>> error = RuntimeError("[gloo/transport/tcp/pair.cc:544] Connection closed by peer [127.0.0.1]:5123. This may ...")
         >>> print(Ranks(torch.device("cpu"), 0, 2).explained(error, 57))
         Rank 0 of 2 lost another rank in step 57 (Connection closed by peer [127.0.0.1]:5123): see its output, and resume with \
 --resume.
         """
-        if self.world == 1 or isinstance(error, LostRankError):
+        if self.world == 1 or isinstance(error, LostRankError) or (isinstance(error, DitherError) and error.everywhere):
             return error
         text = str(error) if isinstance(error, RuntimeError) else ""
         said = next((found for pattern in LOST if (found := re.search(pattern, text))), None)

@@ -5,7 +5,7 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -24,6 +24,7 @@ from dither.train.files import CHECKPOINTS as CHECKPOINTS
 from dither.train.files import CONFIG as CONFIG
 from dither.train.files import TOKENS
 from dither.train.guard import GRACE, Interrupted, Signals
+from dither.train.heartbeat import LostRankError
 from dither.train.metrics import check_trackers
 from dither.train.progress import Progress
 from dither.train.resuming import resolved
@@ -120,13 +121,20 @@ Ended = TypeVar("Ended", bound=Outcome | DitherError)
 
 
 def _told(ranks: Ranks, tell: Callable[[Outcome | DitherError], None] | None, end: Ended) -> Ended:
-    """Tell how a run ends, on rank 0 and while the others wait. Return it."""
-    if tell is not None:
-        if ranks.main:
-            tell(end)
+    """Tell how a run ends, on rank 0. The others wait, except after a signal, which one rank may follow alone. Return it."""
+    if tell is None:
+        return end
+    if ranks.main:
+        tell(end)
+    if isinstance(end, Outcome):
+        with suppress(LostRankError):  # the run has ended anyway
+            if end.how != "signal":
+                ranks.together()
+        return end
+    end.told = ranks.main
+    with suppress(LostRankError):  # a rank that has lost rank 0 prints the error itself
         ranks.together()
-        if isinstance(end, DitherError):
-            end.told = True
+        end.told = True
     return end
 
 
