@@ -34,7 +34,7 @@ CHECKPOINTING = ("none", "full", "selective")
 """Kinds of activation checkpointing: nothing is recomputed, whole blocks, or all but their products."""
 
 GATHERS = ("weights", "codes")
-"""What FSDP2 gathers of a converted layer."""
+"""Kinds of what FSDP2 gathers of a converted layer."""
 
 KEPT = {
     torch.ops.aten.mm.default,
@@ -214,11 +214,14 @@ def _policy(_context: Any, operation: Any, *_args: Any, **_options: Any) -> Chec
     return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def shard_weights(model: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
-    """Shard each block, and then what remains of the model, by FSDP2. A mesh of two dimensions replicates over the first."""
+def shard_weights(model: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool, **options: Any) -> None:
+    """Shard each block, and then what remains of the model, by FSDP2. A mesh of two dimensions replicates over the first.
+
+    What remains is needed at the end of forward and at the beginning of backward, so it stays gathered in between.
+    """
     for block in find_blocks(model).values():
-        fully_shard(block, mesh=mesh, **options)
-    fully_shard(model, mesh=mesh, **options)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, **options)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, **options)
 
 
 def _batch_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
