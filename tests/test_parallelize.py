@@ -303,6 +303,23 @@ def check_bytes() -> None:
     assert narrow["alltoall_base_"] * 2 == reduced
 
 
+def check_evaluation() -> None:
+    """In evaluation, outside of a step_context, gathered codes and unsampled weights are those of whole weights."""
+    text = tokens()[:2]
+    for method in ("fp4-block", "gaussws", "gaussws-fp8"):
+        losses = []
+        for gather in ("weights", "codes"):
+            model = dither.parallelize(converted(method), Layout(dp_shard=2).mesh("cpu"), gather=gather)
+            step_of(model, Layout(dp_shard=2))
+            with torch.no_grad():
+                losses.append(model.eval()(text[:, :-1], text[:, 1:]))
+        assert torch.equal(*losses), (method, losses)
+        assert set(gathered(model).values()) == {"samples" if method == "gaussws" else "codes"}
+    model.train()
+    with pytest.raises(UserError, match="gathers sampled weights: run forward and backward inside"):
+        model(text[:, :-1], text[:, 1:])
+
+
 def check_exchange() -> None:
     """Numbers are rounded once, sums are exact, and stochastic rounding is unbiased and repeats by its step."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -381,7 +398,9 @@ def check_errors() -> None:
         model(torch.zeros(1, 7, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("check", [check_bytes, check_exchange, check_models, check_errors], ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    "check", [check_bytes, check_evaluation, check_exchange, check_models, check_errors], ids=lambda check: check.__name__
+)
 def test_two_ranks(check: Callable[[], None]) -> None:
     spread(2, check)
 

@@ -146,9 +146,10 @@ def gather_codes(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) 
     """Let FSDP2, which is applied next, gather codes in place of the weights of converted layers, where that is possible."""
     names = mesh.mesh_dim_names
     shard_mesh = mesh if mesh.ndim == 1 or names is None else mesh[names[-1]]
-    for layer in model.modules():
+    shared = {name for pair in _tied(model) for name in (pair[0], pair[2])}
+    for name, layer in model.named_modules():
         weight = layer._parameters.get("weight") if isinstance(layer, Linear) else None
-        if not isinstance(layer, Linear) or weight is None or layer.precision.plain:
+        if not isinstance(layer, Linear) or weight is None or layer.precision.plain or name in shared:
             continue
         at = (0, 0)
         if isinstance(weight, DTensor):
