@@ -40,8 +40,8 @@ METHODS: dict[str, tuple[Plan, dict[str, Any]]] = {
     "mxfp8": (Plan(default=MX), {}),
     "gaussws": (Plan().with_sampling(Sampling(block=16)), {}),
     "gaussws-fp8": (Plan(default=FP8).with_sampling(Sampling(block=16, b_init=3.5, b_target=3)), {}),
-    "bf16-sr": (Plan(parameters="bf16"), {"rounding": "stochastic"}),
-    "dynamic8": (Plan(default=FP8), {"states": "dynamic8"}),
+    "bf16-sr": (Plan(parameters="bf16"), {"bf16_stochastic_round": True}),
+    "dynamic8": (Plan(default=FP8), {"states": "dynamic8", "block": 32}),
     "adam-mini": (Plan(default=FP8), {"mini": True}),
 }
 """Plans in small groups, and options of the optimizer."""
@@ -191,6 +191,57 @@ def test_weights_noise_and_roundings_are_those_of_one_rank(layout: Layout, metho
     spread(layout.ranks, functools.partial(check_layout, layout, method, {"gather": gather}))
 
 
+def trained(model: nn.Module, method: str, layout: Layout, steps: int) -> list[float]:
+    """Return the mean losses of some steps."""
+    options = dict(METHODS[method][1])
+    named = list(model.named_parameters())
+    if options.pop("mini", False):
+        optimizer = dither.optim.AdamMini(named, dither.optim.roles(model), lr=3e-3)
+    else:
+        optimizer = dither.optim.AdamW(named, lr=3e-3, **options)
+    size, losses = ROWS // layout.batch_parts, []
+    text = tokens()[batch_rank(layout) * size :][:size]
+    for step in range(steps):
+        with dither.step_context(model, step=step, row=batch_rank(layout) * size * LENGTH):
+            loss = model(text[:, :-1], text[:, 1:])
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().float()
+        if layout.ranks > 1:
+            dist.all_reduce(mean)
+        losses.append(float(mean) / layout.ranks)
+    return losses
+
+
+def check_training(layout: Layout, method: str, steps: int) -> None:
+    known = trained(converted(method), method, Layout(), steps)
+    every = []
+    for gather in ("weights", "codes") if layout.batch_parts > 1 else ("weights",):
+        model = dither.parallelize(converted(method), layout.mesh("cpu"), gather=gather)
+        found = trained(model, method, layout, steps)
+        assert found[-1] < found[0] - 0.1, found  # it learns
+        # Sums in another order let single roundings fall on the other side, and steps amplify that.
+        for step, (one, other) in enumerate(zip(found, known, strict=True)):
+            assert abs(one - other) < (5e-3 if step < 3 else 0.05), (gather, step, found, known)
+        every.append(found)
+    assert every[0] == every[-1]  # what is gathered changes no bit
+
+
+@pytest.mark.parametrize(
+    ("layout", "method", "steps"),
+    [
+        only((layout, method, steps), kept)
+        for layout in (Layout(dp_shard=2), Layout(tp=2), Layout(dp_shard=3), Layout(dp_shard=2, tp=2))
+        for method in METHODS
+        for steps, kept in ((8, (layout.tp, layout.dp_shard, method) == (2, 2, "adam-mini")),)
+    ],
+    ids=str,
+)
+def test_training_is_that_of_one_rank(layout: Layout, method: str, steps: int) -> None:
+    spread(layout.ranks, functools.partial(check_training, layout, method, steps))
+
+
 # Bytes on the wire ----------------------------------------------------------------------------------------------------
 
 
@@ -252,6 +303,23 @@ def check_bytes() -> None:
     assert narrow["alltoall_base_"] * 2 == reduced
 
 
+def check_evaluation() -> None:
+    """In evaluation, outside of a step_context, gathered codes and unsampled weights are those of whole weights."""
+    text = tokens()[:2]
+    for method in ("fp4-block", "gaussws", "gaussws-fp8"):
+        losses = []
+        for gather in ("weights", "codes"):
+            model = dither.parallelize(converted(method), Layout(dp_shard=2).mesh("cpu"), gather=gather)
+            step_of(model, Layout(dp_shard=2))
+            with torch.no_grad():
+                losses.append(model.eval()(text[:, :-1], text[:, 1:]))
+        assert torch.equal(*losses), (method, losses)
+        assert set(gathered(model).values()) == {"samples" if method == "gaussws" else "codes"}
+    model.train()
+    with pytest.raises(UserError, match="gathers sampled weights: run forward and backward inside"):
+        model(text[:, :-1], text[:, 1:])
+
+
 def check_exchange() -> None:
     """Numbers are rounded once, sums are exact, and stochastic rounding is unbiased and repeats by its step."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -306,6 +374,7 @@ def check_models() -> None:
             assert (losses[0] - losses[1]).abs() < 1e-5, (made, options)
             for (name, p), q in zip(single.named_parameters(), model.parameters(), strict=True):
                 assert (whole(q.grad) - p.grad).norm() <= 1e-5 * p.grad.norm() + 1e-8, (made, options, name)
+            text = text[:, :-1]
             assert (model(text) - single(text)).abs().max() < 1e-4
 
 
@@ -329,7 +398,9 @@ def check_errors() -> None:
         model(torch.zeros(1, 7, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("check", [check_bytes, check_exchange, check_models, check_errors], ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    "check", [check_bytes, check_evaluation, check_exchange, check_models, check_errors], ids=lambda check: check.__name__
+)
 def test_two_ranks(check: Callable[[], None]) -> None:
     spread(2, check)
 

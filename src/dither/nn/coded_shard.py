@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dither import grouping
 from dither.formats import Format
 from dither.nn import functional
-from dither.nn.coded_weight import CodedWeight
-from dither.nn.tensor_parallel import local
+from dither.nn.coded_weight import CodedWeight, coded_of
 from dither.nn.weight_gather import Job, WeightGather, plain, rows_per_row
 from dither.reference import packing
 
@@ -75,8 +74,7 @@ class CodedShard(Tensor):
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Return the whole weight, or write it to `out`."""
         gather = self.source
-        old = local(out) if out is not None else None
-        assert old is None or isinstance(old, CodedWeight)
+        old = coded_of(out)
         whole = received(gather, gathered, old)
         sampled = gather.samples
         if old is not None:

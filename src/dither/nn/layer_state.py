@@ -43,7 +43,7 @@ class StatefulLayer(LeveledLayer):
     amax_group: torch.distributed.ProcessGroup | None = None
     """Ranks that share the histories of delayed scaling, if `dither.parallelize` has set them."""
     gather: WeightGather | None = None
-    """How FSDP2 gathers codes in place of the weight; None if it gathers the weight, or if there is no FSDP2."""
+    """The codes that FSDP2 gathers in place of the weight; None if it gathers the weight, or if there is no FSDP2."""
     settings_version: int
     """Number of changes of what compiled code takes as constants."""
 

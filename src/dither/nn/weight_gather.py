@@ -6,7 +6,7 @@ Each rank casts its rows by their coordinates in the whole weight, and scale gro
 
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +20,6 @@ from dither.nn.functional import Amax, Casting, Castings, Codes, OperandCodes, S
 from dither.nn.row_shards import Groups, RowShard, all_reduce_max, groups_of, in_whole_groups, split_amax
 from dither.nn.tensor_parallel import local
 from dither.precision import Cast
-
-if TYPE_CHECKING:
-    from dither.nn.linear import Linear
 
 
 def plain(x: Tensor) -> Tensor:
@@ -52,10 +49,10 @@ class Job(NamedTuple):
 
 
 class WeightGather:
-    """What one layer gathers in place of its weight, and how its shard is cast."""
+    """The codes or samples that one layer gathers in place of its weight."""
 
     def __init__(
-        self, layer: "Linear", shard: RowShard, group: ProcessGroup, at: tuple[int, int], dtype: torch.dtype | None
+        self, layer: Any, shard: RowShard, group: ProcessGroup, at: tuple[int, int], dtype: torch.dtype | None
     ) -> None:
         """Prepare to gather the rows of a weight over `group`.
 
@@ -67,13 +64,13 @@ class WeightGather:
         self.version = 0
         """Version of the weight that was cast for the current step."""
         self.sent: list[Sent] | None = None
-        """What this rank sends in the current step; None if the weight must be cast when it is gathered."""
+        """Tensors that this rank sends in the current step; None if the weight must be cast when it is gathered."""
         self.constants: dict[str, Tensor] = {}
         """Scales of whole tensors, which all ranks have."""
         self.sizes: list[tuple[torch.Size, torch.dtype]] | None = None
 
     @property
-    def layer(self) -> "Linear":
+    def layer(self) -> Any:
         """Return the layer."""
         layer = self._layer()
         assert layer is not None
@@ -82,7 +79,7 @@ class WeightGather:
     @property
     def samples(self) -> bool:
         """Return True if the weight is sampled now."""
-        return self.layer._samples_once()
+        return bool(self.layer._samples_once())
 
     @property
     def uncast(self) -> bool:
@@ -93,7 +90,8 @@ class WeightGather:
     def castings(self) -> Castings:
         """Return the casts of the weight as it is stored."""
         layer = self.layer
-        return layer._settings[1 if layer.weight.is_cuda else 0].weight
+        castings: Castings = layer._settings[1 if layer.weight.is_cuda else 0].weight
+        return castings
 
     def part(self) -> Tensor:
         """Return this rank's rows of the weight, in the dtype that would be gathered."""
@@ -127,7 +125,7 @@ class WeightGather:
         """Return the size of the sampling's blocks."""
         sampled = self.layer.precision.sampling
         assert sampled is not None
-        return sampled.block
+        return int(sampled.block)
 
     def sample(self, amax: Tensor, b_t: Tensor) -> Tensor:
         """Return this rank's rows of w_hat, and keep the largest magnitudes of the blocks that it has rows of."""
@@ -168,7 +166,8 @@ class WeightGather:
                 f"The layer {layer.name!r} gathers weights that are rounded stochastically: run forward and backward inside "
                 "`with dither.step_context(model, step=...)`."
             )
-        return local(layer.draw_place) if active else layer.draws.place(0, training=False, grad=False)
+        place: Tensor = local(layer.draw_place) if active else layer.draws.place(0, training=False, grad=False)
+        return place
 
     def measure(self, x: Tensor) -> list[Tensor]:
         """Return the magnitudes that the casts of a shard need from all ranks."""

@@ -34,7 +34,7 @@ CHECKPOINTING = ("none", "full", "selective")
 """Kinds of activation checkpointing: nothing is recomputed, whole blocks, or all but their products."""
 
 GATHERS = ("weights", "codes")
-"""What FSDP2 gathers of a converted layer."""
+"""Kinds of what FSDP2 gathers of a converted layer."""
 
 KEPT = {
     torch.ops.aten.mm.default,
@@ -146,9 +146,10 @@ def gather_codes(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) 
     """Let FSDP2, which is applied next, gather codes in place of the weights of converted layers, where that is possible."""
     names = mesh.mesh_dim_names
     shard_mesh = mesh if mesh.ndim == 1 or names is None else mesh[names[-1]]
-    for layer in model.modules():
+    shared = {name for pair in _tied(model) for name in (pair[0], pair[2])}
+    for name, layer in model.named_modules():
         weight = layer._parameters.get("weight") if isinstance(layer, Linear) else None
-        if not isinstance(layer, Linear) or weight is None or layer.precision.plain:
+        if not isinstance(layer, Linear) or weight is None or layer.precision.plain or name in shared:
             continue
         at = (0, 0)
         if isinstance(weight, DTensor):
@@ -214,11 +215,14 @@ def _policy(_context: Any, operation: Any, *_args: Any, **_options: Any) -> Chec
     return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def shard_weights(model: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
-    """Shard each block, and then what remains of the model, by FSDP2. A mesh of two dimensions replicates over the first."""
+def shard_weights(model: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool, **options: Any) -> None:
+    """Shard each block, and then what remains of the model, by FSDP2. A mesh of two dimensions replicates over the first.
+
+    What remains is needed at the end of forward and at the beginning of backward, so it stays gathered in between.
+    """
     for block in find_blocks(model).values():
-        fully_shard(block, mesh=mesh, **options)
-    fully_shard(model, mesh=mesh, **options)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, **options)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, **options)
 
 
 def _batch_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
