@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -76,12 +77,12 @@ def split(mesh: DeviceMesh, x: torch.Tensor, placements: list) -> DTensor:
 
 
 LAYOUTS = {
-    "fsdp": lambda dim, shape: [Shard(0)],
-    "tp": lambda dim, shape: [Shard(min(1, dim - 1))],
-    "fsdp x tp rows": lambda dim, shape: [_StridedShard(0, split_factor=2), Shard(0)],
-    "fsdp x tp columns": lambda dim, shape: [Shard(0), Shard(dim - 1)],
-    "hsdp": lambda dim, shape: [Replicate(), Shard(0)],
-    "experts": lambda dim, shape: [Shard(min(1, dim - 1)), Replicate()],
+    "fsdp": lambda dim: [Shard(0)],
+    "tp": lambda dim: [Shard(min(1, dim - 1))],
+    "fsdp x tp rows": lambda dim: [_StridedShard(0, split_factor=2), Shard(0)],
+    "fsdp x tp columns": lambda dim: [Shard(0), Shard(dim - 1)],
+    "hsdp": lambda dim: [Replicate(), Shard(0)],
+    "experts": lambda dim: [Shard(min(1, dim - 1)), Replicate()],
 }
 
 
@@ -91,7 +92,7 @@ def laid(kind: str, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
     for name, shape in SHAPES.items():
         x = whole(name)
         cut = len(shape) > 0 and name != "one"
-        found[name] = split(mesh, x, LAYOUTS[kind](len(shape), shape)) if cut else x
+        found[name] = split(mesh, x, LAYOUTS[kind](len(shape))) if cut else x
     return found
 
 
@@ -128,6 +129,14 @@ def test_a_layout_is_read_into_another(tmp_path):
     checkpoint.verify(tmp_path / "step-00000007")
     spread(3, functools.partial(read, tmp_path, "fsdp"), functools.partial(read, tmp_path, "tp"))
     spread(2, functools.partial(read, tmp_path, "fsdp x tp columns"), functools.partial(read, tmp_path, "fsdp"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("second", "size"), [*itertools.product(LAYOUTS, (2, 4)), ("fsdp", 3), ("tp", 3)])
+@pytest.mark.parametrize("first", LAYOUTS)
+def test_every_layout_is_read_into_every_other(first, second, size, tmp_path):
+    spread(4, functools.partial(write, tmp_path, first))
+    spread(size, functools.partial(read, tmp_path, second))
 
 
 # The state of training ------------------------------------------------------------------------------------------------
@@ -446,6 +455,11 @@ def failing(folder: Path) -> None:
     if dist.get_rank() == 1:
         with pytest.raises(UserError, match="its SHA-256 at byte 0 is not the saved one"):
             sharded.load(folder / "step-00000006", tensors)
+
+
+def test_ranks_without_a_shared_folder(tmp_path):
+    with pytest.raises(UserError, match="Rank 1 does not see"):
+        sharded._write_part(tmp_path / "elsewhere", 1, [], sharded.Part({}, {}, {}), tmp_path)
 
 
 def test_an_error_on_one_rank_is_an_error_on_every_rank(tmp_path):

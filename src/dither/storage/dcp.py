@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dither import safe_files
+from dither.errors import UserError
 from dither.safe_files import Refused
 from dither.storage import tensorfile
 from dither.storage.index import SavedPiece, SavedTensor, check_cover
@@ -233,21 +234,28 @@ class DcpSafetensors(TensorSource):
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
         self._files: dict[str, tuple[CheckedFile, dict[str, tuple[torch.dtype, list[int], int]]]] = {}
-        with explained(self.path):
-            pieces: dict[str, list[tuple[torch.dtype, SavedPiece]]] = {}
-            for file in sorted(self.path.glob("*.safetensors")):
-                self._read_header(file, pieces)
-            for name, found in pieces.items():
-                dtypes = {dtype for dtype, _ in found}
-                if len(dtypes) != 1 or len({len(piece.shape) for _, piece in found}) != 1:
-                    raise Refused(f"the pieces of {name!r} have different dtypes or dimensions")
-                ends = [[o + n for o, n in zip(piece.offset, piece.shape, strict=True)] for _, piece in found]
-                shape = tuple(map(max, zip(*ends, strict=True)))
-                self.tensors[name] = SavedTensor(dtypes.pop(), shape, [piece for _, piece in found if math.prod(piece.shape)])
-                check_cover(name, self.tensors[name])
+        try:
+            with explained(self.path):
+                pieces: dict[str, list[tuple[torch.dtype, SavedPiece]]] = {}
+                for file in sorted(self.path.glob("*.safetensors")):
+                    self._read_header(file, pieces)
+                for name, found in pieces.items():
+                    dtypes = {dtype for dtype, _ in found}
+                    if len(dtypes) != 1 or len({len(piece.shape) for _, piece in found}) != 1:
+                        raise Refused(f"the pieces of {name!r} have different dtypes or dimensions")
+                    ends = [[o + n for o, n in zip(piece.offset, piece.shape, strict=True)] for _, piece in found]
+                    shape = tuple(map(max, zip(*ends, strict=True)))
+                    self.tensors[name] = SavedTensor(
+                        dtypes.pop(), shape, [piece for _, piece in found if math.prod(piece.shape)]
+                    )
+                    check_cover(name, self.tensors[name])
+        except UserError:
+            self.close()
+            raise
 
     def _read_header(self, path: Path, pieces: dict[str, list[tuple[torch.dtype, SavedPiece]]]) -> None:
         file = CheckedFile(path, path.stat().st_size, None)
+        self._files[path.name] = file, {}
         try:
             header = tensorfile.header(cast(BinaryIO, file), file.size)
             self._files[path.name] = file, header

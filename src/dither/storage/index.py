@@ -52,11 +52,6 @@ class SavedTensor:
     shape: tuple[int, ...]
     pieces: list[SavedPiece] = field(default_factory=list)
 
-    @property
-    def bytes(self) -> int:
-        """The number of bytes of its elements."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
 
 class ChunkHashes:
     """Hashes of the chunks of a file, while it is written or read.

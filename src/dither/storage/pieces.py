@@ -79,16 +79,6 @@ def pieces_of(x: Tensor, name: str = "tensor") -> list[Piece]:
     return pieces
 
 
-def replicas(x: DTensor) -> tuple[int, ...]:
-    """Return the ranks that hold the same part of a DTensor as this one, in increasing order."""
-    coordinate = x.device_mesh.get_coordinate()
-    assert coordinate is not None
-    index = tuple(
-        slice(None) if placement.is_replicate() else place for placement, place in zip(x.placements, coordinate, strict=True)
-    )
-    return tuple(sorted(x.device_mesh.mesh[index].reshape(-1).tolist()))
-
-
 def _dimension(placement: Placement) -> int | None:
     """Return the dimension that a placement shards, or None if it shards none."""
     if isinstance(placement, _StridedShard) or placement.is_shard():

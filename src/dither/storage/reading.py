@@ -192,14 +192,18 @@ class SavedTensors(TensorSource):
         super().__init__(path)
         self._files: dict[str, tuple[CheckedFile, dict[str, tuple[torch.dtype, list[int], int]]]] = {}
         self._closed_bytes = 0
-        with explained(self.path):
-            self.manifest: Manifest = manifest.read(self.path)
-            self.plain: dict[str, Any] = manifest.read_plain(self.path, self.manifest)
-            self._hashes: dict[str, list[str]] | None = None
-            if self.manifest.version == manifest.SHARDED:
-                self.tensors, self._hashes = index.read(self.path, self.manifest)
-            else:
-                self.tensors = self._whole()
+        try:
+            with explained(self.path):
+                self.manifest: Manifest = manifest.read(self.path)
+                self.plain: dict[str, Any] = manifest.read_plain(self.path, self.manifest)
+                self._hashes: dict[str, list[str]] | None = None
+                if self.manifest.version == manifest.SHARDED:
+                    self.tensors, self._hashes = index.read(self.path, self.manifest)
+                else:
+                    self.tensors = self._whole()
+        except UserError:
+            self.close()
+            raise
 
     @property
     def bytes_read(self) -> int:

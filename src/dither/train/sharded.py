@@ -254,6 +254,10 @@ def _write_part(
     temporary: Path, rank: int, files: Sequence[Mapping[str, Tensor]], part: Part, beneath: Path
 ) -> dict[str, dict[str, int | str]]:
     """Write the files of a rank and its index. Return their entries in the manifest."""
+    if not temporary.is_dir():
+        raise UserError(
+            f"Rank {rank} does not see {str(temporary)!r}, which the first rank created: all ranks save into one shared folder."
+        )
     entries: dict[str, dict[str, int | str]] = {}
     hashes: dict[str, list[str]] = {}
     for tensor in part.tensors.values():
