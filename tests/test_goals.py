@@ -6,6 +6,7 @@ from torch import nn
 import dither
 from dither import UserError, cli
 from dither.snip import Goal, Snip
+from dither.train import corpora
 from dither.train import trainer as trainers
 
 IMPOSSIBLE = {
@@ -19,8 +20,8 @@ IMPOSSIBLE = {
 
 @pytest.mark.parametrize("settings", IMPOSSIBLE)
 def test_an_impossible_goal_is_an_error_before_the_model_is_built(settings, tmp_path, monkeypatch, capsys):
-    for name in ("_model", "prepare", "open_tokens"):
-        monkeypatch.setattr(trainers, name, lambda *_, **__: pytest.fail("too late"))
+    for module, name in ((trainers, "_model"), (corpora, "prepare"), (corpora, "open_tokens")):
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("too late"))
     words = ["snip.target=0.5", "precision.recipe=fp8-block", *settings.split()]
     assert cli.main(["train", "--out", str(tmp_path / "run"), "--set", *words]) == 2
     said = capsys.readouterr().err

@@ -13,7 +13,7 @@ COLUMN = (
     *("errors", "safe_files", "run_lock", "versions", "tables", "formats", "precision", "bitwidths", "recipes", "levels"),
     *("storage", "engines", "devices", "compiler", "random", "grouping", "adam_update", "ranks"),
     *("reference", "kernels", "torch_ops", "ops"),
-    *("nn", "optim", "snip", "numerics", "models", "data", "evaluate", "theory", "advice", "doctor"),
+    *("nn", "optim", "snip", "numerics", "models", "parallel", "data", "evaluate", "theory", "advice", "doctor"),
     *("train", "report", "experiments", "exporting", "integrations", "arms", "commands", "cli", "dither"),
 )
 """Every folder and every module outside of folders, in the order of imports; "dither" is the package itself."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dither.data import Tokenizer
-from dither.train import Status, checkpoint, guard, train, waiting
+from dither.train import Status, checkpoint, corpora, evaluating, guard, passes, train, waiting
 from dither.train import config as configs
 from dither.train import trainer as trainers
 from dither.train.checkpoint import Saver
@@ -56,7 +56,7 @@ def test_before_the_first_step_nothing_is_kept(phase, text, tmp_path, monkeypatc
         never.wait()
 
     monkeypatch.setattr(waiting, "LEAVING", 0.1)
-    where = {"tokenizing": (Tokenizer, "encode_all"), "verifying": (trainers, "open_tokens"), "building": (trainers, "_model")}
+    where = {"tokenizing": (Tokenizer, "encode_all"), "verifying": (corpora, "open_tokens"), "building": (trainers, "_model")}
     monkeypatch.setattr(*where[phase], long)
     outcome = train(config(text, tmp_path / "run"))
     assert (outcome.code, outcome.why, outcome.step) == (143, "Received SIGTERM before the first step.", 0)
@@ -87,7 +87,7 @@ def test_tokenizing_stops_between_two_batches(text, tmp_path, monkeypatch):
     stop, real = threading.Event(), Tokenizer.encode_all
     monkeypatch.setattr(Tokenizer, "encode_all", lambda self, texts: (stop.set(), real(self, texts))[1])
     with pytest.raises(InterruptedError):
-        trainers.prepare(str(text), tmp_path / "tokens", stop=stop)
+        corpora.prepare(str(text), tmp_path / "tokens", stop=stop)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -114,12 +114,11 @@ def test_a_phase_is_left_and_the_step_is_saved(phase, text, tmp_path, monkeypatc
         return run
 
     if phase == "evaluating":
-        real = trainers.summed_loss
-        monkeypatch.setattr(trainers, "summed_loss", lambda model, *rest, **named: real(first(model), *rest, **named))
+        monkeypatch.setattr(evaluating, "_summed_loss", first(evaluating._summed_loss))
     elif phase == "planning":
         monkeypatch.setattr(trainers, "_estimated_loss", first(trainers._estimated_loss))
     elif phase == "sampling":
-        monkeypatch.setattr(trainers, "sample_text", first(trainers.sample_text))
+        monkeypatch.setattr(evaluating, "sample_text", first(evaluating.sample_text))
     elif phase == "saving":
         monkeypatch.setattr(Saver, "save", first(Saver.save))
     else:  # the solver never ends
@@ -156,7 +155,7 @@ def test_a_step_that_does_not_end_is_abandoned(text, tmp_path, monkeypatch):
         return real(self, batch)
 
     monkeypatch.setattr(Trainer, "_gradients", gradients)
-    monkeypatch.setattr(trainers, "GRACE", 0.1)
+    monkeypatch.setattr(passes, "GRACE", 0.1)
     outcome = train(config(text, tmp_path / "run", "run.save_every=3"))
     assert (outcome.code, outcome.step) == (143, 4)
     assert "step 5 did not end within 10 s and was abandoned" in outcome.why

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from dither.ops import quantize_both as quantize_both
     from dither.ops import round_to as round_to
     from dither.ops import sample as sample
+    from dither.parallel import parallelize as parallelize
     from dither.precision import BitwidthLoss as BitwidthLoss
     from dither.precision import Cast as Cast
     from dither.precision import LayerPrecision as LayerPrecision
@@ -74,6 +75,7 @@ _MODULES = {
     ),
     "numerics": ("Monitor",),
     "ops": ("AmaxHistory", "Quantized", "amax", "fake_quantize", "quantize", "quantize_both", "round_to", "sample"),
+    "parallel": ("parallelize",),
     "precision": ("BitwidthLoss", "Cast", "LayerPrecision", "Plan", "Sampling", "WeightDecay"),
     "random": ("Stream",),
     "recipes": ("recipe",),
@@ -85,7 +87,7 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 _PACKAGES = (
     *("advice", "bitwidths", "data", "doctor", "evaluate", "experiments", "exporting", "formats", "models", "nn", "numerics"),
-    *("ops", "optim", "precision", "random", "recipes", "report", "snip", "theory", "train"),
+    *("ops", "optim", "parallel", "precision", "random", "recipes", "report", "snip", "theory", "train"),
 )
 """Modules that can be used as attributes without an import of their own, such as dither.nn."""
 

@@ -64,12 +64,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _run(words)
         sys.stdout.flush()  # so that a closed pipe raises here
         return code
-    except UserError as error:
-        print(f"dither: error: {error}", file=sys.stderr)
-        return 2
-    except DitherError as error:  # no argument would change it, for example a lost process
-        print(f"dither: error: {error}", file=sys.stderr)
-        return 1
+    except DitherError as error:
+        if not error.told:
+            print(f"dither: error: {error}", file=sys.stderr)
+        # With code 1 no argument would change it, for example a lost process.
+        return 2 if isinstance(error, UserError) else 1
     except BrokenPipeError:
         # The reader of our output, such as `head`, has closed it. Python would complain again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

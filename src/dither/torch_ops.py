@@ -382,16 +382,17 @@ def quantize_both_into(
     largest: Tensor | None,
     out: tuple[Tensor, Tensor, Tensor, Tensor],
     level: Tensor | None = None,
+    at: tuple[int, int] = (0, 0),
 ) -> None:
     """Write the results of `quantize_both` into `out`. This is not an operator, since it is never traced."""
     if level is not None:
         code = implementation("levels", x.device, "auto")
-        code.quantize_both(x, _casts(cast), level, _draw_of(0, step, 0, 0), amax, Format.parse(container), out)
+        code.quantize_both(x, _casts(cast), level, _draw_of(0, step, *at), amax, Format.parse(container), out)
         return
     parsed = Cast.parse(cast)
     _check_hidden_nan(x, parsed, amax)
     code = implementation("quantize", x.device, "auto")
-    code.quantize_both(x, parsed, _draw_of(0, step, 0, 0), amax, _container(container, parsed), out, largest)
+    code.quantize_both(x, parsed, _draw_of(0, step, *at), amax, _container(container, parsed), out, largest)
 
 
 # Sampled weights -------------------------------------------------------------------------------------------------------

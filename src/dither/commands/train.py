@@ -13,12 +13,13 @@ from typing import Annotated, Literal
 import tyro
 
 from dither.data.tokenizer import TOKENIZER
-from dither.errors import UserError
+from dither.errors import DitherError, UserError
 from dither.storage.dcp import is_dcp
 from dither.tables import print_table
 from dither.train import config as configs
 from dither.train.config import Config, Model
 from dither.train.files import CONFIG, TOKENS
+from dither.train.launch import launch
 from dither.train.loop import Outcome
 from dither.train.loop import train as run
 from dither.train.progress import Progress, duration
@@ -42,6 +43,7 @@ def train(
     resume_auto: Annotated[Switch, tyro.conf.arg(name="resume=auto", aliases=["--resume-auto"])] = False,
     start_from: Annotated[str | None, tyro.conf.arg(name="from", metavar="RUN|CHECKPOINT|MODEL", help_behavior_hint="")] = None,
     out: Annotated[str | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None,
+    nproc: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
     fields: Switch = False,
 ) -> int:
     """Train a language model, or resume a run.
@@ -60,6 +62,7 @@ def train(
         start_from: Start a new run, with a new schedule, from the weights of a run, a checkpoint (also a
             DCP or torchtitan one) or a Hugging Face folder.
         out: The folder of the run: sets run.out.
+        nproc: Start N ranks on this machine, which share the run as [parallel] says; only rank 0 prints.
         fields: Print every field with its type, default and meaning, and do not train.
     """
     if fields:
@@ -73,10 +76,40 @@ def train(
         raise UserError(f"The run is in {folder!r} or in --out {out!r}: name one folder.")
     settings = (*given, *sum(set, ()))
     config = resolve(file, data=sources, settings=settings, resume=how, start_from=start_from, out=out or folder)
+    if nproc is not None:
+        config.parallel.sizes(nproc)
+        return launch(nproc, _words(file, sources, settings, how, start_from, out or folder))
     with Progress(sys.stdout, steps=config.run.steps) as progress:
-        outcome = run(config, resume=how, command=sys.argv, progress=progress)
-        progress.say(summary(outcome))
-    return outcome.code
+
+        def tell(end: Outcome | DitherError) -> None:
+            if isinstance(end, Outcome):
+                progress.say(summary(end))
+            else:
+                print(f"dither: error: {end}", file=sys.stderr, flush=True)
+
+        return run(config, resume=how, command=sys.argv, progress=progress, tell=tell).code
+
+
+def _words(
+    file: str | None,
+    data: Sequence[str],
+    settings: Sequence[str],
+    resume: bool | Literal["auto"],
+    start_from: str | None,
+    out: str | None,
+) -> list[str]:
+    """Return the arguments of `dither` on each rank.
+
+    >>> _words("run.toml", ["a.txt"], ["optim.lr=1e-3", "run.steps=9"], "auto", None, "runs/a")
+    ['train', 'run.toml', '--data', 'a.txt', '--set', 'optim.lr=1e-3', 'run.steps=9', '--resume=auto', '--out', 'runs/a']
+    """
+    words = ["train", *([] if file is None else [file])]
+    for option, values in (("--data", data), ("--set", settings)):
+        words += [option, *values] * bool(values)
+    words += {True: ["--resume"], "auto": ["--resume=auto"], False: []}[resume]
+    for option, value in (("--from", start_from), ("--out", out)):
+        words += [] if value is None else [option, value]
+    return words
 
 
 def _is_setting(word: str) -> bool:

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
+from dither.models.sharded_loss import sharded_cross_entropy
 from dither.random import check_backend
 from dither.reference.loss import IGNORE
 
@@ -82,14 +84,27 @@ class CausalLM(nn.Module, ABC):
                 raise UserError(f"{what} are an int64 tensor, not {given.dtype}.")
         if targets is not None and targets.shape != tokens.shape:
             raise UserError(f"Targets have the shape of the tokens, {list(tokens.shape)}, not {list(targets.shape)}.")
-        logits_BSV = self.logits(tokens)
-        return logits_BSV if targets is None else cross_entropy(logits_BSV.flatten(0, 1), targets.flatten())
+        return self._result(self.logits(tokens), targets)
+
+    def _result(self, logits_BSV: Tensor, targets_BS: Tensor | None) -> Tensor:
+        if targets_BS is None:
+            return logits_BSV.full_tensor() if isinstance(logits_BSV, DTensor) else logits_BSV
+        return cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten())
 
 
 class PlainLM(CausalLM):
     """A model implemented here, with an `lm_head` and rules to initialize its parameters."""
 
     lm_head: nn.Linear
+    is_stage = False
+    """True for a stage of a pipeline, which takes and returns activations; see `dither.models.stages`."""
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return logits, or the mean cross entropy if targets are given; a stage before the last returns activations."""
+        if not self.is_stage:
+            return super().forward(tokens, targets)
+        out = self.logits(tokens)
+        return out if self.lm_head is None else self._result(out, targets)
 
     def deviation(self, name: str) -> float:
         """Return the initial standard deviation of a matrix."""
@@ -119,7 +134,7 @@ def cross_entropy(logits_NV: Tensor, targets_N: Tensor, *, backend: str = "auto"
     matrix product, 6 % of a step at 134 M parameters. A target outside the vocabulary makes the loss NaN.
 
     Args:
-        logits_NV: float32, bfloat16, float16 or float64 [N, V].
+        logits_NV: float32, bfloat16, float16 or float64 [N, V]; a DTensor if tensor parallelism shards the vocabulary.
         targets_N: int64 [N].
         backend: "auto", or a backend by name.
 
@@ -138,6 +153,8 @@ def cross_entropy(logits_NV: Tensor, targets_N: Tensor, *, backend: str = "auto"
         raise UserError(
             f"cross_entropy takes int64 targets of shape [{logits_NV.shape[0]}], one per row of the logits, not {given}."
         )
+    if isinstance(logits_NV, DTensor):
+        return sharded_cross_entropy(logits_NV, targets_N, backend=check_backend(backend))
     loss: Tensor = _CrossEntropy.apply(logits_NV, targets_N, check_backend(backend))  # type: ignore[no-untyped-call]
     return loss
 

@@ -55,17 +55,22 @@ class Backbone(nn.Module):
         self.wpe = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.h = nn.ModuleList(blocks)
         self.ln_f = nn.LayerNorm(config.hidden_size, config.layer_norm_epsilon)
+        self.length: int | None = None
+        """Tokens per sequence in a later stage of a pipeline, whose input may be part of a sequence; None: as many as given."""
 
     def masks(self, length: int, device: torch.device) -> list[Tensor | None]:
         """Return the attention mask of each block for sequences of `length` tokens."""
         return [None] * len(self.h)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        length, device = tokens_BS.shape[-1], tokens_BS.device
-        x_BSD = self.wte(tokens_BS) + self.wpe(torch.arange(length, device=device))
+        # A stage of a pipeline takes the activations of the stage before it, and has no embeddings, norm, or both.
+        length, device = self.length or tokens_BS.shape[1], tokens_BS.device
+        x_BSD = tokens_BS
+        if self.wte is not None:
+            x_BSD = self.wte(tokens_BS) + self.wpe(torch.arange(length, device=device))
         for block, mask_SS in zip(self.h, self.masks(length, device), strict=True):
             x_BSD = block(x_BSD, mask_SS)
-        out_BSD: Tensor = self.ln_f(x_BSD)
+        out_BSD: Tensor = x_BSD if self.ln_f is None else self.ln_f(x_BSD)
         return out_BSD
 
 
@@ -92,5 +97,6 @@ class GPT(PlainLM):
 
     def logits(self, tokens_BS: Tensor) -> Tensor:
         """Return logits [B, S, V] for tokens [B, S]."""
-        logits_BSV: Tensor = self.lm_head(self.transformer(tokens_BS))
+        out_BSD: Tensor = self.transformer(tokens_BS)
+        logits_BSV: Tensor = out_BSD if self.lm_head is None else self.lm_head(out_BSD)
         return logits_BSV

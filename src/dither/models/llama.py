@@ -192,13 +192,16 @@ class Backbone(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.length: int | None = None
+        """Tokens per sequence in a later stage of a pipeline, whose input may be part of a sequence; None: as many as given."""
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        cos_SE, sin_SE = rotary_angles(self.config, tokens_BS.shape[-1], tokens_BS.device)
-        x_BSD = self.embed_tokens(tokens_BS)
+        # A stage of a pipeline takes the activations of the stage before it, and has no embedding, norm, or both.
+        cos_SE, sin_SE = rotary_angles(self.config, self.length or tokens_BS.shape[1], tokens_BS.device)
+        x_BSD = tokens_BS if self.embed_tokens is None else self.embed_tokens(tokens_BS)
         for block in self.layers:
             x_BSD = block(x_BSD, cos_SE, sin_SE)
-        out_BSD: Tensor = self.norm(x_BSD)
+        out_BSD: Tensor = x_BSD if self.norm is None else self.norm(x_BSD)
         return out_BSD
 
 
@@ -240,5 +243,6 @@ class Llama(PlainLM):
 
     def logits(self, tokens_BS: Tensor) -> Tensor:
         """Return logits [B, S, V] for tokens [B, S]."""
-        logits_BSV: Tensor = self.lm_head(self.model(tokens_BS))
+        out_BSD: Tensor = self.model(tokens_BS)
+        logits_BSV: Tensor = out_BSD if self.lm_head is None else self.lm_head(out_BSD)
         return logits_BSV

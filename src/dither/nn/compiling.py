@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from dither.errors import UserError
+from dither.nn.absent import Absent
 from dither.nn.linear import Linear
 
 LEAST = 2
@@ -59,9 +60,9 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     for name, module in model.named_modules():
         if any(name.startswith(f"{block}.") for block in found) or not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
-        children = list(module.named_children())
+        children = [(number, child) for number, child in module.named_children() if not isinstance(child, Absent)]
         kinds = {type(child) for _, child in children}
-        if len(children) >= LEAST and len(kinds) == 1 and any(True for child in module for _ in child.children()):
+        if len(module) >= LEAST and len(kinds) == 1 and any(True for child in module for _ in child.children()):
             found |= {f"{name}.{number}" if name else number: child for number, child in children}
     return found
 

@@ -48,6 +48,7 @@ PLACES = "dither_places"
 class Step(Protocol):
     """A training step, as its layers see it."""
 
+    step: int
     given: bool
     """True if rows are set by `.row(...)`, and not counted."""
     rank: int
@@ -84,6 +85,8 @@ class Draws:
         """Forward passes in training outside of training steps."""
         self.root: weakref.ref[nn.Module] | None = None
         """The converted model that the layer is part of, or None."""
+        self.ranks: tuple[int, int] | None = None
+        """(rank, number of ranks) that see different tokens, if `dither.parallelize` has set them."""
         self._rank: tuple[int, int] | None = None
         _draws[self.number] = self
 
@@ -261,6 +264,10 @@ def batch_rank(model: nn.Module | None, group: "ProcessGroup | None" = None) -> 
     rank, world = distributed.get_rank(group), distributed.get_world_size(group)
     if group is not None or world == 1 or model is None:
         return rank, world
+    known = (getattr(getattr(module, "draws", None), "ranks", None) for module in model.modules())
+    told: tuple[int, int] | None = next(filter(None, known), None)
+    if told is not None:
+        return told
     ranks = next(_shared_by(model, False), None)
     if ranks is None:
         return rank, world
@@ -269,12 +276,22 @@ def batch_rank(model: nn.Module | None, group: "ProcessGroup | None" = None) -> 
     return first // (stride * len(ranks)) * stride + first % stride, world // len(ranks)
 
 
+def fully_sharded(module: nn.Module, sharded: bool = False) -> set[int]:
+    """Return the ids of the modules whose parameters FSDP2 shards."""
+    sharded = sharded or isinstance(module, FSDPModule)
+    found = {id(module)} if sharded else set()
+    return found.union(*(fully_sharded(child, sharded) for child in module.children()))
+
+
 def _shared_by(module: nn.Module, sharded: bool) -> Iterator[list[int]]:
     """Yield the ranks that share each tensor-parallel parameter. The sharding of FSDP2 does not count."""
     sharded = sharded or isinstance(module, FSDPModule)
     for parameter in module.parameters(recurse=False):
-        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > int(sharded):
+        if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
+            # The dimensions of FSDP2 come first: one, or two if the shards are replicated.
+            if mesh.ndim <= (1 + int(parameter.placements[0].is_replicate()) if sharded else 0):
+                continue
             ranks = torch.distributed.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
             if len(ranks) > 1:
                 yield ranks

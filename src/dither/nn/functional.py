@@ -404,8 +404,9 @@ def cast_weight_again(weight: Tensor, casting: Castings, state: State, out: Cast
     """Cast both layouts of a weight into the memory of an earlier cast."""
     (given, largest), drawn = state.weight_amax, _drawn(casting, state, 1, moved=False)
     level = _level(state.levels, casting.along)
+    along = casting.along
     torch_ops.quantize_both_into(
-        weight.detach(), casting.along.cast, given, casting.along.container, drawn, largest, out, level
+        weight.detach(), along.cast, given, along.container, drawn, largest, out, level, (along.row, along.column)
     )
 
 

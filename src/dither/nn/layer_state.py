@@ -6,15 +6,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
 from dither.nn import functional, histories
+from dither.nn.coded_weight import coded_of
 from dither.nn.draws import Draws
 from dither.nn.functional import Amax, Settings, State
 from dither.nn.leveled_layer import LeveledLayer
 from dither.nn.sampled_layer import BITWIDTHS
 from dither.nn.step_state import StepState
-from dither.nn.tensor_parallel import local
+from dither.nn.tensor_parallel import held_settings, local
+from dither.nn.weight_gather import WeightGather
 from dither.precision import OPERANDS, Cast
 from dither.reference import scaling
 
@@ -35,6 +38,12 @@ class StatefulLayer(LeveledLayer):
     delayed_operands: tuple[str, ...]
     _settings: tuple[Settings, ...]
     _seen_version: int | None
+    fully_sharded: bool = False
+    """True inside a step_context if FSDP2 shards the weight, and gathers it in forward."""
+    amax_group: torch.distributed.ProcessGroup | None = None
+    """Ranks that share the histories of delayed scaling, if `dither.parallelize` has set them."""
+    gather: WeightGather | None = None
+    """The codes that FSDP2 gathers in place of the weight; None if it gathers the weight, or if there is no FSDP2."""
     settings_version: int
     """Number of changes of what compiled code takes as constants."""
 
@@ -71,10 +80,13 @@ class StatefulLayer(LeveledLayer):
     def call_state(self, settings: Settings, tokens: int) -> State:
         """Return what a forward pass over `tokens` rows needs besides its tensors and the precision."""
         step = self.step_state
+        coded = coded_of(self.weight) if self.gather is not None else None
         if not self.delayed_operands and self.draw_place is None and self.levels is None and not step.active:
-            return State()
+            return State(weight=None if coded is None else coded.codes)
         held = None
-        if step.holds_weight:
+        if coded is not None:
+            held = coded.codes
+        elif step.holds_weight:
             if not torch.compiler.is_compiling():
                 self.check_held()
             sampled = self.training and self.samples_weight
@@ -128,32 +140,37 @@ class StatefulLayer(LeveledLayer):
     def holds_something(self) -> bool:
         """Return whether the weight is sampled or cast once per step. FSDP2 gathers a sharded one in forward."""
         settings = self._settings[1 if self.weight.is_cuda else 0]
-        return (settings.weight.cast or self._samples_once()) and type(self.weight) in (Tensor, nn.Parameter)
+        known = type(self.weight) in (Tensor, nn.Parameter) or isinstance(self._parameters.get("weight"), DTensor)
+        return (settings.weight.cast or self._samples_once()) and known and not self.fully_sharded
 
     def hold_key(self) -> tuple[object, ...]:
         """Return what launches of this layer depend on, besides numbers: its constants, and where its tensors are."""
         step, weight = self.step_state, self.weight
         codes = [None if layout is None else layout.values for layout in step.codes or ()]
-        tensors = (weight, step.w_hat, step.w_amax, step.b_t, step.input_b_t, step.draw, local(self.draw_place), *codes)
+        tensors = (local(weight), step.w_hat, step.w_amax, step.b_t, step.input_b_t, step.draw, local(self.draw_place), *codes)
         memory = [None if x is None else x.data_ptr() for x in tensors]
         return (id(step), *memory, self.settings_version, self.measures_now, self._samples_once())
 
     def mark_held(self) -> None:
         """Declare that this step's weight is held."""
-        self.step_state.hold(self.weight._version, sampled=self._samples_once())
+        self.step_state.hold(local(self.weight)._version, sampled=self._samples_once())
 
     def hold(self) -> None:
         """Sample and cast the weight once for all forward passes of the step, in both layouts, into memory that stays."""
         settings, step = self._settings[1 if self.weight.is_cuda else 0], self.step_state
         samples = self._samples_once()
         self.mark_held()
-        weight = self.hold_sample() if samples else self.weight
+        weight = self.hold_sample() if samples else local(self.weight.detach())
         if not settings.weight.cast:
             return
-        state = State(self.draw_place, self.draw_keys, levels=local(self.levels), weight_amax=self._amax("weight"))
+        if isinstance(self.weight, DTensor):
+            settings = held_settings(self.name, self.weight, settings, self.precision)
+        state = State(
+            local(self.draw_place), local(self.draw_keys), levels=local(self.levels), weight_amax=self._amax("weight")
+        )
         with torch.no_grad():
             memory = step.code_memory
-            if memory is not None and (len(memory[0]), memory[2].shape[1]) == self.weight.shape:
+            if memory is not None and (len(memory[0]), memory[2].shape[1]) == weight.shape:
                 functional.cast_weight_again(weight, settings.weight, state, memory)
                 return
             codes = functional.cast_weight(weight, settings.weight, state, along=True, across=True)
@@ -162,7 +179,7 @@ class StatefulLayer(LeveledLayer):
 
     def check_held(self) -> None:
         """Raise if the weight was changed after it was sampled or cast for this step."""
-        if self.step_state.holds_weight and self.weight._version != self.step_state.weight_version:
+        if self.step_state.holds_weight and local(self.weight)._version != self.step_state.weight_version:
             raise UserError(
                 f"The weight of the layer {self.name!r} changed inside a step_context, which holds "
                 f"{'a sample of it' if self.step_state.sampled else 'its codes'}. A torch.optim.Optimizer may change it there; "
@@ -215,7 +232,7 @@ class StatefulLayer(LeveledLayer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, without that of an active step_context."""
-        state = dict(self.__dict__)
+        state = dict(self.__dict__) | {"gather": None, "amax_group": None}
         del state["draws"], state["draw_handle"]
         return state | {"step_state": StepState()}
 

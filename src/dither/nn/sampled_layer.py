@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor
 from dither import torch_ops
 from dither.errors import UserError
 from dither.nn import functional, sampling, tensor_parallel
+from dither.nn.coded_weight import coded_of
 from dither.nn.functional import Settings, State
 from dither.nn.sampling import SamplingConstants
 from dither.nn.step_state import StepState, keep_in_place
@@ -139,9 +140,22 @@ class SampledLayer(nn.Linear):
 
     def product(self, x: Tensor, weight: Tensor, settings: Settings, state: State) -> Tensor:
         """Return x W^T + bias with casts; a weight that tensor parallelism shards is multiplied in parts."""
+        coded = coded_of(weight)
+        if coded is not None and coded.w_hat is not None:
+            weight = self._gathered_number(weight, coded.w_hat, x)
         if isinstance(weight, DTensor) and not self.casts_nothing:
             return tensor_parallel.linear(x, weight, self.bias, settings, state, self.precision)
         return functional.linear(x, weight, self.bias, settings, state=state)
+
+    def _gathered_number(self, weight: Tensor, w_hat: Tensor, x: Tensor) -> Tensor:
+        """Return a weight that was gathered in the dtype of samples, where it is not sampled: in evaluation."""
+        if x.dtype != w_hat.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise UserError(
+                f"The layer {self.name!r} gathers its weight in {w_hat.dtype}, and its input is {x.dtype}: run it under "
+                "autocast as in training, or parallelize with gather='weights'."
+            )
+        value = sampling.with_value(local(weight), w_hat)
+        return sampling.sharded_like(value, weight) if isinstance(weight, DTensor) else value
 
     def sampled_forward(self, x: Tensor, settings: Settings, state: State) -> Tensor:
         """Return the layer's output by its sampled weight, its sampled input, or both."""
@@ -160,12 +174,12 @@ class SampledLayer(nn.Linear):
         draw = step.draw if step.active else functional.drawn(state, functional.PURPOSES.index("sample"), moved=False)
         assert draw is not None
         if isinstance(weight, DTensor):
-            part = sampling.sample_sharded(weight, bitwidth, local(draw), constants, kept, self.name)
+            part = self._sampled_shard(weight, bitwidth, local(draw), constants, kept)
             return self.product(x, part, settings, state)
         b_t = step.b_t if step.bitwidths_ready else sampling.bitwidths(bitwidth, constants)
         assert b_t is not None
-        w_hat, amax = step.w_hat, step.w_amax
-        if not (step.holds_weight and step.sampled):
+        w_hat, amax = self._held_sample()
+        if amax is None:
             with torch.no_grad():
                 w_hat, amax = sampling.sample(weight, b_t, draw, constants, kept)
         assert amax is not None
@@ -185,6 +199,29 @@ class SampledLayer(nn.Linear):
                 )
             state = state._replace(weight=codes)
         return functional.linear(x, learner, self.bias, settings, state=state)
+
+    def _held_sample(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return w_hat, unless only its codes are kept, and the largest magnitude per block; (None, None) if none is held."""
+        step, coded = self.step_state, coded_of(self.weight)
+        if coded is not None:
+            return coded.w_hat, coded.block_amax
+        return (step.w_hat, step.w_amax) if step.holds_weight and step.sampled else (None, None)
+
+    def _sampled_shard(
+        self, weight: DTensor, bitwidth: Tensor, draw: Tensor, constants: SamplingConstants, kept: torch.dtype
+    ) -> DTensor:
+        """Return the sampled weight as tensor parallelism shards it: held numbers if there are any, else sampled now."""
+        w_hat, amax = self._held_sample()
+        if amax is None:
+            return sampling.sample_sharded(weight, bitwidth, draw, constants, kept, self.name)
+        part, b_i, at = sampling.shard_of(weight, bitwidth, constants, self.name)
+        b_t = sampling.bitwidths(b_i, constants)
+        dtype = kept if self.casts_nothing else weight.dtype
+        learner = sampling.gradient_of(part, b_i, b_t, amax, draw, constants, dtype, at)
+        if self.casts_nothing:
+            assert w_hat is not None
+            learner = sampling.with_value(learner, w_hat)
+        return sampling.sharded_like(learner, weight)
 
     def _sampled_input(self, x: Tensor, state: State, dtype: torch.dtype) -> Tensor:
         assert self.input_bitwidth is not None
@@ -221,6 +258,14 @@ class SampledLayer(nn.Linear):
         step, constants, weight = self.step_state, self.sampling_constants("sampling"), self.weight.detach()
         uncast = self.forward_cast("weight") is None
         dtype = self._kept_dtype() if uncast else torch.float32
+        if isinstance(weight, DTensor):
+            assert self.bitwidth is not None
+            assert step.draw is not None
+            part, b_i, at = sampling.shard_of(weight, self.bitwidth.detach(), constants, self.name)
+            w_hat, amax = sampling.sample(part, sampling.bitwidths(b_i, constants), step.draw, constants, dtype, at)
+            keep_in_place([(step, "w_amax", amax)])
+            step.w_hat = w_hat if uncast else None
+            return w_hat
         assert step.b_t is not None
         assert step.draw is not None
         if step.w_hat is not None and step.w_hat.dtype == dtype and step.w_hat.shape == weight.shape:

@@ -95,13 +95,20 @@ def sample(
 
 
 def gradient_of(
-    weight: Tensor, bitwidth: Tensor, b_t: Tensor, amax: Tensor, draw: Tensor, const: SamplingConstants, dtype: torch.dtype
+    weight: Tensor,
+    bitwidth: Tensor,
+    b_t: Tensor,
+    amax: Tensor,
+    draw: Tensor,
+    const: SamplingConstants,
+    dtype: torch.dtype,
+    at: tuple[int, int] = (0, 0),
 ) -> Tensor:
     """Return a tensor in the shape of w_hat, without memory, that passes its gradient to the weight and its bitwidths.
 
     A w_hat that is kept for a whole step is not the result of an operation in autograd's graph. This tensor takes its place.
     """
-    result: Tensor = _Sampled.apply(weight, bitwidth, b_t, amax, draw, (0, 0), const, dtype)  # type: ignore[no-untyped-call]
+    result: Tensor = _Sampled.apply(weight, bitwidth, b_t, amax, draw, at, const, dtype)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -124,7 +131,7 @@ class _Sampled(torch.autograd.Function):
         if amax is None:
             w_hat, amax = sample(weight, b_t, draw, const, dtype, at)
         else:
-            w_hat = weight.new_empty((), dtype=dtype).expand(weight.shape)
+            w_hat = torch.empty((), dtype=dtype, device=weight.device).expand(weight.shape)
         ctx.save_for_backward(bitwidth, b_t, amax, draw)
         return w_hat
 
@@ -199,10 +206,16 @@ class _Linear(torch.autograd.Function):
         return dx, dw, dbias, *[None] * 6
 
 
-def sample_sharded(
-    weight: DTensor, bitwidth: Tensor, draw: Tensor, const: SamplingConstants, dtype: torch.dtype, name: str
-) -> DTensor:
-    """Return w_hat of a sharded weight, sharded in the same way: every shard draws by its coordinates in the whole weight."""
+class WeightShard(NamedTuple):
+    """This rank's part of a sharded weight, its bitwidths, and the position of its first element in the whole weight."""
+
+    weight: Tensor
+    bitwidth: Tensor
+    at: tuple[int, int]
+
+
+def shard_of(weight: DTensor, bitwidth: Tensor, const: SamplingConstants, name: str) -> WeightShard:
+    """Return this rank's part of a weight. Raise if a shard boundary splits a block."""
     # Check all shards and not only the local one, so that every rank raises.
     parts = list(weight.shape)
     for dimension, placement in enumerate(weight.placements):
@@ -221,12 +234,40 @@ def sample_sharded(
             "convert the model before it is parallelized, so that both are."
         )
     b_i = bitwidth.redistribute(weight.device_mesh, weight.placements).to_local()
-    part = weight.to_local()
+    return WeightShard(weight.to_local(), b_i, (row, column))
+
+
+def sample_sharded(
+    weight: DTensor, bitwidth: Tensor, draw: Tensor, const: SamplingConstants, dtype: torch.dtype, name: str
+) -> DTensor:
+    """Return w_hat of a sharded weight, sharded in the same way: every shard draws by its coordinates in the whole weight."""
+    part, b_i, at = shard_of(weight, bitwidth, const, name)
     b_t = bitwidths(b_i, const)
-    sampled = _Sampled.apply(part, b_i, b_t, None, draw, (row, column), const, dtype)  # type: ignore[no-untyped-call]
+    sampled: Tensor = _Sampled.apply(part, b_i, b_t, None, draw, at, const, dtype)  # type: ignore[no-untyped-call]
+    return sharded_like(sampled, weight)
+
+
+def sharded_like(part: Tensor, weight: DTensor) -> DTensor:
+    """Return this rank's part of a tensor in the shape and the placements of `weight`."""
     return DTensor.from_local(
-        sampled, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        part, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
     )
+
+
+def with_value(learner: Tensor, w_hat: Tensor) -> Tensor:
+    """Return the numbers of `w_hat`, whose gradient goes to `learner`."""
+    result: Tensor = _WithValue.apply(learner, w_hat)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _WithValue(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, learner: Tensor, w_hat: Tensor) -> Tensor:
+        return w_hat.view_as(w_hat)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 # Inputs ---------------------------------------------------------------------------------------------------------------

@@ -14,12 +14,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from dither.errors import UserError
 from dither.nn import functional, histories, sampling
 from dither.nn.cast_graph import hold_weights
-from dither.nn.draws import FIRST_COUNTED, batch_rank
+from dither.nn.draws import FIRST_COUNTED, batch_rank, fully_sharded
 from dither.nn.linear import Linear
 from dither.nn.sampled_layer import BITWIDTHS
 from dither.nn.sampling import SamplingConstants
 from dither.nn.step_state import keep_in_place
 from dither.nn.tensor_parallel import local
+from dither.nn.weight_gather import hold_shards
 
 B_T = {"bitwidth": "b_t", "input_bitwidth": "input_b_t"}
 """The attributes of a StepState that hold b_t, by the parameter that they follow from."""
@@ -81,7 +82,11 @@ class StepContext:
         for layer in self._layers:
             layer.step_state.begin()
             layer.draws.step = self
+        sharded = fully_sharded(self._model)
+        for layer in self._layers:
+            layer.fully_sharded = id(layer) in sharded
         hold_weights(self._model, self._layers)
+        hold_shards([layer.gather for layer in self._layers if layer.gather is not None])
         self._watch()
 
     def resume(self) -> None:
@@ -92,13 +97,17 @@ class StepContext:
     def finish(self) -> None:
         """Append the magnitudes of the step to the histories of delayed scaling; raise if weights or bitwidths are invalid."""
         self._look()
-        histories.push(self._layers, self.group)
+        told = next((layer.amax_group for layer in self._layers if layer.amax_group is not None), None)
+        histories.push(self._layers, told or self.group)
 
     def release(self) -> None:
         """Remove all state of the step from the layers."""
         for layer in self._layers:
             layer.draws.step, layer.draws.rows, layer.draws.captured = None, 0, 0
             layer.step_state.end()
+            layer.fully_sharded = False
+            if layer.gather is not None:
+                layer.gather.sent = None
 
     def after_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """End the step if `optimizer` has changed the weights of these layers."""
@@ -213,7 +222,7 @@ def _wrong_bitwidths(members: list[tuple[Linear, str]]) -> str:
 
 
 def _warn_unsafe(constants: SamplingConstants, safe: tuple[float, str], members: list[tuple[Linear, str]]) -> None:
-    members = [(layer, name) for layer, name in members if name not in layer.warned and getattr(layer, name).numel()]
+    members = [(layer, name) for layer, name in members if name not in layer.warned and local(getattr(layer, name)).numel()]
     if not members:
         return
     bits, format = safe

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 from torch import Size, Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dither.errors import UserError
@@ -36,12 +36,7 @@ def linear(
     sharded, x is sharded along its last dimension and the result is Partial, as in torch's own product of DTensors.
     """
     mesh = weight.device_mesh
-    if mesh.ndim != 1:
-        raise UserError(
-            f"The layer {settings.name!r} is sharded over a mesh of {mesh.ndim} dimensions: parallelize it over one dimension "
-            "of the mesh."
-        )
-    (placement,) = weight.placements
+    (placement,) = _one_dimension(settings.name, weight)
     state = state._replace(place=local(state.place), keys=local(state.keys))
     if placement.is_replicate():
         y = functional.linear(_placed(x, mesh, Replicate()).to_local(), weight.to_local(), local(bias), settings, state=state)
@@ -68,6 +63,25 @@ def linear(
         shared = local(bias)
         y = y + (shared if mesh.get_local_rank() == 0 else shared - shared.detach()).to(y.dtype)
     return DTensor.from_local(y, mesh, [Partial()], run_check=False)
+
+
+def _one_dimension(name: str, weight: DTensor) -> tuple[Placement, ...]:
+    """Return the placements of a weight that is sharded over one dimension of a mesh. FSDP2 gathers the others before."""
+    if weight.device_mesh.ndim != 1:
+        raise UserError(
+            f"The layer {name!r} is sharded over a mesh of {weight.device_mesh.ndim} dimensions: parallelize it over one "
+            "dimension of the mesh, and shard over others by FSDP2."
+        )
+    return weight.placements
+
+
+def held_settings(name: str, weight: DTensor, settings: Settings, precision: LayerPrecision) -> Settings:
+    """Return the settings to cast this rank's part of a weight; raise if a shard boundary splits a scale group."""
+    _one_dimension(name, weight)
+    casts = {operand: filter(None, precision.casts_of(operand)) for operand in OPERANDS}
+    check(name, weight, settings.transposed, casts)
+    _, (row, column) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    return _begun(settings, "weight", row, column)
 
 
 def _begun(settings: Settings, operand: str, row: int, column: int) -> Settings:
@@ -121,7 +135,11 @@ def check(name: str, weight: DTensor, transposed: bool, casts: Mapping[str, Iter
     """Raise if a shard boundary splits a scale group of any of these casts, given by operand. Every rank raises."""
     if not weight.placements[0].is_shard():
         return
-    outputs, part, size = _sharding(weight, transposed)
+    check_part(name, *_sharding(weight, transposed), casts)
+
+
+def check_part(name: str, outputs: bool, part: int, size: int, casts: Mapping[str, Iterable[Cast]]) -> None:
+    """Raise if parts of `part` features, of `size`, split a scale group of a cast. `outputs`: output features are sharded."""
     for operand in ("weight", "grad" if outputs else "input") if part < size else ():
         for cast in casts[operand]:
             alone = cast.group.kind in ("tile", "block") and cast.scaling.kind not in ("nvfp4", "delayed")

@@ -107,6 +107,8 @@ class AdamW(Tables):
         """Number of steps skipped because a gradient was not finite, 0-d int64."""
         self.grad_norm: Tensor | None = None
         """Norm of all gradients in the last step, before clipping; None if the step did not compute it."""
+        self.stages: Any = None
+        """Ranks with other parameters, such as the stages of a pipeline: they share one norm, and skip a step together."""
         self._formats = {}
         self._forget()
         defaults = {
@@ -209,7 +211,10 @@ class AdamW(Tables):
             sums[spread_over(batch.parameter)][0].add_(batch.batch.square_sum(batch.gradients(matrices)))
         for total, parameter in sums.values():
             reduce_cuts(total, parameter)
-        return torch.stack([total for total, _ in sums.values()]).sum()
+        whole = torch.stack([total for total, _ in sums.values()]).sum()
+        if self.stages is not None:
+            torch.distributed.all_reduce(whole, group=self.stages)
+        return whole
 
     def _update(self, active: list[Slot], matrices: list[Tensor], constants: Tensor, skip: Tensor) -> None:
         for batch in self._batches:

@@ -126,6 +126,10 @@ class Training:
             self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         self.gradients.passes += 1
 
+    def backward_context(self) -> AbstractContextManager[object]:
+        """Return the context manager for backward passes that a schedule runs, instead of `backward`."""
+        return self._products()
+
     def _products(self) -> AbstractContextManager[object]:
         """Return a context that computes 16-bit products in float32 on a CPU, which is much faster there.
 

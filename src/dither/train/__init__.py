@@ -6,6 +6,7 @@ from dither.train import guard as guard
 from dither.train import sharded as sharded
 from dither.train.checkpoint import Saver as Saver
 from dither.train.config import Config as Config
+from dither.train.config import Parallel as Parallel
 from dither.train.config import schedule as schedule
 from dither.train.guard import Guard as Guard
 from dither.train.guard import Policy as Policy

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from dither.errors import DitherError, UserError
 from dither.nn import step_context
+from dither.nn.tensor_parallel import local
 from dither.numerics.observe import untouched
 from dither.train.config import Config
-from dither.train.distributed import Ranks
+from dither.train.distributed import Ranks, everywhere
 from dither.train.fields import hints
 from dither.train.trainer import Trainer
 from dither.versions import version
@@ -53,7 +54,10 @@ def facts_of_config(config: Config) -> dict[str, str]:
 
 
 def facts_of_trainer(trainer: Trainer) -> dict[str, str]:
-    """Return what must be equal on all ranks before the first step: the step, the corpus, the plan, and every tensor."""
+    """Return what must be equal on all ranks before the first step: the step, the corpus, the plan, and every tensor.
+
+    Of a model that is cut, tensors must be equal on the ranks with the same part, which their names say.
+    """
     tensors = _tensors(trainer)
     words = {
         "the step": str(trainer.done),
@@ -61,7 +65,8 @@ def facts_of_trainer(trainer: Trainer) -> dict[str, str]:
         "the plan": hashlib.sha256(trainer.plan.to_json().encode()).hexdigest(),
     }
     numbers = digests(tensors.values()).tolist()
-    return words | {_title(name): f"{number:#x}" for name, number in zip(tensors, numbers, strict=True)}
+    part = f" in part {trainer.layout.part}" if trainer.layout.cut else ""
+    return words | {f"{_title(name)}{part}": f"{number:#x}" for name, number in zip(tensors, numbers, strict=True)}
 
 
 KINDS = {"model": "weight", "optimizer": "optimizer state", "resting": "bitwidth"}
@@ -69,8 +74,8 @@ KINDS = {"model": "weight", "optimizer": "optimizer state", "resting": "bitwidth
 
 
 def _tensors(trainer: Trainer) -> dict[str, Tensor]:
-    """Return the weights and optimizer states, which are the same on every rank."""
-    return {name: tensor for name, tensor in trainer.pack("", 0.0)[0].items() if not name.startswith("rng:")}
+    """Return the weights and optimizer states on this rank, which are the same on all ranks with the same part of the model."""
+    return {name: local(tensor) for name, tensor in trainer.pack("", 0.0)[0].items() if not name.startswith("rng:")}
 
 
 def _title(name: str) -> str:
@@ -93,24 +98,27 @@ def check_facts(ranks: Ranks, facts: Mapping[str, str]) -> None:
     shown = {name: value if len(value) <= 80 else hashlib.sha256(value.encode()).hexdigest() for name, value in facts.items()}
     gathered = [dict(line.split("\t", 1) for line in text.splitlines()) for text in ranks.gather(_lines(shown))]
     names = dict.fromkeys(name for found in gathered for name in found)
-    different = [name for name in names if len({found.get(name) for found in gathered}) > 1]
+    # A part of a model that is cut is on some ranks only.
+    values = {name: [found.get(name, None if " in part (" in name else "missing") for found in gathered] for name in names}
+    different = [name for name in names if len({value for value in values[name] if value is not None}) > 1]
     if different:
-        said = "; ".join(_difference(name, [found.get(name, "missing") for found in gathered]) for name in different[:3])
+        said = "; ".join(_difference(name, values[name]) for name in different[:3])
         more = f"; and {len(different) - 3} more" if len(different) > 3 else ""
-        raise UserError(f"The ranks differ: {said}{more}. Start every rank with the same config, data and code.")
+        raise everywhere(UserError(f"The ranks differ: {said}{more}. Start every rank with the same config, data and code."))
 
 
 def _lines(facts: Mapping[str, str]) -> str:
     return "\n".join(f"{name}\t{' '.join(value.split())}" for name, value in facts.items())
 
 
-def _difference(name: str, values: Sequence[str]) -> str:
-    """Return which ranks have which values of a fact.
+def _difference(name: str, values: Sequence[str | None]) -> str:
+    """Return which ranks have which values of a fact. None is that of a rank which the fact does not concern.
 
     >>> _difference("optim.lr", ["0.003", "0.002", "0.003"])
     'optim.lr is 0.003 on ranks 0 and 2, and 0.002 on rank 1'
     """
-    groups = {value: [rank for rank, other in enumerate(values) if other == value] for value in dict.fromkeys(values)}
+    known = dict.fromkeys(value for value in values if value is not None)
+    groups = {value: [rank for rank, other in enumerate(values) if other == value] for value in known}
     said = sorted(groups.items(), key=lambda group: -len(group[1]))
     return f"{name} is " + ", and ".join(f"{value:.64} on {name_ranks(ranks)}" for value, ranks in said[:4])
 
@@ -172,7 +180,7 @@ def _odd_numbers(start: int, count: int, device: torch.device) -> Tensor:
 def compare_states(trainer: Trainer) -> None:
     """Raise a DisagreementError, the same on every rank, if weights or optimizer states differ. Waits for the device."""
     ranks = trainer.ranks
-    if ranks.world == 1:
+    if all(len(same) == 1 for same in trainer.layout.replicas):
         return
     tensors = _tensors(trainer)
     own = digests(tensors.values()).to(ranks.device)
@@ -181,27 +189,35 @@ def compare_states(trainer: Trainer) -> None:
     totals = torch.zeros(ranks.world, dtype=torch.int64, device=ranks.device)
     totals[ranks.rank] = total
     values = ranks.add(totals).tolist()
-    if len(set(values)) == 1:
+    if all(len({values[rank] for rank in same}) == 1 for same in trainer.layout.replicas):
         return
-    lists = [text.split() for text in ranks.gather(" ".join(map(str, own.tolist())))]
-    names = [name for index, name in enumerate(tensors) if len({tuple(each[index : index + 1]) for each in lists}) > 1]
+    lists = [text.split() for text in ranks.gather(" ".join([*tensors, *map(str, own.tolist())]))]
+    same = next(same for same in trainer.layout.replicas if len({values[rank] for rank in same}) > 1)
+    found = [lists[rank] for rank in same]
+    count = len(found[0]) // 2
+    names = [
+        name for index, name in enumerate(found[0][:count]) if len({tuple(each[count + index :][:1]) for each in found}) > 1
+    ]
     first = _title(names[0]) if names else "their number"
-    raise DisagreementError(
-        f"After step {trainer.done} the ranks have other weights or optimizer states, though they started with the same: "
-        f"{_culprits(values)}, in {len(names)} tensors, first in {first}. Nothing of this step is saved. Check the memory and "
-        "the devices of that rank, and resume with --resume."
+    raise everywhere(
+        DisagreementError(
+            f"After step {trainer.done} the ranks have other weights or optimizer states, though they started with the same: "
+            f"{_culprits([values[rank] for rank in same], same)}, in {len(names)} tensors, first in {first}. Nothing of this "
+            "step is saved. Check the memory and the devices of that rank, and resume with --resume."
+        )
     )
 
 
-def _culprits(values: Sequence[object]) -> str:
-    """Return which ranks differ from the majority.
+def _culprits(values: Sequence[object], ranks: Sequence[int] | None = None) -> str:
+    """Return which ranks differ from the majority; `ranks` are those that have the values, by default the first ones.
 
-    >>> _culprits([7, 5, 7]), _culprits([7, 5])
-    ('rank 1 differs from the others', 'rank 1 differs from rank 0')
+    >>> _culprits([7, 5, 7]), _culprits([7, 5]), _culprits([7, 5], [1, 3])
+    ('rank 1 differs from the others', 'rank 1 differs from rank 0', 'rank 3 differs from rank 1')
     """
-    common = max(dict.fromkeys(values), key=list(values).count)  # the first of equally frequent ones: that of rank 0
-    other = [rank for rank, value in enumerate(values) if value != common]
-    against = "rank 0" if len(values) == 2 else "the others"
+    ranks = range(len(values)) if ranks is None else ranks
+    common = max(dict.fromkeys(values), key=list(values).count)  # the first of equally frequent ones: that of the first rank
+    other = [rank for rank, value in zip(ranks, values, strict=True) if value != common]
+    against = f"rank {ranks[0]}" if len(values) == 2 else "the others"
     return f"{name_ranks(other)} {'differs' if len(other) == 1 else 'differ'} from {against}"
 
 
@@ -212,9 +228,13 @@ def recompute(trainer: Trainer) -> None:
     """Compute the loss and gradients of one micro-batch of the next step again, and compare the bits. Nothing changes.
 
     Every rank computes the first micro-batch of rank 0, so that a device that is always wrong differs from the others. A single
-    process computes it twice. A difference raises a DisagreementError that names the rank.
+    process, and ranks that hold parts of the model, compute it twice. A difference raises a DisagreementError that names the
+    rank.
     """
     ranks = trainer.ranks
+    if trainer.layout.cut:
+        _recompute_parts(trainer)
+        return
     rounds = [_computed(trainer)] + [_computed(trainer)] * (ranks.world == 1)
     found = [int(text) for text in ranks.gather(str(rounds[0]))] if ranks.world > 1 else rounds
     if len(set(found)) == 1:
@@ -224,24 +244,44 @@ def recompute(trainer: Trainer) -> None:
         again = [int(text) for text in ranks.gather(str(_computed(trainer)))]
         unsteady = [rank for rank, pair in enumerate(zip(found, again, strict=True)) if pair[0] != pair[1]]
         said = f"{name_ranks(unsteady)} computed other bits in two passes over" if unsteady else f"{_culprits(found)} in"
-    raise DisagreementError(
+    failed = DisagreementError(
         f"Before step {trainer.done + 1} a check of the hardware failed: {said} the same micro-batch with the same weights. "
         "Take the device out of service, and resume with --resume from a checkpoint that you trust."
     )
+    raise everywhere(failed)
+
+
+def _recompute_parts(trainer: Trainer) -> None:
+    """Compute a micro-batch twice on ranks that hold parts of the model. A wrong bit of one rank may reach all of them."""
+    ranks = trainer.ranks
+    rounds = [[int(text) for text in ranks.gather(str(_computed(trainer)))] for _ in range(2)]
+    wrong = [rank for rank, pair in enumerate(zip(*rounds, strict=True)) if pair[0] != pair[1]]
+    if wrong:
+        raise everywhere(
+            DisagreementError(
+                f"Before step {trainer.done + 1} a check of the hardware failed: {name_ranks(wrong)} computed other bits in "
+                "two passes over the same micro-batch with the same weights. Take the device out of service, and resume with "
+                "--resume from a checkpoint that you trust."
+            )
+        )
 
 
 def _computed(trainer: Trainer) -> int:
     """Return the digest of the loss and the gradients of the first micro-batch of rank 0, in deterministic kernels."""
     data, ranks = trainer.config.data, trainer.ranks
-    batch = trainer.loader.batch(trainer.done + trainer.offset, 0, ranks.world, (0, trainer.parts)).to(ranks.device)
+    world = trainer.layout.data_world
+    batch = trainer.loader.batch(trainer.done + trainer.offset, 0, world, (0, trainer.parts)).to(ranks.device)
     parameters = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     with untouched(trainer.model), _deterministic():
         torch.manual_seed(trainer.done)  # the same dropout on every rank
         with step_context(trainer.model, step=trainer.done) as at:
             at.row(batch.first * data.sequence)
-            loss = trainer.loss(trainer.model, batch)
-            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-            found = digests([loss, *(gradient for gradient in gradients if gradient is not None)])
+            if trainer.layout.cut:  # FSDP2 hands out gradients in backward only
+                loss, gradients = trainer.pass_aside(batch), [parameter.grad for parameter in parameters]
+            else:
+                loss = trainer.loss(trainer.model, batch)
+                gradients = list(torch.autograd.grad(loss, parameters, allow_unused=True))
+            found = digests([loss, *(local(gradient) for gradient in gradients if gradient is not None)])
     return int((found * _odd_numbers(0, found.numel(), found.device)).sum())
 
 

@@ -10,20 +10,21 @@ from typing import Literal
 
 from dither import run_lock, safe_files
 from dither.errors import UserError
-from dither.models import flops_per_token
 from dither.train import agreement, checkpoint, config
 from dither.train.checkpoint import Saver
 from dither.train.config import Config, dumps
 from dither.train.distributed import Ranks
 from dither.train.files import CHANGES, CHECKPOINTS, CONFIG, CONVERSION, ENVIRONMENT, ORIGIN, PLAN, PLANS, TOKENIZER_FILES
-from dither.train.goals import check_snip
+from dither.train.goals import check_chat, check_layout, check_snip
 from dither.train.guard import Signals, Status
+from dither.train.layout import RankLayout
 from dither.train.metrics import Metrics, peak_flops
 from dither.train.origin import keep_tokenizer, origin_of, recorded_facts
 from dither.train.plans import plans_file
 from dither.train.progress import Progress
 from dither.train.recorder import RunRecorder, conversion_record, write_file
 from dither.train.resuming import changes_of, check_changes, record_changes
+from dither.train.sharded import ShardedSaver
 from dither.train.trainer import Trainer, open_corpus, unigram_entropy
 
 
@@ -50,23 +51,34 @@ class RunBeginning(RunRecorder):
 
     def build(self, stack: ExitStack, command: Sequence[str]) -> None:
         """Build the data, the model and the optimizer, restore a checkpoint, and write the files that describe the run."""
-        check_snip(self.config)
+        with self.ranks.shared_errors():
+            check_snip(self.config)
+            check_layout(self.config, self.ranks.world)
+        layout = RankLayout.of(self.config, self.ranks)
         self.say("Reading the text ...")
         with self.ranks.shared_errors():
             corpus = open_corpus(self.config, self.folder, self.ranks, say=self.say)
+            if corpus.template is not None:
+                check_chat(self.config.parallel)
             saved = self.resuming and any((self.folder / CHECKPOINTS).glob("step-*"))
-            self.trainer = trainer = Trainer(self.config, corpus, self.ranks, initial=not saved, say=self.say)
+            self.trainer = trainer = Trainer(self.config, corpus, self.ranks, layout=layout, initial=not saved, say=self.say)
         trainer.signals = self.signals
         self.resumed = resumed = self.restore() if self.resuming else None
         if self.ranks.world > 1:
             agreement.check_facts(self.ranks, agreement.facts_of_trainer(trainer))
         self.unigram = unigram_entropy(corpus)
-        self.flops, self.peak = flops_per_token(trainer.model, self.config.data.sequence), peak_flops(self.ranks.device)
-        parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+        self.flops, self.peak = trainer.flops, peak_flops(self.ranks.device)
+        parameters = trainer.parameters
         self.say(
             f"{parameters:,} parameters, {len(corpus.train):,} training tokens, {len(corpus.held_out):,} held-out tokens, on "
-            f"{self.ranks.device}" + (f" with {self.ranks.world} ranks." if self.ranks.world > 1 else ".")
+            f"{self.ranks.device}" + layout.describe()
         )
+        run = self.config.run
+        if self.ranks.main or layout.cut:  # ranks with parts of the model write their parts
+            kind = ShardedSaver if layout.cut else Saver
+            every = run.keep_every or None
+            saver = kind(self.folder / CHECKPOINTS, last=run.keep_last, every=every, beneath=self.folder)
+            self.saver = stack.enter_context(saver)
         if self.ranks.main:
             Status.reserve(self.folder)
             stack.callback((self.folder / Status.RESERVE).unlink, missing_ok=True)
@@ -86,15 +98,11 @@ class RunBeginning(RunRecorder):
             write_file(self.folder / CONVERSION, safe_files.to_json(conversion_record(trainer), CONVERSION))
             facts = self.environment(command, parameters) | recorded_facts(self.folder)
             write_file(self.folder / ENVIRONMENT, safe_files.to_json(facts, ENVIRONMENT))
-            run = self.config.run
             say = warnings.warn if self.progress is None else self.say
             plain = asdict(self.config)
             self.metrics = stack.enter_context(Metrics(self.folder, track=run.track, config=plain, resumed=resumed, say=say))
             if self.progress is not None:
                 self.metrics.listeners.append(self.progress.show)
-            every = run.keep_every or None
-            saver = Saver(self.folder / CHECKPOINTS, last=run.keep_last, every=every, beneath=self.folder)
-            self.saver = stack.enter_context(saver)
             self.write("start", resumed_from=resumed)
             if resumed is None:
                 self.write("plan", plan=trainer.plan.to_dict(), reason="the run begins")

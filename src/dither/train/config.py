@@ -24,6 +24,7 @@ from dither.snip.settings import Estimator, Goal, Schedule, check_budget, check_
 from dither.train.fields import check_at_least, check_choice, check_seed, check_types, check_within, hints, sentences, type_name
 from dither.train.guard import Policy
 from dither.train.lora_settings import Lora as Lora
+from dither.train.parallel_settings import Parallel as Parallel
 from dither.train.precision_settings import Precision as Precision
 from dither.train.precision_settings import check_snip
 from dither.train.toml_text import parse, parse_value
@@ -318,6 +319,8 @@ class Config:
     """The reaction to NaN, Inf and loss spikes."""
     monitor: Monitor = field(default_factory=Monitor)
     """Statistics of casts, gradients and updates during training."""
+    parallel: Parallel = field(default_factory=Parallel)
+    """The shares of ranks in the batches and the model."""
     run: RunSettings = field(default_factory=RunSettings)
     """The length and the folder of the run, and the intervals of its outputs."""
 

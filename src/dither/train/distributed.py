@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from dither import ranks
-from dither.errors import UserError
+from dither.errors import DitherError, UserError
 from dither.train.heartbeat import Heartbeat, LostRankError, Verdict, lost_rank
 
 TIMEOUT = timedelta(seconds=120)
@@ -65,16 +65,20 @@ class Ranks:
         """The process group of all ranks; None if there is only one."""
         return None if self.world == 1 else dist.group.WORLD
 
-    def share(self, batch: int, micro: int | None) -> int:
-        """Return the number of micro-batches, of at most `micro` sequences, in this rank's share of a batch."""
-        if batch % self.world:
-            raise UserError(f"data.batch={batch} cannot be divided evenly among {self.world} ranks: choose a multiple.")
-        share = batch // self.world
+    def share(self, batch: int, micro: int | None, parts: int | None = None) -> int:
+        """Return the number of micro-batches, of at most `micro` sequences, in this rank's share of a batch.
+
+        The batch is divided into as many parts as there are ranks, or into `parts` if ranks share parts of it.
+        """
+        world = self.world if parts is None else parts
+        if batch % world:
+            raise UserError(f"data.batch={batch} cannot be divided evenly among {world} ranks: choose a multiple.")
+        share = batch // world
         size = min(micro or share, share)
         if share % size:
             raise UserError(
                 f"data.micro_batch={micro} does not divide the {share} sequences per rank of data.batch={batch} on "
-                f"{self.world} ranks."
+                f"{world} ranks."
             )
         return share // size
 
@@ -95,14 +99,14 @@ class Ranks:
     def explained(self, error: BaseException, step: int) -> BaseException:
         """Return a LostRankError that names the lost rank if `error` says that there is one, else `error` itself.
 
-        The other ranks learn of any other error of this rank.
+        The other ranks learn of any other error of this rank, unless they raise the same.
 
         >>> error = RuntimeError("[gloo/transport/tcp/pair.cc:544] Connection closed by peer [127.0.0.1]:5123. This may ...")
         >>> print(Ranks(torch.device("cpu"), 0, 2).explained(error, 57))
         Rank 0 of 2 lost another rank in step 57 (Connection closed by peer [127.0.0.1]:5123): see its output, and resume with \
 --resume.
         """
-        if self.world == 1 or isinstance(error, LostRankError):
+        if self.world == 1 or isinstance(error, LostRankError) or (isinstance(error, DitherError) and error.everywhere):
             return error
         text = str(error) if isinstance(error, RuntimeError) else ""
         said = next((found for pattern in LOST if (found := re.search(pattern, text))), None)
@@ -142,11 +146,20 @@ class Ranks:
                 raise
             error = str(problem)
         if error := self.first_error(error):
-            raise UserError(error)
+            raise everywhere(UserError(error))
 
     def gather(self, text: str) -> list[str]:
         """Return the text of every rank, in the order of ranks."""
         return [text] if self.world == 1 else ranks.gather(text)
+
+
+Raised = TypeVar("Raised", bound=DitherError)
+
+
+def everywhere(error: Raised) -> Raised:
+    """Mark an error that every rank raises: only rank 0 prints it."""
+    error.everywhere = True
+    return error
 
 
 @contextmanager

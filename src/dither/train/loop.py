@@ -4,18 +4,18 @@ import math
 import shutil
 import time
 from collections import deque
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from dither import safe_files
 from dither.data import Batch, Prefetch
-from dither.errors import UserError
+from dither.errors import DitherError, UserError
 from dither.train import agreement, checkpoint, trackers
 from dither.train.beginning import RunBeginning
 from dither.train.config import Config, dumps
@@ -66,6 +66,7 @@ def train(
     resume: bool | Literal["auto"] = False,
     command: Sequence[str] = (),
     progress: Progress | None = None,
+    tell: Callable[[Outcome | DitherError], None] | None = None,
 ) -> Outcome:
     """Train a model as a config says, in the folder `run.out`, or resume the run in that folder.
 
@@ -76,6 +77,8 @@ def train(
         resume: Resume the run in the folder from its newest whole checkpoint; "auto" starts it if there is none.
         command: The command that reproduces the run, which is stored in the folder.
         progress: Shows the progress.
+        tell: Called on rank 0 with the outcome, or with an error that every rank raises, before any rank returns: a launcher
+            may end all ranks when the first of them does.
 
     >>> import tempfile
     >>> from dither.train.config import Config, Data, RunSettings
@@ -100,18 +103,42 @@ def train(
             run.claim(stack, resume)
             with signals.abandoned():
                 run.build(stack, command)
-            return run.to_the_end()
+            return _told(ranks, tell, run.to_the_end())
         except Interrupted as told:
             ranks.ends_after(str(told))
-            return _interrupted_early(run, str(told))
+            return _told(ranks, tell, _interrupted_early(run, str(told)))
         except BaseException as error:
             known = ranks.explained(_in_words(error, folder), 0 if run.trainer is None else run.trainer.done + 1)
             if isinstance(known, LostRankError) and known.signal:  # one rank was told to end, and it ends the run of all
-                return run.abandoned(known.signal) if run.training else _interrupted_early(run, known.signal)
+                ended = run.abandoned(known.signal) if run.training else _interrupted_early(run, known.signal)
+                return _told(ranks, tell, ended)
             run.failed(known)
+            if isinstance(known, DitherError) and known.everywhere:
+                _told(ranks, tell, known)
             if known is error:
                 raise
             raise known from None
+
+
+Ended = TypeVar("Ended", bound=Outcome | DitherError)
+
+
+def _told(ranks: Ranks, tell: Callable[[Outcome | DitherError], None] | None, end: Ended) -> Ended:
+    """Tell how a run ends, on rank 0. The others wait, except after a signal, which one rank may follow alone. Return it."""
+    if tell is None:
+        return end
+    if ranks.main:
+        tell(end)
+    if isinstance(end, Outcome):
+        with suppress(LostRankError):  # the run has ended anyway
+            if end.how != "signal":
+                ranks.together()
+        return end
+    end.told = ranks.main
+    with suppress(LostRankError):  # a rank that has lost rank 0 prints the error itself
+        ranks.together()
+        end.told = True
+    return end
 
 
 def _in_words(error: BaseException, folder: Path) -> BaseException:
@@ -145,8 +172,8 @@ class _RunLoop(RunBeginning):
                     trainer.loader,
                     trainer.done + trainer.offset,
                     steps + trainer.offset,
-                    rank=self.ranks.rank,
-                    world=self.ranks.world,
+                    rank=trainer.layout.data_rank,
+                    world=trainer.layout.data_world,
                     device=self.ranks.device,
                 ) as batches,
                 self.profiler() as tick,

@@ -20,7 +20,7 @@ from dither.snip import Snip, Times
 from dither.snip.auto import RECIPES, candidates_of, choice_table, choose_by_time, layer_shapes, plan_of, times_of
 from dither.snip.savings import Shape, choice_record
 from dither.train.config import Config
-from dither.train.distributed import Ranks
+from dither.train.distributed import Ranks, everywhere
 from dither.train.files import PLANS
 
 VERSION = 1
@@ -191,7 +191,7 @@ def measured_plan(config: Config, model: nn.Module, ranks: Ranks, tokens: int, s
         except UserError as problem:
             error = str(problem)
         if error := ranks.first_error(error):
-            raise UserError(error)
+            raise everywhere(UserError(error))
         device, version, rows[shape] = json.loads(ranks.gather(text)[0])
         times = Times(device, version, rows)
     choices = choose_by_time(shapes, times, options)

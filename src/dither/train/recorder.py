@@ -82,6 +82,7 @@ class RunRecorder:
             "world_size": self.ranks.world,
             "system": platform.platform(),
             "cpus": os.cpu_count(),
+            **({"layout": str(self.the_trainer.layout.layout)} if self.the_trainer.layout.cut else {}),
         }
         with suppress(OSError, subprocess.SubprocessError):
             said = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True)
@@ -139,17 +140,19 @@ class RunRecorder:
             found = trainer.evaluate()
             self.evaluation = trainer.done, found
             self.write("eval", **found._asdict())
-            if self.ranks.main and (bitwidths := trainer.bitwidths()) is not None:
+            joins = self.ranks.main or trainer.layout.cut  # bitwidths of a model that is cut are gathered
+            if joins and (bitwidths := trainer.bitwidths()) is not None:
                 self.write("bitwidths", layers=bitwidths)
-                blocks = {"version": 1, "step": trainer.done, "layers": block_bitwidths(trainer.model)}
-                write_file(self.folder / BITWIDTHS, json.dumps(blocks).encode())
+                if not trainer.layout.cut:  # else no rank has all blocks
+                    blocks = {"version": 1, "step": trainer.done, "layers": block_bitwidths(trainer.model)}
+                    write_file(self.folder / BITWIDTHS, json.dumps(blocks).encode())
             self.status("running")
         self.write_seconds()
         return found
 
     def sample(self) -> None:
-        """Generate a sample of text on rank 0, for which the other ranks wait, however long it takes."""
-        if self.ranks.main and self.config.run.sample_tokens:
+        """Generate a sample of text, on rank 0 while the others wait, or on all ranks together if the model is cut."""
+        if (self.ranks.main or self.the_trainer.layout.cut) and self.config.run.sample_tokens:
             with self.pause("samples"):
                 try:
                     text = self.the_trainer.sample()

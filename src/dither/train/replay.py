@@ -9,8 +9,15 @@ from torch import Tensor, nn
 
 from dither.data import Batch
 from dither.nn import Linear, step_context
+from dither.nn.tensor_parallel import local
 from dither.optim import Training
 from dither.train.guard import first_nonfinite
+
+
+def nonfinite_weight(model: nn.Module) -> str:
+    """Return the first weight of this rank that is not finite, in words, or ""."""
+    weight = first_nonfinite((name, local(parameter)) for name, parameter in model.named_parameters())
+    return f"the weight {weight}" if weight else ""
 
 
 def replay(model: nn.Module, training: Training, parts: Sequence[Batch], step: int, sequence: int) -> str:
@@ -23,13 +30,13 @@ def replay(model: nn.Module, training: Training, parts: Sequence[Batch], step: i
         step: The step, from 0.
         sequence: Tokens per sequence.
     """
-    if weight := first_nonfinite(model.named_parameters()):
-        return f"the weight {weight}"
+    if weight := nonfinite_weight(model):
+        return weight
     found: list[str] = []
 
     def look(name: str, output: object) -> None:
         first = output[0] if isinstance(output, tuple) and output else output
-        if not found and isinstance(first, Tensor) and first_nonfinite([(name, first)]):
+        if not found and isinstance(first, Tensor) and first_nonfinite([(name, local(first))]):
             found.append(f"the output of {name}")
 
     hooks = [
@@ -49,7 +56,7 @@ def replay(model: nn.Module, training: Training, parts: Sequence[Batch], step: i
                 training.backward(loss)
             raise _Replayed
         # Backward runs from the last layer to the first.
-        gradients = [(name, parameter.grad) for name, parameter in model.named_parameters()]
+        gradients = [(name, local(parameter.grad)) for name, parameter in model.named_parameters()]
         bad = first_nonfinite(reversed(gradients))
         return found[0] if found else f"the gradient of {bad}" if bad else ""
     finally:
@@ -60,11 +67,17 @@ def replay(model: nn.Module, training: Training, parts: Sequence[Batch], step: i
 
 def warm_up(trainer: Any, batch: Batch) -> None:
     """Run the first micro-batch of the next step forward and backward without any effect, so that its blocks are compiled."""
+    if trainer.pipeline is not None:  # its first step compiles
+        return
     part = next(iter(batch.split(trainer.parts)))
     parameters = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     with suppress(_Replayed), magnitudes_kept(trainer.model), step_context(trainer.model, step=trainer.done) as at:
         at.row(part.first * trainer.config.data.sequence)
-        torch.autograd.grad(trainer.loss(trainer.model, part), parameters, allow_unused=True)
+        if trainer.layout.cut:
+            trainer.pass_aside(part)
+            trainer.training.optimizer.zero_grad()
+        else:
+            torch.autograd.grad(trainer.loss(trainer.model, part), parameters, allow_unused=True)
         raise _Replayed
 
 

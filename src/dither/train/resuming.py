@@ -25,6 +25,7 @@ FREE = (
     "precision.times",
     "guard",
     "monitor",
+    "parallel",
     "run",
 )
 """Sections and fields that may change when a run resumes: they do not affect the steps done. A corpus has a SHA-256."""

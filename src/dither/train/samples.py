@@ -3,10 +3,11 @@
 from collections.abc import Callable
 
 import torch
+from torch import nn
 
 from dither.data import Corpus, Tokenizer
 from dither.data.text import STDLIB
-from dither.models import CausalLM, generate
+from dither.models import generate
 from dither.train.config import Config
 
 TEMPERATURE, TOP_K = 0.8, 50
@@ -34,7 +35,7 @@ def prompt_of(config: Config, corpus: Corpus) -> str:
 
 
 def sample_text(
-    model: CausalLM, tokenizer: Tokenizer, prompt: str, count: int, seed: int, check: Callable[[], None] | None = None
+    model: nn.Module, tokenizer: Tokenizer, prompt: str, count: int, seed: int, check: Callable[[], None] | None = None
 ) -> str:
     """Generate text after a prompt; the seed determines it.
 

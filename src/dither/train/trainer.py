@@ -2,46 +2,50 @@
 
 import functools
 import math
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dither.data import Batch, Corpus, Loader, held_out, is_prepared, load_template, load_tokenizer, open_tokens, prepare
-from dither.data.text import STDLIB
+from dither.data import Batch, Corpus, Loader, held_out
 from dither.errors import UserError
-from dither.evaluate.held_out import counted_targets, summed_loss
-from dither.models import CausalLM, build, compile_blocks, hf, preset
-from dither.nn import Conversion, Linear, bitwidth_loss, convert, effective_precision, param_groups, step_context
+from dither.models import CausalLM, build, compile_blocks, flops_per_token, hf, preset
+from dither.models.causal import PlainLM
+from dither.models.stages import check_pipeline
+from dither.nn import Conversion, Linear, convert, effective_precision, param_groups, step_context
 from dither.nn.plan_schedule import PlanSchedule
 from dither.numerics import Monitor, Report
 from dither.optim import MODES, Training, roles, training
 from dither.optim.options import MOST_NORM
+from dither.optim.roles import Role
 from dither.precision import Plan
 from dither.random import Stream
-from dither.snip import Snip
+from dither.ranks import gather
+from dither.snip import Snip, TrainingSetup
 from dither.snip.controller import is_ready
 from dither.storage.reading import SavedTensors
-from dither.train.config import Config, loads, schedule
+from dither.train.config import Config, loads
+from dither.train.corpora import open_corpus as open_corpus
+from dither.train.corpora import unigram_entropy as unigram_entropy
 from dither.train.distributed import Ranks
-from dither.train.files import TOKENS
+from dither.train.evaluating import Evaluation as Evaluation
+from dither.train.evaluating import evaluate, sample
 from dither.train.graphs import GraphedPasses, uses_graphs
-from dither.train.guard import GRACE, Guard, Interrupted, Signals
+from dither.train.guard import Guard, Interrupted, Signals
+from dither.train.layout import RankLayout, check_stages
 from dither.train.lora import adapt, narrow_base
 from dither.train.metrics import smoothed
 from dither.train.origin import check_same, origin_of
+from dither.train.passes import Passes
+from dither.train.pipeline import Pipeline, check_micro_batches, check_snip_stages
 from dither.train.plans import PlanEvent, RunPlans, known_plans, make_schedule, steps_for_snip, with_measured
-from dither.train.replay import replay, warm_up
+from dither.train.replay import nonfinite_weight, replay, warm_up
 from dither.train.resuming import check_changes
-from dither.train.samples import prompt_of, sample_text
-from dither.train.state import Resumed, pack, plan_of, unpack
-from dither.train.waiting import first_on_machine, while_others_wait
+from dither.train.samples import prompt_of
+from dither.train.state import Resumed, pack, pack_sharded, plan_of, unpack
 from dither.train.weights import load_weights
 
 
@@ -59,86 +63,14 @@ class Numbers(NamedTuple):
     """The loss scale; 1 if losses are not scaled."""
 
 
-class Evaluation(NamedTuple):
-    """The loss on held-out text."""
-
-    loss: float
-    bits_per_byte: float | None
-    """None if the number of bytes of the tokens is not known."""
-    tokens: int
-
-
-def open_corpus(config: Config, folder: Path, ranks: Ranks, say: Callable[[str], None] | None = None) -> Corpus:
-    """Open the tokens of a config: a prepared folder, or text, which is tokenized into the folder of the run once.
-
-    Args:
-        config: The config of the run.
-        folder: The folder of the run.
-        ranks: The ranks of the run. Rank 0 tokenizes, and one rank per machine verifies; if one fails, every rank raises.
-        say: Called with sentences about the split of a single document and about the progress.
-    """
-    sources = config.data.sources or (STDLIB,)
-    own = folder / TOKENS
-    if len(sources) == 1 and is_prepared(sources[0]):
-        corpus = _verified(Path(sources[0]), ranks, say)
-    else:
-
-        def tokenize(stop: threading.Event) -> None:
-            if not is_prepared(own):
-                tokenizer = load_tokenizer(config.data.tokenizer)
-                chat = config.data.kind == "chat"
-                written = load_template(tokenizer, config.data.tokenizer) if chat else tokenizer
-                prepare(sources, own, written, held_out=config.data.held_out, say=say, stop=stop)
-
-        while_others_wait(ranks, tokenize if ranks.main else None)
-        corpus = _verified(own, ranks, say)
-        if corpus.sources != sources:
-            raise UserError(
-                f"The tokens in {str(own)!r} were made from {', '.join(corpus.sources)}, and data.sources is now "
-                f"{', '.join(sources)}: restore it, or train in another folder."
-            )
-    if config.data.kind == "chat" and corpus.template is None:
-        raise UserError(
-            f"The tokens in {str(corpus.folder)!r} are those of text, and data.kind is 'chat': remove that setting, or prepare "
-            "conversations with `dither data prepare --kind chat`."
-        )
-    if config.data.tokenizer != "bytes" and load_tokenizer(config.data.tokenizer).sha256 != corpus.tokenizer.sha256:
-        raise UserError(
-            f"The tokens in {str(corpus.folder)!r} were not made by data.tokenizer="
-            f"{config.data.tokenizer!r}: remove that setting, or prepare them again."
-        )
-    return corpus
-
-
-def _verified(folder: Path, ranks: Ranks, say: Callable[[str], None] | None) -> Corpus:
-    """Open prepared tokens. The first rank of each machine reads what was not verified before; if it fails, all ranks raise."""
-
-    def verify(stop: threading.Event) -> None:
-        open_tokens(folder, say=say, stop=stop)
-
-    while_others_wait(ranks, verify if first_on_machine(ranks) else None)
-    return open_tokens(folder, verify=False)
-
-
-def unigram_entropy(corpus: Corpus) -> float | None:
-    """Return the unigram entropy of the held-out text in nats, or None if tokens are not bytes or not all of them count.
-
-    It is the loss of a model that knows only the frequency of each byte.
-    """
-    if corpus.tokenizer.json is not None or corpus.template is not None:
-        return None
-    counts = np.sum([np.bincount(shard, minlength=corpus.tokenizer.vocab_size) for shard in corpus.held_out.shards], axis=0)
-    shares = counts[counts > 0] / len(corpus.held_out)
-    return float(-(shares * np.log(shares)).sum())
-
-
-class Trainer:
+class Trainer(Passes):
     """The model, the optimizer and all other state that a step changes; the same on every rank.
 
     Args:
         config: The config of the run.
         corpus: The tokens.
         ranks: The ranks of the run.
+        layout: How ranks share the batches and the model; by default each of them holds the whole model.
         initial: Load the initial weights of `model.weights`. False if a checkpoint will be restored.
         say: Called with a sentence about what the run does otherwise than usual.
     """
@@ -149,12 +81,14 @@ class Trainer:
         corpus: Corpus,
         ranks: Ranks,
         *,
+        layout: RankLayout | None = None,
         initial: bool = True,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.config, self.corpus, self.ranks = config, corpus, ranks
+        self.layout = layout or RankLayout.whole(ranks)
         data = config.data
-        self.parts = ranks.share(data.batch, data.micro_batch)
+        self.parts = ranks.share(data.batch, data.micro_batch, self.layout.data_world)
         self.loader = Loader(corpus.train, data.sequence, data.batch, data.seed)
         self.held_out = held_out(corpus.held_out, data.sequence, _held_out_count(config, corpus))
         self.sources = known_plans(config, None if initial else Path(config.run.out))
@@ -162,14 +96,23 @@ class Trainer:
         self.model = _model(config, corpus, ranks.device)
         if (initial or config.lora.rank) and config.model.weights is not None:
             load_weights(self.model, config.model.weights)
-        tokens = data.batch // ranks.world // self.parts * data.sequence
+        tokens = data.batch // self.layout.data_world // self.parts * data.sequence
         self.sources = with_measured(self.sources, config, self.model, ranks, tokens, say)
         planned = make_schedule(config, self.sources)
         self.conversion = _convert(config, self.model, planned.changes[0].plan)
         self.base = _adapt(config, self.model, say)
-        self.training = _training(config, self.model)
-        self.guided = any(each.precision.sampling and each.precision.sampling.loss for each in self._layers())
-        self.compiled = config.run.compile or (config.run.compile is None and ranks.device.type == "cuda")
+        adam_roles = roles(self.model) if config.optim.optimizer == "adam-mini" else None
+        self.parameters, self.flops = _size(self.model, data.sequence)
+        """The number of parameters and the FLOPs per token of the whole model."""
+        self.pipeline = _pipeline(self)
+        """The stages of this rank; None if there is no pipeline."""
+        stages = () if self.pipeline is None else tuple(self.pipeline.stages.values())
+        self.layout.shard(self.model, config, stages)
+        self.training = _training(config, self.model, adam_roles)
+        self.training.optimizer.stages = self.layout.pipeline_group
+        self.guided = guided_share(self.model, self.layout.pipeline_group)
+        """This rank's share of the blocks whose bitwidths a loss guides; 0 if there are none."""
+        self.compiled = config.run.compile or (config.run.compile is None and _compiles(config, ranks.device))
         if self.compiled:
             torch._dynamo.reset()  # graphs of an earlier run in this process would count towards Dynamo's limit
             compile_blocks(self.model)
@@ -188,17 +131,16 @@ class Trainer:
         self.time = 0.0
         """Seconds of training before the last resume."""
         # Torch's generators, used only by dropout, are seeded in each step, so that no rank needs to save their state.
-        self._dropout = Stream(config.run.seed, "torch", f"rank {ranks.rank}").key
+        self._dropout = Stream(config.run.seed, "torch", f"rank {self.layout.data_rank}").key
         self._sound = torch.ones((), dtype=torch.bool, device=ranks.device)
         self._share = torch.ones((), device=ranks.device)
-        """The weight of the current micro-batch of this rank in the mean loss, where CUDA graphs read it."""
 
     def choose(self, batch: Batch) -> list[PlanEvent]:
         """Apply the plans of the schedule and of SNIP that are due before the step on a batch, and return them."""
         snip = self.plans.snip
         while snip is not None and not is_ready(snip, self.done, seconds=0.5):
-            if _told(self):
-                raise Interrupted(_told(self))
+            if self.told:
+                raise Interrupted(self.told)
         estimates = functools.partial(_for_estimates, self, batch, (snip and snip.effort.tokens) or 0)
         return self.plans.before_step(self.done, estimates, functools.partial(warm_up, self, batch))
 
@@ -214,7 +156,9 @@ class Trainer:
         """
         if self.monitor is None:
             return None
-        pieces = _for_estimates(self, batch, max(self.config.monitor.tokens, self.config.data.sequence * self.ranks.world))
+        pieces = _for_estimates(
+            self, batch, max(self.config.monitor.tokens, self.config.data.sequence * self.layout.data_world)
+        )
         with self.monitor.aside(self.done), step_context(self.model, step=self.done - 1) as at:
             for part in pieces:
                 at.row(part.first * self.config.data.sequence)
@@ -222,92 +166,30 @@ class Trainer:
                 self.training.backward(loss / len(pieces))
         return self.monitor.report
 
+    @property
+    def told(self) -> str:
+        """The name of the signal that this rank received, or ""."""
+        return "" if self.signals is None else self.signals.received
+
     def _layers(self) -> Iterator[Linear]:
         return (module for module in self.model.modules() if isinstance(module, Linear))
-
-    @property
-    def lr(self) -> float:
-        """Learning rate of the next step, or of the last one."""
-        return schedule(self.config, min(self.done, self.config.run.steps - 1))
 
     @property
     def tokens(self) -> int:
         """Number of tokens trained on so far."""
         return self.done * self.config.data.batch * self.config.data.sequence
 
-    # A step ------------------------------------------------------------------------------------------------------------
-
-    def step(self, batch: Batch, signal: float = 0.0) -> Tensor:
-        """Do one optimizer step. Return float32[4] on the device: mean loss, gradient norm, sum of all signals, loss scale.
-
-        A loss or gradient that is not finite changes no weight: it makes all gradients NaN, and the optimizer skips the step.
-        If the guard stops such runs, later steps change no weight either: a GPU begins the next step before the host knows.
-        """
-        optimizer = self.training.optimizer
-        for group in optimizer.param_groups:
-            group["lr"] = self.lr
-        torch.manual_seed((self._dropout + self.done) % (1 << 63))
-        with nullcontext() if self.signals is None else self.signals.abandoned(GRACE):
-            total = self._gradients(batch)
-        self.training.gradients.all_reduce(self.ranks.group)
-        if self.guided:  # after the sum over ranks, so that additions have the same order with any number of them
-            self.training.backward(bitwidth_loss(self.model))
-        self.training.step()
-        norm = torch.zeros_like(total) if optimizer.grad_norm is None else optimizer.grad_norm
-        scale = torch.ones_like(total) if self.training.loss_scale is None else self.training.loss_scale
-        numbers = self.ranks.add(torch.stack([total, torch.full_like(total, signal)]))
-        numbers = torch.stack([numbers[0], norm, numbers[1], scale])
-        if self.config.guard.nonfinite == "stop":
-            # Scaled gradients may overflow: the scale is lowered then, and the run continues.
-            self._sound &= numbers[0].isfinite() if self.scaled else numbers.isfinite().all()
-        self.done += 1
-        return numbers
-
-    @property
-    def scaled(self) -> bool:
-        """True if losses are scaled: overflows of gradients then lower the scale and do not concern the guard."""
-        return self.training.scaler.is_enabled()
-
-    def _gradients(self, batch: Batch) -> Tensor:
-        """Accumulate this rank's share of the gradients, and return its share of the mean loss."""
-        total = torch.zeros((), device=self.ranks.device)
-        with step_context(self.model, step=self.done, group=self.ranks.group) as at:
-            for number, part in enumerate(batch.split(self.parts)):
-                at.row(part.first * self.config.data.sequence)
-                self._share.copy_(_weight(self, part))
-                total += self._pass(part.inputs, part.targets, first=number == 0) * self._share
-        return total
-
-    def _pass(self, inputs: Tensor, targets: Tensor, *, first: bool) -> Tensor:
-        """Accumulate the gradients of one micro-batch, and return its mean loss."""
-        if self.graphs is None:
-            return self._eager_pass(inputs, targets)
-        return self.graphs(inputs, targets, first=first)
-
-    def _eager_pass(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        loss = self._forward(self.model, inputs, targets)
-        gate = torch.where(loss.detach().isfinite() & self._sound, self._share, torch.nan)
-        self.training.backward(loss * gate)
-        return loss.detach()
-
-    def loss(self, model: nn.Module, part: Batch) -> Tensor:
-        """Return the mean loss of a micro-batch, 0-d, in the compute dtype of the run."""
-        return self._forward(model, part.inputs, part.targets)
-
-    def _forward(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        with self.training.forward():
-            loss: Tensor = model(inputs, targets)
-        return loss
-
     def culprit(self, number: int) -> str:
         """Return the name of the first tensor that is not finite in step `number`, with its rank if there are several, or "".
 
         The step is recomputed, module by module, so it must be the last one that changed or would have changed a weight.
         """
-        batch = self.loader.batch(number - 1 + self.offset, self.ranks.rank, self.ranks.world).to(self.ranks.device)
-        found = self.ranks.gather(
-            replay(self.model, self.training, batch.split(self.parts), number - 1, self.config.data.sequence)
-        )
+        batch = self.loader.batch(number - 1 + self.offset, self.layout.data_rank, self.layout.data_world).to(self.ranks.device)
+        found = self.ranks.gather(nonfinite_weight(self.model)) if self.layout.cut else []
+        if not any(found) and self.pipeline is None:  # no pass through a pipeline ends before it has run
+            self.layout.synchronize(self.model, last=True)
+            parts = batch.split(self.parts)
+            found = self.ranks.gather(replay(self.model, self.training, parts, number - 1, self.config.data.sequence))
         rank, first = next(((rank, name) for rank, name in enumerate(found) if name), (0, ""))
         return f"{first} on rank {rank}" if first and self.ranks.world > 1 else first
 
@@ -315,19 +197,7 @@ class Trainer:
 
     def evaluate(self) -> Evaluation:
         """Return the mean loss and bits per byte on the held-out windows. Each rank computes its share of them."""
-        size = max(1, self.config.data.batch // self.ranks.world // self.parts)
-        windows = self.held_out.part(self.ranks.rank, self.ranks.world)
-        with _evaluating(self):
-            total = summed_loss(self.model, windows.to(self.ranks.device), size, stop=lambda: bool(_told(self)))
-        targets = counted_targets(self.held_out)
-        told = torch.full_like(total, float(bool(_told(self))))
-        nats, stopped = self.ranks.add(torch.stack([total, told])).tolist()
-        if stopped and self.signals is not None:
-            raise Interrupted(_told(self) or "SIGTERM")
-        known = self.corpus.held_out.exact or self.corpus.held_out.counts is not None
-        size_in_bytes = self.corpus.held_out.bytes_of(targets) if known else 0.0
-        bits = nats / math.log(2) / size_in_bytes if size_in_bytes else None
-        return Evaluation(nats / len(targets), bits, len(targets))
+        return evaluate(self)
 
     @functools.cached_property
     def prompt(self) -> str:
@@ -335,21 +205,22 @@ class Trainer:
         return prompt_of(self.config, self.corpus)
 
     def sample(self) -> str:
-        """Generate text after the prompt; the seed and the step determine it."""
-        run = self.config.run
-        with _evaluating(self):
-            seed = (run.seed + self.done) % (1 << 63)
-            check = None if self.signals is None else self.signals.check
-            return sample_text(self.model, self.corpus.tokenizer, self.prompt, run.sample_tokens, seed, check)
+        """Generate text after the prompt, on every rank if the model is cut; the seed and the step determine it."""
+        return sample(self)
 
     def bitwidths(self) -> dict[str, Any] | None:
         """Return the learned bitwidths of the sampled layers by name, or None if no layer is sampled."""
-        return learned_bitwidths(self.model) if any(layer.precision.sampling for layer in self._layers()) else None
+        own = learned_bitwidths(self.model) if any(layer.precision.sampling for layer in self._layers()) else {}
+        stages = [own] if self.pipeline is None else gather(own, self.layout.pipeline_group)
+        return {name: layer for stage in stages for name, layer in stage.items()} or None
 
     # State -------------------------------------------------------------------------------------------------------------
 
     def pack(self, config: str, seconds: float) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the contents of a checkpoint: the state that the next step depends on, and what must not change until then."""
+        """Return the contents of a checkpoint: the state that the next step depends on, and what must not change until then.
+
+        If the model is cut, every rank must call this, and tensors are those of this rank.
+        """
         others = {
             "config": config,
             "corpus": self.corpus.sha256,
@@ -361,15 +232,18 @@ class Trainer:
             **({} if self.base is None else {"base": self.base}),
         }
         optimizer, scaler = self.training.optimizer, self.training.scaler
-        return pack(self.model, optimizer, step=self.done, plan=self.plan, scaler=scaler, others=others)
+        packed = pack_sharded if self.layout.cut else pack
+        return packed(self.model, optimizer, step=self.done, plan=self.plan, scaler=scaler, others=others)
 
     def restore(self, path: Path) -> Resumed:
         """Restore a checkpoint of this run. One of another model, corpus or config raises a UserError and changes nothing."""
         with SavedTensors(path) as saved:
             others = _check_saved(path, saved.plain, self)
             if (plan := plan_of(saved.plain)) is not None and (record := self.plans.apply(plan)) is not None:
-                self.conversion = record
-            resumed = unpack(self.model, self.training.optimizer, saved, saved.plain, scaler=self.training.scaler)
+                stages = [record] if self.pipeline is None else gather(record, self.layout.pipeline_group)
+                self.conversion = replace(record, layers=tuple(layer for stage in stages for layer in stage.layers))
+            optimizer, scaler = self.training.optimizer, self.training.scaler
+            resumed = unpack(self.model, optimizer, saved, saved.plain, scaler=scaler, stage=self.pipeline is not None)
         if self.plans.snip is not None and others.get("snip") is not None:
             self.plans.snip.load_state_dict(others["snip"])
         self.guard.restore(others["guard"])
@@ -383,29 +257,18 @@ class Trainer:
         self.loss_ema = smoothed(self.loss_ema, loss)
 
 
-@contextmanager
-def _evaluating(trainer: Trainer) -> Iterator[None]:
-    """Put the model into eval mode, without gradients, in the compute dtype of training."""
-    trainer.model.eval()
-    try:
-        with torch.no_grad(), trainer.training.forward():
-            yield
-    finally:
-        trainer.model.train()
-
-
-def _told(trainer: Trainer) -> str:
-    """Return the name of the signal that this rank received, or ""."""
-    return "" if trainer.signals is None else trainer.signals.received
-
-
-def _estimated_loss(trainer: Trainer, model: nn.Module, part: Batch) -> Tensor:
+def _estimated_loss(trainer: Trainer, model: nn.Module, part: Batch) -> Tensor | None:
     """Return the loss of a micro-batch, unless a signal arrived on any rank: then raise Interrupted on all of them."""
     if trainer.signals is not None:
-        told = trainer.ranks.add(torch.tensor(float(bool(_told(trainer))), device=trainer.ranks.device))
+        told = trainer.ranks.add(torch.tensor(float(bool(trainer.told)), device=trainer.ranks.device))
         if float(told):
-            raise Interrupted(_told(trainer) or "SIGTERM")
-    return trainer.loss(model, part)
+            raise Interrupted(trainer.told or "SIGTERM")
+    if trainer.pipeline is not None:
+        return trainer.pipeline.estimate(part, trainer.training)
+    loss = trainer.loss(model, part)
+    if trainer.layout.cut:  # FSDP2 adds the gradients of ranks here, and SNIP takes their mean
+        loss = loss.detach() + (loss - loss.detach()) / trainer.layout.data_world
+    return loss
 
 
 def _held_out_count(config: Config, corpus: Corpus) -> int | None:
@@ -417,28 +280,23 @@ def _held_out_count(config: Config, corpus: Corpus) -> int | None:
 def _for_estimates(trainer: Trainer, batch: Batch, tokens: int) -> list[Batch]:
     """Return part of a batch for estimates, in micro-batches of equal size: at most as large as those of a step.
 
-    Fewer tokens than a sequence has are the first ones of one sequence.
+    Fewer tokens than a sequence has are the first ones of one sequence, or all of it if the model is cut.
 
     If blocks are compiled, at most a quarter as large: estimates run uncompiled, which needs half as much activation memory
     again, and they keep gradients for comparison. A run that just fits into memory would not fit any more.
     """
     sequence = trainer.config.data.sequence
-    wanted = tokens // sequence // trainer.ranks.world
+    wanted = tokens // sequence // trainer.layout.data_world
+    if not wanted and trainer.layout.cut:  # parts of a model take whole sequences
+        wanted = 1
     if not wanted:  # less than a sequence
-        length = max(1, tokens // trainer.ranks.world) + 1
+        length = max(1, tokens // trainer.layout.data_world) + 1
         counted = None if batch.counted is None else batch.counted[:1, :length]
         return [replace(batch, tokens=batch.tokens[:1, :length], counted=counted)]
     rows = min(wanted, len(batch.tokens))
     largest = math.ceil(len(batch.tokens) / trainer.parts / (4 if trainer.compiled else 1))
     pieces = math.ceil(rows / largest)
     return list(batch.rows(0, rows - rows % pieces).split(pieces))
-
-
-def _weight(trainer: Trainer, part: Batch) -> Tensor:
-    """Return the share of a micro-batch in the mean loss of the step, 0-d: by its tokens that count, if not all do."""
-    if part.weight is not None:
-        return part.weight
-    return torch.full_like(trainer._share, 1 / (trainer.parts * trainer.ranks.world))
 
 
 def _check_saved(path: Path, plain: Mapping[str, Any], trainer: Trainer) -> dict[str, Any]:
@@ -498,19 +356,64 @@ def _adapt(config: Config, model: CausalLM, say: Callable[[str], None]) -> dict[
     return origin_of(config.model)
 
 
+def guided_share(model: nn.Module, stages: Any) -> float:
+    """Return the share of this rank's stage in all blocks of weights whose bitwidths a loss guides, or 0."""
+    layers = [module for module in model.modules() if isinstance(module, Linear)]
+    guided = (layer.bitwidth for layer in layers if layer.precision.sampling is not None and layer.precision.sampling.loss)
+    own = sum(bitwidth.numel() for bitwidth in guided if bitwidth is not None)
+    return own / sum(gather(own, stages)) if own and stages is not None else float(own > 0)
+
+
+def _compiles(config: Config, device: torch.device) -> bool:
+    """Return whether blocks are compiled by default: on a GPU, unless a pipeline splits backward passes."""
+    return device.type == "cuda" and config.parallel.schedule != "zero-bubble"
+
+
+def _size(model: CausalLM, sequence: int) -> tuple[int, float]:
+    """Return the number of parameters and the FLOPs per token of a model."""
+    return sum(parameter.numel() for parameter in model.parameters()), flops_per_token(model, sequence)
+
+
+def _pipeline(trainer: Trainer) -> Pipeline | None:
+    """Cut the model to the stages of this rank, and return them; None if there is no pipeline."""
+    config, layout = trainer.config, trainer.layout
+    if layout.layout.pp == 1:
+        return None
+    check_pipeline(trainer.model)
+    layout.layout.check(trainer.model)
+    check_stages(config, len(trainer.model.blocks))
+    check_micro_batches(config, trainer.parts)
+    assert isinstance(trainer.model, PlainLM)
+    pipeline = Pipeline(trainer.model, config, layout, trainer.parts)
+    trainer.model = pipeline.model
+    return pipeline
+
+
 def _make_snip(trainer: Trainer, planned: PlanSchedule, say: Callable[[str], None]) -> Snip | None:
     """Return the controller that chooses precisions during training, or None."""
     snip = trainer.config.snip
     if snip.target is None:
         return None
+    goal, setup = snip.goal, TrainingSetup()
+    if trainer.pipeline is not None:
+        if len(trainer.pipeline.stages) > 1:
+            raise UserError(
+                f"SNIP takes the stages of a pipeline with one stage per rank, and parallel.schedule="
+                f"{trainer.config.parallel.schedule!r} has two: use '1f1b' or 'zero-bubble', or no snip.target."
+            )
+        check_snip_stages(snip.stages, trainer.pipeline.sizes)
+        goal = replace(goal, stages=trainer.pipeline.sizes)
+    if trainer.layout.cut:
+        setup = TrainingSetup(group=trainer.layout.data_group, pipeline=trainer.layout.pipeline_group)
     made = Snip(
         trainer.model,
         trainer.training.optimizer,
         planned.changes[0].plan,
         options=snip.options,
-        goal=snip.goal,
+        goal=goal,
         schedule=snip.schedule(steps_for_snip(planned, snip.start, trainer.config.run.steps)),
         estimator=snip.estimator(trainer.config.run.seed, trainer.config.data.batch * trainer.config.data.sequence),
+        setup=setup,
         forward=functools.partial(_estimated_loss, trainer),
     )
     made.on_failure = lambda _: None  # the loop reports what became of the statistics
@@ -528,8 +431,8 @@ def _make_monitor(trainer: Trainer) -> Monitor | None:
     return Monitor(trainer.model, optimizer, every=every, scaler=scaler, group=trainer.ranks.group, tell=lambda _: None)
 
 
-def _training(config: Config, model: CausalLM) -> Training:
-    """Return the optimizer of a converted model, with its loss scaling and gradient formats."""
+def _training(config: Config, model: CausalLM, adam_roles: Mapping[str, Role] | None) -> Training:
+    """Return the optimizer of a converted model, with its loss scaling and gradient formats; roles are for adam-mini."""
     scaled = MODES[config.precision.mode].plan.loss_scaling
     made = training(
         model,
@@ -538,7 +441,7 @@ def _training(config: Config, model: CausalLM) -> Training:
         gradients=config.precision.gradients,
         loss_scaling=config.loss_scaling if scaled else None,
         groups=param_groups(model, weight_decay=config.optim.weight_decay),
-        roles=roles(model) if config.optim.optimizer == "adam-mini" else None,
+        roles=adam_roles,
         betas=config.optim.betas,
         eps=config.optim.eps,
         # A scaled step computes the norm only if it clips; the largest float32 never clips.

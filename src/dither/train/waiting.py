@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from dither.errors import UserError
-from dither.train.distributed import Ranks
+from dither.train.distributed import Ranks, everywhere
 from dither.train.guard import Interrupted
 
 BEAT = 5.0
@@ -63,7 +63,7 @@ def while_others_wait(ranks: Ranks, work: Callable[[threading.Event], None] | No
     if ours is not None and not isinstance(ours, UserError):
         raise ours
     if error := ranks.first_error("" if ours is None else str(ours)):
-        raise UserError(error)
+        raise everywhere(UserError(error))
 
 
 def _any(ranks: Ranks, busy: bool) -> bool:

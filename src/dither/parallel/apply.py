@@ -1,0 +1,235 @@
+"""Shard a model over a mesh: tensor parallelism, activation checkpointing, and FSDP2, in this order."""
+
+import functools
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable.checkpoint_activation import checkpoint
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from dither.errors import UserError
+from dither.nn.coded_shard import CodedShard
+from dither.nn.compiling import find_blocks
+from dither.nn.linear import Linear
+from dither.nn.row_shards import RowShard
+from dither.nn.sampling import sharded_like
+from dither.nn.tensor_parallel import local
+from dither.nn.weight_gather import WeightGather
+from dither.parallel.checks import check_model
+from dither.parallel.layout import Layout
+from dither.parallel.reduction import REDUCTIONS, BFloat16ReduceScatter
+from dither.parallel.roles import is_transformers, roles
+from dither.parallel.styles import Style
+from dither.random import Stream
+
+Model = TypeVar("Model", bound=nn.Module)
+
+CHECKPOINTING = ("none", "full", "selective")
+"""Kinds of activation checkpointing: nothing is recomputed, whole blocks, or all but their products."""
+
+GATHERS = ("weights", "codes")
+"""Kinds of what FSDP2 gathers of a converted layer."""
+
+KEPT = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+"""Operations whose results selective checkpointing keeps."""
+
+
+def parallelize(
+    model: Model,
+    mesh: DeviceMesh,
+    *,
+    sequence_parallel: bool = True,
+    loss_parallel: bool = True,
+    checkpointing: Literal["none", "full", "selective"] = "none",
+    reshard_after_forward: bool = True,
+    gather: Literal["weights", "codes"] = "weights",
+    reduce: Literal["fp32", "bf16", "bf16-sr"] = "fp32",
+    seed: int = 0,
+    mp_policy: MixedPrecisionPolicy | None = None,
+) -> Model:
+    """Shard `model` in place over a mesh, and return it.
+
+    Weights, samples and random bits are those of one rank: every rank draws and casts by the coordinates of its part. Convert
+    the model first, and create the optimizer afterwards. All ranks must hold the same weights.
+
+    Args:
+        model: A model of `dither.models`, or one of transformers that has a tp_plan. Without tensor parallelism, any model.
+        mesh: A mesh with dimensions named among "pp", "dp_replicate", "dp_shard" and "tp", such as `Layout(...).mesh("cuda")`.
+            "pp" is left alone: pass each stage of a pipeline by itself.
+        sequence_parallel: Shard activations between blocks along the sequence over "tp". Models of transformers keep whole
+            ones, as their plans say.
+        loss_parallel: Leave the logits sharded along the vocabulary over "tp"; `model(tokens, targets)` computes the loss of
+            them, and `model(tokens)` gathers them.
+        checkpointing: "full" recomputes each block in backward; "selective" keeps the results of its matrix products.
+        reshard_after_forward: Free the gathered weights of a block after its forward pass, and gather them again in backward.
+        gather: "weights" gathers weights as they are and casts them on every rank. "codes" casts or samples each shard once per
+            step and gathers the result: the same numbers, in 1 byte per weight for FP8, half a byte for FP4, and 2 for samples
+            in bfloat16. Layers for which that is not possible gather weights; see `gathered`.
+        reduce: The dtype in which gradients are exchanged: "fp32" sends them in FSDP2's own dtype; "bf16" rounds them to
+            bfloat16 and "bf16-sr" does so stochastically, and both sum in float32.
+        seed: Seed of the random bits of "bf16-sr".
+        mp_policy: The mixed precision of FSDP2; None computes in the parameters' dtype or that of autocast.
+
+        mesh = dither.parallel.Layout(dp_shard=4, tp=2).mesh("cuda")
+        dither.convert(model, dither.recipe("fp8-block"))
+        dither.parallelize(model, mesh)
+    """
+    if not isinstance(model, nn.Module):
+        raise UserError(f"parallelize takes a torch.nn.Module, not {model!r}.")
+    if checkpointing not in CHECKPOINTING:
+        raise UserError(f"checkpointing is one of {', '.join(map(repr, CHECKPOINTING))}, not {checkpointing!r}.")
+    if gather not in GATHERS:
+        raise UserError(f"gather is one of {', '.join(map(repr, GATHERS))}, not {gather!r}.")
+    if reduce not in REDUCTIONS:
+        raise UserError(f"reduce is one of {', '.join(map(repr, REDUCTIONS))}, not {reduce!r}.")
+    layout = Layout.of(mesh)
+    check_model(model, tp=layout.tp)
+    if layout.tp > 1:
+        shard_features(model, mesh["tp"], sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
+    if checkpointing != "none":
+        recompute_blocks(model, checkpointing)
+    tell_ranks(model, mesh, layout)
+    if layout.batch_parts > 1:
+        options: dict[str, Any] = {} if mp_policy is None else {"mp_policy": mp_policy}
+        batch_mesh = _batch_mesh(mesh, layout)
+        if gather == "codes":
+            gather_codes(model, batch_mesh, None if mp_policy is None else mp_policy.param_dtype)
+        shard_weights(model, batch_mesh, reshard_after_forward=reshard_after_forward, **options)
+        if reduce != "fp32":
+            exchange_bfloat16(model, seed if reduce == "bf16-sr" else None)
+    return model
+
+
+def tell_ranks(model: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
+    """Tell converted layers which part of a batch this rank has, and which ranks share its histories of delayed scaling."""
+    coordinate = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
+    rank = coordinate.get("dp_replicate", 0) * layout.dp_shard + coordinate.get("dp_shard", 0)
+    layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
+    group = None
+    if any(layer.delayed_operands for layer in layers) and layout.batch_parts > 1:
+        batch_mesh = _batch_mesh(mesh, layout)
+        group = (batch_mesh if batch_mesh.ndim == 1 else batch_mesh._flatten("dp")).get_group()
+    for layer in layers:
+        layer.draws.ranks = (rank, layout.batch_parts)
+        layer.amax_group = group
+
+
+def exchange_bfloat16(model: nn.Module, seed: int | None) -> None:
+    """Let FSDP2 exchange gradients in bfloat16, rounded stochastically if a seed is given."""
+    steps = [layer.draws for layer in model.modules() if isinstance(layer, Linear)]
+
+    def step() -> int:
+        return next((int(draws.step.step) for draws in steps if draws.step is not None), 0)
+
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            stream = None if seed is None else Stream(seed, "gradient exchange", name)
+            module.set_custom_reduce_scatter(BFloat16ReduceScatter(stream, step))
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def gather_codes(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
+    """Let FSDP2, which is applied next, gather codes in place of the weights of converted layers, where that is possible."""
+    names = mesh.mesh_dim_names
+    shard_mesh = mesh if mesh.ndim == 1 or names is None else mesh[names[-1]]
+    shared = {name for pair in _tied(model) for name in (pair[0], pair[2])}
+    for name, layer in model.named_modules():
+        weight = layer._parameters.get("weight") if isinstance(layer, Linear) else None
+        if not isinstance(layer, Linear) or weight is None or layer.precision.plain or name in shared:
+            continue
+        at = (0, 0)
+        if isinstance(weight, DTensor):
+            _, (row, column) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+            at = (row, column)
+        part = local(weight.detach())
+        shard = RowShard(part.shape[0], shard_mesh.size(), shard_mesh.get_local_rank())
+        gather = WeightGather(layer, shard, shard_mesh.get_group(), at, dtype)
+        if gather.problem():
+            continue
+        layer.gather = gather
+        coded: Tensor = CodedShard.of(part, gather, sticky=isinstance(weight, DTensor))
+        if isinstance(weight, DTensor):
+            coded = sharded_like(coded, weight)
+        layer.weight = nn.Parameter(coded, requires_grad=weight.requires_grad)
+
+
+def gathered(model: nn.Module) -> dict[str, str]:
+    """Return what FSDP2 gathers for each converted layer: "codes", "samples" or "weights"."""
+    return {
+        name: "weights" if layer.gather is None else "samples" if layer.gather.uncast else "codes"
+        for name, layer in model.named_modules()
+        if isinstance(layer, Linear)
+    }
+
+
+def shard_features(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool, loss_parallel: bool) -> None:
+    """Shard the layers of a model over the ranks of a one-dimensional mesh by their roles."""
+    tied = _tied(model)
+    keeps = not is_transformers(model)
+    plan = {
+        name: Style(name, role, sequence_parallel=sequence_parallel and keeps, keep_logits=loss_parallel and keeps)
+        for name, role in roles(model).items()
+    }
+    for name, style in plan.items():
+        parallelize_module(model.get_submodule(name), mesh, style)
+    for owner, parameter, first, original in tied:
+        setattr(model.get_submodule(owner), parameter, getattr(model.get_submodule(first), original))
+
+
+def _tied(model: nn.Module) -> list[tuple[str, str, str, str]]:
+    """Return (module, parameter, first module, its parameter) for every parameter that an earlier module has as well."""
+    seen: dict[int, tuple[str, str]] = {}
+    tied = []
+    for name, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                tied.append((name, own, *seen[id(parameter)]))
+            seen.setdefault(id(parameter), (name, own))
+    return tied
+
+
+def recompute_blocks(model: nn.Module, kind: Literal["full", "selective"]) -> None:
+    """Recompute the blocks of a model in backward: wholly, or all but the results of matrix products and attention."""
+    options: dict[str, Any] = {}
+    if kind == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+    for block in find_blocks(model).values():
+        checkpoint(block, use_reentrant=False, **options)
+
+
+def _policy(_context: Any, operation: Any, *_args: Any, **_options: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def shard_weights(model: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool, **options: Any) -> None:
+    """Shard each block, and then what remains of the model, by FSDP2. A mesh of two dimensions replicates over the first.
+
+    What remains is needed at the end of forward and at the beginning of backward, so it stays gathered in between.
+    """
+    for block in find_blocks(model).values():
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, **options)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, **options)
+
+
+def _batch_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
+    """Return the part of the mesh over which FSDP2 shards, with the replicas as the first dimension if there are any."""
+    names = tuple(name for name in mesh.mesh_dim_names or () if name == "dp_shard" or name == "dp_replicate")
+    if layout.dp_replicate == 1:
+        return mesh["dp_shard"]
+    if "dp_shard" not in names:
+        raise UserError("A mesh with dp_replicate needs a dimension dp_shard too, which may have one rank.")
+    return mesh["dp_replicate", "dp_shard"]

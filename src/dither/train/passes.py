@@ -1,0 +1,132 @@
+"""The passes of an optimizer step over its micro-batches, and the step itself."""
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from dither.data import Batch
+from dither.models import CausalLM
+from dither.nn import bitwidth_loss, step_context
+from dither.optim import Training
+from dither.train.config import Config, schedule
+from dither.train.distributed import Ranks
+from dither.train.graphs import GraphedPasses
+from dither.train.guard import GRACE, Signals
+from dither.train.layout import RankLayout
+from dither.train.pipeline import Pipeline
+
+
+class Passes:
+    """Computes the gradients of a step, on one rank or many, and updates the weights."""
+
+    config: Config
+    ranks: Ranks
+    layout: RankLayout
+    parts: int
+    """Micro-batches per step on this rank."""
+    model: CausalLM
+    training: Training
+    pipeline: Pipeline | None
+    """The stages of this rank; None if there is no pipeline."""
+    graphs: GraphedPasses | None
+    signals: Signals | None
+    """Signals that end evaluations, estimates and samples early, and steps after some time, with `Interrupted`."""
+    guided: float
+    """This rank's share of the blocks whose bitwidths a loss guides; 0 if there are none."""
+    done: int
+    """Number of steps done, including skipped ones."""
+    _dropout: int
+    _sound: Tensor
+    _share: Tensor
+    """The weight of the current micro-batch of this rank in the mean loss, where CUDA graphs read it."""
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step, or of the last one."""
+        return schedule(self.config, min(self.done, self.config.run.steps - 1))
+
+    def step(self, batch: Batch, signal: float = 0.0) -> Tensor:
+        """Do one optimizer step. Return float32[4] on the device: mean loss, gradient norm, sum of all signals, loss scale.
+
+        A loss or gradient that is not finite changes no weight: it makes all gradients NaN, and the optimizer skips the step.
+        If the guard stops such runs, later steps change no weight either: a GPU begins the next step before the host knows.
+        """
+        optimizer = self.training.optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = self.lr
+        torch.manual_seed((self._dropout + self.done) % (1 << 63))
+        with nullcontext() if self.signals is None else self.signals.abandoned(GRACE):
+            total = self._gradients(batch)
+        self.layout.reduce_gradients(self.training)
+        if self.guided:  # after the sum over ranks, so that additions have the same order with any number of them
+            self.training.backward(bitwidth_loss(self.model) * self.guided)
+        self.training.step()
+        norm = torch.zeros_like(total) if optimizer.grad_norm is None else optimizer.grad_norm
+        scale = torch.ones_like(total) if self.training.loss_scale is None else self.training.loss_scale
+        numbers = self.ranks.add(torch.stack([total * self.layout.counted, torch.full_like(total, signal)]))
+        numbers = torch.stack([numbers[0], norm, numbers[1], scale])
+        if self.config.guard.nonfinite == "stop":
+            # Scaled gradients may overflow: the scale is lowered then, and the run continues.
+            self._sound &= numbers[0].isfinite() if self.scaled else numbers.isfinite().all()
+        self.done += 1
+        return numbers
+
+    @property
+    def scaled(self) -> bool:
+        """True if losses are scaled: overflows of gradients then lower the scale and do not concern the guard."""
+        return self.training.scaler.is_enabled()
+
+    def _gradients(self, batch: Batch) -> Tensor:
+        """Accumulate this rank's share of the gradients, and return its share of the mean loss."""
+        total = torch.zeros((), device=self.ranks.device)
+        with step_context(self.model, step=self.done, group=self.layout.data_group) as at:
+            if self.pipeline is not None:
+                self._share.fill_(self._even_share)
+                losses = self.pipeline.gradients(batch, at, self.training, self._weighed)
+                return sum((loss * self._share for loss in losses), total)
+            for number, part in enumerate(batch.split(self.parts)):
+                self.layout.synchronize(self.model, last=number == self.parts - 1)
+                at.row(part.first * self.config.data.sequence)
+                self._share.copy_(torch.full_like(total, self._even_share) if part.weight is None else part.weight)
+                total += self._pass(part.inputs, part.targets, first=number == 0) * self._share
+        return total
+
+    @property
+    def _even_share(self) -> float:
+        """The weight of one micro-batch of this rank in the mean loss, where all tokens count."""
+        return 1 / (self.parts * self.layout.data_world)
+
+    def _pass(self, inputs: Tensor, targets: Tensor, *, first: bool) -> Tensor:
+        """Accumulate the gradients of one micro-batch, and return its mean loss."""
+        if self.graphs is None:
+            return self._eager_pass(inputs, targets)
+        return self.graphs(inputs, targets, first=first)
+
+    def _eager_pass(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        loss = self._forward(self.model, inputs, targets)
+        self.training.backward(self._weighed(loss))
+        return loss.detach()
+
+    def _weighed(self, loss: Tensor) -> Tensor:
+        """Return a micro-batch's share of the mean loss; NaN gradients let the optimizer skip the step."""
+        return loss * torch.where(loss.detach().isfinite() & self._sound, self._share, torch.nan)
+
+    def pass_aside(self, part: Batch) -> Tensor:
+        """Run a micro-batch forward and backward, and return its loss; its gradients, reduced over ranks, are left to read."""
+        if self.pipeline is not None:
+            found = self.pipeline.estimate(part, self.training)
+            return torch.zeros((), device=self.ranks.device) if found is None else found
+        self.layout.synchronize(self.model, last=True)
+        loss = self.loss(self.model, part)
+        self.training.backward(loss)
+        return loss.detach()
+
+    def loss(self, model: nn.Module, part: Batch) -> Tensor:
+        """Return the mean loss of a micro-batch, 0-d, in the compute dtype of the run."""
+        return self._forward(model, part.inputs, part.targets)
+
+    def _forward(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        with self.training.forward():
+            loss: Tensor = model(inputs, targets)
+        return loss
