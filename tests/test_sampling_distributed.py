@@ -116,8 +116,8 @@ def check_refused() -> None:
     layer = Linear(K, N, False, precision=LayerPrecision(sampling=Sampling()), name="up")
     layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, src_data_rank=None))
     with (
-        step_context(layer, step=0),
         pytest.raises(UserError, match="its bitwidths are not: convert the model before it is parallelized"),
+        step_context(layer, step=0),
     ):
         layer(DTensor.from_local(inputs(), mesh))
 
