@@ -86,7 +86,7 @@ KERNELS = {
 """What a kernel does, by its name: the first pattern that is found. Norms, activations and the loss are the rest."""
 
 
-def build(size: str, mode: str, device: str, peer: str | None, compiled: bool, layers: int | None):
+def build(size: str, mode: str, device: str, peer: str | None, compiled: bool, layers: int | None, fsdp: bool = False):
     """Return the model of a mode, its optimizer, and the context of its forward pass."""
     config, _ = SIZES[size]
     config = dataclasses.replace(config, num_hidden_layers=layers or config.num_hidden_layers)
@@ -112,6 +112,8 @@ def build(size: str, mode: str, device: str, peer: str | None, compiled: bool, l
 
         chosen = Float8LinearConfig.from_recipe_name(mode.removeprefix("torchao-"))
         convert_to_float8_training(model, config=chosen, module_filter_fn=lambda _, name: name != "lm_head")
+    if fsdp:
+        shard(model, device)
     if compiled:
         compile_blocks(model)
     if sr:
@@ -140,10 +142,24 @@ def build(size: str, mode: str, device: str, peer: str | None, compiled: bool, l
     return model, optimizer, context
 
 
+def shard(model: torch.nn.Module, device: str) -> None:
+    """Shard a model by FSDP2 over one rank."""
+    import torch.distributed as dist
+
+    from dither.parallel.apply import shard_weights
+
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = dist.init_device_mesh(torch.device(device).type, (1,), mesh_dim_names=("dp_shard",))
+    shard_weights(model, mesh, reshard_after_forward=True)
+
+
 def warmed_step(size: str, mode: str, arguments: argparse.Namespace):
     """Return a training step of a mode, after --warmup runs."""
     config, batch = SIZES[size]
-    model, optimizer, context = build(size, mode, arguments.device, arguments.peer, arguments.compile, arguments.layers)
+    model, optimizer, context = build(
+        size, mode, arguments.device, arguments.peer, arguments.compile, arguments.layers, arguments.fsdp
+    )
     random = torch.Generator(arguments.device).manual_seed(1)
     steps = itertools.count()
 
@@ -370,6 +386,7 @@ def main() -> None:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="per-block compilation (default: on a GPU)")
     parser.add_argument("--peer", help="folder of an unpacked torchao wheel")
     parser.add_argument("--layers", type=int, help="blocks of the model, instead of the size's own")
+    parser.add_argument("--fsdp", action="store_true", help="shard by FSDP2 over this one rank: its cost without communication")
     parser.add_argument("--prepare", action="store_true", help="compile all sizes and modes first, side by side")
     parser.add_argument("--together", action="store_true", help="the modes of a size in one process, taking turns")
     parser.add_argument("--json", type=Path, help="write the results there, after each one")

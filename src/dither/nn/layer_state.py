@@ -137,23 +137,33 @@ class StatefulLayer(LeveledLayer):
         sampling = self.precision.sampling
         return self.training and sampling is not None and not sampling.recompute
 
+    # The next four run for every layer in every step, while the device may be waiting: they avoid torch's look-up of names.
+
+    def _own_weight(self) -> Tensor:
+        """Return the weight; a parametrized one is computed."""
+        weight = self._parameters.get("weight")
+        return self.weight if weight is None else weight
+
     def holds_something(self) -> bool:
         """Return whether the weight is sampled or cast once per step. FSDP2 gathers a sharded one in forward."""
-        settings = self._settings[1 if self.weight.is_cuda else 0]
-        known = type(self.weight) in (Tensor, nn.Parameter) or isinstance(self._parameters.get("weight"), DTensor)
-        return (settings.weight.cast or self._samples_once()) and known and not self.fully_sharded
+        weight = self._own_weight()
+        settings = self._settings[1 if weight.is_cuda else 0]
+        known = type(weight) in (Tensor, nn.Parameter) or isinstance(self._parameters.get("weight"), DTensor)
+        return known and not self.fully_sharded and (settings.weight.cast or self._samples_once())
 
     def hold_key(self) -> tuple[object, ...]:
         """Return what launches of this layer depend on, besides numbers: its constants, and where its tensors are."""
-        step, weight = self.step_state, self.weight
-        codes = [None if layout is None else layout.values for layout in step.codes or ()]
-        tensors = (local(weight), step.w_hat, step.w_amax, step.b_t, step.input_b_t, step.draw, local(self.draw_place), *codes)
-        memory = [None if x is None else x.data_ptr() for x in tensors]
-        return (id(step), *memory, self.settings_version, self.measures_now, self._samples_once())
+        step, place = self.step_state, self._buffers["draw_place"]
+        memory = [local(self._own_weight()).data_ptr(), 0 if place is None else local(place).data_ptr()]
+        memory += [0 if layout is None else layout.values.data_ptr() for layout in step.codes or ()]
+        if self.precision.sampled:
+            tensors = (step.w_hat, step.w_amax, step.b_t, step.input_b_t, step.draw)
+            memory += [0 if x is None else x.data_ptr() for x in tensors]
+        return (id(step), self.settings_version, self.measures_now, self._samples_once(), *memory)
 
     def mark_held(self) -> None:
         """Declare that this step's weight is held."""
-        self.step_state.hold(local(self.weight)._version, sampled=self._samples_once())
+        self.step_state.hold(local(self._own_weight())._version, sampled=self._samples_once())
 
     def hold(self) -> None:
         """Sample and cast the weight once for all forward passes of the step, in both layouts, into memory that stays."""

@@ -63,7 +63,7 @@ class StepContext:
         """Sample and cast the weights, and let the layers draw the bits of this step."""
         self._places = []
         for layer in self._layers:
-            if layer.draw_place is None:
+            if layer._buffers["draw_place"] is None:  # without torch's look-up of names: this runs for every layer
                 continue
             layer.draw_place = local(layer.draw_place)  # parallelizing a module spreads its buffers: all of them everywhere
             # One tensor per device for all layers, so that moving on is one small write.
@@ -82,9 +82,11 @@ class StepContext:
         for layer in self._layers:
             layer.step_state.begin()
             layer.draws.step = self
-        sharded = fully_sharded(self._model)
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        sharded = fully_sharded(self._model) if distributed else set()
         for layer in self._layers:
-            layer.fully_sharded = id(layer) in sharded
+            if layer.fully_sharded != (id(layer) in sharded):
+                layer.fully_sharded = not layer.fully_sharded
         hold_weights(self._model, self._layers)
         hold_shards([layer.gather for layer in self._layers if layer.gather is not None])
         self._watch()
@@ -105,7 +107,8 @@ class StepContext:
         for layer in self._layers:
             layer.draws.step, layer.draws.rows, layer.draws.captured = None, 0, 0
             layer.step_state.end()
-            layer.fully_sharded = False
+            if layer.fully_sharded:
+                layer.fully_sharded = False
             if layer.gather is not None:
                 layer.gather.sent = None
 
