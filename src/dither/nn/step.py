@@ -65,6 +65,7 @@ class StepContext:
         for layer in self._layers:
             if layer._buffers["draw_place"] is None:  # without torch's look-up of names: this runs for every layer
                 continue
+            assert layer.draw_place is not None
             layer.draw_place = local(layer.draw_place)  # parallelizing a module spreads its buffers: all of them everywhere
             # One tensor per device for all layers, so that moving on is one small write.
             shared = next((place for place in self._places if place.device == layer.draw_place.device), None)
