@@ -165,7 +165,7 @@ def test_the_device_may_be_a_step_ahead(text: Path, tmp_path: Path, monkeypatch:
     train(settings(text, tmp_path / "ahead", "run.log_every=4"))
     assert_same(tmp_path / "ahead", tmp_path / "straight")
     ours, theirs = (
-        [{key: value for key, value in line.items() if key not in TIMES} for line in lines(out)]
+        [{key: value for key, value in line.items() if key not in TIMES} for line in lines(out) if line["kind"] != "seconds"]
         for out in (tmp_path / "ahead", tmp_path / "straight")
     )
     assert ours == theirs

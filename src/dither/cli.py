@@ -29,7 +29,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command("train", "train", "Train a language model, or resume a run"),
     "compare": Command("compare", "compare", "Train in several precisions and rank them by held-out loss"),
-    "eval": Command("evaluate", "evaluate", "Evaluate a model on held-out text, also with its weights cast"),
+    "eval": Command("evaluate", "evaluate", "Evaluate a model on held-out text and on tasks, also with other casts"),
     "export": Command("export", "export", "Write a trained model for transformers, vLLM or llama.cpp"),
     "generate": Command("generate", "generate", "Continue a prompt with a trained model"),
     "chat": Command("generate", "chat", "Talk to a trained model, line by line"),

@@ -33,7 +33,7 @@ def evaluate(
     device: str = "auto",
     json: bool = False,
 ) -> int:
-    """Evaluate a model on held-out text and on tasks, also with other casts and against other models.
+    """Evaluate a model on held-out text and on tasks, also with other casts.
 
     It shows the loss in nats per token, the perplexity, the bits per byte, and the scores of tasks, with standard errors.
     Differences are paired: of the same batches of text, and of the same questions.

@@ -391,7 +391,9 @@ def _parquet(path: Path, field: str, skip: Skip) -> Iterator[Document]:
                         skip(str(path), "empty")
                     else:
                         yield from _whole(text, f"column {field!r} of {str(path)!r}", skip)
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # else the metadata is broken
+            raise
         raise UserError(f"{str(path)!r} is truncated or is not Parquet: {first_line(error)}.") from None
 
 

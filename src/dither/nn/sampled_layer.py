@@ -142,20 +142,10 @@ class SampledLayer(nn.Linear):
         """Return x W^T + bias with casts; a weight that tensor parallelism shards is multiplied in parts."""
         coded = coded_of(weight)
         if coded is not None and coded.w_hat is not None:
-            weight = self._gathered_number(weight, coded.w_hat, x)
+            weight = _gathered_weight(self.name, weight, coded.w_hat, x)
         if isinstance(weight, DTensor) and not self.casts_nothing:
             return tensor_parallel.linear(x, weight, self.bias, settings, state, self.precision)
         return functional.linear(x, weight, self.bias, settings, state=state)
-
-    def _gathered_number(self, weight: Tensor, w_hat: Tensor, x: Tensor) -> Tensor:
-        """Return a weight that was gathered in the dtype of samples, where it is not sampled: in evaluation."""
-        if x.dtype != w_hat.dtype and not torch.is_autocast_enabled(x.device.type):
-            raise UserError(
-                f"The layer {self.name!r} gathers its weight in {w_hat.dtype}, and its input is {x.dtype}: run it under "
-                "autocast as in training, or parallelize with gather='weights'."
-            )
-        value = sampling.with_value(local(weight), w_hat)
-        return sampling.sharded_like(value, weight) if isinstance(weight, DTensor) else value
 
     def sampled_forward(self, x: Tensor, settings: Settings, state: State) -> Tensor:
         """Return the layer's output by its sampled weight, its sampled input, or both."""
@@ -278,3 +268,14 @@ class SampledLayer(nn.Linear):
         if uncast:
             step.w_hat = w_hat
         return w_hat
+
+
+def _gathered_weight(name: str, weight: Tensor, w_hat: Tensor, x: Tensor) -> Tensor:
+    """Return a weight that was gathered in the dtype of samples, where it is not sampled: in evaluation."""
+    if x.dtype != w_hat.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise UserError(
+            f"The layer {name!r} gathers its weight in {w_hat.dtype}, and its input is {x.dtype}: run it under "
+            "autocast as in training, or parallelize with gather='weights'."
+        )
+    value = sampling.with_value(local(weight), w_hat)
+    return sampling.sharded_like(value, weight) if isinstance(weight, DTensor) else value

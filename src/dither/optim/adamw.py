@@ -41,6 +41,9 @@ class AdamW(Tables):
     (1, torch.bfloat16)
     """
 
+    stages: Any = None
+    """Ranks with other parameters, such as the stages of a pipeline: they share one norm, and skip a step together."""
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -107,8 +110,6 @@ class AdamW(Tables):
         """Number of steps skipped because a gradient was not finite, 0-d int64."""
         self.grad_norm: Tensor | None = None
         """Norm of all gradients in the last step, before clipping; None if the step did not compute it."""
-        self.stages: Any = None
-        """Ranks with other parameters, such as the stages of a pipeline: they share one norm, and skip a step together."""
         self._formats = {}
         self._forget()
         defaults = {

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 
 from dither.data import Batch
 from dither.errors import UserError
@@ -108,15 +106,17 @@ class Pipeline:
         key = parts, size, estimate
         if key not in self._schedules:
             stages = [self._stage(number, size) for number in self.stages]
-            kind = ScheduleGPipe if estimate else _KINDS[self.config.parallel.schedule]
-            given: Any = stages[0] if kind in (ScheduleGPipe, Schedule1F1B) else stages
+            kind, several = _schedule_class("gpipe" if estimate else self.config.parallel.schedule)
+            given: Any = stages if several else stages[0]
             function = _Loss()
             self._schedules[key] = kind(given, parts, loss_fn=function, scale_grads=False), function
         schedule, function = self._schedules[key]
         function.compute = loss
         return schedule
 
-    def _stage(self, number: int, size: int) -> PipelineStage:
+    def _stage(self, number: int, size: int) -> Any:
+        from torch.distributed.pipelining import PipelineStage  # imports Dynamo, which takes seconds
+
         data, layout = self.config.data, self.layout.layout
         dtype = next(self.model.parameters()).dtype
         sequence = data.sequence // (layout.tp if self.config.parallel.sequence_parallel else 1)
@@ -219,11 +219,17 @@ class _Loss:
         return self.compute(output, target)
 
 
-_KINDS: dict[str, Any] = {
-    "1f1b": Schedule1F1B,
-    "interleaved-1f1b": ScheduleInterleaved1F1B,
-    "zero-bubble": ScheduleInterleavedZeroBubble,
-}
+def _schedule_class(name: str) -> tuple[Any, bool]:
+    """Return torch's class of a schedule, and whether it takes several stages per rank."""
+    from torch.distributed import pipelining  # imports Dynamo, which takes seconds
+    from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
+
+    return {
+        "gpipe": (pipelining.ScheduleGPipe, False),
+        "1f1b": (pipelining.Schedule1F1B, False),
+        "interleaved-1f1b": (pipelining.ScheduleInterleaved1F1B, True),
+        "zero-bubble": (ScheduleInterleavedZeroBubble, True),
+    }[name]
 
 
 def check_micro_batches(config: Config, parts: int) -> None:

@@ -36,7 +36,7 @@ class PlanEvent(NamedTuple):
     scores: Any = None
     """SNIP's estimates in plain values."""
     choice: Any = None
-    """What the choice saves, in plain values."""
+    """The savings of SNIP's choice in plain values."""
 
 
 class RunPlans:

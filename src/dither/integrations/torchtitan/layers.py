@@ -75,7 +75,7 @@ class DitherConverter(QuantizationConverter):  # type: ignore[misc]
     >>> type(block.feed_forward.w2).__qualname__, type(block.attention.wo).__qualname__
     ('DitherLinear.Config', 'Linear.Config')
     >>> print(block.feed_forward.w2.precision.weight)
-    e4m3 block(128, 128) float32 nearest
+    e4m3 block(128) fp32 nearest
     """
 
     @dataclass(kw_only=True, slots=True)
