@@ -146,7 +146,7 @@ def read(folder: str | Path) -> RunFolder:
     layers, left = _conversion(folder, missing)
     environment = _object(folder, "environment.json", missing)
     lines = _metrics(folder, missing)
-    status = _status(folder, missing)
+    status = observed_status(folder, missing)
     name = folder.name or folder.resolve().name
     # Few runs have these files: their absence is no fault.
     extra = {file: _object(folder, file, missing) if os.path.lexists(folder / file) else {} for file in OPTIONAL}
@@ -174,7 +174,7 @@ def read_briefly(folder: str | Path) -> RunFolder:
         raise UserError(problem)
     missing: list[str] = []
     text, config = _config(folder, missing)
-    lines, status = _last_lines(folder, missing), _status(folder, missing)
+    lines, status = _last_lines(folder, missing), observed_status(folder, missing)
     name = folder.name or folder.resolve().name
     frozen = [MappingProxyType(each) for each in (config, lines, status)]
     return RunFolder(folder, name, frozen[0], text, None, (), (), {}, frozen[1], frozen[2], tuple(missing))
@@ -248,7 +248,7 @@ def _object(folder: Path, name: str, missing: list[str]) -> dict[str, Any]:
         return {}
 
 
-def _status(folder: Path, missing: list[str]) -> dict[str, Any]:
+def observed_status(folder: Path, missing: list[str]) -> dict[str, Any]:
     """Read status.json; a run that is marked as running but was killed is "crashed"."""
     status = _object(folder, "status.json", missing)
     if status.get("state") == "running" and run_lock.is_abandoned(folder):
@@ -310,7 +310,7 @@ def _metrics(folder: Path, missing: list[str]) -> dict[str, tuple[Mapping[str, A
         missing.append(f"{error}.")
         return {}
     broken: list[str] = []
-    found = _by_kind(_parsed(data, broken))
+    found = _by_kind(parsed(data, broken))
     if broken:
         others = f", and {len(broken) - 1:,} other lines" if len(broken) > 1 else ""
         missing.append(f"metrics.jsonl: {broken[0]}{others}.")
@@ -343,7 +343,7 @@ def _last_lines(folder: Path, missing: list[str]) -> dict[str, tuple[Mapping[str
                 data = file.read(end - begin) + rest
                 # The first line is whole only at the beginning of the file.
                 rest, _, whole = data.partition(b"\n") if begin else (b"", b"", data)
-                found[:0] = _parsed(b"\n".join(line for line in whole.split(b"\n") if not _is_skipped(line)), [])
+                found[:0] = parsed(of_kinds(whole, "train", "eval", "end"), [])
             kinds = {line["kind"] for line in found}
             lacking = [words for kind, words in (("train", "training"), ("eval", "evaluation")) if kind not in kinds]
             if begin and lacking:
@@ -355,13 +355,15 @@ def _last_lines(folder: Path, missing: list[str]) -> dict[str, tuple[Mapping[str
     return _by_kind(found)
 
 
-def _is_skipped(line: bytes) -> bool:
-    """Return whether a line begins with a kind that no table needs. Lines about all layers are long and slow to parse."""
-    kind = re.match(rb'\{"kind": "(\w*)"', line)
-    return kind is not None and kind[1] not in (b"train", b"eval", b"end")
+def of_kinds(data: bytes, *kinds: str) -> bytes:
+    """Return lines of metrics without those that begin with another kind. Lines about all layers are long and slow to parse."""
+    names = [kind.encode() for kind in kinds]
+    begins = ((re.match(rb'\{"kind": "(\w*)"', line), line) for line in data.split(b"\n"))
+    return b"\n".join(line for kind, line in begins if kind is None or kind[1] in names)
 
 
-def _parsed(data: bytes, broken: list[str]) -> Iterator[Mapping[str, Any]]:
+def parsed(data: bytes, broken: list[str]) -> Iterator[Mapping[str, Any]]:
+    """Yield lines of metrics as objects with a kind and a step; add sentences about others to `broken`."""
     lines = data.split(b"\n")
     for at, raw in enumerate(lines, 1):
         if not raw.strip():
