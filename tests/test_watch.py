@@ -45,7 +45,7 @@ def train_line(step, loss=1.0):
 def served(tmp_path):
     run = running(tmp_path / "run")
     with LiveServer(run) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         yield run, server
         server.shutdown()
@@ -184,7 +184,7 @@ def test_the_page_renews_itself_and_keeps_what_was_chosen(tmp_path):
     run = running(tmp_path / "run")
     append(run, *plans)
     with LiveServer(run) as server, chromium.Chromium(BROWSER) as page:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         page.send("Page.navigate", url=server.address)
         page.wait("Page.loadEventFired")

@@ -26,7 +26,7 @@ FILES = ("config.toml", "plan.json", "conversion.json", "environment.json", "met
 
 
 class LivePage:
-    """The page of a run folder, built again when a file of the folder has changed and somebody asks.
+    """The page of a run folder, built again on a request after a file of the folder has changed.
 
     Args:
         folder: The run folder.
