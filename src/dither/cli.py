@@ -34,6 +34,8 @@ COMMANDS = {
     "generate": Command("generate", "generate", "Continue a prompt with a trained model"),
     "chat": Command("generate", "chat", "Talk to a trained model, line by line"),
     "report": Command("report", "report", "Write a page about one run or several"),
+    "watch": Command("watch", "watch", "Follow a run while it trains, in a browser or in the terminal"),
+    "runs": Command("runs", "runs", "Show all runs under a folder as a table"),
     "data prepare": Command("data", "prepare", "Tokenize text into a new folder, which `dither train --data` reads"),
     "data show": Command("data", "show", "Show the contents of a prepared folder"),
     "plan": Command("plan", "plan", "Choose the precision of each layer of a run, and show the plan"),

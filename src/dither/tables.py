@@ -2,10 +2,16 @@
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
-def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
+def print_table(
+    title: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: Sequence[int] = (),
+    links: Mapping[tuple[int, int], str] | None = None,
+) -> None:
     """Print a table: drawn on a terminal, plain text elsewhere.
 
     Args:
@@ -13,6 +19,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
         header: The name of each column.
         rows: One sequence of cells per row, as long as the header.
         right: Indices of the columns that are aligned to the right, such as numbers.
+        links: Addresses that cells lead to on a terminal, by (row, column).
 
     >>> print_table("Sizes", ("name", "MiB"), [("a", "1"), ("b", "10")], right=[1])
     Sizes
@@ -29,8 +36,9 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
         for index, name in enumerate(header):
             table.add_column(name, justify="right" if index in right else "left", overflow="fold")
-        for row in rows:
-            table.add_row(*map(Text, row))  # verbatim: brackets in an error message are not markup
+        for at, row in enumerate(rows):
+            styles = [f"link {links[at, index]}" if links and (at, index) in links else "" for index in range(len(row))]
+            table.add_row(*map(Text, row, styles))  # verbatim: brackets in an error message are not markup
         Console().print(table)
         return
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]

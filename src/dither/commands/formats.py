@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from dither.errors import UserError
 from dither.formats import TABLE, Format
 from dither.tables import print_table
 
@@ -20,14 +22,27 @@ FIELDS = (
 
 
 def formats(
-    name: Annotated[str | None, tyro.conf.arg(metavar="[NAME]", help_behavior_hint="(default: all formats)")] = None, /
+    name: Annotated[str | None, tyro.conf.arg(metavar="[NAME]", help_behavior_hint="(default: all formats)")] = None,
+    /,
+    plot: Annotated[
+        tuple[Path, ...] | None,
+        tyro.conf.arg(metavar="[FILE]", help_behavior_hint="(without a file: formats.svg, or NAME.svg)"),
+    ] = None,
 ) -> int:
     """Show the number formats as a table, or one format with its values.
 
     Args:
         name: A format to show with its values: a name from the table, or any eXmY, such as e4m10.
+        plot: Draw number lines into this .svg or .png file instead, and print its path.
     """
-    if name is None:
+    if plot is not None:
+        from dither.report.number_lines import write_number_lines
+
+        if len(plot) > 1:
+            raise UserError(f"--plot writes one file, not {len(plot)}: draw one format as in `dither formats e4m3 --plot`.")
+        shown = list(TABLE.values()) if name is None else [Format.parse(name)]
+        print(write_number_lines(shown, plot[0] if plot else Path("formats.svg" if name is None else f"{shown[0].name}.svg")))
+    elif name is None:
         _print_formats(list(TABLE.values()))
     else:
         _print_values(Format.parse(name))

@@ -79,19 +79,28 @@ class Report:
         """Return `to_dict` as JSON."""
         return json.dumps(self.to_dict(), allow_nan=False, indent=1)
 
-    def html(self) -> str:
-        """Return the page; the same runs give the same bytes."""
+    def html(self, stamp: str = "") -> str:
+        """Return the page; the same runs give the same bytes.
+
+        Args:
+            stamp: For `dither watch`: the state of the folder; the page asks its server for newer ones. "" asks for nothing.
+        """
         import jinja2
 
         environment = jinja2.Environment(
             autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
         )
-        script, style = _asset("charts.js") + _asset("page.js"), _asset("page.css") + _line_colours()
+        script, style = (
+            _asset("charts.js") + _asset("page.js") + (_asset("live.js") if stamp else ""),
+            _asset("page.css") + _line_colours(),
+        )
+        connections = "; connect-src 'self'" if stamp else ""
         sources = f"style-src {_hash(style)}; script-src {_hash(script)}"
         axes = {axis for name in self.curves for axis in getattr(self.charts[name], "axes", ())}
         return environment.from_string(_asset("page.html")).render(
             title=self.title,
-            policy=f"default-src 'none'; {sources}; base-uri 'none'; form-action 'none'",
+            stamp=stamp,
+            policy=f"default-src 'none'; {sources}{connections}; base-uri 'none'; form-action 'none'",
             style=style,
             script=script,
             single=self.sections[0] if len(self.runs) == 1 else None,

@@ -64,6 +64,11 @@ def sweep_file(comparison: Comparison, path: Path) -> Path:
     return path
 
 
+def write_drawing(draw: "Callable[[Figure], None]", path: Path, salt: str, kind: Kind) -> None:
+    """Write what `draw` draws into a figure as a PNG or SVG file; the ids of an SVG file depend on the salt alone."""
+    _write(path, _drawn(draw, salt, kind))
+
+
 def _file_name(name: str, title: str) -> str:
     """Return a file name that says what a chart shows."""
     words = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")[:60] or "chart"

@@ -1,6 +1,6 @@
 // The page: draws its charts and maps, and answers the switch, sliders and choices.
 
-const DATA = JSON.parse(document.getElementById("data").textContent);
+let DATA = JSON.parse(document.getElementById("data").textContent);
 const COLOURS = DATA.colours.lines;
 const OPERANDS = { input: "input", weight: "weight", grad: "gradient" };
 let axis = "steps";
@@ -42,13 +42,6 @@ function drawCharts() {
   document.querySelectorAll("figure[data-chart]").forEach(drawChart);
 }
 
-document.querySelectorAll("input[name=axis]").forEach((input) => {
-  input.addEventListener("change", () => {
-    axis = input.value;
-    drawCharts();
-  });
-});
-
 // Controls ----------------------------------------------------------------------------------------------------------------
 
 function fill(select, names, chosen) {
@@ -59,19 +52,36 @@ function fill(select, names, chosen) {
   });
 }
 
-const redraws = [];
+const redraws = [], parts = [];
+let bound = new AbortController();
 
-function part(root, name, begin) {
-  root.querySelectorAll(`[data-part=${name}]`).forEach((section) => {
-    const run = DATA.runs[Number(section.dataset.run)], find = (which) => section.querySelector(`[data-of=${which}]`);
-    const draw = begin(run, find, section);
-    redraws.push(() => visible(section) && draw());
+function part(name, begin) {
+  parts.push([name, begin]);
+}
+
+// Gives the controls their actions; the live page does so again when its contents are new.
+function bind() {
+  bound.abort();
+  bound = new AbortController();
+  redraws.length = 0;
+  document.querySelectorAll("input[name=axis]").forEach((input) => {
+    input.addEventListener("change", () => {
+      axis = input.value;
+      drawCharts();
+    });
   });
+    for (const [name, begin] of parts) {
+    document.querySelectorAll(`[data-part=${name}]`).forEach((section) => {
+      const run = DATA.runs[Number(section.dataset.run)], find = (which) => section.querySelector(`[data-of=${which}]`);
+      const draw = begin(run, find, section);
+      redraws.push(() => visible(section) && draw());
+    });
+  }
 }
 
 // Plans: input, weight and gradient at the step of the slider ---------------------------------------------------------------
 
-part(document, "plans", (run, find) => {
+part("plans", (run, find) => {
   const { entries, states } = run.plans, slider = find("slider");
   const used = new Map();
   for (const state of states) for (const cells of Object.values(state.cells)) for (const at of cells) for (const [n, name] of entries[at].formats.entries()) used.set(name, entries[at].colours[n]);
@@ -100,7 +110,7 @@ part(document, "plans", (run, find) => {
 
 // Sensitivity: the estimates on which the plan of the slider is based ---------------------------------------------------------
 
-part(document, "sensitivity", (run, find) => {
+part("sensitivity", (run, find) => {
   let at = run.sensitivities.length - 1, older = false;
   const all = run.sensitivities, measure = find("measure"), option = find("option");
   const widest = all[at].options.length - 1;
@@ -127,13 +137,13 @@ part(document, "sensitivity", (run, find) => {
     at = Math.max(0, found);
     older = found < 0;
     draw();
-  });
+  }, { signal: bound.signal });
   return draw;
 });
 
 // Bitwidths -------------------------------------------------------------------------------------------------------------------
 
-part(document, "bitwidths", (run, find) => {
+part("bitwidths", (run, find) => {
   const view = run.bitwidths, [low, high] = view.scale, slider = find("slider"), layers = find("layer");
   const colour = (value) => shade((Math.round(value * 100) / 100 - low) / (high - low));
   fill(layers, view.grid.names, 0);
@@ -204,7 +214,7 @@ part(document, "bitwidths", (run, find) => {
 
 // Numerics --------------------------------------------------------------------------------------------------------------------
 
-part(document, "numerics", (run, find) => {
+part("numerics", (run, find) => {
   const view = run.numerics, share = find("share"), layers = find("layer"), slider = find("slider");
   fill(layers, view.grid.names, 0);
   const drawShares = () => {
@@ -278,10 +288,10 @@ window.addEventListener("resize", () => {
     drawAll();
   });
 });
-document.querySelectorAll("details").forEach((details) => details.addEventListener("toggle", () => details.open && details.querySelector("[data-chart], [data-part]") && drawAll()));
 window.addEventListener("beforeprint", () => {
   document.querySelectorAll("details.print").forEach((details) => { details.open = true; });
   drawAll();
 });
+bind();
 drawAll();
 document.documentElement.dataset.ready = "true";
