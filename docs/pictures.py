@@ -177,16 +177,18 @@ def plan_walk() -> Picture:
 
 LAYERS = [
     ("commands", "one module per command: parses, prints, exits", GRAY),
-    ("experiments, doctor", "runs in several precisions; self-test of a machine", GRAY),
+    ("exporting, integrations", "folders for transformers, vLLM, llama.cpp; loops of others", GRAY),
+    ("experiments", "runs in several precisions, inspected and compared", GRAY),
     ("report", "reads run folders and draws; imports nothing of train", BLUE),
     ("train", "config, loop, checkpoints, guard, metrics", BLUE),
-    ("snip, numerics, advice", "estimates and solver; monitor; memory", VIOLET),
-    ("evaluate, models, optim, data", "parts that any training loop can use", GREEN),
+    ("advice, doctor", "memory and layouts of a run; self-test of a machine", VIOLET),
+    ("parallel, data, evaluate", "sharded models; tokens and batches; held-out loss", GREEN),
+    ("optim, snip, numerics, models", "parts that any training loop can use", GREEN),
     ("nn", "Linear, the three products, sampling, conversion, deployment", GREEN),
     ("ops", "public operations: check arguments, choose by device", ORANGE),
     ("torch_ops", "registration for torch.compile, fake tensors, dispatch", ORANGE),
     ("kernels | reference", "fast | readable: same names, same signatures, same bits", ORANGE),
-    ("formats, precision, recipes, random, errors", "frozen data, no torch where possible", GRAY),
+    ("formats, precision, recipes, random, storage", "frozen data; files that are read without executing them", GRAY),
 ]
 """Layers of the package from top to bottom: names, contents, color."""
 
