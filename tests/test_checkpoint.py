@@ -834,6 +834,7 @@ def without(given: dict, key: str) -> dict:
         (lambda t, p: (t | {"optimizer:x:exp_avg": torch.ones(1)}, p), "parameter 'x'"),
         (lambda t, p: (t | {"optimizer:0:exp_avg": torch.ones(1)}, p), "this optimizer keeps"),
         (lambda t, p: (t | {"optimizer:0:evil": torch.ones(1)}, p), "this optimizer keeps"),
+        (lambda t, p: (t | {"optimizer:0:step": t["optimizer:0:step"].reshape(1)}, p), r"as \(1,\), and it is one number"),
         (lambda t, p: (t | {"rng:cpu": torch.ones(3)}, p), "state of the generator 'cpu'"),
     ],
 )

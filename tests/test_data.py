@@ -175,8 +175,16 @@ def test_parquet(tmp_path):
         with pytest.raises(UserError, match=words) as error:
             list(data.documents(str(path), field=field))
         one_sentence(error)
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(UserError, match="truncated or is not Parquet") as error:
+    whole = path.read_bytes()
+    footer = whole.index(b"text") - 20
+    for broken in (whole[:-100], whole[:footer] + bytes(16) + whole[footer + 16 :]):
+        path.write_bytes(broken)
+        with pytest.raises(UserError, match="truncated or is not Parquet") as error:
+            list(data.documents(str(path)))
+        one_sentence(error)
+    wrong = pyarrow.array([b"\xf4wo"], pyarrow.binary()).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": wrong}), path)
+    with pytest.raises(UserError, match="has text that is not UTF-8") as error:
         list(data.documents(str(path)))
     one_sentence(error)
 

@@ -391,6 +391,8 @@ def _parquet(path: Path, field: str, skip: Skip) -> Iterator[Document]:
                         skip(str(path), "empty")
                     else:
                         yield from _whole(text, f"column {field!r} of {str(path)!r}", skip)
+    except UnicodeDecodeError as error:
+        raise UserError(f"Column {field!r} of {str(path)!r} has text that is not UTF-8: {error}.") from None
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # else the metadata is broken
             raise

@@ -415,6 +415,8 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, stored: Stored, saved: An
         _, position, *keys = name.split(":")
         if len(keys) != 1:
             raise UserError(f"The checkpoint has an optimizer state of parameter {position!r:.40} without a key: {name!r:.80}.")
+        if keys[0] == "step" and tuple(stored.described(name)[1]):
+            raise UserError(f"The checkpoint has {name!r:.80} as {tuple(stored.described(name)[1])}, and it is one number.")
         found = state_of(position)
         if found is not None:
             found.tensors[keys[0]] = name
