@@ -171,7 +171,8 @@ def _rename(temporary: Path, final: Path, listing: bytes) -> None:
 
 def _lacks_room(folder: Path, needed: int, files: int) -> str:
     """Return what a disk lacks for `needed` bytes in `files` files and folders: a clause, or "" if there is room."""
-    free = os.statvfs(folder)
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())  # it may not have been made yet
+    free = os.statvfs(there)
     if free.f_files and free.f_favail < files:
         return f"the disk has too few inodes: {files} are needed, and {free.f_favail} of {free.f_files:,} are free"
     room = free.f_bavail * free.f_frsize
