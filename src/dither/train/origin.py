@@ -1,4 +1,4 @@
-"""Where the initial weights of a run came from, with their SHA-256."""
+"""The origin of a run's initial weights, with their SHA-256, and the tokenizer that comes with them."""
 
 import hashlib
 import json
