@@ -12,7 +12,7 @@
     fp8-block, gaussws, bf16-sr   configurations of dither.integrations.torchtitan
     snip            the debug size only: FP8 or FP4 per layer, chosen after a few steps
 
-Blocks and loss are compiled as torchtitan compiles them. Data are bytes of torchtitan's source code, the same for all modes.
+Blocks and loss are compiled as torchtitan compiles them; the loss is not chunked. Data are bytes of torchtitan's source code, the same for all modes.
 Each size and mode runs in a process of its own under a time limit, and the table is printed at the end even if some of them
 fail. Tokens per second are the median of torchtitan's own figures from step 10 on, each the mean of 5 steps.
 """
@@ -38,6 +38,7 @@ def configuration(size: str, mode: str, steps: int, folder: str, compiled: bool)
     """Return the configuration of a size and a mode."""
     import torch
     from torchtitan.components.quantization import Float8LinearConverter
+    from torchtitan.models.common.attention import ScaledDotProductAttention
 
     from dither.integrations.torchtitan import config_registry
 
@@ -51,9 +52,26 @@ def configuration(size: str, mode: str, steps: int, folder: str, compiled: bool)
     config.training.disable_cuda_graphs = mode != "bf16+graphs"
     config.compile.enable, config.dump_folder, config.debug.seed = compiled, folder, 1
     config.comm.trace_buf_size = 0
-    if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):  # torch 2.11
+    if torch.__version__ < "2.12":  # without the mesh dimensions of FSDP2, and without flex attention's masks that torchtitan makes
         config.parallelism.spmd_backend = "partial_dtensor"
+        for layer in config.model_spec.model.layers:
+            layer.attention.inner_attention = ScaledDotProductAttention.Config()
     return config
+
+
+def train(trainer: Any, steps: int) -> None:
+    """Run the trainer's steps, also with a torch that lacks `set_timeout`, which torchtitan's loop calls after the first step."""
+    import torch
+
+    from dither.integrations.torchtitan import DitherTrainer
+
+    if isinstance(trainer, DitherTrainer) or hasattr(torch.distributed, "set_timeout"):
+        trainer.train()
+        return
+    batches = trainer.batch_generator(trainer.dataloader)
+    for trainer.step in range(1, steps + 1):
+        trainer.gc_handler.run(trainer.step)
+        trainer.train_step(batches)
 
 
 def run(size: str, mode: str, steps: int, compiled: bool) -> dict[str, Any]:
@@ -72,7 +90,7 @@ def run(size: str, mode: str, steps: int, compiled: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         trainer = configuration(size, mode, steps, folder, compiled).build()
         trainer.metrics_processor.logger = Recorder()
-        trainer.train()
+        train(trainer, steps)
         trainer.close()
     loss = "loss_metrics/global_avg_loss"
     late = [numbers["throughput(tps)"] for step, numbers in logged.items() if step >= min(10, steps)]

@@ -35,7 +35,7 @@ def _on_bytes(base: Trainer.Config) -> Trainer.Config:
 
 
 def _debug() -> Trainer.Config:
-    return _on_bytes(llama3.llama3_debugmodel())
+    return _with_whole_loss(_on_bytes(llama3.llama3_debugmodel()))
 
 
 def _8b(layers: int | None = None) -> Trainer.Config:
@@ -44,13 +44,13 @@ def _8b(layers: int | None = None) -> Trainer.Config:
     if layers is not None:
         assert base.model_spec is not None
         base.model_spec.model.layers = base.model_spec.model.layers[:layers]
-        base = _on_bytes(base)
+        base = _with_whole_loss(_on_bytes(base))
         base.profiler.enable_profiling = base.metrics.enable_tensorboard = False
     return base
 
 
 def _with_whole_loss(base: Trainer.Config) -> Trainer.Config:
-    """Replace the chunked loss by one that SNIP can differentiate."""
+    """Replace the chunked loss by one that SNIP can differentiate, and that works with torch 2.11 and 2.12 too."""
     base.loss = CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(base.model_spec))
     return base
 
@@ -78,7 +78,7 @@ def llama3_debug_bf16_sr() -> DitherTrainer.Config:
 def llama3_debug_snip() -> DitherTrainer.Config:
     """FP8 or FP4 per layer, chosen by SNIP after a few steps."""
     settings = Snip(target=0.5, start=4, delay=2, tokens=2048)
-    return dither_config(_with_whole_loss(_debug()), "fp8-block", snip=settings)
+    return dither_config(_debug(), "fp8-block", snip=settings)
 
 
 def llama3_8b_4layers_bf16() -> Trainer.Config:

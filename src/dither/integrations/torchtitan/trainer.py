@@ -299,6 +299,11 @@ def check_config(config: Trainer.Config) -> None:
     """Raise a UserError if torchtitan cannot run the converted layers with a configuration."""
     layers = layer_configs(config.model_spec.model) if config.model_spec is not None else ()
     training = config.training
+    if isinstance(config.loss, ChunkedLossWrapper.Config) and torch.__version__ < "2.13":
+        raise UserError(
+            f"torch {torch.__version__} crashes in the backward pass of torchtitan's chunked loss: set "
+            "loss=CrossEntropyLoss.Config(...), or install torch 2.13."
+        )
     if layers and not training.disable_cuda_graphs:
         raise UserError(
             "training.disable_cuda_graphs is False, and a CUDA graph would draw the same random bits in each step: set it."
