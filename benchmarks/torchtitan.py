@@ -20,6 +20,7 @@ fail. Tokens per second are the median of torchtitan's own figures from step 10 
 import argparse
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -125,8 +126,8 @@ def attempt(size: str, mode: str, options: argparse.Namespace) -> dict[str, Any]
     lines = [line for line in output.splitlines() if line.startswith("RESULT ")]
     if process.returncode == 0 and lines:
         return {**json.loads(lines[-1].removeprefix("RESULT ")), "seconds": seconds}
-    said = [line for line in log.read_text().splitlines() if "Error" in line]
-    return {"error": (said or [f"exit status {process.returncode}"])[-1][-160:], "seconds": seconds}
+    said = re.findall(r"^(?:\[rank0\]: )?(\S*Error: .*)$", log.read_text(), re.MULTILINE)
+    return {"error": (said or [f"exit status {process.returncode}"])[-1][:160], "seconds": seconds}
 
 
 def table(results: dict[tuple[str, str], dict[str, Any]]) -> str:

@@ -298,6 +298,14 @@ def test_the_trainer_keeps_weights_in_bf16_and_moments_in_8_bits(trained):
     assert trained["bf16_sr"]["losses"][1] < trained["bf16_sr"]["losses"][0]
 
 
+def test_bitwidths_that_fsdp_gathers_in_bf16_are_learned_in_float32(trained):
+    results = trained["gaussws"]
+    assert results["types"] == ["torch.float32"]
+    assert results["moved"]
+    assert all(results["moved"])
+    assert results["losses"][1] < results["losses"][0]
+
+
 def test_snip_changes_the_plan_in_the_trainer_and_takes_no_data(trained):
     results = trained["snip"]
     assert results["logged"]["dither/plan_changes"] == 1

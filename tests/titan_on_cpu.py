@@ -125,6 +125,16 @@ def bf16_sr(folder: Path) -> dict[str, Any]:
     return {"losses": losses(steps), "parameters": sorted(types), "moments": sorted(moments)}
 
 
+def gaussws(folder: Path) -> dict[str, Any]:
+    """Train sampled weights where FSDP2 gathers weights and bitwidths in BF16."""
+    base = small(folder)
+    base.training.mixed_precision_param = "bfloat16"
+    trainer, steps = run(dither_config(base, config_registry.GAUSSWS), 2)
+    learned = [p for name, p in trainer.model_parts[0].named_parameters() if name.endswith("bitwidth")]
+    moved = [bool((p.full_tensor() != 1).any()) for p in learned]
+    return {"losses": losses(steps), "types": sorted({str(p.dtype) for p in learned}), "moved": moved}
+
+
 def snip(folder: Path) -> dict[str, Any]:
     settings = Snip(target=0.5, start=1, delay=1, tokens=32, probe="direct")
     plan = fp32(dither.recipe("fp8-block"))
@@ -155,6 +165,6 @@ def plain(folder: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     torch.set_num_threads(1)
-    parts = sys.argv[2:] or ["resumed", "bf16_sr", "snip", "plain"]
+    parts = sys.argv[2:] or ["resumed", "bf16_sr", "gaussws", "snip", "plain"]
     results = {name: globals()[name](Path(sys.argv[1]) / name) for name in parts}
     print(json.dumps(results))

@@ -157,7 +157,8 @@ class SampledLayer(nn.Linear):
         if not self.samples_weight:
             return functional.linear(x, weight, self.bias, settings, state=state)
         assert bitwidth is not None
-        self._check_sampled(bitwidth, dtype or weight.dtype)
+        bitwidth = self.in_float32("bitwidth", bitwidth)
+        self._check_sampled(dtype or weight.dtype)
         # A cast takes w_hat before it has been rounded to any other type.
         kept = torch.float32 if self._casts_forward["sampling"] else dtype or weight.dtype
         constants = self._constants_for("sampling", kept, weight.dtype)
@@ -215,33 +216,34 @@ class SampledLayer(nn.Linear):
 
     def _sampled_input(self, x: Tensor, state: State, dtype: torch.dtype) -> Tensor:
         assert self.input_bitwidth is not None
-        self._check_float32("input_bitwidth", self.input_bitwidth)
-        if isinstance(x, DTensor) or isinstance(self.input_bitwidth, DTensor):
+        bitwidth = self.in_float32("input_bitwidth", self.input_bitwidth)
+        if isinstance(x, DTensor) or isinstance(bitwidth, DTensor):
             raise UserError(f"The input of the layer {self.name!r} is sharded, and only weights are sampled there.")
         step, field = self.step_state, "input_sampling"
         if step.bitwidths_ready:
             constants, b_t = self.sampling_constants(field), step.input_b_t
         else:
             constants = self._constants_for(field, dtype, torch.float32)
-            b_t = sampling.bitwidths(self.input_bitwidth, constants)
+            b_t = sampling.bitwidths(bitwidth, constants)
         assert b_t is not None
         draw = functional.drawn(state, functional.PURPOSES.index("sample_input"))
-        return sampling.sample_input(x, self.input_bitwidth, b_t, draw, constants, dtype)
+        return sampling.sample_input(x, bitwidth, b_t, draw, constants, dtype)
 
-    def _check_sampled(self, bitwidth: Tensor, dtype: torch.dtype) -> None:
-        self._check_float32("bitwidth", bitwidth)
+    def _check_sampled(self, dtype: torch.dtype) -> None:
         if self.step_state.active and not self._casts_forward["sampling"] and dtype != self._kept_dtype():
             raise UserError(
                 f"The layer {self.name!r} computes in {dtype}, and this step_context samples its weight for "
                 f"compute={self.compute!r}: convert by a plan whose compute is what autocast has, or 'fp32' without autocast."
             )
 
-    def _check_float32(self, name: str, bitwidth: Tensor) -> None:
+    def in_float32(self, name: str, bitwidth: Tensor) -> Tensor:
+        """Return the bitwidth as the forward pass reads it."""
         if bitwidth.dtype != torch.float32:
             raise UserError(
                 f"The {name} of the layer {self.name!r} is {bitwidth.dtype}, and bitwidths are learned in float32: "
                 "leave it out of what changes the types of parameters, such as a mixed precision policy of FSDP."
             )
+        return bitwidth
 
     def hold_sample(self) -> Tensor:
         """Sample the weight for this step and return w_hat. It is kept, unless it will be cast and only its codes are."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import spmd_types
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.models.common.decoder_sharding import dense_param_placement
 from torchtitan.models.common.linear import Linear as TitanLinear
@@ -48,6 +48,10 @@ class DitherLinear(Linear, Module):  # type: ignore[misc]
         size = (config.in_features, config.out_features, config.bias)
         super().__init__(*size, precision=config.precision, name=config.name, seed=config.seed, **options)
         self.fallback = config.fallback
+
+    def in_float32(self, name: str, bitwidth: Tensor) -> Tensor:
+        """Return the bitwidth in float32: FSDP2 gathers it in the type of torchtitan's `mixed_precision_param`."""
+        return bitwidth.float()
 
     def parallelize(self, parallel_dims: Any) -> None:
         """Declare how the layer is sharded, as torchtitan asks of each parameter and buffer."""
