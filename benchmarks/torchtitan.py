@@ -12,7 +12,8 @@
     fp8-block, gaussws, bf16-sr   configurations of dither.integrations.torchtitan
     snip            the debug size only: FP8 or FP4 per layer, chosen after a few steps
 
-Blocks and loss are compiled as torchtitan compiles them; the loss is not chunked. Data are bytes of torchtitan's source code, the same for all modes.
+Blocks and loss are compiled as torchtitan compiles them; the loss is not chunked. Data are bytes of torchtitan's source
+code, the same for all modes.
 Each size and mode runs in a process of its own under a time limit, and the table is printed at the end even if some of them
 fail. Tokens per second are the median of torchtitan's own figures from step 10 on, each the mean of 5 steps.
 """
@@ -53,7 +54,7 @@ def configuration(size: str, mode: str, steps: int, folder: str, compiled: bool)
     config.training.disable_cuda_graphs = mode != "bf16+graphs"
     config.compile.enable, config.dump_folder, config.debug.seed = compiled, folder, 1
     config.comm.trace_buf_size = 0
-    if torch.__version__ < "2.12":  # without the mesh dimensions of FSDP2, and without flex attention's masks that torchtitan makes
+    if torch.__version__ < "2.12":  # it lacks FSDP2's mesh dimensions, and arguments of flex attention's masks
         config.parallelism.spmd_backend = "partial_dtensor"
         for layer in config.model_spec.model.layers:
             layer.attention.inner_attention = ScaledDotProductAttention.Config()
@@ -61,7 +62,7 @@ def configuration(size: str, mode: str, steps: int, folder: str, compiled: bool)
 
 
 def train(trainer: Any, steps: int) -> None:
-    """Run the trainer's steps, also with a torch that lacks `set_timeout`, which torchtitan's loop calls after the first step."""
+    """Run the trainer's steps, also if torch lacks `set_timeout`, which torchtitan's loop calls after the first one."""
     import torch
 
     from dither.integrations.torchtitan import DitherTrainer

@@ -114,7 +114,7 @@ def test_a_torch_that_crashes_in_the_chunked_loss_is_refused(monkeypatch):
     config = dither_config(llama3.llama3_debugmodel(), "fp8-block")
     check_config(config)
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0"))
-    with pytest.raises(UserError, match="torch 2.11.0 crashes .* chunked loss: set loss=CrossEntropyLoss"):
+    with pytest.raises(UserError, match=r"torch 2\.11\.0 crashes .* chunked loss: set loss=CrossEntropyLoss"):
         check_config(config)
     check_config(config_registry.llama3_debug_fp8_block())
 
