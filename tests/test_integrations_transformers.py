@@ -2,8 +2,11 @@
 
 import contextlib
 import io
+import json
 import shutil
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -396,3 +399,23 @@ def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "dither.integrations.transformers")
     with pytest.raises(UserError, match=r"dither\[hf\]"):
         import dither.integrations.transformers  # noqa: F401
+
+
+# Several ranks -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.exhaustive
+def test_two_ranks_resume_bit_for_bit(tmp_path):
+    program = Path(__file__).parent / "trainer_ranks.py"
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=localhost:0",
+    ]
+    done = subprocess.run([*launch, program, tmp_path], capture_output=True, text=True, cwd=tmp_path, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert (results["kind"], results["ranks"], results["different"]) == ("MULTI_CPU", 2, [])

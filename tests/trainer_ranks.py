@@ -36,8 +36,8 @@ def trainer(folder: Path, steps: int, sharded: bool) -> DitherTrainer:
     dither.convert(model, plan)
     options: dict[str, Any] = {"fsdp": True, "fsdp_config": FSDP} if sharded else {"use_cpu": True}
     arguments = TrainingArguments(
-        str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=steps, save_steps=2, logging_steps=1,
-        report_to=[], disable_tqdm=True, lr_scheduler_type="constant", **options,
+        str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=steps, save_steps=2,
+        logging_steps=1, report_to=[], disable_tqdm=True, lr_scheduler_type="constant", **options,
     )  # fmt: skip
     optimizer = (dither.optim.AdamW, {"lr": 1e-2, "states": "dynamic8"})
     rows = [{"input_ids": row, "labels": row} for row in IDS]
