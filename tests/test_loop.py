@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from sweeps import only
 from torch import Tensor
 from worlds import Forked
 
@@ -118,8 +119,12 @@ KINDS = {
 }
 
 
+# Runs in float32 are killed and resumed below; loss scaling with float32 masters is that without them.
+RESUMED = [only(kind, kind not in ("fp32", "fp16-o2")) for kind in KINDS]
+
+
 @SLOW_BF16
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RESUMED)
 def test_resumed_is_straight(kind: str, text: Path, tmp_path: Path) -> None:
     """From a checkpoint half way, in a run that also evaluates and samples, which the straight one does not."""
     straight = train(settings(text, tmp_path / "straight", *KINDS[kind]))
