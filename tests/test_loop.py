@@ -95,7 +95,7 @@ SNIP = ("snip.target=0.2", "snip.start=1", "snip.delay=1", "snip.every=99", "sni
 
 KINDS = {
     "fp32": ["data.micro_batch=2"],
-    "fp8-delayed": ["precision.recipe=fp8-delayed"],
+    "fp8-delayed": ["precision.recipe=fp8-delayed", *TINY],
     "sampled": ["precision.sampling.guidance=[{kind='bitwidth_loss', weight=0.1}]"],
     "bf16-sr": ["precision.mode=bf16-sr", *TINY],
     "8-bit states": ["precision.states=dynamic8", "optim.schedule=wsd"],
@@ -109,11 +109,13 @@ KINDS = {
     "schedule": [
         *("precision.sampling.parts=od", "precision.sampling.b_init=1.5", "precision.sampling.b_target=1"),
         "precision.schedule=[[0, 'fp4-block'], [2, 'fp8-block'], [3, 'fp8-delayed forward'], [5, 'fp32']]",
+        *TINY,
     ],
     # SNIP chooses at step 2 and, on another base, at step 4, after statistics of the step at which the run resumes.
     "schedule and snip": [
         "precision.schedule=[[0, 'fp8-block'], [3, 'fp4-block'], [5, 'fp8-block forward']]",
         *SNIP[:-1],
+        *TINY,
     ],
     "kahan": ["precision.mode=bf16-kahan", *TINY, "precision.gradients=bf16-sr", "data.micro_batch=1"],
 }
