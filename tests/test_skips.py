@@ -21,7 +21,7 @@ WRONG = {
 def test_a_skip_fails_if_the_extra_test_has_the_package(options, tmp_path):
     for name, text in WRONG.items():
         (tmp_path / name).write_text(text)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "skips", "-p", "no:cacheprovider", "-c", os.devnull]
     command += ["--continue-on-collection-errors", *options, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
