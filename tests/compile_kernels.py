@@ -1,9 +1,11 @@
 """Compiles every kernel for an H200 (sm_90) on a machine that has no GPU. Run as a program: it must not see the interpreter.
 
 Operations are called as usual, on CPU tensors, with a driver that names an sm_90 target and a launcher that stops after
-compiling. Prints one line a kernel; tests/test_kernels_build.py reads them.
+compiling. Prints one line per kernel; tests/test_kernels_build.py reads them. `--first` compiles only the first variant of each
+kernel: a variant takes about a second if Triton's cache does not have it, and there are hundreds.
 """
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -40,8 +42,8 @@ class Hopper:
 compiled: dict[str, list[object]] = {}
 
 
-def compile_only() -> None:
-    """From here on a kernel launch compiles and does nothing else."""
+def compile_only(first: bool) -> None:
+    """From here on a kernel launch compiles and does nothing else; nothing at all if only the first variant is wanted."""
     triton.runtime.driver.set_active(Hopper())
     torch.version.cuda = "13.0"
     torch.cuda.get_device_capability = lambda device=None: (9, 0)  # type: ignore[assignment]
@@ -49,6 +51,8 @@ def compile_only() -> None:
     run = JITFunction.run
 
     def warm_up(self: JITFunction, *args: object, grid: object, warmup: bool, **kwargs: object) -> object:
+        if first and self.__name__ in compiled:
+            return compiled[self.__name__][0]
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         compiled.setdefault(self.__name__, []).append(kernel)
         return kernel
@@ -58,9 +62,9 @@ def compile_only() -> None:
 
 
 CASTS = [
+    "e2m1 tile(128) fp32 stochastic(16)",
     "e4m3 tile(128)",
     "e5m2 tile(128) pow2",
-    "e2m1 tile(128) fp32 stochastic(16)",
     "e2m1 tile(16) nvfp4 stochastic(16)",
     "e3m2 tile(32) pow2_ceil stochastic(8)",
     "e3m4 row",
@@ -82,7 +86,7 @@ def calls() -> Iterator[str]:
         philox.random_bits(draw, 256, 384, width)
         philox.random_bits(inside, 256, 384, width)
         yield f"random_bits {width}"
-    for number, cast in enumerate(map(Cast.parse, CASTS)):
+    for number, cast in enumerate(map(Cast.parse, CASTS)):  # the one with most code first
         mine = draw if cast.round.kind == "stochastic" else None
         axis = number % 2
         amax = torch.ones(()) if cast.scaling.kind == "delayed" else None
@@ -210,7 +214,7 @@ def optimizer_calls() -> Iterator[str]:
 
 if __name__ == "__main__":
     assert not dither.kernels.interpreted(), "unset TRITON_INTERPRET"
-    compile_only()
+    compile_only("--first" in sys.argv[1:])
     for line in calls():
         print(line)
     for name, kernels in compiled.items():

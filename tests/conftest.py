@@ -12,6 +12,8 @@ os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE"] = os.environ["TORCHINDUCTOR_AUTOGRAD_
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+pytest_plugins = ["skips"]
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Ignore hints about speed. In pyproject.toml this would import dither, and with it triton, before the choice above."""

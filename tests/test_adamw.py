@@ -10,6 +10,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
+from sweeps import sweep
 from torch import Tensor
 
 import dither
@@ -97,9 +98,15 @@ def random_bits(purpose: str, step: int) -> np.ndarray:
     return np.stack([oracles.row_bits(key, row, step, COLUMNS, 16) for row in range(ROWS)])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("weights", ["stochastic", "nearest", "kahan", "master"])
-@pytest.mark.parametrize(("states", "rounding"), STATES, ids=[f"{s}-{r}" for s, r in STATES])
+MODES = [
+    (*states, weights, dtype)
+    for states, weights, dtype in itertools.product(STATES, ["stochastic", "nearest", "kahan", "master"], DTYPES)
+]
+
+
+@pytest.mark.parametrize(
+    ("states", "rounding", "weights", "dtype"), sweep(MODES, key=lambda mode: (mode[:2], *mode[2:]))
+)  # every pair of states, weights and dtype; the triples are exhaustive
 def test_steps_of_every_mode_are_those_of_numpy_bit_for_bit(states: str, rounding: str, weights: str, dtype: str) -> None:
     """Three steps, each exactly rounded operation written out; roundings by gfloat, random bits by randomgen."""
     parameter = parameters({NAME: (ROWS, COLUMNS)}, DTYPES[dtype], 3)[NAME]

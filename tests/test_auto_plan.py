@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import config_of, write_bottles
 
 import dither
 from dither import LayerPrecision, Plan, UserError, recipe
@@ -15,7 +16,6 @@ from dither.models import build
 from dither.snip import Times, auto_plan, read_times
 from dither.snip.auto import RECIPES, candidates_of, layer_shapes
 from dither.train import Config, checkpoint, train
-from dither.train import config as configs
 from dither.train.distributed import Ranks
 from dither.train.plans import measured_plan
 
@@ -113,16 +113,12 @@ def test_the_command(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    for number in range(40):
-        (folder / f"{number}.txt").write_text(f"{number} green bottles standing on the wall. " * 5)
-    return folder
+    return write_bottles(tmp_path_factory.mktemp("text"))
 
 
 def config(text: Path, out: Path, *more: str) -> Config:
-    small = ["data.sequence=4", "data.batch=2", "run.steps=4", "run.eval_every=0", "run.sample_every=0", "run.save_every=2"]
-    small += ["run.eval_sequences=2", "run.device=cpu", "guard.spike=ignore", "precision.mode=o1"]
-    return configs.override(Config(), [f'data.sources=["{text}"]', f'run.out="{out}"', *small, *more])
+    small = ["data.sequence=4", "data.batch=2", "run.steps=4", "run.save_every=2", "precision.mode=o1"]
+    return config_of(text, out, small, "run.eval_sequences=2", "run.device=cpu", more)
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")

@@ -1,6 +1,8 @@
 """The command line as people type it: start-up, plain texts, lists, stored configs, prompts, and new runs from old weights."""
 
+import contextlib
 import inspect
+import io
 import json
 import subprocess
 import sys
@@ -40,10 +42,10 @@ def play(tmp_path_factory):
 def run(play, tmp_path_factory):
     """A run on that text, from the command line, and what it printed."""
     out = tmp_path_factory.mktemp("run") / "the first"
-    command = [sys.executable, "-m", "dither.cli", "train", "--data", str(play), "--out", str(out), "--set", *SMALL]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return out, result.stdout
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(io.StringIO()) as errors:
+        code = cli.main(["train", "--data", str(play), "--out", str(out), "--set", *SMALL])
+    assert code == 0, errors.getvalue()
+    return out, said.getvalue()
 
 
 def python(code):

@@ -3,11 +3,11 @@
 import json
 import math
 import os
-import random
 import shutil
 
 import pytest
 import torch
+from runs import said, trained_run, write_words
 
 from dither import UserError, cli
 from dither.data import open_tokens, train_bpe
@@ -15,38 +15,18 @@ from dither.evaluate import perplexity
 from dither.experiments.evaluation import parse_cast
 from dither.models import build, preset, save_pretrained
 from dither.train import checkpoint
-from dither.train.config import Config, Data, Precision, RunSettings
-from dither.train.loop import train
-
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"]
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     """Documents of a few words."""
-    folder, order = tmp_path_factory.mktemp("text"), random.Random(0)
-    for number in range(60):
-        (folder / f"{number:02}.txt").write_text(" ".join(order.choices(WORDS, k=30)))
-    return folder
+    return write_words(tmp_path_factory.mktemp("text"), 60)
 
 
 @pytest.fixture(scope="module")
 def run(text, tmp_path_factory):
     """A run of four steps, and how it ended."""
-    out = tmp_path_factory.mktemp("run") / "first"
-    data = Data(sources=(str(text),), sequence=16, batch=2, held_out=0.2)
-    asked = RunSettings(steps=4, eval_sequences=3, save_every=2, sample_every=0, out=str(out), device="cpu")
-    return train(Config(data=data, precision=Precision(mode="bf16-sr"), run=asked))
-
-
-def said(capsys, *arguments, code=0):
-    """What a command prints, to stdout or, where it fails, in one line to stderr."""
-    assert cli.main([str(each) for each in arguments]) == code
-    found = capsys.readouterr()
-    if code:
-        assert found.err.startswith("dither: error: ")
-        assert found.err.count("\n") == 1
-    return found.err if code else found.out
+    return trained_run(text, tmp_path_factory.mktemp("run") / "first", steps=4, save_every=2, mode="bf16-sr")
 
 
 # data ------------------------------------------------------------------------------------------------------------------

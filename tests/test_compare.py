@@ -5,7 +5,6 @@ import importlib.util
 import json
 import math
 import os
-import random
 import re
 import shutil
 import subprocess
@@ -17,8 +16,9 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
+from runs import said, write_words
 
-from dither import Sampling, UserError, cli, convert, step_context
+from dither import Sampling, UserError, convert, step_context
 from dither.experiments import arms, trials
 from dither.report import curves, estimates, plots
 from dither.report.comparison import Comparison, Entry, shown
@@ -27,26 +27,12 @@ from dither.train.config import Config, Data, RunSettings
 from dither.train.loop import train
 
 ROOT = Path(__file__).parent.parent
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"]
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     """Documents of a few words."""
-    folder, order = tmp_path_factory.mktemp("text"), random.Random(0)
-    for number in range(60):
-        (folder / f"{number:02}.txt").write_text(" ".join(order.choices(WORDS, k=30)))
-    return folder
-
-
-def said(capsys, *arguments, code=0):
-    """Return what a command prints to stdout or, where it fails, its one line on stderr."""
-    assert cli.main([str(each) for each in arguments]) == code
-    found = capsys.readouterr()
-    if code:
-        assert found.err.startswith("dither: error: ")
-        assert found.err.count("\n") == 1
-    return found.err if code else found.out
+    return write_words(tmp_path_factory.mktemp("text"), 60)
 
 
 # Names and runs --------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import doctest
 import functools
 import importlib
-import pkgutil
 import re
 import runpy
 import shlex
@@ -21,11 +20,14 @@ from dither.formats import TABLE
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SOURCE = Path(dither.__file__).parent
+NAMES = [".".join(path.relative_to(SOURCE.parent).with_suffix("").parts) for path in sorted(SOURCE.rglob("*.py"))]
 MODULES = [
-    module.name
-    for module in pkgutil.walk_packages(dither.__path__, "dither.")
-    if not module.name.startswith("dither.kernels")  # these need Triton, and have no examples
-    and module.name != "dither.arms"  # an old name, which warns
+    name.removesuffix(".__init__")
+    for name in NAMES  # by their files: to walk packages would import them, torchtitan among them, in every process
+    if name != "dither.__init__"
+    and not name.startswith("dither.kernels")  # these need Triton, and have no examples
+    and name != "dither.arms"  # an old name, which warns
 ]
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 

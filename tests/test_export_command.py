@@ -2,39 +2,31 @@
 
 import io
 import json
-import random
 import shutil
 
 import pytest
 import torch
 import transformers
+from runs import said, trained_run, write_words
 
 import dither
-from dither import UserError, cli
+from dither import UserError
 from dither.data import BYTES
 from dither.models import build, generate, hf, load_pretrained, save_pretrained
 from dither.precision import Plan
 from dither.train import checkpoint
-from dither.train.config import Config, Data, Model, Precision, RunSettings
-from dither.train.loop import train
+from dither.train.config import Model
 from dither.train.weights import load_weights
-
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"]
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     """Documents of a few words."""
-    folder, order = tmp_path_factory.mktemp("text"), random.Random(0)
-    for number in range(30):
-        (folder / f"{number:02}.txt").write_text(" ".join(order.choices(WORDS, k=30)))
-    return folder
+    return write_words(tmp_path_factory.mktemp("text"), 30)
 
 
 def run_of(text, out, model=None, **precision):
-    data = Data(sources=(str(text),), sequence=16, batch=2, held_out=0.2)
-    asked = RunSettings(steps=2, eval_sequences=2, save_every=1, sample_every=0, out=str(out), device="cpu", compile=False)
-    train(Config(model=model or Model(), data=data, precision=Precision(**precision), run=asked))
+    trained_run(text, out, model=model, **precision)
     return out
 
 
@@ -51,16 +43,6 @@ def sampled(text, tmp_path_factory):
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     plan.save(path)
     return run_of(text, tmp_path_factory.mktemp("run") / "sampled", plan=str(path))
-
-
-def said(capsys, *arguments, code=0):
-    """Return what a command prints: to stdout or, where it fails, in one line to stderr."""
-    assert cli.main([str(each) for each in arguments]) == code
-    found = capsys.readouterr()
-    if code:
-        assert found.err.startswith("dither: error: ")
-        assert found.err.count("\n") == 1
-    return found.err if code else found.out
 
 
 # Models from runs ---------------------------------------------------------------------------------------------------------

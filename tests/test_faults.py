@@ -16,9 +16,9 @@ import dither
 from dither import UserError, cli, report
 from dither.safe_files import MOST, Refused, read_text
 
-FAULTS = {"kills": 0.04, "saves": 0.06, "damage": 0.03, "disks": 0.075, "worlds": 0.75, "signals": 0.2}
+FAULTS = {"kills": 0.02, "saves": 0.06, "damage": 0.015, "disks": 0.075, "worlds": 0.5, "signals": 0.2}
 FAULTS |= {"differences": 0.03, "races": 0.05, "shards": 0.1}
-"""Parts of the soak and how many times its counts: 8 kills, 30 saves, 300 flips, 3 disks, 3 processes, 2 signals, and 3
+"""Parts of the soak and how many times its counts: 4 kills, 30 saves, 150 flips, 3 disks, 2 processes, 2 signals, and 3
 differences of ranks, 50 races, a shard. Only `make soak` has frozen ranks, restarts by torchrun, and all at once."""
 
 HOSTILE = {"configs": 60, "plans": 10, "tokenizers": 15, "data": 30, "checkpoints": 20, "models": 8, "runs": 20}

@@ -428,7 +428,7 @@ def test_llamas_that_are_not_ours(changes, words, tmp_path):
         pytest.param(
             {"device": "cuda"},
             "'cuda' needs a GPU, and torch finds none here",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
         ),
     ],
 )

@@ -1,6 +1,7 @@
 """The direction of imports: folders form a column, each imports only from those before it, and files form no cycles."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -57,11 +58,28 @@ def imports(tree: ast.AST, module: str, package: bool) -> list[tuple[str, bool]]
     return found
 
 
+@functools.cache
+def parsed(module: str) -> ast.Module:
+    """Return the syntax tree of a file."""
+    return ast.parse(FILES[module].read_text(encoding="utf-8"))
+
+
+@functools.cache
+def imports_of(module: str) -> list[tuple[str, bool]]:
+    """Return `imports` of a file."""
+    return imports(parsed(module), module, FILES[module].name == "__init__.py")
+
+
 def wrong_imports(source: str, module: str, package: bool = False) -> list[str]:
     """Return the imports of a file from folders after its own, from itself, from nowhere, or from the kernels while loading."""
+    return wrong_among(imports(ast.parse(source), module, package), module)
+
+
+def wrong_among(imported: list[tuple[str, bool]], module: str) -> list[str]:
+    """Return those of a module's imports that `wrong_imports` describes."""
     wrong = []
     here = COLUMN.index(folder_of(module))
-    for name, inside in imports(ast.parse(source), module, package):
+    for name, inside in imported:
         up = name not in FILES or name == module or COLUMN.index(folder_of(name)) > here
         # The kernels need Triton, which not every machine has: they are imported when they are called.
         loading = name.startswith("dither.kernels") and not module.startswith("dither.kernels") and not inside
@@ -91,23 +109,18 @@ def test_the_column_names_every_folder_and_nothing_else():
     assert len(set(COLUMN)) == len(COLUMN)
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_a_file_imports_only_from_its_own_folder_and_those_before_it(module):
-    path = FILES[module]
-    assert wrong_imports(path.read_text(), module, path.name == "__init__.py") == []
+def test_a_file_imports_only_from_its_own_folder_and_those_before_it():
+    found = {module: wrong_among(imports_of(module), module) for module in FILES}
+    assert {module: wrong for module, wrong in found.items() if wrong} == {}
 
 
 def test_no_cycles_of_files():
-    graph = {
-        module: {name for name, _ in imports(ast.parse(path.read_text()), module, path.name == "__init__.py")}
-        for module, path in FILES.items()
-    }
-    assert cycle_of(graph) == []
+    assert cycle_of({module: {name for name, _ in imports_of(module)} for module in FILES}) == []
 
 
 def test_nothing_imports_the_commands_and_reports_need_no_training():
-    for module, path in FILES.items():
-        names = [name for name, _ in imports(ast.parse(path.read_text()), module, path.name == "__init__.py")]
+    for module in FILES:
+        names = [name for name, _ in imports_of(module)]
         if folder_of(module) != "commands":
             assert not any(folder_of(name) == "commands" for name in names), module
         if folder_of(module) == "report":
@@ -119,22 +132,35 @@ def test_a_cycle_is_found():
     assert cycle_of({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_few_files_import_by_string_and_only_kernels_import_triton(module):
-    # An import by string escapes the tests above. torch_ops chooses between a reference and its kernel by one; the package and
-    # the command line import what is used, when it is used.
-    tree = ast.parse(FILES[module].read_text())
-    by_string = any(
-        isinstance(node, ast.Attribute | ast.Name)
-        and getattr(node, "attr", getattr(node, "id", "")) in ("import_module", "__import__")
-        for node in ast.walk(tree)
-    )
-    assert not by_string or module in ("dither", "dither.cli", "dither.torch_ops")
+def hidden_imports(tree: ast.Module, module: str) -> list[str]:
+    """Return the names by which a file imports by string, and "triton" if it loads that outside of the kernels.
+
+    An import by string escapes the tests above. torch_ops chooses between a reference and its kernel by one; the package and
+    the command line import what is used, when it is used.
+    """
+    found: list[str] = []
+    if module not in ("dither", "dither.cli", "dither.torch_ops"):
+        names = [getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(tree)]
+        found += [name for name in names if name in ("import_module", "__import__")]
     if not module.startswith("dither.kernels"):
-        loaded = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-        names = {alias.name for node in loaded if isinstance(node, ast.Import) for alias in node.names}
-        names |= {node.module or "" for node in loaded if isinstance(node, ast.ImportFrom)}
-        assert not any(name.split(".")[0] == "triton" for name in names)
+        loaded = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
+        loaded += [node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)]
+        found += [name for name in loaded if name.split(".")[0] == "triton"]
+    return found
+
+
+def test_few_files_import_by_string_and_only_kernels_import_triton():
+    found = {module: hidden_imports(parsed(module), module) for module in FILES}
+    assert {module: names for module, names in found.items() if names} == {}
+
+
+def test_hidden_imports_are_found():
+    source = "import importlib\nimport triton.language as tl\nfrom triton import jit\nimportlib.import_module('x')"
+    tree = ast.parse(source)
+    assert hidden_imports(tree, "dither.ops") == ["import_module", "triton.language", "triton"]
+    assert hidden_imports(tree, "dither.torch_ops") == ["triton.language", "triton"]
+    assert hidden_imports(tree, "dither.kernels.philox") == ["import_module"]
+    assert hidden_imports(ast.parse("def f():\n    import triton\n    __import__('x')"), "dither.ops") == ["__import__"]
 
 
 @pytest.mark.parametrize(

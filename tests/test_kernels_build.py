@@ -30,13 +30,17 @@ def _decorator(node: ast.expr) -> str:
     return ast.unparse(node.func if isinstance(node, ast.Call) else node)
 
 
-def test_every_kernel_compiles_for_sm_90():
+VARIANTS = [pytest.param(["--first"], id="first variant"), pytest.param([], id="all variants", marks=pytest.mark.exhaustive)]
+
+
+@pytest.mark.parametrize("options", VARIANTS)
+def test_every_kernel_compiles_for_sm_90(options):
     # The interpreter, which the other tests use, would compile nothing.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     source = str(KERNELS.parent.parent)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [source, environment.get("PYTHONPATH")]))
     script = Path(__file__).parent / "compile_kernels.py"
-    result = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    result = subprocess.run([sys.executable, str(script), *options], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     counts = dict(re.findall(r"^compiled (\w+): (\d+)$", result.stdout, flags=re.MULTILINE))
     wanted = launched(KERNELS)

@@ -181,7 +181,8 @@ def check_refused() -> None:
     ("size", "check"),
     [
         *in_processes(2, check_casts, check_sampled, check_learning, check_transposed, check_refused),
-        *in_processes(4, check_casts, check_uneven),
+        *in_processes(4, check_uneven),
+        *in_processes(4, check_casts, marks=pytest.mark.exhaustive),
     ],
 )
 def test_processes(size: int, check: Callable[[], None]) -> None:

@@ -182,11 +182,12 @@ PLACED = [(code, dtype) for code in ("reference", "kernel") for dtype in DTYPES]
 )
 def test_any_strides(code, dtype, device):
     """Rows in wider ones, aligned alike and not, at odd addresses, side by side, and one row for all."""
-    logits, targets, weights = pairs.logits_of(11, 83, dtype, device)
+    rows = 8  # as many as a 16-byte vector has elements: odd widths put rows at each of its places
+    logits, targets, weights = pairs.logits_of(rows, 83, dtype, device)
 
     def placed(width: int, first: int) -> torch.Tensor:
-        wide = torch.full((12, width), NAN, dtype=dtype, device=device).view(-1)[first:]
-        view = wide[: 11 * width].view(11, width)[:, :83]
+        wide = torch.full((rows + 1, width), NAN, dtype=dtype, device=device).view(-1)[first:]
+        view = wide[: rows * width].view(rows, width)[:, :83]
         return view.copy_(logits)
 
     views = [placed(83, 0), placed(88, 0), placed(91, 0), placed(99, 8), placed(90, 1), placed(83, 5), logits.T.contiguous().T]
@@ -195,10 +196,10 @@ def test_any_strides(code, dtype, device):
         assert pairs.check_cross_entropy(view, targets, weights, code) <= 1
         grads = code.backward(view, targets, code.forward(view, targets)[1], weights)
         assert grads.stride() == (view.stride() if view.stride(1) == 1 else (83, 1))  # rows lie as those of the logits
-    for view in (placed(400, 0), logits[::2], logits[:1].expand(11, -1)):  # but not as those of something larger
+    for view in (placed(400, 0), logits[::2], logits[:1].expand(rows, -1)):  # but not as those of something larger
         given = targets[: len(view)], weights[: len(view)]
         assert code.backward(view, given[0], code.forward(view, given[0])[1], given[1]).is_contiguous()
-    assert pairs.check_cross_entropy(logits[:1].expand(11, -1), targets, weights, code) <= 1
+    assert pairs.check_cross_entropy(logits[:1].expand(rows, -1), targets, weights, code) <= 1
     spread = torch.stack([targets, targets], 1)[:, 0]
     assert pairs.check_cross_entropy(logits, spread, torch.stack([weights, weights], 1)[:, 1], code) <= 1
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import Listener, config_of, write_bottles
 from torch import nn
 
 import dither
@@ -18,7 +19,6 @@ from dither.precision.forward import with_forward_casts
 from dither.report import read, render
 from dither.snip import Estimator, Goal, Schedule, Snip
 from dither.train import Config, train, trainer
-from dither.train import config as configs
 from dither.train.plans import RunPlans
 
 FP4, FP8 = recipe("fp4-block").default, recipe("fp8-block").default
@@ -301,29 +301,12 @@ def test_snip_chooses_anew_on_another_base_and_rests_on_one_without_casts():
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    for number in range(40):
-        (folder / f"{number}.txt").write_text(f"{number} green bottles standing on the wall. " * 5)
-    return folder
+    return write_bottles(tmp_path_factory.mktemp("text"))
 
 
 def config(text: Path, out: Path, *more: str) -> Config:
-    small = ["data.sequence=8", "data.batch=2", "run.steps=6", "run.eval_every=0", "run.sample_every=0", "run.log_every=1"]
-    small += ["run.save_every=3", "run.eval_sequences=2", "run.device=cpu", "guard.spike=ignore"]
-    return configs.override(Config(), [f'data.sources=["{text}"]', f'run.out="{out}"', *small, *more])
-
-
-class Listener:
-    """Collects what a run says."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-    def show(self, *_: object) -> None:
-        pass
+    small = ["data.sequence=8", "data.batch=2", "run.steps=6", "run.log_every=1", "run.save_every=3"]
+    return config_of(text, out, small, "run.eval_sequences=2", "run.device=cpu", more)
 
 
 def events(out: Path) -> list[tuple[int, str, Plan]]:

@@ -7,6 +7,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
+from sweeps import sweep
 
 import dither
 from dither import Cast, Format, Quantized, Stream, grouping
@@ -160,8 +161,18 @@ CASTS = [
 ]
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic(8)", "stochastic(16)", "toward_zero"])
-@pytest.mark.parametrize("cast", CASTS)
+ROUNDINGS = ["nearest", "stochastic(8)", "stochastic(16)", "toward_zero"]
+
+
+def with_and_without_bits(case):
+    """What varies: each cast with random bits and without, and the rounding."""
+    cast, rounding = case
+    return (cast, rounding.startswith("stochastic")), rounding
+
+
+@pytest.mark.parametrize(
+    ("cast", "rounding"), sweep(itertools.product(CASTS, ROUNDINGS), strength=1, key=with_and_without_bits)
+)
 def test_fake_quantize_is_quantize_and_back_bit_for_bit(cast, rounding):
     for (kind, x), dtype in zip(views().items(), itertools.cycle([torch.float32, torch.bfloat16, torch.float16]), strict=False):
         x = x.to(dtype)  # keeps the strides, but for expanded tensors

@@ -126,7 +126,8 @@ def check_refused() -> None:
     ("size", "check"),
     [
         *in_processes(2, check_fully_sharded, check_tensor_parallel, check_refused),
-        *in_processes(4, check_fully_sharded, check_tensor_parallel, check_both),
+        *in_processes(4, check_both),
+        *in_processes(4, check_fully_sharded, check_tensor_parallel, marks=pytest.mark.exhaustive),
     ],
 )
 def test_processes(size: int, check: Callable[[], None]) -> None:

@@ -284,7 +284,7 @@ def test_diff(run, tmp_path, capsys):
 
 
 def test_verify(run, capsys):
-    given = ["--options", "fp8,fp4", "--probe", "direct", "--batches", "1"]
+    given = ["--probe", "direct", "--batches", "1"]
     assert plan("verify", run, *given, "--loss-batches", "2") == 0
     shown = capsys.readouterr().out
     assert "direct" in shown

@@ -314,7 +314,7 @@ def test_bad_settings_are_refused_before_training(given, message):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_times_without_a_gpu_are_refused_before_training():
     with pytest.raises(UserError, match="is measured on a CUDA GPU"):
         make(cost="time")

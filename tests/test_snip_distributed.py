@@ -1,6 +1,6 @@
 """Scores of models whose weights are spread over processes: those of one process that sees all batches."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import pytest
@@ -94,6 +94,15 @@ def check_same(found: Scores, expected: Scores, what: object) -> None:
 
 
 def check_scores() -> None:
+    """Every probe with FSDP2 over the whole model, and two of them over every layer."""
+    check_sharded({"root": PROBES, "up down out root": ("joint", "direct")})
+
+
+def check_every_score() -> None:
+    check_sharded({"root": PROBES, "up down out root": PROBES})
+
+
+def check_sharded(probes: dict[str, Sequence[str]]) -> None:
     """FSDP2 over the whole model, and over every layer: gathered and put away at other times."""
     rank, size = dist.get_rank(), dist.get_world_size()
     mine = batches(size)[rank : rank + 1]
@@ -110,7 +119,7 @@ def check_scores() -> None:
             model(*mine[0]).backward()  # gradients that wait for their step
         before = everything(model, optimizer)
         spread_setup, alone_setup = TrainingSetup(max_norm=1.0, group=dist.group.WORLD), TrainingSetup(max_norm=1.0)
-        for probe in PROBES:
+        for probe in probes[cuts]:
             found = score(model, mine, optimizer, OPTIONS, probe=probe, stream=STREAM, setup=spread_setup)
             expected = score(alone, batches(size), its, OPTIONS, probe=probe, stream=STREAM, setup=alone_setup)
             check_same(found, expected, (cuts, probe))
@@ -271,14 +280,18 @@ def staged(schedule: type):
 
 
 def check_gpipe() -> None:
-    check_pipeline(ScheduleGPipe)
+    check_pipeline(ScheduleGPipe, ("last",))
+
+
+def check_gpipe_with_every_probe() -> None:
+    check_pipeline(ScheduleGPipe, PROBES)
 
 
 def check_1f1b() -> None:
-    check_pipeline(Schedule1F1B)
+    check_pipeline(Schedule1F1B, PROBES)
 
 
-def check_pipeline(schedule: type) -> None:
+def check_pipeline(schedule: type, probes: Sequence[str]) -> None:
     """Every stage gets the scores, the truth and the plan of one process that has the whole model, and is left as it was."""
     whole = batches(2)
     alone, its = trained("", lambda named: AdamW(named, lr=1e-2, max_norm=1e9), MICRO)
@@ -289,7 +302,7 @@ def check_pipeline(schedule: type) -> None:
     calls = model.calls.clone()
     setup = TrainingSetup(pipeline=dist.group.WORLD, max_norm=0.01)
     given = {"forward": forward, "setup": setup, "stream": STREAM}
-    for probe in PROBES:
+    for probe in probes:
         found = score(model, whole, optimizer, OPTIONS, probe=probe, **given)
         expected = score(alone, single, its, OPTIONS, probe=probe, stream=STREAM, setup=TrainingSetup(max_norm=0.01))
         check_same(found, expected, (schedule, probe))
@@ -351,11 +364,11 @@ def check_pipeline_refused() -> None:
 @pytest.mark.parametrize(
     ("size", "check"),
     [
-        *in_processes(2, check_scores, check_truth_and_plans, check_refused),
+        *in_processes(2, check_truth_and_plans, check_refused),
         *in_processes(2, check_tensor_parallel, check_gpipe, check_pipeline_refused),
-        *in_processes(3, check_scores, check_tensor_parallel, check_1f1b, check_ranks),
-        *in_processes(2, check_1f1b, marks=pytest.mark.exhaustive),
-        *in_processes(3, check_gpipe, marks=pytest.mark.exhaustive),
+        *in_processes(3, check_scores, check_1f1b, check_ranks),
+        *in_processes(2, check_every_score, check_1f1b, check_gpipe_with_every_probe, marks=pytest.mark.exhaustive),
+        *in_processes(3, check_every_score, check_tensor_parallel, check_gpipe_with_every_probe, marks=pytest.mark.exhaustive),
     ],
 )
 def test_processes(size: int, check: Callable[[], None]) -> None:

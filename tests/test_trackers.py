@@ -184,7 +184,7 @@ def test_numbers_alone_are_sent(tmp_path, monkeypatch):
 
 
 def test_tensorboard_itself(tmp_path):
-    pytest.importorskip("tensorboard")
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install -e '.[test]'")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for steps, resumed in (((1, 2, 3), None), ((3, 4), 2)):  # step 3 is repeated after a resume from 2
@@ -200,7 +200,7 @@ def test_tensorboard_itself(tmp_path):
 def test_mlflow_itself(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    mlflow = pytest.importorskip("mlflow")
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed: pip install -e '.[mlflow]'")
     (tmp_path / "run").mkdir()
     for steps in ((1, 2), (2, 3)):
         with Metrics(tmp_path / "run", track=["mlflow"], config={"run": {"steps": 3}}, say=pytest.fail) as metrics:
@@ -215,7 +215,7 @@ def test_mlflow_itself(tmp_path, monkeypatch):
 
 def test_trackio_itself(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "store"))
-    trackio = pytest.importorskip("trackio")
+    trackio = pytest.importorskip("trackio", reason="trackio is not installed: pip install -e '.[trackio]'")
     (tmp_path / "run").mkdir()
     for steps in ((1, 2), (2, 3)):
         with Metrics(tmp_path / "run", track=["trackio"], config={"run": {"steps": 3}}, say=pytest.fail) as metrics:

@@ -8,10 +8,12 @@ import datetime
 import io
 import multiprocessing.forkserver as forkserver
 import os
+import runpy
 import socket
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -31,6 +33,7 @@ PRELOADED = [
     "torch._dynamo",
     "dither.cli",
     "dither.snip",
+    "dither.train",
     "pytest",
 ]
 
@@ -139,6 +142,13 @@ def _redirected(writer: Any, function: Callable[..., int | None], arguments: tup
     writer.close()
     sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(number, "w"), "utf-8", line_buffering=True) for number in (1, 2))
     sys.exit(function(*arguments))
+
+
+def run_program(path: Path, folder: Path, *arguments: str) -> None:
+    """Run a file as a program in this process, in a folder that is also its first argument."""
+    os.chdir(folder)
+    sys.argv = [str(path), str(folder), *arguments]
+    runpy.run_path(str(path), run_name="__main__")
 
 
 def forked(function: Callable[..., int | None], *arguments: Any) -> tuple[int, str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import Listener, config_of, write_bottles
 
 import dither
 from dither.models import build
@@ -18,25 +19,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def config(folder: Path, name: str, *more: str) -> Config:
     text = folder / "text"
     if not text.exists():
-        text.mkdir()
-        for i in range(60):
-            (text / f"{i:02d}.txt").write_text(" ".join(f"{i} bottles of beer, {i + n} bottles of beer." for n in range(40)))
-    small = ["data.sequence=128", "data.batch=8", "data.micro_batch=4", "run.steps=18", "run.eval_every=0", "run.save_every=8"]
-    small += ["data.held_out=0.2", "run.sample_every=0", "run.device=cuda", "guard.spike=ignore", "optim.schedule=constant"]
-    return configs.override(Config(), [f'data.sources=["{text}"]', f'run.out="{folder / name}"', *small, *more])
-
-
-class Listener:
-    """Collects what a run says."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-    def show(self, *_: object) -> None:
-        pass
+        write_bottles(text, documents=60, times=40)
+    small = ["data.sequence=128", "data.batch=8", "data.micro_batch=4", "run.steps=18", "run.save_every=8"]
+    small += ["data.held_out=0.2", "run.device=cuda", "optim.schedule=constant"]
+    return config_of(text, folder / name, small, more)
 
 
 @pytest.mark.parametrize(

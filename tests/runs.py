@@ -1,0 +1,75 @@
+"""Texts to train on, tiny runs and their settings, what a run says, and what a command prints, for tests that train."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dither import cli
+from dither.train import Config
+from dither.train import config as configs
+from dither.train.config import Data, Model, Precision, RunSettings
+from dither.train.loop import Outcome, train
+
+WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog")
+
+
+def write_bottles(folder: Path, documents: int = 40, times: int = 5) -> Path:
+    """Write documents that repeat a sentence, which a tiny model learns in a few steps. Return their folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(documents):
+        (folder / f"{number:02}.txt").write_text(f"{number} green bottles standing on the wall. " * times)
+    return folder
+
+
+def write_words(folder: Path, documents: int, words: int = 30) -> Path:
+    """Write documents of a few words in random order, the same each time. Return their folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    order = random.Random(0)
+    for number in range(documents):
+        (folder / f"{number:02}.txt").write_text(" ".join(order.choices(WORDS, k=words)))
+    return folder
+
+
+SHORT = ("run.eval_every=0", "run.sample_every=0", "guard.spike=ignore")
+"""A run that does nothing but train, evaluate at its end, and save."""
+
+
+def config_of(text: Path, out: Path, *changes: Sequence[str] | str) -> Config:
+    """Return the config of a short run on the texts of a folder; each change is a setting or several."""
+    settings = [setting for change in changes for setting in ([change] if isinstance(change, str) else change)]
+    return configs.override(Config(), [f'data.sources=["{text}"]', f'run.out="{out}"', *SHORT, *settings])
+
+
+def trained_run(
+    text: Path, out: Path, *, steps: int = 2, save_every: int = 1, model: Model | None = None, **precision: Any
+) -> Outcome:
+    """Train a few steps on the texts of a folder, in a precision. Return how the run ended."""
+    data = Data(sources=(str(text),), sequence=16, batch=2, held_out=0.2)
+    asked = RunSettings(steps=steps, eval_sequences=3, save_every=save_every, sample_every=0, out=str(out), device="cpu")
+    return train(Config(model=model or Model(), data=data, precision=Precision(**precision), run=asked))
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> str:
+    """Return what a command prints: to stdout or, where it fails, in one line to stderr."""
+    assert cli.main([str(each) for each in arguments]) == code
+    found = capsys.readouterr()
+    if code:
+        assert found.err.startswith("dither: error: ")
+        assert found.err.count("\n") == 1
+    return found.err if code else found.out
+
+
+class Listener:
+    """Collects what a run says."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def show(self, *_: object) -> None:
+        pass
