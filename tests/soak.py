@@ -13,6 +13,7 @@ which hold at every moment or not at all. Exit code 1 when anything failed.
 
 import argparse
 import hashlib
+import io
 import json
 import os
 import platform
@@ -25,6 +26,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stderr, redirect_stdout, suppress
@@ -232,6 +234,15 @@ def at_call(number: int, act: Callable[[], None], training: bool) -> None:
                 act()
 
     sys.setprofile(look)
+
+
+def in_this_process(file: Path) -> Path:
+    """Do a run without faults and return its folder. Runs that are forked afterwards find everything imported."""
+    with io.StringIO() as said, redirect_stdout(said), redirect_stderr(said), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if code := begin_or_resume(file):
+            raise RuntimeError(f"the run without faults ended with {code}: {said.getvalue()[-1000:]}")
+    return file.with_suffix("")
 
 
 @cache
@@ -543,9 +554,7 @@ def warm_up(text: Path) -> None:
     tqdm.tqdm.monitor_interval = 0  # no thread, which would be missing after a fork
     torch.set_num_threads(1)
     small_model(text.parent / "model")
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        if cli.main(arguments(text, text.parent / "warm", "run.steps=2")):
-            raise RuntimeError("the first run failed")
+    in_this_process(file_of(text, text.parent / "warm", "run.steps=2"))
 
 
 def run(names: Iterable[str], scale: float, folder: Path) -> list[Result]:

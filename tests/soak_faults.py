@@ -21,7 +21,22 @@ from typing import Any
 import hostile
 import soak
 import torch
-from soak import KILLED, STEPS, Score, begin_or_resume, codes, config, ended, file_of, forked, group, scored, sha256
+from soak import (
+    KILLED,
+    LIMIT,
+    STEPS,
+    Score,
+    begin_or_resume,
+    codes,
+    config,
+    ended,
+    file_of,
+    forked,
+    group,
+    in_this_process,
+    scored,
+    sha256,
+)
 
 from dither import UserError
 from dither.data import prepare
@@ -30,14 +45,6 @@ from dither.train import Status, agreement, beginning, checkpoint, distributed
 from dither.train import config as configs
 from dither.train.metrics import Metrics
 from dither.train.trainer import Trainer
-
-
-def in_this_process(file: Path) -> Path:
-    """Do a run without faults and return its folder. Runs that are forked afterwards find everything imported."""
-    if code := begin_or_resume(file):
-        raise RuntimeError(f"the run without faults ended with {code}")
-    return file.with_suffix("")
-
 
 # Races for a folder ---------------------------------------------------------------------------------------------------
 
@@ -172,63 +179,90 @@ def watched(place: Path, at: int, inodes: bool, leave: int, names: list[str]) ->
 
 
 def full_disks(text: Path, folder: Path, count: int) -> list[Score]:
-    """Fill a real tmpfs just before each kind of write of a run; then free it and let the run go on."""
-    _, expected, _, _ = soak.straight(text)
+    """Fill a real tmpfs just before each kind of write of a run, alone and of two ranks that save sharded checkpoints."""
+    (folder / "alone").mkdir()
+    (folder / "sharded").mkdir()
+    few, more = max(1, count // 4), ("parallel.dp_shard=2", "run.save_every=1")
+    return [*_full_disks(text, folder / "alone", count, 1), *_full_disks(text, folder / "sharded", few, 2, *more)]
+
+
+def _full_disks(text: Path, folder: Path, count: int, world: int, *more: str) -> list[Score]:
+    """Fill a tmpfs before a write of one of `world` ranks; then free it and let the run go on."""
+    place, file, said = folder / "tmpfs", folder / "full.toml", folder / "said"
+    out = place / "run"
+
+    def life(victim: int = 0, at: int = 0, inodes: bool = False, leave: int = 0) -> tuple[list[int], list[str]]:
+        def rank(number: int) -> int:
+            names: list[str] = []
+            watched(place, at if number == victim else 0, inodes, leave, names)
+            code = begin_or_resume(file)
+            print("writes:", *names, sep="|")
+            return code
+
+        found = codes(group(world, rank, said))
+        return found, [Path(f"{said}-{number}").read_text() for number in range(world)]
 
     def trial(number: int) -> int:
-        place = folder / "tmpfs"
         try:
             mount(place, 24 << 20, 300)
         except OSError as error:
             print(f"cannot mount: {error}")
             return 9
-        out, said, draw = place / "run", folder / f"said-{number}", random.Random(number)
-        file = file_of(text, out)
-        shutil.move(file, folder / "full.toml")
-
-        def work(at: int = 0) -> int:
-            names: list[str] = []
-            watched(place, at, draw.random() < 0.3, draw.choice((0, 4096, 20_000)), names)
-            code = begin_or_resume(folder / "full.toml")
-            print("writes:", *names, sep="|")
-            return code
-
-        if number == 0:  # how many writes there are, and of what
-            code = ended(forked(work, said))
-            shutil.copy(said, folder / "writes.txt")
-            return code
-        kinds = (folder / "writes.txt").read_text().partition("writes:|")[2].strip().split("|")
-        at = 1 + (number - 1) % len(kinds) if count >= len(kinds) else draw.randrange(1, len(kinds))
-        code = ended(forked(lambda: work(at), said))
-        printed = said.read_text()
-        errors = [line for line in printed.splitlines() if line.startswith(hostile.ERROR)]
-        problem = ""
-        if code not in (0, 2) or "Traceback" in printed or (code == 2 and len(errors) != 1):
-            problem = f"ended with {code}"
-        elif code == 2 and not any(word in errors[0] for word in ("full", "inodes")):
-            problem = "did not say why"
-        elif code == 2 and (out / "metrics.jsonl").exists() and Status.load(out).state != "failed":
-            problem = f"has the status {Status.load(out)}"
-        elif "the last good checkpoint was kept" in printed and checkpoint.newest(out / "checkpoints")[0] is None:
-            problem = "lost the checkpoint that was kept"
+        shutil.move(file_of(text, out, *more), file)
+        if number == 0:  # how many writes each rank has, of what, and the weights
+            found, printed = life()
+            for rank in range(world):
+                (folder / f"writes-{rank}").write_text(printed[rank].partition("writes:|")[2].strip())
+            (folder / "expected").write_text(sha256(out) if not any(found) else "")
+            print(*printed)
+            return max(found)
+        victim, draw = (number - 1) % world, random.Random(number)
+        kinds = (folder / f"writes-{victim}").read_text().split("|")
+        at = 1 + (number - 1) // world % len(kinds) if count >= world * len(kinds) else draw.randrange(1, len(kinds) + 1)
+        found, printed = life(victim, at, draw.random() < 0.3, draw.choice((0, 4096, 20_000)))
+        problem = _problem(out, found, printed)
         if not problem:
             shutil.rmtree(place / "filler", ignore_errors=True)
-            if again := ended(forked(lambda: begin_or_resume(folder / "full.toml"), said)):
-                problem = f"with room again ended with {again}: {said.read_text()[-600:]}"
-            elif sha256(out) != expected:
+            again, words = life()
+            if any(again):
+                problem = f"with room again ended with {again}: {words[0][-600:]}"
+            elif sha256(out) != (folder / "expected").read_text():
                 problem = "with room again has other weights"
         if problem:
-            print(f"before write {at} ({kinds[at - 1]}): {problem}\n{printed[-1500:]}")
+            print(
+                f"before write {at} ({kinds[at - 1]}) of rank {victim}: {problem}",
+                *(each[-1500:] for each in printed),
+                sep="\n",
+            )
         return int(bool(problem))
 
     faults, told = [], folder / "trial.txt"
     if code := ended(forked(lambda: trial(0), told)):
-        return [Score("disk full: a real tmpfs", "mounted", "not mounted", False, (f"{code}: {told.read_text()[-500:]}",))]
+        return [Score("tmpfs full", "mounted", "failed", False, (f"ended with {code}: {told.read_text()[-500:]}",))]
     for number in range(1, count + 1):
-        if ended(forked(lambda number=number: trial(number), told)):
-            faults.append(told.read_text()[-2500:])
-    kinds = len(set((folder / "writes.txt").read_text().partition("writes:|")[2].split("|")))
-    return [scored(f"tmpfs full before {kinds} kinds of write: a sentence, resumed = straight", count, faults)]
+        if ended(forked(lambda number=number: trial(number), told), 3 * LIMIT):
+            faults.append(told.read_text()[-3000:])
+    kinds = len({name for path in folder.glob("writes-*") for name in path.read_text().split("|")})
+    who = f"tmpfs full before {kinds} kinds of write" + (" of two ranks (dp_shard=2)" if world > 1 else "")
+    return [scored(f"{who}: a sentence, resumed = straight", count, faults)]
+
+
+def _problem(out: Path, found: list[int], printed: list[str]) -> str:
+    """Return what is wrong with the end of a run on a full disk, or ""."""
+    errors = [line for each in printed for line in each.splitlines() if line.startswith(hostile.ERROR)]
+    if any("Traceback" in each for each in printed) or not set(found) <= ({0, 2} if len(found) == 1 else {0, 1, 2}):
+        return f"ended with {found}"
+    if not any(found):
+        return ""
+    if not errors or (len(found) == 1 and len(errors) > 1):
+        return f"ended with {found} and printed {len(errors)} errors"
+    if not all("full" in line or "inodes" in line for line in errors):
+        return "did not say why"
+    if (out / "metrics.jsonl").exists() and Status.load(out).state != "failed":
+        return f"has the status {Status.load(out)}"
+    if "the last good checkpoint was kept" in printed[0] and checkpoint.newest(out / "checkpoints")[0] is None:
+        return "lost the checkpoint that was kept"
+    return ""
 
 
 # Shards that change ---------------------------------------------------------------------------------------------------
@@ -465,15 +499,14 @@ def faults_of_all_kinds(text: Path, folder: Path, count: int) -> list[Score]:
                 )
         same = sha256(out, steps) == expected
         kinds = ", ".join(f"{number} {kind}" for kind, number in done.items())
-        print(f"{lives} lives ({worlds[2]} with two ranks): {kinds}" if same else "other weights")
+        print(f"{kinds}; {lives} lives, {worlds[2]} with two ranks" if same else "other weights")
         return int(not same)
 
-    code = ended(forked(all_faults, told))
+    code = ended(forked(all_faults, told), 60.0 * (count + 2))
     said = told.read_text()
     faults = (said[-3000:],) if code else ()
-    what = f"SHA-256 after {count} faults = straight, every method on"
-    if not code:
-        print(f"      {said.strip()}", flush=True)
+    kinds = f" ({said.strip()})" if not code else ""
+    what = f"SHA-256 after {count} faults = straight, every method on{kinds}"
     return [Score(what, "equal", "equal" if not code else "not equal", not code, faults)]
 
 
