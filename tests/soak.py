@@ -90,7 +90,7 @@ def forked(work: Callable[[], int], said: Path) -> int:
         os._exit(code)
 
 
-LIMIT = 100.0
+LIMIT = 300.0
 """Seconds after which a process counts as hanging, and is killed."""
 
 HANGING = 124

@@ -471,7 +471,7 @@ def faults_of_all_kinds(text: Path, folder: Path, count: int) -> list[Score]:
             alone = [] if world == 2 else [forked(lambda rank=rank: rank(0), folder / "life-0")]
             children = alone or group(2, rank, folder / "life")
             stopped = children[victim] if kind == "SIGSTOP" else 0
-            found = codes([child for child in children if child != stopped], 60)
+            found = codes([child for child in children if child != stopped])
             if stopped:
                 os.kill(stopped, signal.SIGKILL)
                 ended(stopped)
@@ -502,7 +502,7 @@ def faults_of_all_kinds(text: Path, folder: Path, count: int) -> list[Score]:
         print(f"{kinds}; {lives} lives, {worlds[2]} with two ranks" if same else "other weights")
         return int(not same)
 
-    code = ended(forked(all_faults, told), 60.0 * (count + 2))
+    code = ended(forked(all_faults, told), LIMIT * (count + 2))
     said = told.read_text()
     faults = (said[-3000:],) if code else ()
     kinds = f" ({said.strip()})" if not code else ""

@@ -17,7 +17,7 @@ from typing import Any
 import hostile
 import soak
 import torch
-from soak import STEPS, Score, begin_or_resume, codes, config, ended, file_of, forked, group, scored, sha256
+from soak import LIMIT, STEPS, Score, begin_or_resume, codes, config, ended, file_of, forked, group, scored, sha256
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
@@ -252,7 +252,7 @@ def torchrun(work: Callable[[], int], folder: Path, restarts: int) -> int:
             return 1
         return 0
 
-    return ended(forked(agent, folder / "agent.txt"), 60.0 + 30.0 * restarts)
+    return ended(forked(agent, folder / "agent.txt"), LIMIT * (1 + restarts))
 
 
 def printed(folder: Path) -> str:
@@ -308,7 +308,7 @@ def kill_in_save(number: int) -> None:
 
 def sharded(text: Path, folder: Path, count: int) -> list[Score]:
     """A rank of two that hold halves of the model (dp_shard=2) is killed in a step or in a save: resumed = straight."""
-    steps = 4 + 2 * count
+    steps = 4 + 3 * count
     more = ("parallel.dp_shard=2", "run.save_every=1", "run.eval_every=0", "run.log_every=50", f"run.steps={steps}")
     straight, out = folder / "straight", folder / "run"
     file = file_of(text, straight, *more)
@@ -327,7 +327,7 @@ def sharded(text: Path, folder: Path, count: int) -> list[Score]:
             if kind == "save":
                 kill_in_save(draw.randrange(1, 7))
             else:
-                soak.at_call(draw.randrange(1, 1500), lambda: os.kill(os.getpid(), signal.SIGKILL), True)
+                soak.at_call(draw.randrange(1, 8000), lambda: os.kill(os.getpid(), signal.SIGKILL), True)
         return begin_or_resume(file)
 
     code = torchrun(work, folder, count)
