@@ -517,7 +517,7 @@ PARTS: dict[str, tuple[Callable[[Path, Path, int], list[Score]], int]] = {
     "signals": (signals, 10),
     "hostility": (hostility, 1000),
     "bombs": (bombs, 2),
-    "fuzzing": (fuzzing, 1_000_000),
+    "fuzzing": (fuzzing, 1_000_100),
 }
 """What is tried, and how often when nothing is said. The parts of tests/soak_faults.py come on top."""
 
