@@ -238,7 +238,8 @@ def at_call(number: int, act: Callable[[], None], training: bool) -> None:
 
 def in_this_process(file: Path) -> Path:
     """Do a run without faults and return its folder. Runs that are forked afterwards find everything imported."""
-    with io.StringIO() as said, redirect_stdout(said), redirect_stderr(said), warnings.catch_warnings():
+    said = io.StringIO()  # never closed: handlers of loggers may keep it
+    with redirect_stdout(said), redirect_stderr(said), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if code := begin_or_resume(file):
             raise RuntimeError(f"the run without faults ended with {code}: {said.getvalue()[-1000:]}")
