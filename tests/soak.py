@@ -1,20 +1,24 @@
 """Faults, many of them: kills, flipped bits, full disks, signals, other numbers of processes, hostile input; and a scoreboard.
 
-    make soak                             # about twenty minutes on two cores
-    make soak SOAK='--scale 10'           # ten times as many of each
+    make soak                                       # under twenty minutes on two cores
+    make soak SOAK='--scale 10'                     # ten times as many of each
+    make soak SOAK='--write docs/reliability.md'    # and write the scoreboard into the docs
     python tests/soak.py kills --scale 0.1
 
 It lies beside the tests because it is one: `tests/test_faults.py` runs the same parts with small counts. Runs are real ones,
-`dither train` on a tiny model in a process of their own; they are forked, so that torch is loaded once and not for each. Seeds
-are fixed, so points are the same each time, but for kills by the clock, which hold at every moment or not at all. Exit code 1
-when anything failed.
+`dither train` on a small model in a process of their own. They are forked from a process that has already trained a few steps,
+so that torch is loaded once and not for each. Seeds are fixed, so points are the same each time, but for kills by the clock,
+which hold at every moment or not at all. Exit code 1 when anything failed.
 """
 
 import argparse
 import hashlib
+import io
 import json
 import os
+import platform
 import random
+import select
 import shutil
 import signal
 import socket
@@ -22,10 +26,12 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -37,9 +43,9 @@ import torch
 from fuzz import fuzz
 
 import dither
-from dither import UserError, cli
+from dither import UserError, cli, models
 from dither.data import Batch
-from dither.train import Status, checkpoint, train
+from dither.train import Status, beginning, checkpoint, train
 from dither.train import config as configs
 from dither.train.config import Config
 from dither.train.trainer import Trainer
@@ -84,14 +90,45 @@ def forked(work: Callable[[], int], said: Path) -> int:
         os._exit(code)
 
 
-def ended(child: int) -> int:
-    """Wait for a process: its exit code, or a negative signal."""
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+LIMIT = 300.0
+"""Seconds after which a process counts as hanging, and is killed."""
+
+HANGING = 124
+"""The exit code of a process that did not end and had to be killed."""
+
+
+def ended(child: int, seconds: float = LIMIT) -> int:
+    """Wait for a process: its exit code, a negative signal, or HANGING."""
+    file = os.pidfd_open(child)
+    try:
+        hangs = not select.select([file], [], [], seconds)[0]
+    finally:
+        os.close(file)
+    if hangs:
+        os.kill(child, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return HANGING if hangs else code
+
+
+def small_model(folder: Path) -> None:
+    """Save a model of 25 thousand parameters, which all runs train."""
+    sizes = models.LlamaConfig(
+        vocab_size=257,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+    )
+    models.save_pretrained(models.build(sizes, seed=0), folder)
 
 
 def config(text: Path, out: Path, *more: str) -> Config:
-    """Six small steps, saved after each second."""
+    """Six small steps, saved after each second, with the model that lies above the folder of the run."""
+    model = next(parent / "model" for parent in out.parents if (parent / "model").is_dir())
     small = [
+        f'model.hf="{model}"',
         "data.sequence=8",
         "data.batch=2",
         f"run.steps={STEPS}",
@@ -107,9 +144,14 @@ def arguments(text: Path, out: Path, *more: str) -> list[str]:
     """Of the command line: begin a run, or go on with it where there is one."""
     if (out / "config.toml").is_file():
         return ["train", "--resume", "--out", str(out)]
+    return ["train", str(file_of(text, out, *more))]
+
+
+def file_of(text: Path, out: Path, *more: str) -> Path:
+    """Write the config of a run, and return its file."""
     file = out.with_suffix(".toml")
     file.write_text(configs.dumps(config(text, out, *more)))
-    return ["train", str(file)]
+    return file
 
 
 def sha256(out: Path, step: int = STEPS) -> str:
@@ -148,13 +190,70 @@ def counted(work: Callable[[], int], at: int = 0, training: bool = False) -> Cal
     return run
 
 
-def straight(text: Path, folder: Path) -> tuple[str, int, int]:
-    """A run that nothing happens to: its SHA-256, how many calls it has, and how many of them from the first step on."""
-    out, said = folder / "straight", folder / "straight.txt"
+def begin_or_resume(file: Path, *more: str) -> int:
+    """Run `dither train FILE --resume=auto`."""
+    return cli.main(["train", str(file), "--resume=auto", *more])
+
+
+def group(world: int, work: Callable[[int], int], said: Path) -> list[int]:
+    """Start the ranks of a run, which print into `said`-RANK, and return their process ids."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def rank(number: int) -> int:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+        os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(world))
+        return work(number)
+
+    return [forked(lambda number=number: rank(number), Path(f"{said}-{number}")) for number in range(world)]
+
+
+def codes(children: Iterable[int], seconds: float = LIMIT) -> list[int]:
+    """Return the exit codes of processes, HANGING for each that runs after so many seconds and is killed."""
+    end = time.monotonic() + seconds
+    return [ended(child, max(0.0, end - time.monotonic())) for child in children]
+
+
+def scored(what: str, count: int, faults: list[str]) -> Score:
+    """Return the line of a part in which each of `count` trials succeeds or fails."""
+    return Score(what, f"{count}/{count}", f"{count - len(faults)}/{count}", not faults, tuple(faults))
+
+
+def at_call(number: int, act: Callable[[], None], training: bool) -> None:
+    """Do something at call `number` of a function of Dither, from the first step on, or since the folder was claimed."""
+    calls, first = 0, (Trainer.step if training else beginning.RunBeginning.build).__code__
+
+    def look(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        if event == "call" and frame.f_code.co_filename.startswith(OURS):
+            calls += calls > 0 or frame.f_code is first
+            if calls == number:
+                calls += 1
+                sys.setprofile(None)
+                act()
+
+    sys.setprofile(look)
+
+
+def in_this_process(file: Path) -> Path:
+    """Do a run without faults and return its folder. Runs that are forked afterwards find everything imported."""
+    said = io.StringIO()  # never closed: handlers of loggers may keep it
+    with redirect_stdout(said), redirect_stderr(said), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if code := begin_or_resume(file):
+            raise RuntimeError(f"the run without faults ended with {code}: {said.getvalue()[-1000:]}")
+    return file.with_suffix("")
+
+
+@cache
+def straight(text: Path) -> tuple[Path, str, int, int]:
+    """A run that nothing happens to: its folder, its SHA-256, its calls, and how many of them from the first step on."""
+    out, said = text.parent / "straight", text.parent / "straight.txt"
     if ended(forked(counted(lambda: cli.main(arguments(text, out))), said)):
         raise RuntimeError(said.read_text())
     calls, steps = map(int, said.read_text().split()[-2:])
-    return sha256(out), calls, steps
+    return out, sha256(out), calls, steps
 
 
 # The parts ------------------------------------------------------------------------------------------------------------
@@ -162,7 +261,7 @@ def straight(text: Path, folder: Path) -> tuple[str, int, int]:
 
 def kills(text: Path, folder: Path, count: int) -> list[Score]:
     """kill -9 at random calls, in one to three lives of a run, three of four while it trains: it ends as the straight one."""
-    expected, calls, steps = straight(text, folder)
+    _, expected, calls, steps = straight(text)
     draw, done, within, runs, faults = random.Random(0), 0, 0, 0, []
     while done < count:
         out, said, code, left = folder / f"killed-{runs}", folder / "killed.txt", KILLED, draw.randrange(1, 4)
@@ -222,8 +321,8 @@ def kills_in_saves(text: Path, folder: Path, count: int) -> list[Score]:
 
 def damage(text: Path, folder: Path, count: int) -> list[Score]:
     """A flipped bit, or a cut, anywhere in any file of a checkpoint of a run: it is refused."""
-    straight(text, folder)
-    path = folder / "straight" / "checkpoints" / f"step-{STEPS:08d}"
+    path = folder / f"step-{STEPS:08d}"
+    shutil.copytree(straight(text)[0] / "checkpoints" / path.name, path)
     checkpoint.load(path)
     draw, scores = random.Random(2), []
     names = sorted(file.name for file in path.iterdir())
@@ -260,13 +359,7 @@ def worlds(text: Path, folder: Path, count: int) -> list[Score]:
     faults: list[str] = []
 
     def part(out: Path, world: int, steps: int) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-
         def rank(number: int) -> int:
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-            os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(world))
             real = Trainer.step
 
             def step(self: Trainer, batch: Batch, *rest: Any) -> torch.Tensor:
@@ -279,12 +372,10 @@ def worlds(text: Path, folder: Path, count: int) -> list[Score]:
             settings = config(text, out, *more, "run.save_every=3")
             return train(configs.override(settings, [f"run.steps={steps}"]), resume=(out / "config.toml").is_file()).code
 
-        children = [forked(lambda number=number: rank(number), folder / f"rank-{number}.txt") for number in range(world)]
-        for number, child in enumerate(children):
-            if code := ended(child):
-                faults.append(
-                    f"rank {number} of {world} ended with {code}: {(folder / f'rank-{number}.txt').read_text()[-500:]}"
-                )
+        for number, code in enumerate(codes(group(world, rank, folder / "rank"))):
+            if code:
+                said = (folder / f"rank-{number}").read_text()[-500:]
+                faults.append(f"rank {number} of {world} ended with {code}: {said}")
 
     def order(out: Path) -> list[str]:
         return sorted(set((out.parent / f"{out.name}.order").read_text().splitlines()))
@@ -352,13 +443,7 @@ def signals(text: Path, folder: Path, count: int) -> list[Score]:
             faults.append(f"{error} {said.read_text()[-500:]}")
         shutil.rmtree(out, ignore_errors=True)
     return [
-        Score(
-            "SIGTERM: saved, and ended with 143",
-            f"{count}/{count}",
-            f"{count - len(faults)}/{count}",
-            not faults,
-            tuple(faults),
-        ),
+        scored("SIGTERM: saved, and ended with 143", count, faults),
         Score("SIGTERM: seconds to the end, at the most", "< 20", f"{longest:.1f}", longest < 20),
     ]
 
@@ -391,8 +476,12 @@ def bombs(text: Path, folder: Path, count: int) -> list[Score]:
     from dither.data.text import LARGEST
 
     faults, most = [], 0
-    for opener, name in [(gzip.open, "a.txt.gz"), (lzma.open, "a.jsonl.xz")][:count]:
-        with opener(folder / name, "wb") as stream:
+    fast: list[tuple[Any, str, dict[str, int]]] = [
+        (gzip.open, "a.txt.gz", {"compresslevel": 1}),
+        (lzma.open, "a.jsonl.xz", {"preset": 0}),
+    ]
+    for opener, name, options in fast[:count]:
+        with opener(folder / name, "wb", **options) as stream:
             for _ in range((LARGEST >> 24) + 2):
                 stream.write(b"x" * (1 << 24))
         command = ["data", "prepare", str(folder / name), "--out", str(folder / "bomb")]
@@ -429,73 +518,145 @@ PARTS: dict[str, tuple[Callable[[Path, Path, int], list[Score]], int]] = {
     "signals": (signals, 10),
     "hostility": (hostility, 1000),
     "bombs": (bombs, 2),
-    "fuzzing": (fuzzing, 1_000_000),
+    "fuzzing": (fuzzing, 1_000_100),
 }
 """What is tried, and how often when nothing is said. The parts of tests/soak_faults.py come on top."""
 
 
-ORDER = ("faults", "fuzzing", "kills", "hostility", "restarts", "differences", "disks", "worlds", "saves", "damage", "lost")
-ORDER += ("phases", "shards", "races", "signals", "bombs")
+ORDER = ("faults", "kills", "differences", "restarts", "fuzzing", "hostility", "sharded", "saves", "lost", "phases", "disks")
+ORDER += ("worlds", "races", "bombs", "damage", "shards", "signals")
 """The longest parts first, so that two processes end at about the same time."""
 
 
-def run(names: Iterable[str], scale: float, folder: Path) -> list[bool]:
-    """Run some parts, each in a folder and a process of its own, two at a time. Return whether each score passed."""
-    torch.set_num_threads(1)
-    text = folder / "text"
+@dataclass(frozen=True)
+class Result:
+    """The scores of a part, and its clock."""
+
+    part: str
+    scores: tuple[Score, ...]
+    seconds: float
+    """Wall-clock time."""
+    cpu: float
+    """CPU time of the part and its processes."""
+
+
+def write_text(text: Path) -> None:
+    """Write a folder of documents."""
     text.mkdir()
     draw, words = random.Random(0), ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "and", "runs", "away")
     for number in range(60):
         (text / f"{number}.txt").write_text(" ".join(draw.choice(words) for _ in range(60)))
-    waiting, running, passed = deque(names), dict[int, str](), list[bool]()
+
+
+def warm_up(text: Path) -> None:
+    """Train two steps in this process, so that those forked from it need not import, read and parse the same again."""
+    import tqdm
+
+    tqdm.tqdm.monitor_interval = 0  # no thread, which would be missing after a fork
+    torch.set_num_threads(1)
+    small_model(text.parent / "model")
+    in_this_process(file_of(text, text.parent / "warm", "run.steps=2"))
+
+
+def run(names: Iterable[str], scale: float, folder: Path) -> list[Result]:
+    """Run some parts, each in a folder and a process of its own, two at a time."""
+    text = folder / "text"
+    write_text(text)
+    warm_up(text)
+    straight(text)
+    waiting, running, results = deque(names), dict[int, tuple[str, float]](), list[Result]()
 
     def part(name: str) -> int:
         work, count = PARTS[name]
         (folder / name).mkdir()
-        began = time.monotonic()
-        for score in work(text, folder / name, max(1, round(count * scale))):
-            show(score)
-        print(f"      {name} took {time.monotonic() - began:.0f} s", flush=True)
+        scores = work(text, folder / name, max(1, round(count * scale)))
+        (folder / f"{name}.json").write_text(json.dumps([asdict(score) for score in scores]))
         shutil.rmtree(folder / name)
         return 0
 
     while waiting or running:
         while waiting and len(running) < 2:
             name = waiting.popleft()
-            running[forked(lambda name=name: part(name), folder / f"{name}.said")] = name
-        child, status = os.waitpid(-1, 0)
-        name = running.pop(child)
-        said = (folder / f"{name}.said").read_text()
+            running[forked(lambda name=name: part(name), folder / f"{name}.said")] = name, time.monotonic()
+        child, status, usage = os.wait4(-1, 0)
+        name, began = running.pop(child)
+        file, said = folder / f"{name}.json", (folder / f"{name}.said").read_text()
         print(said, end="", flush=True)
-        lines = [line.startswith("PASS") for line in said.splitlines() if line.startswith(("PASS", "FAIL"))]
-        passed += [*lines, *([False] if status or not lines else [])]
-    return passed
+        scores = [Score(**score) for score in json.loads(file.read_text())] if file.exists() else []
+        if status or not scores:
+            scores.append(Score(f"{name}: runs to its end", "yes", "no", False, (said[-3000:],)))
+        for score in scores:
+            show(score)
+        result = Result(name, tuple(scores), time.monotonic() - began, usage.ru_utime + usage.ru_stime)
+        print(f"      {name} took {result.seconds:.0f} s, and {result.cpu:.0f} s of CPU time", flush=True)
+        results.append(result)
+    return results
 
 
 def show(score: Score) -> None:
     """A line of the scoreboard, and the first things that went wrong."""
-    print(f"{'PASS' if score.passed else 'FAIL'}  {score.what:72} {score.target:>12} {score.figure:>12}", flush=True)
+    print(f"{'PASS' if score.passed else 'FAIL'}  {score.what:80} {score.target:>12} {score.figure:>12}", flush=True)
     for fault in score.faults[:5]:
         print(f"      {fault}", flush=True)
 
 
+def markdown(results: Iterable[Result], seconds: float) -> str:
+    """Return the scoreboard and the clock as Markdown."""
+    known = sorted(results, key=lambda result: list(PARTS).index(result.part))
+    rows = [(result.part, score) for result in known for score in result.scores]
+    passed, load = sum(score.passed for _, score in rows), os.getloadavg()[2]
+    lines = [
+        f"{passed} of {len(rows)} passed in {seconds / 60:.1f} minutes on {time.strftime('%Y-%m-%d', time.gmtime())}: "
+        f"{len(os.sched_getaffinity(0))} cores ({platform.machine()}), a load of {load:.1f} over the last 15 minutes, Python "
+        f"{platform.python_version()}, torch {torch.__version__}.",
+        "",
+        "| part | tested | target | found | passed |",
+        "|---|---|---:|---:|---|",
+        *(f"| {part} | {s.what} | {s.target} | {s.figure} | {'yes' if s.passed else '**no**'} |" for part, s in rows),
+        "",
+        "| part | seconds | seconds of CPU time |",
+        "|---|---:|---:|",
+        *(f"| {result.part} | {result.seconds:.0f} | {result.cpu:.0f} |" for result in known),
+        f"| all, two at a time | {seconds:.0f} | {sum(result.cpu for result in known):.0f} |",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+MARKERS = ("<!-- The scoreboard of make soak begins. -->\n", "<!-- The scoreboard of make soak ends. -->\n")
+
+
+def write_between_markers(page: Path, table: str) -> None:
+    """Replace what is between the markers of a page."""
+    before, begins, rest = page.read_text().partition(MARKERS[0])
+    _, ends, after = rest.partition(MARKERS[1])
+    if not begins or not ends:
+        raise SystemExit(f"{page} has no lines {MARKERS[0].strip()!r} and {MARKERS[1].strip()!r}")
+    page.write_text(f"{before}{begins}\n{table}\n{ends}{after}")
+
+
 def main() -> int:
     """The command: 0 when everything passed."""
-    import soak_faults  # which imports this file
+    import soak_faults  # which import this file
+    import soak_ranks
 
-    PARTS.update(soak_faults.PARTS)
+    PARTS.update(soak_ranks.PARTS | soak_faults.PARTS)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all by default")
     parser.add_argument("--scale", type=float, default=1.0, help="how many times the usual counts")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="write the scoreboard between the markers of this page")
     given = parser.parse_args()
     if unknown := set(given.parts) - set(PARTS):
         parser.error(f"there is no part {min(unknown)!r}: choose from {', '.join(PARTS)}")
-    print(f"      {'what':72} {'target':>12} {'found':>12}", flush=True)
+    began = time.monotonic()
+    print(f"      {'what':80} {'target':>12} {'found':>12}", flush=True)
     with tempfile.TemporaryDirectory(prefix="dither-soak-") as folder:
-        names = given.parts or sorted(PARTS, key=lambda name: ORDER.index(name) if name in ORDER else -1)
-        passed = run(names, given.scale, Path(folder))
-    print(f"{sum(passed)} of {len(passed)} passed")
-    return int(not all(passed))
+        names = given.parts or sorted(PARTS, key=ORDER.index)
+        results = run(names, given.scale, Path(folder))
+    table = markdown(results, time.monotonic() - began)
+    print(f"\n{table}", flush=True)
+    if given.write is not None:
+        write_between_markers(given.write, table)
+    return int(not all(score.passed for result in results for score in result.scores))
 
 
 if __name__ == "__main__":

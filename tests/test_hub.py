@@ -1,7 +1,9 @@
 """Folders of models: written for transformers and read from it, and every way in which one can be wrong."""
 
 import dataclasses
+import io
 import json
+import logging
 import os
 import pickle
 import sys
@@ -523,6 +525,22 @@ QWEN = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+
+
+def test_weights_of_other_shapes_are_refused_in_one_sentence(tmp_path):
+    pytest.importorskip("transformers")
+    save_pretrained(build(CONFIGS["llama"]), tmp_path)
+    sizes = json.loads((tmp_path / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(json.dumps(sizes | {"vocab_size": 65}))
+    handler = logging.StreamHandler(printed := io.StringIO())
+    logging.getLogger("transformers").addHandler(handler)
+    try:
+        with pytest.raises(UserError, match="its weights have other shapes than its config says"):
+            hf(str(tmp_path))
+    finally:
+        logging.getLogger("transformers").removeHandler(handler)
+    assert printed.getvalue() == ""
+    assert handler.filters == []
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

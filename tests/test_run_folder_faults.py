@@ -5,15 +5,18 @@ import fcntl
 import json
 import os
 import stat
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from worlds import free_port, needs_gloo
 
 from dither import UserError, cli, report, run_lock, safe_files
 from dither.run_lock import RunLock
-from dither.train import Status, agreement, checkpoint, train
+from dither.train import Status, agreement, checkpoint, heartbeat, train
 from dither.train import config as configs
 from dither.train.config import Config
 from dither.train.metrics import Metrics
@@ -178,6 +181,9 @@ def test_the_last_status_needs_no_space(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(safe_files, "write_new", full)
+    with pytest.raises(UserError, match=r"status\.json' cannot be written: the disk is full"):  # it leaves the reserve alone
+        Status(state="running", step=4).save(tmp_path)
+    assert Status.load(tmp_path) == Status(state="running", step=3)
     Status(state="failed", step=4, why="\N{SNOWMAN}" * 10_000).save(tmp_path)
     found = Status.load(tmp_path)
     assert (found.state, found.step, set(found.why)) == ("failed", 4, {"\N{SNOWMAN}"})
@@ -204,6 +210,20 @@ def test_a_line_of_metrics_is_whole_or_absent(tmp_path: Path, monkeypatch: pytes
 
 
 # Agreement ------------------------------------------------------------------------------------------------------------
+
+
+@needs_gloo
+def test_rank_0_leaves_after_the_ranks_that_ask_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a rank that is not yet told that all have met would print the error that rank 0 has printed."""
+    monkeypatch.setattr(heartbeat, "EVERY", 60.0)
+    store = dist.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+    first, second = (heartbeat.Heartbeat(store, rank, 2, hosted=True) for rank in (0, 1))
+    leaving = threading.Thread(target=first.close)
+    leaving.start()
+    leaving.join(0.5)
+    assert leaving.is_alive()
+    second.close()
+    leaving.join()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn, torch.float64, torch.int64])

@@ -1,8 +1,10 @@
 """Causal language models of transformers with the interface of ours."""
 
 import copy
+import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -177,10 +179,30 @@ def _check_sizes(source: object, config: Any) -> None:
 def _call(source: object, make: Callable[[], Any]) -> Any:
     """Return `make()`; if transformers raises, raise a UserError with the first line of its message."""
     try:
-        return make()
+        with _without_report():
+            return make()
     except Exception as error:  # transformers raises errors of many libraries for a bad file
-        words = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:")
+        words = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:!")
+        if "ignore_mismatched_sizes" in words:
+            words = "its weights have other shapes than its config says"
         raise UserError(f"transformers cannot create the model {_named(source)}: {words}.") from None
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Leave out the table of missing and mismatched weights that transformers logs: the error that follows says it."""
+    handlers = list(logging.getLogger("transformers").handlers)
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    for handler in handlers:
+        handler.addFilter(is_other)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(is_other)
 
 
 def _named(source: object) -> str:

@@ -41,12 +41,12 @@ class RunBeginning(RunRecorder):
         """Lock the folder, and decide whether the run resumes. Rank 0 decides for all."""
         with self.ranks.shared_errors():
             if self.ranks.main:
-                if resume and os.path.isfile(self.folder / CONFIG):
-                    self.changes = changes_of(config.load(self.folder / CONFIG), self.config)
                 lock = run_lock.RunLock(self.folder)
-                self.resuming = _claim(self.folder, self.config, resume, lock, self.say)
+                stored = _claim(self.folder, self.config, resume, lock, self.say)
                 self.lock = lock
                 stack.callback(lock.release)
+                if stored is not None:
+                    self.resuming, self.changes = True, changes_of(stored, self.config)
         self.resuming = bool(self.ranks.agree(int(self.resuming)))
 
     def build(self, stack: ExitStack, command: Sequence[str]) -> None:
@@ -138,10 +138,10 @@ class RunBeginning(RunRecorder):
 
 def _claim(
     folder: Path, now: Config, resume: bool | Literal["auto"], lock: run_lock.RunLock, say: Callable[[str], None]
-) -> bool:
+) -> Config | None:
     """Lock the folder; then create a new run in it, or check that of a resumed run. Nothing is overwritten.
 
-    Return whether the run resumes.
+    Return the stored config of a run that resumes, or None.
     """
     there = os.path.isfile(folder / CONFIG)
     if resume is True and not there:
@@ -153,8 +153,9 @@ def _claim(
     try:
         there = os.path.isfile(folder / CONFIG)  # now that nobody else can change it
         if resume and there:
-            check_changes(config.load(folder / CONFIG), now, 0, str(folder))  # the checkpoint is checked later
-            return True
+            stored = config.load(folder / CONFIG)
+            check_changes(stored, now, 0, str(folder))  # the checkpoint is checked later
+            return stored
         if there:
             raise UserError(
                 f"The folder {str(folder)!r} has a run already, and nothing is overwritten: continue it with --resume, or "
@@ -165,7 +166,7 @@ def _claim(
         if any(path.name not in ours for path in folder.iterdir()):
             raise UserError(f"The folder {str(folder)!r} has other files: choose another folder, such as --out runs/second.")
         write_file(folder / CONFIG, dumps(now).encode())
-        return False
+        return None
     except OSError as error:
         lock.release()
         why = safe_files.reason(error, folder)

@@ -382,13 +382,16 @@ class Status:
             raise UserError(f"A status has a step from 0 on and a sentence, not {self.step!r} and {self.why!r}.")
 
     def save(self, folder: str | Path) -> None:
-        """Write the file atomically. On a full disk the space that `reserve` took is used."""
+        """Write the file atomically. On a full disk the last status of a run uses the space that `reserve` took.
+
+        The status "running" does not use it: on a full disk it raises, and the space is left for the status that follows.
+        """
         path = Path(folder) / self.FILE
         try:
             try:
                 safe_files.replace(path, safe_files.to_json(asdict(self), "status"))
             except OSError as error:
-                if error.errno not in (*safe_files.FULL, errno.EFBIG):
+                if error.errno not in (*safe_files.FULL, errno.EFBIG) or self.state == "running":
                     raise
                 short = {**asdict(self), "why": self.why[: RESERVED // 8]}  # a character takes up to six bytes in JSON
                 safe_files.replace_by(path.with_name(self.RESERVE), path, safe_files.to_json(short, "status"))

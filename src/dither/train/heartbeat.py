@@ -97,7 +97,7 @@ class Heartbeat:
                 self._beat(count)
                 if self.verdict is None and self._thread_store.check(["verdict"]):
                     self.verdict = Verdict(**json.loads(self._thread_store.get("verdict")))
-                    self._thread_store.add("informed", 1)
+                    self._thread_store.set(f"informed/{self.rank}", "1")
 
     def together(self) -> None:
         """Wait until every rank has called this. It may take any time, but a rank that no longer runs raises LostRankError."""
@@ -153,15 +153,17 @@ class Heartbeat:
             self._post(Verdict(f"rank {self.rank} ({self._name})", words, signal=signal))
 
     def close(self) -> None:
-        """End the heartbeat. A rank that hosts the store waits a moment until the others know why the run ends."""
+        """End the heartbeat. A rank that hosts the store waits a moment until the others need it no more."""
         self._stop.set()
         self._thread.join(2 * EVERY)
         with suppress(RuntimeError):
-            if self.rank or not self.hosted or self.verdict is None:
-                self._ask(lambda: self._store.add("informed", 1), EVERY)
+            if self.rank or not self.hosted:
+                self._ask(lambda: self._store.set(f"informed/{self.rank}", "1"), EVERY)
                 return
-            end, expected = time.monotonic() + 2 * EVERY, self.world - 1 - self.verdict.silent
-            while self._store.add("informed", 0) < expected and time.monotonic() < end:  # its own process has the store
+            silent = 0 if self.verdict is None else self.verdict.silent
+            end, others = time.monotonic() + 2 * EVERY, [f"informed/{rank}" for rank in range(1, self.world)]
+            # The store is in this process, which answers at once.
+            while sum(self._store.check([other]) for other in others) < len(others) - silent and time.monotonic() < end:
                 time.sleep(0.02)
 
     def _beats(self, ranks: list[int]) -> dict[int, str]:

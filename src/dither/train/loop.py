@@ -99,7 +99,8 @@ def train(
         if ranks.heartbeat is not None:
             ranks.heartbeat.interrupted = lambda: bool(signals.received)
         try:
-            agreement.check_facts(ranks, agreement.facts_of_config(config))
+            if ranks.world > 1:
+                agreement.check_facts(ranks, agreement.facts_of_config(config))
             run.claim(stack, resume)
             with signals.abandoned():
                 run.build(stack, command)
