@@ -137,6 +137,8 @@ def test_a_terminal_has_one_live_line(capsys: pytest.CaptureFixture[str]) -> Non
     assert "step 20/30  loss 2.0000  ema 2.5000  lr 1.00e-03  100 tok/s  MFU 40.1%  10s left" in screen.text
     assert "\x1b[2K" in screen.text  # the line before was wiped
     assert "A sentence.\n" in screen.text
+    bars = [line for line in screen.text.split("\n") if "\u2501" in line]  # on the line below
+    assert bars[1].count("\u2501") / 80 == pytest.approx(20 / 30, abs=0.02)
 
 
 def test_help_names_the_fields(capsys: pytest.CaptureFixture[str]) -> None:

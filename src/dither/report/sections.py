@@ -256,7 +256,10 @@ def part_charts(run: RunFolder) -> tuple[PartChart, ...]:
             times[name] = times.get(name, 0.0) + value
     if times:
         rows = tuple((name, value, duration(value)) for name, value in sorted(times.items(), key=lambda each: -each[1]))
-        about = "Training includes compilation and data. Steps done again after a resume count twice."
+        about = (
+            "Forward, backward and optimizer are those of all steps, with compilation; on a GPU they are the times on its "
+            "stream. The rest of training has data and casts of weights. Steps done again after a resume count twice."
+        )
         found.append(PartChart("Time by part", rows, about))
     return tuple(found)
 
