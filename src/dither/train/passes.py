@@ -1,7 +1,7 @@
 """The passes of an optimizer step over its micro-batches, and the step itself."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -94,7 +94,9 @@ class Passes:
     def _gradients(self, batch: Batch) -> Tensor:
         """Accumulate this rank's share of the gradients, and return its share of the mean loss."""
         total = torch.zeros((), device=self.ranks.device)
-        with step_context(self.model, step=self.done, group=self.layout.data_group) as at:
+        with ExitStack() as stack:
+            with self.clock.part("casts of weights"):
+                at = stack.enter_context(step_context(self.model, step=self.done, group=self.layout.data_group))
             if self.pipeline is not None:
                 self._share.fill_(self._even_share)
                 with self.clock.part(BOTH):

@@ -25,6 +25,16 @@ function place(holder, svg) {
   holder.prepend(svg);
 }
 
+function sentence(text) {
+  return `${text.slice(0, 1).toUpperCase()}${text.slice(1)}`;
+}
+
+// A share for a cell of a map: two digits, so that neighbours are equally wide.
+function briefly(share) {
+  if (!share) return "";
+  return share < 0.001 ? "<0.1%" : `${trim(100 * share, 2)}%`;
+}
+
 function visible(element) {
   return element.clientWidth > 0;
 }
@@ -95,7 +105,7 @@ part("plans", (run, find) => {
   const draw = () => {
     const at = Number(slider.value), state = states[at], before = states[at - 1];
     const until = states[at + 1] ? `steps ${state.step.toLocaleString("en")} to ${states[at + 1].step.toLocaleString("en")}` : `from step ${state.step.toLocaleString("en")} on, in force`;
-    find("now").textContent = `Plan ${at + 1} of ${states.length}: ${until}. ${state.reason}`;
+    find("now").textContent = `Plan ${at + 1} of ${states.length}: ${until}. ${sentence(state.reason)}`;
     slider.setAttribute("aria-valuetext", `step ${state.step}`);
     for (const [operand, name] of Object.entries(OPERANDS)) {
       const holder = find(operand), cells = state.cells[operand];
@@ -224,7 +234,7 @@ part("numerics", (run, find) => {
   const drawShares = () => {
     const at = Number(slider.value), name = share.selectedOptions[0].textContent;
     const stretch = view.every > 1 ? `, the largest of ${view.every} samples` : "";
-    find("now").textContent = `${name[0].toUpperCase()}${name.slice(1)} at step ${view.steps[at].toLocaleString("en")}${stretch}. Colours from 0 to 100 %, by the square root.`;
+    find("now").textContent = `${sentence(name)} at step ${view.steps[at].toLocaleString("en")}${stretch}. Colours from 0 to 100 %, by the square root.`;
     slider.setAttribute("aria-valuetext", `step ${view.steps[at]}`);
     for (const [operand, words] of Object.entries(OPERANDS)) {
       const holder = find(operand), values = view.shares[share.value][operand][at];
@@ -232,7 +242,7 @@ part("numerics", (run, find) => {
         const value = values[layer];
         if (value === null) return null;
         const amax = view.amax[operand][at][layer];
-        return { fill: [shade(Math.sqrt(value))], value, text: value ? percent(value).replace(" ", "") : "", tip: [`${view.grid.names[layer]}, ${words}`, `${name}: ${percent(value)}`, `amax ${amax === null ? "not known" : short(amax)}, ${view.casts[operand][layer]}`] };
+        return { fill: [shade(Math.sqrt(value))], value, text: briefly(value), tip: [`${view.grid.names[layer]}, ${words}`, `${name}: ${percent(value)}`, `amax ${amax === null ? "not known" : short(amax)}, ${view.casts[operand][layer]}`] };
       }, { title: `${name}, ${words}`, chosen: Number(layers.value), choose })));
     }
   };
