@@ -54,8 +54,8 @@ def compare(
         with ProgressBars(sys.stderr, unit=megabytes).stage("Tokenizing") as tick:
             prepare_once(common, folder, tick)
     bars = ProgressBars(sys.stderr)
-    # Messages of parallel runs appear above the bar, those of a run alone between its own lines.
-    say = bars.say if parallel > 1 else print
+    # On a terminal, messages of parallel runs appear above their bar; else they are lines on stdout, like those of a run alone.
+    say = bars.say if parallel > 1 and bars.terminal else print
     if code := run_all(trials, resume=resume, parallel=parallel, command=sys.argv, say=say, stage=bars.stage):
         return code
     from dither.report import write  # matplotlib and jinja2 take half a second
