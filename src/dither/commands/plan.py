@@ -113,8 +113,8 @@ def plan(
         found = opened.score(given, "direct" if method != "snip" else probe, batches, seed, rows)
     if cost == "time":
         shapes = [(layer.M, layer.N, layer.K) for layer in found.statistics.layers]
-        with bars.stage("Measuring the time of each option"):
-            measured = measure_times(shapes, given, path=times, device=opened.job.ranks.device)
+        with bars.stage("Measuring the time of each option") as tick:
+            measured = measure_times(shapes, given, path=times, device=opened.job.ranks.device, tick=tick)
         goal = Goal(**{**vars(goal), "cost": measured})
     solution = _solution(method, found, given, goal, found.harm(loss_weight, update_weight, power), seed)
     snip = {"probe": found.probe, "power": power, **weights_said(loss_weight, update_weight)}
@@ -313,8 +313,8 @@ def auto(
         )
     names = [name.strip() for name in recipes.split(",")]
     said: list[str] = []
-    with joined(device) as ranks, ProgressBars(sys.stderr).stage("Measuring the time of each shape of a layer"):
-        chosen = auto_plan(built, tokens=tokens, recipes=names, times=times, device=ranks.device, say=said.append)
+    with joined(device) as ranks, ProgressBars(sys.stderr).stage("Measuring the time of each shape of a layer") as tick:
+        chosen = auto_plan(built, tokens=tokens, recipes=names, times=times, device=ranks.device, say=said.append, tick=tick)
     print("\n".join(said))
     _write(output, chosen.to_json())
     return 0
