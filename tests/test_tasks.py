@@ -169,13 +169,18 @@ def test_examples_before_questions_are_those_of_the_harness(questions, tmp_path)
 
 
 def test_examples_for_tasks_of_the_harness(questions, tmp_path):
+    from lm_eval.tasks import TaskManager
+
     from dither.integrations import harness
 
     harness.write_task("fixed", questions / "choice.jsonl", tmp_path)
     harness.write_task("free", questions / "choice.jsonl", tmp_path, shots=1)
+    loaded = TaskManager(include_path=str(tmp_path), include_defaults=False).load(["fixed", "free"])
     with pytest.raises(UserError, match="'fixed' of lm-eval takes no examples: leave out --shots"):
-        harness.load_tasks(harness.Tasks({"fixed": None}, shots=3), tmp_path)
-    loaded, asked = harness.load_tasks(harness.Tasks({"free": None}, shots=3), tmp_path), Asked()
+        harness.set_shots(loaded["tasks"], 3)
+    asked = Asked()
+    loaded = TaskManager(include_path=str(tmp_path), include_defaults=False).load(["free"])
+    harness.set_shots(loaded["tasks"], 3)
     harness.scores(asked.model, loaded, limit=2)
     assert [context.count("\n\n") for context, _ in asked.seen] == [3] * 6
 

@@ -224,12 +224,18 @@ def load_tasks(tasks: Tasks, folder: Path) -> Any:
                 f"The tasks {', '.join(tasks.files)} cannot be loaded ({words}): offline, name files of questions, as in "
                 f"{next(iter(tasks.files))}=FILE.jsonl."
             ) from None
-    for name, task in loaded["tasks"].items() if tasks.shots is not None else ():
-        if tasks.files.get(name) is None and tasks.shots != (given := task.get_config("num_fewshot")):
-            if given == 0:  # lm-eval ignores the number here
-                raise UserError(f"The task {name!r} of lm-eval takes no examples: leave out --shots, or this task.")
-            task.set_config(key="num_fewshot", value=tasks.shots)
+    if tasks.shots is not None:
+        set_shots({name: task for name, task in loaded["tasks"].items() if tasks.files.get(name) is None}, tasks.shots)
     return loaded
+
+
+def set_shots(own: Mapping[str, Any], shots: int) -> None:
+    """Set the number of examples of lm-eval's own tasks; raise if one of them takes none."""
+    for name, task in own.items():
+        if shots != (given := task.get_config("num_fewshot")):
+            if given == 0:  # lm-eval's command ignores the number here
+                raise UserError(f"The task {name!r} of lm-eval takes no examples: leave out --shots, or this task.")
+            task.set_config(key="num_fewshot", value=shots)
 
 
 def scores(lm: LM, task_dict: Any, limit: int | None = None) -> tuple[TaskScore, ...]:
