@@ -2,7 +2,7 @@
 
     python docs/screenshots.py [RUN]
 
-Without a run, a small Llama is trained with SNIP and GaussWS first, which takes a few minutes on a CPU. Needs Chromium.
+Without a run, a small Llama is trained with SNIP and GaussWS first, which takes about a minute of a CPU core. Needs Chromium.
 """
 
 import email
@@ -32,9 +32,9 @@ LLAMA = {
 SETTINGS = (
     "data.sequence=32", "data.batch=2", "data.held_out=0.15", "precision.recipe=fp8-block", "precision.sampling.parts=all",
     "optim.lr=5e-3",
-    "precision.sampling.guidance=[{kind='bitwidth_loss', weight=1.0}]", "snip.target=0.6", "snip.start=8", "snip.every=8",
-    "snip.delay=2", "snip.probe=direct", "snip.stages=[2, 2, 2, 2]", "monitor.every=8", "run.steps=48", "run.eval_every=8",
-    "run.eval_sequences=4", "run.sample_every=48", "run.sample_tokens=40", "run.log_every=1", "run.save_every=48",
+    "precision.sampling.guidance=[{kind='bitwidth_loss', weight=1.0}]", "snip.target=0.6", "snip.start=6", "snip.every=6",
+    "snip.delay=2", "snip.probe=direct", "snip.stages=[2, 2, 2, 2]", "monitor.every=6", "run.steps=24", "run.eval_every=4",
+    "run.eval_sequences=2", "run.sample_every=24", "run.sample_tokens=16", "run.log_every=1", "run.save_every=0",
     "run.device=cpu",
 )  # fmt: skip
 

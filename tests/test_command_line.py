@@ -15,7 +15,6 @@ from torch import nn
 
 from dither import UserError, cli, data
 from dither.commands.data import _default_folder
-from dither.commands.plan import _announced
 from dither.commands.train import resolve, summary
 from dither.data.splits import split_text
 from dither.models import build, save_pretrained
@@ -275,15 +274,6 @@ def test_a_new_run_from_a_hugging_face_folder(tmp_path):
 
 
 # Small things ---------------------------------------------------------------------------------------------------------
-
-
-def test_measurements_report_their_progress(capsys):
-    parts = ["a", "b", "c"]
-    forward = _announced(lambda model, part: part, parts)
-    assert [forward(None, part) for part in ("a", "a", "b", "c", "b")] == ["a", "a", "b", "c", "b"]
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "Measuring on micro-batch 1 of 3 ..."
-    assert [line.split(",")[0] for line in lines[1:]] == ["Measuring on micro-batch 2 of 3", "Measuring on micro-batch 3 of 3"]
 
 
 def test_errors_of_ranks(tmp_path):

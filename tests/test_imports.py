@@ -11,7 +11,8 @@ import dither
 ROOT = Path(dither.__file__).parent
 
 COLUMN = (
-    *("errors", "safe_files", "run_lock", "versions", "tables", "formats", "precision", "bitwidths", "recipes", "levels"),
+    *("errors", "safe_files", "run_lock", "versions", "tables", "progress"),
+    *("formats", "precision", "bitwidths", "recipes", "levels"),
     *("storage", "engines", "devices", "compiler", "random", "grouping", "adam_update", "ranks"),
     *("reference", "kernels", "torch_ops", "ops"),
     *("nn", "optim", "snip", "numerics", "models", "parallel", "data", "evaluate", "theory", "advice", "doctor"),

@@ -13,6 +13,7 @@ from random import Random
 from xml.etree import ElementTree
 
 import pytest
+from command_output import error_line
 from report_runs import EVIL, lines, make, seeds
 
 from dither import UserError, cli, report
@@ -170,9 +171,7 @@ def test_pages_go_to_the_run_or_to_the_common_folder(tmp_path, capsys):
 def test_mistakes_are_sentences(tmp_path, capsys, arguments, words):
     run = make(tmp_path / "sub" / "run")
     assert cli.main(["report", *(each.format(tmp=tmp_path, run=run) for each in arguments)]) == 2
-    said = capsys.readouterr().err
-    assert words in said
-    assert said.count("\n") == 1
+    assert words in error_line(capsys.readouterr().err)
 
 
 def test_folders_that_are_no_runs_are_told_and_the_others_shown(tmp_path, capsys):

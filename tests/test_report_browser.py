@@ -10,6 +10,7 @@ import pytest
 from report_runs import EVIL, KINDS, large, lines, make, seeds
 
 from dither import report
+from dither.report import charts
 from dither.report.page import write_page
 from dither.report.run_folder import read
 
@@ -239,6 +240,41 @@ def test_values_appear_under_the_pointer_and_by_arrow_keys(opened, tiny):
     assert opened.run("document.querySelector('[data-chart=loss] .tip').hidden") is True
 
 
+def test_bars_and_blocks_are_read_by_arrow_keys(opened, tiny):
+    def tip(of: str) -> str:
+        return opened.run(f"document.querySelector({json.dumps(of)}).querySelector('.tip').textContent")
+
+    bars = [list(map(float, bar)) for bar in drawn(opened, "[data-chart=run-0-histogram] rect", "low", "high", "value")]
+    opened.run("document.querySelector('[data-chart=run-0-histogram] .plot > svg').focus()")
+    assert tip("[data-chart=run-0-histogram]").startswith(f"{bars[0][0]:.4g} to ")
+    for bar in bars[1:]:
+        opened.press("ArrowRight")
+        assert tip("[data-chart=run-0-histogram]").startswith(f"{bar[0]:.4g} to ")
+    blocks = "[data-part=bitwidths] [data-of=blocks]"
+    values = {tuple(each[:2]): each[2] for each in drawn(opened, f"{blocks} rect", "row", "column", "value")}
+    opened.run(f"document.querySelector('{blocks} > svg').focus()")
+    for key, at in (("ArrowDown", ("1", "0")), ("ArrowRight", ("1", "1")), ("ArrowUp", ("0", "1")), ("ArrowUp", ("0", "1"))):
+        opened.press(key)
+        assert tip(blocks) == f"row {at[0]}, column {at[1]}: {float(values[at]):.2f} bits"
+    assert opened.run(f"document.querySelectorAll('{blocks} .here').length") == 1
+    opened.press("Escape")
+    assert opened.run(f"document.querySelector('{blocks} .tip').hidden") is True
+
+
+def test_a_format_has_one_colour_everywhere(opened):
+    """In all three maps, in the legend, and in the files for papers."""
+    fills = opened.run(
+        "[...document.querySelectorAll('[data-part=plans] g.cell')]"
+        ".map((g) => [g.dataset.text, g.querySelector('rect').getAttribute('fill')])"
+    )
+    legend = opened.run(
+        "[...document.querySelectorAll('[data-part=plans] .legend li')]"
+        ".map((li) => [li.textContent, li.querySelector('rect')?.getAttribute('fill')])"
+    )
+    assert {(text, colour) for text, colour in fills} == {(text, charts.format_colour(text)) for text, _ in fills}
+    assert {(text, colour) for text, colour in legend if colour} >= {(text, colour) for text, colour in fills}
+
+
 @pytest.mark.parametrize("dark", [False, True])
 def test_text_is_readable(opened, dark):
     opened.mode(dark)
@@ -283,6 +319,21 @@ def test_a_comparison_on_a_phone_keeps_names_whole(browser, tmp_path):
     assert max(heights) < 45
     assert browser.run("document.querySelectorAll('[data-chart=difference] path.line').length") == 1
     assert browser.run("document.querySelectorAll('[data-chart=loss] path.band').length") >= 2
+
+
+def test_runs_of_a_comparison_are_drawn_when_they_are_opened(browser, tmp_path):
+    page = report.write(seeds(tmp_path, {"o1": [3.0], "bf16-sr": [2.5]}))
+    browser.resize(1200)
+    browser.errors.clear()
+    browser.open(page)
+    # Some browsers give closed parts no width: nothing is drawn in them before they are opened.
+    browser.run("document.querySelectorAll('details:has(#run-1-precision) svg.map').forEach((svg) => svg.remove())")
+    cells = "document.querySelector('#run-1-precision [data-part=plans]').querySelectorAll('g.cell').length"
+    assert browser.run(cells) == 0
+    browser.click("details:has(#run-1-precision) > summary")
+    browser.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    assert browser.run(cells) == 12
+    assert browser.errors == []
 
 
 def test_hostile_names_stay_text(browser, tmp_path):

@@ -28,8 +28,12 @@ def test_seconds_of_all_parts_are_those_of_the_run(report_run):
     assert begin < total <= end + 0.05
     assert total > 0.9 * (end - begin)
     assert {name for parts in spent for name in parts} == {
-        *("training", "evaluation", "checkpoints", "samples", "monitor", "choice of precision")
+        *("forward", "backward", "optimizer", "casts of weights", "rest of training"),
+        *("evaluation", "checkpoints", "samples", "monitor", "choice of precision"),
     }
+    steps = {name: sum(parts.get(name, 0.0) for parts in spent) for name in ("forward", "backward", "optimizer")}
+    assert steps["backward"] > steps["forward"] / 2 > 0
+    assert steps["optimizer"] > 0
 
 
 def test_memory_of_the_parts(report_run):

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from command_output import error_line
 
 from dither import UserError, cli
 from dither.data import BYTES
@@ -125,6 +126,81 @@ def test_scores_are_those_of_the_harness_for_the_exported_model(run, exported, q
     theirs._max_length = None
     until = [Instance("generate_until", {}, (text, {"until": ["e"], "max_gen_toks": 12}), 0) for text in ("the quick", "lazy")]
     assert ours.generate_until(until) == theirs.generate_until(until)
+
+
+class Asked:
+    """A model that notes what it is asked, for lm-eval's own code and for ours."""
+
+    def __init__(self) -> None:
+        from dither.integrations.lm_eval import DitherLM
+
+        seen: list[tuple[str, str]] = []
+
+        class Model(DitherLM):
+            def loglikelihood(self, requests, disable_tqdm=False):
+                seen.extend(request.args for request in requests)
+                return [(-1.0, False)] * len(requests)
+
+        self.model, self.seen = Model(build("tiny", vocab_size=257), BYTES), seen
+
+
+def test_examples_before_questions_are_those_of_the_harness(questions, tmp_path):
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    from dither.integrations import harness
+
+    loaded = harness.load_tasks(harness.Tasks.parse(["choice"], questions, shots=2), tmp_path)
+    ours, theirs, again = Asked(), Asked(), Asked()
+    harness.scores(ours.model, loaded)
+    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    lm_eval.simple_evaluate(model=theirs.model, tasks=["choice"], task_manager=manager, num_fewshot=2, bootstrap_iters=0)
+    assert ours.seen == theirs.seen
+    assert len(ours.seen) == 12 * 3
+    own = [json.loads(line) for line in (questions / "choice.jsonl").read_text().splitlines()]
+    for (context, _), question in zip(ours.seen[::3], own, strict=True):
+        first, second, asked = context.split("\n\n")
+        assert asked == question["ctx"]
+        solved = {f"{each['ctx']}{each['choices'][each['gold']]}" for each in own if each != question}
+        assert first != second
+        assert {first, second} <= solved
+    harness.scores(again.model, loaded)  # of another cast: the same examples
+    assert again.seen == ours.seen
+
+
+def test_examples_for_tasks_of_the_harness(questions, tmp_path):
+    from lm_eval.tasks import TaskManager
+
+    from dither.integrations import harness
+
+    harness.write_task("fixed", questions / "choice.jsonl", tmp_path)
+    harness.write_task("free", questions / "choice.jsonl", tmp_path, shots=1)
+    loaded = TaskManager(include_path=str(tmp_path), include_defaults=False).load(["fixed", "free"])
+    with pytest.raises(UserError, match="'fixed' of lm-eval takes no examples: leave out --shots"):
+        harness.set_shots(loaded["tasks"], 3)
+    asked = Asked()
+    loaded = TaskManager(include_path=str(tmp_path), include_defaults=False).load(["free"])
+    harness.set_shots(loaded["tasks"], 3)
+    harness.scores(asked.model, loaded, limit=2)
+    assert [context.count("\n\n") for context, _ in asked.seen] == [3] * 6
+
+
+def test_wrong_numbers_of_examples(questions, run, capsys, tmp_path):
+    from dither.integrations import harness
+
+    with pytest.raises(UserError, match="has 12 questions, and --shots 12 takes that many others"):
+        harness.load_tasks(harness.Tasks.parse(["choice"], questions, shots=12), tmp_path)
+    with pytest.raises(UserError, match="--shots is a number of examples from 0 to 1000, not -1"):
+        harness.Tasks.parse(["choice"], questions, shots=-1)
+    assert cli.main(["eval", str(run), "--shots", "2"]) == 2
+    assert "--shots are for tasks: name them with --tasks" in error_line(capsys.readouterr().err)
+
+
+def test_a_model_after_an_option_is_refused_with_what_to_write(run, capsys):
+    assert cli.main(["eval", "--cast", "mxfp4", "e4m3", str(run)]) == 2
+    assert f"`dither eval {run} --cast mxfp4 e4m3`" in error_line(capsys.readouterr().err)
+    assert cli.main(["eval", "--sequences", "2"]) == 2
+    assert "Name the model first, before all options" in error_line(capsys.readouterr().err)
 
 
 def test_eval_compares_casts_plans_and_models_by_question(run, exported, questions, capsys):

@@ -1,13 +1,18 @@
 """Trackers: what they are sent, that a resumed run continues theirs, and that their failures do not end training."""
 
+import functools
+import io
 import json
 import sys
 import types
 from pathlib import Path
 
+import numpy
 import pytest
 
-from dither import UserError
+from dither import UserError, recipe
+from dither.report import line_images
+from dither.report.charts import format_colour
 from dither.train import trackers
 from dither.train.config import Config, override
 from dither.train.loop import train
@@ -194,6 +199,67 @@ def test_tensorboard_itself(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 31.0), (2, 32.0), (3, 23.0), (4, 24.0)]
+
+
+def images(folder: Path) -> dict[str, list[tuple[int, numpy.ndarray]]]:
+    """The images of an event file, by tag: steps and pixels."""
+    from PIL import Image
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"images": 0})
+    events.Reload()
+    return {
+        tag: [(event.step, numpy.asarray(Image.open(io.BytesIO(event.encoded_image_string)))) for event in events.Images(tag)]
+        for tag in events.Tags()["images"]
+    }
+
+
+def pixels_in(image: numpy.ndarray, colour: str) -> int:
+    """The number of pixels of a colour."""
+    wanted = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+    return int((image == wanted).all(axis=-1).sum())
+
+
+def test_tensorboard_shows_the_precision_map_of_each_plan(tmp_path):
+    pytest.importorskip("tensorboard")
+    layers = [f"model.layers.{block}.mlp.{kind}" for block in range(4) for kind in ("up_proj", "down_proj")]
+    first, second = recipe("fp8-block").to_dict(), recipe("mxfp4").to_dict()
+    with Metrics(tmp_path, track=["tensorboard"], draw=functools.partial(line_images, layers)) as metrics:
+        metrics.write("plan", 0, 0.0, plan=first, reason="the run begins")
+        metrics.write("plan", 5, 0.0, plan=first, reason="the same again", changed=False)
+        metrics.write("plan", 9, 0.0, plan=second, reason="another", changed=True)
+        metrics.write("train", 9, 0.0, loss=1.0)
+    (step, before), (later, after) = images(tmp_path)["maps/precision"]
+    assert (step, later) == (0, 9)
+    fp8, fp4 = format_colour("e4m3"), format_colour("e2m1")
+    assert pixels_in(before, fp8) > 1000 > pixels_in(before, fp4) == 0
+    assert pixels_in(after, fp4) > 1000 > pixels_in(after, fp8) == 0
+
+
+def test_a_run_shows_its_maps_in_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard")
+    sampled = ["precision.sampling.parts=all", "run.eval_every=1", "run.eval_sequences=1", "run.steps=2"]
+    train(settings(tmp_path, *sampled, 'run.track=["tensorboard"]'), draw=line_images)
+    found = images(tmp_path / "run")
+    assert [step for step, _ in found["maps/precision"]] == [0]
+    assert [step for step, _ in found["maps/bitwidths"]] == [1, 2]
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    layers = {line["step"]: line for line in lines if line["kind"] == "bitwidths"}
+    for step, image in found["maps/bitwidths"]:  # the same drawing as in reports
+        assert (image == line_images([], layers[step])["maps/bitwidths"]).all()
+
+
+def test_a_map_that_cannot_be_drawn_does_not_end_training(tmp_path):
+    pytest.importorskip("tensorboard")
+    said: list[str] = []
+
+    def broken(line):
+        raise ImportError("No module named 'matplotlib'")
+
+    with Metrics(tmp_path, track=["tensorboard"], say=said.append, draw=broken) as metrics:
+        for step in (1, 2):
+            metrics.write("train", step, 0.0, loss=1.0)
+    assert said == ["Maps are not drawn for trackers (ImportError: No module named 'matplotlib')."]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

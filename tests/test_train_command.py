@@ -34,8 +34,9 @@ def test_a_run_from_the_command_line(text: Path, tmp_path: Path, capsys: pytest.
     said = capsys.readouterr()
     assert (code, said.err) == (0, "")
     lines = said.out.splitlines()
-    assert re.fullmatch(r"[\d,]+ parameters, [\d,]+ training tokens, [\d,]+ held-out tokens, on cpu\.", lines[1])
-    assert re.fullmatch(r"step 1/2  loss \d\.\d{4}  ema \d\.\d{4}  lr \d\.\d\de-\d\d  [\d,]+ tok/s  \d+s left", lines[2])
+    assert lines[:2] == ["Reading the text ...", "Building the model ..."]
+    assert re.fullmatch(r"[\d,]+ parameters, [\d,]+ training tokens, [\d,]+ held-out tokens, on cpu\.", lines[2])
+    assert re.fullmatch(r"step 1/2  loss \d\.\d{4}  ema \d\.\d{4}  lr \d\.\d\de-\d\d  [\d,]+ tok/s  \d+s left", lines[3])
     assert lines[-5] == "All 2 steps are done."
     assert re.fullmatch(r"held-out loss    \d\.\d{4} nats per token, \d\.\d{3} bits per byte", lines[-4])
     assert re.match(r"unigram entropy  \d\.\d{4} nats, \d\.\d{3} bits", lines[-3])
@@ -137,6 +138,8 @@ def test_a_terminal_has_one_live_line(capsys: pytest.CaptureFixture[str]) -> Non
     assert "step 20/30  loss 2.0000  ema 2.5000  lr 1.00e-03  100 tok/s  MFU 40.1%  10s left" in screen.text
     assert "\x1b[2K" in screen.text  # the line before was wiped
     assert "A sentence.\n" in screen.text
+    bars = [line for line in screen.text.split("\n") if "\u2501" in line]  # on the line below
+    assert re.split("[\u2578\u257a]", bars[1])[0].count("\u2501") / 80 == pytest.approx(20 / 30, abs=0.02)
 
 
 def test_help_names_the_fields(capsys: pytest.CaptureFixture[str]) -> None:

@@ -217,6 +217,13 @@ def test_outputs_of_a_model_that_is_cut(thin: Path) -> None:
     for kind in ("eval", "train"):
         found, expected = ([line["loss"] for line in lines] for lines in kinds[kind])
         assert found == pytest.approx(expected, rel=1e-6)
+    blocks, whole = (json.loads((thin / out / "bitwidths.json").read_text()) for out in ("watched", "one watched"))
+    assert blocks["step"] == whole["step"] == 2
+    assert {name: layer["blocks"] for name, layer in blocks["layers"].items()} == {
+        name: layer["blocks"] for name, layer in whole["layers"].items()
+    }
+    for name, layer in whole["layers"].items():
+        assert blocks["layers"][name]["values"] == pytest.approx(layer["values"], abs=0.0011), name  # rounded to 0.001 bits
 
 
 @pytest.mark.exhaustive

@@ -250,6 +250,15 @@ def test_the_view_shows_progress_loss_and_events(tmp_path):
     assert len(sparkline(list(range(1000)), 70)) == 70
 
 
+def test_the_first_plan_is_a_new_one(tmp_path):
+    plan = {"kind": "plan", "step": 0, "time": 0.0, "plan": recipe("fp8-block").to_dict(), "reason": "the run begins"}
+    again = {**plan, "step": 8, "reason": "no better one", "changed": False}
+    assert TerminalView(make(tmp_path / "run", [plan, again])).update() == [
+        "step 0  a new plan: the run begins",
+        "step 8  the same plan: no better one",
+    ]
+
+
 def test_a_file_that_became_shorter_is_read_again(tmp_path):
     run = running(tmp_path / "run")
     view = TerminalView(run)

@@ -3,8 +3,9 @@
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple, TextIO
 
 from dither.errors import DitherError, UserError
 from dither.versions import version
@@ -19,6 +20,8 @@ class Command(NamedTuple):
     function: str
     summary: str
     """The first line of the function's docstring, without its period."""
+    long: bool = False
+    """True if it may take longer than its imports do: it says at once that it has begun."""
 
     def load(self) -> Callable[..., int]:
         """Import the function."""
@@ -27,29 +30,35 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "train": Command("train", "train", "Train a language model, or resume a run"),
-    "compare": Command("compare", "compare", "Train in several precisions and rank them by held-out loss"),
-    "eval": Command("evaluate", "evaluate", "Evaluate a model on held-out text and on tasks, also with other casts"),
-    "export": Command("export", "export", "Write a trained model for transformers, vLLM or llama.cpp"),
-    "generate": Command("generate", "generate", "Continue a prompt with a trained model"),
-    "chat": Command("generate", "chat", "Talk to a trained model, line by line"),
+    "train": Command("train", "train", "Train a language model, or resume a run", long=True),
+    "compare": Command("compare", "compare", "Train in several precisions and rank them by held-out loss", long=True),
+    "eval": Command("evaluate", "evaluate", "Evaluate a model on held-out text and on tasks, also with other casts", long=True),
+    "export": Command("export", "export", "Write a trained model for transformers, vLLM or llama.cpp", long=True),
+    "generate": Command("generate", "generate", "Continue a prompt with a trained model", long=True),
+    "chat": Command("generate", "chat", "Talk to a trained model, line by line", long=True),
     "report": Command("report", "report", "Write a page about one run or several"),
     "watch": Command("watch", "watch", "Follow a run while it trains, in a browser or in the terminal"),
     "runs": Command("runs", "runs", "Show all runs under a folder as a table"),
-    "data prepare": Command("data", "prepare", "Tokenize text into a new folder, which `dither train --data` reads"),
+    "data prepare": Command("data", "prepare", "Tokenize text into a new folder, which `dither train --data` reads", long=True),
     "data show": Command("data", "show", "Show the contents of a prepared folder"),
-    "plan": Command("plan", "plan", "Choose the precision of each layer of a run, and show the plan"),
+    "plan": Command("plan", "plan", "Choose the precision of each layer of a run, and show the plan", long=True),
     "plan show": Command("plan", "show", "Show a plan as a table of blocks and layers"),
     "plan diff": Command("plan", "diff", "Show the differences between two plans"),
-    "plan verify": Command("plan", "verify", "Compare estimates with measurements, for each layer or for a whole plan"),
-    "plan auto": Command("plan", "auto", "Choose FP8 or BF16 for each layer of a model by measured time"),
-    "plan frontier": Command("plan", "frontier", "Show the cost of every target, from one estimate"),
-    "inspect": Command("inspect", "inspect", "Show the weights of a saved model, layer by layer"),
-    "bisect": Command("bisect", "bisect", "Run two precisions in lockstep and name the first layer that differs"),
+    "plan verify": Command(
+        "plan", "verify", "Compare estimates with measurements, for each layer or for a whole plan", long=True
+    ),
+    "plan auto": Command("plan", "auto", "Choose FP8 or BF16 for each layer of a model by measured time", long=True),
+    "plan frontier": Command("plan", "frontier", "Show the cost of every target, from one estimate", long=True),
+    "inspect": Command("inspect", "inspect", "Show the weights of a saved model, layer by layer", long=True),
+    "bisect": Command("bisect", "bisect", "Run two precisions in lockstep and name the first layer that differs", long=True),
     "memory": Command("memory", "memory", "Show the memory that a training step needs, and recommend a precision"),
-    "advise": Command("advise", "advise", "Rank precisions and layouts for a model on many GPUs, with the config to run"),
+    "advise": Command(
+        "advise", "advise", "Rank precisions and layouts for a model on many GPUs, with the config to run", long=True
+    ),
     "formats": Command("formats", "formats", "Show the number formats as a table, or one format with its values"),
-    "doctor": Command("doctor", "doctor", "Examine this machine, and test that kernels and devices agree bit for bit"),
+    "doctor": Command(
+        "doctor", "doctor", "Examine this machine, and test that kernels and devices agree bit for bit", long=True
+    ),
 }
 """The commands by the words that follow `dither`. A dash may replace the space, as in `dither plan-show`."""
 
@@ -86,11 +95,14 @@ def _run(words: list[str]) -> int:
     name, rest = _split(words)
     subcommands = [key.removeprefix(f"{name} ") for key in _below(name)]
     if name in COMMANDS:
-        import tyro
+        silent = not COMMANDS[name].long or "-h" in rest or "--help" in rest
+        with nullcontext() if silent else _importing(name, sys.stderr):
+            import tyro
 
+            function = COMMANDS[name].load()
         if subcommands and rest[:1] in (["-h"], ["--help"]):
             print(_help(name), end="\n\n")
-        code: int = tyro.cli(COMMANDS[name].load(), prog=f"dither {name}", args=[_resume(word) for word in rest])
+        code: int = tyro.cli(function, prog=f"dither {name}", args=[_resume(word) for word in rest])
         return code
     if rest[:1] in (["-h"], ["--help"]):
         print(_help(name))
@@ -106,6 +118,21 @@ def _run(words: list[str]) -> int:
     hint = did_you_mean(wrong[0], known)
     print(f"dither: error: There is no command `{title} {wrong[0]:.80}`{hint}: `{title} --help` lists them.", file=sys.stderr)
     sys.exit(2)
+
+
+@contextmanager
+def _importing(name: str, file: TextIO) -> Iterator[None]:
+    """Say that a command has begun, if PyTorch is still to be imported: that takes seconds. A terminal forgets the line."""
+    if "torch" in sys.modules:
+        yield
+        return
+    terminal = file.isatty()
+    print(f"dither {name}: importing PyTorch ...", end="" if terminal else "\n", file=file, flush=True)
+    try:
+        yield
+    finally:
+        if terminal:
+            print("\r\x1b[K", end="", file=file, flush=True)
 
 
 def _resume(word: str) -> str:

@@ -11,6 +11,7 @@ from dither.advice.recommendation import FP8_FROM
 from dither.advice.scaling import Step
 from dither.advice.step_time import Clock
 from dither.errors import UserError
+from dither.progress import Tick
 from dither.recipes import recipe
 
 BATCH_TOKENS = 2**22
@@ -150,8 +151,10 @@ class Ranking:
         return min(equal, key=lambda option: PLAINEST.index(option.choice))
 
 
-def rank(job: Job) -> Ranking:
+def rank(job: Job, tick: Tick = lambda done, total: None) -> Ranking:
     """Rank the precisions of CHOICES on a number of GPUs, each with its fastest layout that fits.
+
+    `tick` is called after each precision.
 
     >>> from dither.advice.accelerators import ACCELERATORS
     >>> from dither.advice.memory import llama_of
@@ -162,7 +165,8 @@ def rank(job: Job) -> Ranking:
     options, refused = list[Option](), list[Option]()
     fitting: dict[Choice, list[Step]] = {}
     least: Step | None = None
-    for choice in CHOICES:
+    for number, choice in enumerate(CHOICES):
+        tick(number, len(CHOICES))
         if choice.setting.casts_weight and job.accelerator.fp8 is None:
             continue
         lean = replace(choice, states=LEAN)

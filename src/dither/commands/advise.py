@@ -2,6 +2,7 @@
 
 import json as json_text
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from dither.advice.search import BATCH_TOKENS, Job, Option, Ranking, rank, reaso
 from dither.advice.shapes import llama3_of, model_shape
 from dither.errors import UserError
 from dither.models import PRESETS
+from dither.progress import ProgressBars
 from dither.tables import print_table
 from dither.train.config import toml
 
@@ -66,9 +68,9 @@ def advise(
     if (model is None) == (params is None):
         raise UserError("Give either --model (a preset or a Hugging Face folder) or --params.")
     shape = model_shape(model) if params is None else llama3_of(params)
-    ranking = rank(
-        Job(shape=shape, accelerator=accelerator, gpus=gpus, node=node, sequence=sequence, batch_tokens=batch_tokens)
-    )
+    job = Job(shape=shape, accelerator=accelerator, gpus=gpus, node=node, sequence=sequence, batch_tokens=batch_tokens)
+    with ProgressBars(sys.stderr).stage("Comparing precisions and layouts") as tick:
+        ranking = rank(job, tick)
     text = config_text(ranking.best, model, tokens)
     if toml is not None:
         try:

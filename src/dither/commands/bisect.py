@@ -1,10 +1,10 @@
 """`dither bisect`: run two precisions in lockstep and name the first layer and step where they differ."""
 
 import json as json_text
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +15,7 @@ from dither.experiments import lockstep
 from dither.experiments.arms import precision_or_plan
 from dither.experiments.lockstep import Bisection
 from dither.experiments.trials import BASE
+from dither.progress import ProgressBars
 from dither.tables import print_table
 from dither.train import config as configs
 from dither.train.distributed import joined
@@ -62,11 +63,15 @@ def bisect(
     with joined(common.run.device) as ranks, tempfile.TemporaryDirectory(prefix="dither-bisect-") as folder:
         if ranks.world > 1:
             raise UserError("dither bisect runs in one process: start it without torchrun.")
-        say: Callable[[str], object] = (lambda _: None) if json else partial(print, flush=True)
-        say(f"Reading the text; then {a} and {b} take {steps} steps ...")
-        corpus = open_corpus(common, Path(folder), ranks)
-        trainers = [Trainer(config, corpus, ranks) for config in both]
-        bisection = lockstep.bisect(trainers[0], trainers[1], names=(a, b), steps=steps, bound=bound, free=free, tell=say)
+        bars = ProgressBars(sys.stderr)
+        with bars.stage("Reading the text") as tick:
+            corpus = open_corpus(common, Path(folder), ranks, tick=tick)
+        with bars.stage("Building both models"):
+            first, second = (Trainer(config, corpus, ranks) for config in both)
+        with bars.stage(f"Running {a} and {b} in lockstep") as tick:
+            bisection = lockstep.bisect(
+                first, second, names=(a, b), steps=steps, bound=bound, free=free, tell=bars.say, tick=tick
+            )
     if json:
         print(json_text.dumps(bisection.to_dict(), indent=1, allow_nan=False))
     else:

@@ -9,6 +9,7 @@ import tyro
 from dither.errors import UserError
 from dither.experiments.arms import NAMED, NAMES
 from dither.experiments.trials import BASE, collect, is_done, plan, prepare_once, print_comparison, run_all, write_json
+from dither.progress import ProgressBars, megabytes
 from dither.train import config as configs
 from dither.train.config import SAMPLING_KEY
 
@@ -50,19 +51,26 @@ def compare(
     _check_used(set, any(trial.config.precision.sampling is not None for trial in trials))
     done = [is_done(trial, resume) for trial in trials]  # for every run, so that a mistake is found before anything is written
     if not all(done):
-        prepare_once(common, folder)
-    if code := run_all(trials, resume=resume, parallel=parallel, command=sys.argv):
+        with ProgressBars(sys.stderr, unit=megabytes).stage("Tokenizing") as tick:
+            prepare_once(common, folder, tick)
+    bars = ProgressBars(sys.stderr)
+    # On a terminal, messages of parallel runs appear above their bar; else they are lines on stdout, like those of a run alone.
+    say = bars.say if parallel > 1 and bars.terminal else print
+    if code := run_all(trials, resume=resume, parallel=parallel, command=sys.argv, say=say, stage=bars.stage):
         return code
     from dither.report import write  # matplotlib and jinja2 take half a second
     from dither.report.plots import sweep_file
 
-    comparison = collect(trials)
+    with bars.stage("Reading the runs"):
+        comparison = collect(trials)
     print()
     print_comparison(comparison)
     print(f"numbers: {write_json(comparison, folder / 'comparison.json')}")
     if comparison.field is not None:
         print(f"figure: {sweep_file(comparison, folder / 'sweep.svg')}")
-    print(f"report: {write([trial.folder for trial in trials], folder / 'report.html', comparison)}")
+    with bars.stage("Writing the report"):
+        path = write([trial.folder for trial in trials], folder / "report.html", comparison)
+    print(f"report: {path}")
     return 0
 
 

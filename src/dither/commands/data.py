@@ -11,10 +11,11 @@ import tyro
 
 from dither import data as tokens
 from dither.data.chat import split_conversations
-from dither.data.preparation import NothingHeldOutError
+from dither.data.preparation import NothingHeldOutError, reporting
 from dither.data.splits import check_fraction, split_documents
-from dither.data.text import SEPARATOR, STDLIB, Sources
+from dither.data.text import SEPARATOR, STDLIB, Reading, Sources
 from dither.errors import UserError
+from dither.progress import ProgressBars, megabytes
 from dither.tables import print_table
 
 SHOWN = 400
@@ -53,24 +54,20 @@ def prepare(
     held: float | str = check_fraction(float(held_out)) if _is_number(held_out) else held_out
     if kind == "chat" and (field, separator) != ("text", SEPARATOR):
         raise UserError("--field and --separator are for text: conversations have the fields of docs/data.md, one per line.")
-    trained = _tokenizer(tokenizer, end_token, _texts(kind, chosen, held, field, separator))
+    bars = ProgressBars(sys.stderr, unit=megabytes)
+    reading = Reading()
+    trained = _tokenizer(tokenizer, end_token, _texts(kind, chosen, held, field, separator, reading), bars, reading)
     written = tokens.load_template(trained, tokenizer) if kind == "chat" else trained
-    on_terminal = sys.stderr.isatty()
-
-    def tell(counts: tokens.Counts) -> None:
-        if on_terminal:
-            print(f"\r{counts.documents:,} documents, {counts.tokens:,} tokens", end="", file=sys.stderr, flush=True)
 
     def say(text: str) -> None:
-        print(text, '--separator "" makes each paragraph a document; --held-out names other held-out text.', file=sys.stderr)
+        bars.say(f'{text} --separator "" makes each paragraph a document; --held-out names other held-out text.')
 
     try:
-        options = {"field": field, "separator": separator, "progress": tell, "say": say}
-        corpus = tokens.prepare(chosen, folder, written, held_out=held, **options)  # type: ignore[arg-type]
+        with bars.stage("Tokenizing") as tick:
+            options = {"field": field, "separator": separator, "progress": reporting(tick), "say": say}
+            corpus = tokens.prepare(chosen, folder, written, held_out=held, **options)  # type: ignore[arg-type]
     except NothingHeldOutError as error:
         raise UserError(f'{error} These are --separator (--separator "" splits at empty lines) and --held-out.') from None
-    if on_terminal:
-        print(file=sys.stderr)
     _print(corpus)
     return 0
 
@@ -102,19 +99,22 @@ def _is_number(text: str) -> bool:
     return re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", text) is not None
 
 
-def _texts(kind: str, sources: Sources, held: float | str, field: str, separator: str) -> Iterator[str]:
+def _texts(kind: str, sources: Sources, held: float | str, field: str, separator: str, reading: Reading) -> Iterator[str]:
     """Yield the texts that are not held out, split as `prepare` splits them: a tokenizer does not see held-out text."""
     if kind == "text":
-        pairs = split_documents(sources, held, field=field, separator=separator)
+        pairs = split_documents(sources, held, field=field, separator=separator, reading=reading)
         yield from (text for held_out, text in pairs if not held_out)
         return
     template = tokens.ChatTemplate(tokens.BYTES)
-    for held_out, chat in split_conversations(sources, held):
+    for held_out, chat in split_conversations(sources, held, reading=reading):
         if not held_out:
             yield "".join(part.text for part in template.parts(chat))
 
 
-def _tokenizer(name: str, end_token: str | None, texts: Iterator[str]) -> tokens.Tokenizer:
+def _tokenizer(
+    name: str, end_token: str | None, texts: Iterator[str], bars: ProgressBars, reading: Reading
+) -> tokens.Tokenizer:
+    """Return a tokenizer by its name, or one that is trained on texts."""
     if not name.startswith("bpe:"):
         return tokens.load_tokenizer(name, end_token)
     if not re.fullmatch(r"bpe:\d{1,9}", name) or end_token is not None:
@@ -122,7 +122,14 @@ def _tokenizer(name: str, end_token: str | None, texts: Iterator[str]) -> tokens
         raise UserError(
             f"--tokenizer bpe:N, such as bpe:8192, trains a tokenizer with its own end token; it cannot be {name!r}{extra}."
         )
-    return tokens.train_bpe(texts, int(name.removeprefix("bpe:")))
+    with bars.stage("Training the tokenizer") as tick:
+
+        def read() -> Iterator[str]:
+            for text in texts:
+                yield text
+                tick(reading.done, reading.size)
+
+        return tokens.train_bpe(read(), int(name.removeprefix("bpe:")))
 
 
 def _print(corpus: tokens.Corpus) -> None:

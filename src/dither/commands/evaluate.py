@@ -2,9 +2,13 @@
 
 import importlib.util
 import json as json_text
+import os
+import shlex
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -14,12 +18,15 @@ from dither.errors import UserError
 from dither.evaluate.scores import TaskScore
 from dither.experiments import evaluation
 from dither.experiments.evaluation import Evaluated, Score, Variant, Variants
+from dither.progress import ProgressBars, Stage
 from dither.report.estimates import Estimate
 from dither.tables import print_table
 
 
 def evaluate(
-    model: Annotated[Path, tyro.conf.arg(metavar="RUN|CHECKPOINT|MODEL")],
+    model: Annotated[
+        Path | None, tyro.conf.arg(metavar="RUN|CHECKPOINT|MODEL", help_behavior_hint="(required, before all options)")
+    ] = None,
     /,
     data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SOURCE...")] = (),
     cast: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FORMAT...")] = (),
@@ -28,6 +35,7 @@ def evaluate(
     tasks: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME|NAME=FILE...")] = (),
     task_data: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
     limit: int | None = None,
+    shots: int | None = None,
     sequence: int | None = None,
     sequences: int = 0,
     device: str = "auto",
@@ -48,18 +56,22 @@ def evaluate(
         tasks: Tasks for lm-eval: NAME=FILE for questions in a file of JSON lines, or the NAME of one of its own tasks.
         task_data: A folder in which NAME.jsonl or NAME.jsonl.xz has the questions of the task NAME.
         limit: Most questions per task.
+        shots: Solved examples before each question; by default as many as the task says, and none for questions of a file.
         sequence: Tokens per sequence, and most tokens per question; by default as in training, or 1024, and for questions as
             many as the model has positions.
         sequences: Number of sequences, evenly spaced over the text; 0 means all.
         device: auto (cuda if available), cpu, cuda, or cuda:N.
         json: Print JSON.
     """
+    if model is None:
+        raise UserError(_misplaced({"data": data, "cast": cast, "plan": plan, "against": against, "tasks": tasks}))
     variants = Variants(cast, plan, against)
-    if not tasks and (task_data is not None or limit is not None):
-        raise UserError("--task-data and --limit are for tasks: name them with --tasks.")
-    with _scorer(tasks, task_data, limit, sequence) as score:
+    if not tasks and any(given is not None for given in (task_data, limit, shots)):
+        raise UserError("--task-data, --limit and --shots are for tasks: name them with --tasks.")
+    stage = ProgressBars(sys.stderr).stage
+    with _scorer(_Questions(tasks, task_data, limit, shots, sequence), stage) as score:
         result = evaluation.run(
-            model, data, variants=variants, score=score, sequence=sequence, sequences=sequences, device=device
+            model, data, variants=variants, score=score, sequence=sequence, sequences=sequences, device=device, stage=stage
         )
     if json:
         print(json_text.dumps(result.to_dict(), indent=1, allow_nan=False))
@@ -69,19 +81,44 @@ def evaluate(
     return 0
 
 
+def _misplaced(options: Mapping[str, tuple[str, ...]]) -> str:
+    """Return a sentence about a missing model: an option takes all words after it, and the model may be among them."""
+    for name, words in options.items():
+        if words and os.path.isdir(words[-1]) and name not in ("data", "against"):
+            others = shlex.join(words[:-1])
+            return (
+                f"--{name} takes every word after it, and so {words[-1]!r} too: name the model first, as in "
+                f"`dither eval {shlex.quote(words[-1])} --{name} {others}`."
+            )
+    return "Name the model first, before all options, as in `dither eval runs/latest --cast mxfp4`."
+
+
+@dataclass(frozen=True)
+class _Questions:
+    """The options for tasks."""
+
+    names: tuple[str, ...]
+    folder: Path | None
+    limit: int | None
+    shots: int | None
+    longest: int | None
+
+
 @contextmanager
-def _scorer(names: tuple[str, ...], folder: Path | None, limit: int | None, longest: int | None) -> Iterator[Score | None]:
+def _scorer(asked: _Questions, stage: Stage) -> Iterator[Score | None]:
     """Yield the function that scores models on tasks, or None without tasks."""
-    if not names:
+    if not asked.names:
         yield None
         return
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("--tasks needs lm-eval, which is not installed: pip install 'dither[eval]'.")
-    from dither.integrations import harness
-
-    tasks = harness.Tasks.parse(names, folder, limit)
     with tempfile.TemporaryDirectory(prefix="dither-tasks-") as scratch:
-        yield harness.scorer(tasks, Path(scratch), longest)
+        with stage("Importing lm-eval and loading tasks"):
+            from dither.integrations import harness
+
+            tasks = harness.Tasks.parse(asked.names, asked.folder, asked.limit, asked.shots)
+            score = harness.scorer(tasks, Path(scratch), asked.longest, stage)
+        yield score
 
 
 def _print_text(result: Evaluated) -> None:

@@ -3,6 +3,7 @@
 import json as json_text
 import shlex
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,11 +12,11 @@ import tyro
 from dither.errors import UserError
 from dither.exporting.adapters import export_adapters
 from dither.exporting.checking import require
-from dither.exporting.folder import SLACK, check_target
-from dither.exporting.folder import export as write
+from dither.exporting.folder import SLACK, ExportOptions, check_target, export_in_stages
 from dither.exporting.formats import AUTO, GGUF_NAMES, check_format
 from dither.exporting.sources import deployment_plan, opened
 from dither.precision import Plan
+from dither.progress import ProgressBars
 
 Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
 
@@ -82,7 +83,10 @@ def export(
         require("gguf", f"--format {format}")
     if check:
         require("transformers", "--check")
-    with opened(model, tokenizer=tokenizer, data=data, device=device) as source:
+    bars = ProgressBars(sys.stderr)
+    with ExitStack() as stack:
+        with bars.stage(f"Reading {model}"):
+            source = stack.enter_context(opened(model, tokenizer=tokenizer, data=data, device=device))
         for note in source.notes:
             print(note, file=sys.stderr)
         if source.adapted is None and merge:
@@ -92,25 +96,25 @@ def export(
                 raise UserError("Adapters are written as they are: --format and --plan need --merge.")
             facts = {"command": command, **source.provenance}
             files = source.tokenizer_files
-            adapters = export_adapters(
-                source.adapted, source.lora, out, base=source.base, tokenizer=files, check=check, provenance=facts
-            )
+            with bars.stage("Writing adapters"):
+                adapters = export_adapters(
+                    source.adapted, source.lora, out, base=source.base, tokenizer=files, check=check, provenance=facts
+                )
             print(json_text.dumps({**vars(adapters), "path": str(out)}, indent=1) if json else adapters)
             return 0
         chosen = None
         if format == AUTO:
             chosen = Plan.load(plan) if plan is not None else deployment_plan(source, slack)
-        record = write(
-            source.model,
-            out,
+        options = ExportOptions(
             format=format,
             plan=chosen,
             tokenizer=source.tokenizer_files,
             engine=engine,
-            evaluate=source.evaluator(sequence, sequences),
+            evaluate=source.evaluator(sequence, sequences, bars.stage),
             check=check,
             max_shard_size=max_shard_size,
             provenance={"command": command, **source.provenance},
         )
+        record = export_in_stages(source.model, out, options, bars.stage)
     print(json_text.dumps(record.to_dict(), indent=1, allow_nan=False) if json else record)
     return 0

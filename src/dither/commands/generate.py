@@ -1,6 +1,7 @@
 """`dither generate` and `dither chat`: look at what a trained model writes."""
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ from dither.errors import UserError
 from dither.exporting import sampling_text
 from dither.exporting.sampling_text import Sampler
 from dither.exporting.sources import opened
+from dither.progress import ProgressBars
 
 
 def generate(
@@ -49,9 +51,11 @@ def generate(
     sampler = _sampler(tokens, temperature, top_k, top_p)
     if samples < 1:
         raise UserError(f"--samples is at least 1, not {samples}.")
-    with opened(model, tokenizer=tokenizer, text=False, few_bits=True, device=device) as source:
-        used = sampling_text.tokenizer_of(source)
-        ready = sampling_text.prepare(source.model, plan, cast)
+    with ExitStack() as stack:
+        with ProgressBars(sys.stderr).stage(f"Reading {model}"):
+            source = stack.enter_context(opened(model, tokenizer=tokenizer, text=False, few_bits=True, device=device))
+            used = sampling_text.tokenizer_of(source)
+            ready = sampling_text.prepare(source.model, plan, cast)
         given = used.encode(prompt) or [used.end]
         for number in range(samples):
             drawn = sampler.extend(ready, given, used.end, torch.Generator().manual_seed(seed + number))
@@ -91,8 +95,10 @@ def chat(
         device: auto (cuda if available), cpu, cuda, or cuda:N.
     """
     sampler = _sampler(tokens, temperature, top_k, top_p)
-    with opened(model, tokenizer=tokenizer, text=False, few_bits=True, device=device) as source:
-        sampling_text.prepare(source.model, plan, cast)
+    with ExitStack() as stack:
+        with ProgressBars(sys.stderr).stage(f"Reading {model}"):
+            source = stack.enter_context(opened(model, tokenizer=tokenizer, text=False, few_bits=True, device=device))
+            sampling_text.prepare(source.model, plan, cast)
         answer = sampling_text.conversation(source, sampler, seed)
         marker = "> " if sys.stdin.isatty() else ""
         while True:

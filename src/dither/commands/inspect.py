@@ -11,6 +11,7 @@ from dither.experiments import inspection
 from dither.experiments.evaluation import parse_cast
 from dither.experiments.inspection import InspectedModel
 from dither.numerics.report import UPDATE_HEADER, percent
+from dither.progress import ProgressBars
 from dither.tables import print_table
 
 CASTS = ("e4m3", "e2m1")
@@ -37,9 +38,7 @@ def inspect(
         json: Print JSON.
     """
     casts = [parse_cast(each) for each in cast or CASTS]
-    if not json:
-        print(f"Reading {model} ...", file=sys.stderr, flush=True)
-    inspected = inspection.inspect(model, casts)
+    inspected = inspection.inspect(model, casts, ProgressBars(sys.stderr).stage)
     if json:
         print(json_text.dumps(inspected.to_dict(), indent=1, allow_nan=False))
     else:

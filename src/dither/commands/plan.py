@@ -2,8 +2,7 @@
 
 import math
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +15,15 @@ from dither.data import Batch
 from dither.errors import UserError
 from dither.models import PRESETS, hf, preset
 from dither.models.presets import skeleton
+from dither.nn import Linear
 from dither.nn.conversion import Fallback
 from dither.precision import Plan, did_you_mean, matches
+from dither.progress import ProgressBars, counter
 from dither.random import Stream
 from dither.snip.auto import RECIPES, auto_plan
 from dither.snip.baselines import BASELINES, random
 from dither.snip.divergence import Scores
-from dither.snip.dry_run import DryRun
+from dither.snip.dry_run import DryRun, Forward
 from dither.snip.layer_options import Option
 from dither.snip.layer_options import options as combinations
 from dither.snip.planning import bits_of, choice_of, choose, picture, stage_sizes
@@ -30,6 +31,7 @@ from dither.snip.planning import build_plan as plan_of
 from dither.snip.probes import score
 from dither.snip.savings import efficiency, measure_times
 from dither.snip.settings import PROBES, Goal, check_weights, pins, weights_said
+from dither.snip.slots import slots_of
 from dither.snip.solver import Rows, Solution
 from dither.snip.solver import frontier as frontier_of
 from dither.snip.verification import verify as verify_scores
@@ -37,7 +39,6 @@ from dither.tables import print_table
 from dither.train import checkpoint, config
 from dither.train.distributed import joined
 from dither.train.files import CHECKPOINTS, CONFIG, VERIFICATION
-from dither.train.progress import duration
 from dither.train.recorder import write_file
 from dither.train.trainer import Trainer, open_corpus
 
@@ -107,11 +108,14 @@ def plan(
         )
     given = combinations(options)
     goal = Goal(target=target, stages=_stages(stages), balance=balance, pinned=pins(pin))
-    with _opened(run, device, emulate, fallback) as opened:
+    bars = ProgressBars(sys.stderr)
+    with _opened(run, device, emulate, fallback, bars) as opened:
         found = opened.score(given, "direct" if method != "snip" else probe, batches, seed, rows)
     if cost == "time":
         shapes = [(layer.M, layer.N, layer.K) for layer in found.statistics.layers]
-        goal = Goal(**{**vars(goal), "cost": measure_times(shapes, given, path=times, device=opened.job.ranks.device)})
+        with bars.stage("Measuring the time of each option") as tick:
+            measured = measure_times(shapes, given, path=times, device=opened.job.ranks.device, tick=tick)
+        goal = Goal(**{**vars(goal), "cost": measured})
     solution = _solution(method, found, given, goal, found.harm(loss_weight, update_weight, power), seed)
     snip = {"probe": found.probe, "power": power, **weights_said(loss_weight, update_weight)}
     ways: dict[str, dict[str, Any]] = {"snip": snip, "random": {"seed": seed}}
@@ -193,28 +197,30 @@ def verify(
         fallback: For a layer whose casts no matrix units support: error, bf16 or emulate, in place of the setting of the run.
         output: A file for all numbers, as JSON; by default verification.json in the folder of the run, which reports show.
     """
-    given = combinations(options)
-    with _opened(run, device, emulate, fallback) as opened:
+    given, bars = combinations(options), ProgressBars(sys.stderr)
+    with _opened(run, device, emulate, fallback, bars) as opened:
         if plan is not None:
             print(_tried(opened, Plan.load(plan), given, probe[0], batches, seed, rows))
             return 0
         _check_count("--batches", batches, 1)
         _check_count("--loss-batches", loss_batches, 0)
-        found = []
-        for number, name in enumerate(probe, 1):
-            _tell(f"Estimating with the probe {name} ({number} of {len(probe)}) ...")
-            found.append(opened.score(given, name, 1, seed, rows))
+        found = [
+            opened.score(given, name, 1, seed, rows, f" ({number} of {len(probe)})") for number, name in enumerate(probe, 1)
+        ]
         parts = opened.parts(batches + loss_batches, after=1)
-        judged = verify_scores(
-            opened.job.model,
-            parts[:batches],
-            opened.job.training.optimizer,
-            found,
-            given,
-            stream=Stream(seed, "snip", "verify"),
-            forward=_announced(opened.loss, parts),
-            more_for_loss=parts[batches:],
-        )
+        forward_casts = len({option.precision.casts("forward") for option in given})
+        passes = batches * (1 + opened.layers * len(given)) + loss_batches * (1 + opened.layers * forward_casts)
+        with opened.counted("Measuring every option of every layer", passes) as forward:
+            judged = verify_scores(
+                opened.job.model,
+                parts[:batches],
+                opened.job.training.optimizer,
+                found,
+                given,
+                stream=Stream(seed, "snip", "verify"),
+                forward=forward,
+                more_for_loss=parts[batches:],
+            )
     if output is None:
         write_file(Path(opened.job.config.run.out) / VERIFICATION, judged.to_json().encode() + b"\n")
     _write(output, judged.to_json() + "\n")
@@ -261,7 +267,7 @@ def frontier(
     """
     _check_quality(power, loss_weight, update_weight)
     given, sizes = combinations(options), _stages(stages)
-    with _opened(run, device, emulate, fallback) as opened:
+    with _opened(run, device, emulate, fallback, ProgressBars(sys.stderr)) as opened:
         found = opened.score(given, probe, batches, seed, rows)
     layers = found.statistics.layers
     shares = efficiency(layers, given)
@@ -306,8 +312,10 @@ def auto(
             "Face folder or config.json."
         )
     names = [name.strip() for name in recipes.split(",")]
-    with joined(device) as ranks:
-        chosen = auto_plan(built, tokens=tokens, recipes=names, times=times, device=ranks.device, say=print)
+    said: list[str] = []
+    with joined(device) as ranks, ProgressBars(sys.stderr).stage("Measuring the time of each shape of a layer") as tick:
+        chosen = auto_plan(built, tokens=tokens, recipes=names, times=times, device=ranks.device, say=said.append, tick=tick)
+    print("\n".join(said))
     _write(output, chosen.to_json())
     return 0
 
@@ -331,6 +339,25 @@ class _Opened:
     """A run, restored from one of its checkpoints."""
 
     job: Trainer
+    bars: ProgressBars
+
+    @property
+    def layers(self) -> int:
+        """The number of layers with a precision of their own."""
+        return sum(isinstance(module, Linear) for module in self.job.model.modules())
+
+    @contextmanager
+    def counted(self, title: str, passes: int) -> Iterator[Forward]:
+        """Show a stage of `passes` passes over micro-batches, and yield the function that computes a loss and counts them."""
+        with self.bars.stage(title) as tick:
+            add = counter(tick, passes)
+
+            def forward(model: nn.Module, part: Batch) -> Tensor:
+                loss = self.job.loss(model, part)
+                add(1)
+                return loss
+
+            yield forward
 
     def parts(self, count: int, after: int = 0) -> list[Batch]:
         """Return `count` micro-batches, from the next step on or from `after` steps later."""
@@ -342,19 +369,21 @@ class _Opened:
             step += 1
         return found[:count]
 
-    def loss(self, model: nn.Module, part: Batch) -> Tensor:
-        """Return the loss of a micro-batch as training computes it."""
-        return self.job.loss(model, part)
-
-    def score(self, options: Sequence[Option], probe: Probe, batches: int, seed: int, rows: bool = False) -> Scores:
-        """Return the estimates at the step of the run."""
+    def score(
+        self, options: Sequence[Option], probe: Probe, batches: int, seed: int, rows: bool = False, which: str = ""
+    ) -> Scores:
+        """Return the estimates at the step of the run. `which` is added to the title of the progress bar."""
         stream, optimizer = Stream(seed, "snip", str(self.job.done)), self.job.training.optimizer
-        how: dict[str, Any] = {"stream": stream, "forward": self.loss, "probe": probe, "step": self.job.done, "rows": rows}
-        return score(self.job.model, self.parts(batches), optimizer, options, **how)
+        parts = self.parts(batches)
+        of_probe = {"measure": len(slots_of(options)) * self.layers, "layer": 3 * self.layers, "last": 2, "joint": 2}
+        passes = len(parts) * (1 + of_probe.get(probe, 0))
+        with self.counted(f"Estimating with the probe {probe}{which}", passes) as forward:
+            how: dict[str, Any] = {"stream": stream, "forward": forward, "probe": probe, "step": self.job.done, "rows": rows}
+            return score(self.job.model, parts, optimizer, options, **how)
 
 
 @contextmanager
-def _opened(path: str, device: str | None, emulate: bool, fallback: Fallback | None) -> Iterator[_Opened]:
+def _opened(path: str, device: str | None, emulate: bool, fallback: Fallback | None, bars: ProgressBars) -> Iterator[_Opened]:
     """Restore the newest whole checkpoint of a run, or the checkpoint at the path."""
     given = Path(path)
     folder = next((each for each in (given, given.parent.parent) if (each / CONFIG).is_file()), None)
@@ -368,34 +397,13 @@ def _opened(path: str, device: str | None, emulate: bool, fallback: Fallback | N
     with joined(run.run.device) as ranks:
         if ranks.world > 1:
             raise UserError("dither plan runs in one process: start it without torchrun.")
-        point = given if folder != given else checkpoint.newest(folder / CHECKPOINTS)[0]
-        if point is None:
-            raise UserError(f"The run {path!r} has no whole checkpoint yet: train it for a while first.")
-        job = Trainer(run, open_corpus(run, folder, ranks), ranks, initial=False)
-        job.restore(point)
-        yield _Opened(job)
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _announced(forward: Callable[[nn.Module, Batch], Tensor], parts: Sequence[Batch]) -> Callable[[nn.Module, Batch], Tensor]:
-    """Return `forward`, which reports on stderr when it reaches another of the micro-batches `parts`, with the time left."""
-    numbers = {id(part): number for number, part in enumerate(parts)}
-    began, reached = time.monotonic(), -1
-
-    def forwarded(model: nn.Module, part: Batch) -> Tensor:
-        nonlocal reached
-        number = numbers.get(id(part), reached)
-        if number > reached:
-            passed = time.monotonic() - began
-            left = f", about {duration(passed / number * (len(parts) - number))} left" if number else ""
-            _tell(f"Measuring on micro-batch {number + 1} of {len(parts)}{left} ...")
-            reached = number
-        return forward(model, part)
-
-    return forwarded
+        with bars.stage(f"Reading {path}"):
+            point = given if folder != given else checkpoint.newest(folder / CHECKPOINTS)[0]
+            if point is None:
+                raise UserError(f"The run {path!r} has no whole checkpoint yet: train it for a while first.")
+            job = Trainer(run, open_corpus(run, folder, ranks), ranks, initial=False)
+            job.restore(point)
+        yield _Opened(job, bars)
 
 
 def _solution(method: str, scores: Scores, options: Sequence[Option], goal: Goal, harm: Rows, seed: int) -> Solution:
@@ -420,18 +428,19 @@ def _tried(opened: _Opened, plan: Plan, options: Sequence[Option], probe: Probe,
             )
     stream, loss, moved, base = Stream(seed, "snip", "plan"), 0.0, 0.0, 0.0
     parts = opened.parts(batches, after=1)
-    for part in parts:
-        passes = DryRun(opened.job.model, [part], opened.job.training.optimizer, stream=stream, forward=opened.loss)
-        with passes.borrowed():
-            plain = passes.run()
-            updates = passes.updates(plain)
-            with ExitStack() as casts:
-                for name, option in zip(scores.layers, choice, strict=True):
-                    casts.enter_context(passes.cast(name, options[option].precision))
-                found = passes.run()
-            base += float(plain.loss) / len(parts)
-            loss += float(found.loss - plain.loss) / len(parts)
-            moved += float(passes.change(found, updates).mean()) / len(parts)
+    with opened.counted("Measuring the plan", 2 * len(parts)) as forward:
+        for part in parts:
+            passes = DryRun(opened.job.model, [part], opened.job.training.optimizer, stream=stream, forward=forward)
+            with passes.borrowed():
+                plain = passes.run()
+                updates = passes.updates(plain)
+                with ExitStack() as casts:
+                    for name, option in zip(scores.layers, choice, strict=True):
+                        casts.enter_context(passes.cast(name, options[option].precision))
+                    found = passes.run()
+                base += float(plain.loss) / len(parts)
+                loss += float(found.loss - plain.loss) / len(parts)
+                moved += float(passes.change(found, updates).mean()) / len(parts)
     sums = [sum(row[at] for row, at in zip(table, choice, strict=True)) for table in (scores.loss, scores.weights)]
     return (
         f"loss     {base:.4f} uncast, {loss:+.4g} with the plan: {loss / abs(base):+.3e} of it; "

@@ -7,6 +7,7 @@ from typing import Annotated
 import tyro
 
 from dither.errors import UserError
+from dither.progress import ProgressBars
 
 
 def report(
@@ -40,18 +41,24 @@ def report(
     if problems and len(problems) < len(folders):  # the others can be shown
         print("\n".join(problems), file=sys.stderr)
         folders = [folder for folder in folders if not why_not(folder)]
-    found = read_all(folders)
+    bars = ProgressBars(sys.stderr)
+    with bars.stage("Reading the run" if len(folders) == 1 else f"Reading {len(folders)} runs") as tick:
+        found = read_all(folders, tick)
     path = page_path(folders, out) if out is not None or not (json or png or svg) else None
-    made = Report(found, left_out=problems)
+    with bars.stage("Building the page"):
+        made = Report(found, left_out=problems)
     if json:
         print(made.json())
     if png is not None or svg is not None:
         from dither.report.plots import write_figures
 
-        figures = [*(write_figures(made, png, "png") if png else []), *(write_figures(made, svg, "svg") if svg else [])]
+        with bars.stage("Drawing figures"):
+            figures = [*(write_figures(made, png, "png") if png else []), *(write_figures(made, svg, "svg") if svg else [])]
         if not json:
             for figure in figures:
                 print(figure)
     if path is not None:
-        print(write_page(made, path))
+        with bars.stage("Writing the page"):
+            written = write_page(made, path)
+        print(written)
     return 0

@@ -14,6 +14,7 @@ import tyro
 
 from dither.data.tokenizer import TOKENIZER
 from dither.errors import DitherError, UserError
+from dither.report.images import line_images
 from dither.storage.dcp import is_dcp
 from dither.tables import print_table
 from dither.train import config as configs
@@ -87,7 +88,7 @@ def train(
             else:
                 print(f"dither: error: {end}", file=sys.stderr, flush=True)
 
-        return run(config, resume=how, command=sys.argv, progress=progress, tell=tell).code
+        return run(config, resume=how, command=sys.argv, progress=progress, tell=tell, draw=line_images).code
 
 
 def _words(

@@ -24,7 +24,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from dither.data.splits import check_fraction, is_held_out
-from dither.data.text import Skip, Sources, first_line, json_rows
+from dither.data.text import Reading, Skip, Sources, first_line, json_rows
 from dither.data.tokenizer import TOKENIZER, Array, Tokenizer
 from dither.errors import UserError
 
@@ -334,7 +334,7 @@ def file_hashes(template: ChatTemplate) -> dict[str, str]:
 
 
 def split_conversations(
-    sources: Sources, held_out: float | Sources, *, skip: Skip | None = None
+    sources: Sources, held_out: float | Sources, *, skip: Skip | None = None, reading: Reading | None = None
 ) -> Iterator[tuple[bool, Conversation]]:
     """Return an iterator of (held out, conversation). A hash of the conversation decides, as for documents.
 
@@ -342,13 +342,14 @@ def split_conversations(
         sources: Files of JSON lines, globs or folders.
         held_out: The fraction of conversations that are held out, or the sources of held-out ones.
         skip: Called with the place of everything that is left out, and why.
+        reading: Counts the bytes that are read.
     """
-    train = json_rows(sources, skip)
+    train = json_rows(sources, skip, reading)
     if isinstance(held_out, int | float):
         fraction = check_fraction(held_out)
         chats = (read_conversation(*row) for row in train)
         return ((is_held_out(chat.text, fraction), chat) for chat in chats)
-    held = json_rows(held_out, skip)
+    held = json_rows(held_out, skip, reading)
 
     def both() -> Iterator[tuple[bool, Conversation]]:
         for side, rows in ((False, train), (True, held)):

@@ -13,7 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,10 +23,11 @@ from numpy.typing import NDArray
 from dither import safe_files
 from dither.data.chat import ChatTemplate, Conversation, file_hashes, split_conversations
 from dither.data.splits import split_documents
-from dither.data.text import MANIFEST, SEPARATOR, Skip, Sources, first_line, listed
+from dither.data.text import MANIFEST, SEPARATOR, Reading, Skip, Sources, first_line, listed
 from dither.data.tokenizer import BYTES, TOKENIZER, Array, Tokenizer
 from dither.data.tokens import CHAT_FORMAT, COUNTED, FORMAT, SPLITS, Corpus, Counts, manifest_text, open_tokens
 from dither.errors import UserError
+from dither.progress import Tick
 
 SHARD = 1 << 27
 """Default number of tokens per shard."""
@@ -37,6 +38,26 @@ BATCH = 1 << 22
 
 class NothingHeldOutError(UserError):
     """All documents would be trained on, or all held out."""
+
+
+@dataclass(frozen=True)
+class PreparedSoFar(Counts):
+    """Counts of a preparation that has not ended, and how far it has read."""
+
+    read: int = 0
+    """Bytes of source files that were read, as they are on the disk."""
+    size: int | None = None
+    """Bytes of all source files; None if that is not known."""
+
+
+def reporting(tick: Tick) -> Callable[[Counts], None]:
+    """Return the `progress` of a preparation that reports bytes of text to a progress bar."""
+
+    def report(counts: Counts) -> None:
+        if isinstance(counts, PreparedSoFar):
+            tick(counts.read, counts.size)
+
+    return report
 
 
 class _Writer:
@@ -135,7 +156,7 @@ def prepare(
         field: The name of the text in JSON lines and Parquet.
         separator: The line between two documents of a text file; "" splits at empty lines, None not at all.
         shard: Tokens per shard.
-        progress: Called from time to time with the counts so far.
+        progress: Called from time to time with the counts so far, as `PreparedSoFar`.
         say: Called with a sentence if a single document is split.
         stop: Stop, leave nothing behind and raise an InterruptedError when this is set.
 
@@ -152,6 +173,7 @@ def prepare(
     chat = tokenizer if isinstance(tokenizer, ChatTemplate) else None
     tokenizer = tokenizer.tokenizer if isinstance(tokenizer, ChatTemplate) else tokenizer
     skipped: dict[str, int] = {}
+    reading = Reading()
 
     def skip(where: str, why: str) -> None:
         skipped[why] = skipped.get(why, 0) + 1
@@ -159,9 +181,9 @@ def prepare(
     names = listed(sources) if isinstance(held_out, int | float) else (*listed(sources), "held out:", *listed(held_out))
     pairs: Iterable[tuple[bool, str | Conversation]]
     if chat is None:
-        pairs = split_documents(sources, held_out, field=field, separator=separator, skip=skip, say=say)
+        pairs = split_documents(sources, held_out, field=field, separator=separator, skip=skip, say=say, reading=reading)
     else:
-        pairs = split_conversations(sources, held_out, skip=skip)
+        pairs = split_conversations(sources, held_out, skip=skip, reading=reading)
     with _new_folder(Path(out)) as folder, ExitStack() as files:
         writers = tuple(_Writer(folder, split, tokenizer, shard, files, skip) for split in SPLITS)
         for batch in _batches(pairs):
@@ -174,7 +196,8 @@ def prepare(
                 else:
                     writer.write_chats([document for document in documents if isinstance(document, Conversation)], chat)
             if progress is not None:
-                progress(writers[0].counts + writers[1].counts)
+                counts = writers[0].counts + writers[1].counts
+                progress(PreparedSoFar(**asdict(counts), read=reading.done, size=reading.size))
         _check_split(names, held_out, writers[0].counts.documents, writers[1].counts.documents, skipped)
         if tokenizer.json is not None:
             with (folder / TOKENIZER).open("x", encoding="utf-8", newline="") as file:

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 
-from dither.data.text import SEPARATOR, Skip, Sources, documents
+from dither.data.text import SEPARATOR, Reading, Skip, Sources, documents
 from dither.errors import UserError
 
 SHOWN = 40
@@ -40,6 +40,7 @@ def split_documents(
     separator: str | None = SEPARATOR,
     skip: Skip | None = None,
     say: Callable[[str], None] | None = None,
+    reading: Reading | None = None,
 ) -> Iterator[tuple[bool, str]]:
     """Return an iterator of (held out, text). If there is only one document, its last part is held out.
 
@@ -50,10 +51,11 @@ def split_documents(
         separator: The line between two documents of a text file.
         skip: Called with the place of everything that is left out, and why.
         say: Called with a sentence if a single document is split.
+        reading: Counts the bytes that are read.
     """
-    train = documents(sources, field=field, separator=separator, skip=skip)
+    train = documents(sources, field=field, separator=separator, skip=skip, reading=reading)
     if not isinstance(held_out, int | float):
-        held = documents(held_out, field=field, separator=separator, skip=skip)
+        held = documents(held_out, field=field, separator=separator, skip=skip, reading=reading)
         return chain(((False, document.text) for document in train), ((True, document.text) for document in held))
     fraction = check_fraction(held_out)
 

@@ -47,6 +47,60 @@ Skip = Callable[[str, str], None]
 """Called with the place of everything that is left out, and why."""
 
 
+class Reading:
+    """Counts the bytes of source files that were read, as they are on the disk.
+
+    >>> import tempfile, pathlib
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "a.txt"
+    >>> _ = path.write_text("one\\n<|endoftext|>\\ntwo\\n")
+    >>> reading = Reading()
+    >>> texts = documents(path, reading=reading)
+    >>> reading.done, reading.size
+    (0, 22)
+    >>> _ = list(texts)
+    >>> reading.done
+    22
+    """
+
+    def __init__(self) -> None:
+        self._size, self._ended, self._known = 0, 0, True
+        self._stream: BinaryIO | None = None  # that of the current file
+
+    @property
+    def done(self) -> int:
+        """Bytes that were read."""
+        stream = self._stream
+        return self._ended + (0 if stream is None or stream.closed else stream.tell())
+
+    @property
+    def size(self) -> int | None:
+        """Bytes of all files; None if there is a source whose size is not known, such as a dataset that is streamed."""
+        return self._size if self._known else None
+
+    def expect(self, files: Sequence[Path] | None) -> None:
+        """Add files that will be read; None for a source of unknown size."""
+        if files is None:
+            self._known = False
+        else:
+            self._size += sum(_size(path) for path in files)
+
+    def begin(self, stream: BinaryIO) -> BinaryIO:
+        """Count the bytes that are read from the stream of a file."""
+        self._stream = stream
+        return stream
+
+    def end(self, path: Path) -> None:
+        """Count a file as read."""
+        self._stream, self._ended = None, self._ended + _size(path)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # the error is raised when the file is read
+        return 0
+
+
 @dataclass(frozen=True)
 class Document:
     """A text and its origin."""
@@ -61,7 +115,12 @@ class _NotTextError(Exception):
 
 
 def documents(
-    sources: Sources = STDLIB, *, field: str = "text", separator: str | None = SEPARATOR, skip: Skip | None = None
+    sources: Sources = STDLIB,
+    *,
+    field: str = "text",
+    separator: str | None = SEPARATOR,
+    skip: Skip | None = None,
+    reading: Reading | None = None,
 ) -> Iterator[Document]:
     """Return an iterator of the documents of `sources`. A missing source raises a UserError at once, not when it is reached.
 
@@ -72,6 +131,7 @@ def documents(
         field: The name of the text in JSON lines and Parquet.
         separator: The line between two documents of a text file; "" splits at empty lines, None not at all.
         skip: Called with the place of everything that is left out, and why.
+        reading: Counts the bytes that are read.
 
     >>> import tempfile, pathlib, dither.data
     >>> folder = pathlib.Path(tempfile.mkdtemp())
@@ -82,7 +142,7 @@ def documents(
     if separator is not None and (not isinstance(separator, str) or "\n" in separator or "\r" in separator):
         raise UserError(f"A separator is a single line of text, not {separator!r}.")
     tell: Skip = skip or (lambda where, why: None)
-    parts = [_source(source, field, separator, tell) for source in listed(sources)]
+    parts = [_source(source, field, separator, tell, reading or Reading()) for source in listed(sources)]
     return (document for part in parts for document in part())
 
 
@@ -94,22 +154,26 @@ def listed(sources: Sources) -> tuple[str, ...]:
     return tuple(map(str, given))
 
 
-def _source(source: str, field: str, separator: str | None, skip: Skip) -> Callable[[], Iterator[Document]]:
+def _source(source: str, field: str, separator: str | None, skip: Skip, reading: Reading) -> Callable[[], Iterator[Document]]:
     """Return a reader of the documents of one source, after checking that it exists."""
-    if source == STDLIB:
-        return lambda: stdlib(skip)
     if source.startswith("hf:"):
+        reading.expect(None)
         return _hugging_face(source, field, skip)
+    if source == STDLIB:
+        found = stdlib(skip, reading=reading)
+        return lambda: found
     files, named = _files(source, skip), [Path(source)]
+    reading.expect(files)
 
     def read() -> Iterator[Document]:
         for path in files:
             try:
-                yield from _file(path, field, separator, skip)
+                yield from _file(path, field, separator, skip, reading)
             except _NotTextError as error:
                 if files == named:
                     raise UserError(f"{str(path)!r} is {error}, not UTF-8 text, JSON lines or Parquet.") from None
                 skip(str(path), str(error))
+            reading.end(path)
 
     return read
 
@@ -162,8 +226,10 @@ def _enter(top: str, folders: list[str], names: list[str], skip: Skip) -> bool:
     return not prepared
 
 
-def stdlib(skip: Skip = lambda where, why: None, root: str | Path | None = None) -> Iterator[Document]:
-    """Yield the Python files of the standard library, sorted by path, without its tests.
+def stdlib(
+    skip: Skip = lambda where, why: None, root: str | Path | None = None, reading: Reading | None = None
+) -> Iterator[Document]:
+    """Return an iterator of the Python files of the standard library, sorted by path, without its tests.
 
     Tests contain broken text on purpose, and some systems do not install them.
     """
@@ -171,6 +237,7 @@ def stdlib(skip: Skip = lambda where, why: None, root: str | Path | None = None)
     files = sorted(top.rglob("*.py"), key=lambda file: file.relative_to(top).as_posix())
     if not files:
         raise UserError(f"The source code of the standard library is not in {str(top)!r}: name files or folders of text.")
+    chosen = []
     for path in files:
         folders = path.relative_to(top).parts[:-1]
         if any(name in ("site-packages", "dist-packages", "__pycache__") for name in folders):
@@ -178,13 +245,22 @@ def stdlib(skip: Skip = lambda where, why: None, root: str | Path | None = None)
         if any(name in ("test", "tests", "idle_test") for name in folders):
             skip(str(path), "a test")
             continue
-        try:
-            yield from _file(path, "text", None, skip)
-        except _NotTextError as error:
-            skip(str(path), str(error))
+        chosen.append(path)
+    counted = reading or Reading()
+    counted.expect(chosen)
+
+    def read() -> Iterator[Document]:
+        for path in chosen:
+            try:
+                yield from _file(path, "text", None, skip, counted)
+            except _NotTextError as error:
+                skip(str(path), str(error))
+            counted.end(path)
+
+    return read()
 
 
-def _file(path: Path, field: str, separator: str | None, skip: Skip) -> Iterator[Document]:
+def _file(path: Path, field: str, separator: str | None, skip: Skip, reading: Reading) -> Iterator[Document]:
     """Yield the documents of one file, whose kind follows from its name."""
     name = path.name.lower()
     inner = name.rsplit(".", 1)[0] if name.endswith((".xz", ".gz", ".zst")) else name
@@ -192,7 +268,7 @@ def _file(path: Path, field: str, separator: str | None, skip: Skip) -> Iterator
         if name.endswith(".parquet"):
             yield from _parquet(path, field, skip)
             return
-        with _open(path) as stream:
+        with _open(path, reading) as stream:
             if inner.endswith(JSON_LINES):
                 yield from _json_lines(path, stream, field, skip)
             else:
@@ -213,7 +289,7 @@ def _readable(path: Path) -> Iterator[None]:
         raise UserError(f"{str(path)!r} cannot be read: {error.strerror or first_line(error)}.") from None
 
 
-def json_rows(sources: Sources, skip: Skip | None = None) -> Iterator[tuple[object, str]]:
+def json_rows(sources: Sources, skip: Skip | None = None, reading: Reading | None = None) -> Iterator[tuple[object, str]]:
     """Return an iterator of (value, place in words) over the lines of files of JSON lines, in the order of the sources.
 
     A missing source raises a UserError at once. Other files of folders and globs are left out; a file that is named must be
@@ -222,6 +298,7 @@ def json_rows(sources: Sources, skip: Skip | None = None) -> Iterator[tuple[obje
     Args:
         sources: Files, globs or folders.
         skip: Called with the place of everything that is left out, and why.
+        reading: Counts the bytes that are read.
 
     >>> import tempfile, pathlib
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "a.jsonl"
@@ -235,6 +312,9 @@ def json_rows(sources: Sources, skip: Skip | None = None) -> Iterator[tuple[obje
         if source == STDLIB or source.startswith("hf:"):
             raise UserError(f"Conversations come from files of JSON lines, such as chat.jsonl.gz, not {source!r}.")
     parts = [(source, _files(source, tell)) for source in named]
+    counted = reading or Reading()
+    for _, files in parts:
+        counted.expect(files)
 
     def read() -> Iterator[tuple[object, str]]:
         for source, files in parts:
@@ -243,28 +323,34 @@ def json_rows(sources: Sources, skip: Skip | None = None) -> Iterator[tuple[obje
                     if files == [Path(source)]:
                         raise UserError(f"Conversations come from files of JSON lines, such as chat.jsonl, not {str(path)!r}.")
                     tell(str(path), "not JSON lines")
+                    counted.end(path)
                     continue
                 try:
-                    with _readable(path), _open(path) as stream:
+                    with _readable(path), _open(path, counted) as stream:
                         yield from _rows(path, stream)
                 except _NotTextError as error:
                     raise UserError(f"{str(path)!r} is {error}, not JSON lines in UTF-8.") from None
+                counted.end(path)
 
     return read()
 
 
-def _open(path: Path) -> BinaryIO:
+@contextmanager
+def _open(path: Path, reading: Reading) -> Iterator[BinaryIO]:
     """Open a file, decompressed according to its name."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise UserError(f"{str(path)!r} is not a regular file.")
+    with path.open("rb") as file, _decompressed(path, reading.begin(file)) as stream:
+        yield stream
+
+
+def _decompressed(path: Path, file: BinaryIO) -> BinaryIO:
     suffix = path.suffix.lower()
     if suffix == ".xz":
-        return cast(BinaryIO, lzma.open(path))
+        return cast(BinaryIO, lzma.open(file))
     if suffix == ".gz":
-        return cast(BinaryIO, gzip.open(path))
-    if suffix == ".zst":
-        return cast(BinaryIO, _zstd(path).open(path, "rb"))
-    return path.open("rb")
+        return cast(BinaryIO, gzip.open(file))
+    return cast(BinaryIO, _zstd(path).open(file, "rb")) if suffix == ".zst" else file
 
 
 def _zstd(path: Path) -> Any:

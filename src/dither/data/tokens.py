@@ -15,7 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -57,7 +57,7 @@ class Counts:
     """Bytes of the spellings of all tokens: equal to `bytes` for bytes and byte-level BPE."""
 
     def __add__(self, other: "Counts") -> "Counts":
-        return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return Counts(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(Counts)))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from dither.data import Batch, Tokens, held_out
 from dither.errors import UserError
 from dither.nn.deployment import evaluating
+from dither.progress import Tick
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,15 @@ class Perplexity:
         return math.inf if self.loss > 700 else math.exp(self.loss)
 
 
-def perplexity(model: nn.Module, tokens: Tokens, sequence: int, *, count: int | None = None, batch: int = 16) -> Perplexity:
+def perplexity(
+    model: nn.Module,
+    tokens: Tokens,
+    sequence: int,
+    *,
+    count: int | None = None,
+    batch: int = 16,
+    tick: Tick = lambda done, total: None,
+) -> Perplexity:
     """Return the mean loss of a model over windows of `sequence` tokens, spread evenly over `tokens`.
 
     Of conversations, only the tokens that count are targets.
@@ -68,6 +77,7 @@ def perplexity(model: nn.Module, tokens: Tokens, sequence: int, *, count: int | 
         sequence: Tokens per window.
         count: Number of windows; None takes all.
         batch: Windows per forward pass.
+        tick: Called with the number of windows done and of all windows.
 
     >>> import numpy as np
     >>> from dither.data import BYTES
@@ -82,7 +92,11 @@ def perplexity(model: nn.Module, tokens: Tokens, sequence: int, *, count: int | 
     with evaluating(model):
         here = windows.to(place)
         parts = [here.rows(start, start + batch) for start in range(0, len(here.tokens), batch)]
-        sums = torch.stack([summed_loss(model, part, batch) for part in parts]).tolist()
+        totals = []
+        for part in parts:
+            totals.append(summed_loss(model, part, batch))
+            tick(min(len(totals) * batch, len(here.tokens)), len(here.tokens))
+        sums = torch.stack(totals).tolist()
     counts = [part.targets.numel() if part.counted is None else int(part.counted[:, 1:].sum()) for part in parts]
     batches = tuple(each for each in zip(sums, counts, strict=True) if each[1])
     nats = 0.0

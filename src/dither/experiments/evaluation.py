@@ -23,6 +23,7 @@ from dither.models.few_bits import is_in_few_bits, load_dequantized
 from dither.nn.conversion import convert
 from dither.nn.deployment import Deployment, deploy, evaluating, plan_from_bitwidths, replaced, weight_cast
 from dither.precision import Cast, LayerPrecision, Plan
+from dither.progress import Stage, silent
 from dither.recipes import recipe
 from dither.report.estimates import Estimate, paired
 from dither.train import checkpoint, weights
@@ -186,6 +187,7 @@ def run(
     sequence: int | None = None,
     sequences: int = 0,
     device: str = "auto",
+    stage: Stage = silent,
 ) -> Evaluated:
     """Evaluate a model on held-out text and on tasks.
 
@@ -197,11 +199,13 @@ def run(
         sequence: Tokens per sequence of held-out text; by default as in training, or 1024.
         sequences: Number of sequences, evenly spaced over the text; 0 means all.
         device: auto, cpu, cuda, or cuda:N.
+        stage: Shows the stages of the evaluation.
     """
     if sequences < 0 or (sequence is not None and sequence < 1):
         raise UserError(f"--sequence is at least 1 token and --sequences at least 0, not {sequence} and {sequences}.")
     RunSettings(device=device)  # checks it
     chosen = variants or Variants()
+    count = 1 + len(chosen.casts) + len(chosen.plans) + len(chosen.against)
 
     def measured(label: str, kind: str, subject: Subject, bits: float | None = None) -> Variant:
         held_out: Perplexity | None = None
@@ -209,16 +213,22 @@ def run(
         with evaluating(subject.model), subject.forward():
             if subject.corpus is not None:
                 tokens, length = subject.corpus.held_out, subject.sequence
-                held_out = perplexity(subject.model, tokens, length, count=sequences or None, batch=subject.batch)
+                which = f" ({len(done) + 1} of {count})" if count > 1 else ""
+                with stage(f"Evaluating {label}{which}") as tick:
+                    held_out = perplexity(
+                        subject.model, tokens, length, count=sequences or None, batch=subject.batch, tick=tick
+                    )
             if score is not None:
                 tasks = score(subject)
         return Variant(label, kind, held_out, bits, tasks)
 
+    done: list[Variant] = []
     with ExitStack() as stack:
-        ranks = stack.enter_context(joined(device))
-        text = data or (() if score is not None else ("stdlib",))
-        subject = stack.enter_context(opened(Path(model), data, text, sequence, ranks))
-        done = [measured("as trained" if subject.step is not None else "as it is", "model", subject)]
+        with stage(f"Reading {model}"):
+            ranks = stack.enter_context(joined(device))
+            text = data or (() if score is not None else ("stdlib",))
+            subject = stack.enter_context(opened(Path(model), data, text, sequence, ranks))
+        done += [measured("as trained" if subject.step is not None else "as it is", "model", subject)]
         for cast in chosen.casts:
             whole = subject.castable()
             deployment = deployed(whole, cast)
@@ -229,7 +239,9 @@ def run(
             convert(plain, parse_plan(plan), emulate=True)
             done.append(measured(f"plan {plan}", "plan", replace(subject, model=plain)))
         for path in chosen.against:
-            with opened(Path(path), data, data, sequence, ranks) as other:
+            with ExitStack() as reading:
+                with stage(f"Reading {path}"):
+                    other = reading.enter_context(opened(Path(path), data, data, sequence, ranks))
                 done.append(measured(path, "against", _on_text_of(subject, other)))
         sources = () if subject.corpus is None else subject.corpus.sources
         return Evaluated(subject.name, subject.step, ", ".join(data or sources), tuple(done))

@@ -21,6 +21,7 @@ from dither.numerics.updates import weight_and_update
 from dither.optim import AdamMini, AdamW, roles
 from dither.optim.options import MEANING
 from dither.precision import Cast, LayerPrecision, Plan
+from dither.progress import Stage, silent
 from dither.reference.adamw import FORMATS
 from dither.reference.numerics import COUNTS, SAMPLE, cast_counts, update_counts
 from dither.torch_ops import implementation
@@ -99,19 +100,30 @@ class _Weight(NamedTuple):
     update: WeightUpdate | None = None
 
 
-def inspect(path: str | Path, casts: Sequence[Cast]) -> InspectedModel:
+def inspect(path: str | Path, casts: Sequence[Cast], stage: Stage = silent) -> InspectedModel:
     """Inspect the newest whole checkpoint of a run, a checkpoint, or a folder of a Hugging Face model."""
     path = Path(path)
     if not casts:
         raise UserError("There is no cast to inspect weights for: name one, such as e2m1:block(32).")
     if os.path.isfile(path / "config.json"):
-        return InspectedModel(str(path), None, tuple(_inspected(each, casts) for each in _of_huggingface(path)))
-    where = checkpoint_of(path)
-    tensors, plain = checkpoint.load(where)
-    note, updates = _updates(plain, tensors)
-    weights = list(_of_checkpoint(where, tensors, plain))
-    layers = tuple(_inspected(each._replace(update=updates.get(each.name)), casts) for each in weights)
-    return InspectedModel(str(where), int(plain["step"]), layers, note)
+        with stage(f"Reading {path}"):
+            weights = list(_of_huggingface(path))
+        return InspectedModel(str(path), None, _all_inspected(weights, casts, stage))
+    with stage(f"Reading {path}"):
+        where = checkpoint_of(path)
+        tensors, plain = checkpoint.load(where)
+        note, updates = _updates(plain, tensors)
+        weights = [each._replace(update=updates.get(each.name)) for each in _of_checkpoint(where, tensors, plain)]
+    return InspectedModel(str(where), int(plain["step"]), _all_inspected(weights, casts, stage), note)
+
+
+def _all_inspected(weights: Sequence[_Weight], casts: Sequence[Cast], stage: Stage) -> tuple[InspectedWeight, ...]:
+    found = []
+    with stage("Casting weights") as tick:
+        for weight in weights:
+            found.append(_inspected(weight, casts))
+            tick(len(found), len(weights))
+    return tuple(found)
 
 
 def _of_huggingface(path: Path) -> Iterator[_Weight]:

@@ -46,6 +46,7 @@ from dither.nn import bitwidth_loss, step_context
 from dither.nn.conv1d import Conv1D
 from dither.numerics.observe import untouched
 from dither.numerics.report import finite
+from dither.progress import Tick
 from dither.train.trainer import Trainer
 
 DEVIATIONS, FACTOR, FLOOR, LOST = 10.0, 1.25, 2.0**-7, 0.5
@@ -133,6 +134,7 @@ def bisect(
     bound: float | None = None,
     free: bool = False,
     tell: Callable[[str], object] = print,
+    tick: Tick = lambda done, total: None,
 ) -> Bisection:
     """Run two trainers in lockstep until a layer is beyond the bound or all steps are done.
 
@@ -146,6 +148,7 @@ def bisect(
         bound: The largest relative difference; None means the default bound.
         free: Let B keep its own weights, so that differences accumulate as in two separate runs.
         tell: Called with a line about each step.
+        tick: Called with the number of steps done and of all steps.
     """
     if steps < 1:
         raise UserError(f"A bisection needs at least one step, not {steps}.")
@@ -165,6 +168,7 @@ def bisect(
             f"step {step + 1}/{steps}  losses {loss[0]:.4f} and {loss[1]:.4f}  largest: {worst.product} of {worst.layer}, "
             f"{worst.local:.3g} ({worst.ratio:.2g} of its bound)"
         )
+        tick(step + 1, steps)
         if worst.ratio > 1:
             break
     return Bisection(*names, len(losses), bound, found, tuple(losses))

@@ -21,11 +21,15 @@ import torch
 
 from dither import safe_files
 from dither.data import is_prepared, load_tokenizer, open_tokens, prepare
+from dither.data.preparation import reporting
 from dither.data.text import STDLIB
 from dither.errors import UserError
 from dither.experiments.arms import Arm, Sweep, axis_value, value_of
+from dither.progress import Stage, Tick, silent
 from dither.report.comparison import Comparison, Entry, Value, shown
+from dither.report.images import line_images
 from dither.report.run_folder import read_all
+from dither.report.terminal_view import Follower
 from dither.tables import print_table
 from dither.train import config as configs
 from dither.train.config import Config, Data, Optim, RunSettings
@@ -152,13 +156,14 @@ def _changes(saved: Config, now: Config, most: int = 3) -> str:
     return ", ".join(found[:most]) + (f", and {len(found) - most} more" if len(found) > most else "")
 
 
-def prepare_once(common: Config, folder: Path) -> None:
-    """Tokenize the text of all runs, unless it is done."""
+def prepare_once(common: Config, folder: Path, tick: Tick = lambda done, total: None) -> None:
+    """Tokenize the text of all runs, unless it is done. `tick` is called with bytes of text."""
     sources, own = common.data.sources or (STDLIB,), folder / "tokens"
     if len(sources) == 1 and is_prepared(sources[0]):
         return
     if not is_prepared(own):
-        prepare(sources, own, load_tokenizer(common.data.tokenizer), held_out=common.data.held_out)
+        tokenizer = load_tokenizer(common.data.tokenizer)
+        prepare(sources, own, tokenizer, held_out=common.data.held_out, progress=reporting(tick))
     elif open_tokens(own, verify=False).sources != sources:
         raise UserError(f"The tokens in {str(own)!r} were made from other text: choose another folder with --out.")
 
@@ -203,10 +208,12 @@ def run_all(
     command: Sequence[str] = (),
     seconds: float | None = None,
     say: Callable[[str], None] = print,
+    stage: Stage = silent,
 ) -> int:
     """Train the unfinished runs, `parallel` at a time. Return 0, or the exit code of the signal that ended them.
 
-    After `seconds`, unfinished runs are saved and stopped as by SIGTERM (143); `resume` continues them.
+    After `seconds`, unfinished runs are saved and stopped as by SIGTERM (143); `resume` continues them. `stage` shows the steps
+    of parallel runs; a run alone shows its own steps.
     """
     if parallel < 1:
         raise UserError(f"--parallel is the number of runs that train at the same time, at least 1, not {parallel}.")
@@ -217,15 +224,19 @@ def run_all(
     todo = [(label, trial) for label, trial in numbered if not done[label]]
     if parallel == 1 and seconds is None:
         return _one_by_one(todo, resume, command, say)
-    return _Pool(todo, resume, command, seconds, say).run(parallel)
+    with stage(f"Training {len(todo)} runs, {parallel} at a time") as tick:
+        return _Pool(todo, resume, command, seconds, say).run(parallel, tick)
 
 
 def _one_by_one(todo: Sequence[tuple[str, Trial]], resume: bool, command: Sequence[str], say: Callable[[str], None]) -> int:
-    for label, trial in todo:
+    lengths = [trial.config.run.steps for _, trial in todo]
+    for number, (label, trial) in enumerate(todo):
         say(label)
         sys.stdout.flush()
-        with Progress(sys.stdout, steps=trial.config.run.steps) as progress:
-            outcome = train(trial.config, resume=resume and trial.begun, command=command, progress=progress)
+        steps, before = trial.config.run.steps, sum(lengths[:number])
+        with Progress(sys.stdout, steps=steps, before=before, in_all=sum(lengths)) as progress:
+            resumes = resume and trial.begun
+            outcome = train(trial.config, resume=resumes, command=command, progress=progress, draw=line_images)
         if outcome.how == "signal":
             say(f"{outcome.why} Continue with --resume.")
             return outcome.code
@@ -238,6 +249,12 @@ class _Running:
     trial: Trial
     process: BaseProcess
     log: Path
+    metrics: Follower
+
+    def steps(self, before: int) -> int:
+        """Return the steps done, given those of the last call."""
+        steps: list[int] = [line["step"] for line in self.metrics.new() if line["kind"] == "train"]
+        return max([before, *steps])
 
 
 class _Pool:
@@ -254,9 +271,12 @@ class _Pool:
         self.waiting, self.resume, self.command, self.say = list(todo), resume, tuple(command), say
         self.deadline = None if seconds is None else monotonic() + seconds
         self.running: list[_Running] = []
+        self.steps = {label: 0 for label, _ in todo}
+        """Steps done by each run."""
+        self.total = sum(trial.config.run.steps for _, trial in todo)
         self.context: Any = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
 
-    def run(self, parallel: int) -> int:
+    def run(self, parallel: int, tick: Tick) -> int:
         """Run `parallel` processes until all runs have ended, one fails, a signal arrives or the time is up."""
         if os.environ.get("WORLD_SIZE", "1") != "1":
             raise UserError("--parallel starts processes itself: run it without torchrun, or without --parallel.")
@@ -267,6 +287,8 @@ class _Pool:
                     while self.waiting and len(self.running) < parallel:
                         self._start(*self.waiting.pop(0), parallel)
                     connection.wait([each.process.sentinel for each in self.running], timeout=POLL)
+                    self.steps |= {each.label: each.steps(self.steps[each.label]) for each in self.running}
+                    tick(sum(self.steps.values()), self.total)
                     failed = next(filter(None, [self._end(each) for each in self._over()]), "")
                     if failed or signals.received or self._late():
                         break
@@ -289,7 +311,7 @@ class _Pool:
         arguments = (trial.config, self.resume and trial.begun, self.command, str(log), threads)
         process = self.context.Process(target=_work, args=arguments, name=str(trial))
         process.start()
-        self.running.append(_Running(label, trial, process, log))
+        self.running.append(_Running(label, trial, process, log, Follower(trial.folder)))
         self.say(f"{label} starts; its output is in {log}")
 
     def _over(self) -> list[_Running]:
@@ -338,7 +360,8 @@ def _work(config: Config, resume: bool, command: tuple[str, ...], log: str, thre
 
 def _trained(config: Config, resume: bool, command: tuple[str, ...]) -> int:
     try:
-        outcome: Outcome = train(config, resume=resume, command=command, progress=Progress(sys.stdout, steps=config.run.steps))
+        progress = Progress(sys.stdout, steps=config.run.steps)
+        outcome: Outcome = train(config, resume=resume, command=command, progress=progress, draw=line_images)
     except UserError as error:
         print(error, flush=True)
         return 2

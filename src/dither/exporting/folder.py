@@ -5,7 +5,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,15 @@ from dither.nn.deployment import Evaluate, evaluating, plan_from_bitwidths
 from dither.nn.linear import Linear
 from dither.nn.linear_sites import converted_layers, linear_of
 from dither.precision import Plan
+from dither.progress import Stage, silent
 from dither.safe_files import sync
 from dither.versions import versions
 
 NO_EXPERTS = "re:^no experts in few bits$"
 """A target of compressed-tensors that matches no layer."""
+
+CHECKING = "Loading the result with transformers and comparing logits"
+"""The title of the stage of `check`."""
 
 RECORD, CARD = "dither_export.json", "README.md"
 
@@ -82,26 +86,50 @@ def export(
     >>> record.sizes()
     [('mxfp4', 14, 393216, 4.25), ('bf16', 1, 32768, 16.0)]
     """
+    chosen = ExportOptions(format, plan, tokenizer, engine, evaluate, check, max_shard_size, provenance or {})
+    return export_in_stages(model, folder, chosen)
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """The options of `export`, which explains them."""
+
+    format: str = "bf16"
+    plan: Plan | None = None
+    tokenizer: AnyTokenizer | None = None
+    engine: Engine = "any"
+    evaluate: Evaluate | None = None
+    check: bool = False
+    max_shard_size: int | str = "5GB"
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+
+def export_in_stages(model: nn.Module, folder: str | os.PathLike[str], options: ExportOptions, stage: Stage = silent) -> Export:
+    """Write a model as `export` does, and show the stages of that."""
+    format, plan, tokenizer, engine = options.format, options.plan, options.tokenizer, options.engine
     check_format(format)
     if engine not in ("any", "vllm"):
         raise UserError(f"engine is 'any' or 'vllm', not {engine!r:.80}.")
-    most = shard_bytes(max_shard_size)
+    most = shard_bytes(options.max_shard_size)
     check_target(Path(folder), format)
     layout = Layout(model)
     if tokenizer is not None:
         check_fit(tokenizer, layout.vocab_size)
-    given = {**dict(provenance or {}), "versions": dict(versions())}
+    given = {**dict(options.provenance), "versions": dict(versions())}
     if format in GGUF:
-        return _export_gguf(layout, Path(folder), format, tokenizer, evaluate, check, given)
+        return _export_gguf(layout, Path(folder), replace(options, provenance=given), stage)
     dense = "fp16" if format == "fp16" else "bf16"
     choices = choose(layout, _wanted(model, format, plan), engine)
     if format not in DENSE and not any(choice.format for choice in choices):
         raise UserError(_nothing(layout, format, choices))
     job = _Job(layout, choices, dense, format)
     with appearing(Path(folder)) as place:
-        writer = _Writer(place, most)
-        layers = list(job.write(writer))
-        files = writer.finish()
+        with stage("Writing weights") as tick:
+            writer, layers = _Writer(place, most), list[ExportedLayer]()
+            for layer in job.write(writer):
+                layers.append(layer)
+                tick(len(layers), len(choices))
+            files = writer.finish()
         notes = () if tokenizer is not None else ("No tokenizer was given, so the folder has none.",)
         described = _settings(layout, DENSE[dense], job.quantization())
         if tokenizer is not None:
@@ -112,7 +140,7 @@ def export(
             Path(folder), format, tuple(layers), sum(tensor.numel() for tensor in layout.tensors().values()), files, notes=notes
         )
         record = replace(record, provenance=given)
-        record = job.measured(record, evaluate, place if check else None)
+        record = job.measured(record, options.evaluate, place if options.check else None, stage)
         write_json(place / RECORD, record.to_dict())
         (place / CARD).write_text(model_card(record, described, plan), encoding="utf-8")
     return record
@@ -262,7 +290,7 @@ class _Job:
             "global_compression_ratio": None,
         }
 
-    def measured(self, record: Export, evaluate: Evaluate | None, checked: Path | None) -> Export:
+    def measured(self, record: Export, evaluate: Evaluate | None, checked: Path | None, stage: Stage) -> Export:
         """Return the record with the losses before and after the cast, and with the result of the check."""
         if evaluate is None and checked is None:
             return record
@@ -276,7 +304,8 @@ class _Job:
             ours = dequantized(self.layout, (), numbers, DENSE[self.dense])
             longest = getattr(self.layout.model.config, "max_position_embeddings", None)
             quantized = bool(numbers) and not self.deepseek
-            result = compare(checked, ours, quantized=quantized, vocab_size=self.layout.vocab_size, longest=longest)
+            with stage(CHECKING):
+                result = compare(checked, ours, quantized=quantized, vocab_size=self.layout.vocab_size, longest=longest)
             record = replace(record, check=result)
         return record
 
@@ -286,29 +315,24 @@ def _loss(model: nn.Module, evaluate: Evaluate) -> float:
         return float(evaluate(model))
 
 
-def _export_gguf(
-    layout: Layout,
-    path: Path,
-    format: str,
-    tokenizer: AnyTokenizer | None,
-    evaluate: Evaluate | None,
-    check: bool,
-    provenance: Mapping[str, Any],
-) -> Export:
+def _export_gguf(layout: Layout, path: Path, options: ExportOptions, stage: Stage) -> Export:
     """Write a GGUF file; read it back to measure its loss, and to compare logits with transformers' own reader of GGUF."""
-    partial, layers = write_new_file(layout, path, format, tokenizer)
+    evaluate = options.evaluate
+    with stage("Writing weights"):
+        partial, layers = write_new_file(layout, path, options.format, options.tokenizer)
     try:
         count = sum(tensor.numel() for tensor in layout.tensors().values())
-        notes = () if tokenizer is not None else ("No tokenizer was given, so the file has no vocabulary.",)
-        record = Export(path, format, tuple(layers), count, partial.stat().st_size, notes=notes, provenance=provenance)
+        notes = () if options.tokenizer is not None else ("No tokenizer was given, so the file has no vocabulary.",)
+        size = partial.stat().st_size
+        record = Export(path, options.format, tuple(layers), count, size, notes=notes, provenance=options.provenance)
         after = dequantized(layout, (), read_gguf(layout, partial), torch.float32)
         if evaluate is not None:
             record = replace(record, loss_before=_loss(plain_model(layout), evaluate), loss_after=_loss(after, evaluate))
-        if check:
+        if options.check:
             longest = getattr(layout.model.config, "max_position_embeddings", None)
-            record = replace(
-                record, check=compare(partial, after, quantized=False, vocab_size=layout.vocab_size, longest=longest)
-            )
+            with stage(CHECKING):
+                found = compare(partial, after, quantized=False, vocab_size=layout.vocab_size, longest=longest)
+            record = replace(record, check=found)
         sync(partial)
         os.rename(partial, path)
         sync(path.absolute().parent)

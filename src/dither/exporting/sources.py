@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from dither.data import Corpus, Tokenizer, load_tokenizer
 from dither.errors import UserError
@@ -23,6 +24,7 @@ from dither.models.folder_files import read_json
 from dither.nn.conversion import convert
 from dither.nn.deployment import Evaluate, plan_from_bitwidths
 from dither.precision import Plan
+from dither.progress import Stage, silent
 from dither.storage.reading import SavedTensors
 from dither.train import checkpoint
 from dither.train.config import Config, RunSettings
@@ -59,12 +61,13 @@ class Source:
     template: str | None = None
     """The chat template of the run's conversations, "simple" or "tokenizer"; None for text."""
 
-    def evaluator(self, sequence: int | None, sequences: int) -> Evaluate | None:
+    def evaluator(self, sequence: int | None, sequences: int, stage: Stage = silent) -> Evaluate | None:
         """Return a function (model) -> held-out loss, or None without text.
 
         Args:
             sequence: Tokens per sequence; by default as in training.
             sequences: Most sequences, evenly spaced over the text; 0 means all.
+            stage: Shows the progress of each evaluation.
         """
         corpus = self.corpus
         if corpus is None:
@@ -72,7 +75,12 @@ class Source:
         length = sequence or self.sequence
         most = (len(corpus.held_out) - 1) // length
         count = min(sequences, most) if sequences and most > 0 else None
-        return lambda model: perplexity(model, corpus.held_out, length, count=count).loss
+
+        def evaluate(model: nn.Module) -> float:
+            with stage("Evaluating on held-out text") as tick:
+                return perplexity(model, corpus.held_out, length, count=count, tick=tick).loss
+
+        return evaluate
 
 
 @contextmanager

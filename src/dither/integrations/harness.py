@@ -14,6 +14,7 @@ from typing import Any
 from dither.errors import UserError
 from dither.evaluate.scores import TaskScore
 from dither.experiments.evaluation import Score, Subject
+from dither.progress import Stage
 
 try:
     import datasets
@@ -27,6 +28,11 @@ from dither.integrations.lm_eval import DitherLM
 
 SUFFIXES = (".jsonl", ".jsonl.xz", ".json", ".json.xz")
 """Names of task files in a folder end in one of these."""
+
+MOST_SHOTS = 1000
+
+SEED = 1234
+"""Seed of the choice of examples, that of lm-eval's own command."""
 
 LARGEST = 1 << 30
 """Most bytes of a file of questions, after decompression."""
@@ -73,10 +79,14 @@ class Tasks:
     files: Mapping[str, Path | None]
     limit: int | None = None
     """Most questions per task, the first ones."""
+    shots: int | None = None
+    """Solved examples before each question; None means as many as the task says, and none with questions of a file."""
 
     @staticmethod
-    def parse(names: Sequence[str], folder: Path | None, limit: int | None = None) -> "Tasks":
+    def parse(names: Sequence[str], folder: Path | None, limit: int | None = None, shots: int | None = None) -> "Tasks":
         """Return tasks from words NAME or NAME=FILE; a NAME alone is looked for in the folder, if one is given."""
+        if shots is not None and not 0 <= shots <= MOST_SHOTS:
+            raise UserError(f"--shots is a number of examples from 0 to {MOST_SHOTS}, not {shots}.")
         if limit is not None and limit < 1:
             raise UserError(f"--limit is at least 1 question per task, not {limit}.")
         files: dict[str, Path | None] = {}
@@ -87,7 +97,7 @@ class Tasks:
             if name in files:
                 raise UserError(f"The task {name!r} is named twice: give the second one another name, as in NAME=FILE.")
             files[name] = Path(file) if equals else _in_folder(name, folder)
-        return Tasks(files, limit)
+        return Tasks(files, limit, shots)
 
 
 def _in_folder(name: str, folder: Path | None) -> Path | None:
@@ -161,9 +171,17 @@ def _kind(record: Any) -> frozenset[str]:
     return next((kind for kind in KINDS if isinstance(record, dict) and kind <= record.keys()), frozenset())
 
 
-def write_task(name: str, path: Path, folder: Path) -> None:
-    """Write the YAML and the questions of a task into a folder, for `TaskManager(include_path=folder)`."""
+def write_task(name: str, path: Path, folder: Path, shots: int = 0) -> None:
+    """Write the YAML and the questions of a task into a folder, for `TaskManager(include_path=folder)`.
+
+    Examples are other questions of the same file.
+    """
     records = read_questions(path)
+    if shots >= len(records):
+        raise UserError(
+            f"The task {name!r} has {len(records)} questions, and --shots {shots} takes that many others as examples before "
+            "each of them: use fewer examples."
+        )
     settings = dict(KINDS[_kind(records[0])])
     choices = [choice for record in records for choice in record.get("choices", ())]
     if choices and all(choice.startswith(" ") for choice in choices):
@@ -177,7 +195,8 @@ def write_task(name: str, path: Path, folder: Path) -> None:
         "dataset_path": "json",
         "dataset_kwargs": {"data_files": {"test": str(questions)}, "cache_dir": str(folder / "cache")},
         "test_split": "test",
-        "num_fewshot": 0,
+        "fewshot_split": "test",  # lm-eval leaves out the question itself
+        "num_fewshot": shots,
         "metadata": {"version": 1.0},
     }
     (folder / f"{name}.yaml").write_text(json.dumps(settings, indent=1), encoding="utf-8")  # JSON is YAML
@@ -187,7 +206,7 @@ def load_tasks(tasks: Tasks, folder: Path) -> Any:
     """Return the tasks as `lm_eval.evaluator.evaluate` takes them. Questions of local files go through `folder`."""
     for name, path in tasks.files.items():
         if path is not None:
-            write_task(name, path, folder)
+            write_task(name, path, folder, tasks.shots or 0)
     manager = TaskManager(include_path=str(folder), include_defaults=None in tasks.files.values())
     unknown = [name for name in tasks.files if name not in manager.all_tasks]
     if unknown:
@@ -196,7 +215,7 @@ def load_tasks(tasks: Tasks, folder: Path) -> Any:
         )
     with _quiet():
         try:
-            return manager.load(list(tasks.files))
+            loaded = manager.load(list(tasks.files))
         except UserError:
             raise
         except Exception as error:  # such as a network that cannot be reached
@@ -205,13 +224,27 @@ def load_tasks(tasks: Tasks, folder: Path) -> Any:
                 f"The tasks {', '.join(tasks.files)} cannot be loaded ({words}): offline, name files of questions, as in "
                 f"{next(iter(tasks.files))}=FILE.jsonl."
             ) from None
+    if tasks.shots is not None:
+        set_shots({name: task for name, task in loaded["tasks"].items() if tasks.files.get(name) is None}, tasks.shots)
+    return loaded
+
+
+def set_shots(own: Mapping[str, Any], shots: int) -> None:
+    """Set the number of examples of lm-eval's own tasks; raise if one of them takes none."""
+    for name, task in own.items():
+        if shots != (given := task.get_config("num_fewshot")):
+            if given == 0:  # lm-eval's command ignores the number here
+                raise UserError(f"The task {name!r} of lm-eval takes no examples: leave out --shots, or this task.")
+            task.set_config(key="num_fewshot", value=shots)
 
 
 def scores(lm: LM, task_dict: Any, limit: int | None = None) -> tuple[TaskScore, ...]:
     """Return the scores of a model of the harness on tasks that `load_tasks` has loaded.
 
-    A group of tasks is scored task by task.
+    A group of tasks is scored task by task. Examples are drawn anew with the same seed, so that every model sees the same ones.
     """
+    for task in task_dict["tasks"].values():
+        task.set_fewshot_seed(seed=SEED)
     with _quiet():
         # No bootstrap: standard errors follow from the numbers per question.
         try:
@@ -241,18 +274,21 @@ def _scores_of(name: str, found: Any) -> Iterator[TaskScore]:
         yield TaskScore(name, label, float(value), bool(higher.get(metric, True)), values, logarithmic and bool(values))
 
 
-def scorer(tasks: Tasks, folder: Path, longest: int | None = None) -> Score:
+def scorer(tasks: Tasks, folder: Path, longest: int | None = None, stage: Stage | None = None) -> Score:
     """Return a function that scores models on tasks, as `dither.experiments.evaluation.run` takes it.
 
     Args:
         tasks: The tasks, which are loaded once.
         folder: A folder for the questions of local files.
         longest: Most tokens per request; by default as many as the model has positions.
+        stage: Shows how many questions are answered; by default a bar of tqdm does.
     """
     loaded = load_tasks(tasks, folder)
 
     def score(subject: Subject) -> tuple[TaskScore, ...]:
-        return scores(DitherLM(subject.model, subject.tokenizer, longest=longest), loaded, tasks.limit)
+        model = DitherLM(subject.model, subject.tokenizer, longest=longest)
+        model.stage = stage
+        return scores(model, loaded, tasks.limit)
 
     return score
 

@@ -5,8 +5,8 @@ Importing this module registers the model "dither" for `simple_evaluate(model="d
 """
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from dither.evaluate.likelihood import log_likelihoods
 from dither.exporting.sampling_text import prepare, tokenizer_of
 from dither.exporting.sources import opened
 from dither.models import CausalLM, generate
+from dither.progress import Stage, counter
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -70,6 +71,8 @@ class DitherLM(TemplateLM):  # type: ignore[misc]
         self.model, self.text_tokenizer, self.forward = model, tokenizer, forward
         self.first = tuple(tokens_before(tokenizer))
         self._device = next(model.parameters()).device
+        self.stage: Stage | None = None
+        """Shows how many requests are answered; None shows a bar of tqdm, as other models of the harness do."""
         self.max_length = longest or getattr(getattr(model, "config", None), "max_position_embeddings", None) or 2048
 
     @property
@@ -98,7 +101,7 @@ class DitherLM(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **others: Any
     ) -> list[tuple[float, bool]]:
-        with self.forward(), tqdm(total=len(requests), desc="Questions", disable=disable_tqdm) as bar:
+        with self.forward(), self._counted("Questions", len(requests), disable_tqdm) as add:
             found = log_likelihoods(
                 self.model,
                 [(context, continuation) for _, context, continuation in requests],
@@ -106,7 +109,7 @@ class DitherLM(TemplateLM):  # type: ignore[misc]
                 if isinstance(self.model, CausalLM)
                 else self.text_tokenizer.vocab_size,
                 longest=self.max_length,
-                progress=bar.update,
+                progress=add,
             )
         for (key, _, _), answer in zip(requests, found, strict=True):
             if key is not None:
@@ -136,13 +139,25 @@ class DitherLM(TemplateLM):  # type: ignore[misc]
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Return the greedy continuation of each context, up to the first stop sequence."""
         found = []
-        for request in tqdm(requests, desc="Texts", disable=disable_tqdm or not sys.stderr.isatty()):
-            context, settings = request.args
-            if settings.get("do_sample") and settings.get("temperature", 1.0) > 0:
-                raise UserError("The model 'dither' of lm-eval generates greedily: remove do_sample from the task.")
-            stops = settings.get("until") or []
-            found.append(self._continued(context, [stops] if isinstance(stops, str) else stops, settings))
+        with self._counted("Texts", len(requests), disable_tqdm or not sys.stderr.isatty()) as add:
+            for request in requests:
+                context, settings = request.args
+                if settings.get("do_sample") and settings.get("temperature", 1.0) > 0:
+                    raise UserError("The model 'dither' of lm-eval generates greedily: remove do_sample from the task.")
+                stops = settings.get("until") or []
+                found.append(self._continued(context, [stops] if isinstance(stops, str) else stops, settings))
+                add(1)
         return found
+
+    @contextmanager
+    def _counted(self, title: str, total: int, disable_tqdm: bool) -> Iterator[Callable[[int], object]]:
+        """Yield the function that counts answered requests."""
+        if self.stage is not None:
+            with self.stage(title) as tick:
+                yield counter(tick, total)
+        else:
+            with tqdm(total=total, desc=title, disable=disable_tqdm) as bar:
+                yield bar.update
 
     def _continued(self, context: str, stops: Sequence[str], settings: dict[str, Any]) -> str:
         """Return the greedy continuation of a context. Tokens are drawn in growing chunks, so that a stop ends it early."""

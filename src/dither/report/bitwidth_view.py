@@ -69,7 +69,7 @@ class BitwidthView:
 
 def bitwidth_view(run: RunFolder) -> BitwidthView | None:
     """Return the learned bitwidths of a run, or None if it has none."""
-    lines = [(line["step"], found) for line in run.of("bitwidths") if (found := _layers(line))]
+    lines = [(line["step"], found) for line in run.of("bitwidths") if (found := layer_bits(line))]
     if not lines:
         return None
     shown = [lines[part[-1]] for part in stretches([step for step, _ in lines], MOST_STEPS)]
@@ -175,7 +175,7 @@ def _blocks(run: RunFolder, names: Sequence[str]) -> tuple[Any, Any, int | None]
     return tuple(found), tuple(shapes), step if type(step) is int and any(found) else None
 
 
-def _layers(line: Mapping[str, Any]) -> dict[str, LayerBits]:
+def layer_bits(line: Mapping[str, Any]) -> dict[str, LayerBits]:
     """Return the layers of a line of bitwidths, with everything but numbers removed."""
     layers = line.get("layers")
     found = {}

@@ -168,6 +168,17 @@ def plan_history(run: RunFolder) -> tuple[PlanHistory | None, list[str]]:
     return PlanHistory(grid, tuple(entries), tuple(states), tuple(each[3] for each in found)), missing
 
 
+def plan_operands(names: Sequence[str], plan: Plan) -> tuple[tuple[OperandPrecision, ...], ...]:
+    """Return the precision of each layer's input, weight and gradient: a row per operand.
+
+    >>> from dither.recipes import recipe
+    >>> [row[0].text for row in plan_operands(["model.layers.0.mlp.up_proj"], recipe("fp8-hybrid"))]
+    ['e4m3', 'e4m3', 'e5m2']
+    """
+    layers = [plan.for_layer(name) or LayerPrecision() for name in names]
+    return tuple(tuple(_operand(layer, operand, plan.compute) for layer in layers) for operand in OPERANDS)
+
+
 def _operand(precision: LayerPrecision, operand: str, compute: str) -> OperandPrecision:
     texts = [compute if cast is None else cast.format for cast in precision.casts_of(operand)]
     sampling = {"input": precision.input_sampling, "weight": precision.sampling}.get(operand)

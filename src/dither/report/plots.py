@@ -6,9 +6,12 @@ The same runs give the same bytes: ids come from a fixed salt, and no date is wr
 import io
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+import numpy
 
 from dither import safe_files
 from dither.errors import UserError
@@ -31,12 +34,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from dither.report.maps import OperandPrecision
     from dither.report.page import Report
 
 Kind = Literal["png", "svg"]
 
 INK, GRID = "#3f4851", "#d9dee4"
-DOTS_PER_INCH = 200
+DOTS_PER_INCH, SCREEN_DOTS = 200, 100
+"""Dots per inch of PNG files for papers, and of images for trackers."""
 OPERANDS = ("input", "weight", "gradient")
 
 
@@ -84,11 +89,22 @@ def _write(path: Path, data: bytes) -> None:
         raise UserError(f"The figure {str(path)!r} cannot be written: {error}.") from None
 
 
-def _drawn(draw: "Callable[[Figure], None]", salt: str, kind: Kind) -> bytes:
-    """Return the file of a drawing, in matplotlib's defaults instead of a user's style file."""
-    import matplotlib
+def pixels(draw: "Callable[[Figure], None]") -> Any:
+    """Return what `draw` draws as uint8[height, width, 3]."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
+    with _figure("") as figure:
+        canvas = FigureCanvasAgg(figure)
+        draw(figure)
+        figure.set_dpi(SCREEN_DOTS)
+        canvas.draw()  # type: ignore[no-untyped-call]
+        return numpy.asarray(canvas.buffer_rgba())[..., :3].copy()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _figure(salt: str) -> "Iterator[Figure]":
+    """Yield an empty figure, in matplotlib's defaults instead of a user's style file."""
+    import matplotlib
     from matplotlib.figure import Figure
 
     style: dict[str, Any] = {
@@ -99,7 +115,15 @@ def _drawn(draw: "Callable[[Figure], None]", salt: str, kind: Kind) -> bytes:
     }  # fmt: skip
     default: dict[str, Any] = {k: v for k, v in matplotlib.rcParamsDefault.items() if not k.startswith("backend")}
     with matplotlib.rc_context(default | style):  # type: ignore[arg-type]
-        figure = Figure(figsize=(5.4, 3.2), layout="constrained")
+        yield Figure(figsize=(5.4, 3.2), layout="constrained")
+
+
+def _drawn(draw: "Callable[[Figure], None]", salt: str, kind: Kind) -> bytes:
+    """Return the file of a drawing."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
+    with _figure(salt) as figure:
         if kind == "png":
             data = io.BytesIO()
             canvas = FigureCanvasAgg(figure)
@@ -204,23 +228,24 @@ def _maps(section: Section) -> "dict[str, Callable[[Figure], None]]":
     """Return drawings of the plan in force, the sensitivity and the bitwidths of a run."""
     found: dict[str, Callable[[Figure], None]] = {}
     if (plans := section.plans) is not None:
-        cells = plans.states[-1].cells
-        colours = [[plans.entries[at].colours[0] for at in row] for row in cells]
-        used = {name: colour for row in cells for at in row
-                for name, colour in zip(plans.entries[at].formats, plans.entries[at].colours, strict=True)}  # fmt: skip
-        found[f"{section.id}-precision-map"] = _precision_map(plans.grid, colours, used)
+        operands = [[plans.entries[at] for at in row] for row in plans.states[-1].cells]
+        found[f"{section.id}-precision-map"] = precision_map(plans.grid, operands)
     if section.snip is not None and section.plans is not None:
         last = section.snip.sensitivities[-1]
         values = [row[-1] if row and row[-1] > 0 else None for row in last.harm]
         title = f"Estimated harm of {last.options[-1]} at step {last.measured:,}"
-        found[f"{section.id}-sensitivity-map"] = _heat_map(section.plans.grid, values, title, log=True)
+        found[f"{section.id}-sensitivity-map"] = heat_map(section.plans.grid, values, title, log=True)
     if (view := section.bitwidths) is not None:
         title = f"Mean bitwidths at step {view.steps[-1]:,}"
-        found[f"{section.id}-bitwidth-map"] = _heat_map(view.grid, view.means[-1], title, ends=view.scale)
+        found[f"{section.id}-bitwidth-map"] = heat_map(view.grid, view.means[-1], title, ends=view.scale)
     return found
 
 
-def _precision_map(grid: LayerGrid, colours: Sequence[Sequence[str]], used: Mapping[str, str]) -> "Callable[[Figure], None]":
+def precision_map(grid: LayerGrid, operands: "Sequence[Sequence[OperandPrecision]]") -> "Callable[[Figure], None]":
+    """Return a drawing of the formats of inputs, weights and gradients: a row of layers for each of them."""
+    colours = [[each.colours[0] for each in row] for row in operands]
+    used = {name: colour for row in operands for each in row for name, colour in zip(each.formats, each.colours, strict=True)}
+
     def draw(figure: "Figure") -> None:
         from matplotlib.patches import Patch
 
@@ -234,9 +259,11 @@ def _precision_map(grid: LayerGrid, colours: Sequence[Sequence[str]], used: Mapp
     return draw
 
 
-def _heat_map(
+def heat_map(
     grid: LayerGrid, values: Sequence[float | None], title: str, *, ends: tuple[float, float] | None = None, log: bool = False
 ) -> "Callable[[Figure], None]":
+    """Return a drawing of a number of each layer."""
+
     def draw(figure: "Figure") -> None:
         from matplotlib.cm import ScalarMappable
         from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize, to_hex

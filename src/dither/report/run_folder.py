@@ -16,6 +16,7 @@ from typing import Any
 from dither import run_lock, safe_files
 from dither.errors import UserError
 from dither.precision import Plan
+from dither.progress import Tick
 from dither.safe_files import Refused
 
 LARGEST_METRICS = 256 << 20
@@ -180,8 +181,11 @@ def read_briefly(folder: str | Path) -> RunFolder:
     return RunFolder(folder, name, frozen[0], text, None, (), (), {}, frozen[1], frozen[2], tuple(missing))
 
 
-def read_all(folders: Sequence[str | Path]) -> tuple[RunFolder, ...]:
-    """Read several runs. Their names are those of their folders, with as many parent folders as needed to be distinct."""
+def read_all(folders: Sequence[str | Path], tick: Tick = lambda done, total: None) -> tuple[RunFolder, ...]:
+    """Read several runs. Their names are those of their folders, with as many parent folders as needed to be distinct.
+
+    `tick` is called after each run.
+    """
     if not folders:
         raise UserError("A report needs at least one run: name its folder.")
     for folder in folders:
@@ -195,8 +199,11 @@ def read_all(folders: Sequence[str | Path]) -> tuple[RunFolder, ...]:
         names = ["/".join(path.parts[-depth:]) for path in paths]
         if len(set(names)) == len(names):
             break
-    runs = (read(folder) for folder in folders)
-    return tuple(RunFolder(**{**vars(run), "name": name}) for run, name in zip(runs, names, strict=True))
+    runs = []
+    for folder, name in zip(folders, names, strict=True):
+        runs.append(RunFolder(**{**vars(read(folder)), "name": name}))
+        tick(len(runs), len(folders))
+    return tuple(runs)
 
 
 def expanded(folders: Sequence[str | Path]) -> list[Path]:

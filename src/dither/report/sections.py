@@ -198,7 +198,7 @@ def _plan_text(plans: PlanHistory | None) -> str:
     changes = sum(state.changed for state in plans.states[1:])
     if len(plans.states) == 1:
         return "The plan did not change."
-    return f"The plan changed {changes} {'time' if changes == 1 else 'times'}; the map shows the plan in force."
+    return f"The plan changed {'once' if changes == 1 else f'{changes} times'}; the map shows the plan in force."
 
 
 def _changes(plans: PlanHistory) -> Table | None:
@@ -256,7 +256,10 @@ def part_charts(run: RunFolder) -> tuple[PartChart, ...]:
             times[name] = times.get(name, 0.0) + value
     if times:
         rows = tuple((name, value, duration(value)) for name, value in sorted(times.items(), key=lambda each: -each[1]))
-        about = "Training includes compilation and data. Steps done again after a resume count twice."
+        about = (
+            "Forward, backward and optimizer are those of all steps, with compilation; on a GPU they are the times on its "
+            "stream. The rest of training has data and launches. Steps done again after a resume count twice."
+        )
         found.append(PartChart("Time by part", rows, about))
     return tuple(found)
 

@@ -164,7 +164,8 @@ def _event(line: Mapping[str, Any]) -> str:
         case "guard":
             text = str(line.get("text"))
         case "plan":
-            text = f"{'a new plan' if line.get('changed') else 'the same plan'}: {line.get('reason')}"
+            # The line of the first plan does not say whether it is new.
+            text = f"{'a new plan' if line.get('changed', True) else 'the same plan'}: {line.get('reason')}"
         case "save":
             text = "saved"
         case _:

@@ -14,6 +14,7 @@ from dither.errors import UserError
 from dither.nn.conversion import _reasons
 from dither.nn.linear_sites import find_sites
 from dither.precision import LayerPrecision, Plan
+from dither.progress import Tick
 from dither.recipes import recipe, recipe_name
 from dither.snip.layer_options import Option
 from dither.snip.savings import Shape, Times, measure_times, read_times
@@ -59,6 +60,7 @@ def auto_plan(
     times: Times | str | Path | None = None,
     device: torch.device | str | None = None,
     say: Callable[[str], None] | None = None,
+    tick: Tick = lambda done, total: None,
 ) -> Plan:
     """Return a plan that casts the layers that FP8 makes faster on the model's GPU, and leaves the others in BF16.
 
@@ -74,6 +76,7 @@ def auto_plan(
             Without a GPU, all times come from here.
         device: The GPU to measure on; by default that of the model.
         say: Called with a table of the choices and the reasons.
+        tick: Called after each shape that is measured.
 
     >>> from dither.models import build
     >>> from dither.snip import Times
@@ -90,7 +93,7 @@ def auto_plan(
     place = next((parameter.device for parameter in model.parameters()), "cpu") if device is None else device
     if isinstance(times, Times):
         check_complete(shapes, times, candidates)
-    known = times if isinstance(times, Times) else times_of(shapes, candidates, torch.device(place), times)
+    known = times if isinstance(times, Times) else times_of(shapes, candidates, torch.device(place), times, tick)
     choices = choose_by_time(shapes, known, candidates)
     if say is not None:
         say(choice_table(choices, known.device))
@@ -129,6 +132,7 @@ def times_of(
     options: Sequence[Option],
     device: torch.device,
     path: str | Path | None = None,
+    tick: Tick = lambda done, total: None,
 ) -> Times:
     """Return the times of shapes: measured on a GPU, or read from a file if the device is no GPU."""
     if device.type != "cuda":
@@ -143,9 +147,10 @@ def times_of(
     capability = devices.capability_of(device)
     rows: dict[Shape, dict[str, float]] = {}
     found = Times(torch.cuda.get_device_name(device), torch.__version__, rows)
-    for shape in shapes:
+    for number, shape in enumerate(shapes, 1):
         runnable = [option for option in options if _runs(option, shape, capability)]
         rows[shape] = dict(measure_times([shape], runnable, path=path, device=device).seconds[shape])
+        tick(number, len(shapes))
     return found
 
 

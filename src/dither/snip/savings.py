@@ -26,6 +26,7 @@ import torch
 from dither.errors import UserError
 from dither.nn import Linear
 from dither.precision import PRODUCTS, Cast, LayerPrecision, Plan
+from dither.progress import Tick
 from dither.snip.divergence import Scores
 from dither.snip.layer_options import Option
 from dither.snip.statistics import LayerStatistics
@@ -157,11 +158,12 @@ def measure_times(
     *,
     path: str | Path | None = None,
     device: torch.device | str = "cuda",
+    tick: Tick = lambda done, total: None,
 ) -> Times:
     """Measure the time of a BF16 layer, forward and backward with all its casts, for each shape (M, N, K) and option.
 
     `path` is a JSON file of times. It is read first, and only what is missing is measured and added; times of several GPUs
-    and versions of torch are kept apart. An option that the GPU cannot run is an error.
+    and versions of torch are kept apart. An option that the GPU cannot run is an error. `tick` is called after each shape.
 
         times = measure_times([(8192, 5632, 2048)], options("fp8,fp4"), path="times.json")
     """
@@ -172,7 +174,7 @@ def measure_times(
     known = {} if path is None else _read(Path(path))
     mine = known.setdefault(f"{name}, torch {torch.__version__}", {})
     asked = list(dict.fromkeys(shapes))
-    for shape in asked:
+    for number, shape in enumerate(asked, 1):
         row = mine.setdefault(" x ".join(map(str, shape)), {})
         for option in options:
             if str(option.precision) not in row:
@@ -181,6 +183,7 @@ def measure_times(
             new = Path(f"{path}.new")  # replaced atomically: a reader sees the old file or the new one
             new.write_text(json.dumps({"version": TIMES_VERSION, "times": known}, indent=1), encoding="utf-8")
             os.replace(new, path)
+        tick(number, len(asked))
     return Times(name, torch.__version__, {shape: dict(mine[" x ".join(map(str, shape))]) for shape in asked})
 
 

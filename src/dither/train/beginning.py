@@ -1,5 +1,6 @@
 """The beginning of a run: its folder, locked, its data and model, and its newest checkpoint if it resumes."""
 
+import functools
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -18,11 +19,11 @@ from dither.train.files import CHANGES, CHECKPOINTS, CONFIG, CONVERSION, ENVIRON
 from dither.train.goals import check_chat, check_layout, check_snip
 from dither.train.guard import Signals, Status
 from dither.train.layout import RankLayout
-from dither.train.metrics import Metrics, peak_flops
+from dither.train.metrics import DrawLayers, Metrics, peak_flops
 from dither.train.origin import keep_tokenizer, origin_of, recorded_facts
 from dither.train.plans import plans_file
 from dither.train.progress import Progress
-from dither.train.recorder import RunRecorder, conversion_record, write_file
+from dither.train.recorder import RunRecorder, conversion_record, layers_of, write_file
 from dither.train.resuming import changes_of, check_changes, record_changes
 from dither.train.sharded import ShardedSaver
 from dither.train.trainer import Trainer, open_corpus, unigram_entropy
@@ -31,9 +32,17 @@ from dither.train.trainer import Trainer, open_corpus, unigram_entropy
 class RunBeginning(RunRecorder):
     """Claims the folder of a run and builds or restores what the run trains."""
 
-    def __init__(self, config: Config, folder: Path, ranks: Ranks, signals: Signals, progress: Progress | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        ranks: Ranks,
+        signals: Signals,
+        progress: Progress | None,
+        draw: DrawLayers | None = None,
+    ) -> None:
         super().__init__(config, folder, ranks, progress)
-        self.signals = signals
+        self.signals, self.draw = signals, draw
         self.resumed: int | None = None  # the step from which this process resumed
         self.changes: dict[str, list[str]] = {}  # fields of the config that differ from those of the run before
 
@@ -55,13 +64,16 @@ class RunBeginning(RunRecorder):
             check_snip(self.config)
             check_layout(self.config, self.ranks.world)
         layout = RankLayout.of(self.config, self.ranks)
-        self.say("Reading the text ...")
         with self.ranks.shared_errors():
-            corpus = open_corpus(self.config, self.folder, self.ranks, say=self.say)
+            with self.stage("Reading the text") as tick:
+                corpus = open_corpus(self.config, self.folder, self.ranks, say=self.say, tick=tick)
             if corpus.template is not None:
                 check_chat(self.config.parallel)
             saved = self.resuming and any((self.folder / CHECKPOINTS).glob("step-*"))
-            self.trainer = trainer = Trainer(self.config, corpus, self.ranks, layout=layout, initial=not saved, say=self.say)
+            with self.stage("Building the model"):
+                self.trainer = trainer = Trainer(
+                    self.config, corpus, self.ranks, layout=layout, initial=not saved, say=self.say
+                )
         trainer.signals = self.signals
         self.resumed = resumed = self.restore() if self.resuming else None
         if self.ranks.world > 1:
@@ -100,7 +112,10 @@ class RunBeginning(RunRecorder):
             write_file(self.folder / ENVIRONMENT, safe_files.to_json(facts, ENVIRONMENT))
             say = warnings.warn if self.progress is None else self.say
             plain = asdict(self.config)
-            self.metrics = stack.enter_context(Metrics(self.folder, track=run.track, config=plain, resumed=resumed, say=say))
+            draw = None if self.draw is None else functools.partial(self.draw, layers_of(trainer))
+            self.metrics = stack.enter_context(
+                Metrics(self.folder, track=run.track, config=plain, resumed=resumed, say=say, draw=draw)
+            )
             if self.progress is not None:
                 self.metrics.listeners.append(self.progress.show)
             self.write("start", resumed_from=resumed)

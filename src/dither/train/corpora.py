@@ -7,15 +7,19 @@ from pathlib import Path
 import numpy as np
 
 from dither.data import Corpus, is_prepared, load_template, load_tokenizer, open_tokens, prepare
+from dither.data.preparation import reporting
 from dither.data.text import STDLIB
 from dither.errors import UserError
+from dither.progress import Tick
 from dither.train.config import Config
 from dither.train.distributed import Ranks
 from dither.train.files import TOKENS
 from dither.train.waiting import first_on_machine, while_others_wait
 
 
-def open_corpus(config: Config, folder: Path, ranks: Ranks, say: Callable[[str], None] | None = None) -> Corpus:
+def open_corpus(
+    config: Config, folder: Path, ranks: Ranks, say: Callable[[str], None] | None = None, tick: Tick | None = None
+) -> Corpus:
     """Open the tokens of a config: a prepared folder, or text, which is tokenized into the folder of the run once.
 
     Args:
@@ -23,6 +27,7 @@ def open_corpus(config: Config, folder: Path, ranks: Ranks, say: Callable[[str],
         folder: The folder of the run.
         ranks: The ranks of the run. Rank 0 tokenizes, and one rank per machine verifies; if one fails, every rank raises.
         say: Called with sentences about the split of a single document and about the progress.
+        tick: Called with the bytes of text read so far and of all text, while text is tokenized.
     """
     sources = config.data.sources or (STDLIB,)
     own = folder / TOKENS
@@ -35,7 +40,8 @@ def open_corpus(config: Config, folder: Path, ranks: Ranks, say: Callable[[str],
                 tokenizer = load_tokenizer(config.data.tokenizer)
                 chat = config.data.kind == "chat"
                 written = load_template(tokenizer, config.data.tokenizer) if chat else tokenizer
-                prepare(sources, own, written, held_out=config.data.held_out, say=say, stop=stop)
+                progress = None if tick is None else reporting(tick)
+                prepare(sources, own, written, held_out=config.data.held_out, progress=progress, say=say, stop=stop)
 
         while_others_wait(ranks, tokenize if ranks.main else None)
         corpus = _verified(own, ranks, say)

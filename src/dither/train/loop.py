@@ -25,6 +25,7 @@ from dither.train.files import CONFIG as CONFIG
 from dither.train.files import TOKENS
 from dither.train.guard import GRACE, Interrupted, Signals
 from dither.train.heartbeat import LostRankError
+from dither.train.metrics import DrawLayers
 from dither.train.progress import Progress
 from dither.train.resuming import resolved
 from dither.train.trainer import Numbers
@@ -67,6 +68,7 @@ def train(
     command: Sequence[str] = (),
     progress: Progress | None = None,
     tell: Callable[[Outcome | DitherError], None] | None = None,
+    draw: DrawLayers | None = None,
 ) -> Outcome:
     """Train a model as a config says, in the folder `run.out`, or resume the run in that folder.
 
@@ -79,6 +81,7 @@ def train(
         progress: Shows the progress.
         tell: Called on rank 0 with the outcome, or with an error that every rank raises, before any rank returns: a launcher
             may end all ranks when the first of them does.
+        draw: Draws the maps that TensorBoard shows, if the run has that tracker: `dither.report.line_images`.
 
     >>> import tempfile
     >>> from dither.train.config import Config, Data, RunSettings
@@ -95,7 +98,7 @@ def train(
     if resume not in (True, False, "auto"):
         raise UserError(f"resume is True, False or 'auto', not {resume!r:.40}.")
     with joined(config.run.device) as ranks, Signals() as signals, _own_generators(ranks.device), ExitStack() as stack:
-        run = _RunLoop(config, folder, ranks, signals, progress)
+        run = _RunLoop(config, folder, ranks, signals, progress, draw)
         if ranks.heartbeat is not None:
             ranks.heartbeat.interrupted = lambda: bool(signals.received)
         try:
@@ -152,8 +155,16 @@ def _in_words(error: BaseException, folder: Path) -> BaseException:
 class _RunLoop(RunBeginning):
     """The steps of a run, and the decisions about them."""
 
-    def __init__(self, config: Config, folder: Path, ranks: Ranks, signals: Signals, progress: Progress | None) -> None:
-        super().__init__(config, folder, ranks, signals, progress)
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        ranks: Ranks,
+        signals: Signals,
+        progress: Progress | None,
+        draw: DrawLayers | None = None,
+    ) -> None:
+        super().__init__(config, folder, ranks, signals, progress, draw)
         self.training = False  # False while the run is being built
         self.stepping = False  # True while a step computes gradients, which may be abandoned
         self.pending: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()

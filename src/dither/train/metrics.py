@@ -17,6 +17,12 @@ from dither.train.trackers import Trackers
 
 FILE = "metrics.jsonl"
 
+Draw = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""Returns images, uint8[height, width, 3], of a line of metrics by name."""
+
+DrawLayers = Callable[[Sequence[str], Mapping[str, Any]], Mapping[str, Any]]
+"""The same with the names of the converted layers first, such as `dither.report.line_images`."""
+
 PEAKS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
 """Peak BF16 FLOP/s of dense products, as the manufacturer states it, by part of the name of the GPU."""
 
@@ -53,7 +59,7 @@ def finite(line: Mapping[str, Any]) -> dict[str, Any]:
 class Metrics:
     """Write lines to metrics.jsonl in the folder of a run, to trackers, and to listeners.
 
-    `track`, `config`, `resumed` and `say` are those of `Trackers`.
+    `track`, `config`, `resumed` and `say` are those of `Trackers`. `draw` draws lines for trackers that log images.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -71,8 +77,9 @@ class Metrics:
         config: Mapping[str, Any] | None = None,
         resumed: int | None = None,
         say: Callable[[str], object] = print,
+        draw: Draw | None = None,
     ) -> None:
-        self.path = folder / FILE
+        self.path, self._say, self._draw = folder / FILE, say, draw
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
         try:
             self._file = safe_files.open_unlinked(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK)
@@ -98,6 +105,16 @@ class Metrics:
         numbers = {f"{kind}/{key}": line[key] for key in values if type(line[key]) in (int, float)}
         if numbers:
             self._trackers.log(numbers, step)
+        if self._draw is not None and self._trackers.shows_images:
+            self._trackers.show(self._drawn(self._draw, line), step)
+
+    def _drawn(self, draw: Draw, line: Mapping[str, Any]) -> Mapping[str, Any]:
+        try:
+            return draw(line)
+        except Exception as error:  # such as a matplotlib that is not installed; training goes on without pictures
+            self._draw = None
+            self._say(f"Maps are not drawn for trackers ({type(error).__name__}: {str(error)[:200].rstrip('.')}).")
+            return {}
 
     def _append(self, data: bytes) -> None:
         """Append bytes, all of them or, on a full disk, none."""

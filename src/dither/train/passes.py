@@ -1,6 +1,7 @@
 """The passes of an optimizer step over its micro-batches, and the step itself."""
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,14 @@ from dither.train.graphs import GraphedPasses
 from dither.train.guard import GRACE, Signals
 from dither.train.layout import RankLayout
 from dither.train.pipeline import Pipeline
+from dither.train.step_clock import StepClock
+
+BOTH = "forward and backward"
+"""The name of a part that is not divided: of a pipeline, whose passes overlap, and of a CUDA graph."""
+
+
+def _untimed(part: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class Passes:
@@ -30,6 +39,8 @@ class Passes:
     pipeline: Pipeline | None
     """The stages of this rank; None if there is no pipeline."""
     graphs: GraphedPasses | None
+    clock: StepClock
+    """The time of the parts of steps."""
     signals: Signals | None
     """Signals that end evaluations, estimates and samples early, and steps after some time, with `Interrupted`."""
     guided: float
@@ -58,10 +69,13 @@ class Passes:
         torch.manual_seed((self._dropout + self.done) % (1 << 63))
         with nullcontext() if self.signals is None else self.signals.abandoned(GRACE):
             total = self._gradients(batch)
-        self.layout.reduce_gradients(self.training)
+        with self.clock.part("gradients of ranks") if self.ranks.world > 1 else nullcontext():
+            self.layout.reduce_gradients(self.training)
         if self.guided:  # after the sum over ranks, so that additions have the same order with any number of them
-            self.training.backward(bitwidth_loss(self.model) * self.guided)
-        self.training.step()
+            with self.clock.part("backward"):
+                self.training.backward(bitwidth_loss(self.model) * self.guided)
+        with self.clock.part("optimizer"):
+            self.training.step()
         norm = torch.zeros_like(total) if optimizer.grad_norm is None else optimizer.grad_norm
         scale = torch.ones_like(total) if self.training.loss_scale is None else self.training.loss_scale
         numbers = self.ranks.add(torch.stack([total * self.layout.counted, torch.full_like(total, signal)]))
@@ -80,10 +94,13 @@ class Passes:
     def _gradients(self, batch: Batch) -> Tensor:
         """Accumulate this rank's share of the gradients, and return its share of the mean loss."""
         total = torch.zeros((), device=self.ranks.device)
-        with step_context(self.model, step=self.done, group=self.layout.data_group) as at:
+        with ExitStack() as stack:
+            with self.clock.part("casts of weights"):
+                at = stack.enter_context(step_context(self.model, step=self.done, group=self.layout.data_group))
             if self.pipeline is not None:
                 self._share.fill_(self._even_share)
-                losses = self.pipeline.gradients(batch, at, self.training, self._weighed)
+                with self.clock.part(BOTH):
+                    losses = self.pipeline.gradients(batch, at, self.training, self._weighed)
                 return sum((loss * self._share for loss in losses), total)
             for number, part in enumerate(batch.split(self.parts)):
                 self.layout.synchronize(self.model, last=number == self.parts - 1)
@@ -100,12 +117,17 @@ class Passes:
     def _pass(self, inputs: Tensor, targets: Tensor, *, first: bool) -> Tensor:
         """Accumulate the gradients of one micro-batch, and return its mean loss."""
         if self.graphs is None:
-            return self._eager_pass(inputs, targets)
-        return self.graphs(inputs, targets, first=first)
+            return self._eager_pass(inputs, targets, self.clock.part)
+        with self.clock.part(BOTH):  # a graph has no events inside
+            return self.graphs(inputs, targets, first=first)
 
-    def _eager_pass(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        loss = self._forward(self.model, inputs, targets)
-        self.training.backward(self._weighed(loss))
+    def _eager_pass(
+        self, inputs: Tensor, targets: Tensor, part: Callable[[str], AbstractContextManager[None]] = _untimed
+    ) -> Tensor:
+        with part("forward"):
+            loss = self._forward(self.model, inputs, targets)
+        with part("backward"):
+            self.training.backward(self._weighed(loss))
         return loss.detach()
 
     def _weighed(self, loss: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,8 +19,8 @@ from dither import run_lock, safe_files
 from dither.data import Batch
 from dither.errors import DitherError, UserError
 from dither.nn import Linear
-from dither.nn.deployment import block_bitwidths
 from dither.nn.tensor_parallel import local
+from dither.progress import Tick, silent
 from dither.train import config
 from dither.train.checkpoint import Saver
 from dither.train.config import Config, dumps
@@ -143,8 +143,8 @@ class RunRecorder:
             joins = self.ranks.main or trainer.layout.cut  # bitwidths of a model that is cut are gathered
             if joins and (bitwidths := trainer.bitwidths()) is not None:
                 self.write("bitwidths", layers=bitwidths)
-                if not trainer.layout.cut:  # else no rank has all blocks
-                    blocks = {"version": 1, "step": trainer.done, "layers": block_bitwidths(trainer.model)}
+                blocks = {"version": 1, "step": trainer.done, "layers": trainer.block_bitwidths()}
+                if self.ranks.main:
                     write_file(self.folder / BITWIDTHS, json.dumps(blocks).encode())
             self.status("running")
         self.write_seconds()
@@ -185,9 +185,11 @@ class RunRecorder:
             self.spent[part] = self.spent.get(part, 0.0) + passed
 
     def write_seconds(self) -> None:
-        """Write the seconds of each part of the run since the last such line; what is left is training."""
+        """Write the seconds of each part of the run since the last such line; the rest of training is data and launches."""
         now = time.monotonic()
-        parts = {"training": max(0.0, now - self.counted - sum(self.spent.values())), **self.spent}
+        training = now - self.counted - sum(self.spent.values())
+        steps = self.the_trainer.clock.take()
+        parts = {**steps, "rest of training": max(0.0, training - sum(steps.values())), **self.spent}
         self.write("seconds", parts={part: round(seconds, 3) for part, seconds in parts.items()})
         self.spent, self.counted = {}, now
 
@@ -267,6 +269,10 @@ class RunRecorder:
         if self.progress is not None:
             self.progress.say(text)
 
+    def stage(self, title: str) -> AbstractContextManager[Tick]:
+        """Show a part of the run before its first step, and yield the function that reports its progress."""
+        return (silent if self.progress is None else self.progress.stage)(title)
+
     def status(self, state: Literal["running", "done", "stopped", "interrupted", "failed"], why: str = "") -> None:
         """Write the status of the run."""
         if self.ranks.main:
@@ -296,6 +302,11 @@ def conversion_record(trainer: Trainer) -> dict[str, Any]:
         ],
         "left": [{"name": module.name, "why": module.reason} for module in trainer.conversion.left_alone],
     }
+
+
+def layers_of(trainer: Trainer) -> tuple[str, ...]:
+    """Return the names of the converted layers, of all stages of a pipeline."""
+    return tuple(layer.name for layer in trainer.conversion.layers)
 
 
 def memory_parts(trainer: Trainer) -> dict[str, int]:

@@ -29,6 +29,8 @@ class Tracker(NamedTuple):
     close: Callable[[], object]
     identity: str | None
     """The identity of the run there, with which it is continued."""
+    show: Callable[[str, Any, int], object] | None = None
+    """Logs an image, uint8[height, width, 3], with a name at a step; None if images are not logged there."""
 
 
 def check_trackers(track: Sequence[str]) -> None:
@@ -82,6 +84,21 @@ class Trackers:
         for name, tracker in list(self._open.items()):
             try:
                 tracker.log(numbers, step)
+            except Exception as error:
+                del self._open[name]
+                self._failed(name, error)
+
+    @property
+    def shows_images(self) -> bool:
+        """True if any tracker logs images."""
+        return any(tracker.show is not None for tracker in self._open.values())
+
+    def show(self, images: Mapping[str, Any], step: int) -> None:
+        """Log images by name at a step, where trackers log images."""
+        for name, tracker in list(self._open.items()):
+            try:
+                for key, image in images.items() if tracker.show is not None else ():
+                    tracker.show(key, image, step)  # type: ignore[misc]
             except Exception as error:
                 del self._open[name]
                 self._failed(name, error)
@@ -147,7 +164,10 @@ def _tensorboard(package: Any, folder: Path, config: dict[str, Any], identity: s
         for key, value in numbers.items():
             writer.add_scalar(key, value, step)
 
-    return Tracker(log, writer.close, None)
+    def show(name: str, image: Any, step: int) -> None:
+        writer.add_image(name, image, step, dataformats="HWC")
+
+    return Tracker(log, writer.close, None, show)
 
 
 def _wandb(package: Any, folder: Path, config: dict[str, Any], identity: str | None, resumed: int | None) -> Tracker:

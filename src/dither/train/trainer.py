@@ -16,6 +16,7 @@ from dither.models import CausalLM, build, compile_blocks, flops_per_token, hf, 
 from dither.models.causal import PlainLM
 from dither.models.stages import check_pipeline
 from dither.nn import Conversion, Linear, convert, effective_precision, param_groups, step_context
+from dither.nn.deployment import block_bitwidths
 from dither.nn.plan_schedule import PlanSchedule
 from dither.numerics import Monitor, Report
 from dither.optim import MODES, Training, roles, training
@@ -46,6 +47,7 @@ from dither.train.replay import nonfinite_weight, replay, warm_up
 from dither.train.resuming import check_changes
 from dither.train.samples import prompt_of
 from dither.train.state import Resumed, pack, pack_sharded, plan_of, unpack
+from dither.train.step_clock import StepClock
 from dither.train.weights import load_weights
 
 
@@ -88,6 +90,7 @@ class Trainer(Passes):
         self.config, self.corpus, self.ranks = config, corpus, ranks
         self.layout = layout or RankLayout.whole(ranks)
         data = config.data
+        self.clock = StepClock(ranks.device)
         self.parts = ranks.share(data.batch, data.micro_batch, self.layout.data_world)
         self.loader = Loader(corpus.train, data.sequence, data.batch, data.seed)
         self.held_out = held_out(corpus.held_out, data.sequence, _held_out_count(config, corpus))
@@ -213,6 +216,12 @@ class Trainer(Passes):
         own = learned_bitwidths(self.model) if any(layer.precision.sampling for layer in self._layers()) else {}
         stages = [own] if self.pipeline is None else gather(own, self.layout.pipeline_group)
         return {name: layer for stage in stages for name, layer in stage.items()} or None
+
+    def block_bitwidths(self) -> dict[str, Any]:
+        """Return the learned bitwidths of the blocks of each sampled layer. Every rank of a cut model must call this."""
+        own = block_bitwidths(self.model) if any(layer.precision.sampling for layer in self._layers()) else {}
+        stages = [own] if self.pipeline is None else gather(own, self.layout.pipeline_group)
+        return {name: layer for stage in stages for name, layer in stage.items()}
 
     # State -------------------------------------------------------------------------------------------------------------
 

@@ -2,10 +2,10 @@
 // Charts of a report, drawn as SVG from the JSON in the page. Text from runs is only ever set as text, never as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
+const HTML_TAGS = ["div", "span", "ul", "li", "option"];
 
 function make(tag, attributes = {}, ...children) {
-  const plain = ["div", "span", "ul", "li", "p", "label", "select", "option", "input", "output", "table", "tr", "td", "th", "button"];
-  const element = plain.includes(tag) ? document.createElement(tag) : document.createElementNS(SVG, tag);
+  const element = HTML_TAGS.includes(tag) ? document.createElement(tag) : document.createElementNS(SVG, tag);
   for (const [name, value] of Object.entries(attributes)) if (value !== undefined && value !== null) element.setAttribute(name, value);
   for (const child of children) element.append(child);
   return element;
@@ -19,14 +19,17 @@ function trim(value, digits) {
   return String(Number(value.toPrecision(digits)));
 }
 
+// 3·10⁻⁵, or 10⁻⁵ for a power of ten.
+function scientific(value, digits) {
+  const exponent = Math.floor(Math.log10(Math.abs(value)) + 1e-12), front = trim(value / 10 ** exponent, digits);
+  const raised = String(exponent).replace("-", "⁻").replace(/\d/g, (digit) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[digit]);
+  return `${front === "1" ? "" : `${front}·`}10${raised}`;
+}
+
 function short(value, digits = 4) {
   if (value === 0) return "0";
   const size = Math.abs(value);
-  if (size >= 1e21 || size < 1e-4) {
-    const power = Math.floor(Math.log10(size) + 1e-12), front = trim(value / 10 ** power, Math.min(digits, 3));
-    const raised = String(power).replace("-", "⁻").replace(/\d/g, (digit) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[digit]);
-    return front === "1" ? `10${raised}` : `${front}·10${raised}`;
-  }
+  if (size >= 1e21 || size < 1e-4) return scientific(value, Math.min(digits, 3));
   for (const [unit, name] of PREFIXES) if (size >= unit * 10 || (size >= unit && unit > 1e3)) return `${trim(value / unit, digits)} ${name}`;
   return trim(value, Math.max(digits, Math.ceil(Math.log10(size + 1))));
 }
@@ -63,14 +66,9 @@ function tickText(all) {
   return (value) => (value === 0 ? "0" : `${(value / unit).toFixed(digits + more)}${name ? ` ${name}` : ""}`).replace("-", "−");
 }
 
-function power(value) {
-  const exponent = Math.round(Math.log10(value)), front = value / 10 ** exponent;
-  const raised = `10${String(exponent).replace("-", "⁻").replace(/\d/g, (digit) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[digit])}`;
-  return Math.abs(front - 1) < 1e-9 ? raised : `${trim(front, 2)}·${raised}`;
-}
-
 function logText(all) {
-  return Math.min(...all) < 9e-4 || Math.max(...all) > 1e5 ? power : (value) => short(value, 2);
+  const wide = Math.min(...all) < 9e-4 || Math.max(...all) > 1e5;
+  return (value) => (wide ? scientific(value, 2) : short(value, 2));
 }
 
 // Axes ------------------------------------------------------------------------------------------------------------------
@@ -112,11 +110,11 @@ function drawAxes(box, x, y, options) {
     svg.append(make("text", { class: "tick", x: box.left - 6, y: place, "text-anchor": "end", dy: "0.35em" }, yText(at)));
   }
   const room = Math.max(2, Math.floor((box.right - box.left) / 70));
-  let xTicks = options.ticks ?? (x.log ? logTicks(x.low, x.high, room) : ticks(x.low, x.high, room)).map((at) => [at, null]);
-  const xText = tickText(xTicks.map(([at]) => at));
+  const xTicks = options.ticks ?? (x.log ? logTicks(x.low, x.high, room) : ticks(x.low, x.high, room)).map((at) => [at, null]);
+  const xText = (x.log ? logText : tickText)(xTicks.map(([at]) => at));
   let last = -Infinity;
   for (const [at, given] of xTicks) {
-    const text = given ?? (x.log ? logText(xTicks.map((each) => each[0]))(at) : xText(at)), place = x(at), half = textWidth(text) / 2;
+    const text = given ?? xText(at), place = x(at), half = textWidth(text) / 2;
     if (place - half < last + 4) continue;
     const anchor = place + half > box.width ? "end" : place - half < 0 ? "start" : "middle";
     svg.append(make("text", { class: "tick", x: place.toFixed(1), y: box.bottom + 16, "text-anchor": anchor }, text));
@@ -155,6 +153,75 @@ function showTip(holder, x, y, rows) {
 
 function hideTip(holder) {
   tipOf(holder).hidden = true;
+}
+
+// Lets the pointer and the arrow keys move over items {row, column, element, x, y, tip: [lines]}, and shows the tip of one of them.
+// `choose(item)` is called by a click or Enter.
+function explore(holder, svg, items, { choose = null, first = 0 } = {}) {
+  let at = first;
+  const hide = () => {
+    items[at]?.element.classList.remove("here");
+    hideTip(holder);
+  };
+  const show = (n) => {
+    items[at]?.element.classList.remove("here");
+    at = n;
+    const item = items[at];
+    item.element.classList.add("here");
+    showTip(holder, item.x - holder.scrollLeft, item.y, item.tip.map((line) => [line, ""]));
+  };
+  // The next item in a direction: in the row, or in the next row that has any the one whose column is nearest.
+  const next = (rows, columns) => {
+    const now = items[at], away = (item) => Math.abs(item.row - now.row) * 1e6 + Math.abs(item.column - now.column);
+    const ahead = (item) => (rows ? Math.sign(item.row - now.row) === rows : item.row === now.row && Math.sign(item.column - now.column) === columns);
+    return items.reduce((best, item, n) => (ahead(item) && (best < 0 || away(item) < away(items[best])) ? n : best), -1);
+  };
+  items.forEach((item, n) => {
+    item.element.addEventListener("pointerenter", () => show(n));
+    if (choose) item.element.addEventListener("click", () => choose(item));
+  });
+  svg.setAttribute("tabindex", "0");
+  svg.addEventListener("pointerleave", hide);
+  svg.addEventListener("focus", () => items.length && show(at));
+  svg.addEventListener("blur", hide);
+  svg.addEventListener("keydown", (event) => {
+    const moves = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
+    if (event.key === "Escape") hide();
+    if (!items.length) return;
+    if (choose && (event.key === "Enter" || event.key === " ")) {
+      event.preventDefault();
+      choose(items[at]);
+    }
+    if (!(event.key in moves)) return;
+    event.preventDefault();
+    const found = next(...moves[event.key]);
+    if (found >= 0) show(found);
+  });
+}
+
+// Legends ---------------------------------------------------------------------------------------------------------------
+
+function legendItem(text, width, height, ...shapes) {
+  return make("li", {}, make("svg", { width, height, "aria-hidden": "true" }, ...shapes), text);
+}
+
+function lineClass(line) {
+  return `${line.style} c${line.colour % COLOURS}${line.colour >= COLOURS || line.style === "dashed" ? " dashes" : ""}`;
+}
+
+function lineLegend(chart) {
+  const list = make("ul", { class: "legend" });
+  for (const line of chart.lines) {
+    const style = lineClass(line);
+    const shape = line.y.length === 1 ? make("circle", { class: `point ${style}`, cx: 12, cy: 5, r: 4 }) : make("path", { class: `line ${style}`, d: "M1,5L23,5" });
+    list.append(legendItem(line.label, 24, 10, shape));
+  }
+  return list;
+}
+
+function timelineLegend(chart) {
+  const kinds = new Set(chart.rows.flatMap(([, spans]) => spans.map((span) => span[2])));
+  return make("ul", { class: "legend" }, ...[...kinds].map((kind) => legendItem(kind, 16, 12, make("rect", { class: `span ${kind}`, width: 16, height: 12, rx: 2 }))));
 }
 
 // Lines -----------------------------------------------------------------------------------------------------------------
@@ -220,7 +287,7 @@ function drawLines(holder, chart, wanted) {
     plot.append(make("text", { class: "name", x: x(at) + (anchor === "end" ? -5 : 5), y: box.top + 10, "text-anchor": anchor }, text));
   }
   for (const line of lines) {
-    const style = `${line.style} c${line.colour % COLOURS}${line.colour >= COLOURS || line.style === "dashed" ? " dashes" : ""}`;
+    const style = lineClass(line);
     if (line.low.length) {
       const back = [...line.xs.keys()].reverse();
       const band = pathOf(line.xs, line.high, x, y) + pathOf(back.map((n) => line.xs[n]), back.map((n) => line.low[n]), x, y).replace("M", "L");
@@ -286,32 +353,21 @@ function follow(holder, svg, box, x, y, lines, label) {
   });
 }
 
-function legendOf(chart) {
-  const list = make("ul", { class: "legend" });
-  for (const line of chart.lines) {
-    const style = `${line.style} c${line.colour % COLOURS}${line.colour >= COLOURS || line.style === "dashed" ? " dashes" : ""}`;
-    const shape = line.y.length === 1 ? make("circle", { class: `point ${style}`, cx: 12, cy: 5, r: 4 }) : make("path", { class: `line ${style}`, d: "M1,5L23,5" });
-    const swatch = make("svg", { width: 24, height: 10, "aria-hidden": "true" }, shape);
-    list.append(make("li", {}, swatch, line.label));
-  }
-  return list;
-}
-
 // Bars, parts, points and time lines --------------------------------------------------------------------------------------
 
 function drawBars(holder, chart) {
   const box = frame(holder, 250, { left: 58, right: 14, top: 24, bottom: 42 });
-  const [low, high] = [Math.min(...chart.bars.map((bar) => bar[0])), Math.max(...chart.bars.map((bar) => bar[1]))];
-  const [from, to] = high - low < 0.5 ? [Math.floor(low * 2) / 2, Math.floor(low * 2) / 2 + 1] : [Math.floor(low * 2) / 2, Math.ceil(high * 2) / 2];
+  const low = Math.min(...chart.bars.map((bar) => bar[0])), high = Math.max(...chart.bars.map((bar) => bar[1]));
+  const from = Math.floor(low * 2) / 2, to = high - low < 0.5 ? from + 1 : Math.ceil(high * 2) / 2;
   const x = scaleOf(from, to, box.left, box.right), y = scaleOf(0, Math.max(...chart.bars.map((bar) => bar[2])) * 1.08, box.bottom, box.top);
   drawAxes(box, x, y, { xName: chart.x, yName: chart.y, yText: percent });
-  for (const [begin, end, height] of chart.bars) {
+  const items = chart.bars.map(([begin, end, height], column) => {
     const wide = Math.max(3, x(end) - x(begin) - 1), left = Math.min(x(begin), box.right - wide);
-    const bar = make("rect", { class: "bar", x: left, y: y(height), width: wide, height: Math.max(0, box.bottom - y(height)), "data-low": begin, "data-high": end, "data-value": height });
-    bar.addEventListener("pointerenter", () => showTip(holder, x(begin), y(height), [[`${short(begin)} to ${short(end)} ${chart.x}: ${percent(height)}`, ""]]));
-    bar.addEventListener("pointerleave", () => hideTip(holder));
-    box.svg.append(bar);
-  }
+    const element = make("rect", { class: "bar", x: left, y: y(height), width: wide, height: Math.max(0, box.bottom - y(height)), "data-low": begin, "data-high": end, "data-value": height });
+    box.svg.append(element);
+    return { row: 0, column, element, x: x(begin), y: y(height), tip: [`${short(begin)} to ${short(end)} ${chart.x}: ${percent(height)}`] };
+  });
+  explore(holder, box.svg, items);
   box.svg.setAttribute("aria-label", `${chart.title}: ${chart.bars.map(([a, b, c]) => `${short(a)} to ${short(b)} ${percent(c)}`).join(", ")}`);
   return box.svg;
 }
@@ -337,12 +393,13 @@ function drawScatter(holder, chart) {
   const x = scaleOf(low, high, box.left, box.right, true), y = scaleOf(low, high, box.bottom, box.top, true);
   drawAxes(box, x, y, { xName: chart.x, yName: chart.y });
   box.svg.append(make("line", { class: "mark", x1: x(low), y1: y(low), x2: x(high), y2: y(high) }));
-  for (const [a, b, name] of chart.points) {
-    const point = make("circle", { class: "point c0", cx: x(a).toFixed(1), cy: y(b).toFixed(1), r: 3, "data-x": a, "data-y": b });
-    point.addEventListener("pointerenter", () => showTip(holder, x(a), y(b), [[name, ""], [`measured ${short(a)}, estimated ${short(b)}`, ""]]));
-    point.addEventListener("pointerleave", () => hideTip(holder));
-    box.svg.append(point);
-  }
+  const points = [...chart.points].sort((one, other) => one[0] - other[0]);
+  const items = points.map(([measured, estimated, name], column) => {
+    const element = make("circle", { class: "point c0", cx: x(measured).toFixed(1), cy: y(estimated).toFixed(1), r: 3, "data-x": measured, "data-y": estimated });
+    box.svg.append(element);
+    return { row: 0, column, element, x: x(measured), y: y(estimated), tip: [name, `measured ${short(measured)}, estimated ${short(estimated)}`] };
+  });
+  explore(holder, box.svg, items);
   box.svg.setAttribute("aria-label", `${chart.title}: ${chart.points.length} points`);
   return box.svg;
 }
@@ -350,28 +407,25 @@ function drawScatter(holder, chart) {
 function drawTimeline(holder, chart) {
   const box = frame(holder, 52 + 44 * chart.rows.length, { left: 8, right: 14, top: 4, bottom: 42 });
   const end = Math.max(...chart.rows.flatMap((row) => row[1].map((span) => span[1])));
-  const x = scaleOf(0, end, box.left, box.right);
-  chart.rows.forEach(([name, spans], n) => {
-    const y = box.top + 44 * n;
+  const x = scaleOf(0, end, box.left, box.right), items = [];
+  chart.rows.forEach(([name, spans], row) => {
+    const y = box.top + 44 * row;
     box.svg.append(make("text", { class: "label", x: box.left, y: y + 12 }, name));
     box.svg.append(make("rect", { class: "idle", x: box.left, y: y + 17, width: box.right - box.left, height: 22 }));
-    for (const [from, to, kind, text] of spans) {
+    for (const [column, [from, to, kind, text]] of spans.entries()) {
       const wide = x(to) - x(from);
-      box.svg.append(make("rect", { class: `span ${kind}`, x: x(from), y: y + 17, width: Math.max(1, wide - 1), height: 22, "data-begin": from, "data-end": to }));
+      const element = make("rect", { class: `span ${kind}`, x: x(from), y: y + 17, width: Math.max(1, wide - 1), height: 22, "data-begin": from, "data-end": to });
+      box.svg.append(element);
+      items.push({ row, column, element, x: x(to), y: y + 17, tip: [name, `${kind} of micro-batch ${text}: ${short(from)} to ${short(to)}`] });
       if (wide > 18) box.svg.append(make("text", { class: `inside ${kind}`, x: x(from) + wide / 2, y: y + 32, "text-anchor": "middle" }, text));
     }
   });
   const all = ticks(0, end, Math.max(2, Math.floor((box.right - box.left) / 70))), text = tickText(all);
   for (const at of all) box.svg.append(make("text", { class: "tick", x: x(at), y: box.bottom + 16, "text-anchor": at === 0 ? "start" : x(at) > box.right - 8 ? "end" : "middle" }, text(at)));
   box.svg.append(make("text", { class: "name", x: (box.left + box.right) / 2, y: box.height - 4, "text-anchor": "middle" }, chart.x));
+  explore(holder, box.svg, items);
   box.svg.setAttribute("aria-label", `${chart.title}: ${chart.rows.length} stages`);
   return box.svg;
-}
-
-function kindsOf(chart) {
-  const list = make("ul", { class: "legend" });
-  for (const kind of new Set(chart.rows.flatMap((row) => row[1].map((span) => span[2])))) list.append(make("li", {}, make("svg", { width: 16, height: 12, "aria-hidden": "true" }, make("rect", { class: `span ${kind}`, width: 16, height: 12, rx: 2 })), kind));
-  return list;
 }
 
 // Maps of layers ----------------------------------------------------------------------------------------------------------
@@ -401,13 +455,13 @@ function drawMap(holder, grid, look, { choose = null, chosen = -1, title = "", o
   const room = Math.max(240, holder.clientWidth) - label - 4;
   const cell = Math.max(9, Math.min(46, Math.floor(room / grid.columns.length)));
   const high = Math.max(16, Math.min(26, cell)), width = label + cell * grid.columns.length + 4, height = 20 + high * grid.rows.length + 4;
-  const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "group", "aria-label": `${title}: a row per kind of layer, a column per block`, tabindex: 0, class: "map" });
-  grid.rows.forEach((name, n) => svg.append(make("text", { class: "label", x: 0, y: 20 + high * (n + 0.5), dy: "0.35em" }, name.length * 6.4 > 104 ? `…${name.slice(-15)}` : name)));
+  const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "group", "aria-label": `${title}: a row per kind of layer, a column per block`, class: "map" });
+  grid.rows.forEach((name, n) => svg.append(make("text", { class: "label", x: 0, y: 20 + high * (n + 0.5), dy: "0.35em" }, textWidth(name) > 104 ? `…${name.slice(-15)}` : name)));
   const skip = Math.ceil(22 / cell);
   grid.columns.forEach((name, n) => {
     if (n % skip === 0 || name === "") svg.append(make("text", { class: "tick", x: label + cell * (n + 0.5), y: 13, "text-anchor": "middle" }, name));
   });
-  const cells = [];
+  const items = [];
   grid.places.forEach(([row, column], layer) => {
     const seen = look(layer);
     if (!seen) return;
@@ -416,51 +470,14 @@ function drawMap(holder, grid, look, { choose = null, chosen = -1, title = "", o
     const whole = { x: x + gap, y: y + gap, width: cell - 2 * gap, height: high - 2 * gap };
     group.append(make("rect", { ...whole, fill: seen.fill[0] }));
     if (seen.fill[1]) group.append(make("path", { d: `M${x + cell - gap},${y + gap}V${y + high - gap}H${x + gap}Z`, fill: seen.fill[1] }));
-    if (seen.text && textWidth(seen.text) < cell - 7) group.append(make("text", { class: "inside", x: x + cell / 2, y: y + high / 2, dy: "0.35em", "text-anchor": "middle", fill: inkOn(seen.fill[0]) }, seen.text));
-    else if (seen.dot) group.append(make("circle", { cx: x + cell / 2, cy: y + high / 2, r: 2, fill: inkOn(seen.fill[0]) }));
-    if (seen.dot && seen.text && textWidth(seen.text) < cell - 7) group.append(make("circle", { cx: x + cell - gap - 4, cy: y + gap + 4, r: 2, fill: inkOn(seen.fill[0]) }));
+    const ink = inkOn(seen.fill[0]), written = seen.text && textWidth(seen.text) < cell - 7;
+    if (written) group.append(make("text", { class: "inside", x: x + cell / 2, y: y + high / 2, dy: "0.35em", "text-anchor": "middle", fill: ink }, seen.text));
+    if (seen.dot) group.append(make("circle", { cx: written ? x + cell - gap - 4 : x + cell / 2, cy: written ? y + gap + 4 : y + high / 2, r: 2, fill: ink }));
     group.append(make("rect", { ...whole, class: "edge" }));
     svg.append(group);
-    cells.push({ layer, row, column, group, x: x + cell, y, tip: seen.tip });
+    items.push({ layer, row, column, element: group, x: x + cell, y: y + 8, tip: seen.tip });
   });
-  let at = Math.max(0, cells.findIndex((each) => each.layer === chosen));
-  const show = (n) => {
-    cells[at]?.group.classList.remove("here");
-    at = n;
-    const each = cells[at];
-    each.group.classList.add("here");
-    showTip(holder, each.x - holder.scrollLeft, each.y + 8, each.tip.map((line) => [line, ""]));
-  };
-  const hide = () => {
-    cells[at]?.group.classList.remove("here");
-    hideTip(holder);
-  };
-  const step = (rows, columns) => {
-    const now = cells[at];
-    const next = cells
-      .map((each, n) => ({ n, away: Math.abs(each.row - now.row - rows) * 100 + Math.abs(each.column - now.column - columns), fits: rows ? Math.sign(each.row - now.row) === rows : each.row === now.row && Math.sign(each.column - now.column) === columns }))
-      .filter((each) => each.fits)
-      .sort((a, b) => a.away - b.away)[0];
-    if (next) show(next.n);
-  };
-  cells.forEach((each, n) => {
-    each.group.addEventListener("pointerenter", () => show(n));
-    if (choose) each.group.addEventListener("click", () => choose(each.layer));
-  });
-  svg.addEventListener("pointerleave", hide);
-  svg.addEventListener("focus", () => cells.length && show(at));
-  svg.addEventListener("blur", hide);
-  svg.addEventListener("keydown", (event) => {
-    const moves = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
-    if (event.key === "Escape") hide();
-    if (choose && cells.length && (event.key === "Enter" || event.key === " ")) {
-      event.preventDefault();
-      choose(cells[at].layer);
-    }
-    if (!(event.key in moves) || !cells.length) return;
-    event.preventDefault();
-    step(...moves[event.key]);
-  });
+  explore(holder, svg, items, { choose: choose && ((item) => choose(item.layer)), first: Math.max(0, items.findIndex((item) => item.layer === chosen)) });
   return svg;
 }
 

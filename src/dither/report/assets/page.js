@@ -25,6 +25,16 @@ function place(holder, svg) {
   holder.prepend(svg);
 }
 
+function sentence(text) {
+  return `${text.slice(0, 1).toUpperCase()}${text.slice(1)}`;
+}
+
+// A share for a cell of a map: two digits, so that neighbours are equally wide.
+function briefly(share) {
+  if (!share) return "";
+  return share < 0.001 ? "<0.1%" : `${trim(100 * share, 2)}%`;
+}
+
 function visible(element) {
   return element.clientWidth > 0;
 }
@@ -34,8 +44,8 @@ function drawChart(figure) {
   if (!visible(holder)) return;
   place(holder, DRAW[chart.kind](holder, chart));
   if (figure.querySelector(".legend")) return;
-  if (chart.kind === "lines" && chart.lines.length > 1) holder.before(legendOf(chart));
-  if (chart.kind === "timeline") holder.before(kindsOf(chart));
+  if (chart.kind === "lines" && chart.lines.length > 1) holder.before(lineLegend(chart));
+  if (chart.kind === "timeline") holder.before(timelineLegend(chart));
 }
 
 function drawCharts() {
@@ -70,7 +80,10 @@ function bind() {
       drawCharts();
     });
   });
-    for (const [name, begin] of parts) {
+  document.querySelectorAll("details").forEach((details) => {
+    details.addEventListener("toggle", () => details.open && drawAll());  // what was hidden had no width to draw in
+  });
+  for (const [name, begin] of parts) {
     document.querySelectorAll(`[data-part=${name}]`).forEach((section) => {
       const run = DATA.runs[Number(section.dataset.run)], find = (which) => section.querySelector(`[data-of=${which}]`);
       const draw = begin(run, find, section);
@@ -85,13 +98,14 @@ part("plans", (run, find) => {
   const { entries, states } = run.plans, slider = find("slider");
   const used = new Map();
   for (const state of states) for (const cells of Object.values(state.cells)) for (const at of cells) for (const [n, name] of entries[at].formats.entries()) used.set(name, entries[at].colours[n]);
-  for (const [name, colour] of used) find("legend").append(make("li", {}, make("svg", { width: 16, height: 12, "aria-hidden": "true" }, make("rect", { width: 16, height: 12, rx: 2, fill: colour })), name));
-  if (entries.some((entry) => entry.sampled)) find("legend").append(make("li", {}, make("svg", { width: 16, height: 12, "aria-hidden": "true" }, make("circle", { class: "ink", cx: 8, cy: 6, r: 2.5 })), "sampled: noise in place of rounding"));
-  if (states.length > 1) find("legend").append(make("li", {}, make("svg", { width: 16, height: 12, "aria-hidden": "true" }, make("rect", { class: "newkey", x: 1, y: 1, width: 14, height: 10 })), "changed at this step"));
+  const add = (text, shape) => find("legend").append(legendItem(text, 16, 12, shape));
+  for (const [name, colour] of used) add(name, make("rect", { width: 16, height: 12, rx: 2, fill: colour }));
+  if (entries.some((entry) => entry.sampled)) add("sampled: noise in place of rounding", make("circle", { class: "ink", cx: 8, cy: 6, r: 2.5 }));
+  if (states.length > 1) add("changed at this step", make("rect", { class: "newkey", x: 1, y: 1, width: 14, height: 10 }));
   const draw = () => {
     const at = Number(slider.value), state = states[at], before = states[at - 1];
     const until = states[at + 1] ? `steps ${state.step.toLocaleString("en")} to ${states[at + 1].step.toLocaleString("en")}` : `from step ${state.step.toLocaleString("en")} on, in force`;
-    find("now").textContent = `Plan ${at + 1} of ${states.length}: ${until}. ${state.reason}`;
+    find("now").textContent = `Plan ${at + 1} of ${states.length}: ${until}. ${sentence(state.reason)}`;
     slider.setAttribute("aria-valuetext", `step ${state.step}`);
     for (const [operand, name] of Object.entries(OPERANDS)) {
       const holder = find(operand), cells = state.cells[operand];
@@ -172,7 +186,7 @@ part("bitwidths", (run, find) => {
     const chart = { title: `Bitwidths of ${view.grid.names[layer]}`, y: "bits", axes: ["steps"], lines, log: false, from_zero: false, log_x: false, ticks: [], marks: [] };
     const holder = find("history");
     place(holder, drawLines(holder, chart, "steps"));
-    find("history-legend").replaceChildren(legendOf(chart));
+    find("history-legend").replaceChildren(lineLegend(chart));
     drawBlocks(layer);
   };
   const drawBlocks = (layer) => {
@@ -187,15 +201,15 @@ part("bitwidths", (run, find) => {
     const columns = rows[0].length, pooled = tall > rows.length || wide > columns;
     find("about-blocks").textContent = `${view.grid.names[layer]}: ${tall} × ${wide} blocks at step ${view.block_step.toLocaleString("en")}${pooled ? `, each cell the mean of about ${Math.round((tall * wide) / rows.length / columns)}` : ""}. Rows are outputs, columns are inputs.`;
     const cell = Math.max(6, Math.min(26, Math.floor((holder.clientWidth - 4) / columns)));
-    const svg = make("svg", { viewBox: `0 0 ${cell * columns + 2} ${cell * rows.length + 2}`, width: cell * columns + 2, height: cell * rows.length + 2, role: "img", "aria-label": `Bitwidths of the blocks of ${view.grid.names[layer]}` });
-    rows.forEach((row, i) => row.forEach((hundredths, j) => {
+    const svg = make("svg", { viewBox: `0 0 ${cell * columns + 2} ${cell * rows.length + 2}`, width: cell * columns + 2, height: cell * rows.length + 2, role: "group", "aria-label": `Bitwidths of the blocks of ${view.grid.names[layer]}` });
+    const items = rows.flatMap((values, row) => values.map((hundredths, column) => {
       const value = hundredths / 100;
-      const rect = make("rect", { x: 1 + cell * j, y: 1 + cell * i, width: cell - 0.5, height: cell - 0.5, fill: colour(value), "data-row": i, "data-column": j, "data-value": value });
-      rect.addEventListener("pointerenter", () => showTip(holder, cell * (j + 1), cell * i, [[`row ${i}, column ${j}: ${value.toFixed(2)} bits`, ""]]));
-      svg.append(rect);
+      const element = make("rect", { class: "block", x: 1 + cell * column, y: 1 + cell * row, width: cell - 0.5, height: cell - 0.5, fill: colour(value), "data-row": row, "data-column": column, "data-value": value });
+      svg.append(element);
+      return { row, column, element, x: cell * (column + 1), y: cell * row, tip: [`row ${row}, column ${column}: ${value.toFixed(2)} bits`] };
     }));
-    svg.addEventListener("pointerleave", () => hideTip(holder));
-    holder.prepend(svg);
+    explore(holder, svg, items);
+    place(holder, svg);
   };
   function choose(layer) {
     layers.value = layer;
@@ -220,7 +234,7 @@ part("numerics", (run, find) => {
   const drawShares = () => {
     const at = Number(slider.value), name = share.selectedOptions[0].textContent;
     const stretch = view.every > 1 ? `, the largest of ${view.every} samples` : "";
-    find("now").textContent = `${name[0].toUpperCase()}${name.slice(1)} at step ${view.steps[at].toLocaleString("en")}${stretch}. Colours from 0 to 100 %, by the square root.`;
+    find("now").textContent = `${sentence(name)} at step ${view.steps[at].toLocaleString("en")}${stretch}. Colours from 0 to 100 %, by the square root.`;
     slider.setAttribute("aria-valuetext", `step ${view.steps[at]}`);
     for (const [operand, words] of Object.entries(OPERANDS)) {
       const holder = find(operand), values = view.shares[share.value][operand][at];
@@ -228,7 +242,7 @@ part("numerics", (run, find) => {
         const value = values[layer];
         if (value === null) return null;
         const amax = view.amax[operand][at][layer];
-        return { fill: [shade(Math.sqrt(value))], value, text: value ? percent(value).replace(" ", "") : "", tip: [`${view.grid.names[layer]}, ${words}`, `${name}: ${percent(value)}`, `amax ${amax === null ? "not known" : short(amax)}, ${view.casts[operand][layer]}`] };
+        return { fill: [shade(Math.sqrt(value))], value, text: briefly(value), tip: [`${view.grid.names[layer]}, ${words}`, `${name}: ${percent(value)}`, `amax ${amax === null ? "not known" : short(amax)}, ${view.casts[operand][layer]}`] };
       }, { title: `${name}, ${words}`, chosen: Number(layers.value), choose })));
     }
   };
@@ -252,7 +266,7 @@ part("numerics", (run, find) => {
       find(`${name}-legend`).replaceChildren();
       if (!chart.lines.length) continue;
       place(holder, drawLines(holder, chart, "steps"));
-      find(`${name}-legend`).replaceChildren(legendOf(chart));
+      find(`${name}-legend`).replaceChildren(lineLegend(chart));
     }
   };
   function choose(layer) {
