@@ -4,6 +4,7 @@ FSDP2 asks a `CodedShard` for what to gather (`fsdp_pre_all_gather`) and hands b
 which becomes a `CodedWeight`.
 """
 
+import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -67,6 +68,7 @@ class CodedShard(Tensor):
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
         """Return what FSDP2 gathers. The signature is the one that leaves sizes to the extension."""
+        self.source.shard_of_weight = weakref.ref(self)
         return self.source.inputs(), None
 
     def fsdp_post_all_gather(
@@ -75,7 +77,13 @@ class CodedShard(Tensor):
         """Return the whole weight, or write it to `out`."""
         gather = self.source
         old = coded_of(out)
-        whole = received(gather, gathered, old)
+        if not gather.alone:
+            whole = received(gather, gathered, old)
+        elif gather.local_inputs:
+            whole = received(gather, gather.local_inputs, None)._replace(inner=[])
+            gather.local_inputs = ()
+        else:
+            whole = Received(gather.held_tensors(), [])
         sampled = gather.samples
         if old is not None:
             old.fill(whole.tensors, sampled)

@@ -48,15 +48,15 @@ def linear(
     outputs, part, size = _sharding(weight, settings.transposed)
     first = part * mesh.get_local_rank()
     if outputs:
-        settings = _begun(settings, "grad", 0, first)
-        settings = _begun(settings, "weight", *((0, first) if settings.transposed else (first, 0)))
+        settings = begun(settings, "grad", 0, first)
+        settings = begun(settings, "weight", *((0, first) if settings.transposed else (first, 0)))
         own = _placed(x, mesh, Replicate()).to_local(grad_placements=[Partial()])
         y = functional.linear(own, weight.to_local(), local(bias), settings, state=state)
         shape = Size((*y.shape[:-1], size))  # shards may have different sizes
         stride = tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
         return DTensor.from_local(y, mesh, [Shard(y.dim() - 1)], run_check=False, shape=shape, stride=stride)
-    settings = _begun(settings, "input", 0, first)
-    settings = _begun(settings, "weight", *((first, 0) if settings.transposed else (0, first)))
+    settings = begun(settings, "input", 0, first)
+    settings = begun(settings, "weight", *((first, 0) if settings.transposed else (0, first)))
     own = _placed(x, mesh, Shard(x.dim() - 1)).to_local()
     y = functional.linear(own, weight.to_local(), None, settings, state=state)
     if bias is not None:  # added on one rank, but every rank has its whole gradient
@@ -81,10 +81,10 @@ def held_settings(name: str, weight: DTensor, settings: Settings, precision: Lay
     casts = {operand: filter(None, precision.casts_of(operand)) for operand in OPERANDS}
     check(name, weight, settings.transposed, casts)
     _, (row, column) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-    return _begun(settings, "weight", row, column)
+    return begun(settings, "weight", row, column)
 
 
-def _begun(settings: Settings, operand: str, row: int, column: int) -> Settings:
+def begun(settings: Settings, operand: str, row: int, column: int) -> Settings:
     """Return the settings of a shard whose operand begins at (row, column) of the whole one."""
     return settings._replace(**{operand: getattr(settings, operand).begun(row, column)})
 

@@ -5,7 +5,7 @@ Each rank casts its rows by their coordinates in the whole weight, and scale gro
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from dither import grouping
 from dither.errors import UserError
 from dither.formats import Format
 from dither.nn import functional, sampling
+from dither.nn.coded_weight import coded_of
 from dither.nn.functional import Amax, Casting, Castings, Codes, OperandCodes, State
 from dither.nn.row_shards import Groups, RowShard, all_reduce_max, groups_of, in_whole_groups, split_amax
 from dither.nn.tensor_parallel import local
@@ -68,6 +69,10 @@ class WeightGather:
         self.constants: dict[str, Tensor] = {}
         """Scales of whole tensors, which all ranks have."""
         self.sizes: list[tuple[torch.Size, torch.dtype]] | None = None
+        self.shard_of_weight: Callable[[], Tensor | None] = lambda: None
+        """The rows of this rank, which FSDP2 keeps aside while the layer has the whole weight."""
+        self.local_inputs: tuple[Tensor, ...] = ()
+        """The tensors of the only rank, which are not gathered."""
 
     @property
     def layer(self) -> Any:
@@ -93,14 +98,32 @@ class WeightGather:
         castings: Castings = layer._settings[1 if layer.weight.is_cuda else 0].weight
         return castings
 
+    @property
+    def alone(self) -> bool:
+        """Return True if one rank has all rows, so that nothing is gathered."""
+        return self.shard.ranks == 1
+
+    @property
+    def held_by_layer(self) -> bool:
+        """Return True if the layer holds its codes for a step by itself, as without FSDP2."""
+        return self.alone and self.layer.precision.sampling is None
+
+    def stored(self) -> Tensor:
+        weight = self.layer.weight
+        if coded_of(weight) is not None:
+            shard = self.shard_of_weight()
+            assert shard is not None
+            return shard.detach()
+        return local(weight.detach())
+
     def part(self) -> Tensor:
         """Return this rank's rows of the weight, in the dtype that would be gathered."""
-        part = plain(local(self.layer.weight.detach()))
+        part = plain(self.stored())
         return part if self.dtype is None else part.to(self.dtype)
 
     def part_version(self) -> int:
         """Return the version of this rank's rows, which a change in place raises."""
-        return int(local(self.layer.weight.detach())._version)
+        return int(self.stored()._version)
 
     def jobs(self) -> list[Job]:
         """Return the casts of the weight."""
@@ -225,18 +248,46 @@ class WeightGather:
 
     # FSDP2 -------------------------------------------------------------------------------------------------------------
 
+    def check_unchanged(self, version: int) -> None:
+        """Raise if the weight was changed after it was cast for this step."""
+        if self.part_version() != version:
+            raise UserError(
+                f"The weight of the layer {self.layer.name!r} changed inside a step_context, which gathers its codes: "
+                "change it after the step_context."
+            )
+
     def inputs(self) -> tuple[Tensor, ...]:
-        """Return the tensors to gather as bytes, with the same number of rows on every rank."""
+        """Return the tensors that FSDP2 gathers as bytes, with the same number of rows on every rank.
+
+        One rank gathers nothing: its tensors stay here, since FSDP2 would copy the first of them and drop the others.
+        """
+        if not self.alone:
+            return self._padded_inputs()
+        step = self.layer.step_state
+        if self.held_by_layer and step.holds_weight:
+            self.local_inputs = ()
+            self.check_unchanged(step.weight_version)
+        else:
+            self.local_inputs = self._padded_inputs()
+        return (torch.empty(0, dtype=torch.uint8, device=self.layer.weight.device),)
+
+    def held_tensors(self) -> dict[str, Tensor]:
+        """Return the codes and scales that the layer holds for this step, by their names in a CodedWeight."""
+        codes = self.layer.step_state.codes
+        assert codes is not None
+        tensors: dict[str, Tensor | None] = {}
+        for name, layout in codes._asdict().items():
+            if layout is not None:
+                tensors |= {name: layout.values, f"{name}_scale": layout.scale, f"{name}_tensor": layout.tensor_scale}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+    def _padded_inputs(self) -> tuple[Tensor, ...]:
         if self.sent is None:
             hold_shards([self], active=False)
             sent, self.sent = self.sent, None
         else:
             sent = self.sent
-            if self.part_version() != self.version:
-                raise UserError(
-                    f"The weight of the layer {self.layer.name!r} changed inside a step_context, which gathers its codes: "
-                    "change it after the step_context."
-                )
+            self.check_unchanged(self.version)
         assert sent is not None
         padded = []
         for rows, height in sent:

@@ -23,7 +23,7 @@ from dither.nn.tensor_parallel import local
 from dither.nn.weight_gather import WeightGather
 from dither.parallel.checks import check_model
 from dither.parallel.layout import Layout
-from dither.parallel.reduction import REDUCTIONS, BFloat16ReduceScatter
+from dither.parallel.reduction import REDUCTIONS, BFloat16ReduceScatter, OneRankReduceScatter
 from dither.parallel.roles import is_transformers, roles
 from dither.parallel.styles import Style
 from dither.random import Stream
@@ -223,6 +223,10 @@ def shard_weights(model: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: 
     for block in find_blocks(model).values():
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(model, mesh=mesh, reshard_after_forward=False, **options)
+    if mesh.size(mesh.ndim - 1) == 1:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_reduce_scatter(OneRankReduceScatter())
 
 
 def _batch_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
