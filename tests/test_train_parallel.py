@@ -236,11 +236,9 @@ def test_outputs_of_a_model_that_is_cut(thin: Path) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_method_in_every_layout(folder: Path, layout: str) -> None:
     world, batch, more = LAYOUTS[layout]
-    # SNIP refuses tensor parallelism together with FSDP2; see test_exchanges_that_do_not_fit.
-    methods = [method for method in METHODS if method != "snip" or world == 2]
-    runs = [(f"{layout} {method} 20", batch, [*METHODS[method], *more, "run.steps=20"], False) for method in methods]
+    runs = [(f"{layout} {method} 20", batch, [*METHODS[method], *more, "run.steps=20"], False) for method in METHODS]
     in_ranks(world, folder, *runs)
-    for method in methods:
+    for method in METHODS:
         difference, bound = check_like_one(folder, layout, method, 20)
         print(f"{layout:<16} {method:<10} {difference:.1e} of {bound:.1e}")  # the table of docs/parallel.md, by pytest -s
 
@@ -405,9 +403,6 @@ def test_exchanges_that_do_not_fit() -> None:
     coded = configs.override(Config(), ["parallel.dp_shard=2", "parallel.gather=codes", "monitor.every=5"])
     with pytest.raises(UserError, match=r"gather='codes' leaves no whole weights, which monitor.every needs"):
         check_layout(coded, 2)
-    both = configs.override(Config(), ["parallel.tp=2", "snip.target=0.5", "precision.recipe=fp8-block", "precision.mode=fp32"])
-    with pytest.raises(UserError, match="SNIP measures layers under tensor parallelism or under FSDP2"):
-        check_layout(both, 4)
     odd = configs.override(Config(), ["parallel.tp=2", "data.sequence=15", "precision.mode=fp32"])
     with pytest.raises(UserError, match=r"In \[parallel\]: data.sequence=15 cannot be divided by tp=2"):
         check_layout(odd, 2)

@@ -15,6 +15,7 @@ from dither.nn.draws import Draws
 from dither.nn.functional import Amax, Settings, State
 from dither.nn.leveled_layer import LeveledLayer
 from dither.nn.sampled_layer import BITWIDTHS
+from dither.nn.shared_scales import spans_parts
 from dither.nn.step_state import StepState
 from dither.nn.tensor_parallel import begun, held_settings, local
 from dither.nn.weight_gather import WeightGather
@@ -111,8 +112,8 @@ class StatefulLayer(LeveledLayer):
         return self.draws.place(tokens, training=self.training, grad=grad)
 
     def _amax(self, operand: str) -> Amax:
-        given: Tensor | None = getattr(self, f"_{operand}_amax")
-        largest: Tensor | None = getattr(self, f"_{operand}_largest")
+        given: Tensor | None = local(getattr(self, f"_{operand}_amax"))
+        largest: Tensor | None = local(getattr(self, f"_{operand}_largest"))
         return Amax(None if self.measures_now else given, largest if self.training and torch.is_grad_enabled() else None)
 
     def _notice_step(self) -> None:
@@ -147,6 +148,14 @@ class StatefulLayer(LeveledLayer):
     def _stored_weight(self) -> Tensor:
         """Return the numbers of the weight that this rank stores."""
         return local(self._own_weight()) if self.gather is None else self.gather.stored()
+
+    def shares_scales(self) -> bool:
+        """Return whether the scales of the weight span the shards of tensor parallelism."""
+        weight = self._own_weight()
+        if self.gather is not None or not isinstance(weight, DTensor) or weight.device_mesh.size() == 1:
+            return False
+        casts = self._settings[1 if weight.is_cuda else 0].weight
+        return any(casting.cast and spans_parts(casting.cast) for casting in casts)
 
     def holds_something(self) -> bool:
         """Return whether the weight is sampled or cast once per step. FSDP2 gathers a sharded one in forward."""
@@ -194,7 +203,7 @@ class StatefulLayer(LeveledLayer):
                 return
             codes = functional.cast_weight(weight, settings.weight, state, along=True, across=True)
             codes = step.keep_codes(codes if samples else functional.only_cast(codes, settings.weight))
-            step.code_memory = functional.cast_memory(codes) if settings.weight.whole else None
+            step.code_memory = functional.cast_memory(codes) if settings.weight.whole and not settings.weight.shared else None
 
     def check_held(self) -> None:
         """Raise if the weight was changed after it was sampled or cast for this step."""

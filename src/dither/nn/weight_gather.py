@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from dither import grouping
 from dither.errors import UserError
@@ -19,6 +20,7 @@ from dither.nn import functional, sampling
 from dither.nn.coded_weight import coded_of
 from dither.nn.functional import Amax, Casting, Castings, Codes, OperandCodes, State
 from dither.nn.row_shards import Groups, RowShard, all_reduce_max, groups_of, in_whole_groups, split_amax
+from dither.nn.shared_scales import spans_parts
 from dither.nn.tensor_parallel import local
 from dither.precision import Cast
 
@@ -319,6 +321,9 @@ class WeightGather:
             return "its samples are recomputed in backward" if sampling_of.recompute else ""
         if not (castings.along.cast and castings.across.cast):
             return "one of its products reads the weight uncast"
+        tensor_parallel = isinstance(layer.weight, DTensor) and layer.weight.device_mesh.size() > 1
+        if tensor_parallel and any(spans_parts(casting.cast) for casting in castings):
+            return "its scales span the shards of tensor parallelism"
         for job in self.jobs():
             per = rows_per_row(Format.parse(job.casting.container or job.cast.format))
             if job.across and not job.symmetric and self.shard.part % per and self.shard.ranks > 1:

@@ -120,9 +120,9 @@ def tell_ranks(model: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
     rank = coordinate.get("dp_replicate", 0) * layout.dp_shard + coordinate.get("dp_shard", 0)
     layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
     group = None
-    if any(layer.delayed_operands for layer in layers) and layout.batch_parts > 1:
-        batch_mesh = _batch_mesh(mesh, layout)
-        group = (batch_mesh if batch_mesh.ndim == 1 else batch_mesh._flatten("dp")).get_group()
+    if any(layer.delayed_operands for layer in layers) and layout.batch_parts * layout.tp > 1:
+        names = [name for name in mesh.mesh_dim_names or () if name != "pp" and mesh[name].size() > 1]
+        group = (mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten("_".join(names))).get_group()
     for layer in layers:
         layer.draws.ranks = (rank, layout.batch_parts)
         layer.amax_group = group
