@@ -16,6 +16,7 @@ from dither import grouping
 from dither.formats import Format
 from dither.nn import functional
 from dither.nn.coded_weight import CodedWeight, coded_of
+from dither.nn.tensor_parallel import local
 from dither.nn.weight_gather import Job, WeightGather, plain, rows_per_row
 from dither.reference import packing
 
@@ -76,20 +77,31 @@ class CodedShard(Tensor):
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Return the whole weight, or write it to `out`."""
         gather = self.source
+        if gather.held_by_layer:
+            return self._own_memory(out)
         old = coded_of(out)
-        if not gather.alone:
-            whole = received(gather, gathered, old)
-        elif gather.local_inputs:
+        if gather.alone:
             whole = received(gather, gather.local_inputs, None)._replace(inner=[])
             gather.local_inputs = ()
         else:
-            whole = Received(gather.held_tensors(), [])
+            whole = received(gather, gathered, old)
         sampled = gather.samples
         if old is not None:
             old.fill(whole.tensors, sampled)
             return None
         shape = torch.Size((gather.shard.rows, gather.columns))
         return CodedWeight(whole.tensors, sampled, shape, param_dtype), tuple(whole.inner)
+
+
+    def _own_memory(self, out: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Return the rows of the only rank as the whole weight, without a copy."""
+        own = plain(self)
+        if out is None:
+            return own, ()
+        known = local(out)
+        if known.data_ptr() != own.data_ptr():  # the shard has moved
+            known.data = own
+        return None
 
 
 class Received(NamedTuple):

@@ -107,12 +107,13 @@ class WeightGather:
 
     @property
     def held_by_layer(self) -> bool:
-        """Return True if the layer holds its codes for a step by itself, as without FSDP2."""
-        return self.alone and self.layer.precision.sampling is None
+        """Return True if the layer holds its codes for a step by itself, as without FSDP2, and has its weight all the time."""
+        same = self.dtype in (None, self.layer.weight.dtype)
+        return self.alone and same and self.layer.precision.sampling is None
 
     def stored(self) -> Tensor:
         weight = self.layer.weight
-        if coded_of(weight) is not None:
+        if coded_of(weight) is not None or (self.alone and not isinstance(weight, DTensor)):
             shard = self.shard_of_weight()
             assert shard is not None
             return shard.detach()
@@ -265,23 +266,8 @@ class WeightGather:
         """
         if not self.alone:
             return self._padded_inputs()
-        step = self.layer.step_state
-        if self.held_by_layer and step.holds_weight:
-            self.local_inputs = ()
-            self.check_unchanged(step.weight_version)
-        else:
-            self.local_inputs = self._padded_inputs()
+        self.local_inputs = () if self.held_by_layer else self._padded_inputs()
         return (torch.empty(0, dtype=torch.uint8, device=self.layer.weight.device),)
-
-    def held_tensors(self) -> dict[str, Tensor]:
-        """Return the codes and scales that the layer holds for this step, by their names in a CodedWeight."""
-        codes = self.layer.step_state.codes
-        assert codes is not None
-        tensors: dict[str, Tensor | None] = {}
-        for name, layout in codes._asdict().items():
-            if layout is not None:
-                tensors |= {name: layout.values, f"{name}_scale": layout.scale, f"{name}_tensor": layout.tensor_scale}
-        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def _padded_inputs(self) -> tuple[Tensor, ...]:
         if self.sent is None:
