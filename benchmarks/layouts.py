@@ -69,7 +69,8 @@ def settings(data: str, out: Path, batch: int, steps: int, more: Sequence[str]) 
     small += ["run.log_every=1", "run.save_every=0", "run.eval_sequences=3", "run.device=cpu", f"run.steps={steps}"]
     # With a large eps the update is nearly proportional to the gradient, so that a rounding stays as small as it was.
     small += ["optim.eps=1.0", "optim.lr=0.1", f"data.batch={batch}"]
-    return configs.override(Config(), [f'data.sources=["{data}"]', f'run.out="{out}"', *small, *more])
+    with wide_preset():
+        return configs.override(Config(), [f'data.sources=["{data}"]', f'run.out="{out}"', *small, *more])
 
 
 @contextlib.contextmanager

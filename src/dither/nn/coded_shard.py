@@ -92,7 +92,6 @@ class CodedShard(Tensor):
         shape = torch.Size((gather.shard.rows, gather.columns))
         return CodedWeight(whole.tensors, sampled, shape, param_dtype), tuple(whole.inner)
 
-
     def _own_memory(self, out: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Return the rows of the only rank as the whole weight, without a copy."""
         own = plain(self)

@@ -116,8 +116,10 @@ class WeightGather:
         if coded_of(weight) is not None or (self.alone and not isinstance(weight, DTensor)):
             shard = self.shard_of_weight()
             assert shard is not None
-            return shard.detach()
-        return local(weight.detach())
+            return shard
+        with torch.no_grad():  # a view would have a version of its own
+            stored: Tensor = local(weight)
+        return stored
 
     def part(self) -> Tensor:
         """Return this rank's rows of the weight, in the dtype that would be gathered."""
