@@ -221,12 +221,29 @@ def shard_weights(model: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: 
     What remains is needed at the end of forward and at the beginning of backward, so it stays gathered in between.
     """
     for block in find_blocks(model).values():
+        allocate(block)
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, **options)
+    allocate(model)
     fully_shard(model, mesh=mesh, reshard_after_forward=False, **options)
     if mesh.size(mesh.ndim - 1) == 1:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_reduce_scatter(OneRankReduceScatter())
+
+
+def allocate(model: nn.Module) -> None:
+    """Give memory to the parameters of a model that have none, as those of `dither.models.presets.blank`."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(parameter, DTensor) or not parameter.dim() or any(parameter.stride()):
+                continue
+            if id(parameter) not in made:
+                memory: Tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+                if isinstance(parameter, CodedShard):
+                    memory = CodedShard.of(memory, parameter.source)
+                made[id(parameter)] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
+            module.register_parameter(name, made[id(parameter)])
 
 
 def _batch_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:

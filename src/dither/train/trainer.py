@@ -14,6 +14,7 @@ from dither.data import Batch, Corpus, Loader, held_out
 from dither.errors import UserError
 from dither.models import CausalLM, build, compile_blocks, flops_per_token, hf, preset
 from dither.models.causal import PlainLM
+from dither.models.presets import blank, draw_parts
 from dither.models.stages import check_pipeline
 from dither.nn import Conversion, Linear, convert, effective_precision, param_groups, step_context
 from dither.nn.plan_schedule import PlanSchedule
@@ -21,6 +22,7 @@ from dither.numerics import Monitor, Report
 from dither.optim import MODES, Training, roles, training
 from dither.optim.options import MOST_NORM
 from dither.optim.roles import Role
+from dither.parallel.apply import allocate
 from dither.precision import Plan
 from dither.random import Stream
 from dither.ranks import gather
@@ -93,7 +95,8 @@ class Trainer(Passes):
         self.held_out = held_out(corpus.held_out, data.sequence, _held_out_count(config, corpus))
         self.sources = known_plans(config, None if initial else Path(config.run.out))
         """Plans of files and of fp8-auto by name, which a resumed run does not read or measure again."""
-        self.model = _model(config, corpus, ranks.device)
+        drawn_later = self.layout.cut and config.model.size is not None and config.model.weights is None
+        self.model = _model(config, corpus, ranks.device, drawn_later=drawn_later)
         if (initial or config.lora.rank) and config.model.weights is not None:
             load_weights(self.model, config.model.weights)
         tokens = data.batch // self.layout.data_world // self.parts * data.sequence
@@ -108,6 +111,9 @@ class Trainer(Passes):
         """The stages of this rank; None if there is no pipeline."""
         stages = () if self.pipeline is None else tuple(self.pipeline.stages.values())
         self.layout.shard(self.model, config, stages)
+        if drawn_later:
+            allocate(self.model)
+            draw_parts(self.model, config.run.seed)
         self.training = _training(config, self.model, adam_roles)
         self.training.optimizer.stages = self.layout.pipeline_group
         self.guided = guided_share(self.model, self.layout.pipeline_group)
@@ -455,7 +461,8 @@ def _training(config: Config, model: CausalLM, adam_roles: Mapping[str, Role] | 
     return made
 
 
-def _model(config: Config, corpus: Corpus, device: torch.device) -> CausalLM:
+def _model(config: Config, corpus: Corpus, device: torch.device, *, drawn_later: bool = False) -> CausalLM:
+    """Return the model of a config; with `drawn_later`, that of a preset has no numbers, and its weights no memory."""
     tokens, sequence, seed = corpus.tokenizer.vocab_size, config.data.sequence, config.run.seed
     if config.model.size is not None:
         if config.model.vocab is not None and config.model.vocab < tokens:
@@ -464,7 +471,7 @@ def _model(config: Config, corpus: Corpus, device: torch.device) -> CausalLM:
             )
         sizes = preset(config.model.size, vocab_size=config.model.vocab or tokens)
         _check_positions(sizes, sequence)
-        return build(sizes, seed=seed, device=device)
+        return blank(sizes, device) if drawn_later else build(sizes, seed=seed, device=device)
     if config.model.vocab is not None:
         raise UserError("model.vocab is for presets only: the config of a Hugging Face model sets its vocabulary.")
     # The base of adapters is never needed in float32: its codes are made from the weights as they are in the files.
