@@ -387,7 +387,7 @@ def check_memory() -> None:
             dither.parallelize(model, layout.mesh("cpu"), gather="codes")
             draw_parts(model, 3)
         assert seen.peak <= 0.3 * alone, (layout, seen.peak, alone)
-        assert seen.peak < 0.5 * weights, (layout, seen.peak, weights)
+        assert seen.peak < 0.6 * weights, (layout, seen.peak, weights)
         for name, p in model.named_parameters():
             assert torch.equal(whole(p), known[name]), (layout, name)
         optimizer = dither.optim.AdamW(model.named_parameters(), lr=1e-3)
