@@ -106,8 +106,8 @@ def alone(config: Config, seed: int, unit: float) -> None:
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     original = trainers._model
 
-    def perturbed(*arguments: Any, **options: Any) -> Any:
-        model, generator = original(*arguments, **options), torch.Generator().manual_seed(seed)
+    def perturbed(*arguments: Any) -> Any:
+        model, generator = original(*arguments), torch.Generator().manual_seed(seed)
         for parameter in model.parameters():
             parameter.data.mul_(1 + (torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1) * unit)
         return model

@@ -131,8 +131,8 @@ def alone(folder: Path, out: str, batch: int, *more: str, perturbed: int = 0, un
     """Train in this process, unless that was done; return the losses. `perturbed` is the seed of a perturbation, or 0."""
     original, threads = trainers._model, torch.get_num_threads()
 
-    def perturb(*arguments: Any, **options: Any) -> Any:
-        model, generator = original(*arguments, **options), torch.Generator().manual_seed(perturbed)
+    def perturb(*arguments: Any) -> Any:
+        model, generator = original(*arguments), torch.Generator().manual_seed(perturbed)
         for parameter in model.parameters():
             sign = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
             parameter.data.mul_(1 + sign * unit)

@@ -96,7 +96,7 @@ class Trainer(Passes):
         self.sources = known_plans(config, None if initial else Path(config.run.out))
         """Plans of files and of fp8-auto by name, which a resumed run does not read or measure again."""
         drawn_later = self.layout.cut and config.model.size is not None and config.model.weights is None
-        self.model = _model(config, corpus, ranks.device, drawn_later=drawn_later)
+        self.model = (_blank_model if drawn_later else _model)(config, corpus, ranks.device)
         if (initial or config.lora.rank) and config.model.weights is not None:
             load_weights(self.model, config.model.weights)
         tokens = data.batch // self.layout.data_world // self.parts * data.sequence
@@ -461,17 +461,28 @@ def _training(config: Config, model: CausalLM, adam_roles: Mapping[str, Role] | 
     return made
 
 
-def _model(config: Config, corpus: Corpus, device: torch.device, *, drawn_later: bool = False) -> CausalLM:
-    """Return the model of a config; with `drawn_later`, that of a preset has no numbers, and its weights no memory."""
+def _blank_model(config: Config, corpus: Corpus, device: torch.device) -> CausalLM:
+    """Return the model of a preset without numbers, whose weights have no memory; ranks draw their parts later."""
+    return blank(_sizes(config, corpus), device)
+
+
+def _sizes(config: Config, corpus: Corpus) -> Any:
+    """Return the config of a preset with the vocabulary of the corpus."""
+    assert config.model.size is not None
+    tokens = corpus.tokenizer.vocab_size
+    if config.model.vocab is not None and config.model.vocab < tokens:
+        raise UserError(
+            f"model.vocab={config.model.vocab} is less than the {tokens} tokens of the tokenizer: increase or remove it."
+        )
+    sizes = preset(config.model.size, vocab_size=config.model.vocab or tokens)
+    _check_positions(sizes, config.data.sequence)
+    return sizes
+
+
+def _model(config: Config, corpus: Corpus, device: torch.device) -> CausalLM:
     tokens, sequence, seed = corpus.tokenizer.vocab_size, config.data.sequence, config.run.seed
     if config.model.size is not None:
-        if config.model.vocab is not None and config.model.vocab < tokens:
-            raise UserError(
-                f"model.vocab={config.model.vocab} is less than the {tokens} tokens of the tokenizer: increase or remove it."
-            )
-        sizes = preset(config.model.size, vocab_size=config.model.vocab or tokens)
-        _check_positions(sizes, sequence)
-        return blank(sizes, device) if drawn_later else build(sizes, seed=seed, device=device)
+        return build(_sizes(config, corpus), seed=seed, device=device)
     if config.model.vocab is not None:
         raise UserError("model.vocab is for presets only: the config of a Hugging Face model sets its vocabulary.")
     # The base of adapters is never needed in float32: its codes are made from the weights as they are in the files.
