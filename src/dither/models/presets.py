@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
 from dither.models import gpt2, gpt_neo, llama
-from dither.models.causal import CausalLM
+from dither.models.causal import PlainLM
 from dither.models.gpt2 import GPT2, GPT2Config
 from dither.models.gpt_neo import GPTNeo, GPTNeoConfig
 from dither.models.llama import Llama, LlamaConfig
@@ -118,7 +118,7 @@ def blank(config: Config, device: torch.device | str) -> Llama | GPT2 | GPTNeo:
 
 
 @torch.no_grad()
-def draw_parts(model: CausalLM, seed: int) -> None:
+def draw_parts(model: PlainLM, seed: int) -> None:
     """Draw this rank's parts of the initial weights of a sharded model: the numbers that `build` gives them.
 
     Parameters that `build` does not know, such as bitwidths, stay as they are.

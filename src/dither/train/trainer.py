@@ -113,6 +113,7 @@ class Trainer(Passes):
         self.layout.shard(self.model, config, stages)
         if drawn_later:
             allocate(self.model)
+            assert isinstance(self.model, PlainLM)
             draw_parts(self.model, config.run.seed)
         self.training = _training(config, self.model, adam_roles)
         self.training.optimizer.stages = self.layout.pipeline_group
