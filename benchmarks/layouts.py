@@ -53,6 +53,8 @@ LAYOUTS: dict[str, tuple[int, int, Sequence[str]]] = {
     "TP": (2, 2, ("parallel.tp=2",)),
     "PP": (2, 2, ("parallel.pp=2",)),
     "FSDP2 x TP": (4, 2, ("parallel.dp_shard=2", "parallel.tp=2")),
+    "FSDP2 x PP": (4, 4, ("parallel.dp_shard=2", "parallel.pp=2")),
+    "TP x PP": (4, 2, ("parallel.tp=2", "parallel.pp=2")),
     "FSDP2 x TP x PP": (8, 4, ("parallel.dp_shard=2", "parallel.tp=2", "parallel.pp=2")),
 }
 """Ranks, sequences per step, and settings."""

@@ -171,7 +171,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 LAYOUTS = {
     1: [Layout()],
     2: [Layout(dp_replicate=2), Layout(dp_shard=2), Layout(tp=2)],
-    3: [Layout(dp_shard=3)],
+    3: [Layout(dp_replicate=3), Layout(dp_shard=3)],
     4: [Layout(dp_shard=4), Layout(tp=4), Layout(dp_shard=2, tp=2), Layout(dp_replicate=2, dp_shard=2)],
     8: [Layout(dp_shard=8), Layout(tp=8), Layout(dp_shard=4, tp=2), Layout(dp_replicate=2, dp_shard=2, tp=2)],
 }
