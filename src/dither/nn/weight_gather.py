@@ -112,10 +112,10 @@ class WeightGather:
         return self.alone and same and self.layer.precision.sampling is None
 
     def stored(self) -> Tensor:
+        """Return this rank's rows of the weight as they are stored, also while the layer has the whole weight."""
         weight = self.layer.weight
-        if coded_of(weight) is not None or (self.alone and not isinstance(weight, DTensor)):
-            shard = self.shard_of_weight()
-            assert shard is not None
+        shard = self.shard_of_weight() if self.alone or coded_of(weight) is not None else None
+        if shard is not None:
             return shard
         with torch.no_grad():  # a view would have a version of its own
             stored: Tensor = local(weight)
