@@ -23,6 +23,8 @@ process of its own, so that neither memory nor a failure reaches the next one; d
     diffq:PARTS          the same with uniform noise
     MODE+adam-mini       o1, gaussws:PARTS or diffq:PARTS with dither.optim.AdamMini in place of torch's AdamW
     MODE+adamw           the same with dither.optim.AdamW, which differs from Adam-mini in its second moments only
+    MODE+fsdp            any mode, sharded by FSDP2 over this one rank: its cost without communication
+    MODE+fsdp-codes      the same; layers hold their codes for a step and FSDP2 gathers nothing of them
 
 --table-1 measures the rows of Table 1 of the paper on GaussWS: autocast, GaussWS[od], GaussWS[all] and DiffQ[all], each with
 AdamW and with Adam-mini, for Llamas of 134M, 360M, 1B and 3B. It prints the overhead of each row over autocast with the same
@@ -69,7 +71,7 @@ SIZES = {
 SAMPLED = r"(gaussws|diffq):(all|od|qkv|out|up|down)(\+recompute)?"
 OPTIMIZER = r"\+(adamw|adam-mini)"
 MODES = r"bf16-nearest|bf16-sr|torchao-(tensorwise|rowwise)|recipe:[\w-]+?(\+sr)?"
-MODES += rf"|(o1|{SAMPLED})({OPTIMIZER})?"
+MODES = rf"({MODES}|(o1|{SAMPLED})({OPTIMIZER})?)(\+fsdp(-codes)?)?"
 TABLE_1 = ["o1", "gaussws:od", "gaussws:all", "diffq:all"]
 """The methods of Table 1 of the paper on GaussWS, with AdamW; `+adam-mini` makes the other half."""
 LEARNING_RATE = 1e-4
@@ -86,9 +88,10 @@ KERNELS = {
 """What a kernel does, by its name: the first pattern that is found. Norms, activations and the loss are the rest."""
 
 
-def build(size: str, mode: str, device: str, peer: str | None, compiled: bool, layers: int | None, fsdp: bool = False):
+def build(size: str, mode: str, device: str, peer: str | None, compiled: bool, layers: int | None):
     """Return the model of a mode, its optimizer, and the context of its forward pass."""
     config, _ = SIZES[size]
+    mode, fsdp, codes = mode.partition("+fsdp")
     config = dataclasses.replace(config, num_hidden_layers=layers or config.num_hidden_layers)
     sr, recipe = mode == "bf16-sr" or mode.endswith("+sr"), re.fullmatch(r"recipe:(.+?)(\+sr)?", mode)
     narrow = sr or mode == "bf16-nearest"
@@ -113,7 +116,7 @@ def build(size: str, mode: str, device: str, peer: str | None, compiled: bool, l
         chosen = Float8LinearConfig.from_recipe_name(mode.removeprefix("torchao-"))
         convert_to_float8_training(model, config=chosen, module_filter_fn=lambda _, name: name != "lm_head")
     if fsdp:
-        shard(model, device)
+        shard(model, device, codes=bool(codes))
     if compiled:
         compile_blocks(model)
     if sr:
@@ -142,24 +145,24 @@ def build(size: str, mode: str, device: str, peer: str | None, compiled: bool, l
     return model, optimizer, context
 
 
-def shard(model: torch.nn.Module, device: str) -> None:
-    """Shard a model by FSDP2 over one rank."""
+def shard(model: torch.nn.Module, device: str, *, codes: bool) -> None:
+    """Shard a model by FSDP2 over one rank, which gathers weights or codes."""
     import torch.distributed as dist
 
-    from dither.parallel.apply import shard_weights
+    from dither.parallel.apply import gather_codes, shard_weights
 
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh = dist.init_device_mesh(torch.device(device).type, (1,), mesh_dim_names=("dp_shard",))
+    if codes:
+        gather_codes(model, mesh, None)
     shard_weights(model, mesh, reshard_after_forward=True)
 
 
 def warmed_step(size: str, mode: str, arguments: argparse.Namespace):
     """Return a training step of a mode, after --warmup runs."""
     config, batch = SIZES[size]
-    model, optimizer, context = build(
-        size, mode, arguments.device, arguments.peer, arguments.compile, arguments.layers, arguments.fsdp
-    )
+    model, optimizer, context = build(size, mode, arguments.device, arguments.peer, arguments.compile, arguments.layers)
     random = torch.Generator(arguments.device).manual_seed(1)
     steps = itertools.count()
 
@@ -386,7 +389,6 @@ def main() -> None:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="per-block compilation (default: on a GPU)")
     parser.add_argument("--peer", help="folder of an unpacked torchao wheel")
     parser.add_argument("--layers", type=int, help="blocks of the model, instead of the size's own")
-    parser.add_argument("--fsdp", action="store_true", help="shard by FSDP2 over this one rank: its cost without communication")
     parser.add_argument("--prepare", action="store_true", help="compile all sizes and modes first, side by side")
     parser.add_argument("--together", action="store_true", help="the modes of a size in one process, taking turns")
     parser.add_argument("--json", type=Path, help="write the results there, after each one")

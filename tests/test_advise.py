@@ -10,7 +10,7 @@ from command_output import error_line
 
 from dither import UserError, cli
 from dither.advice.accelerators import ACCELERATORS
-from dither.advice.layouts import Layout, Passes, layouts, memory_per_gpu
+from dither.advice.layouts import Passes, ScheduledLayout, layouts, memory_per_gpu
 from dither.advice.memory import GIB, Setting, Shape, estimate
 from dither.advice.recommendation import Gpu
 from dither.advice.scaling import Step, gathering
@@ -70,7 +70,7 @@ def step_row(size: str, choice: Choice, speed: float, peak: float | None) -> tup
     row = f"| {size} | {choice} | {measured * 1e3:.1f} | {predicted * 1e3:.1f} | {100 * time:+.1f} % |"
     if peak is None:
         return time, None, row + " | | |"
-    gib = memory_per_gpu(shape, choice.setting, Layout(), passes).peak / GIB
+    gib = memory_per_gpu(shape, choice.setting, ScheduledLayout(), passes).peak / GIB
     memory = gib / peak - 1
     return time, memory, f"{row} {peak:.1f} | {gib:.1f} | {100 * memory:+.1f} % |"
 
@@ -102,18 +102,34 @@ HALF = Passes(micro=2, checkpointing="half")
 FULL = Passes(checkpointing="full")
 PUBLISHED = [
     # (title, step, tokens per second and GPU, GiB): torchtitan's benchmarks of December 2024 (H100) and June 2025 (H200)
-    ("8B, 8 H100: dp_shard 8", EIGHT, PLAIN, Layout(dp_shard=8), HALF, 6667, 77.0),
-    ("8B, 8 H100: dp_shard 8, FP8", EIGHT, FP8, Layout(dp_shard=8), HALF, 8532, 76.8),
-    ("8B, 128 H100: dp_shard 128", EIGHT, PLAIN, Layout(dp_shard=128), HALF, 6514, 62.0),
-    ("8B, 128 H100: dp_shard 128, FP8", EIGHT, FP8, Layout(dp_shard=128), HALF, 8380, 61.8),
-    ("8B, 8 H100: dp_shard 8, FP8, 32,768 tokens", EIGHT, FP8, Layout(dp_shard=8), replace(FULL, sequence=32768), 3890, 83.9),
-    ("70B, 256 H100: dp_shard 32, tp 8, FP8", SEVENTY, FP8, Layout(dp_shard=32, tp=8), replace(FULL, micro=16), 829, 71.9),
-    ("the same, async TP", SEVENTY, FP8, Layout(dp_shard=32, tp=8), replace(FULL, micro=16), 876, 67.6),
+    ("8B, 8 H100: dp_shard 8", EIGHT, PLAIN, ScheduledLayout(dp_shard=8), HALF, 6667, 77.0),
+    ("8B, 8 H100: dp_shard 8, FP8", EIGHT, FP8, ScheduledLayout(dp_shard=8), HALF, 8532, 76.8),
+    ("8B, 128 H100: dp_shard 128", EIGHT, PLAIN, ScheduledLayout(dp_shard=128), HALF, 6514, 62.0),
+    ("8B, 128 H100: dp_shard 128, FP8", EIGHT, FP8, ScheduledLayout(dp_shard=128), HALF, 8380, 61.8),
+    (
+        "8B, 8 H100: dp_shard 8, FP8, 32,768 tokens",
+        EIGHT,
+        FP8,
+        ScheduledLayout(dp_shard=8),
+        replace(FULL, sequence=32768),
+        3890,
+        83.9,
+    ),
+    (
+        "70B, 256 H100: dp_shard 32, tp 8, FP8",
+        SEVENTY,
+        FP8,
+        ScheduledLayout(dp_shard=32, tp=8),
+        replace(FULL, micro=16),
+        829,
+        71.9,
+    ),
+    ("the same, async TP", SEVENTY, FP8, ScheduledLayout(dp_shard=32, tp=8), replace(FULL, micro=16), 876, 67.6),
     (
         "405B, 512 H100: dp_shard 8, tp 8, pp 8, FP8, async TP",
         LARGEST,
         FP8,
-        Layout(dp_shard=8, tp=8, pp=8),
+        ScheduledLayout(dp_shard=8, tp=8, pp=8),
         replace(FULL, micro=4, number=8),
         100,
         82.5,
@@ -122,13 +138,13 @@ PUBLISHED = [
         "the same, interleaved, async TP",
         LARGEST,
         FP8,
-        Layout(dp_shard=8, tp=8, pp=8, schedule="interleaved-1f1b"),
+        ScheduledLayout(dp_shard=8, tp=8, pp=8, schedule="interleaved-1f1b"),
         replace(FULL, micro=2, number=16),
         128,
         72.7,
     ),
-    ("8B, 32 H200: dp_shard 32, FP8", EIGHT, FP8, Layout(dp_shard=32), HALF, 10938, 47.96),
-    ("8B, 64 H200: dp_shard 64, FP8", EIGHT, FP8, Layout(dp_shard=64), HALF, 10753, 46.97),
+    ("8B, 32 H200: dp_shard 32, FP8", EIGHT, FP8, ScheduledLayout(dp_shard=32), HALF, 10938, 47.96),
+    ("8B, 64 H200: dp_shard 64, FP8", EIGHT, FP8, ScheduledLayout(dp_shard=64), HALF, 10753, 46.97),
 ]
 FITTED = ("8B, 8 H100: dp_shard 8", "8B, 32 H200: dp_shard 32, FP8")
 
@@ -146,7 +162,7 @@ def published_row(title, shape, setting, layout, passes, speed, gib) -> tuple[fl
         async_tp="async" in title,
         gather_bytes=gather,
     )
-    predicted = step.tokens_per_second / layout.gpus
+    predicted = step.tokens_per_second / layout.ranks
     wide = replace(step, setting=replace(setting, float_logits=True)).memory.peak / GIB
     deviation = predicted / speed - 1
     kind = "fitted" if title in FITTED else "predicted"
@@ -172,7 +188,7 @@ def test_on_one_gpu_the_estimate_is_that_of_dither_memory(again, number):
     passes = Passes(micro=2, sequence=2048, number=number, checkpointing=again)
     for choice in CHOICES:
         setting = replace(choice.setting, checkpointing=again == "full", accumulate=number > 1)
-        own = memory_per_gpu(shape, choice.setting, Layout(), passes)
+        own = memory_per_gpu(shape, choice.setting, ScheduledLayout(), passes)
         theirs = estimate(shape, setting, batch=2, sequence=2048)
         assert list(own.moments) == list(theirs.moments)
         for moment, parts in theirs.moments.items():
@@ -181,7 +197,10 @@ def test_on_one_gpu_the_estimate_is_that_of_dither_memory(again, number):
 
 
 def test_shards_hold_their_part_and_gather_two_blocks():
-    alone, four = (memory_per_gpu(EIGHT, Setting(), layout, Passes()).moments for layout in (Layout(), Layout(dp_shard=4)))
+    alone, four = (
+        memory_per_gpu(EIGHT, Setting(), layout, Passes()).moments
+        for layout in (ScheduledLayout(), ScheduledLayout(dp_shard=4))
+    )
     for part in ("weights", "gradients", "states"):
         assert four["update"][part] == pytest.approx(alone["update"][part] / 4, rel=1e-6)
     block = EIGHT.block_weights / EIGHT.layers
@@ -191,16 +210,16 @@ def test_shards_hold_their_part_and_gather_two_blocks():
 
 
 def test_a_pipeline_holds_as_many_micro_batches_as_stages_and_keeps_its_stage_gathered():
-    def parts(layout: Layout, number: int):
+    def parts(layout: ScheduledLayout, number: int):
         return memory_per_gpu(EIGHT, Choice("bf16-sr").setting, layout, Passes(number=number)).moments["loss"]
 
-    one, four = parts(Layout(), 8), parts(Layout(pp=4), 8)
+    one, four = parts(ScheduledLayout(), 8), parts(ScheduledLayout(pp=4), 8)
     assert four["activations"] == one["activations"]  # a quarter of the blocks, for four micro-batches
-    assert parts(Layout(pp=4), 4)["activations"] == one["activations"]
-    assert parts(Layout(pp=4, schedule="interleaved-1f1b"), 8)["activations"] == pytest.approx(
+    assert parts(ScheduledLayout(pp=4), 4)["activations"] == one["activations"]
+    assert parts(ScheduledLayout(pp=4, schedule="interleaved-1f1b"), 8)["activations"] == pytest.approx(
         one["activations"] * (4 + 1 + 6) / 8
     )
-    sharded = parts(Layout(pp=4, dp_shard=2), 8)
+    sharded = parts(ScheduledLayout(pp=4, dp_shard=2), 8)
     stage = (EIGHT.parameters - 2 * EIGHT.output_weights) / 4 + EIGHT.output_weights
     assert sharded["gradients"] == pytest.approx(2 * stage, rel=1e-6)
 
@@ -208,15 +227,17 @@ def test_a_pipeline_holds_as_many_micro_batches_as_stages_and_keeps_its_stage_ga
 def test_traffic_counts_every_byte_once_per_link():
     assert gathering(1e9, 1, 1).nvlink == 0
     assert gathering(1e9, 4, 1).network == pytest.approx(0.75e9)  # one GPU per node: everything over its own network card
-    step = Step(shape=EIGHT, setting=Choice("bf16-sr").setting, layout=Layout(dp_shard=16), passes=Passes(), accelerator=H200)
+    step = Step(
+        shape=EIGHT, setting=Choice("bf16-sr").setting, layout=ScheduledLayout(dp_shard=16), passes=Passes(), accelerator=H200
+    )
     weights = step.traffic["weights"]
     assert weights.nvlink == pytest.approx(2 * 2 * EIGHT.parameters * 15 / 16)  # twice, 2 bytes each
     assert weights.network == pytest.approx(2 * 2 * EIGHT.parameters / 2 / 8)  # from one of two nodes, over eight cards
     coded = replace(step, setting=Choice("bf16-sr", "fp8-current").setting).traffic["weights"]
     assert coded.nvlink < 0.6 * weights.nvlink
-    replicas = replace(step, layout=Layout(dp_replicate=2, dp_shard=8)).traffic["gradients"]
+    replicas = replace(step, layout=ScheduledLayout(dp_replicate=2, dp_shard=8)).traffic["gradients"]
     assert replicas.network == pytest.approx(2 * EIGHT.parameters / 8)  # an all-reduce of a shard: twice a half
-    pair = replace(step, layout=Layout(tp=2)).traffic["tensor parallel"]
+    pair = replace(step, layout=ScheduledLayout(tp=2)).traffic["tensor parallel"]
     assert pair.nvlink == pytest.approx(32 * 8 * 8192 * 4096 * 2 / 2)
 
 
@@ -224,13 +245,13 @@ def test_a_pipeline_idles_for_its_bubble():
     step = Step(
         shape=EIGHT,
         setting=Choice("o1").setting,
-        layout=Layout(pp=4),
+        layout=ScheduledLayout(pp=4),
         passes=Passes(number=8),
         accelerator=H200,
     )
     parts = step.seconds_by_part
     assert parts["bubbles"] == pytest.approx(3 / 8 * (parts["compute"] + parts["waiting"]), rel=0.01)
-    again = replace(step, layout=Layout(pp=4, schedule="interleaved-1f1b"))
+    again = replace(step, layout=ScheduledLayout(pp=4, schedule="interleaved-1f1b"))
     assert again.seconds_by_part["bubbles"] == pytest.approx(parts["bubbles"] / 2, rel=0.01)
     with pytest.raises(UserError, match="needs as many passes"):
         replace(step, passes=Passes(number=3))
@@ -243,7 +264,7 @@ def test_layouts_multiply_to_the_gpus_and_never_split_heads_or_blocks():
     narrow = Shape(width=1024, layers=6, heads=8, feed_forward=2816, vocab=32000, key_value_heads=2)
     found = list(layouts(narrow, 16))
     assert found
-    assert all(layout.gpus == 16 and layout.tp <= 2 and layout.pp <= 6 for layout in found)
+    assert all(layout.ranks == 16 and layout.tp <= 2 and layout.pp <= 6 for layout in found)
     assert {layout.tp for layout in layouts(SEVENTY, 64)} == {1, 2, 4, 8}
     assert {layout.tp for layout in layouts(SEVENTY, 64, node=4)} == {1, 2, 4}
 
@@ -255,7 +276,7 @@ def test_options_fit_and_are_ranked_by_speed():
     assert {option.choice for option in (*found.options, *found.refused)} == set(CHOICES)
     for option in found.options:
         assert option.step.memory.peak <= found.job.usable
-        assert option.step.layout.gpus == 8
+        assert option.step.layout.ranks == 8
         assert option.step.tokens == pytest.approx(2**22, rel=0.25)
     assert found.best.step.tokens_per_second >= 0.98 * speeds[0]
 

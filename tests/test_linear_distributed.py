@@ -15,6 +15,7 @@ import dither
 from dither import LayerPrecision, Plan, Sampling, UserError
 from dither.nn import Conv1D
 from dither.nn.tensor_parallel import local
+from dither.precision import OPERANDS
 
 pytestmark = needs_gloo
 
@@ -34,6 +35,14 @@ BY_PRODUCT = LayerPrecision.of(
     {"input_grad.weight": "e4m3 tile(16) stochastic(8)", "weight_grad.grad": None},
 )
 MIXED = LayerPrecision.of(weight="e3m2 tile(16) stochastic(16)", grad="bf16 stochastic(16)")
+SPANNING = {
+    "rows": LayerPrecision.of("e4m3 row", "e4m3 row", "e4m3 row stochastic(8)"),
+    "packed rows": LayerPrecision.of("e2m1 row", "e3m2 row", "e2m1 row"),
+    "tensors": LayerPrecision.of("e4m3 tensor", "e4m3 tensor", "e5m2 tensor stochastic(8)"),
+    "nvfp4": LayerPrecision.of("nvfp4", "e2m1 block(16) nvfp4", "nvfp4 stochastic(8)"),
+    "by product": LayerPrecision.of("e4m3 row", "e4m3 tensor", "e4m3 row", {"input_grad.weight": "e4m3 row"}),
+}
+"""Casts whose scales span the shards."""
 
 
 class Block(nn.Module):
@@ -80,7 +89,8 @@ def run(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def check_casts() -> None:
     """Random bits that were drawn elsewhere, or a scale of other numbers, would show in the first digit."""
-    for name, precision in {"random": RANDOM, "plain": PLAIN, "mixed": MIXED, "by product": BY_PRODUCT}.items():
+    alone = {"random": RANDOM, "plain": PLAIN, "mixed": MIXED, "by product": BY_PRODUCT}
+    for name, precision in (*alone.items(), *SPANNING.items()):
         plan = Plan(default=precision)
         expected, found = run(block(plan, False)), run(block(plan, True))
         assert expected.keys() == found.keys()
@@ -94,6 +104,26 @@ def check_sampled() -> None:
     expected, found = run(block(plan, False)), run(block(plan, True))
     for key, value in expected.items():
         assert (found[key] - value).norm() <= 1e-5 * value.norm(), key
+
+
+def check_delayed() -> None:
+    """Magnitudes of earlier steps are those of whole operands, by one all-reduce per step."""
+    delayed = LayerPrecision.of("e4m3 tensor delayed(4)", "e4m3 tensor delayed(4)", "e5m2 tensor delayed(4)")
+    models = [block(Plan(default=delayed), parallel) for parallel in (False, True)]
+    histories: list[list[torch.Tensor]] = []
+    for model, group in zip(models, (None, dist.group.WORLD), strict=True):
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            with dither.step_context(model, step=step, row=0, group=group):
+                y = model(torch.randn(32, 48, generator=generator))
+                (y * torch.randn(y.shape, generator=generator)).sum().backward()
+        layers = [layer for layer in model.modules() if isinstance(layer, dither.Linear)]
+        histories.append([local(getattr(layer, f"{operand}_history")) for layer in layers for operand in OPERANDS])
+    for one, other in zip(*histories, strict=True):
+        assert (one[:3] > 0).all()
+        assert torch.allclose(one, other, rtol=1e-5)
+    for (name, whole), p in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert (p.grad.full_tensor() - whole.grad).norm() <= 1e-2 * whole.grad.norm(), name
 
 
 def check_learning() -> None:
@@ -163,8 +193,6 @@ def check_refused() -> None:
     x = torch.randn(8, 48)
     for cast, why in {
         "e4m3 tile(128)": r"'up' has its 64 outputs sharded in parts of \d+, and its grad is cast by .* multiples of 128",
-        "e4m3 row": "its grad is cast by e4m3 row .*, whose scales span all shards: use tiles or blocks",
-        "e4m3 tensor": "whose scales span all shards",
     }.items():
         model = block(Plan(default=LayerPrecision.of(grad=cast)), True)
         with pytest.raises(UserError, match=why), dither.step_context(model, step=0):
@@ -180,7 +208,7 @@ def check_refused() -> None:
 @pytest.mark.parametrize(
     ("size", "check"),
     [
-        *in_processes(2, check_casts, check_sampled, check_learning, check_transposed, check_refused),
+        *in_processes(2, check_casts, check_delayed, check_sampled, check_learning, check_transposed, check_refused),
         *in_processes(4, check_uneven),
         *in_processes(4, check_casts, marks=pytest.mark.exhaustive),
     ],

@@ -8,6 +8,7 @@ of float32.
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,16 +18,21 @@ import torch
 import torch.distributed as dist
 from sweeps import only
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import needs_gloo, spread
 
 import dither
 from dither import LayerPrecision, Plan, Sampling, UserError
 from dither.models import GPT2, GPT2Config, GPTNeo, GPTNeoConfig, Llama, LlamaConfig
+from dither.models.presets import blank, build, draw_parts
 from dither.nn.coded_weight import coded_of
 from dither.nn.row_shards import Groups, RowShard, in_whole_groups, split_amax
+from dither.nn.tensor_parallel import local
 from dither.parallel import Layout, gathered
+from dither.parallel.apply import gather_codes, shard_weights
 from dither.parallel.reduction import BFloat16ReduceScatter
 
 pytestmark = [needs_gloo, pytest.mark.filterwarnings("ignore:.*noise can vanish")]
@@ -165,7 +171,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 LAYOUTS = {
     1: [Layout()],
     2: [Layout(dp_replicate=2), Layout(dp_shard=2), Layout(tp=2)],
-    3: [Layout(dp_shard=3)],
+    3: [Layout(dp_replicate=3), Layout(dp_shard=3)],
     4: [Layout(dp_shard=4), Layout(tp=4), Layout(dp_shard=2, tp=2), Layout(dp_replicate=2, dp_shard=2)],
     8: [Layout(dp_shard=8), Layout(tp=8), Layout(dp_shard=4, tp=2), Layout(dp_replicate=2, dp_shard=2, tp=2)],
 }
@@ -339,6 +345,131 @@ def check_exchange() -> None:
     assert torch.equal(results[0], results[1])
     assert not torch.equal(results[0], results[2])
     assert abs(float(results[0].mean()) - (1 + 2**-9)) < 5 * 2**-7 * 0.5 / (4096 * world) ** 0.5
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+class Allocations(TorchDispatchMode):
+    """Count the bytes of storages that operations return, while they live, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in pytree.tree_leaves(result):
+            storage = x.untyped_storage() if type(x) is torch.Tensor and x.device.type == "cpu" else None
+            if storage is not None and storage._cdata not in self.seen:
+                self.seen.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
+        return result
+
+    def _free(self, key: int, size: int) -> None:
+        self.seen.discard(key)
+        self.now -= size
+
+
+def check_memory() -> None:
+    """No rank ever holds the whole model, and the parts that ranks draw are those of the model that one rank builds."""
+    sizes = config(num_hidden_layers=8)
+    known = dict(build(sizes, seed=3).named_parameters())
+    weights = sum(p.nbytes for p in known.values())
+    alone = 3 * weights  # with two moments in float32
+    for layout in (Layout(dp_shard=4), Layout(dp_shard=2, tp=2)):
+        with Allocations() as seen:
+            model = blank(sizes, "cpu")
+            dither.convert(model, METHODS["fp8-block"][0])
+            dither.parallelize(model, layout.mesh("cpu"), gather="codes")
+            draw_parts(model, 3)
+        assert seen.peak <= 0.3 * alone, (layout, seen.peak, alone)
+        assert seen.peak < 0.6 * weights, (layout, seen.peak, weights)
+        for name, p in model.named_parameters():
+            assert torch.equal(whole(p), known[name]), (layout, name)
+        optimizer = dither.optim.AdamW(model.named_parameters(), lr=1e-3)
+        step_of(model, layout)
+        optimizer.step()
+        states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+        held = sum(local(x).nbytes for x in (*model.parameters(), *states))
+        assert held <= 0.3 * alone, (layout, held, alone)
+        if dist.get_rank() == 0:
+            print(f"{layout}: {held / alone:.3f} held, {seen.peak / alone:.3f} at the peak of building")
+
+
+def test_four_ranks_share_memory() -> None:
+    spread(4, check_memory)
+
+
+# One rank of FSDP2, and compiled blocks -------------------------------------------------------------------------------
+
+
+def losses_of(model: nn.Module, layout: Layout, steps: int = 2) -> list[float]:
+    """Return the losses of some steps with two micro-batches each, and of an evaluation after each step."""
+    optimizer = dither.optim.AdamW(model.named_parameters(), lr=1e-3)
+    size, found = 8 // layout.batch_parts, []
+    text = tokens()[:8][batch_rank(layout) * size :][:size]
+    for step in range(steps):
+        with dither.step_context(model, step=step):
+            for part in text.chunk(2):
+                loss = model(part[:, :-1], part[:, 1:])
+                loss.backward()
+                found.append(float(loss))
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            found.append(float(model.eval()(text[:, :-1], text[:, 1:])))
+        model.train()
+    return found
+
+
+def small(method: str) -> nn.Module:
+    sizes = config(hidden_size=32, intermediate_size=32, num_attention_heads=2)
+    return converted(method, lambda: Llama(sizes, generator=torch.Generator().manual_seed(0)))
+
+
+def check_one_rank() -> None:
+    """FSDP2 over one rank, with codes that layers hold for the step, gives the bits of no FSDP2, also in another dtype."""
+    mesh = Layout().mesh("cpu")["dp_shard"]
+    for method in ("fp4-block", "gaussws-fp8"):
+        model = small(method)
+        gather_codes(model, mesh, None)
+        shard_weights(model, mesh, reshard_after_forward=True)
+        assert set(gathered(model).values()) == {"codes"}
+        assert losses_of(model, Layout()) == losses_of(small(method), Layout()), method
+    narrow, every = MixedPrecisionPolicy(param_dtype=torch.bfloat16), []
+    for coded in (False, True):
+        model = small("fp8-block")
+        if coded:
+            gather_codes(model, mesh, torch.bfloat16)
+        shard_weights(model, mesh, reshard_after_forward=True, mp_policy=narrow)
+        every.append(losses_of(model, Layout(), 1))
+    assert every[0] == every[1]
+
+
+def test_fsdp_over_one_rank() -> None:
+    spread(1, check_one_rank)
+
+
+def check_compiled() -> None:
+    """Compiled blocks of a sharded model compute what uncompiled ones do."""
+    for layout, gather in ((Layout(dp_shard=2), "codes"), (Layout(tp=2), "weights")):
+        found = []
+        for compiled in (False, True):
+            torch._dynamo.reset()
+            model = dither.parallelize(small("fp8-block"), layout.mesh("cpu"), gather=gather)
+            if compiled:
+                dither.compile(model, backend="aot_eager")
+            found.append(losses_of(model, layout, 1))
+        assert found[0] == found[1], (layout, found)
+
+
+@pytest.mark.exhaustive
+def test_compiled_blocks_of_a_sharded_model() -> None:
+    spread(2, check_compiled)
 
 
 # Other models, options and errors -------------------------------------------------------------------------------------

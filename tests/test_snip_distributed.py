@@ -169,17 +169,35 @@ def check_refused() -> None:
     model, optimizer = parallel("bf16")
     with pytest.raises(UserError, match=r"'up' has its 48 outputs sharded in .* weight is cast by .* multiples of 128"):
         score(model, batches(), optimizer, OPTIONS, stream=STREAM)
-    torch.manual_seed(0)
-    model = Net()
-    dither.convert(model, "bf16")
-    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "tensor"))
-    parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    fully_shard(model, mesh=mesh["data"])
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    model.eval()(*batches()[0]).backward()
-    optimizer.step()
-    with pytest.raises(UserError, match="The layer 'up' is sharded by tensor parallelism and by FSDP2"):
-        score(model, batches(), optimizer, TILES, stream=STREAM, setup=TrainingSetup(group=mesh["data"].get_group()))
+
+
+def check_fsdp_with_tensor_parallelism() -> None:
+    """Layers sharded by both: scores are those of one process that has all batches."""
+    plan = Plan(default=TILES[0].precision)
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "tensor"))
+    models = []
+    for shared in (False, True):
+        torch.manual_seed(0)
+        model = Net().eval()
+        dither.convert(model, plan)
+        if shared:
+            parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            fully_shard(model, mesh=mesh["data"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+        for step, batch in enumerate(batches(3, seed=9)):
+            with dither.step_context(model, step=step, row=0):
+                model(*batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append((model, optimizer))
+    (alone, its), (model, optimizer) = models
+    rank, setup = mesh.get_local_rank("data"), TrainingSetup(max_norm=0.01, group=mesh["data"].get_group())
+    mine = batches(world // 2)[rank : rank + 1]
+    for probe in ("direct", "last"):
+        found = score(model, mine, optimizer, TILES, probe=probe, stream=STREAM, setup=setup)
+        expected = score(alone, batches(world // 2), its, TILES, probe=probe, stream=STREAM, setup=TrainingSetup(max_norm=0.01))
+        check_same(found, expected, probe)
 
 
 def parallel(plan: str | Plan, shared: bool = True):
@@ -367,8 +385,10 @@ def check_pipeline_refused() -> None:
         *in_processes(2, check_truth_and_plans, check_refused),
         *in_processes(2, check_tensor_parallel, check_gpipe, check_pipeline_refused),
         *in_processes(3, check_scores, check_1f1b, check_ranks),
+        *in_processes(2, check_fsdp_with_tensor_parallelism),
         *in_processes(2, check_every_score, check_1f1b, check_gpipe_with_every_probe, marks=pytest.mark.exhaustive),
         *in_processes(3, check_every_score, check_tensor_parallel, check_gpipe_with_every_probe, marks=pytest.mark.exhaustive),
+        *in_processes(4, check_fsdp_with_tensor_parallelism, marks=pytest.mark.exhaustive),
     ],
 )
 def test_processes(size: int, check: Callable[[], None]) -> None:

@@ -1,10 +1,13 @@
 """Estimate the memory of training, and recommend a precision for a model on a GPU."""
 
+import warnings
+from typing import Any
+
 from dither.advice.accelerators import ACCELERATORS as ACCELERATORS
 from dither.advice.accelerators import Accelerator as Accelerator
 from dither.advice.accelerators import accelerator_named as accelerator_named
-from dither.advice.layouts import Layout as Layout
 from dither.advice.layouts import Passes as Passes
+from dither.advice.layouts import ScheduledLayout as ScheduledLayout
 from dither.advice.layouts import memory_per_gpu as memory_per_gpu
 from dither.advice.memory import Estimate as Estimate
 from dither.advice.memory import Setting as Setting
@@ -29,3 +32,11 @@ from dither.advice.search import Option as Option
 from dither.advice.search import Ranking as Ranking
 from dither.advice.search import rank as rank
 from dither.advice.step_time import step_seconds as step_seconds
+
+
+def __getattr__(name: str) -> Any:
+    """Return what has a new name, with a warning."""
+    if name != "Layout":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn("dither.advice.Layout is now dither.advice.ScheduledLayout.", DeprecationWarning, stacklevel=2)
+    return ScheduledLayout

@@ -21,6 +21,7 @@ from dither.advice.memory import (
     weight_code_bytes,
 )
 from dither.errors import UserError
+from dither.parallel.layout import Layout
 
 Checkpointing = Literal["none", "selective", "half", "full"]
 """Recomputation in backward. none: nothing beyond what the compiler recomputes. selective: all but products and attention.
@@ -30,43 +31,22 @@ SCHEDULES = MappingProxyType({"1f1b": 1, "interleaved-1f1b": 2})
 """Pipeline schedules and their stages per GPU."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """The sizes of a mesh of GPUs, with the names of the config's section [parallel].
+@dataclass(frozen=True)
+class ScheduledLayout(Layout):
+    """A layout with the schedule of its pipeline.
 
-    >>> layout = Layout(dp_shard=8, tp=8)
-    >>> layout.gpus, str(layout)
+    >>> layout = ScheduledLayout(dp_shard=8, tp=8)
+    >>> layout.ranks, str(layout)
     (64, 'dp_shard 8, tp 8')
     """
 
-    dp_replicate: int = 1
-    """Replicas, each with the whole model on `dp_shard * tp * pp` GPUs."""
-    dp_shard: int = 1
-    """GPUs that shard parameters, gradients and states (FSDP2)."""
-    tp: int = 1
-    """GPUs that share each product (tensor and sequence parallel), inside a node."""
-    pp: int = 1
-    """Pipeline stages."""
     schedule: str = "1f1b"
     """Order of the passes in a pipeline."""
 
     def __post_init__(self) -> None:
-        for name in ("dp_replicate", "dp_shard", "tp", "pp"):
-            size = getattr(self, name)
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise UserError(f"The layout's {name} is a positive integer, not {size!r}.")
+        super().__post_init__()
         if self.schedule not in SCHEDULES:
             raise UserError(f"There is no schedule {self.schedule!r}: choose from {', '.join(SCHEDULES)}.")
-
-    @property
-    def gpus(self) -> int:
-        """Return the number of GPUs."""
-        return self.dp_replicate * self.dp_shard * self.tp * self.pp
-
-    @property
-    def data_parallel(self) -> int:
-        """Return the number of GPUs, or groups of GPUs, that read different sequences."""
-        return self.dp_replicate * self.dp_shard
 
     @property
     def virtual(self) -> int:
@@ -74,12 +54,12 @@ class Layout:
         return SCHEDULES[self.schedule]
 
     def __str__(self) -> str:
-        sizes = {name: getattr(self, name) for name in ("dp_replicate", "dp_shard", "tp", "pp")}
-        text = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one GPU"
+        names = ("dp_replicate", "dp_shard", "tp", "pp")
+        text = ", ".join(f"{name} {self.sizes[name]}" for name in names if self.sizes[name] > 1) or "one GPU"
         return text if self.virtual == 1 else f"{text} interleaved"
 
 
-def layouts(shape: Shape, gpus: int, *, node: int = 8) -> Iterator[Layout]:
+def layouts(shape: Shape, gpus: int, *, node: int = 8) -> Iterator[ScheduledLayout]:
     """Yield the layouts worth trying: tp inside a node, and replicas only of whole nodes or of whole models.
 
     Sizes that heads, features, blocks of 128 or layers do not allow are left out.
@@ -98,7 +78,7 @@ def layouts(shape: Shape, gpus: int, *, node: int = 8) -> Iterator[Layout]:
                 if virtual > 1 and (pp == 1 or virtual * pp > shape.layers):
                     continue
                 for dp_shard in shards:
-                    yield Layout(dp_replicate=data // dp_shard, dp_shard=dp_shard, tp=tp, pp=pp, schedule=schedule)
+                    yield ScheduledLayout(dp_replicate=data // dp_shard, dp_shard=dp_shard, tp=tp, pp=pp, schedule=schedule)
 
 
 def splits_evenly(shape: Shape, tp: int, block: int = 128) -> bool:
@@ -107,12 +87,12 @@ def splits_evenly(shape: Shape, tp: int, block: int = 128) -> bool:
     return all(size % (tp * (block if size % block == 0 else 1)) == 0 for size in sizes)
 
 
-def stage_layers(shape: Shape, layout: Layout, *, last: bool) -> int:
+def stage_layers(shape: Shape, layout: ScheduledLayout, *, last: bool) -> int:
     """Return the number of blocks of the first or the last stage; the first stages have one more if they do not divide."""
     return shape.layers // layout.pp if last and layout.pp > 1 else math.ceil(shape.layers / layout.pp)
 
 
-def stage_parameters(shape: Shape, layout: Layout, *, last: bool) -> float:
+def stage_parameters(shape: Shape, layout: ScheduledLayout, *, last: bool) -> float:
     """Return the parameters of a stage per rank of tensor parallelism, before they are sharded by FSDP2."""
     embedding = shape.output_weights + shape.positions * shape.width
     output = 0 if shape.tied else shape.output_weights
@@ -122,7 +102,7 @@ def stage_parameters(shape: Shape, layout: Layout, *, last: bool) -> float:
     return (blocks + (shape.output_weights if last else embedding)) / layout.tp
 
 
-def in_flight(layout: Layout, passes: int, *, last: bool) -> float:
+def in_flight(layout: ScheduledLayout, passes: int, *, last: bool) -> float:
     """Return the number of micro-batches whose activations a stage holds at once."""
     if layout.pp == 1:
         return 1.0
@@ -151,12 +131,12 @@ class Passes:
         return self.micro * self.sequence
 
 
-def memory_per_gpu(shape: Shape, setting: Setting, layout: Layout, passes: Passes) -> Estimate:
+def memory_per_gpu(shape: Shape, setting: Setting, layout: ScheduledLayout, passes: Passes) -> Estimate:
     """Estimate the memory of the fullest GPU of a layout, in the first or in the last stage.
 
     >>> from dither.advice.memory import GIB, llama_of
-    >>> alone = memory_per_gpu(llama_of(8e9), Setting(), Layout(), Passes())
-    >>> sharded = memory_per_gpu(llama_of(8e9), Setting(), Layout(dp_shard=8), Passes())
+    >>> alone = memory_per_gpu(llama_of(8e9), Setting(), ScheduledLayout(), Passes())
+    >>> sharded = memory_per_gpu(llama_of(8e9), Setting(), ScheduledLayout(dp_shard=8), Passes())
     >>> round(alone.peak / GIB), round(sharded.peak / GIB)
     (144, 53)
     """
@@ -180,7 +160,7 @@ def kept_per_token(shape: Shape, setting: Setting, checkpointing: Checkpointing,
     return own + (c * (products + q) + 4 * shape.heads) / tp, 0.0
 
 
-def _stage(shape: Shape, setting: Setting, layout: Layout, passes: Passes, *, last: bool) -> Estimate:
+def _stage(shape: Shape, setting: Setting, layout: ScheduledLayout, passes: Passes, *, last: bool) -> Estimate:
     """Estimate the memory of one GPU of a stage; `estimate` of `dither.advice.memory` is the case of one GPU."""
     storage, tokens, tp = setting.storage, passes.tokens, layout.tp
     layers = stage_layers(shape, layout, last=last)

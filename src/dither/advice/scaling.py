@@ -11,7 +11,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 from dither.advice.accelerators import BESIDE, LINK_SHARE, Accelerator
-from dither.advice.layouts import Layout, Passes, memory_per_gpu, stage_layers, stage_parameters
+from dither.advice.layouts import Passes, ScheduledLayout, memory_per_gpu, stage_layers, stage_parameters
 from dither.advice.memory import Estimate, Setting, Shape, format_bytes, weight_code_bytes
 from dither.advice.step_time import Clock, Times
 from dither.errors import UserError
@@ -66,7 +66,7 @@ class Step:
 
     shape: Shape
     setting: Setting
-    layout: Layout
+    layout: ScheduledLayout
     passes: Passes
     accelerator: Accelerator
     node: int = 8
@@ -93,7 +93,7 @@ class Step:
     @property
     def batch(self) -> int:
         """Return the sequences per step."""
-        return self.layout.data_parallel * self.passes.number * self.passes.micro
+        return self.layout.batch_parts * self.passes.number * self.passes.micro
 
     @property
     def tokens(self) -> int:
@@ -151,7 +151,7 @@ class Step:
         if layout.pp == 1:
             return Traffic()
         size = self.passes.tokens * self.shape.width * self.setting.residual_bytes / layout.tp * layout.virtual
-        inside = layout.gpus // layout.pp < self.node
+        inside = layout.ranks // layout.pp < self.node
         return Traffic(size, 0.0) if inside else Traffic(0.0, size)
 
     @cached_property
@@ -181,7 +181,7 @@ class Step:
     @cached_property
     def _compute(self) -> tuple[Times, Times]:
         """Return forward and backward of one pass through the slowest stage, with recomputation and without communication."""
-        beside = BESIDE if self.layout.gpus > 1 else 1.0
+        beside = BESIDE if self.layout.ranks > 1 else 1.0
         forward, backward = self._clock.block(self.passes)
         backward = backward + self._clock.recomputed(forward, self.passes)
         ends = self._clock.output(self.passes)
@@ -247,4 +247,4 @@ class Step:
         shape = self.shape
         weights = 6 * (shape.block_weights + shape.output_weights)
         attention = 6 * shape.layers * shape.query_width * self.passes.sequence
-        return self.tokens_per_second / self.layout.gpus * (weights + attention) / self.accelerator.bf16
+        return self.tokens_per_second / self.layout.ranks * (weights + attention) / self.accelerator.bf16

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from dither.advice.accelerators import Accelerator
-from dither.advice.layouts import Checkpointing, Layout, Passes, layouts
+from dither.advice.layouts import Checkpointing, Passes, ScheduledLayout, layouts
 from dither.advice.memory import GIB, Setting, Shape, resident
 from dither.advice.recommendation import FP8_FROM
 from dither.advice.scaling import Step
@@ -99,9 +99,9 @@ class Job:
         """Return the bytes per GPU that an estimate may take."""
         return round(self.accelerator.gpu.usable * (1 - HEADROOM if self.gpus > 1 else 1))
 
-    def passes(self, layout: Layout, micro: int) -> Passes | None:
+    def passes(self, layout: ScheduledLayout, micro: int) -> Passes | None:
         """Return the passes of a step, or None if the layout cannot have a step of about the desired size."""
-        share = self.batch_tokens / self.sequence / layout.data_parallel / micro
+        share = self.batch_tokens / self.sequence / layout.batch_parts / micro
         number = max(1, round(share))
         if layout.virtual > 1:
             number = max(layout.pp, round(share / layout.pp) * layout.pp)
@@ -283,7 +283,7 @@ def reasons(ranking: Ranking) -> tuple[str, ...]:
         lacking = {option.choice: option for option in ranking.refused}
         if plain in lacking:
             found.append(f"{lacking[plain].shortfall(ranking.job.usable)}.")
-    if layout.gpus > 1:
+    if layout.ranks > 1:
         whole = sum(resident(step.shape, step.setting).values()) / GIB
         parts = step.memory.parts
         here = (parts["weights"] + parts["masters"] + parts["states"]) / GIB
@@ -295,7 +295,7 @@ def reasons(ranking: Ranking) -> tuple[str, ...]:
         found.append(f"Checkpointing is {step.passes.checkpointing}: {why}, and {usable:.0f} GiB are usable.")
     parts_of_step = step.seconds_by_part
     lost = {name: parts_of_step[name] / step.seconds for name in WORDS}
-    if layout.gpus > 1:
+    if layout.ranks > 1:
         texts = [f"{share:.0%} {WORDS[name]}".replace("%", " %") for name, share in lost.items() if share >= 0.005]
         found.append(f"Of the step, {' and '.join(texts)}." if texts else "Communication is hidden behind compute.")
     if ranking.alternatives:

@@ -120,7 +120,7 @@ def _days(step: Step, tokens: float) -> float:
 
 
 def _cost(step: Step, tokens: float, price: float) -> float:
-    return _days(step, tokens) * 24 * price * step.layout.gpus
+    return _days(step, tokens) * 24 * price * step.layout.ranks
 
 
 def _row(option: Option, tokens: float | None, price: float | None) -> tuple[str, ...]:

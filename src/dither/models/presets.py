@@ -9,13 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
 from dither.models import gpt2, gpt_neo, llama
+from dither.models.causal import PlainLM
 from dither.models.gpt2 import GPT2, GPT2Config
 from dither.models.gpt_neo import GPTNeo, GPTNeoConfig
 from dither.models.llama import Llama, LlamaConfig
 from dither.nn.linear_sites import find_sites
+from dither.optim.shards import shards
 from dither.precision import did_you_mean
 from dither.random import Stream
 
@@ -97,6 +100,41 @@ def empty(config: Config, device: torch.device | str, dtype: torch.dtype) -> Lla
     return model
 
 
+def blank(config: Config, device: torch.device | str) -> Llama | GPT2 | GPTNeo:
+    """Return the model of a config on a device with parameters that take no memory: every element is the same zero.
+
+    Ranks that share a model convert and shard it so, and then draw their own parts (`draw_parts`).
+    """
+    check_place(device, torch.float32)
+    model = skeleton(config)
+    zero = torch.zeros((), device=device)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(zero.expand(parameter.shape)))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device=device))
+    model.tie()
+    return model
+
+
+@torch.no_grad()
+def draw_parts(model: PlainLM, seed: int) -> None:
+    """Draw this rank's parts of the initial weights of a sharded model: the numbers that `build` gives them.
+
+    Parameters that `build` does not know, such as bitwidths, stay as they are.
+    """
+    for name, parameter in model.named_parameters():
+        if name.rpartition(".")[2] not in ("weight", "bias"):
+            continue
+        part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if parameter.dim() < 2:
+            part.fill_(0.0 if name.endswith("bias") else 1.0)
+            continue
+        stream, deviation = Stream(seed, "init", name), model.deviation(name)
+        for shard in shards(parameter):
+            _draw(stream, part[shard.start : shard.end], deviation, (shard.row, shard.column))
+
+
 def check_seed(seed: int) -> None:
     """Raise unless the seed is valid, before anything is built."""
     Stream(seed, "init", "")
@@ -122,13 +160,14 @@ def _known(config: Config) -> Config:
     return config
 
 
-def _draw(stream: Stream, parameter: Tensor, deviation: float) -> None:
+def _draw(stream: Stream, parameter: Tensor, deviation: float, at: tuple[int, int] = (0, 0)) -> None:
+    """Draw a part of a matrix that begins at a row and a column of it."""
     rows, columns = parameter.shape
     slab = max(1, DRAWN_AT_ONCE // columns)
     quantiles = (_normal_quantiles() * deviation).float().to(parameter.device, parameter.dtype)
     for row in range(0, rows, slab):
         part = parameter[row : row + slab]
-        part.copy_(quantiles[stream.bits(0, part.shape, (row, 0), width=16, device=parameter.device)])
+        part.copy_(quantiles[stream.bits(0, part.shape, (at[0] + row, at[1]), width=16, device=parameter.device)])
 
 
 @functools.cache

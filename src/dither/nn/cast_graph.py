@@ -25,6 +25,8 @@ def hold_weights(model: nn.Module, layers: Sequence[Linear]) -> None:
     """
     holding = [layer for layer in layers if layer.holds_something()]
     few = len(holding) < LEAST or not all(layer.weight.is_cuda for layer in holding)
+    # Collectives of other ranks' magnitudes are not captured.
+    few = few or any(layer.shares_scales() for layer in holding)
     if few or torch.cuda.is_current_stream_capturing():
         for layer in holding:
             layer.hold()

@@ -4,6 +4,7 @@ FSDP2 asks a `CodedShard` for what to gather (`fsdp_pre_all_gather`) and hands b
 which becomes a `CodedWeight`.
 """
 
+import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from dither import grouping
 from dither.formats import Format
 from dither.nn import functional
 from dither.nn.coded_weight import CodedWeight, coded_of
+from dither.nn.tensor_parallel import local
 from dither.nn.weight_gather import Job, WeightGather, plain, rows_per_row
 from dither.reference import packing
 
@@ -67,6 +69,7 @@ class CodedShard(Tensor):
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
         """Return what FSDP2 gathers. The signature is the one that leaves sizes to the extension."""
+        self.source.shard_of_weight = weakref.ref(self)
         return self.source.inputs(), None
 
     def fsdp_post_all_gather(
@@ -74,14 +77,30 @@ class CodedShard(Tensor):
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Return the whole weight, or write it to `out`."""
         gather = self.source
+        if gather.held_by_layer:
+            return self._own_memory(out)
         old = coded_of(out)
-        whole = received(gather, gathered, old)
+        if gather.alone:
+            whole = received(gather, gather.local_inputs, None)._replace(inner=[])
+            gather.local_inputs = ()
+        else:
+            whole = received(gather, gathered, old)
         sampled = gather.samples
         if old is not None:
             old.fill(whole.tensors, sampled)
             return None
         shape = torch.Size((gather.shard.rows, gather.columns))
         return CodedWeight(whole.tensors, sampled, shape, param_dtype), tuple(whole.inner)
+
+    def _own_memory(self, out: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Return the rows of the only rank as the whole weight, without a copy."""
+        own = plain(self)
+        if out is None:
+            return own, ()
+        known = local(out)
+        if known.data_ptr() != own.data_ptr():  # the shard has moved
+            known.data = own
+        return None
 
 
 class Received(NamedTuple):

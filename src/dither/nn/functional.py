@@ -22,6 +22,7 @@ from dither import devices, engines, torch_ops
 from dither.compiler import assume_constant_result
 from dither.errors import UserError
 from dither.levels import NO_LEVELS, Family, Levels
+from dither.nn import shared_scales
 from dither.ops import INPUT_DTYPES
 from dither.precision import OPERANDS, Cast, LayerPrecision
 from dither.random import Stream
@@ -47,6 +48,10 @@ class Casting(NamedTuple):
     row: int = 0
     column: int = 0
     """Row and column where the operand begins in the whole one, whose bits it draws: see `dither.nn.tensor_parallel`."""
+    shared: str = ""
+    """Name of the process group whose ranks have the other parts of scale groups, or "" if no scale group is split."""
+    shared_axis: int = 1
+    """The axis that these ranks share: 0 for the rows of the operand, 1 for its columns."""
 
 
 class Castings(NamedTuple):
@@ -70,9 +75,19 @@ class Castings(NamedTuple):
         """True if one call casts along both axes."""
         return self.along == self.across and self.along.whole
 
-    def begun(self, row: int, column: int) -> "Castings":
-        """Return the same for a part that begins there in the whole operand."""
-        return Castings(*(each._replace(row=row, column=column) for each in self))
+    @property
+    def shared(self) -> bool:
+        """True if ranks exchange the largest magnitudes of scale groups that they share."""
+        return bool(self.along.shared or self.across.shared)
+
+    def begun(self, row: int, column: int, group: str = "", axis: int = 1) -> "Castings":
+        """Return the same for a part that begins there in the whole operand, of which `group` shares an axis."""
+
+        def part(casting: Casting) -> Casting:
+            shared = group if casting.cast and shared_scales.spans_parts(casting.cast) else ""
+            return casting._replace(row=row, column=column, shared=shared, shared_axis=axis)
+
+        return Castings(part(self.along), part(self.across))
 
 
 class Codes(NamedTuple):
@@ -470,7 +485,15 @@ def _alike(
     if not casting.cast:
         x = x.detach() if dtype is None else x.detach().to(dtype)
         return OperandCodes(Codes(x) if along else None, Codes(x.T) if across else None)
-    if casting.measured and torch.compiler.is_compiling() and x.numel():
+    if casting.shared:
+        alone = casting._replace(shared="")
+
+        def cast(part: Tensor, given: Tensor | None) -> OperandCodes:
+            return _alike(part, alone, amax._replace(given=given), place, along, across, None, level)
+
+        shared = casting.shared, casting.shared_axis
+        return OperandCodes(*shared_scales.cast_part(x.detach(), casting.cast, amax.given, *shared, (along, across), cast))
+    if casting.measured and torch.compiler.is_compiling() and x.numel() and amax.given is None:
         # As an operation of the graph it can join the kernel that computes x, and saves a reading of it.
         amax = Amax(x.detach().abs().amax().float())
     drawn = (0, place, casting.row, casting.column)

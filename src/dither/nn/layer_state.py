@@ -15,8 +15,9 @@ from dither.nn.draws import Draws
 from dither.nn.functional import Amax, Settings, State
 from dither.nn.leveled_layer import LeveledLayer
 from dither.nn.sampled_layer import BITWIDTHS
+from dither.nn.shared_scales import spans_parts
 from dither.nn.step_state import StepState
-from dither.nn.tensor_parallel import held_settings, local
+from dither.nn.tensor_parallel import begun, held_settings, local
 from dither.nn.weight_gather import WeightGather
 from dither.precision import OPERANDS, Cast
 from dither.reference import scaling
@@ -111,8 +112,8 @@ class StatefulLayer(LeveledLayer):
         return self.draws.place(tokens, training=self.training, grad=grad)
 
     def _amax(self, operand: str) -> Amax:
-        given: Tensor | None = getattr(self, f"_{operand}_amax")
-        largest: Tensor | None = getattr(self, f"_{operand}_largest")
+        given: Tensor | None = local(getattr(self, f"_{operand}_amax"))
+        largest: Tensor | None = local(getattr(self, f"_{operand}_largest"))
         return Amax(None if self.measures_now else given, largest if self.training and torch.is_grad_enabled() else None)
 
     def _notice_step(self) -> None:
@@ -144,17 +145,30 @@ class StatefulLayer(LeveledLayer):
         weight = self._parameters.get("weight")
         return self.weight if weight is None else weight
 
+    def _stored_weight(self) -> Tensor:
+        """Return the numbers of the weight that this rank stores."""
+        return local(self._own_weight()) if self.gather is None else self.gather.stored()
+
+    def shares_scales(self) -> bool:
+        """Return whether the scales of the weight span the shards of tensor parallelism."""
+        weight = self._own_weight()
+        if self.gather is not None or not isinstance(weight, DTensor) or weight.device_mesh.size() == 1:
+            return False
+        casts = self._settings[1 if weight.is_cuda else 0].weight
+        return any(casting.cast and spans_parts(casting.cast) for casting in casts)
+
     def holds_something(self) -> bool:
         """Return whether the weight is sampled or cast once per step. FSDP2 gathers a sharded one in forward."""
         weight = self._own_weight()
         settings = self._settings[1 if weight.is_cuda else 0]
         known = type(weight) in (Tensor, nn.Parameter) or isinstance(self._parameters.get("weight"), DTensor)
-        return known and not self.fully_sharded and (settings.weight.cast or self._samples_once())
+        whole = not self.fully_sharded or (self.gather is not None and self.gather.held_by_layer)
+        return known and whole and (settings.weight.cast or self._samples_once())
 
     def hold_key(self) -> tuple[object, ...]:
         """Return what launches of this layer depend on, besides numbers: its constants, and where its tensors are."""
         step, place = self.step_state, self._buffers["draw_place"]
-        memory = [local(self._own_weight()).data_ptr(), 0 if place is None else local(place).data_ptr()]
+        memory = [self._stored_weight().data_ptr(), 0 if place is None else local(place).data_ptr()]
         memory += [0 if layout is None else layout.values.data_ptr() for layout in step.codes or ()]
         if self.precision.sampled:
             tensors = (step.w_hat, step.w_amax, step.b_t, step.input_b_t, step.draw)
@@ -163,17 +177,21 @@ class StatefulLayer(LeveledLayer):
 
     def mark_held(self) -> None:
         """Declare that this step's weight is held."""
-        self.step_state.hold(local(self._own_weight())._version, sampled=self._samples_once())
+        self.step_state.hold(self._stored_weight()._version, sampled=self._samples_once())
 
     def hold(self) -> None:
         """Sample and cast the weight once for all forward passes of the step, in both layouts, into memory that stays."""
         settings, step = self._settings[1 if self.weight.is_cuda else 0], self.step_state
         samples = self._samples_once()
         self.mark_held()
-        weight = self.hold_sample() if samples else local(self.weight.detach())
+        weight = self.hold_sample() if samples else self._stored_weight().detach()
+        if self.gather is not None:
+            weight = self.gather.part()  # in the dtype that FSDP2 would gather
         if not settings.weight.cast:
             return
-        if isinstance(self.weight, DTensor):
+        if self.gather is not None:
+            settings = begun(settings, "weight", *self.gather.at)
+        elif isinstance(self.weight, DTensor):
             settings = held_settings(self.name, self.weight, settings, self.precision)
         state = State(
             local(self.draw_place), local(self.draw_keys), levels=local(self.levels), weight_amax=self._amax("weight")
@@ -185,11 +203,11 @@ class StatefulLayer(LeveledLayer):
                 return
             codes = functional.cast_weight(weight, settings.weight, state, along=True, across=True)
             codes = step.keep_codes(codes if samples else functional.only_cast(codes, settings.weight))
-            step.code_memory = functional.cast_memory(codes) if settings.weight.whole else None
+            step.code_memory = functional.cast_memory(codes) if settings.weight.whole and not settings.weight.shared else None
 
     def check_held(self) -> None:
         """Raise if the weight was changed after it was sampled or cast for this step."""
-        if self.step_state.holds_weight and local(self.weight)._version != self.step_state.weight_version:
+        if self.step_state.holds_weight and self._stored_weight()._version != self.step_state.weight_version:
             raise UserError(
                 f"The weight of the layer {self.name!r} changed inside a step_context, which holds "
                 f"{'a sample of it' if self.step_state.sampled else 'its codes'}. A torch.optim.Optimizer may change it there; "

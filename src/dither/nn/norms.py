@@ -67,7 +67,9 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype, *, all_norms: bool, sk
         wanted = torch.float32 if id(parameter) in wide else dtype
         if parameter.is_floating_point() and parameter.dtype != wanted and id(parameter) not in skip:
             gradient, parameter.grad = parameter.grad, None
-            parameter.data = parameter.data.to(wanted)
+            blank = parameter.dim() > 0 and not any(parameter.stride())  # without memory: see dither.models.presets.blank
+            narrowed = parameter.data.view(-1)[:1].to(wanted) if blank else None
+            parameter.data = parameter.data.to(wanted) if narrowed is None else narrowed[0].expand(parameter.shape)
             if parameter.grad_dtype != wanted:  # an earlier training set another dtype for gradients
                 parameter.grad_dtype = wanted
             parameter.grad = None if gradient is None else gradient.to(wanted)

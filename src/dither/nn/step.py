@@ -89,7 +89,8 @@ class StepContext:
             if layer.fully_sharded != (id(layer) in sharded):
                 layer.fully_sharded = not layer.fully_sharded
         hold_weights(self._model, self._layers)
-        hold_shards([layer.gather for layer in self._layers if layer.gather is not None])
+        gathers = [layer.gather for layer in self._layers if layer.gather is not None]
+        hold_shards([gather for gather in gathers if not gather.held_by_layer])
         self._watch()
 
     def resume(self) -> None:

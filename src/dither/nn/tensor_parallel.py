@@ -1,7 +1,8 @@
 """Tensor-parallel layers: every rank casts its own shard of the operands, with the codes, scales and random bits of one rank.
 
 A layer is column-parallel (`ColwiseParallel` shards its outputs) or row-parallel (`RowwiseParallel` shards its inputs). Shard
-boundaries must not split scale groups, so granularities of rows and tensors are not possible for sharded operands.
+boundaries must not split tiles and blocks. Scales of rows and tensors, and the second level of NVFP4, are those of the whole
+operand: ranks all-reduce its largest magnitudes.
 """
 
 import math
@@ -17,6 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from dither.errors import UserError
 from dither.nn import functional
 from dither.nn.functional import Settings, State
+from dither.nn.shared_scales import spans_parts
 from dither.precision import OPERANDS, Cast, LayerPrecision
 
 Spread = TypeVar("Spread", Tensor, "Tensor | None")
@@ -44,19 +46,19 @@ def linear(
     if not isinstance(placement, Shard):
         raise UserError(f"The weight of the layer {settings.name!r} is {placement}: only shards and replicas can be cast.")
     casts = {operand: filter(None, precision.casts_of(operand)) for operand in OPERANDS}
-    check(settings.name, weight, settings.transposed, casts)
+    check(settings.name, weight, settings.transposed, casts, spanning=True)
     outputs, part, size = _sharding(weight, settings.transposed)
-    first = part * mesh.get_local_rank()
+    first, group = part * mesh.get_local_rank(), _group_name(mesh)
     if outputs:
-        settings = _begun(settings, "grad", 0, first)
-        settings = _begun(settings, "weight", *((0, first) if settings.transposed else (first, 0)))
+        settings = begun(settings, "grad", 0, first, group)
+        settings = begun(settings, "weight", *((0, first) if settings.transposed else (first, 0)), group, placement.dim)
         own = _placed(x, mesh, Replicate()).to_local(grad_placements=[Partial()])
         y = functional.linear(own, weight.to_local(), local(bias), settings, state=state)
         shape = Size((*y.shape[:-1], size))  # shards may have different sizes
         stride = tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
         return DTensor.from_local(y, mesh, [Shard(y.dim() - 1)], run_check=False, shape=shape, stride=stride)
-    settings = _begun(settings, "input", 0, first)
-    settings = _begun(settings, "weight", *((first, 0) if settings.transposed else (0, first)))
+    settings = begun(settings, "input", 0, first, group)
+    settings = begun(settings, "weight", *((first, 0) if settings.transposed else (0, first)), group, placement.dim)
     own = _placed(x, mesh, Shard(x.dim() - 1)).to_local()
     y = functional.linear(own, weight.to_local(), None, settings, state=state)
     if bias is not None:  # added on one rank, but every rank has its whole gradient
@@ -79,14 +81,22 @@ def held_settings(name: str, weight: DTensor, settings: Settings, precision: Lay
     """Return the settings to cast this rank's part of a weight; raise if a shard boundary splits a scale group."""
     _one_dimension(name, weight)
     casts = {operand: filter(None, precision.casts_of(operand)) for operand in OPERANDS}
-    check(name, weight, settings.transposed, casts)
+    check(name, weight, settings.transposed, casts, spanning=True)
     _, (row, column) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-    return _begun(settings, "weight", row, column)
+    (placement,) = weight.placements
+    if not isinstance(placement, Shard):
+        return begun(settings, "weight", row, column)
+    return begun(settings, "weight", row, column, _group_name(weight.device_mesh), placement.dim)
 
 
-def _begun(settings: Settings, operand: str, row: int, column: int) -> Settings:
-    """Return the settings of a shard whose operand begins at (row, column) of the whole one."""
-    return settings._replace(**{operand: getattr(settings, operand).begun(row, column)})
+def begun(settings: Settings, operand: str, row: int, column: int, group: str = "", axis: int = 1) -> Settings:
+    """Return the settings of a shard whose operand begins at (row, column) of the whole one; `group` shares an axis."""
+    return settings._replace(**{operand: getattr(settings, operand).begun(row, column, group, axis)})
+
+
+def _group_name(mesh: DeviceMesh) -> str:
+    """Return the name of the process group of a one-dimensional mesh; "" for one rank, which shares nothing."""
+    return "" if mesh.size() == 1 else str(mesh.get_group().group_name)
 
 
 def _placed(x: Tensor, mesh: DeviceMesh, placement: Replicate | Shard) -> DTensor:
@@ -131,22 +141,28 @@ def _sharding(weight: DTensor, transposed: bool) -> tuple[bool, int, int]:
     return (placement.dim == 0) != transposed, -(-size // weight.device_mesh.size()), size
 
 
-def check(name: str, weight: DTensor, transposed: bool, casts: Mapping[str, Iterable[Cast]]) -> None:
-    """Raise if a shard boundary splits a scale group of any of these casts, given by operand. Every rank raises."""
+def check(name: str, weight: DTensor, transposed: bool, casts: Mapping[str, Iterable[Cast]], *, spanning: bool = False) -> None:
+    """Raise if a shard boundary splits a scale group of any of these casts, given by operand. Every rank raises.
+
+    `spanning` allows scales that span all shards, of rows and tensors, for callers that exchange magnitudes.
+    """
     if not weight.placements[0].is_shard():
         return
-    check_part(name, *_sharding(weight, transposed), casts)
+    check_part(name, *_sharding(weight, transposed), casts, spanning=spanning)
 
 
-def check_part(name: str, outputs: bool, part: int, size: int, casts: Mapping[str, Iterable[Cast]]) -> None:
+def check_part(
+    name: str, outputs: bool, part: int, size: int, casts: Mapping[str, Iterable[Cast]], *, spanning: bool = False
+) -> None:
     """Raise if parts of `part` features, of `size`, split a scale group of a cast. `outputs`: output features are sharded."""
     for operand in ("weight", "grad" if outputs else "input") if part < size else ():
         for cast in casts[operand]:
-            alone = cast.group.kind in ("tile", "block") and cast.scaling.kind not in ("nvfp4", "delayed")
-            if cast.group.kind == "none" or (alone and part % cast.group.size == 0):
+            grouped = cast.group.kind in ("tile", "block")
+            spans = spans_parts(str(cast))
+            if (spanning or not spans) and not (grouped and part % cast.group.size):
                 continue
             shards = f"its {size} {'outputs' if outputs else 'inputs'} sharded in parts of {part}"
             begin = f"The layer {name!r} has {shards}, and its {operand} is cast by {cast}"
-            if alone:
+            if grouped and part % cast.group.size:
                 raise UserError(f"{begin}: shards must be multiples of {cast.group.size}, so that none splits a scale group.")
             raise UserError(f"{begin}, whose scales span all shards: use tiles or blocks, as in fp8-block.")

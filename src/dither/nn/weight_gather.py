@@ -5,19 +5,22 @@ Each rank casts its rows by their coordinates in the whole weight, and scale gro
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from dither import grouping
 from dither.errors import UserError
 from dither.formats import Format
 from dither.nn import functional, sampling
+from dither.nn.coded_weight import coded_of
 from dither.nn.functional import Amax, Casting, Castings, Codes, OperandCodes, State
 from dither.nn.row_shards import Groups, RowShard, all_reduce_max, groups_of, in_whole_groups, split_amax
+from dither.nn.shared_scales import spans_parts
 from dither.nn.tensor_parallel import local
 from dither.precision import Cast
 
@@ -68,6 +71,10 @@ class WeightGather:
         self.constants: dict[str, Tensor] = {}
         """Scales of whole tensors, which all ranks have."""
         self.sizes: list[tuple[torch.Size, torch.dtype]] | None = None
+        self.shard_of_weight: Callable[[], Tensor | None] = lambda: None
+        """The rows of this rank, which FSDP2 keeps aside while the layer has the whole weight."""
+        self.local_inputs: tuple[Tensor, ...] = ()
+        """The tensors of the only rank, which are not gathered."""
 
     @property
     def layer(self) -> Any:
@@ -93,14 +100,35 @@ class WeightGather:
         castings: Castings = layer._settings[1 if layer.weight.is_cuda else 0].weight
         return castings
 
+    @property
+    def alone(self) -> bool:
+        """Return True if one rank has all rows, so that nothing is gathered."""
+        return self.shard.ranks == 1
+
+    @property
+    def held_by_layer(self) -> bool:
+        """Return True if the layer holds its codes for a step by itself, as without FSDP2, and has its weight all the time."""
+        same = self.dtype in (None, self.layer.weight.dtype)
+        return self.alone and same and self.layer.precision.sampling is None
+
+    def stored(self) -> Tensor:
+        """Return this rank's rows of the weight as they are stored, also while the layer has the whole weight."""
+        weight = self.layer.weight
+        shard = self.shard_of_weight() if self.alone or coded_of(weight) is not None else None
+        if shard is not None:
+            return shard
+        with torch.no_grad():  # a view would have a version of its own
+            stored: Tensor = local(weight)
+        return stored
+
     def part(self) -> Tensor:
         """Return this rank's rows of the weight, in the dtype that would be gathered."""
-        part = plain(local(self.layer.weight.detach()))
+        part = plain(self.stored())
         return part if self.dtype is None else part.to(self.dtype)
 
     def part_version(self) -> int:
         """Return the version of this rank's rows, which a change in place raises."""
-        return int(local(self.layer.weight.detach())._version)
+        return int(self.stored()._version)
 
     def jobs(self) -> list[Job]:
         """Return the casts of the weight."""
@@ -225,18 +253,31 @@ class WeightGather:
 
     # FSDP2 -------------------------------------------------------------------------------------------------------------
 
+    def check_unchanged(self, version: int) -> None:
+        """Raise if the weight was changed after it was cast for this step."""
+        if self.part_version() != version:
+            raise UserError(
+                f"The weight of the layer {self.layer.name!r} changed inside a step_context, which gathers its codes: "
+                "change it after the step_context."
+            )
+
     def inputs(self) -> tuple[Tensor, ...]:
-        """Return the tensors to gather as bytes, with the same number of rows on every rank."""
+        """Return the tensors that FSDP2 gathers as bytes, with the same number of rows on every rank.
+
+        One rank gathers nothing: its tensors stay here, since FSDP2 would copy the first of them and drop the others.
+        """
+        if not self.alone:
+            return self._padded_inputs()
+        self.local_inputs = () if self.held_by_layer else self._padded_inputs()
+        return (torch.empty(0, dtype=torch.uint8, device=self.layer.weight.device),)
+
+    def _padded_inputs(self) -> tuple[Tensor, ...]:
         if self.sent is None:
             hold_shards([self], active=False)
             sent, self.sent = self.sent, None
         else:
             sent = self.sent
-            if self.part_version() != self.version:
-                raise UserError(
-                    f"The weight of the layer {self.layer.name!r} changed inside a step_context, which gathers its codes: "
-                    "change it after the step_context."
-                )
+            self.check_unchanged(self.version)
         assert sent is not None
         padded = []
         for rows, height in sent:
@@ -268,6 +309,9 @@ class WeightGather:
             return "its samples are recomputed in backward" if sampling_of.recompute else ""
         if not (castings.along.cast and castings.across.cast):
             return "one of its products reads the weight uncast"
+        tensor_parallel = isinstance(layer.weight, DTensor) and layer.weight.device_mesh.size() > 1
+        if tensor_parallel and any(spans_parts(casting.cast) for casting in castings):
+            return "its scales span the shards of tensor parallelism"
         for job in self.jobs():
             per = rows_per_row(Format.parse(job.casting.container or job.cast.format))
             if job.across and not job.symmetric and self.shard.part % per and self.shard.ranks > 1:

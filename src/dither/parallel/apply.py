@@ -23,7 +23,7 @@ from dither.nn.tensor_parallel import local
 from dither.nn.weight_gather import WeightGather
 from dither.parallel.checks import check_model
 from dither.parallel.layout import Layout
-from dither.parallel.reduction import REDUCTIONS, BFloat16ReduceScatter
+from dither.parallel.reduction import REDUCTIONS, BFloat16ReduceScatter, OneRankReduceScatter
 from dither.parallel.roles import is_transformers, roles
 from dither.parallel.styles import Style
 from dither.random import Stream
@@ -120,9 +120,9 @@ def tell_ranks(model: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
     rank = coordinate.get("dp_replicate", 0) * layout.dp_shard + coordinate.get("dp_shard", 0)
     layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
     group = None
-    if any(layer.delayed_operands for layer in layers) and layout.batch_parts > 1:
-        batch_mesh = _batch_mesh(mesh, layout)
-        group = (batch_mesh if batch_mesh.ndim == 1 else batch_mesh._flatten("dp")).get_group()
+    if any(layer.delayed_operands for layer in layers) and layout.batch_parts * layout.tp > 1:
+        names = [name for name in mesh.mesh_dim_names or () if name != "pp" and mesh[name].size() > 1]
+        group = (mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten("_".join(names))).get_group()
     for layer in layers:
         layer.draws.ranks = (rank, layout.batch_parts)
         layer.amax_group = group
@@ -221,8 +221,29 @@ def shard_weights(model: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: 
     What remains is needed at the end of forward and at the beginning of backward, so it stays gathered in between.
     """
     for block in find_blocks(model).values():
+        allocate(block)
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, **options)
+    allocate(model)
     fully_shard(model, mesh=mesh, reshard_after_forward=False, **options)
+    if mesh.size(mesh.ndim - 1) == 1:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_reduce_scatter(OneRankReduceScatter())
+
+
+def allocate(model: nn.Module) -> None:
+    """Give memory to the parameters of a model that have none, as those of `dither.models.presets.blank`."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(parameter, DTensor) or not parameter.dim() or any(parameter.stride()):
+                continue
+            if id(parameter) not in made:
+                memory: Tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+                if isinstance(parameter, CodedShard):
+                    memory = CodedShard.of(memory, parameter.source)
+                made[id(parameter)] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
+            module.register_parameter(name, made[id(parameter)])
 
 
 def _batch_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:

@@ -51,7 +51,7 @@ def _check_layer(name: str, layer: Any, role: Role, tp: int) -> None:
     if isinstance(layer, Linear):
         part = -(-size // tp)
         casts = {operand: layer.possible_casts(operand) for operand in OPERANDS}
-        tensor_parallel.check_part(name, columns, part, size, casts)
+        tensor_parallel.check_part(name, columns, part, size, casts, spanning=True)
         sampling = layer.precision.sampling
         if sampling is not None and part < size and part % sampling.block:
             raise UserError(

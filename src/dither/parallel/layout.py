@@ -1,7 +1,7 @@
 """The layout of a run: how many ranks share the data, the weights, the features and the layers of a model."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -34,14 +34,19 @@ class Layout:
     """Stages of a pipeline, each with some of the layers."""
 
     def __post_init__(self) -> None:
-        for name, size in asdict(self).items():
+        for name, size in self.sizes.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise UserError(f"The layout's {name} is a number of ranks from 1 on, not {size!r}.")
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Return the numbers of ranks by the dimensions of a mesh."""
+        return {name: getattr(self, name) for name in DIMENSIONS}
+
+    @property
     def ranks(self) -> int:
         """Return the number of ranks of the layout."""
-        return math.prod(asdict(self).values())
+        return math.prod(self.sizes.values())
 
     @property
     def batch_parts(self) -> int:

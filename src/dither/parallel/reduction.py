@@ -16,6 +16,31 @@ REDUCTIONS = ("fp32", "bf16", "bf16-sr")
 """Exchanges of gradients: in float32, or in bfloat16 rounded to nearest or stochastically. Sums are float32 in all of them."""
 
 
+class OneRankReduceScatter(ReduceScatter):
+    """The exchange over one rank: FSDP2 copies gradients into a buffer, and this spares it the copy into a second one.
+
+    FSDP2 allocates the input and then the output of an exchange. With one rank it copies the input to the output, and a copy
+    of a tensor to itself does nothing, so both are the same tensor.
+    """
+
+    def __init__(self) -> None:
+        self._input: Tensor | None = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return new memory for the input, and the same memory for the output."""
+        known, self._input = self._input, None
+        if known is not None and (tuple(known.shape), known.dtype, known.device) == (tuple(size), dtype, device):
+            return known
+        self._input = torch.empty(*size, dtype=dtype, device=device)
+        return self._input
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Copy the input, which is the sum over one rank."""
+        output_tensor.copy_(input_tensor)
+
+
 class BFloat16ReduceScatter(ReduceScatter):
     """A reduce-scatter that sends bfloat16 and adds float32: half the bytes of float32, and each number is rounded once.
 

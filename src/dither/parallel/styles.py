@@ -5,12 +5,15 @@ heads and features of a rank inside attention and feed-forward. Hooks turn them 
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dither.errors import UserError
@@ -39,8 +42,7 @@ class Style(ParallelStyle):
         for name, parameter in list(module.named_parameters(recurse=False)):
             placement = self._placement(module, name)
             sharded = nn.Parameter(
-                distribute_tensor(parameter.detach(), device_mesh, [placement], src_data_rank=None),
-                requires_grad=parameter.requires_grad,
+                _distributed(parameter.detach(), device_mesh, placement), requires_grad=parameter.requires_grad
             )
             sharded.register_hook(functools.partial(_placed_like, placement))  # type: ignore[no-untyped-call]
             module.register_parameter(name, sharded)
@@ -116,6 +118,16 @@ class Style(ParallelStyle):
             return logits if self.keep_logits else logits.redistribute(mesh, [Replicate()]).to_local()
 
         return _before(lambda x: placed(x, mesh, self.stream).redistribute(mesh, [Replicate()])), _after(after)
+
+
+def _distributed(x: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    """Return this rank's part of a parameter: new memory if it has none (`dither.models.presets.blank`)."""
+    if not x.dim() or any(x.stride()):
+        return distribute_tensor(x, mesh, [placement], src_data_rank=None)
+    shape, _ = compute_local_shape_and_global_offset(x.shape, mesh, [placement])
+    stride = tuple(math.prod(x.shape[dimension + 1 :]) for dimension in range(x.dim()))
+    part = torch.empty(shape, dtype=x.dtype, device=x.device)
+    return DTensor.from_local(part, mesh, [placement], run_check=False, shape=x.shape, stride=stride)
 
 
 Hook = Callable[..., Any]

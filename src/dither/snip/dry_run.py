@@ -29,7 +29,7 @@ from dither.ranks import gather
 from dither.snip.optimizer_state import update_rules_of
 from dither.snip.sampled_rows import SampledRows
 from dither.snip.settings import TrainingSetup
-from dither.snip.statistics import Collector, Statistics, cut_by_tensor_parallelism, layers_of
+from dither.snip.statistics import Collector, Statistics, cut_by_fsdp, cut_by_tensor_parallelism, layers_of
 from dither.snip.update_rules import UpdateRule
 
 Forward = Callable[[nn.Module, Any], Tensor | None]
@@ -149,7 +149,7 @@ class DryRun:
         self.layers = layers_of(self.model, some=self.pipeline is None)
         self.weights = {name: layer.weight for name, layer in self.layers.items()}
         spread = (name for name, weight in self.weights.items() if isinstance(weight, DTensor))
-        self._cut = None if self.parallel else next(spread, None)  # sharded by FSDP2
+        self._cut = next(spread, None) if cut_by_fsdp(self.model) else None
         if self._cut is not None and self.group is None:
             raise UserError(
                 f"The weight of the layer {self._cut!r} is sharded over ranks: pass them as setup=TrainingSetup(group=...)."

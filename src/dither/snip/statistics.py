@@ -122,9 +122,22 @@ def layers_of(model: nn.Module, *, some: bool = True) -> dict[str, Linear]:
 
 def cut_by_tensor_parallelism(model: nn.Module) -> bool:
     """Return True if tensor parallelism shards layers; FSDP2, which shards weights between uses only, does not count."""
-    modules = list(model.modules())
-    spread = any(isinstance(module, Linear) and isinstance(module.weight, DTensor) for module in modules)
-    return spread and not any(isinstance(module, FSDPModule) for module in modules)
+    weights = [module.weight for module in model.modules() if isinstance(module, Linear)]
+    return any(isinstance(weight, DTensor) and _has_features(weight, cut_by_fsdp(model)) for weight in weights)
+
+
+def cut_by_fsdp(model: nn.Module) -> bool:
+    """Return True if FSDP2 shards parameters of the model."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def _has_features(weight: DTensor, fully_sharded: bool) -> bool:
+    """Return True if a mesh dimension of a weight belongs to tensor parallelism: the last one beside those of FSDP2.
+
+    FSDP2 alone has one dimension, or two of which the first has replicas.
+    """
+    dimensions = weight.device_mesh.ndim
+    return not fully_sharded or dimensions == 3 or (dimensions == 2 and not weight.placements[0].is_replicate())
 
 
 @dataclass
@@ -153,11 +166,6 @@ class Collector:
     def _input(self, name: str, layer: Linear, x: Tensor) -> Tensor:
         """Record the errors of casts of x before a layer reads it; return a view of x with a gradient of its own."""
         if isinstance(layer.weight, DTensor):  # still sharded while in use: by tensor parallelism
-            if not self._parallel:
-                raise UserError(
-                    f"The layer {name!r} is sharded by tensor parallelism and by FSDP2, and statistics support one of them: "
-                    "score a copy of the model without the other."
-                )
             tensor_parallel.check(name, layer.weight, layer.transposed, self._casts)
         own = x.view_as(x)
         with torch.no_grad():

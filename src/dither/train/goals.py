@@ -48,11 +48,6 @@ def check_layout(config: Config, world: int) -> None:
         )
     if config.data.kind == "chat":
         check_chat(parallel)
-    if config.snip.target is not None and parallel.tp > 1 and Layout(**sizes).batch_parts > 1:
-        raise UserError(
-            f"SNIP measures layers under tensor parallelism or under FSDP2, and parallel.tp={parallel.tp} with a batch that "
-            f"{Layout(**sizes).batch_parts} ranks share has both: choose a plan by dither plan, or train with one of them."
-        )
     if config.model.size is None:
         return
     model = _skeleton(config)

@@ -14,6 +14,7 @@ from dither.data import Batch, Corpus, Loader, held_out
 from dither.errors import UserError
 from dither.models import CausalLM, build, compile_blocks, flops_per_token, hf, preset
 from dither.models.causal import PlainLM
+from dither.models.presets import blank, draw_parts
 from dither.models.stages import check_pipeline
 from dither.nn import Conversion, Linear, convert, effective_precision, param_groups, step_context
 from dither.nn.deployment import block_bitwidths
@@ -22,6 +23,7 @@ from dither.numerics import Monitor, Report
 from dither.optim import MODES, Training, roles, training
 from dither.optim.options import MOST_NORM
 from dither.optim.roles import Role
+from dither.parallel.apply import allocate
 from dither.precision import Plan
 from dither.random import Stream
 from dither.ranks import gather
@@ -96,7 +98,8 @@ class Trainer(Passes):
         self.held_out = held_out(corpus.held_out, data.sequence, _held_out_count(config, corpus))
         self.sources = known_plans(config, None if initial else Path(config.run.out))
         """Plans of files and of fp8-auto by name, which a resumed run does not read or measure again."""
-        self.model = _model(config, corpus, ranks.device)
+        drawn_later = self.layout.cut and config.model.size is not None and config.model.weights is None
+        self.model = (_blank_model if drawn_later else _model)(config, corpus, ranks.device)
         if (initial or config.lora.rank) and config.model.weights is not None:
             load_weights(self.model, config.model.weights)
         tokens = data.batch // self.layout.data_world // self.parts * data.sequence
@@ -111,6 +114,10 @@ class Trainer(Passes):
         """The stages of this rank; None if there is no pipeline."""
         stages = () if self.pipeline is None else tuple(self.pipeline.stages.values())
         self.layout.shard(self.model, config, stages)
+        if drawn_later:
+            allocate(self.model)
+            assert isinstance(self.model, PlainLM)
+            draw_parts(self.model, config.run.seed)
         self.training = _training(config, self.model, adam_roles)
         self.training.optimizer.stages = self.layout.pipeline_group
         self.guided = guided_share(self.model, self.layout.pipeline_group)
@@ -464,16 +471,28 @@ def _training(config: Config, model: CausalLM, adam_roles: Mapping[str, Role] | 
     return made
 
 
+def _blank_model(config: Config, corpus: Corpus, device: torch.device) -> CausalLM:
+    """Return the model of a preset without numbers, whose weights have no memory; ranks draw their parts later."""
+    return blank(_sizes(config, corpus), device)
+
+
+def _sizes(config: Config, corpus: Corpus) -> Any:
+    """Return the config of a preset with the vocabulary of the corpus."""
+    assert config.model.size is not None
+    tokens = corpus.tokenizer.vocab_size
+    if config.model.vocab is not None and config.model.vocab < tokens:
+        raise UserError(
+            f"model.vocab={config.model.vocab} is less than the {tokens} tokens of the tokenizer: increase or remove it."
+        )
+    sizes = preset(config.model.size, vocab_size=config.model.vocab or tokens)
+    _check_positions(sizes, config.data.sequence)
+    return sizes
+
+
 def _model(config: Config, corpus: Corpus, device: torch.device) -> CausalLM:
     tokens, sequence, seed = corpus.tokenizer.vocab_size, config.data.sequence, config.run.seed
     if config.model.size is not None:
-        if config.model.vocab is not None and config.model.vocab < tokens:
-            raise UserError(
-                f"model.vocab={config.model.vocab} is less than the {tokens} tokens of the tokenizer: increase or remove it."
-            )
-        sizes = preset(config.model.size, vocab_size=config.model.vocab or tokens)
-        _check_positions(sizes, sequence)
-        return build(sizes, seed=seed, device=device)
+        return build(_sizes(config, corpus), seed=seed, device=device)
     if config.model.vocab is not None:
         raise UserError("model.vocab is for presets only: the config of a Hugging Face model sets its vocabulary.")
     # The base of adapters is never needed in float32: its codes are made from the weights as they are in the files.
