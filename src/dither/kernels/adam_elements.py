@@ -3,17 +3,18 @@
 Legend, here and in `dither.kernels.adam_kernels`:
 
     w, g, m, v     weights, gradients, first and second moments of a tile, float32[TILE]
-    extra          the float32 master weights, or Kahan's remainder; w itself in MODE "plain"
+    extra          the float32 master weights, or Kahan's remainder; w itself in MODE "plain"; in memory, the low bits of
+                   masters that are split (`dither.reference.masters`)
     offset         int[TILE]: where the elements lie in memory, counted from the tile's base
     inside         bool[TILE]: False for lanes beyond the end of the tensor
     row, column    coordinates in the whole parameter, by which random bits are drawn
     W, WH          format of the weights (`rounding.Fields`) and their rounding (`rounding.RoundingConstants`)
     F, FH, S       format of the states, their rounding, and the scaling of 8-bit states (`scaling.Scaling`)
     H              a rounding in general: WH or FH
-    MODE           how weights are kept: "plain", "master" or "kahan"
+    MODE           how weights are kept: "plain", "kahan", or with masters: "master" (float32), "split" or "split24"
     KIND           how moments are kept: "whole" (fp32, bf16), "codes" (8-bit formats), "dynamic8" or "companded8"
     GROUP          neighbours in a row that share the scale of an 8-bit state
-    W_TYPE, G_TYPE, S_TYPE    types of weights, gradients and states in memory
+    W_TYPE, G_TYPE, S_TYPE    types of weights, gradients and states in memory; E_TYPE that of `extra`
     W_STORE, S_STORE          integers of the size of weights and states, as which they are stored
     TILE, TILES    elements of a tile, and tiles of a program
     FLAT           rows are whole Philox blocks (and whole groups), so tiles run over the ends of rows and no lane is idle
@@ -169,7 +170,7 @@ def moved_weights(w, extra, direction, decay, shrink, size, W: tl.constexpr, WH:
     """Return (weights, master or remainder) after a step of `size` along `direction`: float32, still to be rounded.
 
         plain     w' = decay * w - size * direction
-        master    the same on the float32 master weights
+        master    the same on the float32 master weights, split ones too
         kahan     change = remainder - (shrink * w + size * direction);  w' = w + change;
                   remainder' = change - (rounded(w') - w)
 
@@ -177,7 +178,7 @@ def moved_weights(w, extra, direction, decay, shrink, size, W: tl.constexpr, WH:
     remainder is 2^-9. After three such steps the change is 3 * 2^-9, w' rounds to 1 + 2^-7, and the remainder is -2^-9.
     """
     move = size * direction
-    if MODE == "master":
+    if MODE == "master" or MODE == "split" or MODE == "split24":
         master = extra * decay - move
         return master, master
     elif MODE == "kahan":
@@ -187,6 +188,36 @@ def moved_weights(w, extra, direction, decay, shrink, size, W: tl.constexpr, WH:
     else:
         new = w * decay - move
         return new, new
+
+
+@triton.jit
+def joined_masters(w, low, v, MODE: tl.constexpr):
+    """Return float32 masters from the weights, the low bits in memory, and the sign of v if MODE is "split"."""
+    bits = as_bits(w)
+    if MODE == "split24":
+        return as_float(bits + (low.to(tl.int32) << 8))
+    else:
+        return as_float(bits + low.to(tl.int32) + ((as_bits(v) >> 15) & 0x10000))
+
+
+@triton.jit
+def split_masters(master, v, MODE: tl.constexpr):
+    """Return (bits of the weights in the upper half, low bits, v with the sign that marks a tie), see `joined_masters`.
+
+    Example of split: 1 + 2^-8 has the bits 0x3F808000, half a unit above 0x3F80, which is even: low is +2^15, a tie.
+    """
+    bits = as_bits(master)
+    number = master == master
+    if MODE == "split24":
+        rounded = (bits + 0x7F + ((bits >> 8) & 1)) & -256
+        upper = (rounded + 0x8000) & -65536
+        low = tl.where(number, (rounded - upper) >> 8, 0).to(tl.int8)
+    else:
+        upper = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        wide = tl.where(number, bits - upper, 0)
+        v = tl.where(wide == 0x8000, -v, v)
+        low = wide.to(tl.int16)
+    return tl.where(number, upper, QUIET_NAN), low, v
 
 
 @triton.jit

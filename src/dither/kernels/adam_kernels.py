@@ -10,11 +10,13 @@ import triton.language as tl
 from dither.kernels.adam_elements import (
     LANES,
     coordinates,
+    joined_masters,
     load_codes,
     moved_weights,
     quotient,
     random_bits,
     second_random_bits,
+    split_masters,
     square_root,
     store_codes,
     store_rounded,
@@ -73,6 +75,7 @@ def _adamw_kernel(
     GROUP: tl.constexpr,
     W_TYPE: tl.constexpr,
     W_STORE: tl.constexpr,
+    E_TYPE: tl.constexpr,
     G_TYPE: tl.constexpr,
     S_TYPE: tl.constexpr,
     S_STORE: tl.constexpr,
@@ -121,7 +124,7 @@ def _adamw_kernel(
     w_start = piece_pointer(table_ptr, piece, W_ADDRESS, W_TYPE, ALIGNED)
     m_start = piece_pointer(table_ptr, piece, M_ADDRESS, S_TYPE, ALIGNED)
     v_start = piece_pointer(table_ptr, piece, V_ADDRESS, S_TYPE, ALIGNED)
-    extra_start = piece_pointer(table_ptr, piece, EXTRA_ADDRESS, tl.float32 if MODE == "master" else W_TYPE, ALIGNED)
+    extra_start = piece_pointer(table_ptr, piece, EXTRA_ADDRESS, E_TYPE, ALIGNED)
     g_start = tl.load(grads_ptr + piece).to(tl.pointer_type(G_TYPE))
     if ALIGNED:
         g_start = tl.multiple_of(g_start, 16)
@@ -142,7 +145,10 @@ def _adamw_kernel(
         w = widen(tl.load(w_ptr + offset, mask=inside, other=0.0), WH.NATIVE)
         g = widen(tl.load(g_start + base + offset, mask=inside, other=0.0), WH.NATIVE) * scale
         extra = w
-        if MODE != "plain":
+        low = offset
+        if MODE == "split" or MODE == "split24":
+            low = tl.load(extra_ptr + offset, mask=inside, other=0)
+        elif MODE != "plain":
             extra = widen(tl.load(extra_ptr + offset, mask=inside, other=0.0), WH.NATIVE)
         if KIND == "whole":
             m = widen(tl.load(m_ptr + offset, mask=inside, other=0.0), WH.NATIVE)
@@ -156,6 +162,9 @@ def _adamw_kernel(
             v = load_codes(
                 v_ptr, offset, inside, v_scale, blocks, blocks_inside, tables_ptr, F, KIND, False, GROUP, TILE, WH.NATIVE
             )
+        if MODE == "split" or MODE == "split24":
+            extra = joined_masters(w, low, v, MODE)
+            v = tl.abs(v)
 
         m = beta1 * m + rest1 * g
         v = beta2 * v + rest2 * (g * g)
@@ -167,7 +176,12 @@ def _adamw_kernel(
         random = offset
         if WH.KIND == "stochastic":
             random = random_bits(w_key, step, row, column, TILE, FLAT)
-        store_rounded(w_ptr.to(tl.pointer_type(W_STORE)), offset, w, random, inside, W, WH)
+        if MODE == "split" or MODE == "split24":
+            upper, low, v = split_masters(w, v, MODE)
+            tl.store(w_ptr.to(tl.pointer_type(W_STORE)) + offset, (upper >> 16).to(tl.int16), mask=inside)
+            tl.store(extra_ptr + offset, low, mask=inside)
+        else:
+            store_rounded(w_ptr.to(tl.pointer_type(W_STORE)), offset, w, random, inside, W, WH)
         if MODE == "master":
             tl.store(extra_ptr + offset, extra, mask=inside)
         elif MODE == "kahan":
@@ -278,6 +292,7 @@ def _mini_kernel(
     FH: tl.constexpr,
     W_TYPE: tl.constexpr,
     W_STORE: tl.constexpr,
+    E_TYPE: tl.constexpr,
     G_TYPE: tl.constexpr,
     S_TYPE: tl.constexpr,
     S_STORE: tl.constexpr,
@@ -306,7 +321,7 @@ def _mini_kernel(
     w_ptr = piece_pointer(table_ptr, piece, W_ADDRESS, W_TYPE, ALIGNED)
     m_ptr = piece_pointer(table_ptr, piece, M_ADDRESS, S_TYPE, ALIGNED)
     v_ptr = piece_pointer(table_ptr, piece, V_ADDRESS, tl.float32, False) + run
-    extra_ptr = piece_pointer(table_ptr, piece, EXTRA_ADDRESS, tl.float32 if MODE == "master" else W_TYPE, ALIGNED)
+    extra_ptr = piece_pointer(table_ptr, piece, EXTRA_ADDRESS, E_TYPE, ALIGNED)
     g_ptr = tl.load(grads_ptr + piece).to(tl.pointer_type(G_TYPE))
     if ALIGNED:
         g_ptr = tl.multiple_of(g_ptr, 16)
@@ -333,7 +348,9 @@ def _mini_kernel(
         g = widen(tl.load(g_ptr + base + offset, mask=inside, other=0.0), WH.NATIVE) * scale
         m = widen(tl.load(m_ptr + base + offset, mask=inside, other=0.0), WH.NATIVE)
         extra = w
-        if MODE != "plain":
+        if MODE == "split24":
+            extra = joined_masters(w, tl.load(extra_ptr + base + offset, mask=inside, other=0), w, MODE)
+        elif MODE != "plain":
             extra = widen(tl.load(extra_ptr + base + offset, mask=inside, other=0.0), WH.NATIVE)
         m = beta1 * m + rest1 * g
         direction = quotient(m, tl.zeros_like(m) + denominator, WH.NATIVE)
@@ -341,7 +358,12 @@ def _mini_kernel(
         random = offset
         if WH.KIND == "stochastic":
             random = random_bits(w_key, step, row, column, TILE, FLAT)
-        store_rounded(w_ptr.to(tl.pointer_type(W_STORE)) + base, offset, w, random, inside, W, WH)
+        if MODE == "split24":
+            upper, low, _ = split_masters(w, w, MODE)
+            tl.store(w_ptr.to(tl.pointer_type(W_STORE)) + base + offset, (upper >> 16).to(tl.int16), mask=inside)
+            tl.store(extra_ptr + base + offset, low, mask=inside)
+        else:
+            store_rounded(w_ptr.to(tl.pointer_type(W_STORE)) + base, offset, w, random, inside, W, WH)
         if MODE == "master":
             tl.store(extra_ptr + base + offset, extra, mask=inside)
         elif MODE == "kahan":

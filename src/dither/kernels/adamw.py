@@ -49,6 +49,7 @@ TILE, TILES, WARPS, REGISTERS = 1024, 8, 4, 64
 4096 x 4096."""
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.uint8: tl.uint8}
+TYPES |= {torch.int16: tl.int16, torch.int8: tl.int8}
 INTEGERS = {4: tl.int32, 2: tl.int16, 1: tl.uint8}
 
 
@@ -253,7 +254,7 @@ def _kind(update: Update) -> str:
 def _kinds(piece: Piece, grad: Tensor, update: Update, aligned: bool, fast: bool) -> dict[str, object]:
     """Return the compile-time constants that AdamW and Adam-mini share."""
     format = FORMATS[piece.w.dtype]
-    mode = "master" if update.master else "kahan" if update.weights == "kahan" and format.bits < 32 else "plain"
+    mode = update.master.replace("fp32", "master") or ("kahan" if update.weights == "kahan" and format.bits < 32 else "plain")
     draws = mode == "plain" and update.weights == "stochastic" and format.bits < 32
     stochastic = RoundingConstants("stochastic", BITS, BITS, True, fast)
     nearest = RoundingConstants("nearest", 0, 32, True, fast)
@@ -265,6 +266,7 @@ def _kinds(piece: Piece, grad: Tensor, update: Update, aligned: bool, fast: bool
         "FH": stochastic if update.draws_states else nearest,
         "W_TYPE": TYPES[piece.w.dtype],
         "W_STORE": INTEGERS[piece.w.itemsize],
+        "E_TYPE": TYPES[piece.w.dtype if piece.extra is None else piece.extra.dtype],
         "G_TYPE": TYPES[grad.dtype],
         "S_TYPE": TYPES[piece.m.dtype],
         "S_STORE": INTEGERS[piece.m.itemsize],
