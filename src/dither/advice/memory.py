@@ -135,8 +135,8 @@ class Storage:
     """Format of the weights that products read."""
     compute: str = "bf16"
     """Format of products; autocast if it is narrower than the parameters."""
-    master: bool = False
-    """True if the optimizer keeps float32 master weights."""
+    master: int = 0
+    """Bytes per parameter that the optimizer keeps of master weights: 4, or those beside the weights if masters are split."""
     compensation: bool = False
     """True if it keeps a Kahan compensation, as wide as a parameter."""
     gradients: str = "fp32"
@@ -156,12 +156,14 @@ STORAGE: Mapping[str, Storage] = MappingProxyType(
     {
         "fp32": Storage(compute="fp32"),
         "o1": Storage(),
-        "o2": Storage(parameters="bf16", master=True),
+        "o2": Storage(parameters="bf16", master=4),
+        "o2-split": Storage(parameters="bf16", master=2),
         "bf16-rn": Storage(**_NARROW),  # type: ignore[arg-type]
         "bf16-sr": Storage(**_NARROW),  # type: ignore[arg-type]
         "bf16-kahan": Storage(**_NARROW, compensation=True),  # type: ignore[arg-type]
+        "bf16-24": Storage(**_NARROW, master=1),  # type: ignore[arg-type]
         "fp16": Storage(compute="fp16"),
-        "fp16-o2": Storage(parameters="fp16", compute="fp16", master=True),
+        "fp16-o2": Storage(parameters="fp16", compute="fp16", master=4),
     }
 )
 """Formats by mode, as in `dither.optim.training`."""
@@ -172,7 +174,7 @@ class Setting:
     """Settings of a training that its memory depends on."""
 
     mode: str = "o1"
-    """A precision mode: fp32, o1, o2, bf16-rn, bf16-sr, bf16-kahan, fp16 or fp16-o2."""
+    """A precision mode: fp32, o1, o2, o2-split, bf16-rn, bf16-sr, bf16-kahan, bf16-24, fp16 or fp16-o2."""
     precision: LayerPrecision | None = None
     """Casts of linear layers in blocks, such as `recipe("fp8-current").default`; None means no casts."""
     states: str | None = None
@@ -234,7 +236,7 @@ class Setting:
 PARTS = MappingProxyType(
     {
         "weights": "parameters",
-        "masters": "float32 copies that the optimizer keeps, or Kahan's compensation",
+        "masters": "float32 copies that the optimizer keeps, the low bits of split ones, or Kahan's compensation",
         "gradients": "gradients of all parameters",
         "states": "the optimizer's moments",
         "weight_codes": "codes of weights, or their 16-bit copies for autocast or sampling",
@@ -353,7 +355,7 @@ def code_bytes(cast: Cast, rows: int, columns: int) -> float:
 def resident(shape: Shape, setting: Setting) -> dict[str, int]:
     """Return the bytes of weights, masters and states, which persist between steps."""
     storage, count = setting.storage, shape.parameters
-    own = 4 if storage.master else format_bytes(storage.parameters) if storage.compensation else 0
+    own = storage.master or (format_bytes(storage.parameters) if storage.compensation else 0)
     moments = 1 if setting.optimizer == "adam-mini" else 2
     one = format_bytes(storage.states) if storage.states in WHOLE else 1 + 4 / setting.state_block
     return {

@@ -59,7 +59,7 @@ def memory(
     Args:
         model: A preset such as llama-1b, a Hugging Face folder or its config.json, or the folder of a run.
         params: In place of a model: the number of parameters, such as 7e9, of a Llama.
-        mode: Precision modes, one column each: fp32, o1, o2, bf16-rn, bf16-sr, bf16-kahan, fp16, fp16-o2.
+        mode: Precision modes, one column each: fp32, o1, o2, o2-split, bf16-rn, bf16-sr, bf16-kahan, bf16-24, fp16, fp16-o2.
         recipe: Recipes of linear layers, such as fp8-current or its alias tensorwise, with every mode; "none" for no casts.
         states: Formats of the optimizer's moments, such as dynamic8, each with every mode; "mode" for that of the mode.
         batch: Sequences per forward pass; by default that of the run, or 8.

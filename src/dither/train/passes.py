@@ -56,7 +56,8 @@ class Passes:
         for group in optimizer.param_groups:
             group["lr"] = self.lr
         torch.manual_seed((self._dropout + self.done) % (1 << 63))
-        with nullcontext() if self.signals is None else self.signals.abandoned(GRACE):
+        released = nullcontext() if optimizer.released is None else optimizer.released.enabling()
+        with nullcontext() if self.signals is None else self.signals.abandoned(GRACE), released:
             total = self._gradients(batch)
         self.layout.reduce_gradients(self.training)
         if self.guided:  # after the sum over ranks, so that additions have the same order with any number of them

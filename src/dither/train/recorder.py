@@ -310,7 +310,7 @@ def memory_parts(trainer: Trainer) -> dict[str, int]:
     for state in optimizer.state.values():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
-                part = "master weights" if key == "master" else "rounding errors" if key == "remainder" else "optimizer states"
+                part = "master weights" if key.startswith("master") else "rounding errors" if key == "remainder" else "optimizer states"
                 found[part] = found.get(part, 0) + local(value).nbytes
     casts = sum(local(buffer).nbytes for buffer in trainer.model.buffers())
     for layer in trainer.model.modules():
