@@ -39,7 +39,7 @@ class Net(nn.Module):
         x = self.embedding(tokens)
         for block in self.layers:
             x = block(x)
-        return nn.functional.cross_entropy(self.head(x * self.sometimes if odd else x).float(), tokens)
+        return nn.functional.cross_entropy(self.head(x * self.sometimes if odd else x).float(), tokens.flip(0))
 
 
 def net() -> Net:

@@ -117,6 +117,12 @@ def _roots(v_ptr, out_ptr):
 
 
 @triton.jit
+def _eight_roots(v_ptr, out_ptr):
+    place = tl.program_id(0).to(tl.int64) * 1024 + tl.arange(0, 1024)
+    tl.store(out_ptr + place, adam_elements.square_roots(tl.load(v_ptr + place), True))
+
+
+@triton.jit
 def _quotients(m_ptr, d_ptr, out_ptr):
     place = tl.program_id(0).to(tl.int64) * 1024 + tl.arange(0, 1024)
     tl.store(out_ptr + place, adam_elements.quotient(tl.load(m_ptr + place), tl.load(d_ptr + place), True))
@@ -128,10 +134,11 @@ def test_square_roots_of_every_float32() -> None:
     out = torch.empty(length, device="cuda")
     for chunk in range(1 << 5):
         v = (torch.arange(length, device="cuda") + chunk * length).int().view(torch.float32)
-        _roots[(length // 1024,)](v, out, enable_fp_fusion=False)
         expected = v.double().sqrt().float()
         expected = torch.where(v < torch.inf, expected, torch.nan)
-        assert pairs.differing(expected, out) == 0, chunk
+        for kernel in (_roots, _eight_roots):
+            kernel[(length // 1024,)](v, out, enable_fp_fusion=False)
+            assert pairs.differing(expected, out) == 0, (kernel, chunk)
 
 
 def quotients(m: Tensor, d: Tensor) -> int:

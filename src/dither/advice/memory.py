@@ -193,6 +193,8 @@ class Setting:
     """True if each block is compiled separately, as `dither train` does on a GPU."""
     accumulate: bool = False
     """True if a step has several backward passes (gradient accumulation), so that gradients and activations coexist."""
+    released: bool = False
+    """True if backward updates each block and frees its gradients (`dither.optim.release_gradients`)."""
     residual: str | None = None
     """Format of the residual stream, as FSDP2's mixed precision sets it; None means that of the parameters."""
     float_logits: bool = False
@@ -207,6 +209,8 @@ class Setting:
             _choose("format of gradients", self.gradients, ("fp32", "bf16"))
         _choose("optimizer", self.optimizer, ("adamw", "adam-mini"))
         _choose("kind of sampling", self.sampling, ("none", "kept", "recomputed"))
+        if self.released and self.accumulate:
+            raise UserError("released=True uses gradients in the backward pass, and accumulate=True keeps them: choose one of them.")
         if self.residual is not None:
             _choose("format of the residual stream", self.residual, WHOLE)
 
@@ -288,7 +292,8 @@ def estimate(shape: Shape, setting: Setting, *, batch: int, sequence: int) -> Es
             raise UserError(f"The {name} is a positive integer, not {given!r}.")
     storage, tokens = setting.storage, batch * sequence
     still = resident(shape, setting)
-    gradients = round(shape.parameters * format_bytes(storage.gradients))
+    counted = max(shape.output_weights, shape.block_weights // shape.layers) if setting.released else shape.parameters
+    gradients = round(counted * format_bytes(storage.gradients))
     kept, codes = (tokens * each for each in block_activations(shape, setting))
     copies = weight_code_bytes(shape, setting)
     held = copies if setting.casts_weight else 0  # codes stay in buffers; backward frees copies
@@ -310,7 +315,7 @@ def estimate(shape: Shape, setting: Setting, *, batch: int, sequence: int) -> Es
     # The last gradient is computed in the format of products before it is converted to its own; during the backward pass of
     # the first block, all gradients but its own exist.
     widest = shape.output_weights * format_bytes(storage.compute)
-    first = kept + codes - gradients * shape.block_weights / shape.parameters / shape.layers
+    first = kept + codes - format_bytes(storage.gradients) * shape.block_weights / shape.layers
     nothing = {"activations": 0, "input_codes": 0, "logits": 0, "temporaries": max(widest, first) + WORKSPACE}
     moments["update"] = {**still, "gradients": gradients, "weight_codes": held, **nothing}
     rounded = {

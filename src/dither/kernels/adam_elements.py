@@ -46,11 +46,14 @@ def _bf16_bits(x, random, H: tl.constexpr):
         Stochastically, 16 random bits r: the upper half is 0x3F81 if r >= 0x4000, three times in four.
     """
     bits = as_bits(x)
+    if H.NATIVE:
+        # A GPU's NaN is 0x7FFFFFFF, whatever its operands were: one instruction in place of a comparison and a selection.
+        bits = tl.minimum(bits, QUIET_NAN)
     if H.KIND == "stochastic":
         moved = bits + random
     else:
         moved = bits + 0x7FFF + ((bits >> 16) & 1)
-    return tl.where(x == x, moved, QUIET_NAN)
+    return moved if H.NATIVE else tl.where(x == x, moved, QUIET_NAN)
 
 
 @triton.jit
@@ -133,26 +136,38 @@ def store_codes(
     SIGNED: tl.constexpr,
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
+    FLAT: tl.constexpr,
 ):
     """Round a float32 moment to 8-bit codes and store them with one scale per block.
 
     scale = max|value| / (largest value of the format); code = round(value / scale). `value` is the root of a companded second
     moment.
     """
-    bits = tl.where(inside, as_bits(value) & 0x7FFFFFFF, 0)
+    bits = as_bits(value)
+    if SIGNED or not H.NATIVE:
+        bits = bits & 0x7FFFFFFF
+    if not FLAT:  # else a block is inside or outside as a whole
+        bits = tl.where(inside, bits, 0)
     amax = tl.max(tl.reshape(bits, [TILE // GROUP, GROUP]), axis=1)
     if KIND == "companded8":
         largest = tl.where(amax < 0x7F800000, as_float(amax), float("nan"))
         if SIGNED:
             power = companded.power_of_two(amax)
-            scaled = value * _spread(power, GROUP, TILE)
-            codes = companded.first_codes(scaled, _spread(largest * power, GROUP, TILE), H.NATIVE)
+            # At least 2^-100, so that zeros have the code 0; others are at least 2^-30.
+            codes = companded.first_codes(
+                value,
+                _spread(power, GROUP, TILE),
+                _spread(254.0 * power, GROUP, TILE),
+                _spread(tl.maximum(largest * power, 2.0**-100), GROUP, TILE),
+                H.NATIVE,
+            )
             restore = largest
         else:
-            # Roots of float32 numbers are 0 or at least 2^-75.
-            multiply = tl.where(amax > 0, tl.div_rn(255.0, tl.maximum(largest, 2.0**-80)), 0.0)
+            # Roots of float32 numbers are 0, or from 2^-75 to 2^64.
+            most = tl.full([TILE // GROUP], 255.0, tl.float32)
+            multiply = companded.divide(most, tl.maximum(largest, 2.0**-80), H.NATIVE)
             codes = companded.second_codes(value, _spread(multiply, GROUP, TILE))
-            restore = tl.where(amax < 0x7F800000, tl.div_rn(largest, tl.full([TILE // GROUP], 255.0, tl.float32)), float("nan"))
+            restore = companded.divide(largest, most, H.NATIVE)
     else:
         multiply, restore, _ = group_factors(amax, 1.0, S, F, H, True, H.NATIVE)
         scaled = value * _spread(multiply, GROUP, TILE)
@@ -236,11 +251,46 @@ def square_root(v, NATIVE: tl.constexpr):
             "rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [above], dtype=tl.float32, is_pure=True, pack=1
         )
         guess = scaled * inverse
-        result = tl.fma(tl.fma(-guess, guess, scaled), inverse * 0.5, guess)
+        result = tl.fma(tl.fma(guess * -1.0, guess, scaled), inverse * 0.5, guess)
     else:
         result = tl.sqrt_rn(scaled)
         result = tl.where(scaled < float("inf"), result, float("nan"))
     return result * tl.where(small, 2.0**-24, 1.0)
+
+
+def _roots_of_eight() -> str:
+    """Return PTX for the roots of eight numbers: `square_root`'s sequence, without its scaling if none is below 2^-100."""
+    lines = ["{", ".reg .pred small;", ".reg .f32 least, inverse, half, guess, rest, scaled, factor, above;"]
+    lines += ["min.f32 least, $8, $9;", *(f"min.f32 least, least, ${i};" for i in range(10, 16))]
+    lines += ["setp.lt.f32 small, least, 0f0D800000;", "@small bra SMALL;"]
+    ends = [
+        "mul.rn.f32 half, inverse, 0f3F000000;",
+        "neg.f32 rest, guess;",
+    ]
+    for i in range(8):
+        lines += [f"rsqrt.approx.ftz.f32 inverse, ${8 + i};", f"mul.rn.f32 guess, ${8 + i}, inverse;", *ends]
+        lines += [f"fma.rn.f32 rest, rest, guess, ${8 + i};", f"fma.rn.f32 ${i}, rest, half, guess;"]
+    lines += ["bra DONE;", "SMALL:"]
+    for i in range(8):
+        lines += [f"setp.lt.f32 small, ${8 + i}, 0f0D800000;", "selp.f32 factor, 0f57800000, 0f3F800000, small;"]
+        lines += [f"mul.rn.f32 scaled, ${8 + i}, factor;", "max.f32 above, scaled, 0f0C800000;"]
+        lines += ["rsqrt.approx.ftz.f32 inverse, above;", "mul.rn.f32 guess, scaled, inverse;", *ends]
+        lines += ["fma.rn.f32 rest, rest, guess, scaled;", "fma.rn.f32 guess, rest, half, guess;"]
+        lines += ["selp.f32 factor, 0f33800000, 0f3F800000, small;", f"mul.rn.f32 ${i}, guess, factor;"]
+    return "\n".join([*lines, "DONE:", "}"])
+
+
+ROOTS_OF_EIGHT = tl.constexpr(_roots_of_eight())
+EIGHT_REGISTERS = tl.constexpr(",".join(["=f"] * 8 + ["f"] * 8))
+
+
+@triton.jit
+def square_roots(v, NATIVE: tl.constexpr):
+    """Return `square_root` of a tile with at least eight elements per thread. Eight share one branch for small numbers."""
+    if NATIVE:
+        return tl.inline_asm_elementwise(ROOTS_OF_EIGHT, EIGHT_REGISTERS, [v], dtype=tl.float32, is_pure=True, pack=8)
+    else:
+        return square_root(v, NATIVE)
 
 
 @triton.jit
@@ -253,10 +303,11 @@ def quotient(m, d, NATIVE: tl.constexpr):
     scaled = m * 2.0**48
     if NATIVE:
         inverse = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], dtype=tl.float32, is_pure=True, pack=1)
-        inverse = tl.fma(inverse, tl.fma(-d, inverse, 1.0), inverse)
+        minus = d * -1.0  # -d is 0 - d in Triton, an instruction; this is part of the next one
+        inverse = tl.fma(inverse, tl.fma(minus, inverse, 1.0), inverse)
         result = scaled * inverse
-        result = tl.fma(tl.fma(-d, result, scaled), inverse, result)
-        result = tl.fma(tl.fma(-d, result, scaled), inverse, result)
+        result = tl.fma(tl.fma(minus, result, scaled), inverse, result)
+        result = tl.fma(tl.fma(minus, result, scaled), inverse, result)
     else:
         result = tl.div_rn(scaled, d)
         result = tl.where(tl.abs(result) < float("inf"), result, float("nan"))
@@ -264,23 +315,52 @@ def quotient(m, d, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def coordinates(e0, size, columns, row0, column0, GROUP: tl.constexpr, TILE: tl.constexpr, FLAT: tl.constexpr):
+def first_place(e0, columns):
+    """Return (row, column) of element number `e0` in a matrix, uint32; a division, for the first tile of a program."""
+    row = e0 // columns
+    return row.to(tl.uint32), (e0 - row * columns).to(tl.uint32)
+
+
+@triton.jit
+def next_place(row, column, columns, TILE: tl.constexpr):
+    """Return (row, column) of the element TILE further on."""
+    wide = columns.to(tl.uint32)
+    column += TILE
+    if columns >= TILE:  # at most one row's end lies between, and no division is needed
+        down = (column >= wide).to(tl.uint32)
+    else:
+        down = column // wide
+    return row + down, column - down * wide
+
+
+@triton.jit
+def coordinates(
+    e0,
+    size,
+    columns,
+    row0,
+    column0,
+    first_row,
+    first_column,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+    FLAT: tl.constexpr,
+):
     """Return (offset, inside, row, column) of the elements from number `e0` on; see the legend.
 
     FLAT gives one row and column per Philox call, [TILE / LANES]; otherwise there is one per element, [TILE], and the
-    numbering pads rows to whole groups.
+    numbering pads rows to whole groups. `first_row` and `first_column` are the place of `e0`; only FLAT reads them.
     """
     if FLAT:
         # A call's column is counted from the first row's start: it may lie some rows further down.
         offset = tl.arange(0, TILE)
-        first_row = e0 // columns
-        call = (tl.arange(0, TILE // LANES) * LANES).to(tl.uint32) + (e0 - first_row * columns).to(tl.uint32)
+        call = (tl.arange(0, TILE // LANES) * LANES).to(tl.uint32) + first_column
         wide = columns.to(tl.uint32)
         if columns >= TILE:  # a tile has one row's end at most, and needs no division
             down = (call >= wide).to(tl.uint32)
         else:
             down = call // wide
-        row = (row0 + first_row).to(tl.uint32) + down
+        row = row0.to(tl.uint32) + first_row + down
         column = column0.to(tl.uint32) + (call - down * wide)
         return offset, e0 + offset < size, row, column
     else:

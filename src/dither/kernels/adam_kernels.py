@@ -10,14 +10,17 @@ import triton.language as tl
 from dither.kernels.adam_elements import (
     LANES,
     coordinates,
+    first_place,
     joined_masters,
     load_codes,
     moved_weights,
+    next_place,
     quotient,
     random_bits,
     second_random_bits,
     split_masters,
     square_root,
+    square_roots,
     store_codes,
     store_rounded,
 )
@@ -134,9 +137,13 @@ def _adamw_kernel(
     blocks_end = (elements // columns) * tl.cdiv(columns, GROUP)
 
     # Everything above is loaded once per program, and shared by its TILES tiles.
+    first_row, first_column = first_place((program - first) * TILES * TILE, columns)
     for tile in range(TILES):
         e0 = ((program - first) * TILES + tile) * TILE
-        offset, inside, row, column = coordinates(e0, elements, columns, row0, column0, GROUP, TILE, FLAT)
+        offset, inside, row, column = coordinates(
+            e0, elements, columns, row0, column0, first_row, first_column, GROUP, TILE, FLAT
+        )
+        first_row, first_column = next_place(first_row, first_column, columns, TILE)
         base = e0 if FLAT else e0 * 0
         w_ptr = w_start + base
         m_ptr = m_start + base
@@ -168,7 +175,10 @@ def _adamw_kernel(
 
         m = beta1 * m + rest1 * g
         v = beta2 * v + rest2 * (g * g)
-        deviation = square_root(v, WH.NATIVE)
+        if KIND == "dynamic8":  # its tables leave no registers for eight roots at a time
+            deviation = square_root(v, WH.NATIVE)
+        else:
+            deviation = square_roots(v, WH.NATIVE)
         direction = quotient(m, deviation * root + eps, WH.NATIVE)
         if KIND == "companded8":
             v = deviation
@@ -193,7 +203,7 @@ def _adamw_kernel(
             store_rounded(v_ptr.to(tl.pointer_type(S_STORE)), offset, v, second_random_bits(random), inside, F, FH)
         else:
             store_codes(
-                m_ptr, offset, inside, m_scale, blocks, blocks_inside, m, random, tables_ptr, F, FH, S, KIND, True, GROUP, TILE
+                m_ptr, offset, inside, m_scale, blocks, blocks_inside, m, random, tables_ptr, F, FH, S, KIND, True, GROUP, TILE, FLAT
             )
             store_codes(
                 v_ptr,
@@ -212,6 +222,7 @@ def _adamw_kernel(
                 False,
                 GROUP,
                 TILE,
+                FLAT,
             )
 
 
@@ -341,8 +352,12 @@ def _mini_kernel(
     decay = tl.load(constants + DECAY)
     shrink = tl.load(constants + SHRINK)
     step_size = tl.load(constants + SIZE)
+    first_row, first_column = first_place(start, columns)
     for at in range(start, end, TILE):
-        offset, inside, row, column = coordinates(at, end, columns, row0, column0, 1, TILE, FLAT)
+        offset, inside, row, column = coordinates(
+            at, end, columns, row0, column0, first_row, first_column, 1, TILE, FLAT
+        )
+        first_row, first_column = next_place(first_row, first_column, columns, TILE)
         base = at if FLAT else at * 0
         w = widen(tl.load(w_ptr + base + offset, mask=inside, other=0.0), WH.NATIVE)
         g = widen(tl.load(g_ptr + base + offset, mask=inside, other=0.0), WH.NATIVE) * scale

@@ -42,7 +42,7 @@ class Mode:
     gradients: str = "fp32"
     """The format that gradients are accumulated and all-reduced in: fp32, bf16 or bf16-sr."""
     split: str = ""
-    """How masters are split into bfloat16 weights and more bits: "split", "split24", or "" if they are not."""
+    """The split of masters into bfloat16 weights and more bits: "split", "split24", or "" for masters that are not split."""
 
     @property
     def master(self) -> str | None:

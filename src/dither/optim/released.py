@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dither.errors import UserError
 from dither.nn.guidance import sampling_parameters
+from dither.nn.layer_state import StatefulLayer
 from dither.optim.adamw import AdamW, NonFiniteError
 from dither.optim.slots import Slot
 
@@ -57,8 +58,19 @@ class ReleasedGradients:
     enabled: bool = True
     """False lets backward passes accumulate gradients as usual: for passes whose gradients are only looked at."""
 
-    def __init__(self, optimizer: AdamW, units: dict[str, list[Tensor]], *, clip_norm: Literal["previous"] | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: AdamW,
+        units: dict[str, list[Tensor]],
+        *,
+        clip_norm: Literal["previous"] | None,
+    ) -> None:
         self.optimizer, self.clip_norm = optimizer, clip_norm
+        self._layers: dict[int, list[StatefulLayer]] = {}
+        for layer in model.modules():
+            if isinstance(layer, StatefulLayer):
+                self._layers.setdefault(id(layer.learned_weight()), []).append(layer)
         self.units = {unit: tuple(map(id, parameters)) for unit, parameters in units.items()}
         """Identities of the parameters of each unit."""
         self._unit = {number: unit for unit, numbers in self.units.items() for number in numbers}
@@ -131,6 +143,8 @@ class ReleasedGradients:
         at.updated.update(slot.index for slot in active)
         for slot in active:
             slot.parameter.grad = None
+            for layer in self._layers.get(id(slot.parameter), ()):
+                layer.accept_update()
 
     def _slots_of_units(self) -> dict[str, list[Slot]]:
         """Return the optimizer's slots by unit. Parameters that joined it later are updated by `step`."""
@@ -262,7 +276,7 @@ def release_gradients(
                 f"The parameter {name!r} is sharded, and its gradient is reduced over ranks after backward has computed it: "
                 "release_gradients is for parameters that one process holds."
             )
-    optimizer.released = ReleasedGradients(optimizer, found, clip_norm=clip_norm)
+    optimizer.released = ReleasedGradients(model, optimizer, found, clip_norm=clip_norm)
     return optimizer.released
 
 
