@@ -140,7 +140,8 @@ def test_resumed_is_straight(kind: str, text: Path, tmp_path: Path) -> None:
 
 def test_released_gradients_change_no_bit(text: Path, tmp_path: Path) -> None:
     """With sampled weights, whose bitwidths get a second gradient after the backward pass, and 8-bit states."""
-    same = ["precision.sampling.guidance=[{kind='bitwidth_loss', weight=0.1}]", "precision.states=companded8", "optim.max_norm=0"]
+    same = ["precision.sampling.guidance=[{kind='bitwidth_loss', weight=0.1}]"]
+    same += ["precision.states=companded8", "optim.max_norm=0"]
     train(settings(text, tmp_path / "ordinary", *same))
     train(settings(text, tmp_path / "released", *same, "optim.release_gradients=true"))
     assert_same(tmp_path / "released", tmp_path / "ordinary")

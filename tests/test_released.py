@@ -227,15 +227,15 @@ def test_gradients_that_are_not_finite(where: str) -> None:
 
 def test_what_cannot_go_together() -> None:
     model = net()
-    with pytest.raises(UserError, match="max_norm=1 clips by the norm of all gradients, .*pass clip_norm='previous'"):
+    with pytest.raises(UserError, match=r"max_norm=1 clips by the norm of all gradients, .*pass clip_norm='previous'"):
         release_gradients(model, AdamW(model.named_parameters(), max_norm=1.0))
     with pytest.raises(UserError, match="has no max_norm: set it"):
         release_gradients(model, AdamW(model.named_parameters()), clip_norm="previous")
     with pytest.raises(UserError, match="clip_norm is 'previous' or None, not 'now'"):
         release_gradients(model, AdamW(model.named_parameters(), max_norm=1.0), clip_norm="now")
-    with pytest.raises(UserError, match="takes an optimizer of dither.optim, not SGD"):
+    with pytest.raises(UserError, match=r"takes an optimizer of dither.optim, not SGD"):
         release_gradients(model, torch.optim.SGD(model.parameters()))
-    with pytest.raises(UserError, match="'fp16-o2' scales losses, .*use release=True with a bfloat16 mode"):
+    with pytest.raises(UserError, match=r"'fp16-o2' scales losses, .*use release=True with a bfloat16 mode"):
         training(net(), "fp16-o2", lr=1e-2, release=True)
     with pytest.raises(UserError, match="clip_norm='previous' is for release=True"):
         training(net(), "bf16-sr", lr=1e-2, clip_norm="previous", max_norm=1.0)
@@ -246,7 +246,7 @@ def test_what_cannot_go_together() -> None:
     with pytest.raises(UserError, match="already releases gradients"):
         release_gradients(model, optimizer)
     model(tokens(0), True).backward()
-    with pytest.raises(UserError, match="A second backward pass came before optimizer.step()"):
+    with pytest.raises(UserError, match=r"A second backward pass came before optimizer.step\(\)"):
         model(tokens(0), True).backward()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     optimizer.grad_scale = scaler._get_scale_async()

@@ -158,7 +158,7 @@ class Piece:
     m_scale: Tensor | None
     v_scale: Tensor | None
     extra: Tensor | None
-    """The float32 master weights, the bits that a split one has beside the weight, or Kahan's remainder; None if there is none."""
+    """The float32 master weights, the low bits of split ones, or Kahan's remainder; None if there is none of them."""
     row: int
     """Row of the first element in the whole parameter."""
     column: int

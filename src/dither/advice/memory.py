@@ -210,7 +210,9 @@ class Setting:
         _choose("optimizer", self.optimizer, ("adamw", "adam-mini"))
         _choose("kind of sampling", self.sampling, ("none", "kept", "recomputed"))
         if self.released and self.accumulate:
-            raise UserError("released=True uses gradients in the backward pass, and accumulate=True keeps them: choose one of them.")
+            raise UserError(
+                "released=True uses gradients in the backward pass, and accumulate=True keeps them: choose one of them."
+            )
         if self.residual is not None:
             _choose("format of the residual stream", self.residual, WHOLE)
 

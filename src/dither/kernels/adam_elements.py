@@ -230,7 +230,7 @@ def split_masters(master, v, MODE: tl.constexpr):
     else:
         upper = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
         wide = tl.where(number, bits - upper, 0)
-        v = tl.where(wide == 0x8000, -v, v)
+        v = tl.where(wide == 0x8000, v * -1.0, v)  # -v is 0 - v in Triton, which has no sign for 0
         low = wide.to(tl.int16)
     return tl.where(number, upper, QUIET_NAN), low, v
 

@@ -203,7 +203,23 @@ def _adamw_kernel(
             store_rounded(v_ptr.to(tl.pointer_type(S_STORE)), offset, v, second_random_bits(random), inside, F, FH)
         else:
             store_codes(
-                m_ptr, offset, inside, m_scale, blocks, blocks_inside, m, random, tables_ptr, F, FH, S, KIND, True, GROUP, TILE, FLAT
+                m_ptr,
+                offset,
+                inside,
+                m_scale,
+                blocks,
+                blocks_inside,
+                m,
+                random,
+                tables_ptr,
+                F,
+                FH,
+                S,
+                KIND,
+                True,
+                GROUP,
+                TILE,
+                FLAT,
             )
             store_codes(
                 v_ptr,
@@ -354,9 +370,7 @@ def _mini_kernel(
     step_size = tl.load(constants + SIZE)
     first_row, first_column = first_place(start, columns)
     for at in range(start, end, TILE):
-        offset, inside, row, column = coordinates(
-            at, end, columns, row0, column0, first_row, first_column, 1, TILE, FLAT
-        )
+        offset, inside, row, column = coordinates(at, end, columns, row0, column0, first_row, first_column, 1, TILE, FLAT)
         first_row, first_column = next_place(first_row, first_column, columns, TILE)
         base = at if FLAT else at * 0
         w = widen(tl.load(w_ptr + base + offset, mask=inside, other=0.0), WH.NATIVE)

@@ -58,8 +58,8 @@ class AdamMini(AdamW):
             )
         if slot.update.master == "split":
             raise UserError(
-                "master='split' keeps one bit in the sign of each weight's second moment, and Adam-mini shares second moments: use "
-                "master='fp32' or 'split24'."
+                "master='split' keeps one bit in the sign of each weight's second moment, and Adam-mini shares second moments: "
+                "use master='fp32' or 'split24'."
             )
         role = role_of(self.roles, slot.name)
         if role.transposed and (slot.parameter.dim() != 2 or isinstance(slot.parameter, DTensor)):

@@ -90,8 +90,8 @@ class AdamW(Tables):
         state_rounding: "stochastic" (the default of bf16) or "nearest" (the default of 8 bits).
         block: how many neighbours in a row share the scale of an 8-bit state, from 16 to 2048.
         min_8bit_size: parameters with fewer elements keep fp32 moments instead of 8-bit ones.
-        master: "fp32" keeps float32 weights as a state and rounds them to the parameters (mixed precision O2). "split" keeps the
-            same numbers as the bfloat16 parameters and 16 more bits, "split24" 24-bit numbers as the parameters and 8 more bits.
+        master: "fp32" keeps float32 weights as a state and rounds them to the parameters (mixed precision O2). "split" keeps
+            the same numbers as bfloat16 parameters and 16 more bits, "split24" 24-bit numbers as parameters and 8 more bits.
         max_norm: clip the norm of all gradients together to this value, in the same pass.
         nonfinite: what to do if a gradient holds NaN or Inf. "raise" (the default) names the tensor; it waits for the device
             once per step. "skip" changes nothing, counts the step in `skipped`, and does not wait. "unchecked" does not look.

@@ -212,8 +212,8 @@ def training(
         raise UserError(f"loss_scaling= was given, and the mode {mode!r} does not scale losses: {scaled} do.")
     if release and chosen.plan.loss_scaling:
         raise UserError(
-            f"The mode {mode!r} scales losses, and an overflow must change no weight, which is known after the backward pass: use "
-            "release=True with a bfloat16 mode."
+            f"The mode {mode!r} scales losses, and an overflow must change no weight, which is known after the backward pass: "
+            "use release=True with a bfloat16 mode."
         )
     first = next(iter(model.parameters()), None)
     if first is None:

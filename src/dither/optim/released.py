@@ -114,8 +114,8 @@ class ReleasedGradients:
         left = self._left[unit]
         if id(parameter) not in left:
             raise UserError(
-                "A second backward pass came before optimizer.step(), and the gradients of the first one are already used: with "
-                "release_gradients, a step has one backward pass, without accumulation."
+                "A second backward pass came before optimizer.step(), and the gradients of the first one are already used: "
+                "with release_gradients, a step has one backward pass, without accumulation."
             )
         left.discard(id(parameter))
         if not left:
@@ -198,11 +198,11 @@ class ReleasedGradients:
         optimizer = self.optimizer
         if getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None:
             raise UserError(
-                "A GradScaler unscales gradients after the backward pass, and release_gradients has used them by then: train in "
-                "bfloat16, or remove one of them."
+                "A GradScaler unscales gradients after the backward pass, and release_gradients has used them by then: train "
+                "in bfloat16, or remove one of them."
             )
         for unit in (*self.units, REST):  # parameters that the loss did not depend on, and those without hooks
-            if unit == REST or 0 < len(self._left[unit]) or self._at is None:
+            if unit == REST or self._left[unit] or self._at is None:
                 self._update(unit)
         at, self._at = self._at, None
         self._left = {unit: set(numbers) for unit, numbers in self.units.items()}
@@ -219,8 +219,10 @@ class ReleasedGradients:
             before = at.total if optimizer.previous_squares is None else optimizer.previous_squares.to(at.total.device)
             optimizer.previous_squares = torch.where(at.total.isfinite(), at.total, before)
         if optimizer.nonfinite == "raise" and bool(at.skip):
-            partly = "no weight was changed" if bool(at.first_skip) else (
-                "the weights whose gradients came before it in the backward pass were changed, and the others were not"
+            partly = (
+                "no weight was changed"
+                if bool(at.first_skip)
+                else ("the weights whose gradients came before it in the backward pass were changed, and the others were not")
             )
             raise NonFiniteError(
                 f"Step {int(optimizer.steps) + int(at.first_skip)}: a gradient holds NaN or Inf, and {partly}; use "
@@ -242,8 +244,8 @@ def release_gradients(
 
     model: the model, whose blocks (names with a number, such as "layers.3") are updated one at a time.
     optimizer: an `AdamW`, `AdamW8bit` or `AdamMini` of its parameters.
-    clip_norm: "previous" clips by the norm of the previous step's gradients, if the optimizer has a `max_norm`; the norm of this
-        step's is known only at its end. The first step is not clipped.
+    clip_norm: "previous" clips by the norm of the previous step's gradients, if the optimizer has a `max_norm`; the norm of
+        this step's is known only at its end. The first step is not clipped.
     units: parameters to be updated together, in place of blocks.
 
     >>> import dither, torch
@@ -269,15 +271,17 @@ def release_gradients(
         known = {id(p) for _, p in named}
         found = {f"units[{number}]": [p for p in unit if id(p) in known] for number, unit in enumerate(units)}
     if not any(found.values()):
-        raise UserError(f"The optimizer has no trainable parameter of this {type(model).__name__}: pass the model it was made for.")
+        raise UserError(
+            f"The optimizer has no trainable parameter of this {type(model).__name__}: pass the model it was made for."
+        )
     for name, parameter in named:
         if isinstance(parameter, DTensor):
             raise UserError(
                 f"The parameter {name!r} is sharded, and its gradient is reduced over ranks after backward has computed it: "
                 "release_gradients is for parameters that one process holds."
             )
-    optimizer.released = ReleasedGradients(model, optimizer, found, clip_norm=clip_norm)
-    return optimizer.released
+    released = optimizer.released = ReleasedGradients(model, optimizer, found, clip_norm=clip_norm)
+    return released
 
 
 def _check(model: nn.Module, optimizer: AdamW, clip_norm: object) -> None:
@@ -288,15 +292,15 @@ def _check(model: nn.Module, optimizer: AdamW, clip_norm: object) -> None:
         raise UserError("This optimizer already releases gradients: call optimizer.released.remove() first.")
     if isinstance(model, DistributedDataParallel):
         raise UserError(
-            "DistributedDataParallel averages gradients over ranks after backward has computed them, and release_gradients uses "
-            "them before: train on one GPU, or without it."
+            "DistributedDataParallel averages gradients over ranks after backward has computed them, and release_gradients "
+            "uses them before: train on one GPU, or without it."
         )
     if clip_norm not in (None, "previous"):
         raise UserError(f"clip_norm is 'previous' or None, not {clip_norm!r:.40}.")
     if optimizer.max_norm and clip_norm is None:
         raise UserError(
-            f"max_norm={optimizer.max_norm:g} clips by the norm of all gradients, which is known when the first ones are already "
-            "used: pass clip_norm='previous' to clip by the previous step's norm, or no max_norm."
+            f"max_norm={optimizer.max_norm:g} clips by the norm of all gradients, which is known when the first ones are "
+            "already used: pass clip_norm='previous' to clip by the previous step's norm, or no max_norm."
         )
     if clip_norm is not None and not optimizer.max_norm:
         raise UserError("clip_norm='previous' says by which norm to clip, and the optimizer has no max_norm: set it.")

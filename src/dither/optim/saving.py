@@ -104,7 +104,8 @@ class SavedStates(States):
 
     def _as_saved(self, slot: Slot, saved: dict[str, Any]) -> Slot:
         """Return the slot with the update that its state was saved with: the next step converts masters of another kind."""
-        return replace(slot, update=self._update_of(slot.group | {"master": saved.get("master", slot.group["master"])}, slot.parameter))
+        group = slot.group | {"master": saved.get("master", slot.group["master"])}
+        return replace(slot, update=self._update_of(group, slot.parameter))
 
     def _loaded_group(self, number: int, saved: dict[str, Any], own: bool) -> dict[str, Any]:
         """Return the entries that a saved group sets in this optimizer's group: numbers, names, custom keys."""

@@ -19,7 +19,7 @@ from dither.reference.adamw import load_state, store_state, zero_state
 from dither.reference.masters import LOW, split, split24, wide_weight
 
 EXTRA = ("master", "master_low", "remainder")
-"""The entries beside the moments: float32 masters, the low bits of split ones, or Kahan's remainder. A state has one at most."""
+"""The entries beside the moments: float32 masters, low bits of split ones, or Kahan's remainder. A state has one at most."""
 
 OWN = ("step", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", *EXTRA)
 """The entries that this optimizer may keep in a parameter's state. Other entries belong to the user and are left alone."""

@@ -140,8 +140,8 @@ class Optim:
             )
         if self.clip_norm == "previous" and not (self.release_gradients and self.max_norm):
             raise UserError(
-                "optim.clip_norm='previous' is for optim.release_gradients=true with an optim.max_norm: other steps clip by their "
-                "own norm."
+                "optim.clip_norm='previous' is for optim.release_gradients=true with an optim.max_norm: other steps clip by "
+                "their own norm."
             )
         for name in ("warmup", "decay"):
             check_within(f"optim.{name}", getattr(self, name), 0, 1)

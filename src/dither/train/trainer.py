@@ -466,13 +466,14 @@ def _check_release(trainer: Trainer) -> None:
         return
     if trainer.ranks.world > 1:
         raise UserError(
-            f"optim.release_gradients uses gradients in the backward pass, and those of {trainer.ranks.world} ranks are reduced "
-            "after it: train on one GPU, or without it."
+            f"optim.release_gradients uses gradients in the backward pass, and those of {trainer.ranks.world} ranks are "
+            "reduced after it: train on one GPU, or without it."
         )
     if trainer.parts > 1:
         raise UserError(
-            f"optim.release_gradients uses gradients in the backward pass, and data.micro_batch={trainer.config.data.micro_batch} "
-            f"accumulates those of {trainer.parts} passes: set data.micro_batch to data.batch, or leave release_gradients out."
+            "optim.release_gradients uses gradients in the backward pass, and "
+            f"data.micro_batch={trainer.config.data.micro_batch} accumulates those of {trainer.parts} "
+            "passes: set data.micro_batch to data.batch, or leave release_gradients out."
         )
 
 
