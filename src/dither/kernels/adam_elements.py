@@ -30,6 +30,7 @@ from dither.kernels import companded, dynamic
 from dither.kernels.philox import random_calls, random_elements
 from dither.kernels.rounding import QUIET_NAN, as_bits, as_float, decode, encode, round_bits
 from dither.kernels.scaling import group_factors
+from dither.kernels.tiles import native_codes
 
 ODD = tl.constexpr(ODD_FACTOR)
 LANES = tl.constexpr(128 // BITS)
@@ -102,10 +103,15 @@ def load_codes(
     NATIVE: tl.constexpr,
 ):
     """Load an 8-bit moment as float32: value(code) * scale of its block; a companded second moment is the square of that."""
-    codes = tl.load(state + offset, mask=inside, other=0).to(tl.int32)
+    stored = tl.load(state + offset, mask=inside, other=0)
+    codes = stored.to(tl.int32)
     factor = tl.load(scale + blocks, mask=blocks_inside, other=1.0)
     if KIND == "dynamic8":
         values = dynamic.decode(codes, tables_ptr, SIGNED)
+    elif KIND != "companded8" and NATIVE and F.BITS == 8 and F.BIAS == 7:
+        values = stored.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    elif KIND != "companded8" and NATIVE and F.BITS == 8 and F.BIAS == 15:
+        values = stored.to(tl.float8e5, bitcast=True).to(tl.float32)
     elif KIND != "companded8":
         values = decode(codes, F)
     elif SIGNED:
@@ -170,11 +176,13 @@ def store_codes(
             restore = companded.divide(largest, most, H.NATIVE)
     else:
         multiply, restore, _ = group_factors(amax, 1.0, S, F, H, True, H.NATIVE)
-        scaled = value * _spread(multiply, GROUP, TILE)
+        factor = _spread(multiply, GROUP, TILE)
         if KIND == "dynamic8":
-            codes = dynamic.encode(scaled, tables_ptr, SIGNED)
+            codes = dynamic.encode(value * factor, tables_ptr, SIGNED)
+        elif H.NATIVE and H.KIND == "nearest" and F.BITS == 8 and (F.BIAS == 7 or F.BIAS == 15):
+            codes = native_codes(value, factor, F, True, True)
         else:
-            y = as_bits(scaled)
+            y = as_bits(value * factor)
             codes = encode(round_bits(y, y, random, F, H, True), F)
     tl.store(state + offset, codes.to(tl.uint8), mask=inside)
     tl.store(scale + blocks, restore, mask=blocks_inside)
