@@ -175,9 +175,7 @@ def _adamw_kernel(
 
         m = beta1 * m + rest1 * g
         v = beta2 * v + rest2 * (g * g)
-        # Codes that no instruction converts, and tables, leave no registers for eight roots at a time.
-        FEW: tl.constexpr = KIND == "dynamic8" or (KIND == "codes" and (FH.KIND != "nearest" or F.BIAS < 7))
-        if FEW:
+        if KIND == "dynamic8" or KIND == "codes":  # these leave no registers for eight roots at a time
             deviation = square_root(v, WH.NATIVE)
         else:
             deviation = square_roots(v, WH.NATIVE)
