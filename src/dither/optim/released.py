@@ -71,6 +71,7 @@ class ReleasedGradients:
         for layer in model.modules():
             if isinstance(layer, StatefulLayer):
                 self._layers.setdefault(id(layer.learned_weight()), []).append(layer)
+        self._kept = units  # so that no other parameter takes the id of one of these
         self.units = {unit: tuple(map(id, parameters)) for unit, parameters in units.items()}
         """Identities of the parameters of each unit."""
         self._unit = {number: unit for unit, numbers in self.units.items() for number in numbers}
@@ -137,7 +138,8 @@ class ReleasedGradients:
         arranged = optimizer._arrange(active, matrices, f"unit {unit}", counted=True)
         squares = None
         if optimizer.max_norm or optimizer.nonfinite != "unchecked":
-            squares = torch.stack([each.batch.square_sum(each.gradients(matrices)) for each in arranged.batches]).sum()
+            zero = torch.zeros((), dtype=torch.float64, device=optimizer._hyper.device)
+            squares = sum((each.batch.square_sum(each.gradients(matrices)) for each in arranged.batches), zero)
         at = self._advance(squares)
         optimizer._change(active, matrices, arranged, at.constants, at.skip)
         at.updated.update(slot.index for slot in active)
