@@ -82,6 +82,8 @@ CASES = [
     Case("dither, bf16 nearest", torch.bfloat16, 14, adamw(weights="nearest", state_rounding="nearest")),
     Case("dither, bf16 Kahan", torch.bfloat16, 18, adamw(weights="kahan")),
     Case("dither, bf16 with fp32 masters", torch.bfloat16, 28, adamw(master="fp32", states="fp32")),
+    Case("dither, bf16 with split masters", torch.bfloat16, 26, adamw(master="split", states="fp32")),
+    Case("dither, bf16 with 24-bit masters", torch.bfloat16, 16, adamw(master="split24")),
     Case("dither, bf16, dynamic8 states", torch.bfloat16, 10 + BLOCKS, adamw(states="dynamic8")),
     Case("dither, bf16, companded8 states", torch.bfloat16, 10 + BLOCKS, adamw(states="companded8")),
     Case("dither, bf16, companded8, blocks of 32", torch.bfloat16, 10 + 4 * BLOCKS, adamw(states="companded8", block=32)),

@@ -22,6 +22,7 @@ from dither.formats import Format
 from dither.kernels import adamw, levels, loss, matmul, philox, quantize, rounding, sampling
 from dither.precision import Rounding
 from dither.random import Draw
+from dither.reference import masters
 from dither.reference.adamw import zero_state
 from dither.reference.sampling import DTYPES, NOISES
 
@@ -178,9 +179,11 @@ UPDATES = [
     (Update("stochastic", "bf16"), torch.bfloat16),
     (Update("nearest", "fp32"), torch.float32),
     (Update("kahan", "dynamic8"), torch.bfloat16),
-    (Update("nearest", "e4m3", "stochastic", 128, True), torch.float16),
+    (Update("nearest", "e4m3", "stochastic", 128, "fp32"), torch.float16),
     (Update("stochastic", "dynamic8", block=2048), torch.bfloat16),
     (Update("stochastic", "companded8"), torch.bfloat16),
+    (Update("nearest", "fp32", master="split"), torch.bfloat16),
+    (Update("nearest", "bf16", master="split24"), torch.bfloat16),
 ]
 
 
@@ -196,14 +199,16 @@ def optimizer_calls() -> Iterator[str]:
         for columns in (256, 131):
             w = torch.zeros(4, columns, dtype=dtype)
             (m, m_scale), (v, v_scale) = (zero_state((4, columns), update, signed, w.device) for signed in (True, False))
-            extra = w.float() if update.master else torch.zeros_like(w) if update.weights == "kahan" else None
+            extra = torch.zeros_like(w) if update.weights == "kahan" else None
+            if update.master:
+                extra = torch.zeros(w.shape, dtype=masters.LOW.get(update.master, torch.float32))
             pieces.append(Piece(w, m, v, m_scale, v_scale, extra, 0, 0, (1, 2), 0))
         grads = [torch.zeros_like(piece.w) for piece in pieces]
         batch = adamw.Batch(pieces, update)
         batch.square_sum(grads)
         batch.step(grads, constants, count[0], skip)
         yield f"adamw {update.weights} {update.states}"
-        if not update.in_blocks:
+        if not update.in_blocks and update.master != "split":
             runs = [replace(piece, v=torch.zeros(2), run=2, share=2 * piece.w.shape[1]) for piece in pieces]
             mini = adamw.MiniBatch(runs, update)
             mini.run_squares(grads)

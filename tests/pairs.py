@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dither import Cast, Stream, UserError
-from dither.adam_update import BLOCKS, MAPS, WHOLE, Piece, Update
+from dither.adam_update import BLOCKS, MAPS, MASTERS, WHOLE, Piece, Update
 from dither.formats import TABLE, Format
 from dither.kernels import adamw as kernel_adamw
 from dither.kernels import philox as kernel_philox
@@ -18,7 +18,7 @@ from dither.kernels import rounding as kernel_rounding
 from dither.kernels import sampling as kernel_sampling
 from dither.precision import Rounding
 from dither.random import Draw, matrix_size
-from dither.reference import adamw, loss, philox, quantize, rounding, sampling
+from dither.reference import adamw, loss, masters, philox, quantize, rounding, sampling
 
 STREAM = Stream(2024, "pairs", "x")
 FORMATS = [name for name in TABLE if name != "e8m0"]
@@ -284,12 +284,13 @@ def updates() -> list[Update]:
     """Every way to keep weights and states."""
     states = [(name, how) for name in (*WHOLE, *BLOCKS) for how in ("nearest", "stochastic")]
     states = [pair for pair in states if pair[0] not in ("fp32", *MAPS) or pair[1] == "nearest"]
-    kinds = [(weights, False) for weights in ("stochastic", "nearest", "kahan")] + [("nearest", True)]
-    return [Update(weights, name, how, 32, master) for weights, master in kinds for name, how in states]
+    kinds = [(weights, "") for weights in ("stochastic", "nearest", "kahan")] + [("nearest", master) for master in MASTERS]
+    pairs = [(kind, state) for kind in kinds for state in states if kind[1] != "split" or state[0] in WHOLE]
+    return [Update(weights, name, how, 32, master) for (weights, master), (name, how) in pairs]
 
 
 def name_of(update: Update) -> str:
-    return f"{'master' if update.master else update.weights}-{update.states}-{update.state_rounding}"
+    return f"{f'master {update.master}' if update.master else update.weights}-{update.states}-{update.state_rounding}"
 
 
 def _placed(x: Tensor, shift: int) -> Tensor:
@@ -316,7 +317,9 @@ def pieces_of(
             runs = -(-(size.rows + size.lead) // size.run)
             v, v_scale = torch.zeros(runs, device=w.device), None
         extra = None
-        if update.master:
+        if update.master in masters.LOW:
+            extra = numbers(*shape, torch.float32, seed - number, device).view(torch.int32).to(masters.LOW[update.master])
+        elif update.master:
             extra = w.float()
         elif update.weights == "kahan" and dtype != torch.float32:
             extra = torch.zeros_like(w)

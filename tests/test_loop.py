@@ -118,6 +118,8 @@ KINDS = {
         *TINY,
     ],
     "kahan": ["precision.mode=bf16-kahan", *TINY, "precision.gradients=bf16-sr", "data.micro_batch=1"],
+    # The norm of the previous step is part of the checkpoint; the monitor's passes update nothing.
+    "released": ["optim.release_gradients=true", "optim.clip_norm=previous", "optim.max_norm=0.01", "monitor.every=2"],
 }
 
 
@@ -141,6 +143,43 @@ def test_resumed_is_straight(kind: str, text: Path, tmp_path: Path) -> None:
     assert any(
         not torch.equal(tensor, before[name]) for name, tensor in state(tmp_path / "straight")[0].items() if "model" in name
     )
+
+
+def test_released_gradients_change_no_bit(text: Path, tmp_path: Path) -> None:
+    """With sampled weights, whose bitwidths get a second gradient after the backward pass, and 8-bit states."""
+    same = ["precision.sampling.guidance=[{kind='bitwidth_loss', weight=0.1}]"]
+    same += ["precision.states=companded8", "optim.max_norm=0"]
+    train(settings(text, tmp_path / "ordinary", *same))
+    train(settings(text, tmp_path / "released", *same, "optim.release_gradients=true"))
+    assert_same(tmp_path / "released", tmp_path / "ordinary")
+    norms = [[line["grad_norm"] for line in lines(tmp_path / name, "train")] for name in ("ordinary", "released")]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["data.micro_batch=2"], "data.micro_batch=2 accumulates those of 2 passes"),
+        (["precision.mode=fp16"], "does not go with precision.mode='fp16', which scales losses"),
+        (["run.cuda_graphs=true"], "the run is not on a GPU"),
+    ],
+)
+def test_what_released_gradients_cannot_go_with(more: list[str], words: str, text: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=words):
+        train(settings(text, tmp_path / "run", "optim.release_gradients=true", "optim.max_norm=0", *more))
+
+
+@SLOW_BF16
+def test_a_run_changes_to_split_masters_and_back(text: Path, tmp_path: Path) -> None:
+    """The checkpoint of each step holds the same numbers, in another form."""
+    modes = {0: "o2", 3: "o2-split", 5: "o2"}
+    train(settings(text, tmp_path / "straight", "precision.mode=o2", *TINY))
+    every = "run.save_every=1"
+    for begin, mode in modes.items():
+        end = {0: 3, 3: 5, 5: STEPS}[begin]
+        train(settings(text, tmp_path / "run", f"precision.mode={mode}", *TINY, every), resume="auto")
+        checkpoint.drop(tmp_path / "run" / "checkpoints", after=end)
+    assert_same(tmp_path / "run", tmp_path / "straight")
 
 
 def test_dropout_and_models_of_hugging_face(text: Path, tmp_path: Path) -> None:

@@ -403,7 +403,7 @@ def named(dtype: torch.dtype = torch.bfloat16) -> list[tuple[str, Tensor]]:
         ({"states": "bf16", "state_rounding": "up"}, "state_rounding is 'stochastic' or 'nearest', not 'up'"),
         ({"states": "dynamic8", "state_rounding": "stochastic"}, "use state_rounding='nearest'"),
         ({"states": "int8", "block": 48}, "power of two from 16 to 2048, not 48"),
-        ({"master": "bf16"}, "master is None or 'fp32'"),
+        ({"master": "bf16"}, "master is None, 'fp32', 'split' or 'split24', not 'bf16'"),
         ({"master": "fp32", "weights": "kahan"}, "choose one of them"),
         ({"max_norm": 0.0}, "max_norm is a positive number, or None"),
         ({"nonfinite": "ignore"}, "choose from 'raise', 'skip', 'unchecked'"),
@@ -517,7 +517,9 @@ def test_every_mode_trains_and_resumes(mode: str) -> None:
 
 
 def test_modes_that_cannot_be() -> None:
-    with pytest.raises(UserError, match="no mode 'o3': choose from fp32, o1, o2, bf16-rn, bf16-sr, bf16-kahan, fp16, fp16-o2"):
+    with pytest.raises(
+        UserError, match="no mode 'o3': choose from fp32, o1, o2, o2-split, bf16-rn, bf16-sr, bf16-kahan, bf16-24"
+    ):
         dither.optim.training(model(), "o3", lr=1e-2)
     with pytest.raises(UserError, match="Identity has no parameters"):
         dither.optim.training(nn.Identity(), "o1", lr=1e-2)

@@ -29,6 +29,8 @@ KINDS: dict[str, dict[str, object]] = {
     "bf16 stochastic": {"dtype": torch.bfloat16},
     "kahan": {"dtype": torch.bfloat16, "weights": "kahan", "states": "bf16"},
     "masters": {"dtype": torch.bfloat16, "master": "fp32", "states": "fp32"},
+    "split masters": {"dtype": torch.bfloat16, "master": "split", "states": "fp32"},
+    "24-bit masters": {"dtype": torch.bfloat16, "master": "split24", "states": "dynamic8", "block": 16},
     "dynamic8": {"dtype": torch.bfloat16, "states": "dynamic8", "block": 16},
     "e4m3 stochastic": {"dtype": torch.float32, "states": "e4m3", "state_rounding": "stochastic", "block": 16},
     "Adam-mini": {"dtype": torch.bfloat16, "mini": True},
@@ -64,6 +66,7 @@ def run(kind: dict[str, object], cut: Callable[[str, Tensor], Tensor], **more: o
 
 
 def full(x: Tensor) -> Tensor:
+    x = x.int() if x.dtype == torch.int16 else x  # which no backend gathers
     return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
 
 

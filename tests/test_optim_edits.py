@@ -91,16 +91,16 @@ def test_batches_are_kept_while_nothing_changes(make: Any) -> None:
     params = parameters(torch.bfloat16)
     optimizer = make(params.items(), lr=1e-2)
     train(params.values(), optimizer, range(1))
-    held = optimizer._batches
+    held = optimizer._arranged[""]
     optimizer.param_groups[0].update(lr=1e-3, betas=(0.8, 0.9))
     optimizer.state[params["bias"]]["exp_avg"].zero_()
     params["bias"].data.zero_()
     optimizer.state_dict()
     train(params.values(), optimizer, range(1, 3))
-    assert optimizer._batches is held
+    assert optimizer._arranged[""] is held
     optimizer.state[params["bias"]]["exp_avg"] = torch.zeros_like(optimizer.state[params["bias"]]["exp_avg"])
     train(params.values(), optimizer, range(3, 4))
-    assert optimizer._batches is not held
+    assert optimizer._arranged[""] is not held
 
 
 # Parameters -----------------------------------------------------------------------------------------------------------

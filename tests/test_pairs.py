@@ -5,6 +5,7 @@ On a machine with a GPU the same bodies run on it; `tests/gpu` holds what only a
 
 import itertools
 import operator
+from dataclasses import replace
 
 import numpy as np
 import pairs
@@ -14,11 +15,11 @@ from sweeps import sweep
 
 import dither
 from dither import Cast, levels
-from dither.adam_update import Update
+from dither.adam_update import Piece, Update
 from dither.doctor import native_units
 from dither.engines import Engine
 from dither.formats import Format
-from dither.reference import adamw, dynamic, loss, sampling
+from dither.reference import adamw, dynamic, loss, masters, sampling
 from dither.reference import levels as reference_levels
 from dither.reference import matmul as reference_matmul
 from dither.reference import quantize as reference_quantize
@@ -317,13 +318,14 @@ DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 SPECIAL_GRADIENTS = [0.0, -0.0, 1e-45, -1e-38, 1e30, -1e15, torch.inf, torch.nan, -torch.inf, 3e38]
 
 # Every format of states with some of the weights' roundings; tests/gpu has them all.
-SOME = [update for i, update in enumerate(pairs.updates()) if (i // 13 + i % 13) % 3 == 0]
+SOME = [u for i, u in enumerate(pairs.updates()) if (i // 13 + i % 13) % 3 == 0 or u.master == "split"]
 
 
 @pytest.fixture
 def short_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """One tile a program: the interpreter would spend its time on empty ones."""
-    monkeypatch.setattr(kernel_adamw, "TILES", 1)
+    short = {kind: replace(program, tiles=1) for kind, program in kernel_adamw.PROGRAMS.items()}
+    monkeypatch.setattr(kernel_adamw, "PROGRAMS", short)
 
 
 @pytest.mark.usefixtures("short_programs")
@@ -333,7 +335,30 @@ def test_adamw(number: int, device: str) -> None:
     update = SOME[number]
     sizes = [size for size in RAGGED if not update.in_blocks or size.column % 32 == 0]
     special = SPECIAL_GRADIENTS if number % 2 else ()
-    assert pairs.check_adamw(sizes[number % 2 :], DTYPES[number % 3], update, device, special=special) == 0
+    dtype = torch.bfloat16 if update.master.startswith("split") else DTYPES[number % 3]
+    assert pairs.check_adamw(sizes[number % 2 :], dtype, update, device, special=special) == 0
+
+
+@pytest.mark.usefixtures("short_programs")
+def test_ties_of_split_masters_whose_moments_are_zero(device: str) -> None:
+    """Their last bit is the sign of a zero, which `0 - v` would lose."""
+    masters_of = (torch.arange(0x3F00, 0x4000, dtype=torch.int32) << 16) + 0x8000
+    after = []
+    for code in (adamw, kernel_adamw):
+        w, low, tie = (x.view(4, 64).to(device) for x in masters.split(masters_of.view(torch.float32)))
+        m, v = torch.zeros(4, 64, device=device), torch.where(tie, -0.0, 0.0)
+        piece = Piece(w, m, v, None, None, low, 0, 0, (1, 2), 0)
+        constants, _, skip = code.prepare(
+            torch.tensor([[1e-3, 0.9, 0.95, 1e-8, 0.0, 1.0, 1.0]], dtype=torch.float64, device=device),
+            torch.zeros(1, dtype=torch.int64, device=device),
+            torch.zeros((), dtype=torch.int64, device=device),
+            *(None, None, None, 0.0),
+        )
+        count = torch.ones((), dtype=torch.int64, device=device)
+        code.Batch([piece], Update("nearest", "fp32", master="split")).step([torch.zeros_like(w)], constants, count, skip)
+        after.append(masters.join(w, low, v.signbit()).flatten().cpu())
+    for joined in after:
+        assert torch.equal(joined, masters_of.view(torch.float32))
 
 
 @pytest.mark.usefixtures("short_programs")
@@ -382,7 +407,13 @@ def test_adamw_of_many_tensors(device: str) -> None:
 
 @pytest.mark.usefixtures("short_programs")
 @pytest.mark.parametrize(
-    "update", [Update("stochastic", "bf16"), Update("kahan", "fp32"), Update("nearest", "bf16", "", 128, True)]
+    "update",
+    [
+        Update("stochastic", "bf16"),
+        Update("kahan", "fp32"),
+        Update("nearest", "bf16", "", 128, "fp32"),
+        Update("nearest", "bf16", master="split24"),
+    ],
 )
 def test_adam_mini(update: Update, device: str) -> None:
     sizes = [

@@ -36,6 +36,12 @@ MOST_BLOCK = 2048
 WEIGHTS = ("stochastic", "nearest", "kahan")
 """Roundings of 16-bit weights, see `Update.weights`."""
 
+MASTERS = ("fp32", "split", "split24")
+"""Kinds of master weights, see `Update.master`."""
+
+LOSSLESS = frozenset({"fp32", "split"})
+"""Kinds of master weights that hold the same numbers, so that a state can be converted from one to the other."""
+
 
 RENAMED_MODES = {"bf16": "bf16-rn"}
 """Earlier names of modes: `bf16` is also a recipe, which means autocast."""
@@ -72,8 +78,9 @@ class Update:
     """stochastic or nearest; by default stochastic for bf16 and nearest for 8 bits, whose scales follow a decay."""
     block: int = 128
     """Number of neighbours in a row that share the scale of an 8-bit state."""
-    master: bool = False
-    """Keep float32 weights as a state and round them to nearest in the parameter's format (mixed precision O2)."""
+    master: Literal["", "fp32", "split", "split24"] = ""
+    """Master weights, of which the parameter is the nearest value: none, float32 (mixed precision O2), float32 split into the
+    bfloat16 parameter and 16 more bits, or 24 bits split into the parameter and 8 more; see `dither.reference.masters`."""
 
     format: Format | None = field(init=False, repr=False, compare=False)
     """`states`, parsed; None for dynamic8 and companded8, which are no formats."""
@@ -96,8 +103,17 @@ class Update:
             raise UserError(f"{self.states} states are rounded to the nearest value of a map: use state_rounding='nearest'.")
         if not isinstance(self.block, int) or not 16 <= self.block <= MOST_BLOCK or self.block & (self.block - 1):
             raise UserError(f"The block of an 8-bit state is a power of two from 16 to {MOST_BLOCK}, not {self.block!r}.")
+        if self.master and self.master not in MASTERS:
+            raise UserError(f"master={self.master!r} is unknown: choose from {', '.join(MASTERS)}, or None.")
         if self.master and self.weights == "kahan":
-            raise UserError("weights='kahan' keeps what a rounding loses, and master='fp32' loses nothing: choose one of them.")
+            raise UserError(
+                f"weights='kahan' keeps what a rounding loses, and so does master={self.master!r}: choose one of them."
+            )
+        if self.master == "split" and self.in_blocks:
+            raise UserError(
+                f"master='split' keeps one bit in the sign of the second moment, which states={self.states!r} do not have: "
+                "use states='fp32' or 'bf16', or master='split24'."
+            )
         object.__setattr__(self, "format", None if self.states in MAPS else TABLE[self.states])
 
     @property
@@ -142,7 +158,7 @@ class Piece:
     m_scale: Tensor | None
     v_scale: Tensor | None
     extra: Tensor | None
-    """The float32 master weights, or Kahan's remainder; None if there is neither."""
+    """The float32 master weights, the low bits of split ones, or Kahan's remainder; None if there is none of them."""
     row: int
     """Row of the first element in the whole parameter."""
     column: int

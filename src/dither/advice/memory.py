@@ -135,8 +135,8 @@ class Storage:
     """Format of the weights that products read."""
     compute: str = "bf16"
     """Format of products; autocast if it is narrower than the parameters."""
-    master: bool = False
-    """True if the optimizer keeps float32 master weights."""
+    master: int = 0
+    """Bytes per parameter that the optimizer keeps of master weights: 4, or those beside the weights if masters are split."""
     compensation: bool = False
     """True if it keeps a Kahan compensation, as wide as a parameter."""
     gradients: str = "fp32"
@@ -156,12 +156,14 @@ STORAGE: Mapping[str, Storage] = MappingProxyType(
     {
         "fp32": Storage(compute="fp32"),
         "o1": Storage(),
-        "o2": Storage(parameters="bf16", master=True),
+        "o2": Storage(parameters="bf16", master=4),
+        "o2-split": Storage(parameters="bf16", master=2),
         "bf16-rn": Storage(**_NARROW),  # type: ignore[arg-type]
         "bf16-sr": Storage(**_NARROW),  # type: ignore[arg-type]
         "bf16-kahan": Storage(**_NARROW, compensation=True),  # type: ignore[arg-type]
+        "bf16-24": Storage(**_NARROW, master=1),  # type: ignore[arg-type]
         "fp16": Storage(compute="fp16"),
-        "fp16-o2": Storage(parameters="fp16", compute="fp16", master=True),
+        "fp16-o2": Storage(parameters="fp16", compute="fp16", master=4),
     }
 )
 """Formats by mode, as in `dither.optim.training`."""
@@ -172,7 +174,7 @@ class Setting:
     """Settings of a training that its memory depends on."""
 
     mode: str = "o1"
-    """A precision mode: fp32, o1, o2, bf16-rn, bf16-sr, bf16-kahan, fp16 or fp16-o2."""
+    """A precision mode: fp32, o1, o2, o2-split, bf16-rn, bf16-sr, bf16-kahan, bf16-24, fp16 or fp16-o2."""
     precision: LayerPrecision | None = None
     """Casts of linear layers in blocks, such as `recipe("fp8-current").default`; None means no casts."""
     states: str | None = None
@@ -191,6 +193,8 @@ class Setting:
     """True if each block is compiled separately, as `dither train` does on a GPU."""
     accumulate: bool = False
     """True if a step has several backward passes (gradient accumulation), so that gradients and activations coexist."""
+    released: bool = False
+    """True if backward updates each block and frees its gradients (`dither.optim.release_gradients`)."""
     residual: str | None = None
     """Format of the residual stream, as FSDP2's mixed precision sets it; None means that of the parameters."""
     float_logits: bool = False
@@ -205,6 +209,10 @@ class Setting:
             _choose("format of gradients", self.gradients, ("fp32", "bf16"))
         _choose("optimizer", self.optimizer, ("adamw", "adam-mini"))
         _choose("kind of sampling", self.sampling, ("none", "kept", "recomputed"))
+        if self.released and self.accumulate:
+            raise UserError(
+                "released=True uses gradients in the backward pass, and accumulate=True keeps them: choose one of them."
+            )
         if self.residual is not None:
             _choose("format of the residual stream", self.residual, WHOLE)
 
@@ -234,7 +242,7 @@ class Setting:
 PARTS = MappingProxyType(
     {
         "weights": "parameters",
-        "masters": "float32 copies that the optimizer keeps, or Kahan's compensation",
+        "masters": "float32 copies that the optimizer keeps, the low bits of split ones, or Kahan's compensation",
         "gradients": "gradients of all parameters",
         "states": "the optimizer's moments",
         "weight_codes": "codes of weights, or their 16-bit copies for autocast or sampling",
@@ -286,7 +294,8 @@ def estimate(shape: Shape, setting: Setting, *, batch: int, sequence: int) -> Es
             raise UserError(f"The {name} is a positive integer, not {given!r}.")
     storage, tokens = setting.storage, batch * sequence
     still = resident(shape, setting)
-    gradients = round(shape.parameters * format_bytes(storage.gradients))
+    counted = max(shape.output_weights, shape.block_weights // shape.layers) if setting.released else shape.parameters
+    gradients = round(counted * format_bytes(storage.gradients))
     kept, codes = (tokens * each for each in block_activations(shape, setting))
     copies = weight_code_bytes(shape, setting)
     held = copies if setting.casts_weight else 0  # codes stay in buffers; backward frees copies
@@ -308,7 +317,7 @@ def estimate(shape: Shape, setting: Setting, *, batch: int, sequence: int) -> Es
     # The last gradient is computed in the format of products before it is converted to its own; during the backward pass of
     # the first block, all gradients but its own exist.
     widest = shape.output_weights * format_bytes(storage.compute)
-    first = kept + codes - gradients * shape.block_weights / shape.parameters / shape.layers
+    first = kept + codes - format_bytes(storage.gradients) * shape.block_weights / shape.layers
     nothing = {"activations": 0, "input_codes": 0, "logits": 0, "temporaries": max(widest, first) + WORKSPACE}
     moments["update"] = {**still, "gradients": gradients, "weight_codes": held, **nothing}
     rounded = {
@@ -353,7 +362,7 @@ def code_bytes(cast: Cast, rows: int, columns: int) -> float:
 def resident(shape: Shape, setting: Setting) -> dict[str, int]:
     """Return the bytes of weights, masters and states, which persist between steps."""
     storage, count = setting.storage, shape.parameters
-    own = 4 if storage.master else format_bytes(storage.parameters) if storage.compensation else 0
+    own = storage.master or (format_bytes(storage.parameters) if storage.compensation else 0)
     moments = 1 if setting.optimizer == "adam-mini" else 2
     one = format_bytes(storage.states) if storage.states in WHOLE else 1 + 4 / setting.state_block
     return {

@@ -163,7 +163,7 @@ class Clock:
         moments = 1 if setting.optimizer == "adam-mini" else 2
         whole = storage.states in WHOLE
         state = format_bytes(storage.states) if whole else 1 + 4 / setting.state_block
-        master = 8 if storage.master else 2 * p if storage.compensation else 0
+        master = 2 * storage.master or (2 * p if storage.compensation else 0)
         moved = 2 * p + g + 2 * moments * state + master
         share = OPTIMIZER_SHARES["8-bit" if not whole else "o1" if storage.parameters == "fp32" else "bf16-sr"]
         seconds = parameters * moved / share / self.copy

@@ -47,6 +47,7 @@ def memory(
     checkpointing: bool = False,
     compiled: bool = True,
     accumulate: bool = False,
+    released: bool = False,
     gpu: str | None = None,
     risk: Literal["none", "low", "high"] = "low",
 ) -> int:
@@ -59,7 +60,7 @@ def memory(
     Args:
         model: A preset such as llama-1b, a Hugging Face folder or its config.json, or the folder of a run.
         params: In place of a model: the number of parameters, such as 7e9, of a Llama.
-        mode: Precision modes, one column each: fp32, o1, o2, bf16-rn, bf16-sr, bf16-kahan, fp16, fp16-o2.
+        mode: Precision modes, one column each: fp32, o1, o2, o2-split, bf16-rn, bf16-sr, bf16-kahan, bf16-24, fp16, fp16-o2.
         recipe: Recipes of linear layers, such as fp8-current or its alias tensorwise, with every mode; "none" for no casts.
         states: Formats of the optimizer's moments, such as dynamic8, each with every mode; "mode" for that of the mode.
         batch: Sequences per forward pass; by default that of the run, or 8.
@@ -67,6 +68,7 @@ def memory(
         checkpointing: Assume activation checkpointing: blocks keep only their inputs and are recomputed in backward.
         compiled: Assume compiled blocks, as `dither train` has on a GPU.
         accumulate: Assume gradient accumulation over several micro-batches.
+        released: Assume that backward updates each block and frees its gradients.
         gpu: The GPU to recommend for, such as H100-80GB; by default that of this machine.
         risk: Allowed precisions: none (the usual mixed precision), low (also FP8, stochastic rounding), high (also FP4).
     """
@@ -77,7 +79,7 @@ def memory(
     batch = batch if batch is not None else run.batch if run is not None else BATCH
     sequence = sequence if sequence is not None else run.sequence if run is not None else SEQUENCE
     columns = _columns(mode, recipe, states, None if run is None else run.setting)
-    more = {"checkpointing": checkpointing, "compiled": compiled, "accumulate": accumulate}
+    more = {"checkpointing": checkpointing, "compiled": compiled, "accumulate": accumulate, "released": released}
     changed = {key: value for key, value in more.items() if value != getattr(Setting, key)}
     columns = {name: replace(setting, **changed) for name, setting in columns.items()}  # type: ignore[arg-type]
     place = gpu_named(gpu) if gpu is not None else next(iter(gpus_here()), None)
@@ -124,6 +126,7 @@ def _run_of(model: str | None) -> _RunShape | None:
         sampling="none" if sampling is None else "recomputed" if sampling.recompute else "kept",
         compiled=config.run.compile is not False,
         accumulate=data.micro_batch not in (None, data.batch),
+        released=config.optim.release_gradients,
     )
     return _RunShape(shape, setting, data.micro_batch or data.batch, data.sequence)
 

@@ -267,6 +267,9 @@ class _Pair:
                     if "master" in state:
                         wide = parameter.float()
                         state["master"].copy_(wide if state["master"].shape == wide.shape else wide.T)
+                    elif "master_low" in state:
+                        state["master_low"].zero_()
+                        state["exp_avg_sq"].abs_()
 
     def _pass(self, trainer: Trainer, part: Batch, keep: Callable[..., None]) -> Tensor:
         """Run forward and backward of a micro-batch; `keep` gets the operands of every layer."""

@@ -10,12 +10,17 @@ import triton.language as tl
 from dither.kernels.adam_elements import (
     LANES,
     coordinates,
+    first_place,
+    joined_masters,
     load_codes,
     moved_weights,
+    next_place,
     quotient,
     random_bits,
     second_random_bits,
+    split_masters,
     square_root,
+    square_roots,
     store_codes,
     store_rounded,
 )
@@ -73,6 +78,7 @@ def _adamw_kernel(
     GROUP: tl.constexpr,
     W_TYPE: tl.constexpr,
     W_STORE: tl.constexpr,
+    E_TYPE: tl.constexpr,
     G_TYPE: tl.constexpr,
     S_TYPE: tl.constexpr,
     S_STORE: tl.constexpr,
@@ -121,7 +127,7 @@ def _adamw_kernel(
     w_start = piece_pointer(table_ptr, piece, W_ADDRESS, W_TYPE, ALIGNED)
     m_start = piece_pointer(table_ptr, piece, M_ADDRESS, S_TYPE, ALIGNED)
     v_start = piece_pointer(table_ptr, piece, V_ADDRESS, S_TYPE, ALIGNED)
-    extra_start = piece_pointer(table_ptr, piece, EXTRA_ADDRESS, tl.float32 if MODE == "master" else W_TYPE, ALIGNED)
+    extra_start = piece_pointer(table_ptr, piece, EXTRA_ADDRESS, E_TYPE, ALIGNED)
     g_start = tl.load(grads_ptr + piece).to(tl.pointer_type(G_TYPE))
     if ALIGNED:
         g_start = tl.multiple_of(g_start, 16)
@@ -131,9 +137,13 @@ def _adamw_kernel(
     blocks_end = (elements // columns) * tl.cdiv(columns, GROUP)
 
     # Everything above is loaded once per program, and shared by its TILES tiles.
+    first_row, first_column = first_place((program - first) * TILES * TILE, columns)
     for tile in range(TILES):
         e0 = ((program - first) * TILES + tile) * TILE
-        offset, inside, row, column = coordinates(e0, elements, columns, row0, column0, GROUP, TILE, FLAT)
+        offset, inside, row, column = coordinates(
+            e0, elements, columns, row0, column0, first_row, first_column, GROUP, TILE, FLAT
+        )
+        first_row, first_column = next_place(first_row, first_column, columns, TILE)
         base = e0 if FLAT else e0 * 0
         w_ptr = w_start + base
         m_ptr = m_start + base
@@ -142,7 +152,10 @@ def _adamw_kernel(
         w = widen(tl.load(w_ptr + offset, mask=inside, other=0.0), WH.NATIVE)
         g = widen(tl.load(g_start + base + offset, mask=inside, other=0.0), WH.NATIVE) * scale
         extra = w
-        if MODE != "plain":
+        low = offset
+        if MODE == "split" or MODE == "split24":
+            low = tl.load(extra_ptr + offset, mask=inside, other=0)
+        elif MODE != "plain":
             extra = widen(tl.load(extra_ptr + offset, mask=inside, other=0.0), WH.NATIVE)
         if KIND == "whole":
             m = widen(tl.load(m_ptr + offset, mask=inside, other=0.0), WH.NATIVE)
@@ -156,10 +169,16 @@ def _adamw_kernel(
             v = load_codes(
                 v_ptr, offset, inside, v_scale, blocks, blocks_inside, tables_ptr, F, KIND, False, GROUP, TILE, WH.NATIVE
             )
+        if MODE == "split" or MODE == "split24":
+            extra = joined_masters(w, low, v, MODE)
+            v = tl.abs(v)
 
         m = beta1 * m + rest1 * g
         v = beta2 * v + rest2 * (g * g)
-        deviation = square_root(v, WH.NATIVE)
+        if KIND == "dynamic8" or KIND == "codes":  # these leave no registers for eight roots at a time
+            deviation = square_root(v, WH.NATIVE)
+        else:
+            deviation = square_roots(v, WH.NATIVE)
         direction = quotient(m, deviation * root + eps, WH.NATIVE)
         if KIND == "companded8":
             v = deviation
@@ -167,7 +186,12 @@ def _adamw_kernel(
         random = offset
         if WH.KIND == "stochastic":
             random = random_bits(w_key, step, row, column, TILE, FLAT)
-        store_rounded(w_ptr.to(tl.pointer_type(W_STORE)), offset, w, random, inside, W, WH)
+        if MODE == "split" or MODE == "split24":
+            upper, low, v = split_masters(w, v, MODE)
+            tl.store(w_ptr.to(tl.pointer_type(W_STORE)) + offset, (upper >> 16).to(tl.int16), mask=inside)
+            tl.store(extra_ptr + offset, low, mask=inside)
+        else:
+            store_rounded(w_ptr.to(tl.pointer_type(W_STORE)), offset, w, random, inside, W, WH)
         if MODE == "master":
             tl.store(extra_ptr + offset, extra, mask=inside)
         elif MODE == "kahan":
@@ -179,7 +203,23 @@ def _adamw_kernel(
             store_rounded(v_ptr.to(tl.pointer_type(S_STORE)), offset, v, second_random_bits(random), inside, F, FH)
         else:
             store_codes(
-                m_ptr, offset, inside, m_scale, blocks, blocks_inside, m, random, tables_ptr, F, FH, S, KIND, True, GROUP, TILE
+                m_ptr,
+                offset,
+                inside,
+                m_scale,
+                blocks,
+                blocks_inside,
+                m,
+                random,
+                tables_ptr,
+                F,
+                FH,
+                S,
+                KIND,
+                True,
+                GROUP,
+                TILE,
+                FLAT,
             )
             store_codes(
                 v_ptr,
@@ -198,6 +238,7 @@ def _adamw_kernel(
                 False,
                 GROUP,
                 TILE,
+                FLAT,
             )
 
 
@@ -278,6 +319,7 @@ def _mini_kernel(
     FH: tl.constexpr,
     W_TYPE: tl.constexpr,
     W_STORE: tl.constexpr,
+    E_TYPE: tl.constexpr,
     G_TYPE: tl.constexpr,
     S_TYPE: tl.constexpr,
     S_STORE: tl.constexpr,
@@ -306,7 +348,7 @@ def _mini_kernel(
     w_ptr = piece_pointer(table_ptr, piece, W_ADDRESS, W_TYPE, ALIGNED)
     m_ptr = piece_pointer(table_ptr, piece, M_ADDRESS, S_TYPE, ALIGNED)
     v_ptr = piece_pointer(table_ptr, piece, V_ADDRESS, tl.float32, False) + run
-    extra_ptr = piece_pointer(table_ptr, piece, EXTRA_ADDRESS, tl.float32 if MODE == "master" else W_TYPE, ALIGNED)
+    extra_ptr = piece_pointer(table_ptr, piece, EXTRA_ADDRESS, E_TYPE, ALIGNED)
     g_ptr = tl.load(grads_ptr + piece).to(tl.pointer_type(G_TYPE))
     if ALIGNED:
         g_ptr = tl.multiple_of(g_ptr, 16)
@@ -326,14 +368,18 @@ def _mini_kernel(
     decay = tl.load(constants + DECAY)
     shrink = tl.load(constants + SHRINK)
     step_size = tl.load(constants + SIZE)
+    first_row, first_column = first_place(start, columns)
     for at in range(start, end, TILE):
-        offset, inside, row, column = coordinates(at, end, columns, row0, column0, 1, TILE, FLAT)
+        offset, inside, row, column = coordinates(at, end, columns, row0, column0, first_row, first_column, 1, TILE, FLAT)
+        first_row, first_column = next_place(first_row, first_column, columns, TILE)
         base = at if FLAT else at * 0
         w = widen(tl.load(w_ptr + base + offset, mask=inside, other=0.0), WH.NATIVE)
         g = widen(tl.load(g_ptr + base + offset, mask=inside, other=0.0), WH.NATIVE) * scale
         m = widen(tl.load(m_ptr + base + offset, mask=inside, other=0.0), WH.NATIVE)
         extra = w
-        if MODE != "plain":
+        if MODE == "split24":
+            extra = joined_masters(w, tl.load(extra_ptr + base + offset, mask=inside, other=0), w, MODE)
+        elif MODE != "plain":
             extra = widen(tl.load(extra_ptr + base + offset, mask=inside, other=0.0), WH.NATIVE)
         m = beta1 * m + rest1 * g
         direction = quotient(m, tl.zeros_like(m) + denominator, WH.NATIVE)
@@ -341,7 +387,12 @@ def _mini_kernel(
         random = offset
         if WH.KIND == "stochastic":
             random = random_bits(w_key, step, row, column, TILE, FLAT)
-        store_rounded(w_ptr.to(tl.pointer_type(W_STORE)) + base, offset, w, random, inside, W, WH)
+        if MODE == "split24":
+            upper, low, _ = split_masters(w, w, MODE)
+            tl.store(w_ptr.to(tl.pointer_type(W_STORE)) + base + offset, (upper >> 16).to(tl.int16), mask=inside)
+            tl.store(extra_ptr + base + offset, low, mask=inside)
+        else:
+            store_rounded(w_ptr.to(tl.pointer_type(W_STORE)) + base, offset, w, random, inside, W, WH)
         if MODE == "master":
             tl.store(extra_ptr + base + offset, extra, mask=inside)
         elif MODE == "kahan":

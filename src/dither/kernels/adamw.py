@@ -7,6 +7,7 @@ This file is the host's part: `prepare` computes the constants of a step, and a 
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -44,11 +45,31 @@ from dither.kernels.scaling import Scaling, scaling_fields
 from dither.precision import Cast
 from dither.reference.adamw import FORMATS, UNIT
 
-TILE, TILES, WARPS, REGISTERS = 1024, 8, 4, 64
-"""Elements of a tile, tiles of a program, and its warps and registers per thread: the best of a sweep over 16 tensors of
-4096 x 4096."""
+
+@dataclass(frozen=True)
+class Program:
+    """The work of one program of a kernel, and its resources."""
+
+    tile: int
+    """Elements of a tile: eight per thread."""
+    tiles: int
+    """Tiles of a program."""
+    registers: int
+    """Registers per thread."""
+
+    def warps(self, tile: int) -> int:
+        """Return the number of warps for tiles of another size."""
+        return tile // 256
+
+
+PROGRAMS = {"whole": Program(1024, 8, 72), "blocks": Program(512, 16, 64), "mini": Program(512, 16, 64)}
+"""By kind of states: the best of a sweep on an H200."""
+
+SQUARES = 1024
+"""Elements of a tile where squares are added up."""
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.uint8: tl.uint8}
+TYPES |= {torch.int16: tl.int16, torch.int8: tl.int8}
 INTEGERS = {4: tl.int32, 2: tl.int16, 1: tl.uint8}
 
 
@@ -184,8 +205,9 @@ class Batch:
         self.pieces = tuple(pieces)
         self.update = update
         self.group = update.block if update.in_blocks else LANES.value
-        self.tile = max(TILE, self.group)  # a block lies within a tile
-        self.tiles = max(1, TILE * TILES // self.tile)
+        self.program = PROGRAMS["blocks" if update.in_blocks else "whole"]
+        self.tile = max(self.program.tile, self.group)  # a block lies within a tile
+        self.tiles = max(1, self.program.tile * self.program.tiles // self.tile)
         self.tables = []
         for flat in (True, False):
             indices = [i for i, piece in enumerate(pieces) if _is_flat(piece, self.group) == flat]
@@ -208,9 +230,7 @@ class Batch:
             if table.squares is None:
                 constants = {"G_TYPE": TYPES[kept[0].dtype], "NATIVE": native(out.device)}
                 constants |= {"ALIGNED": table.flat, "TILE": self.tile * self.tiles}
-                table.squares = BoundKernel(
-                    _squares_kernel, table.programs, (), constants, num_warps=WARPS, enable_fp_fusion=False
-                )
+                table.squares = BoundKernel(_squares_kernel, table.programs, (), constants, num_warps=4, enable_fp_fusion=False)
             table.squares(table.rows, table.grads, table.owner, out)
             parts.append(out.sum())
         return torch.stack(parts).sum()
@@ -237,8 +257,8 @@ class Batch:
                         "TILES": self.tiles,
                         **_kinds(self.pieces[0], kept[0], self.update, table.flat, native(device)),
                     },
-                    num_warps=WARPS * self.tile // TILE,
-                    maxnreg=REGISTERS,
+                    num_warps=self.program.warps(self.tile),
+                    maxnreg=self.program.registers,
                     enable_fp_fusion=False,
                 )
             map_tables = dynamic.device_tables(device) if self.update.states == "dynamic8" else None
@@ -253,7 +273,7 @@ def _kind(update: Update) -> str:
 def _kinds(piece: Piece, grad: Tensor, update: Update, aligned: bool, fast: bool) -> dict[str, object]:
     """Return the compile-time constants that AdamW and Adam-mini share."""
     format = FORMATS[piece.w.dtype]
-    mode = "master" if update.master else "kahan" if update.weights == "kahan" and format.bits < 32 else "plain"
+    mode = update.master.replace("fp32", "master") or ("kahan" if update.weights == "kahan" and format.bits < 32 else "plain")
     draws = mode == "plain" and update.weights == "stochastic" and format.bits < 32
     stochastic = RoundingConstants("stochastic", BITS, BITS, True, fast)
     nearest = RoundingConstants("nearest", 0, 32, True, fast)
@@ -265,6 +285,7 @@ def _kinds(piece: Piece, grad: Tensor, update: Update, aligned: bool, fast: bool
         "FH": stochastic if update.draws_states else nearest,
         "W_TYPE": TYPES[piece.w.dtype],
         "W_STORE": INTEGERS[piece.w.itemsize],
+        "E_TYPE": TYPES[piece.w.dtype if piece.extra is None else piece.extra.dtype],
         "G_TYPE": TYPES[grad.dtype],
         "S_TYPE": TYPES[piece.m.dtype],
         "S_STORE": INTEGERS[piece.m.itemsize],
@@ -310,8 +331,8 @@ class MiniBatch(Batch):
             out,
             G_TYPE=TYPES[kept[0].dtype],
             NATIVE=native(out.device),
-            TILE=TILE,
-            num_warps=WARPS,
+            TILE=SQUARES,
+            num_warps=4,
             enable_fp_fusion=False,
         )
         return out
@@ -329,9 +350,9 @@ class MiniBatch(Batch):
                 skip,
                 FLAT=table.flat,
                 MOVED=moved,
-                TILE=TILE,
-                num_warps=WARPS,
-                maxnreg=REGISTERS,
+                TILE=PROGRAMS["mini"].tile,
+                num_warps=PROGRAMS["mini"].warps(PROGRAMS["mini"].tile),
+                maxnreg=PROGRAMS["mini"].registers,
                 enable_fp_fusion=False,
                 **_kinds(self.pieces[0], kept[0], self.update, table.flat, native(table.rows.device)),
             )

@@ -214,6 +214,11 @@ class StatefulLayer(LeveledLayer):
                 "make other changes after the step_context."
             )
 
+    def accept_update(self) -> None:
+        """Accept that an optimizer changed the weight in the backward pass, after its gradient was complete."""
+        if self.step_state.holds_weight:
+            self.step_state.weight_version = local(self._own_weight())._version
+
     def snapshot(self) -> dict[str, Any]:
         """Return everything that the layer consists of, for `restore`. Containers are copied, tensors are not."""
         copied = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "resting_bitwidths", "warned")

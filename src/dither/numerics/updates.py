@@ -17,7 +17,9 @@ from dither.nn.experts import ExpertLinear
 from dither.nn.linear import Linear
 from dither.nn.tensor_parallel import local
 from dither.optim.adamw import AdamW
+from dither.optim.states import EXTRA
 from dither.reference.adamw import FORMATS
+from dither.reference.masters import wide_weight
 from dither.reference.numerics import UpdateCounts, update_counts
 from dither.snip.optimizer_state import read_moments
 
@@ -79,7 +81,8 @@ def weight_and_update(
     v = local(state["max_exp_avg_sq"]).float() if group.get("amsgrad") else found.v
     rounding = "nearest"
     if found.update is not None and found.update.master:
-        w = as_stored(local(state["master"]), found.transposed)
+        own = {key: local(state[key]) for key in (*EXTRA, "exp_avg_sq") if key in state}
+        w = as_stored(wide_weight(as_stored(w, found.transposed), own), found.transposed)
     elif found.update is not None and w.dtype != torch.float32:
         rounding = found.update.weights
     t, lr = (on_device(each, w.device) for each in (state["step"], group["lr"]))

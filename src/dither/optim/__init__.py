@@ -12,6 +12,8 @@ from dither.optim.modes import MODES as MODES
 from dither.optim.modes import Mode as Mode
 from dither.optim.modes import Training as Training
 from dither.optim.modes import training as training
+from dither.optim.released import ReleasedGradients as ReleasedGradients
+from dither.optim.released import release_gradients as release_gradients
 from dither.optim.roles import Role as Role
 from dither.optim.roles import roles as roles
 from dither.optim.scaling import LossScaler as LossScaler

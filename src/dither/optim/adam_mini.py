@@ -18,8 +18,8 @@ from dither.optim.adamw import AdamW
 from dither.optim.peers import Moments
 from dither.optim.roles import Role, role_of, sections
 from dither.optim.shards import as_matrix, like, reduce_cuts, shards, spread_over
-from dither.optim.slots import Part, Slot
-from dither.optim.states import count_of
+from dither.optim.slots import Arrangement, Part, Slot
+from dither.optim.states import EXTRA, count_of
 from dither.random import matrix_size
 from dither.reference.adamw import second_moment, store_state, zero_state
 
@@ -56,6 +56,11 @@ class AdamMini(AdamW):
                 f"Adam-mini keeps its first moments in fp32 or bf16, not in states={slot.update.states!r}: its second moments "
                 "are few already; use AdamW for 8-bit states."
             )
+        if slot.update.master == "split":
+            raise UserError(
+                "master='split' keeps one bit in the sign of each weight's second moment, and Adam-mini shares second moments: "
+                "use master='fp32' or 'split24'."
+            )
         role = role_of(self.roles, slot.name)
         if role.transposed and (slot.parameter.dim() != 2 or isinstance(slot.parameter, DTensor)):
             raise UserError(
@@ -84,10 +89,10 @@ class AdamMini(AdamW):
             **self._extra_state(slot, {}),
         }
 
-    def _extra_state(self, slot: Slot, old: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _extra_state(self, slot: Slot, old: dict[str, Tensor], v: Tensor | None = None) -> dict[str, Tensor]:
         turn = role_of(self.roles, slot.name).transposed
-        known = {k: v.t() if turn else v for k, v in old.items() if k in ("master", "remainder")}
-        return {k: v.t().contiguous() if turn else v for k, v in super()._extra_state(slot, known).items()}
+        known = {key: value.t() if turn else value for key, value in old.items() if key in EXTRA}
+        return {key: value.t().contiguous() if turn else value for key, value in super()._extra_state(slot, known).items()}
 
     def _layout(self, slot: Slot) -> dict[str, tuple[torch.dtype, torch.Size]]:
         shape = self._moment_shape(slot)
@@ -143,7 +148,8 @@ class AdamMini(AdamW):
     def _parts(self, active_index: int, slot: Slot, work: Tensor) -> list[Part]:
         """Return the parts of a parameter: the overlap of each shard with each section."""
         state = self.state[slot.parameter]
-        moment, extra = as_matrix(local(state["exp_avg"])), state.get("master", state.get("remainder"))
+        moment = as_matrix(local(state["exp_avg"]))
+        extra = next((state[key] for key in EXTRA if key in state), None)
         parts = []
         for shard in shards(self._work(slot, slot.parameter)):
             first = 0  # the number of the section's first run
@@ -172,19 +178,23 @@ class AdamMini(AdamW):
                 first += (end - begin) // run
         return parts
 
-    def _update(self, active: list[Slot], matrices: list[Tensor], constants: Tensor, skip: Tensor) -> None:
+    def _update(
+        self, active: list[Slot], matrices: list[Tensor], arranged: Arrangement, constants: Tensor, skip: Tensor
+    ) -> None:
         cut = [slot for slot in active if isinstance(slot.parameter, DTensor)]
         if cut:
-            self._move_second_moments(cut, matrices, constants, skip)
-        for batch in self._batches:
+            self._move_second_moments(cut, matrices, arranged, constants, skip)
+        for batch in arranged.batches:
             moved = isinstance(batch.parameter, DTensor)
             batch.batch.step(batch.gradients(matrices), constants, self.steps, skip, moved=moved)
 
-    def _move_second_moments(self, cut: list[Slot], matrices: list[Tensor], constants: Tensor, skip: Tensor) -> None:
+    def _move_second_moments(
+        self, cut: list[Slot], matrices: list[Tensor], arranged: Arrangement, constants: Tensor, skip: Tensor
+    ) -> None:
         """Update the second moments of sharded parameters: sum the squares of each run over the ranks that hold it."""
         moments = {slot.index: self.state[slot.parameter]["exp_avg_sq"] for slot in cut}
         sums = {index: torch.zeros_like(v, dtype=torch.float64) for index, v in moments.items()}
-        for batch in self._batches:
+        for batch in arranged.batches:
             if isinstance(batch.parameter, DTensor):
                 for part, squares in zip(batch.parts, batch.batch.run_squares(batch.gradients(matrices)), strict=True):
                     sums[part.piece.constants][part.run : part.run + squares.numel()] += squares

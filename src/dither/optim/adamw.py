@@ -17,7 +17,7 @@ from dither.errors import DitherError, UserError
 from dither.nn.tensor_parallel import local
 from dither.optim.options import check_numbers, check_optimizer, check_torchs, read_numbers, rounding_of
 from dither.optim.shards import as_matrix, reduce_cuts, spread_over
-from dither.optim.slots import Slot
+from dither.optim.slots import Arrangement, Slot
 from dither.optim.tables import Tables, known_numbers
 from dither.random import check_backend
 from dither.reference.adamw import FORMATS
@@ -43,6 +43,8 @@ class AdamW(Tables):
 
     stages: Any = None
     """Ranks with other parameters, such as the stages of a pipeline: they share one norm, and skip a step together."""
+    released: Any = None
+    """The `ReleasedGradients` of `release_gradients`: backward passes update the parameters, and `step` ends the step."""
 
     def __init__(
         self,
@@ -88,7 +90,8 @@ class AdamW(Tables):
         state_rounding: "stochastic" (the default of bf16) or "nearest" (the default of 8 bits).
         block: how many neighbours in a row share the scale of an 8-bit state, from 16 to 2048.
         min_8bit_size: parameters with fewer elements keep fp32 moments instead of 8-bit ones.
-        master: "fp32" keeps float32 weights as a state and rounds them to the parameters (mixed precision O2).
+        master: "fp32" keeps float32 weights as a state and rounds them to the parameters (mixed precision O2). "split" keeps
+            the same numbers as bfloat16 parameters and 16 more bits, "split24" 24-bit numbers as parameters and 8 more bits.
         max_norm: clip the norm of all gradients together to this value, in the same pass.
         nonfinite: what to do if a gradient holds NaN or Inf. "raise" (the default) names the tensor; it waits for the device
             once per step. "skip" changes nothing, counts the step in `skipped`, and does not wait. "unchecked" does not look.
@@ -108,6 +111,8 @@ class AdamW(Tables):
         """Number of steps taken, 0-d int64, on the parameters' device from the first step on."""
         self.skipped = torch.zeros((), dtype=torch.int64)
         """Number of steps skipped because a gradient was not finite, 0-d int64."""
+        self.previous_squares: Tensor | None = None
+        """Squared norm of the gradients of the last step, 0-d float64, if `release_gradients` clips by it."""
         self.grad_norm: Tensor | None = None
         """Norm of all gradients in the last step, before clipping; None if the step did not compute it."""
         self._formats = {}
@@ -140,44 +145,58 @@ class AdamW(Tables):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.released is not None:
+            self.released.finish()
+            return loss
         self._look()
-        active, gradients = self._gradients()
+        active, gradients = self._gradients(self._slots)
         if not active:
             return loss
         numbers = self._numbers()
-        matrices = [
-            g.contiguous() if slot.is_matrix else as_matrix(self._work(slot, g).contiguous())
-            for slot, g in zip(active, gradients, strict=True)
-        ]
-        self._arrange(active, matrices)
+        matrices = self._matrices(active, gradients)
+        arranged = self._arrange(active, matrices)
+        self._activate([slot.index for slot in active])
         self._write_hyper(numbers)
-        for staged, work in self._copies:
-            staged.copy_(work)
 
         # Set by GradScaler for the duration of a step. It has already checked the gradients then.
         loss_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         checks = self.nonfinite != "unchecked" and found_inf is None
-        squares = self._square_sum(active, matrices) if checks or self.max_norm else None
+        squares = self._square_sum(active, matrices, arranged) if checks or self.max_norm else None
         constants, norm, skip = self._code.prepare(
             self._hyper, self._counted, self.skipped, squares, loss_scale, found_inf, float(self.max_norm or 0.0)
         )
         self.grad_norm = None if squares is None else norm
         if checks and self.nonfinite == "raise":
             self._refuse(skip, active, gradients)
-        self._update(active, matrices, constants, skip)
-        for staged, work in self._copies:
+        self._change(active, matrices, arranged, constants, skip)
+        return loss
+
+    def _change(
+        self, active: list[Slot], matrices: list[Tensor], arranged: Arrangement, constants: Tensor, skip: Tensor
+    ) -> None:
+        """Update the active parameters and their states, and tell autograd."""
+        for staged, work in arranged.copies:
+            staged.copy_(work)
+        self._update(active, matrices, arranged, constants, skip)
+        for staged, work in arranged.copies:
             work.copy_(staged)
         # Kernels write through addresses, which autograd does not see: caches keyed by a weight's version must expire.
         torch.autograd.graph.increment_version([slot.parameter for slot in active])
-        return loss
 
-    def _gradients(self) -> tuple[list[Slot], list[Tensor]]:
-        """Return (slots of the parameters that have a gradient, their local gradients), checked.
+    def _matrices(self, active: list[Slot], gradients: list[Tensor]) -> list[Tensor]:
+        """Return the gradients as contiguous matrices."""
+        return [
+            g.contiguous() if slot.is_matrix else as_matrix(self._work(slot, g).contiguous())
+            for slot, g in zip(active, gradients, strict=True)
+        ]
+
+    def _gradients(self, slots: list[Slot]) -> tuple[list[Slot], list[Tensor]]:
+        """Return (those of the slots whose parameters have a gradient, their local gradients), checked.
 
         This runs for every tensor in every step. List comprehensions take a third of a loop's time.
         """
-        every = [p.grad for p in self._parameters]
-        active = [slot for slot, gradient in zip(self._slots, every, strict=True) if gradient is not None]
+        every = [slot.parameter.grad for slot in slots]
+        active = [slot for slot, gradient in zip(slots, every, strict=True) if gradient is not None]
         gradients = [gradient for gradient in every if gradient is not None]
         if {gradient.layout for gradient in gradients} - {torch.strided} or {g.dtype for g in gradients} - FORMATS.keys():
             for slot, gradient in zip(active, gradients, strict=True):
@@ -200,7 +219,7 @@ class AdamW(Tables):
             all_numbers.append(numbers)
         return all_numbers
 
-    def _square_sum(self, active: list[Slot], matrices: list[Tensor]) -> Tensor:
+    def _square_sum(self, active: list[Slot], matrices: list[Tensor], arranged: Arrangement) -> Tensor:
         """Return the sum of squares of all gradients over all ranks, 0-d float64.
 
         In float64 the order of the additions hardly ever changes the norm, which is float32.
@@ -208,7 +227,7 @@ class AdamW(Tables):
         zero = torch.zeros((), dtype=torch.float64, device=self._hyper.device)
         # A rank that holds no part of some parameters contributes zero, so that every rank joins the all-reduce.
         sums = {spread_over(slot.parameter): (zero.clone(), slot.parameter) for slot in active}
-        for batch in self._batches:
+        for batch in arranged.batches:
             sums[spread_over(batch.parameter)][0].add_(batch.batch.square_sum(batch.gradients(matrices)))
         for total, parameter in sums.values():
             reduce_cuts(total, parameter)
@@ -217,8 +236,10 @@ class AdamW(Tables):
             torch.distributed.all_reduce(whole, group=self.stages)
         return whole
 
-    def _update(self, active: list[Slot], matrices: list[Tensor], constants: Tensor, skip: Tensor) -> None:
-        for batch in self._batches:
+    def _update(
+        self, active: list[Slot], matrices: list[Tensor], arranged: Arrangement, constants: Tensor, skip: Tensor
+    ) -> None:
+        for batch in arranged.batches:
             batch.batch.step(batch.gradients(matrices), constants, self.steps, skip)
 
     def _refuse(self, skip: Tensor, active: list[Slot], gradients: list[Tensor]) -> None:

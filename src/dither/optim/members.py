@@ -15,8 +15,9 @@ from dither.nn.tensor_parallel import local
 from dither.optim.naming import check_names, names_from, names_of
 from dither.optim.options import WATCHED, check_group, check_torchs, rounding_of, update_for
 from dither.optim.shards import shards
-from dither.optim.slots import PartBatch, Slot
+from dither.optim.slots import Arrangement, Slot
 from dither.reference.adamw import FORMATS
+from dither.reference.masters import LOW
 
 
 class Members(Optimizer):
@@ -91,9 +92,8 @@ class Members(Optimizer):
         self._slots: list[Slot] = []
         self._parameters: list[Tensor] = []
         self._groups: Any = None
-        self._signature: Any = None
-        self._batches: list[PartBatch] = []
-        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._arranged: dict[str, Arrangement] = {}
+        self._active: list[int] | None = None
         self._hyper = torch.empty(0)
         self._written: list[tuple[Any, ...]] = []
         self._spread = False
@@ -124,6 +124,11 @@ class Members(Optimizer):
         if parameter.dtype not in FORMATS:
             raise UserError(
                 f"Parameters are float32, bfloat16 or float16, and the parameter {slot.name!r} is {parameter.dtype}."
+            )
+        if update.master in LOW and parameter.dtype != torch.bfloat16:
+            raise UserError(
+                f"master={update.master!r} splits masters into bfloat16 weights and more bits, and the parameter {slot.name!r} "
+                f"is {parameter.dtype}: use master='fp32'."
             )
         if update.in_blocks:
             for shard in shards(parameter):

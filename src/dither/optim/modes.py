@@ -8,7 +8,7 @@ stochastically). A mode is not a recipe: the recipe `bf16` is the mode o1, the r
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from dither.optim.adam_mini import AdamMini
 from dither.optim.adamw import AdamW
 from dither.optim.gradients import Gradients
 from dither.optim.products import SHORT, Float32Products
+from dither.optim.released import release_gradients
 from dither.optim.roles import Role
 from dither.optim.scaling import LossScaler, LossScaling
 from dither.precision import Plan
@@ -40,6 +41,13 @@ class Mode:
     """The format of the optimizer's moments."""
     gradients: str = "fp32"
     """The format that gradients are accumulated and all-reduced in: fp32, bf16 or bf16-sr."""
+    split: str = ""
+    """The split of masters into bfloat16 weights and more bits: "split", "split24", or "" for masters that are not split."""
+
+    @property
+    def master(self) -> str | None:
+        """Return the kind of master weights, None if there are none."""
+        return self.split or ("fp32" if self.plan.master else None)
 
     @property
     def plan(self) -> Plan:
@@ -73,9 +81,11 @@ MODES = Modes(
         "fp32": Mode("fp32"),
         "o1": Mode("bf16"),
         "o2": Mode("bf16-o2"),
+        "o2-split": Mode("bf16-o2", split="split"),
         "bf16-rn": Mode("bf16-pure", states="bf16", gradients="bf16"),
         "bf16-sr": Mode("bf16-pure", weights="stochastic", states="bf16", gradients="bf16"),
         "bf16-kahan": Mode("bf16-pure", weights="kahan", states="bf16", gradients="bf16"),
+        "bf16-24": Mode("bf16-pure", states="bf16", gradients="bf16", split="split24"),
         "fp16": Mode("fp16"),
         "fp16-o2": Mode("fp16-o2"),
     }
@@ -169,6 +179,8 @@ def training(
     roles: Mapping[str, Role] | None = None,
     gradients: str | None = None,
     loss_scaling: LossScaling | None = None,
+    release: bool = False,
+    clip_norm: Literal["previous"] | None = None,
     **options: Any,
 ) -> Training:
     """Cast the parameters of `model` to the dtype of the mode, in place, and create its optimizer.
@@ -180,6 +192,7 @@ def training(
     gradients: the format that gradients are accumulated and all-reduced in: "fp32", "bf16" or "bf16-sr" (bfloat16 with sums
         rounded stochastically); by default the mode's.
     loss_scaling: settings for the modes that scale losses.
+    release, clip_norm: update parameters in `backward` and free their gradients; see `release_gradients`.
 
     >>> import dither, torch
     >>> run = dither.optim.training(torch.nn.Linear(4, 4), "bf16-sr", lr=1e-2)
@@ -197,16 +210,25 @@ def training(
     if loss_scaling is not None and not chosen.plan.loss_scaling:
         scaled = ", ".join(name for name, known in MODES.items() if known.plan.loss_scaling)
         raise UserError(f"loss_scaling= was given, and the mode {mode!r} does not scale losses: {scaled} do.")
+    if release and chosen.plan.loss_scaling:
+        raise UserError(
+            f"The mode {mode!r} scales losses, and an overflow must change no weight, which is known after the backward pass: "
+            "use release=True with a bfloat16 mode."
+        )
     first = next(iter(model.parameters()), None)
     if first is None:
         raise UserError(f"{type(model).__name__} has no parameters to train.")
     bitwidths = {id(bitwidth) for bitwidth in sampling_parameters(model)}  # these stay float32
     cast_parameters(model, chosen.parameters, all_norms=chosen.plan.master, skip=bitwidths)
-    master = "fp32" if chosen.plan.master else None
-    settings: dict[str, Any] = {"weights": chosen.weights, "states": chosen.states, "master": master}
+    settings: dict[str, Any] = {"weights": chosen.weights, "states": chosen.states, "master": chosen.master}
     others = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in bitwidths]
     params = [{"params": others}, *bitwidth_groups(model)] if groups is None else [dict(group) for group in groups]
     settings |= {"betas": BETAS, "weight_decay": WEIGHT_DECAY, **options}
     optimizer = AdamW(params, lr, **settings) if roles is None else AdamMini(params, roles, lr, **settings)
     seed = settings.get("seed", 0)
-    return Training(model, chosen, optimizer, first.device, gradients=gradients, loss_scaling=loss_scaling, seed=seed)
+    made = Training(model, chosen, optimizer, first.device, gradients=gradients, loss_scaling=loss_scaling, seed=seed)
+    if release:
+        release_gradients(model, optimizer, clip_norm=clip_norm)
+    elif clip_norm is not None:
+        raise UserError(f"clip_norm={clip_norm!r:.40} is for release=True: other steps clip by their own norm.")
+    return made

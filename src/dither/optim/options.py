@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dither.adam_update import Update
+from dither.adam_update import MASTERS, Update
 from dither.errors import UserError
 from dither.random import Stream
 
@@ -29,6 +29,9 @@ WATCHED = (*MEANING, "maximize", "amsgrad", "differentiable", "bf16_stochastic_r
 
 NEWER = {"min_8bit_size": 0, "maximize": False}
 """Options that groups saved by earlier versions lack, with the values that these versions meant."""
+
+PREVIOUS = "previous_squares"
+"""The key of saved groups with the squared norm of the last step's gradients; only if steps clip by it."""
 
 MOST_NORM = torch.finfo(torch.float32).max
 """The largest valid `max_norm`: norms are float32."""
@@ -52,7 +55,9 @@ def update_for(
     'bf16'
     """
     chosen = states or ("fp32" if dtype == torch.float32 else "bf16")
-    update = Update(weights, chosen, state_rounding or "", block, master == "fp32")  # type: ignore[arg-type]
+    update = Update(weights, chosen, state_rounding or "", block, master or "")  # type: ignore[arg-type]
+    if dtype == torch.float32 and update.master != "fp32":  # nothing to split
+        update = Update(update.weights, update.states, update.state_rounding, update.block)
     # Norms and biases are small and sensitive, and FSDP may split them anywhere.
     return Update(update.weights, "fp32", "", update.block, update.master) if update.in_blocks and small else update
 
@@ -75,7 +80,7 @@ def rounding_of(weights: str | None, bf16_stochastic_round: bool | None, master:
         )
     if bf16_stochastic_round and master is not None:
         raise UserError(
-            f"bf16_stochastic_round=True rounds bfloat16 weights stochastically, and master={master!r} keeps float32 weights, "
+            f"bf16_stochastic_round=True rounds bfloat16 weights stochastically, and master={master!r} keeps wider weights, "
             "which are rounded to nearest: choose one of them."
         )
     return meant
@@ -93,8 +98,8 @@ def check_group(group: Mapping[str, Any], *, wait: bool = True) -> None:
     """Raise if an option of a group is invalid. `wait` reads numbers on a device. Formats are checked with the parameters."""
     check_numbers(read_numbers(group, wait=wait))
     check_torchs(group)
-    if group["master"] not in (None, "fp32"):
-        raise UserError(f"master is None or 'fp32', not {group['master']!r}.")
+    if group["master"] not in (None, *MASTERS):
+        raise UserError(f"master is None, {', '.join(map(repr, MASTERS[:-1]))} or {MASTERS[-1]!r}, not {group['master']!r}.")
     least = group["min_8bit_size"]
     if not isinstance(least, int) or isinstance(least, bool) or least < 0:
         raise UserError(f"min_8bit_size is a number of elements from 0 on, not {least!r}.")

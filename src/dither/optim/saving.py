@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from copy import deepcopy
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dither.adam_update import LOSSLESS
 from dither.errors import UserError
 from dither.nn.tensor_parallel import local
-from dither.optim.options import IMPLEMENTATIONS, MEANING, NEWER, NUMBERS, check_numbers, check_torchs, read_numbers
+from dither.optim.options import IMPLEMENTATIONS, MEANING, NEWER, NUMBERS, PREVIOUS, check_numbers, check_torchs, read_numbers
 from dither.optim.peers import THEIRS, check_saved_group, read_moments, same_codes
 from dither.optim.slots import Slot
 from dither.optim.states import States, count_of
@@ -19,6 +21,8 @@ from dither.optim.states import States, count_of
 
 class SavedStates(States):
     """An optimizer's `state_dict`, `load_state_dict` and pickling."""
+
+    previous_squares: Tensor | None
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -35,7 +39,8 @@ class SavedStates(States):
             if "param_names" in saved:
                 saved["param_names"] = list(saved["param_names"])
             indices = [index[id(p)] for p in group["params"]]
-            groups.append(saved | {"params": indices, "steps": int(self.steps), "skipped": int(self.skipped)})
+            saved |= {"params": indices, "steps": int(self.steps), "skipped": int(self.skipped)}
+            groups.append(saved if self.previous_squares is None else saved | {PREVIOUS: float(self.previous_squares)})
         # New dictionaries: in the optimizer's own, the steps are views of one table.
         states: dict[Any, Any] = {key: value for key, value in self.state.items() if not isinstance(key, Tensor)}
         for p, state in self.state.items():
@@ -64,6 +69,8 @@ class SavedStates(States):
         groups = [self._loaded_group(number, saved, own) for number, saved in enumerate(saved_groups)]
         slots = list(chain.from_iterable(self._slots_of(number, 0) for number in range(len(groups))))
         indices = list(chain.from_iterable(group["params"] for group in saved_groups))
+        if own:
+            slots = [self._as_saved(slot, saved) for slot, saved in zip(slots, self._saved_of(saved_groups), strict=True)]
         load = self._loaded if own else self._loaded_from_peer
         states: defaultdict[Any, Any] = defaultdict(dict)
         states.update({key: value for key, value in saved_states.items() if key not in indices})
@@ -83,16 +90,29 @@ class SavedStates(States):
         self.state = states
         self.steps = torch.tensor(steps, dtype=torch.int64)
         self.skipped = torch.tensor(saved_groups[0].get("skipped", 0), dtype=torch.int64)
+        previous = saved_groups[0].get(PREVIOUS)
+        self.previous_squares = None if previous is None else torch.tensor(previous, dtype=torch.float64)
         self._formats = {slot.parameter: slot.update for slot in slots}
         self._forget()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
+    def _saved_of(self, saved_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the saved group of each parameter, in the order of this optimizer's parameters."""
+        pairs = zip(self.param_groups, saved_groups, strict=True)
+        return [saved for group, saved in pairs for _ in group["params"]]
+
+    def _as_saved(self, slot: Slot, saved: dict[str, Any]) -> Slot:
+        """Return the slot with the update that its state was saved with: the next step converts masters of another kind."""
+        group = slot.group | {"master": saved.get("master", slot.group["master"])}
+        return replace(slot, update=self._update_of(group, slot.parameter))
+
     def _loaded_group(self, number: int, saved: dict[str, Any], own: bool) -> dict[str, Any]:
         """Return the entries that a saved group sets in this optimizer's group: numbers, names, custom keys."""
         group = self.param_groups[number]
         for key in MEANING if own else ():
-            if key in saved and saved[key] != group[key]:
+            same = {saved.get(key), group[key]} <= LOSSLESS if key == "master" else False
+            if key in saved and saved[key] != group[key] and not same:
                 raise UserError(
                     f"The state was saved with {key}={saved[key]!r}, and this optimizer has {key}={group[key]!r}: "
                     f"create it with {key}={saved[key]!r}."
@@ -110,7 +130,7 @@ class SavedStates(States):
                 "The state is that of unnamed parameters, whose random bits depend on their positions, and this optimizer "
                 "has names: create it from model.parameters(), as the saved one."
             )
-        left = {"params", "steps", "skipped", *MEANING} if own else {"params", *THEIRS}
+        left = {"params", "steps", "skipped", PREVIOUS, *MEANING} if own else {"params", *THEIRS}
         loaded = {key: value for key, value in saved.items() if key not in left and key not in IMPLEMENTATIONS}
         for key in (*NUMBERS, "initial_lr"):
             if key in loaded:
@@ -154,11 +174,11 @@ class SavedStates(States):
         return {"step": count_of(moments.step, slot.name), **{key: t.to(part.device, copy=True) for key, t in codes.items()}}
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("max_norm", "nonfinite", "backend", "steps", "skipped", "grad_norm", "_formats")
+        kept = ("max_norm", "nonfinite", "backend", "steps", "skipped", "grad_norm", "previous_squares", "_formats")
         return {**super().__getstate__(), **{key: getattr(self, key) for key in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({"_formats": {}, **state})
+        super().__setstate__({"_formats": {}, "previous_squares": None, **state})
         for group in self.param_groups:
             for key, value in NEWER.items():
                 group.setdefault(key, value)

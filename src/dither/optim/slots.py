@@ -62,3 +62,14 @@ class PartBatch:
             matrices[part.active_index] if part.whole else matrices[part.active_index][part.start : part.end]
             for part in self.parts
         ]
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """The batches of parameters that are updated together, and what they were made of."""
+
+    signature: Any
+    """Backend, indices, dtypes and addresses: the batches serve as long as these are the same."""
+    batches: list[PartBatch]
+    copies: list[tuple[Tensor, Tensor]]
+    """(Staging copy, parameter) of each parameter that is not contiguous."""

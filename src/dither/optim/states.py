@@ -16,8 +16,12 @@ from dither.optim.shards import as_matrix, like
 from dither.optim.slots import Slot
 from dither.random import matrix_size
 from dither.reference.adamw import load_state, store_state, zero_state
+from dither.reference.masters import LOW, split, split24, wide_weight
 
-OWN = ("step", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "master", "remainder")
+EXTRA = ("master", "master_low", "remainder")
+"""The entries beside the moments: float32 masters, low bits of split ones, or Kahan's remainder. A state has one at most."""
+
+OWN = ("step", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", *EXTRA)
 """The entries that this optimizer may keep in a parameter's state. Other entries belong to the user and are left alone."""
 
 
@@ -44,17 +48,30 @@ class States(Members):
             state[f"{key}_scale"] = like(slot.parameter, scale.view(*part.shape[:-1], scale.shape[-1]), blocks)
         return state
 
-    def _extra_state(self, slot: Slot, old: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the master weights or Kahan's remainder, if the parameter has one; taken from the `old` state if possible."""
-        parameter = slot.parameter.detach()
-        master, remainder = old.get("master"), old.get("remainder")
-        if slot.update.master:
-            wide = parameter.float() if remainder is None else parameter.float() + remainder.float()
-            return {"master": (wide if master is None else master).clone(memory_format=torch.contiguous_format)}
-        if slot.update.weights == "kahan" and parameter.dtype != torch.float32:
-            error = torch.zeros_like(parameter) if master is None else (master - parameter.float()).to(parameter.dtype)
-            kept = error if remainder is None else remainder.to(parameter.dtype)
-            return {"remainder": kept.clone(memory_format=torch.contiguous_format)}
+    def _extra_state(self, slot: Slot, old: dict[str, Tensor], v: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the master weights, their low bits or Kahan's remainder, if the parameter has any.
+
+        They are taken from the `old` state if possible. A parameter whose masters are split is set to their nearest value, and
+        ties are marked in `v`, the new second moment.
+        """
+        part, update = local(slot.parameter.detach()), slot.update
+        kept = {key: local(value) for key, value in old.items()}
+        if update.master:
+            wide = wide_weight(part, kept).contiguous()
+            if update.master == "fp32":
+                return {"master": like(slot.parameter, wide.clone())}
+            weight, low, *tie = split(wide) if update.master == "split" else split24(wide)
+            part.copy_(weight)
+            if tie and v is not None:
+                local(v).copy_(torch.where(tie[0], -local(v), local(v)))
+            return {"master_low": like(slot.parameter, low)}
+        if update.weights == "kahan" and part.dtype != torch.float32:
+            error = torch.zeros_like(part)
+            if "remainder" in kept:
+                error = kept["remainder"].to(part.dtype)
+            elif kept.keys() & set(EXTRA):
+                error = (wide_weight(part, kept) - part.float()).to(part.dtype)
+            return {"remainder": like(slot.parameter, error.clone(memory_format=torch.contiguous_format))}
         return {}
 
     def _moments(self, slot: Slot) -> Moments:
@@ -70,7 +87,7 @@ class States(Members):
             if scale is not None and update.in_blocks:
                 moments.append(load_state(as_matrix(values), as_matrix(scale), update, signed).view(values.shape))
             else:
-                moments.append(values.float())
+                moments.append(load_state(values, None, replace(update, states="fp32"), signed))
         return Moments(state["step"], *moments)
 
     def _encode(self, slot: Slot, moments: Moments) -> dict[str, Tensor]:
@@ -95,7 +112,9 @@ class States(Members):
         return layout | self._extra_layout(slot, part.shape)
 
     def _extra_layout(self, slot: Slot, shape: torch.Size) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """Return the dtype and local shape of the master weights or of Kahan's remainder, if the parameter has one."""
+        """Return the dtype and local shape of the master weights, low bits or Kahan's remainder, if the parameter has any."""
+        if slot.update.master in LOW:
+            return {"master_low": (LOW[slot.update.master], shape)}
         if slot.update.master:
             return {"master": (torch.float32, shape)}
         kahan = slot.update.weights == "kahan" and slot.parameter.dtype != torch.float32
@@ -124,7 +143,7 @@ class States(Members):
         layout = self._layout(slot)
         here = {key: (local(state[key]).dtype, local(state[key]).shape) for key in layout if isinstance(state.get(key), Tensor)}
         codes = slot.update.in_blocks and (before.states, before.block) != (slot.update.states, slot.update.block)
-        if here == layout and not codes:
+        if here == layout and not codes and before.master == slot.update.master:
             for key in layout:
                 if not local(state[key]).is_contiguous():
                     state[key] = state[key].contiguous()
@@ -135,7 +154,9 @@ class States(Members):
         fits = {key: old[key] for key in layout if key.startswith("exp_avg") and here.get(key) == layout[key]}
         whole = len(fits) == sum(key.startswith("exp_avg") for key in layout) and not codes
         fresh = {"step": state["step"], **fits} if whole else self._converted(slot, old, before)
-        fresh |= self._extra_state(slot, old)
+        if whole and before.master == "split":
+            fresh["exp_avg_sq"] = fresh["exp_avg_sq"].abs()
+        fresh |= self._extra_state(slot, old, fresh["exp_avg_sq"])
         for key in OWN:
             state.pop(key, None)
         state.update(fresh)

@@ -16,8 +16,8 @@ from dither.errors import UserError
 from dither.nn.tensor_parallel import local
 from dither.optim.saving import SavedStates
 from dither.optim.shards import as_matrix, shards, spread_over
-from dither.optim.slots import Part, PartBatch, Slot
-from dither.optim.states import OWN
+from dither.optim.slots import Arrangement, Part, PartBatch, Slot
+from dither.optim.states import EXTRA, OWN
 from dither.random import Stream
 from dither.torch_ops import implementation
 
@@ -45,31 +45,44 @@ class Tables(SavedStates):
         """Return the local part of a parameter or gradient in the orientation that the update works in."""
         return part
 
-    def _arrange(self, active: list[Slot], matrices: list[Tensor]) -> None:
-        """Group the active parameters into batches, unless all addresses are those of the last step.
+    def _arrange(self, active: list[Slot], matrices: list[Tensor], unit: str = "", *, counted: bool = False) -> Arrangement:
+        """Group the active parameters into batches, unless all addresses are those of the unit's last step.
 
-        Batches keep the tensors they were made of alive, so that no other tensor can take the same address.
+        Batches keep the tensors they were made of alive, so that no other tensor can take the same address. `unit` names
+        parameters that are updated apart from others; `counted` says that the table of step counts already counts this step.
         """
         tensors = self._tensors(active)
         signature = (self.backend, [slot.index for slot in active], [m.dtype for m in matrices], self._addresses(tensors))
-        if signature == self._signature:
-            return
-        self._signature = None  # until all of this is done
-        device = self._device_of(active)
-        if self._hyper.shape[0] != len(self._slots) + 1 or self._hyper.device != device:
-            self._make_tables(device)
+        if unit in self._arranged and signature == self._arranged[unit].signature:
+            return self._arranged[unit]
+        self._arranged.pop(unit, None)  # until all of this is done
+        self._ready(active)
         for i, slot in enumerate(active):
             active[i] = self._slots[slot.index] = slot = self._up_to_date(slot)
             matrices[i] = as_matrix(matrices[i])  # the parameter's number of dimensions may have changed
+            new = not self.state.get(slot.parameter)
             state = self._settle(slot)
-            state["step"] = self._counted_at(slot.index, state["step"])
+            state["step"] = self._counted[slot.index] if new and counted else self._counted_at(slot.index, state["step"])
+        batches, copies = self._make_batches(active, matrices)
+        signature = (*signature[:3], self._addresses(self._tensors(active)))
+        self._arranged[unit] = Arrangement(signature, batches, copies)
+        return self._arranged[unit]
+
+    def _ready(self, active: list[Slot]) -> None:
+        """Make the tables on the device of the parameters, unless they are there."""
+        device = self._device_of(active)
+        if self._hyper.shape[0] != len(self._slots) + 1 or self._hyper.device != device:
+            self._make_tables(device)
         self.steps, self.skipped = self._counted_at(-1, self.steps), self.skipped.to(device)
         self._code = implementation("adamw", device, self.backend)
-        self._make_batches(active, matrices)
-        mask = torch.zeros(len(self._slots), dtype=torch.float64)
-        mask[[slot.index for slot in active]] = 1.0
-        self._hyper[:-1, HYPER.index("active")] = mask.to(device)
-        self._signature = (*signature[:3], self._addresses(self._tensors(active)))
+
+    def _activate(self, indices: list[int]) -> None:
+        """Mark the parameters that take part in this step, by their rows in the tables."""
+        if indices != self._active:
+            mask = torch.zeros(len(self._slots), dtype=torch.float64)
+            mask[indices] = 1.0
+            self._hyper[:-1, HYPER.index("active")] = mask.to(self._hyper.device)
+            self._active = indices
 
     def _tensors(self, active: list[Slot]) -> list[Any]:
         """Return the tensors that batches are made of: counts, parameters, states."""
@@ -108,6 +121,7 @@ class Tables(SavedStates):
         self._rows = list(pairwise(ends))
         for group, (first, end) in zip(self.param_groups, self._rows, strict=True):
             self._hyper[first:end, HYPER.index("sign")] = -1.0 if group["maximize"] else 1.0
+        self._active = None
         self._written = [() for _ in self.param_groups]
 
     def _counted_at(self, index: int, count: Tensor) -> Tensor:
@@ -115,9 +129,9 @@ class Tables(SavedStates):
         entry = self._counted[index]
         return count if count.data_ptr() == entry.data_ptr() else entry.copy_(count)
 
-    def _make_batches(self, active: list[Slot], matrices: list[Tensor]) -> None:
+    def _make_batches(self, active: list[Slot], matrices: list[Tensor]) -> tuple[list[PartBatch], list[tuple[Tensor, Tensor]]]:
         """Batch the parts that share an update, dtypes and ranks. Parameters that are not contiguous get a staging copy."""
-        self._copies = []
+        copies = []
         kinds: dict[Any, list[Part]] = {}
         for i, slot in enumerate(active):
             work = self._work(slot, local(slot.parameter).detach())
@@ -128,12 +142,12 @@ class Tables(SavedStates):
                 )
             if not work.is_contiguous():
                 staged = torch.empty_like(work, memory_format=torch.contiguous_format)
-                self._copies.append((staged, work))
+                copies.append((staged, work))
                 work = staged
             key = (slot.update, work.dtype, matrices[i].dtype, spread_over(slot.parameter))
             for part in self._parts(i, slot, as_matrix(work)) if work.numel() else []:
                 kinds.setdefault(key, []).append(part)
-        self._batches = [
+        batches = [
             PartBatch(
                 self._batch(self._code)([part.piece for part in parts], key[0]),
                 tuple(parts),
@@ -141,6 +155,7 @@ class Tables(SavedStates):
             )
             for key, parts in kinds.items()
         ]
+        return batches, copies
 
     def _batch(self, code: Any) -> Any:
         """Return the class of batches in `code`, the reference's or the kernels' module."""
@@ -150,7 +165,7 @@ class Tables(SavedStates):
         """Return the parts of a parameter whose local matrix is `work`: one per shard that lies together in the whole."""
         kept = self.state[slot.parameter]
         state = {key: as_matrix(local(kept[key])) for key in OWN if key in kept and key != "step"}
-        extra = state.get("master", state.get("remainder"))
+        extra = next((state[key] for key in EXTRA if key in state), None)
         parts = []
         for shard in shards(slot.parameter):
             rows = slice(shard.start, shard.end)

@@ -24,7 +24,7 @@ from dither.adam_update import BITS, CONSTANTS, ODD_FACTOR, Piece, Update
 from dither.formats import TABLE, Format
 from dither.precision import Rounding, Scale
 from dither.random import Draw
-from dither.reference import companded, dynamic, philox, rounding, scaling
+from dither.reference import companded, dynamic, masters, philox, rounding, scaling
 
 FORMATS = {torch.float32: TABLE["fp32"], torch.bfloat16: TABLE["bf16"], torch.float16: TABLE["fp16"]}
 
@@ -120,7 +120,8 @@ class Batch:
             g = grad.float() * c["scale"]
             m = c["beta1"] * load_state(piece.m, piece.m_scale, update, True) + c["rest1"] * g
             v = c["beta2"] * load_state(piece.v, piece.v_scale, update, False) + c["rest2"] * (g * g)
-            _move(piece, _direction(m, v, c), c, step, update)
+            tie = _move(piece, _direction(m, v, c), c, step, update)
+            v = v if tie is None else torch.where(tie, -v, v)
             _store(piece, piece.m, piece.m_scale, m, step, update, 1)
             _store(piece, piece.v, piece.v_scale, v, step, update, 2)
 
@@ -185,10 +186,24 @@ def _sqrt(x: Tensor) -> Tensor:
     return x.double().sqrt().float()
 
 
-def _move(piece: Piece, direction: Tensor, c: dict[str, Tensor], step: Tensor, update: Update) -> None:
-    """Move the weights along `direction`, 2^48 m / (sqrt(v) * root + eps), and round them as `update` says."""
+def _move(piece: Piece, direction: Tensor, c: dict[str, Tensor], step: Tensor, update: Update) -> Tensor | None:
+    """Move the weights along `direction`, 2^48 m / (sqrt(v) * root + eps), and round them as `update` says.
+
+    Return which masters are ties, bool, if they are split: the sign of the second moment keeps that.
+    """
     format = FORMATS[piece.w.dtype]
     move = c["size"] * direction
+    if update.master in masters.LOW:
+        assert piece.extra is not None
+        if update.master == "split24":
+            w, low = masters.split24(masters.join24(piece.w, piece.extra) * c["decay"] - move)
+            tie = None
+        else:
+            master = masters.join(piece.w, piece.extra, piece.v.signbit())
+            w, low, tie = masters.split(master * c["decay"] - move)
+        piece.w.copy_(w)
+        piece.extra.copy_(low)
+        return tie
     if update.master:
         assert piece.extra is not None
         master = piece.extra * c["decay"] - move
@@ -210,6 +225,7 @@ def _move(piece: Piece, direction: Tensor, c: dict[str, Tensor], step: Tensor, u
         random = _random(piece, step, piece.keys[0]) if stochastic else None
         rule = Rounding("stochastic", BITS) if stochastic else Rounding("nearest")
         piece.w.copy_(rounding.round_values(w, format, rule, False, random))
+    return None
 
 
 def _nearest(x: Tensor, format: Format) -> Tensor:
@@ -226,7 +242,7 @@ def _random(piece: Piece, step: Tensor, key: int) -> Tensor:
 def load_state(state: Tensor, scale: Tensor | None, update: Update, signed: bool) -> Tensor:
     """Return a stored moment as float32[rows, columns]."""
     if not update.in_blocks:
-        return state.float()
+        return state.float().abs() if update.master == "split" and not signed else state.float()
     assert scale is not None
     scales = scale.repeat_interleave(update.block, 1)[:, : state.shape[1]]
     if update.states == "companded8":

@@ -1,6 +1,7 @@
 """The companded 8-bit states of FlashOptim (arXiv 2602.23349), in blocks of any size, each with one float32 scale.
 
     first moment     c = round(127 y),  y = 2 x / (1 + |x|),  x = m / max|m|       m = max|m| * c / (254 - |c|)
+                     computed as 254 m * (1 / (max|m| + |m|)), in float32
     second moment    c = round(255 sqrt(v) / max sqrt(v))                          v = (c * max sqrt(v) / 255)^2
 
 The first moment's curve has twice the slope at 0 that a straight line has: steps are 1 / 253 of the largest magnitude there,
@@ -22,7 +23,8 @@ def first_codes(x: Tensor, amax: Tensor) -> Tensor:
     """
     # A power of two makes the largest magnitude about 1, so that no sum or quotient overflows or is subnormal.
     power = power_of_two(amax)
-    quotient = torch.div(254.0 * (x * power), amax * power + (x * power).abs())
+    total = torch.where(amax > 0, amax * power + (x * power).abs(), 1.0)
+    quotient = 254.0 * (x * power) * torch.div(torch.ones_like(total), total)
     return torch.where(quotient.abs() < 127.5, quotient, 0.0).round().int()
 
 
@@ -37,12 +39,12 @@ def first_values(codes: Tensor) -> Tensor:
 
 
 def power_of_two(amax: Tensor) -> Tensor:
-    """Return 2^-e, float32, where 2^e is the largest power of two up to `amax`; e is kept between -126 and 126.
+    """Return 2^-e, float32, where 2^e is the largest power of two up to `amax`; e is kept between -119 and 126.
 
     >>> power_of_two(torch.tensor([1.0, 0.3, 6.0, 0.0]))
-    tensor([1.0000e+00, 4.0000e+00, 2.5000e-01, 8.5071e+37])
+    tensor([1.0000e+00, 4.0000e+00, 2.5000e-01, 6.6461e+35])
     """
-    exponent = (amax.view(torch.int32) >> 23).clamp(1, 253)
+    exponent = (amax.view(torch.int32) >> 23).clamp(8, 253)
     return ((254 - exponent) << 23).view(torch.float32)
 
 

@@ -154,6 +154,12 @@ class Snip(WithBasePlan):
         goal, schedule, estimator, setup = with_old_keywords("Snip", old, goal, schedule, estimator, setup, moved=moved)
         if goal.cost == "time" and not torch.cuda.is_available():
             raise UserError("snip's cost='time' is measured on a CUDA GPU, and there is none here: use cost='flops'.")
+        released = getattr(optimizer, "released", None)
+        if released is not None and released.enabled:
+            raise UserError(
+                "SNIP's estimates are backward passes that must change no weight, and this optimizer updates weights in them: "
+                "set optimizer.released.enabled = False except during training's own backward passes."
+            )
         self.model, self.optimizer = model, optimizer
         self.begin_base(base)
         layers_of(model, some=setup.pipeline is None)  # raises if the model was not converted

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from dither.errors import UserError, renamed
 from dither.models import PRESETS
-from dither.optim import LossScaling
+from dither.optim import MODES, LossScaling
 from dither.optim.options import MOST_NORM
 from dither.precision import Sampling, did_you_mean
 from dither.safe_files import Refused, read_text
@@ -113,6 +113,10 @@ class Optim:
     """Decay of matrices, which shrink by lr times this per step; norms and biases do not decay."""
     max_norm: float = 1.0
     """Clip the global gradient norm to this; 0 disables clipping."""
+    release_gradients: bool = False
+    """Update each block in the backward pass and free its gradients: see docs/optimizers.md for what this needs."""
+    clip_norm: Literal["current", "previous"] = "current"
+    """The norm that max_norm limits: that of the step's gradients, or with release_gradients that of the previous step's."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """After the warmup: half a cosine, constant and then linear (wsd), or constant."""
     warmup: float = 0.05
@@ -129,6 +133,16 @@ class Optim:
         check_within("optim.eps", self.eps, 1e-30, 1e30)
         check_within("optim.weight_decay", self.weight_decay, 0, math.inf)
         check_within("optim.max_norm", self.max_norm, 0, MOST_NORM)
+        if self.release_gradients and self.max_norm and self.clip_norm == "current":
+            raise UserError(
+                f"optim.release_gradients uses gradients before the norm of all is known, and optim.max_norm={self.max_norm:g} "
+                "clips by it: set optim.clip_norm='previous', or optim.max_norm=0."
+            )
+        if self.clip_norm == "previous" and not (self.release_gradients and self.max_norm):
+            raise UserError(
+                "optim.clip_norm='previous' is for optim.release_gradients=true with an optim.max_norm: other steps clip by "
+                "their own norm."
+            )
         for name in ("warmup", "decay"):
             check_within(f"optim.{name}", getattr(self, name), 0, 1)
         if self.schedule == "wsd" and self.warmup + self.decay > 1:
@@ -336,6 +350,11 @@ class Config:
             check_snip(self.precision, begins, self.run.steps, self.snip.start, self.snip.delay)
         if self.lora.rank is not None:
             self._check_lora()
+        if self.optim.release_gradients and MODES[self.precision.mode].plan.loss_scaling:
+            raise UserError(
+                f"optim.release_gradients does not go with precision.mode={self.precision.mode!r}, which scales losses: an "
+                "overflow is known after the backward pass; use a bfloat16 mode."
+            )
         if self.optim.optimizer == "adam-mini" and self.precision.states not in (None, "fp32", "bf16"):
             raise UserError(
                 "optim.optimizer='adam-mini' keeps its moments in fp32 or bf16, not in "

@@ -37,6 +37,7 @@ def uses_graphs(wanted: bool | None, ranks: Ranks, training: Training, parts: in
         "blocks are not compiled": not compiled,
         "there are several ranks": ranks.world > 1,
         "losses are scaled": training.scaler.is_enabled(),
+        "gradients are released as they are used": training.optimizer.released is not None,
         "gradients of several micro-batches are rounded stochastically": training.gradients.kind == "bf16-sr" and parts > 1,
     }
     reason = next((reason for reason, holds in obstacles.items() if holds), "")

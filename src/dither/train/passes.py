@@ -67,7 +67,8 @@ class Passes:
         for group in optimizer.param_groups:
             group["lr"] = self.lr
         torch.manual_seed((self._dropout + self.done) % (1 << 63))
-        with nullcontext() if self.signals is None else self.signals.abandoned(GRACE):
+        released = nullcontext() if optimizer.released is None else optimizer.released.enabling()
+        with nullcontext() if self.signals is None else self.signals.abandoned(GRACE), released:
             total = self._gradients(batch)
         with self.clock.part("gradients of ranks") if self.ranks.world > 1 else nullcontext():
             self.layout.reduce_gradients(self.training)

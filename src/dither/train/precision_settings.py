@@ -19,7 +19,7 @@ class Precision:
     """The precision of parameters, layers, gradients and optimizer states."""
 
     mode: str = "fp32"
-    """Dtype of parameters and states: fp32, o1, o2, bf16-rn, bf16-sr, bf16-kahan, fp16 or fp16-o2; see docs/optimizers.md."""
+    """Dtypes of parameters and states: fp32, o1, o2, o2-split, bf16-rn, bf16-sr, bf16-kahan, bf16-24, fp16 or fp16-o2."""
     recipe: str | None = None
     """Recipe for the casts of linear layers, such as fp8-block, or its alias blockwise; by default no casts."""
     plan: str | None = None

@@ -321,7 +321,8 @@ def memory_parts(trainer: Trainer) -> dict[str, int]:
     for state in optimizer.state.values():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
-                part = "master weights" if key == "master" else "rounding errors" if key == "remainder" else "optimizer states"
+                names = {"master": "master weights", "master_low": "master weights", "remainder": "rounding errors"}
+                part = names.get(key, "optimizer states")
                 found[part] = found.get(part, 0) + local(value).nbytes
     casts = sum(local(buffer).nbytes for buffer in trainer.model.buffers())
     for layer in trainer.model.modules():

@@ -33,6 +33,9 @@ FREE = (
 RATES = ("optim.lr", "optim.min_lr", "optim.schedule", "optim.warmup", "optim.decay", "run.steps")
 """The fields of the learning rate. They may change: the steps to come have the new rate, and the change is recorded."""
 
+SAME_NUMBERS = ({"o2", "o2-split"},)
+"""Modes that store the same numbers in other ways: a run may change from one to the other, and its checkpoint is converted."""
+
 PLANS = ("precision.recipe", "precision.plan", "precision.schedule")
 """The fields of plans by step. They may change if the steps done would have had the same plans."""
 
@@ -65,6 +68,7 @@ def fixed_changes(saved: Config, now: Config, done: int) -> list[str]:
     entries = [_entries(config, done) for config in (saved, now)]
     free = {"run.seed": False, "data.tokenizer": prepared} | dict.fromkeys(FREE, True) | dict.fromkeys(RATES, True)
     free |= dict.fromkeys(PLANS, entries[0] == entries[1])
+    free["precision.mode"] = {saved.precision.mode, now.precision.mode} in SAME_NUMBERS
     found = []
     for section in hints(Config):
         old, new = getattr(saved, section), getattr(now, section)

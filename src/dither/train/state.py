@@ -17,7 +17,7 @@ from dither import ranks
 from dither.errors import UserError
 from dither.nn.linear import Linear
 from dither.nn.norms import wide_parameters
-from dither.optim.options import NEWER
+from dither.optim.options import NEWER, PREVIOUS
 from dither.optim.states import States
 from dither.precision import Plan
 from dither.storage.reading import SavedTensors
@@ -391,7 +391,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, stored: Stored, saved: An
         if indices is None:
             raise UserError(f"Parameter group {number} of the checkpoint does not hold the parameters of the optimizer's.")
         for key, value in own.items():
-            if key in ("params", "param_names") or (key in NEWER and key not in theirs):
+            if key in ("params", "param_names") or (key in (*NEWER, PREVIOUS) and key not in theirs):
                 continue
             if key not in theirs or (_kind(theirs[key]) != _kind(value) and None not in (theirs[key], value)):
                 raise UserError(

@@ -114,6 +114,7 @@ class Trainer(Passes):
         """The stages of this rank; None if there is no pipeline."""
         stages = () if self.pipeline is None else tuple(self.pipeline.stages.values())
         self.layout.shard(self.model, config, stages)
+        _check_release(self)
         if drawn_later:
             allocate(self.model)
             assert isinstance(self.model, PlainLM)
@@ -464,8 +465,12 @@ def _training(config: Config, model: CausalLM, adam_roles: Mapping[str, Role] | 
         max_norm=config.optim.max_norm or (MOST_NORM if scaled else None),
         nonfinite="skip",  # decided on the device, before any weight changes; the guard learns of it later
         seed=config.run.seed,
+        release=config.optim.release_gradients,
+        clip_norm="previous" if config.optim.clip_norm == "previous" else None,
         **({} if config.precision.states is None else {"states": config.precision.states}),
     )
+    if made.optimizer.released is not None:
+        made.optimizer.released.enabled = False  # until a step: estimates and the monitor only look at gradients
     if config.lora.rank is not None:
         narrow_base(model, config.precision.mode)
     return made
@@ -487,6 +492,23 @@ def _sizes(config: Config, corpus: Corpus) -> Any:
     sizes = preset(config.model.size, vocab_size=config.model.vocab or tokens)
     _check_positions(sizes, config.data.sequence)
     return sizes
+
+
+def _check_release(trainer: Trainer) -> None:
+    """Raise if gradients are to be released, and a step has other gradients to add to those of its backward pass."""
+    if not trainer.config.optim.release_gradients:
+        return
+    if trainer.ranks.world > 1:
+        raise UserError(
+            f"optim.release_gradients uses gradients in the backward pass, and those of {trainer.ranks.world} ranks are "
+            "reduced after it: train on one GPU, or without it."
+        )
+    if trainer.parts > 1:
+        raise UserError(
+            "optim.release_gradients uses gradients in the backward pass, and "
+            f"data.micro_batch={trainer.config.data.micro_batch} accumulates those of {trainer.parts} "
+            "passes: set data.micro_batch to data.batch, or leave release_gradients out."
+        )
 
 
 def _model(config: Config, corpus: Corpus, device: torch.device) -> CausalLM:
