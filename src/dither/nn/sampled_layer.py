@@ -153,11 +153,11 @@ class SampledLayer(nn.Linear):
         dtype = torch.get_autocast_dtype(x.device.type) if autocast else None
         if self.samples_input:
             x = self._sampled_input(x, state, dtype or x.dtype)
-        weight, bitwidth, step = self.weight, self.bitwidth, self.step_state
+        weight, step = self.weight, self.step_state
         if not self.samples_weight:
             return functional.linear(x, weight, self.bias, settings, state=state)
-        assert bitwidth is not None
-        bitwidth = self.in_float32("bitwidth", bitwidth)
+        assert self.bitwidth is not None
+        bitwidth = self.in_float32("bitwidth", self.bitwidth)
         self._check_sampled(dtype or weight.dtype)
         # A cast takes w_hat before it has been rounded to any other type.
         kept = torch.float32 if self._casts_forward["sampling"] else dtype or weight.dtype
