@@ -3,7 +3,7 @@
     PYTHONPATH=src python3 benchmarks/gaps.py --sizes 134m,1b --modes o1,recipe:fp8-current+sr
 
 Sizes and modes are those of `benchmarks/train.py`. A step has four phases: entering `step_context` (casts of weights), forward,
-backward, and optimizer. A kernel belongs to the phase in which the host launched it; a gap belongs to the kernel after it. A gap
+backward, and optimizer. A kernel belongs to the phase in which the host launched it; a gap belongs to the kernel after it. It
 is "host" if that kernel was launched after the kernel before it had ended, so that the GPU had nothing to do, and "device" if
 it had been launched in time.
 """

@@ -61,9 +61,8 @@ def main() -> None:
         for name, sizes in (("q, k, v", [width, keys, keys]), ("gate, up", [ffn, ffn])):
             for which, apart, merged, rows in compare(batch * 2048, width, sizes):
                 shown = "-" if rows is None else f"{rows:.1f} ({apart / rows:.3f})"
-                print(
-                    f"{model:<6}{name:<10}{which:<4}apart {apart:>8.1f}   merged {merged:>8.1f} ({apart / merged:.3f})   rows {shown}"
-                )
+                times = f"apart {apart:>8.1f}   merged {merged:>8.1f} ({apart / merged:.3f})   rows {shown}"
+                print(f"{model:<6}{name:<10}{which:<4}{times}", flush=True)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ process of its own, so that neither memory nor a failure reaches the next one; d
     torchao-rowwise      the same with one scale per row
     recipe:NAME          o1 with dither.convert(model, NAME): only the linear layers differ
     recipe:NAME+sr       bf16-sr with dither.convert(model, NAME)
+    recipe:NAME+output   recipe:NAME with the output layer in the same precision; recipe:NAME+output+sr with bf16-sr
     gaussws:PARTS        o1 with sampled weights, parts all, od, qkv, out, up or down; +recompute keeps no copy of them
     diffq:PARTS          the same with uniform noise
     MODE+adam-mini       o1, gaussws:PARTS or diffq:PARTS with dither.optim.AdamMini in place of torch's AdamW
@@ -68,7 +69,7 @@ SIZES = {
 
 SAMPLED = r"(gaussws|diffq):(all|od|qkv|out|up|down)(\+recompute)?"
 OPTIMIZER = r"\+(adamw|adam-mini)"
-MODES = r"bf16-nearest|bf16-sr|torchao-(tensorwise|rowwise)|recipe:[\w-]+?(\+sr)?"
+MODES = r"bf16-nearest|bf16-sr|torchao-(tensorwise|rowwise)|recipe:[\w-]+?(\+output)?(\+sr)?"
 MODES += rf"|(o1|{SAMPLED})({OPTIMIZER})?"
 TABLE_1 = ["o1", "gaussws:od", "gaussws:all", "diffq:all"]
 """The methods of Table 1 of the paper on GaussWS, with AdamW; `+adam-mini` makes the other half."""
@@ -90,14 +91,15 @@ def build(size: str, mode: str, device: str, peer: str | None, compiled: bool, l
     """Return the model of a mode, its optimizer, and the context of its forward pass."""
     config, _ = SIZES[size]
     config = dataclasses.replace(config, num_hidden_layers=layers or config.num_hidden_layers)
-    sr, recipe = mode == "bf16-sr" or mode.endswith("+sr"), re.fullmatch(r"recipe:(.+?)(\+sr)?", mode)
+    sr, recipe = mode == "bf16-sr" or mode.endswith("+sr"), re.fullmatch(r"recipe:(.+?)(\+output)?(\+sr)?", mode)
     narrow = sr or mode == "bf16-nearest"
     with torch.device(device):
         model = Llama(config, generator=torch.Generator(device).manual_seed(0))
     if narrow:
         model = model.bfloat16()
     if recipe:
-        dither.convert(model, recipe[1])
+        plan = dither.recipe(recipe[1])
+        dither.convert(model, plan.with_output() if recipe[2] else plan)
     method, _, chosen_optimizer = re.sub(f"{OPTIMIZER}$", r"|\1", mode).partition("|")
     if sampled := re.fullmatch(SAMPLED, method):
         noise = "rounded_normal" if sampled[1] == "gaussws" else "uniform"

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dither.bitwidths import safe_bitwidth as safe_bitwidth
     from dither.exporting import export as export
     from dither.formats import Format as Format
+    from dither.models import output_loss as output_loss
     from dither.nn import Conversion as Conversion
     from dither.nn import Linear as Linear
     from dither.nn import PlanSchedule as PlanSchedule
@@ -57,6 +58,7 @@ _MODULES = {
     "bitwidths": ("safe_bitwidth",),
     "exporting": ("export",),
     "formats": ("Format",),
+    "models": ("output_loss",),
     "nn": (
         "Conversion",
         "Linear",
