@@ -42,6 +42,19 @@ def empty_codes(rows: int, words: int, cast: Cast, device: torch.device) -> tupl
     return values.T, scale.T if scale.dim() == 2 else scale
 
 
+@_operator
+def _empty_gradient_codes_op(logits: Tensor, cast: str) -> tuple[Tensor, Tensor]:
+    """Return `empty_codes` for the gradient of logits; an operator, so that compiled code need not trace the parser."""
+    return empty_codes(*logits.shape, Cast.parse(cast), logits.device)
+
+
+@_fake_of("empty_gradient_codes")
+def _(logits: Tensor, cast: str) -> tuple[Tensor, Tensor]:
+    parsed = Cast.parse(cast)
+    values, scale = grouping.empty_outputs(logits, parsed, 0, parsed.element)
+    return values.T, scale.T if scale.dim() == 2 else scale
+
+
 @functools.partial(_operator, mutates=("values_t", "scale_t"))
 def _cross_entropy_codes_op(
     logits: Tensor,

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from dither import engines, loss_ops
+from dither import engines
+from dither import loss_ops as loss_ops
 from dither.nn import functional, hints
 from dither.nn.functional import Codes, Settings
 from dither.nn.linear import Linear, rows_of
@@ -142,7 +143,7 @@ class _OutputLoss(torch.autograd.Function):
         (rows, words), casting = logits_NV.shape, settings.grad.along
         weights_N = (grad / count).where(targets_N != IGNORE, 0.0)
         amax = largest_gradient(weights_N)
-        values_VN, scales = loss_ops.empty_codes(rows, words, Cast.parse(casting.cast), logits_NV.device)
+        values_VN, scales = torch.ops.dither.empty_gradient_codes(logits_NV, casting.cast)
         dx = []
         for part in _parts(rows):
             codes, scale = torch.ops.dither.cross_entropy_codes(
