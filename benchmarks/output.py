@@ -87,14 +87,12 @@ def codes(sweep: bool) -> None:
 
             ms, apart = median_ms(run), median_ms(two)
             print(f"{N} x {V}, {text}: {ms:.3f} ms, {base / ms:.3f} of a copy; separately {apart:.3f} ms", flush=True)
-            if sweep and cast.group.kind == "tensor":
-                tried = [(r, c, a, w) for r in (32, 64, 128) for c in (64, 128, 256) for a in (4, 8) for w in (4, 8, 16)]
-                tried = [t for t in tried if 16 <= t[0] * t[1] // (32 * t[3]) <= 64]
-                try_shapes(loss_codes, "_tensor_shape", tried, run, base)
-            elif sweep:
-                tried = [(128, s, a, b, w) for s in (16, 32, 64, 128) for a in (2, 4) for b in (8, 16) for w in (4, 8)]
-                tried = [t for t in tried if 16 <= t[0] * t[1] // (32 * t[4]) <= 64]
-                try_shapes(loss_codes, "_tile_shape", tried, run, base)
+            if sweep and N == 16384:
+                tensor = [(64, 128, 1, 4, 8), (64, 128, 8, 4, 8), (64, 128, 4, 4, 4), (128, 64, 4, 4, 8), (128, 128, 4, 4, 16)]
+                tensor += [(32, 128, 4, 4, 4), (32, 128, 8, 4, 4), (64, 64, 4, 4, 4)]
+                tile = [(128, 32, 4, 16, 4), (128, 64, 4, 16, 8), (128, 32, 4, 8, 4), (128, 64, 4, 8, 8), (128, 64, 4, 8, 4)]
+                kind = cast.group.kind
+                try_shapes(loss_codes, f"_{kind}_shape", tensor if kind == "tensor" else tile, run, base)
 
 
 def main() -> None:

@@ -165,14 +165,20 @@ def warmed_step(size: str, mode: str, arguments: argparse.Namespace):
     random = torch.Generator(arguments.device).manual_seed(1)
     steps = itertools.count()
 
+    def run(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with context:
+            loss = model(inputs, targets)
+        loss.backward()
+        return loss
+
+    passes = dither.capture_passes(model, run) if arguments.graphs else run
+
     def step() -> torch.Tensor:
         shape = (arguments.batch or batch, arguments.sequence + 1)
         text = torch.randint(config.vocab_size, shape, device=arguments.device, generator=random)
         # Weights are cast once a step, and layers learn which step it is.
         with step_context(model, step=next(steps)):
-            with context:
-                loss = model(text[:, :-1], text[:, 1:])
-            loss.backward()
+            loss = passes(text[:, :-1], text[:, 1:])
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -388,6 +394,7 @@ def main() -> None:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="per-block compilation (default: on a GPU)")
     parser.add_argument("--peer", help="folder of an unpacked torchao wheel")
     parser.add_argument("--layers", type=int, help="blocks of the model, instead of the size's own")
+    parser.add_argument("--graphs", action="store_true", help="forward and backward as a CUDA graph: dither.capture_passes")
     parser.add_argument("--fsdp", action="store_true", help="shard by FSDP2 over this one rank: its cost without communication")
     parser.add_argument("--prepare", action="store_true", help="compile all sizes and modes first, side by side")
     parser.add_argument("--together", action="store_true", help="the modes of a size in one process, taking turns")

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dither.nn import PlanSchedule as PlanSchedule
     from dither.nn import apply_plan as apply_plan
     from dither.nn import bitwidth_loss as bitwidth_loss
+    from dither.nn import capture_passes as capture_passes
     from dither.nn import choose_targets as choose_targets
     from dither.nn import compile as compile
     from dither.nn import convert as convert
@@ -65,6 +66,7 @@ _MODULES = {
         "PlanSchedule",
         "apply_plan",
         "bitwidth_loss",
+        "capture_passes",
         "choose_targets",
         "compile",
         "convert",

@@ -45,7 +45,8 @@ def empty_codes(rows: int, words: int, cast: Cast, device: torch.device) -> tupl
 @_operator
 def _empty_gradient_codes_op(logits: Tensor, cast: str) -> tuple[Tensor, Tensor]:
     """Return `empty_codes` for the gradient of logits; an operator, so that compiled code need not trace the parser."""
-    return empty_codes(*logits.shape, Cast.parse(cast), logits.device)
+    rows, words = logits.shape
+    return empty_codes(rows, words, Cast.parse(cast), logits.device)
 
 
 @_fake_of("empty_gradient_codes")

@@ -16,6 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from dither import engines
 from dither import loss_ops as loss_ops
+from dither.compiler import assume_constant_result
 from dither.nn import functional, hints
 from dither.nn.functional import Codes, Settings
 from dither.nn.linear import Linear, rows_of
@@ -51,7 +52,7 @@ def writes_its_codes(layer: nn.Module | None, x: Tensor) -> bool:
     return alike and casting.along.level < 0 and x.dtype in INPUT_DTYPES and _takes(casting.along.cast)
 
 
-@functional.assume_constant_result
+@assume_constant_result
 def _takes(cast: str) -> bool:
     return writes_codes(Cast.parse(cast))
 
