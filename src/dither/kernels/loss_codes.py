@@ -238,8 +238,8 @@ def backward_codes(
     launch = _launch(
         tuple(logits_NV.shape), logits_NV.stride(0), out[0].shape[1], cast, logits_NV.dtype, out[1].dtype, logits_NV.device
     )
-    given = (targets_N.contiguous(), parts_2N.contiguous(), weights_N.contiguous())
-    given += (amax.view(torch.int32),) if cast.group.kind == "tensor" else ()
+    given = [targets_N.contiguous(), parts_2N.contiguous(), weights_N.contiguous()]
+    given += [amax.view(torch.int32)] if cast.group.kind == "tensor" else []
     launch(logits_NV, values, scale, *out, *given, first)
     return values, scale
 
