@@ -121,7 +121,7 @@ class GraphedPasses:
 
     def _step(self) -> StepContext | None:
         """Return the current step if its rows are counted; None if they are given, or if no layer draws random bits."""
-        drawing = [layer for layer in self.layers if layer.draw_place is not None]
+        drawing = [layer for layer in self.layers if layer.draw_place is not None and not layer.precision.plain]
         steps = [layer.draws.step for layer in drawing]
         if any(step is None for step in steps):
             raise UserError(
