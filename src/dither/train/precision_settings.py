@@ -73,7 +73,7 @@ class Precision:
             raise UserError(f"precision.times={self.times!r} has no effect without the recipe fp8-auto: remove it.")
 
     def _check_output(self) -> None:
-        """Raise if the output layer's recipe casts nothing or does not fit the mode; replace an alias by its name."""
+        """Raise if the output layer's recipe casts nothing; replace an alias by its name."""
         if self.output is None:
             return
         check_choice("precision.output", self.output, (*RECIPES, *ALIASES))
