@@ -18,7 +18,7 @@ from triton.testing import do_bench_cudagraph
 
 from dither import Cast, Stream
 from dither.formats import TABLE
-from dither.kernels import loss, multiprocessors, sampling, scaling
+from dither.kernels import loss, loss_codes, multiprocessors, sampling, scaling
 from dither.kernels import quantize as kernels
 
 CASES = [
@@ -185,7 +185,14 @@ def octets(x: Tensor) -> Tensor:
 
 def forget_launches() -> None:
     """Clear the cache of launches, which are stored with their shape."""
-    for kept in (kernels._one_launch, kernels._both_launch, scaling._amax_launch, sampling._launch, loss._launch):
+    for kept in (
+        kernels._one_launch,
+        kernels._both_launch,
+        scaling._amax_launch,
+        sampling._launch,
+        loss._launch,
+        loss_codes._launch,
+    ):
         kept.cache_clear()
 
 

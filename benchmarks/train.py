@@ -19,6 +19,7 @@ process of its own, so that neither memory nor a failure reaches the next one; d
     torchao-rowwise      the same with one scale per row
     recipe:NAME          o1 with dither.convert(model, NAME): only the linear layers differ
     recipe:NAME+sr       bf16-sr with dither.convert(model, NAME)
+    recipe:NAME+output   recipe:NAME with the output layer in the same precision; recipe:NAME+output+sr with bf16-sr
     gaussws:PARTS        o1 with sampled weights, parts all, od, qkv, out, up or down; +recompute keeps no copy of them
     diffq:PARTS          the same with uniform noise
     MODE+adam-mini       o1, gaussws:PARTS or diffq:PARTS with dither.optim.AdamMini in place of torch's AdamW
@@ -70,7 +71,7 @@ SIZES = {
 
 SAMPLED = r"(gaussws|diffq):(all|od|qkv|out|up|down)(\+recompute)?"
 OPTIMIZER = r"\+(adamw|adam-mini)"
-MODES = r"bf16-nearest|bf16-sr|torchao-(tensorwise|rowwise)|recipe:[\w-]+?(\+sr)?"
+MODES = r"bf16-nearest|bf16-sr|torchao-(tensorwise|rowwise)|recipe:[\w-]+?(\+output)?(\+sr)?"
 MODES = rf"({MODES}|(o1|{SAMPLED})({OPTIMIZER})?)(\+fsdp(-codes)?)?"
 TABLE_1 = ["o1", "gaussws:od", "gaussws:all", "diffq:all"]
 """The methods of Table 1 of the paper on GaussWS, with AdamW; `+adam-mini` makes the other half."""
@@ -93,14 +94,15 @@ def build(size: str, mode: str, device: str, peer: str | None, compiled: bool, l
     config, _ = SIZES[size]
     mode, fsdp, codes = mode.partition("+fsdp")
     config = dataclasses.replace(config, num_hidden_layers=layers or config.num_hidden_layers)
-    sr, recipe = mode == "bf16-sr" or mode.endswith("+sr"), re.fullmatch(r"recipe:(.+?)(\+sr)?", mode)
+    sr, recipe = mode == "bf16-sr" or mode.endswith("+sr"), re.fullmatch(r"recipe:(.+?)(\+output)?(\+sr)?", mode)
     narrow = sr or mode == "bf16-nearest"
     with torch.device(device):
         model = Llama(config, generator=torch.Generator(device).manual_seed(0))
     if narrow:
         model = model.bfloat16()
     if recipe:
-        dither.convert(model, recipe[1])
+        plan = dither.recipe(recipe[1])
+        dither.convert(model, plan.with_output() if recipe[2] else plan)
     method, _, chosen_optimizer = re.sub(f"{OPTIMIZER}$", r"|\1", mode).partition("|")
     if sampled := re.fullmatch(SAMPLED, method):
         noise = "rounded_normal" if sampled[1] == "gaussws" else "uniform"
@@ -166,14 +168,20 @@ def warmed_step(size: str, mode: str, arguments: argparse.Namespace):
     random = torch.Generator(arguments.device).manual_seed(1)
     steps = itertools.count()
 
+    def run(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with context:
+            loss = model(inputs, targets)
+        loss.backward()
+        return loss
+
+    passes = dither.capture_passes(model, run) if arguments.graphs else run
+
     def step() -> torch.Tensor:
         shape = (arguments.batch or batch, arguments.sequence + 1)
         text = torch.randint(config.vocab_size, shape, device=arguments.device, generator=random)
         # Weights are cast once a step, and layers learn which step it is.
         with step_context(model, step=next(steps)):
-            with context:
-                loss = model(text[:, :-1], text[:, 1:])
-            loss.backward()
+            loss = passes(text[:, :-1], text[:, 1:])
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -389,6 +397,7 @@ def main() -> None:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="per-block compilation (default: on a GPU)")
     parser.add_argument("--peer", help="folder of an unpacked torchao wheel")
     parser.add_argument("--layers", type=int, help="blocks of the model, instead of the size's own")
+    parser.add_argument("--graphs", action="store_true", help="forward and backward as a CUDA graph: dither.capture_passes")
     parser.add_argument("--prepare", action="store_true", help="compile all sizes and modes first, side by side")
     parser.add_argument("--together", action="store_true", help="the modes of a size in one process, taking turns")
     parser.add_argument("--json", type=Path, help="write the results there, after each one")

@@ -16,10 +16,10 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 import dither
-from dither import Cast, Stream
+from dither import Cast, Stream, loss_ops
 from dither.adam_update import Piece, Update
 from dither.formats import Format
-from dither.kernels import adamw, levels, loss, matmul, philox, quantize, rounding, sampling
+from dither.kernels import adamw, levels, loss, loss_codes, matmul, philox, quantize, rounding, sampling
 from dither.precision import Rounding
 from dither.random import Draw
 from dither.reference import masters
@@ -173,6 +173,15 @@ def loss_calls() -> Iterator[str]:
             _, parts = loss.forward(logits, targets)
             loss.backward(logits, targets, parts, parts[0])
         yield f"cross_entropy {dtype}"
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        logits, targets = torch.zeros(256, 32000, dtype=dtype), torch.zeros(256, dtype=torch.int64)
+        parts, weights, amax = torch.zeros(2, 256), torch.zeros(256), torch.zeros(())
+        for cast in map(Cast.parse, ("e5m2 tensor", "e4m3 tile(128)", "e4m3 tile(32) pow2_ceil")):
+            for part in (logits, logits[:200, :31997]):
+                out = loss_ops.empty_codes(256, part.shape[1], cast, logits.device)
+                given = (part, targets[: len(part)], parts[:, : len(part)], weights[: len(part)])
+                loss_codes.backward_codes(*given, amax, cast, 0, out)
+        yield f"codes of the gradient of cross_entropy {dtype}"
 
 
 UPDATES = [

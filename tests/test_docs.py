@@ -156,7 +156,7 @@ def test_files_of_the_package_in_the_architecture_page_exist():
 def test_the_ways_to_break_a_kernel_are_still_possible():
     """Every line of the table in CONTRIBUTING.md names code that is there, once, and a test; every kernel has a line."""
     page = (ROOT / "CONTRIBUTING.md").read_text()
-    tests = (ROOT / "tests" / "test_pairs.py").read_text()
+    tests = "".join((ROOT / "tests" / name).read_text() for name in ("test_pairs.py", "test_output_loss.py"))
     rows = re.findall(r"^\| `(_\w+)`.* \| `(\w+\.py)` \| `(.+)` \| `(.+)` \| `(test_\w+)` \|$", page, flags=re.MULTILINE)
     assert len(rows) == page.count("\n| `_")
     sources = {path.name: path.read_text() for path in (ROOT / "src" / "dither" / "kernels").glob("*.py")}

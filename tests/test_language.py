@@ -20,6 +20,7 @@ LONG: dict[str, str] = {
     "nn/linear.py": "Linear.__init__",
     "nn/targets.py": "choose_targets",
     "nn/functional.py": "forward",
+    "nn/output_loss.py": "forward",
     "commands/": "",
     "torch_ops.py": "",
 }

@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from dither.bitwidths import safe_bitwidth as safe_bitwidth
     from dither.exporting import export as export
     from dither.formats import Format as Format
+    from dither.models import output_loss as output_loss
     from dither.nn import Conversion as Conversion
     from dither.nn import Linear as Linear
     from dither.nn import PlanSchedule as PlanSchedule
     from dither.nn import apply_plan as apply_plan
     from dither.nn import bitwidth_loss as bitwidth_loss
+    from dither.nn import capture_passes as capture_passes
     from dither.nn import choose_targets as choose_targets
     from dither.nn import compile as compile
     from dither.nn import convert as convert
@@ -57,12 +59,14 @@ _MODULES = {
     "bitwidths": ("safe_bitwidth",),
     "exporting": ("export",),
     "formats": ("Format",),
+    "models": ("output_loss",),
     "nn": (
         "Conversion",
         "Linear",
         "PlanSchedule",
         "apply_plan",
         "bitwidth_loss",
+        "capture_passes",
         "choose_targets",
         "compile",
         "convert",

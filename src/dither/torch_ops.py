@@ -18,7 +18,6 @@ from dither.errors import UserError
 from dither.formats import Format
 from dither.precision import Cast, Rounding
 from dither.random import Draw
-from dither.reference.loss import gradients_like
 from dither.reference.matmul import Operand
 
 
@@ -571,29 +570,3 @@ def _sample_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None,
 
 
 _sample_op.register_autograd(_sample_gradients, setup_context=_keep_for_backward)
-
-
-# Losses ----------------------------------------------------------------------------------------------------------------
-
-
-@_operator
-def _cross_entropy_forward_op(logits: Tensor, targets: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-    """Return losses [N] of logits [N, V], and the parts of their logsumexp [2, N]; see `dither.reference.loss`."""
-    return implementation("loss", logits.device, backend).forward(logits, targets)  # type: ignore[no-any-return]
-
-
-@_fake_of("cross_entropy_forward")
-def _(logits: Tensor, targets: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-    rows = logits.shape[0]
-    return logits.new_empty(rows, dtype=torch.float32), logits.new_empty((2, rows), dtype=torch.float32)
-
-
-@_operator
-def _cross_entropy_backward_op(logits: Tensor, targets: Tensor, parts: Tensor, weights: Tensor, backend: str) -> Tensor:
-    """Return the gradient of the logits, from `weights` [N], the gradient of the losses."""
-    return implementation("loss", logits.device, backend).backward(logits, targets, parts, weights)  # type: ignore[no-any-return]
-
-
-@_fake_of("cross_entropy_backward")
-def _(logits: Tensor, targets: Tensor, parts: Tensor, weights: Tensor, backend: str) -> Tensor:
-    return gradients_like(logits)

@@ -5,6 +5,9 @@ import os
 import pytest
 import torch
 
+import dither
+from dither.models import build
+from dither.optim import AdamW
 from dither.train import checkpoint, config, loop
 
 pytestmark = pytest.mark.gpu
@@ -61,3 +64,82 @@ def test_graphs_change_no_bit(name, parts, tmp_path):
         if not torch.equal(eager[key].reshape(-1).view(torch.uint8), graphed[key].reshape(-1).view(torch.uint8))
     ]
     assert different == []
+
+
+# Own loops -------------------------------------------------------------------------------------------------------------
+
+
+def loop_of(recipe: str, sampling: dither.Sampling | None, captured: bool, parts: int, steps: int = 8, words: int = 256):
+    """Train a small model in a loop of its own; return losses, weights and histories."""
+    model = build("tiny", vocab_size=words, device="cuda")
+    plan = dither.recipe(recipe)
+    dither.convert(model, plan.with_output() if sampling is None else plan.with_sampling(sampling))
+    dither.compile(model)
+    optimizer = AdamW(model.named_parameters(), 1e-3)
+
+    def run(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(tokens, targets)
+        (loss / parts).backward()
+        return loss
+
+    passes = dither.capture_passes(model, run) if captured else run
+    losses = []
+    random = torch.Generator("cuda").manual_seed(1)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * (step + 1) / steps
+        with dither.step_context(model, step=step):
+            for _ in range(parts):
+                text = torch.randint(words, (2, 65), device="cuda", generator=random)
+                losses.append(passes(text[:, :-1], text[:, 1:]).detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == steps // 2:
+            model.eval()
+            with torch.no_grad():
+                losses.append(model(text[:, :-1], text[:, 1:]))
+            model.train()
+    if captured:
+        assert passes.graphs.keys() == ({True} if parts == 1 else {True, False})
+    return [torch.stack(losses), *model.state_dict().values()]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(
+    ("recipe", "sampling"),
+    [("fp8-current", None), ("fp4-block", None), ("fp8-delayed", None), ("bf16", dither.Sampling(b_init=7, b_target=5))],
+    ids=["fp8-current", "fp4-block", "fp8-delayed", "gaussws"],
+)
+def test_captured_passes_of_a_loop_change_no_bit(recipe, sampling, parts):
+    """Random bits advance from step to step and from micro-batch to micro-batch, as without graphs."""
+    eager, captured = (loop_of(recipe, sampling, graphs, parts) for graphs in (False, True))
+    assert [index for index, (a, b) in enumerate(zip(eager, captured, strict=True)) if not torch.equal(a, b)] == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_passes_that_cannot_be_captured():
+    model = build("tiny", device="cuda")
+    dither.convert(model, "fp4-block")
+    tokens = torch.zeros(2, 64, dtype=torch.int64, device="cuda")
+
+    def run(tokens: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(tokens, tokens)
+        loss.backward()
+        assert loss.item() > 0
+        return loss
+
+    passes = dither.capture_passes(model, run)
+    with pytest.raises(dither.UserError, match="draws random bits, which a captured pass takes from the step"):
+        passes(tokens)
+    for step in range(3):
+        with dither.step_context(model, step=step):
+            passes(tokens)
+        model.zero_grad()
+    with dither.step_context(model, step=3):
+        with pytest.raises(dither.UserError, match="same shapes in every call"):
+            passes(tokens[:1])
+        with pytest.raises(dither.UserError, match="cannot be captured as a CUDA graph"):
+            passes(tokens)

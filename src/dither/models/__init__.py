@@ -1,6 +1,7 @@
 """Small, plain language models with Hugging Face's parameter names, and a wrapper for models of transformers."""
 
 from dither.models.causal import CausalLM as CausalLM
+from dither.models.causal import output_loss as output_loss
 from dither.models.generation import generate as generate
 from dither.models.gpt2 import GPT2 as GPT2
 from dither.models.gpt2 import GPT2Config as GPT2Config

@@ -13,8 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dither import loss_ops as loss_ops
 from dither.errors import UserError
 from dither.models.sharded_loss import sharded_cross_entropy
+from dither.nn import output_loss as fused
+from dither.nn.linear import Linear
 from dither.random import check_backend
 from dither.reference.loss import IGNORE
 
@@ -84,9 +87,10 @@ class CausalLM(nn.Module, ABC):
                 raise UserError(f"{what} are an int64 tensor, not {given.dtype}.")
         if targets is not None and targets.shape != tokens.shape:
             raise UserError(f"Targets have the shape of the tokens, {list(tokens.shape)}, not {list(targets.shape)}.")
-        return self._result(self.logits(tokens), targets)
+        return self._result(tokens, targets)
 
-    def _result(self, logits_BSV: Tensor, targets_BS: Tensor | None) -> Tensor:
+    def _result(self, tokens_BS: Tensor, targets_BS: Tensor | None) -> Tensor:
+        logits_BSV = self.logits(tokens_BS)
         if targets_BS is None:
             return logits_BSV.full_tensor() if isinstance(logits_BSV, DTensor) else logits_BSV
         return cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten())
@@ -99,12 +103,25 @@ class PlainLM(CausalLM):
     is_stage = False
     """True for a stage of a pipeline, which takes and returns activations; see `dither.models.stages`."""
 
+    @abstractmethod
+    def hidden(self, tokens_BS: Tensor) -> Tensor:
+        """Return the input of the output layer, [B, S, D], for tokens [B, S]; a later stage takes activations."""
+
+    def logits(self, tokens_BS: Tensor) -> Tensor:
+        """Return logits [B, S, V] for tokens [B, S]."""
+        logits_BSV: Tensor = self.lm_head(self.hidden(tokens_BS))
+        return logits_BSV
+
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return logits, or the mean cross entropy if targets are given; a stage before the last returns activations."""
         if not self.is_stage:
             return super().forward(tokens, targets)
-        out = self.logits(tokens)
-        return out if self.lm_head is None else self._result(out, targets)
+        return self.hidden(tokens) if self.lm_head is None else self._result(tokens, targets)
+
+    def _result(self, tokens_BS: Tensor, targets_BS: Tensor | None) -> Tensor:
+        if targets_BS is None:
+            return super()._result(tokens_BS, None)
+        return output_loss(self.lm_head, self.hidden(tokens_BS), targets_BS)
 
     def deviation(self, name: str) -> float:
         """Return the initial standard deviation of a matrix."""
@@ -157,6 +174,38 @@ def cross_entropy(logits_NV: Tensor, targets_N: Tensor, *, backend: str = "auto"
         return sharded_cross_entropy(logits_NV, targets_N, backend=check_backend(backend))
     loss: Tensor = _CrossEntropy.apply(logits_NV, targets_N, check_backend(backend))  # type: ignore[no-untyped-call]
     return loss
+
+
+def output_loss(layer: nn.Module, hidden: Tensor, targets: Tensor, *, backend: str = "auto") -> Tensor:
+    """Return the mean cross entropy of `layer(hidden)`, as `cross_entropy` computes it, for an output layer in any precision.
+
+    The loss of a `dither.nn.Linear` whose gradients are cast to FP8, with current scales per tensor or per tile, writes the
+    codes of these gradients itself, which saves passes over them. Codes of tiles are then those that the layer would cast. A
+    scale per tensor comes from the largest possible gradient, |softmax - one at the target| <= 1, and not from the tensor.
+
+    Args:
+        layer: The output layer, [..., D] to [..., V].
+        hidden: The input of the layer, [..., D].
+        targets: int64 [...]; -100 ignores a position.
+        backend: "auto", or a backend by name.
+
+    >>> import dither, torch
+    >>> from dither.models import build
+    >>> model = build("tiny")
+    >>> _ = dither.convert(model, dither.recipe("fp8-block").with_output())
+    >>> tokens = torch.arange(33)[None]
+    >>> hidden = model.hidden(tokens[:, :-1])
+    >>> bool(output_loss(model.lm_head, hidden, tokens[:, 1:]) == model(tokens[:, :-1], tokens[:, 1:]))
+    True
+    """
+    if isinstance(layer, Linear) and fused.writes_its_codes(layer, hidden):
+        if targets.dtype != torch.int64 or targets.shape != hidden.shape[:-1]:
+            given = f"{targets.dtype} of shape {list(targets.shape)}"
+            raise UserError(
+                f"output_loss takes int64 targets of shape {list(hidden.shape[:-1])}, one per row of the input, not {given}."
+            )
+        return fused.output_loss(layer, hidden, targets, check_backend(backend))
+    return cross_entropy(layer(hidden).flatten(0, -2), targets.flatten(), backend=backend)
 
 
 class _CrossEntropy(torch.autograd.Function):

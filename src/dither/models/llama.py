@@ -241,8 +241,7 @@ class Llama(PlainLM):
         """Return the token embedding."""
         return self.model.embed_tokens
 
-    def logits(self, tokens_BS: Tensor) -> Tensor:
-        """Return logits [B, S, V] for tokens [B, S]."""
+    def hidden(self, tokens_BS: Tensor) -> Tensor:
+        """Return the input of the output layer, [B, S, D], for tokens [B, S]; a later stage takes activations."""
         out_BSD: Tensor = self.model(tokens_BS)
-        logits_BSV: Tensor = out_BSD if self.lm_head is None else self.lm_head(out_BSD)
-        return logits_BSV
+        return out_BSD

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from dither import loss_ops as loss_ops
 from dither.errors import UserError
 from dither.reference.loss import IGNORE
 

@@ -57,6 +57,15 @@ class StepContext:
         for place in self._places:
             place[1].fill_(row)
 
+    def move_rows(self, rows: int) -> None:
+        """Let a captured pass draw for the next rows: those after the rows counted so far, which become `rows` more."""
+        drawn = [layer.draws for layer in self._layers if layer._buffers["draw_place"] is not None]
+        before = max((draws.rows for draws in drawn), default=0)
+        for place in self._places:
+            place[1].fill_(before * self.world)
+        for draws in drawn:
+            draws.rows = before + rows
+
     # Begin and end -----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:

@@ -123,6 +123,22 @@ class Plan:
         rules = tuple((pattern, precision and sampled(precision)) for pattern, precision in self.layers)
         return replace(self, layers=rules, default=sampled(self.default or LayerPrecision()))
 
+    def with_output(self, precision: LayerPrecision | None = None, *, layer: str = "*lm_head") -> "Plan":
+        """Return the plan with a rule for the output layer, which plans leave alone unless a rule names it.
+
+        Args:
+            precision: The precision of the output layer; by default that of the plan's other layers.
+            layer: The name of the output layer, or a pattern.
+
+        >>> fp8 = LayerPrecision.of("e4m3 tile(128)", "e4m3 block(128)", "e4m3 tile(128)")
+        >>> Plan(default=fp8).with_output().layers == (("*lm_head", fp8),)
+        True
+        """
+        chosen = self.default if precision is None else precision
+        if chosen is None:
+            raise UserError("This plan has no default precision: name that of the output layer, with_output(precision).")
+        return replace(self, layers=((layer, chosen), *(rule for rule in self.layers if rule[0] != layer)))
+
     def diff(self, other: "Plan") -> dict[str, tuple[str, str]]:
         """Return the differences between two plans: {entry: (text in this plan, text in the other)}.
 

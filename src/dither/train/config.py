@@ -348,6 +348,11 @@ class Config:
         begins = self.precision.beginnings(self.run.steps)
         if self.snip.target is not None:
             check_snip(self.precision, begins, self.run.steps, self.snip.start, self.snip.delay)
+            if self.precision.output is not None:
+                raise UserError(
+                    f"precision.output={self.precision.output!r} does not go with snip.target, since SNIP chooses the "
+                    "precision of every converted layer: remove one of them."
+                )
         if self.lora.rank is not None:
             self._check_lora()
         if self.optim.release_gradients and MODES[self.precision.mode].plan.loss_scaling:
@@ -372,6 +377,7 @@ class Config:
             "snip.target": self.snip.target is not None,
             "precision.schedule": bool(self.precision.schedule),
             "precision.sampling": self.precision.sampling is not None,
+            "precision.output": self.precision.output is not None,
             "optim.optimizer='adam-mini'": self.optim.optimizer != "adamw",
             "monitor.every": self.monitor.every > 0,
         }

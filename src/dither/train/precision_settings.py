@@ -26,6 +26,8 @@ class Precision:
     """Or the file of a plan."""
     schedule: tuple[tuple[int | float, str], ...] = ()
     """Or plans by step: pairs of a step or share of the run and a recipe, "RECIPE forward" or a file; see docs/precision.md."""
+    output: str | None = None
+    """Recipe for the casts of the output layer, such as fp8-current; by default it is not cast."""
     states: str | None = None
     """Format of the optimizer's moments, such as dynamic8; by default that of the mode."""
     gradients: str | None = None
@@ -50,6 +52,7 @@ class Precision:
             object.__setattr__(self, "recipe", recipe_name(self.recipe))
         check_choice("precision.states", self.states, ("fp32", "bf16", *BLOCKS))
         check_choice("precision.gradients", self.gradients, GRADIENTS)
+        self._check_output()
         if self.recipe is not None and self.plan is not None:
             raise UserError(
                 f"precision.recipe={self.recipe!r} and precision.plan={self.plan!r} both set the casts: set only one."
@@ -68,6 +71,20 @@ class Precision:
             self._sampled(recipe("fp8-block"))  # a sampling that does not go with casts
         elif self.times is not None:
             raise UserError(f"precision.times={self.times!r} has no effect without the recipe fp8-auto: remove it.")
+
+    def _check_output(self) -> None:
+        """Raise if the output layer's recipe casts nothing; replace an alias by its name."""
+        if self.output is None:
+            return
+        check_choice("precision.output", self.output, (*RECIPES, *ALIASES))
+        object.__setattr__(self, "output", recipe_name(self.output))
+        default = recipe(self.output).default
+        if default is None or default.uncast:
+            casts = [name for name, each in RECIPES.items() if each.plan.default is not None and not each.plan.default.uncast]
+            raise UserError(
+                f"precision.output={self.output!r} casts nothing, as without the field: leave it out, or choose one of "
+                f"{', '.join(casts)}."
+            )
 
     def _check_schedule(self) -> None:
         """Raise if the schedule names neither a recipe nor a file, or if another field contradicts it."""
@@ -118,7 +135,7 @@ class Precision:
             known: Plans by name, of fp8-auto and of files that need not be read.
         """
         if name in known:
-            return self._sampled(known[name])
+            return self._with_output(self._sampled(known[name]))
         if self.names_file(name):
             found = Plan.load(name)
             self._check_plan(f"{'precision.schedule: ' if self.schedule else 'precision.plan='}{name!r}", found)
@@ -126,7 +143,7 @@ class Precision:
             found = self._uncast_or_recipe(name)
         else:
             found = recipe(name or MODES[self.mode].recipe)
-        return self._sampled(found)
+        return self._with_output(self._sampled(found))
 
     def names_file(self, name: str) -> bool:
         """Return True if the name in an entry is a file."""
@@ -146,6 +163,9 @@ class Precision:
 
     def _sampled(self, plan: Plan) -> Plan:
         return plan if self.sampling is None else plan.with_sampling(self.sampling)
+
+    def _with_output(self, plan: Plan) -> Plan:
+        return plan if self.output is None else plan.with_output(recipe(self.output).default)
 
     def _check_plan(self, given: str, found: Plan) -> None:
         mode = MODES[self.mode].plan

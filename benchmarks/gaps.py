@@ -1,0 +1,129 @@
+"""Where the GPU waits in a training step: the gaps between kernels by phase, and the host's time beside the device's.
+
+    PYTHONPATH=src python3 benchmarks/gaps.py --sizes 134m,1b --modes o1,recipe:fp8-current+sr
+
+Sizes and modes are those of `benchmarks/train.py`. A step has four phases: entering `step_context` (casts of weights), forward,
+backward, and optimizer. A kernel belongs to the phase in which the host launched it; a gap belongs to the kernel after it. It
+is "host" if that kernel was launched after the kernel before it had ended, so that the GPU had nothing to do, and "device" if
+it had been launched in time.
+"""
+
+import argparse
+import itertools
+import json
+import re
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+from train import KERNELS, MODES, SIZES, build, listed
+
+from dither import step_context
+
+PHASES = ("enter", "forward", "backward", "optimizer")
+
+
+def stepper(size: str, mode: str, sequence: int):
+    """Return a training step whose phases are marked for the profiler."""
+    config, batch = SIZES[size]
+    model, optimizer, context = build(size, mode, "cuda", None, True, None)
+    random, steps = torch.Generator("cuda").manual_seed(1), itertools.count()
+
+    def step() -> None:
+        text = torch.randint(config.vocab_size, (batch, sequence + 1), device="cuda", generator=random)
+        mark = record_function("phase:enter")
+        mark.__enter__()
+        with step_context(model, step=next(steps)):
+            mark.__exit__(None, None, None)
+            with record_function("phase:forward"), context:
+                loss = model(text[:, :-1], text[:, 1:])
+            with record_function("phase:backward"):
+                loss.backward()
+        with record_function("phase:optimizer"):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
+
+
+def trace(step, steps: int = 2) -> list[dict]:
+    """Return the events of some steps as the profiler writes them."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        record.export_chrome_trace(str(path))
+        return json.loads(path.read_text())["traceEvents"]
+
+
+def analyse(events: list[dict]) -> None:
+    """Print time on the device, gaps and the host's time by phase, of the last step in the trace."""
+    marks = [event for event in events if event.get("cat") == "user_annotation" and event["name"].startswith("phase:")]
+    last = sorted((event for event in marks if event["name"] == "phase:enter"), key=lambda event: event["ts"])[-1]
+    phases = {
+        event["name"].removeprefix("phase:"): (event["ts"], event["ts"] + event["dur"])
+        for event in marks
+        if event["ts"] >= last["ts"]
+    }
+    launches = {
+        event["args"]["correlation"]: event
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
+    }
+    kernels = sorted(
+        (event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")), key=lambda event: event["ts"]
+    )
+    busy, waits, late, counts, groups = defaultdict(float), defaultdict(float), defaultdict(float), defaultdict(int), {}
+    end = None
+    for kernel in kernels:
+        launch = launches.get(kernel["args"].get("correlation"))
+        at = None if launch is None else launch["ts"]
+        phase = next((name for name in PHASES if at is not None and phases[name][0] <= at <= phases[name][1]), None)
+        before, end = end, max(end or 0.0, kernel["ts"] + kernel["dur"])
+        if phase is None or launch is None or before is None:
+            continue
+        counts[phase] += 1
+        busy[phase] += kernel["dur"]
+        gap = max(0.0, kernel["ts"] - before)
+        (late if launch["ts"] + launch["dur"] > before else waits)[phase] += gap
+        group = next(name for name, pattern in KERNELS.items() if re.search(pattern, kernel["name"], re.IGNORECASE))
+        groups.setdefault(phase, defaultdict(float))[group] += kernel["dur"]
+    print(f"{'phase':<11}{'host ms':>9}{'launches':>10}{'kernels ms':>12}{'gaps, host':>12}{'gaps, device':>14}")
+    for name in PHASES:
+        host = (phases[name][1] - phases[name][0]) / 1e3
+        print(
+            f"{name:<11}{host:>9.2f}{counts[name]:>10}{busy[name] / 1e3:>12.2f}{late[name] / 1e3:>12.2f}"
+            f"{waits[name] / 1e3:>14.2f}  " + ", ".join(f"{g} {ms / 1e3:.2f}" for g, ms in groups.get(name, {}).items())
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=listed("|".join(SIZES)), default=["134m", "1b"])
+    parser.add_argument("--modes", type=listed(MODES), default=["o1", "recipe:fp8-current+sr"])
+    parser.add_argument("--sequence", type=int, default=2048)
+    arguments = parser.parse_args()
+    for size in arguments.sizes:
+        for mode in arguments.modes:
+            step = stepper(size, mode, arguments.sequence)
+            for _ in range(6):
+                step()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(10):
+                step()
+            end.record()
+            end.synchronize()
+            print(f"\n{size} {mode}: {begin.elapsed_time(end) / 10:.2f} ms per step", flush=True)
+            analyse(trace(step))
+            del step
+            torch._dynamo.reset()
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
