@@ -19,6 +19,7 @@ process of its own, so that neither memory nor a failure reaches the next one; d
     torchao-rowwise      the same with one scale per row
     recipe:NAME          o1 with dither.convert(model, NAME): only the linear layers differ
     recipe:NAME+sr       bf16-sr with dither.convert(model, NAME)
+    RECIPE+input         recipe:NAME or recipe:NAME+sr with MemoryOptions(save="input"); +one or +none after it are its hold=
     gaussws:PARTS        o1 with sampled weights, parts all, od, qkv, out, up or down; +recompute keeps no copy of them
     diffq:PARTS          the same with uniform noise
     MODE+adam-mini       o1, gaussws:PARTS or diffq:PARTS with dither.optim.AdamMini in place of torch's AdamW
@@ -68,7 +69,7 @@ SIZES = {
 
 SAMPLED = r"(gaussws|diffq):(all|od|qkv|out|up|down)(\+recompute)?"
 OPTIMIZER = r"\+(adamw|adam-mini)"
-MODES = r"bf16-nearest|bf16-sr|torchao-(tensorwise|rowwise)|recipe:[\w-]+?(\+sr)?"
+MODES = r"bf16-nearest|bf16-sr|torchao-(tensorwise|rowwise)|recipe:[\w-]+?(\+sr)?(\+input)?(\+(one|none))?"
 MODES += rf"|(o1|{SAMPLED})({OPTIMIZER})?"
 TABLE_1 = ["o1", "gaussws:od", "gaussws:all", "diffq:all"]
 """The methods of Table 1 of the paper on GaussWS, with AdamW; `+adam-mini` makes the other half."""
@@ -80,7 +81,7 @@ KERNELS = {
     "products": r"gemm|nvjet|cutlass|cublas|xmma|matmul|splitK|aten::(add|b|_scaled_)?mm",
     "sampling": r"_sample_|_noise_kernel|sample_backward|dither::(re)?sample",
     # Dither's own kernels; Inductor's with the operations of torchao's scaled casts; copies that change the dtype.
-    "casts": r"quantize|_cast|_amax_kernel|_factors_kernel|_round_kernel|triton_.*(amax|clamp)|copy_kernel|CopyKernel|Memcpy",
+    "casts": r"quantize|_cast|_transpose_kernel|_tensor_factors|_amax_kernel|_factors_kernel|_round_kernel|triton_.*(amax|clamp)|copy_kernel|CopyKernel|Memcpy",
     "rest": "",
 }
 """What a kernel does, by its name: the first pattern that is found. Norms, activations and the loss are the rest."""
@@ -90,14 +91,16 @@ def build(size: str, mode: str, device: str, peer: str | None, compiled: bool, l
     """Return the model of a mode, its optimizer, and the context of its forward pass."""
     config, _ = SIZES[size]
     config = dataclasses.replace(config, num_hidden_layers=layers or config.num_hidden_layers)
-    sr, recipe = mode == "bf16-sr" or mode.endswith("+sr"), re.fullmatch(r"recipe:(.+?)(\+sr)?", mode)
+    recipe = re.fullmatch(r"recipe:(.+?)(\+sr)?(\+input)?(?:\+(one|none))?", mode)
+    sr = mode == "bf16-sr" or bool(recipe and recipe[2])
     narrow = sr or mode == "bf16-nearest"
     with torch.device(device):
         model = Llama(config, generator=torch.Generator(device).manual_seed(0))
     if narrow:
         model = model.bfloat16()
     if recipe:
-        dither.convert(model, recipe[1])
+        memory = dither.MemoryOptions(save="input" if recipe[3] else "codes", hold=recipe[4] or "both")
+        dither.convert(model, recipe[1], memory=memory)
     method, _, chosen_optimizer = re.sub(f"{OPTIMIZER}$", r"|\1", mode).partition("|")
     if sampled := re.fullmatch(SAMPLED, method):
         noise = "rounded_normal" if sampled[1] == "gaussws" else "uniform"

@@ -149,7 +149,8 @@ class StatefulLayer(LeveledLayer):
         weight = self._own_weight()
         settings = self._settings[1 if weight.is_cuda else 0]
         known = type(weight) in (Tensor, nn.Parameter) or isinstance(self._parameters.get("weight"), DTensor)
-        return known and not self.fully_sharded and (settings.weight.cast or self._samples_once())
+        cast = settings.weight.cast and settings.hold != "none"
+        return known and not self.fully_sharded and (cast or self._samples_once())
 
     def hold_key(self) -> tuple[object, ...]:
         """Return what launches of this layer depend on, besides numbers: its constants, and where its tensors are."""
@@ -166,7 +167,7 @@ class StatefulLayer(LeveledLayer):
         self.step_state.hold(local(self._own_weight())._version, sampled=self._samples_once())
 
     def hold(self) -> None:
-        """Sample and cast the weight once for all forward passes of the step, in both layouts, into memory that stays."""
+        """Sample and cast the weight once for all forward passes of the step, into memory that stays."""
         settings, step = self._settings[1 if self.weight.is_cuda else 0], self.step_state
         samples = self._samples_once()
         self.mark_held()
@@ -180,12 +181,24 @@ class StatefulLayer(LeveledLayer):
         )
         with torch.no_grad():
             memory = step.code_memory
-            if memory is not None and (len(memory[0]), memory[2].shape[1]) == weight.shape:
+            if memory is not None and step.code_shape == weight.shape:
                 functional.cast_weight_again(weight, settings.weight, state, memory)
                 return
-            codes = functional.cast_weight(weight, settings.weight, state, along=True, across=True)
+            along, across = self._held_layouts(settings, samples)
+            codes = functional.cast_weight(weight, settings.weight, state, along=along, across=across)
             codes = step.keep_codes(codes if samples else functional.only_cast(codes, settings.weight))
-            step.code_memory = functional.cast_memory(codes) if settings.weight.whole else None
+            # A cast of one layout alone does not record its magnitude, which delayed scaling needs.
+            again = settings.weight.whole and ((along and across) or state.weight_amax.largest is None)
+            step.code_memory, step.code_shape = functional.cast_memory(codes) if again else None, weight.shape
+
+    def _held_layouts(self, settings: Settings, samples: bool) -> tuple[bool, bool]:
+        """Return which layouts of the weight's codes the step holds: (along its rows, along its columns).
+
+        Both layouts of a sampled weight are held if one does not follow from the other, since the sample itself is not kept.
+        """
+        if settings.hold == "both" or (samples and not settings.weight.turns):
+            return True, True
+        return not self.transposed, self.transposed
 
     def check_held(self) -> None:
         """Raise if the weight was changed after it was sampled or cast for this step."""
