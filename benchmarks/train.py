@@ -81,7 +81,8 @@ KERNELS = {
     "products": r"gemm|nvjet|cutlass|cublas|xmma|matmul|splitK|aten::(add|b|_scaled_)?mm",
     "sampling": r"_sample_|_noise_kernel|sample_backward|dither::(re)?sample",
     # Dither's own kernels; Inductor's with the operations of torchao's scaled casts; copies that change the dtype.
-    "casts": r"quantize|_cast|_transpose_kernel|_tensor_factors|_amax_kernel|_factors_kernel|_round_kernel|triton_.*(amax|clamp)|copy_kernel|CopyKernel|Memcpy",
+    "casts": r"quantize|_cast|_transpose_kernel|_amax_kernel|_factors_kernel|_round_kernel|triton_.*(amax|clamp)"
+    r"|copy_kernel|CopyKernel|Memcpy",
     "rest": "",
 }
 """What a kernel does, by its name: the first pattern that is found. Norms, activations and the loss are the rest."""

@@ -165,7 +165,7 @@ def test_rounding_by_bits_is_that_of_bfloat16() -> None:
 def test_wrong_options_are_refused() -> None:
     with pytest.raises(UserError, match="hold is 'both', 'one' or 'none', not 'all'"):
         MemoryOptions(hold="all")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="memory= takes a dither.MemoryOptions, not 'one'"):
+    with pytest.raises(UserError, match=r"memory= takes a dither\.MemoryOptions, not 'one'"):
         dither.convert(nn.Sequential(nn.Linear(64, 64)), "fp8-row", memory="one")  # type: ignore[arg-type]
     model = nn.Sequential(nn.Linear(64, 64))
     dither.convert(model, "fp8-row")
