@@ -35,7 +35,7 @@ def _(amax: Tensor, cast: str) -> tuple[Tensor, Tensor]:
 
 @_operator
 def _transposed_op(codes: Tensor, after: Tensor | None) -> Tensor:
-    """Return the transpose of a matrix with one byte per element, contiguous."""
+    """Return the transpose of a matrix of codes or scales, contiguous."""
     return implementation("transposing", codes.device, "auto").transposed(codes)  # type: ignore[no-any-return]
 
 

@@ -15,7 +15,7 @@ from dither.kernels.philox import program_tile, tiles
 def _transpose_kernel(
     x_ptr, out_ptr, rows, columns, stride_r, stride_c, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr
 ):
-    """Store the transpose of one tile of bytes. Loads run along the columns of x, stores along the columns of the result."""
+    """Store the transpose of one tile. Loads run along the columns of x, stores along the columns of the result."""
     _, first_row, first_column = program_tile(tl.program_id(0), rows, columns, ROWS, COLUMNS)
     row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
     pointers = x_ptr + row[:, None] * stride_r + column[None, :] * stride_c
@@ -28,7 +28,7 @@ def _transpose_kernel(
 
 
 def transposed(codes: Tensor) -> Tensor:
-    """Return the transpose of a matrix with one byte per element, contiguous."""
+    """Return the transpose of a matrix of codes or scales, contiguous."""
     out = torch.empty(codes.shape[::-1], dtype=codes.dtype, device=codes.device)
     if codes.numel():
         _launch(tuple(codes.shape), codes.stride(), codes.dtype, codes.device)(codes, out)
