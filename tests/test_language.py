@@ -19,6 +19,7 @@ LONG: dict[str, str] = {
     "nn/linear.py": "Linear.__init__",
     "nn/targets.py": "choose_targets",
     "nn/functional.py": "forward",
+    "nn/conversion.py": "convert",
     "commands/": "",
     "torch_ops.py": "",
 }

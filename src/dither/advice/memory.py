@@ -194,7 +194,7 @@ class Setting:
     residual: str | None = None
     """Format of the residual stream, as FSDP2's mixed precision sets it; None means that of the parameters."""
     memory: MemoryOptions = MemoryOptions()  # noqa: RUF009 (frozen)
-    """What cast layers keep between forward and backward."""
+    """Choice of the tensors that cast layers keep between forward and backward."""
     float_logits: bool = False
     """True if the loss keeps float32 logits and their gradients too; dither's own cross entropy does not."""
 

@@ -69,7 +69,7 @@ def memory(
         checkpointing: Assume activation checkpointing: blocks keep only their inputs and are recomputed in backward.
         compiled: Assume compiled blocks, as `dither train` has on a GPU.
         accumulate: Assume gradient accumulation over several micro-batches.
-        save: What cast layers keep of their inputs: codes, or the input; by default that of the run, or codes.
+        save: Tensors that cast layers keep of their inputs: codes, or the input; by default that of the run, or codes.
         hold: Layouts of the codes of weights that are held: both, one or none; by default those of the run, or both.
         gpu: The GPU to recommend for, such as H100-80GB; by default that of this machine.
         risk: Allowed precisions: none (the usual mixed precision), low (also FP8, stochastic rounding), high (also FP4).

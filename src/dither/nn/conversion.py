@@ -69,7 +69,7 @@ def convert(
         emulate: Multiply dequantized numbers in float32 in all layers.
         engines: Native units that passed the self-test on this machine, or the file in which `dither doctor --engines FILE`
             recorded them. Units that this project has tested need no record.
-        memory: What layers keep between forward and backward; by default `MemoryOptions()`. It changes no bit.
+        memory: Choice of the tensors that layers keep between forward and backward; by default `MemoryOptions()`.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))

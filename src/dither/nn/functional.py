@@ -163,7 +163,7 @@ class Later(NamedTuple):
     input: bool = False
     """True if the transposed input is cast in backward."""
     weight: str = ""
-    """How the weight of the input gradient is made: "" in forward, "turn" or "cast" in backward; see `_weight`."""
+    """The weight of the input gradient is made in forward (""), or in backward ("turn" or "cast"): see `_weight`."""
 
 
 def linear(
@@ -296,16 +296,16 @@ class _Products(torch.autograd.Function):
         if along is not None:  # dx_MK = dy_MN (w_KN)^T
             w = Codes(w_KN, w_KN_scale, w_KN_tensor)
             if ctx.later.weight == "turn":
-                w = _turned_later(w, dy)
+                w = _turned_later(w, along.values)
             elif ctx.later.weight:
-                w = _cast_later(w, settings.input_grad_weight, 1 if settings.transposed else 0, levels, dy)
+                w = _cast_later(w, settings.input_grad_weight, 1 if settings.transposed else 0, levels, along.values)
             dx = _product(
                 "input_grad", along, settings.grad.along, w, settings.input_grad_weight, dy.shape[1], None, x_dtype, settings
             )
         if across is not None:  # dw_NK = dy_NM (x_KM)^T, or its transpose
             x = Codes(x_KM, x_KM_scale, x_KM_tensor)
             if ctx.later.input:
-                x = _cast_later(x, settings.input.across, 0, levels, dy)
+                x = _cast_later(x, settings.input.across, 0, levels, across.values)
             left, right = (across, settings.grad.across), (x, settings.input.across)
             if settings.transposed:
                 left, right = right, left

@@ -43,7 +43,7 @@ class Linear(StatefulLayer):
     emulate: bool
     compute: Literal["fp32", "bf16", "fp16"]
     memory: MemoryOptions
-    """What is kept between forward and backward; change it with `set_memory`."""
+    """Choice of the tensors that are kept between forward and backward; `set_memory` changes it."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class Linear(StatefulLayer):
         self._begin_settings()
 
     def set_memory(self, memory: MemoryOptions) -> None:
-        """Change what is kept between forward and backward, from the next step on. Results have the same bits."""
+        """Change what is kept between forward and backward, from the next step on."""
         if self.step_state.active:
             raise UserError(f"The memory options of the layer {self.name!r} change between steps, not inside a step_context.")
         self.memory = memory

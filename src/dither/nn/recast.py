@@ -48,7 +48,7 @@ def _both_codes(x: Tensor, multiply: Tensor, cast: str) -> tuple[Tensor, Tensor]
 
 
 def rounded_to_bfloat16(wide: Tensor) -> Tensor:
-    """Return float32 numbers rounded to bfloat16, by their bits; a NaN stays one.
+    """Return float32 numbers rounded to bfloat16, by their bits. NaN becomes anything: the scale of such a tensor is NaN.
 
     Inductor leaves out the conversion of a bfloat16 intermediate result and computes with the unrounded number. So the fused
     cast rounds it here, and has the codes of the number that would have been stored.
@@ -57,8 +57,7 @@ def rounded_to_bfloat16(wide: Tensor) -> Tensor:
     tensor([ 1.0000,  1.0078, -3.0000])
     """
     bits = wide.view(torch.int32)
-    nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
-    return torch.where(wide.isnan(), wide, nearest.view(torch.float32))
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
 
 
 def again(

@@ -11,15 +11,15 @@ Hold = Literal["both", "one", "none"]
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """What a layer keeps between the forward and the backward pass of its products. Results have the same bits with all.
+    """Choice of the tensors that a layer keeps between the forward and the backward pass of its products.
 
     >>> MemoryOptions(save="input").hold
     'both'
     """
 
     save: Save = "codes"
-    """What the weight gradient reads of the input: its transposed codes (codes), or the input itself, which backward casts
-    again (input). A compiled block that can compute the input again, as a norm or a product of activations, saves neither."""
+    """The weight gradient reads the transposed codes of the input (codes), or the input itself, which backward casts again
+    (input). A compiled block that can compute the input again, as a norm or a product of activations, saves neither."""
     hold: Hold = "both"
     """Layouts of the weight's codes that a step_context holds: both, the forward product's alone (one), or none. The layout of
     the input gradient is then made in backward: by transposing codes, or by another cast of the weight."""

@@ -39,7 +39,7 @@ class Precision:
     engines: str | None = None
     """File in which `dither doctor --engines FILE` recorded the native units that passed the self-test on this machine."""
     save: Literal["codes", "input"] = "codes"
-    """What backward reads of the input of a cast layer: its codes, or the input, which it casts again; see docs/memory.md."""
+    """Backward reads the codes of a cast layer's input, or the input, which it casts again; see docs/memory.md."""
     hold: Literal["both", "one", "none"] = "both"
     """Layouts of a weight's codes that are held for a step: both, the forward product's, or none; see docs/memory.md."""
     times: str | None = None
