@@ -11,9 +11,9 @@ from dither.reference import transposing
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from dither.kernels import quantize as kernel_quantize  # noqa: E402
-from dither.kernels import scaling as kernel_scaling  # noqa: E402
-from dither.kernels import transposing as kernel_transposing  # noqa: E402
+from dither.kernels import quantize as kernel_quantize
+from dither.kernels import scaling as kernel_scaling
+from dither.kernels import transposing as kernel_transposing
 
 
 @pytest.mark.parametrize("text", ["e4m3 tile(128)", "e4m3 row", "e2m1 block(32)", "e4m3 tensor", "e2m1 tile(32) pow2"])
