@@ -60,7 +60,8 @@ MEASURED = [
 def setting(mode: str, what: str | None) -> Setting:
     if what in ("kept", "recomputed"):
         return Setting(mode=mode, sampling=what)
-    return Setting(mode=mode, precision=None if what is None else recipe(what).default)
+    memory = MemoryOptions("codes", "both")
+    return Setting(mode=mode, precision=None if what is None else recipe(what).default, memory=memory)
 
 
 @pytest.mark.parametrize(("size", "mode", "what", "peak"), MEASURED)
@@ -69,6 +70,23 @@ def test_estimates_are_within_a_percent_of_measured_peaks(size, mode, what, peak
     found = estimate(shape, setting(mode, what), batch=batch, sequence=2048)
     assert found.moment == "loss"
     assert found.peak / GIB == pytest.approx(peak, rel=0.01)
+
+
+def test_less_is_saved_and_held_as_the_options_say():
+    """At 1B: input codes 1 byte of 2 d + q + f per token and block, weight codes 1 byte per weight and layout."""
+    shape, batch = SIZES["1b"]
+    made = {
+        (save, hold): estimate(
+            shape, replace(setting("o1", "fp8-current"), memory=MemoryOptions(save, hold)), batch=batch, sequence=2048
+        ).moments["loss"]
+        for save in ("codes", "input")
+        for hold in ("both", "one", "none")
+    }
+    assert made["input", "both"]["input_codes"] == 0
+    assert made["codes", "both"]["input_codes"] == pytest.approx(batch * 2048 * 22 * (3 * 2048 + 5632), rel=1e-4)
+    held = [made["codes", hold]["weight_codes"] - made["codes", "none"]["weight_codes"] for hold in ("both", "one")]
+    assert held == pytest.approx([2 * shape.block_weights, shape.block_weights], rel=1e-4)
+    assert made["codes", "both"]["activations"] == made["input", "none"]["activations"]
 
 
 LLAMA = LlamaConfig(

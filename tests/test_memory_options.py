@@ -1,5 +1,6 @@
-"""What layers keep between forward and backward changes no bit, and compiled blocks save what docs/memory.md says."""
+"""Layers that keep less between forward and backward have the same bits, and compiled blocks save what docs/memory.md says."""
 
+import functools
 from collections.abc import Iterator
 
 import pytest
@@ -16,7 +17,7 @@ from dither.nn.conv1d import Conv1D
 from dither.precision import Plan, Sampling
 
 OPTIONS = [MemoryOptions("codes", "one"), MemoryOptions("codes", "none"), MemoryOptions("input", "both")]
-RECIPES = ["fp8-current", "fp8-row", "fp8-block", "fp8-delayed", "mxfp8", "nvfp4", "fp4-block"]
+RECIPES = ["fp8-current", "fp8-row", "fp8-block", "fp8-delayed", "mxfp8", "nvfp4"]
 
 
 class Block(nn.Module):
@@ -36,19 +37,17 @@ class Block(nn.Module):
 def trained(plan: Plan | str, options: MemoryOptions | None, *, again: bool = False, backend: str = "") -> Iterator[Tensor]:
     """Yield the losses and gradients of two steps of two micro-batches."""
     torch.manual_seed(0)
-    model = nn.Sequential(Block(), Block())
+    model = nn.Sequential(Block())
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
     dither.convert(model, plan, memory=options)
-    blocks = [torch.compile(block, backend=backend, fullgraph=True) if backend else block for block in model]
+    run = functools.partial(checkpoint, model[0], use_reentrant=False) if again else model[0]
+    run = torch.compile(run, backend=backend, fullgraph=True) if backend else run
     for step in range(2):
         with dither.step_context(model, step=step):
             for _ in range(2):
                 x = torch.randn(1, 16, 128, requires_grad=True)
-                y = x
-                for block in blocks:
-                    y = checkpoint(block, y, use_reentrant=False) if again else block(y)
-                loss = y.square().mean()
+                loss = run(x).square().mean()
                 loss.backward()
                 assert loss.isfinite()
                 yield loss.detach()
@@ -92,7 +91,7 @@ def test_levels_that_change_have_the_same_bits() -> None:
 
     def run(options: MemoryOptions) -> Iterator[Tensor]:
         torch.manual_seed(0)
-        model = nn.Sequential(Block(), Block())
+        model = nn.Sequential(Block())
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.1)
         dither.convert(model, "fp8-block", memory=options)
@@ -113,6 +112,8 @@ def test_compiled_blocks_have_the_same_bits(recipe: str) -> None:
     expected = list(trained(recipe, MemoryOptions(), backend="aot_eager_decomp_partition"))
     options = MemoryOptions("input", "none" if recipe == "fp8-block" else "one")
     assert same(iter(expected), trained(recipe, options, backend="aot_eager_decomp_partition"))
+    if recipe == "fp8-current":  # a checkpoint around a cast inside of one around the block, in one graph
+        assert same(iter(expected), trained(recipe, options, again=True, backend="aot_eager_decomp_partition"))
 
 
 @pytest.mark.parametrize("recipe", ["fp8-current", "fp8-block"])

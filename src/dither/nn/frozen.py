@@ -101,7 +101,8 @@ class FrozenLinear(Linear):
         for name, tensor in zip(BUFFERS, codes, strict=True):
             new.register_buffer(name, tensor if tensor is not None and tensor.numel() else None, persistent=False)
         new.begin(layer.precision, layer.name, layer.seed, layer.emulate, layer.transposed, layer.verified)
-        new.compute, new.fallback, new.planned, new.memory = layer.compute, layer.fallback, layer.planned, layer.memory
+        new.compute, new.fallback, new.planned = layer.compute, layer.fallback, layer.planned
+        new.set_memory(layer.memory)
         if layer.emulates_here:
             new.emulates_here = True
             new._begin_settings()
@@ -231,7 +232,8 @@ def thaw_base(model: nn.Module, dtype: torch.dtype | None = None) -> None:
         new._non_persistent_buffers_set = set(layer._non_persistent_buffers_set) - set(BUFFERS)
         new._parameters["weight"] = nn.Parameter(layer.dequantize(dtype), requires_grad=False)
         new.begin(layer.precision, layer.name, layer.seed, layer.emulate, layer.transposed, layer.verified)
-        new.compute, new.fallback, new.planned, new.memory = layer.compute, layer.fallback, layer.planned, layer.memory
+        new.compute, new.fallback, new.planned = layer.compute, layer.fallback, layer.planned
+        new.set_memory(layer.memory)
         if layer.emulates_here:
             new.emulates_here = True
             new._begin_settings()

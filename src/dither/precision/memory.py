@@ -1,4 +1,4 @@
-"""Choices between memory and time that change no bit of a result."""
+"""Choices between memory and time that change no code, scale or random bit of a layer."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
