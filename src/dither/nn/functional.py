@@ -346,7 +346,9 @@ def _input(
     x, across, level = x_MK.detach(), casting.across, _level(state.levels, casting.across)
     compiling = torch.compiler.is_compiling()
     if compiling and casting.along == across and across.fusible and x.dtype in recast.ROUNDED:
-        codes, codes_t, scale = recast.fused(x, across.cast, _measured(x, across, amax))
+        largest = _measured(x, across, amax)
+        assert largest is not None
+        codes, codes_t, scale = recast.fused(x, across.cast, largest)
         return OperandCodes(Codes(codes, scale), Codes(codes_t, scale.view(()))), False  # Dynamo takes no tensor twice
     if across.measured and casting.along == across:
         amax = amax._replace(given=_measured(x, across, amax))
@@ -414,14 +416,15 @@ and its axis."""
 
 def cast_memory(held: OperandCodes) -> CastMemory:
     """Return the memory of a cast, for `cast_weight_again`."""
-    along, across = held
-    assert along is None or along.scale is not None
-    assert across is None or across.scale is not None
-    if across is None:
-        return along.values, along.scale, 1
-    if along is None:
-        return across.values.T, _turned(across.scale), 0
-    return along.values, along.scale, across.values.T, _turned(across.scale)
+    along, across = (
+        None if codes is None or codes.scale is None else (codes.values, codes.scale) for codes in (held.along, held.across)
+    )
+    if along is not None and across is not None:
+        return *along, across[0].T, _turned(across[1])
+    if across is not None:
+        return across[0].T, _turned(across[1]), 0
+    assert along is not None
+    return *along, 1
 
 
 def cast_weight_again(weight: Tensor, casting: Castings, state: State, out: CastMemory) -> None:
