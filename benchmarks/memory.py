@@ -5,7 +5,8 @@
     PYTHONPATH=src python3 benchmarks/memory.py --list                           # the cases and their estimates; needs no GPU
 
 A case is SIZE:MODE with parts added by +: a recipe (fp8-block), states (dynamic8), again (checkpointing), eager (blocks not
-compiled), accumulate (two backward passes), small (128 tokens, so that gradients are the peak). The measured peak is that of
+compiled), accumulate (two backward passes), small (128 tokens, so that gradients are the peak), input (MemoryOptions(save=
+"input")), one or none (its hold=). The measured peak is that of
 allocated memory over three steps after a warm-up, by `torch.cuda.max_memory_allocated`. The last column but one is the
 estimate's error; more than 10 % fails (exit code 1).
 """
@@ -44,7 +45,9 @@ CASES = (
     "134m:o1,134m:bf16-sr,134m:bf16-sr+eager,134m:o1+eager,134m:fp32,gpt2:o1,gpt2:bf16-sr,gpt2:o1+fp8-block,"
     "1b:o1,1b:o2,1b:bf16-sr,1b:fp16,1b:o1+fp8-current,1b:o1+mxfp4,1b:bf16-sr+nvfp4,1b:bf16-sr+fp8-block+dynamic8,"
     "1b:o1+again,1b:bf16-sr+again,1b:bf16-sr+fp8-current+again,1b:o1+accumulate,1b:o1+small,1b:bf16-sr+small,"
-    "3b:o1,3b:bf16-sr+dynamic8,8b4:bf16-sr+fp8-current"
+    "3b:o1,3b:bf16-sr+dynamic8,8b4:bf16-sr+fp8-current,"
+    "134m:o1+fp8-current+input+one,1b:o1+fp8-current+input+one,1b:o1+fp8-current+input+none,1b:bf16-sr+fp8-current+input+one,"
+    "1b:o1+fp8-block+input+one,3b:o1+fp8-current+input+none,8b4:o1+fp8-current+input+none,1b:o1+fp8-current+input+eager"
 )
 
 
@@ -64,7 +67,7 @@ def parse(text: str) -> Case:
     """Parse the text of a case; a mistake ends the script with a message."""
     size, _, rest = text.partition(":")
     mode, *parts = rest.split("+")
-    known = {*RECIPES, *BLOCKS, "again", "eager", "accumulate", "small"}
+    known = {*RECIPES, *BLOCKS, "again", "eager", "accumulate", "small", "input", "one", "none"}
     if size not in SIZES or mode not in MODES or mode not in STORAGE or not set(parts) <= known:
         sys.exit(
             f"{text!r} is no case: sizes are {', '.join(SIZES)}, modes {', '.join(MODES)}; add {', '.join(sorted(known))}."
@@ -79,6 +82,9 @@ def parse(text: str) -> Case:
         checkpointing="again" in parts,
         compiled="eager" not in parts,
         accumulate="accumulate" in parts,
+        memory=dither.MemoryOptions(
+            "input" if "input" in parts else "codes", next((part for part in parts if part in ("one", "none")), "both")
+        ),
     )
     batch, sequence = (1, 128) if "small" in parts else (batch, sequence)
     return Case(text, shape_of(config), setting, name, batch, sequence)
@@ -102,7 +108,7 @@ def measure(text: str, device: str) -> int:
     config = SIZES[text.partition(":")[0]][0]
     model = build(config, device=device)
     if case.recipe is not None:
-        dither.convert(model, case.recipe)
+        dither.convert(model, case.recipe, memory=how.memory)
     given = {} if how.states is None else {"states": how.states}
     run = training(model, how.mode, 1e-4, **given)
     if how.compiled and device != "cpu":

@@ -20,6 +20,7 @@ process of its own, so that neither memory nor a failure reaches the next one; d
     recipe:NAME          o1 with dither.convert(model, NAME): only the linear layers differ
     recipe:NAME+sr       bf16-sr with dither.convert(model, NAME)
     recipe:NAME+output   recipe:NAME with the output layer in the same precision; recipe:NAME+output+sr with bf16-sr
+    RECIPE+input         recipe:NAME or recipe:NAME+sr with MemoryOptions(save="input"); +one or +none after it are its hold=
     gaussws:PARTS        o1 with sampled weights, parts all, od, qkv, out, up or down; +recompute keeps no copy of them
     diffq:PARTS          the same with uniform noise
     MODE+adam-mini       o1, gaussws:PARTS or diffq:PARTS with dither.optim.AdamMini in place of torch's AdamW
@@ -71,7 +72,8 @@ SIZES = {
 
 SAMPLED = r"(gaussws|diffq):(all|od|qkv|out|up|down)(\+recompute)?"
 OPTIMIZER = r"\+(adamw|adam-mini)"
-MODES = r"bf16-nearest|bf16-sr|torchao-(tensorwise|rowwise)|recipe:[\w-]+?(\+output)?(\+sr)?"
+MODES = r"bf16-nearest|bf16-sr|torchao-(tensorwise|rowwise)"
+MODES += r"|recipe:[\w-]+?(\+output)?(\+sr)?(\+input)?(\+(one|none))?"
 MODES = rf"({MODES}|(o1|{SAMPLED})({OPTIMIZER})?)(\+fsdp(-codes)?)?"
 TABLE_1 = ["o1", "gaussws:od", "gaussws:all", "diffq:all"]
 """The methods of Table 1 of the paper on GaussWS, with AdamW; `+adam-mini` makes the other half."""
@@ -83,7 +85,8 @@ KERNELS = {
     "products": r"gemm|nvjet|cutlass|cublas|xmma|matmul|splitK|aten::(add|b|_scaled_)?mm",
     "sampling": r"_sample_|_noise_kernel|sample_backward|dither::(re)?sample",
     # Dither's own kernels; Inductor's with the operations of torchao's scaled casts; copies that change the dtype.
-    "casts": r"quantize|_cast|_amax_kernel|_factors_kernel|_round_kernel|triton_.*(amax|clamp)|copy_kernel|CopyKernel|Memcpy",
+    "casts": r"quantize|_cast|_transpose_kernel|_amax_kernel|_factors_kernel|_round_kernel|triton_.*(amax|clamp)"
+    r"|copy_kernel|CopyKernel|Memcpy",
     "rest": "",
 }
 """What a kernel does, by its name: the first pattern that is found. Norms, activations and the loss are the rest."""
@@ -94,7 +97,8 @@ def build(size: str, mode: str, device: str, peer: str | None, compiled: bool, l
     config, _ = SIZES[size]
     mode, fsdp, codes = mode.partition("+fsdp")
     config = dataclasses.replace(config, num_hidden_layers=layers or config.num_hidden_layers)
-    sr, recipe = mode == "bf16-sr" or mode.endswith("+sr"), re.fullmatch(r"recipe:(.+?)(\+output)?(\+sr)?", mode)
+    recipe = re.fullmatch(r"recipe:(.+?)(\+output)?(\+sr)?(\+input)?(?:\+(one|none))?", mode)
+    sr = mode == "bf16-sr" or bool(recipe and recipe[3])
     narrow = sr or mode == "bf16-nearest"
     with torch.device(device):
         model = Llama(config, generator=torch.Generator(device).manual_seed(0))
@@ -102,7 +106,8 @@ def build(size: str, mode: str, device: str, peer: str | None, compiled: bool, l
         model = model.bfloat16()
     if recipe:
         plan = dither.recipe(recipe[1])
-        dither.convert(model, plan.with_output() if recipe[2] else plan)
+        memory = dither.MemoryOptions(save="input" if recipe[4] else "codes", hold=recipe[5] or "both")
+        dither.convert(model, plan.with_output() if recipe[2] else plan, memory=memory)
     method, _, chosen_optimizer = re.sub(f"{OPTIMIZER}$", r"|\1", mode).partition("|")
     if sampled := re.fullmatch(SAMPLED, method):
         noise = "rounded_normal" if sampled[1] == "gaussws" else "uniform"

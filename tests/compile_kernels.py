@@ -19,7 +19,19 @@ import dither
 from dither import Cast, Stream, loss_ops
 from dither.adam_update import Piece, Update
 from dither.formats import Format
-from dither.kernels import adamw, levels, loss, loss_codes, matmul, philox, quantize, rounding, sampling
+from dither.kernels import (
+    adamw,
+    levels,
+    loss,
+    loss_codes,
+    matmul,
+    philox,
+    quantize,
+    rounding,
+    sampling,
+    scaling,
+    transposing,
+)
 from dither.precision import Rounding
 from dither.random import Draw
 from dither.reference import masters
@@ -109,6 +121,10 @@ def calls() -> Iterator[str]:
             mine = draw if how.startswith("stochastic") else None
             rounding.round_to(x, Format.parse(format), Rounding.parse(how), saturate, mine)
         yield f"round_to {format} {how}"
+    transposing.transposed(torch.zeros(256, 384, dtype=torch.float8_e4m3fn))
+    transposing.transposed(torch.zeros(100, 33))
+    scaling.tensor_factors(torch.ones(()), Cast.parse("e4m3 tensor"))
+    yield "transposed codes and scales, factors of a tensor"
     yield from level_calls()
     yield from product_calls()
     yield from sampling_calls()

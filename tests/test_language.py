@@ -21,6 +21,7 @@ LONG: dict[str, str] = {
     "nn/targets.py": "choose_targets",
     "nn/functional.py": "forward",
     "nn/output_loss.py": "forward",
+    "nn/conversion.py": "convert",
     "commands/": "",
     "torch_ops.py": "",
 }

@@ -7,12 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from worlds import in_processes, needs_gloo, spread
 
 import dither
-from dither import LayerPrecision, Plan, Sampling, UserError
+from dither import LayerPrecision, MemoryOptions, Plan, Sampling, UserError
 from dither.nn import Conv1D
 from dither.nn.tensor_parallel import local
 from dither.precision import OPERANDS
@@ -58,10 +59,10 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-def block(plan: Plan, parallel: bool, transposed: bool = False) -> Block:
+def block(plan: Plan, parallel: bool, transposed: bool = False, memory: MemoryOptions | None = None) -> Block:
     torch.manual_seed(0)
     model = Block(transposed)
-    dither.convert(model, plan, seed=5)
+    dither.convert(model, plan, seed=5, memory=memory)
     if parallel:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -97,6 +98,22 @@ def check_casts() -> None:
         for key, value in expected.items():
             error = (found[key] - value).norm() / value.norm()
             assert error < 1e-5, (name, key, error)
+
+
+def check_memory_options() -> None:
+    """Operands that backward makes have the bits of those that forward makes, in shards and under FSDP2 too."""
+    for name, precision in {"random": RANDOM, "mixed": MIXED, "by product": BY_PRODUCT}.items():
+        plan = Plan(default=precision)
+        expected = run(block(plan, True))
+        for options in (MemoryOptions("input", "one"), MemoryOptions("codes", "none")):
+            found = run(block(plan, True, memory=options))
+            assert all(torch.equal(found[key], value) for key, value in expected.items()), (name, options)
+    sharded = []
+    for options in (MemoryOptions(), MemoryOptions("input", "none"), MemoryOptions("codes", "one")):
+        model = block(Plan(default=BY_PRODUCT), False, memory=options)
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), reshard_after_forward=True)
+        sharded.append(run(model))
+    assert all(torch.equal(other[key], value) for other in sharded[1:] for key, value in sharded[0].items())
 
 
 def check_sampled() -> None:
@@ -208,7 +225,8 @@ def check_refused() -> None:
 @pytest.mark.parametrize(
     ("size", "check"),
     [
-        *in_processes(2, check_casts, check_delayed, check_sampled, check_learning, check_transposed, check_refused),
+        *in_processes(2, check_casts, check_delayed, check_memory_options, check_sampled, check_learning, check_transposed),
+        *in_processes(2, check_refused),
         *in_processes(4, check_uneven),
         *in_processes(4, check_casts, marks=pytest.mark.exhaustive),
     ],

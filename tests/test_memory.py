@@ -14,7 +14,7 @@ from dither.models import PRESETS, GPT2Config, LlamaConfig, build, parameter_cou
 from dither.nn.linear import Linear
 from dither.nn.step import step_context
 from dither.optim.modes import MODES
-from dither.precision import Cast
+from dither.precision import Cast, MemoryOptions
 from dither.recipes import recipe
 
 SIZES = {
@@ -60,7 +60,8 @@ MEASURED = [
 def setting(mode: str, what: str | None) -> Setting:
     if what in ("kept", "recomputed"):
         return Setting(mode=mode, sampling=what)
-    return Setting(mode=mode, precision=None if what is None else recipe(what).default)
+    memory = MemoryOptions("codes", "both")
+    return Setting(mode=mode, precision=None if what is None else recipe(what).default, memory=memory)
 
 
 @pytest.mark.parametrize(("size", "mode", "what", "peak"), MEASURED)
@@ -71,6 +72,24 @@ def test_estimates_are_within_a_percent_of_measured_peaks(size, mode, what, peak
     assert found.peak / GIB == pytest.approx(peak, rel=0.01)
 
 
+def test_less_is_saved_and_held_as_the_options_say():
+    """At 1B: input codes 1 byte of 2 d + q + f per token and block, weight codes 1 byte per weight and layout."""
+    shape, batch = SIZES["1b"]
+    made = {
+        (save, hold): estimate(
+            shape, replace(setting("o1", "fp8-current"), memory=MemoryOptions(save, hold)), batch=batch, sequence=2048
+        ).moments["loss"]
+        for save in ("codes", "input")
+        for hold in ("both", "one", "none")
+    }
+    assert made["input", "both"]["input_codes"] == 0
+    assert made["codes", "both"]["input_codes"] == pytest.approx(batch * 2048 * 22 * (3 * 2048 + 5632), rel=1e-4)
+    held = [made["codes", hold]["weight_codes"] - made["codes", "none"]["weight_codes"] for hold in ("both", "one")]
+    assert held == pytest.approx([2 * shape.block_weights, shape.block_weights], rel=1e-4)
+    assert made["codes", "both"]["activations"] == made["input", "none"]["activations"]
+    assert sum(made["codes", "one"].values()) / GIB == pytest.approx(38.86, rel=0.01)  # measured on an H200
+
+
 LLAMA = LlamaConfig(
     hidden_size=64, intermediate_size=176, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=256
 )
@@ -78,14 +97,14 @@ GPT2 = GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=256)
 B, S = 3, 32
 
 
-def kept_by_autograd(config, mode: str, what: str | None) -> int:
+def kept_by_autograd(config, mode: str, what: str | None, memory: MemoryOptions) -> int:
     """Bytes that autograd keeps of one more block, besides parameters and what layers hold."""
     totals = []
     for layers in (1, 2):
         model = build(replace(config, **{"n_layer" if config is GPT2 else "num_hidden_layers": layers}))
         model = model.bfloat16() if mode == "bf16-sr" else model
         if what is not None:
-            dither.convert(model, what)
+            dither.convert(model, what, memory=memory)
         found: dict[int, torch.UntypedStorage] = {}
 
         def pack(x, found=found):
@@ -107,16 +126,25 @@ def kept_by_autograd(config, mode: str, what: str | None) -> int:
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize(
-    ("mode", "what"), [("fp32", None), ("o1", None), ("bf16-sr", None), ("o1", "fp8-current"), ("o1", "fp8-block")]
+    ("mode", "what", "save"),
+    [
+        ("fp32", None, "codes"),
+        ("o1", None, "codes"),
+        ("bf16-sr", None, "codes"),
+        ("o1", "fp8-current", "codes"),
+        ("o1", "fp8-block", "codes"),
+        ("o1", "fp8-current", "input"),
+    ],
 )
-def test_uncompiled_activations_are_what_autograd_keeps(config, mode, what):
+def test_uncompiled_activations_are_what_autograd_keeps(config, mode, what, save):
     """Exactly, but for the scales of ragged groups."""
+    memory = MemoryOptions(save)
     shapes = [shape_of(replace(config, **{"n_layer" if config is GPT2 else "num_hidden_layers": n})) for n in (1, 2)]
-    made = [estimate(each, replace(setting(mode, what), compiled=False), batch=B, sequence=S) for each in shapes]
+    made = [estimate(each, replace(setting(mode, what), compiled=False, memory=memory), batch=B, sequence=S) for each in shapes]
     ours = [sum(found.moments["loss"][part] for part in ("activations", "input_codes")) for found in made]
     if what is None:  # copies of weights are kept by autograd too; codes are held by layers
         ours = [total + found.moments["loss"]["weight_codes"] for total, found in zip(ours, made, strict=True)]
-    assert ours[1] - ours[0] == pytest.approx(kept_by_autograd(config, mode, what), rel=1e-9 if what is None else 0.02)
+    assert ours[1] - ours[0] == pytest.approx(kept_by_autograd(config, mode, what, memory), rel=1e-9 if what is None else 0.02)
 
 
 @pytest.mark.parametrize("name", PRESETS)

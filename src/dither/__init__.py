@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from dither.precision import BitwidthLoss as BitwidthLoss
     from dither.precision import Cast as Cast
     from dither.precision import LayerPrecision as LayerPrecision
+    from dither.precision import MemoryOptions as MemoryOptions
     from dither.precision import Plan as Plan
     from dither.precision import Sampling as Sampling
     from dither.precision import WeightDecay as WeightDecay
@@ -80,7 +81,7 @@ _MODULES = {
     "numerics": ("Monitor",),
     "ops": ("AmaxHistory", "Quantized", "amax", "fake_quantize", "quantize", "quantize_both", "round_to", "sample"),
     "parallel": ("parallelize",),
-    "precision": ("BitwidthLoss", "Cast", "LayerPrecision", "Plan", "Sampling", "WeightDecay"),
+    "precision": ("BitwidthLoss", "Cast", "LayerPrecision", "MemoryOptions", "Plan", "Sampling", "WeightDecay"),
     "random": ("Stream",),
     "recipes": ("recipe",),
     "snip": ("auto_plan",),

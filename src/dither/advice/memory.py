@@ -25,7 +25,7 @@ from dither.adam_update import BLOCKS, WHOLE, current_mode
 from dither.engines import container
 from dither.errors import UserError
 from dither.formats import TABLE, Format
-from dither.precision import Cast, LayerPrecision, did_you_mean
+from dither.precision import Cast, LayerPrecision, MemoryOptions, did_you_mean
 
 GIB = 2**30
 
@@ -197,6 +197,8 @@ class Setting:
     """True if backward updates each block and frees its gradients (`dither.optim.release_gradients`)."""
     residual: str | None = None
     """Format of the residual stream, as FSDP2's mixed precision sets it; None means that of the parameters."""
+    memory: MemoryOptions = MemoryOptions()  # noqa: RUF009 (frozen)
+    """Choice of the tensors that cast layers keep between forward and backward."""
     float_logits: bool = False
     """True if the loss keeps float32 logits and their gradients too; dither's own cross entropy does not."""
 
@@ -390,12 +392,16 @@ def block_activations(shape: Shape, setting: Setting, *, tp: int = 1) -> tuple[f
         residual = p * d + c * d
         up = ups * c * f
         inputs = 0 if cast is not None else 2 * c * d + c * f / tp  # of q, k, v; of gate and up; of down
-        codes = 0.0 if cast is None else (2 * d + q / tp) * code_bytes(cast, d, d) + f / tp * code_bytes(cast, d, f)
+        codes = 0.0
+        if cast is not None and setting.memory.save == "codes":  # else norms and products of activations are recomputed
+            codes = (2 * d + q / tp) * code_bytes(cast, d, d) + f / tp * code_bytes(cast, d, f)
         return (residual + attention + up) / tp + inputs, codes
     # Two norms. RMSNorm, uncompiled, keeps x in float32 and the quotient in the dtype of x; LayerNorm keeps x.
     residual = 2 * (max(4, p) + p) * d + 8 if shape.gated else 2 * p * d + 4 * p
     up = (2 * ups) * c * f if shape.gated else 2 * c * f  # gate, silu(gate), up and their product, or before and after GELU
     readers = (3, 2) if shape.gated else (1, 1)  # layers that read the first and the second norm
+    if cast is not None and setting.memory.save == "input":
+        return residual + attention + up + 2 * p * d, 0.0  # the outputs of both norms
     if cast is not None:
         # Each layer casts its own input; the output of attention is kept for attention itself.
         codes = (sum(readers) * d + q) * code_bytes(cast, d, d) + f * code_bytes(cast, d, f)
@@ -405,15 +411,16 @@ def block_activations(shape: Shape, setting: Setting, *, tp: int = 1) -> tuple[f
 
 @functools.cache
 def weight_code_bytes(shape: Shape, setting: Setting) -> float:
-    """Return the bytes of codes of weights in both layouts, or of their narrower copies."""
+    """Return the bytes of codes of weights in the layouts that are held, or of their narrower copies."""
     storage, weights = setting.storage, shape.block_weights
     copies = format_bytes(storage.compute) if storage.autocast else 0
     output = shape.output_weights * copies
     if setting.casts_weight:
         assert setting.precision is not None
+        held = {"both": (1, 1), "one": (1, 0), "none": (0, 0)}[setting.memory.hold]  # forward product, input gradient
         layouts = (
-            copies if cast is None else code_bytes(cast, shape.width, shape.width)
-            for cast in setting.precision.casts_of("weight")
+            copies if cast is None else number * code_bytes(cast, shape.width, shape.width)
+            for cast, number in zip(setting.precision.casts_of("weight"), held, strict=True)
         )
         return weights * sum(layouts) + output
     if setting.sampling != "none":

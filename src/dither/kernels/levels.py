@@ -191,10 +191,14 @@ def quantize(
     draw: Draw | None,
     given_amax: Tensor | None,
     container: Format,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes of `x` by the cast `casts[level]`, their scales, and an empty tensor; `level` is int32[1] on the device."""
+    """Return codes of `x` by the cast `casts[level]`, their scales, and an empty tensor; `level` is int32[1] on the device.
+
+    They are written into `out`, if it is given: codes and scales of an earlier call with such an x.
+    """
     place = grouping.known_layout(tuple(x.shape), casts[0], axis)
-    values, scale = grouping.known_empty_outputs(x, casts[0], axis, container)
+    values, scale = out or grouping.known_empty_outputs(x, casts[0], axis, container)
     _launch(x, casts, level, place, draw, given_amax, container, values, scale)
     return values, scale, x.new_empty(0, dtype=torch.float32)
 

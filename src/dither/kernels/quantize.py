@@ -226,11 +226,20 @@ def amax(x: Tensor) -> Tensor:
 
 
 def quantize(
-    x: Tensor, cast: Cast, axis: int, draw: Draw | None, given_amax: Tensor | None, container: Format
+    x: Tensor,
+    cast: Cast,
+    axis: int,
+    draw: Draw | None,
+    given_amax: Tensor | None,
+    container: Format,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (codes of `x`, scales of the groups, scale of the tensor); scales that the cast does not have are empty."""
+    """Return (codes of `x`, scales of the groups, scale of the tensor); scales that the cast does not have are empty.
+
+    out: codes and scales of an earlier call with an x of the same kind, to be overwritten.
+    """
     layout = grouping.known_layout(tuple(x.shape), cast, axis)
-    values, scale = grouping.known_empty_outputs(x, cast, axis, container)
+    values, scale = out or grouping.known_empty_outputs(x, cast, axis, container)
     tensor = _launch(x, cast, layout, draw, given_amax, container, values, scale, fake=False)
     return values, scale, tensor
 

@@ -349,3 +349,26 @@ def store_factors(amax: Tensor, out: Tensor, cast: Cast, *, multiply: bool = Fal
             NATIVE=native(amax.device),
             BLOCK=256,
         )
+
+
+@triton.jit
+def _tensor_factors_kernel(
+    amax_ptr, multiply_ptr, restore_ptr, S: tl.constexpr, E: tl.constexpr, W: tl.constexpr, NATIVE: tl.constexpr
+):
+    """Store both factors of one magnitude, as `quantize._quantize_once_kernel` computes them."""
+    multiply, restore, _ = group_factors(tl.load(amax_ptr), 1.0, S, E, W, False, NATIVE)
+    tl.store(multiply_ptr, multiply)
+    tl.store(restore_ptr, restore)
+
+
+def tensor_factors(amax: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
+    """Return (factor that elements are multiplied by, stored scale) of a tensor with one float32 scale, 0-d float32 each."""
+    multiply, restore = torch.empty_like(amax), torch.empty_like(amax)
+    _tensor_factors_launch(cast, amax.device)(amax, multiply, restore)
+    return multiply, restore
+
+
+@functools.lru_cache(maxsize=256)
+def _tensor_factors_launch(cast: Cast, device: torch.device) -> BoundKernel:
+    constants = {"S": scaling_fields(cast), "E": E4M3, "W": block_rounding(cast), "NATIVE": native(device)}
+    return BoundKernel(_tensor_factors_kernel, 1, (), constants, bits=(0,), num_warps=1)

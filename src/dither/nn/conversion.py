@@ -33,7 +33,7 @@ from dither.nn.linear_sites import Site as Site
 from dither.nn.linear_sites import converted_layers as converted_layers
 from dither.nn.linear_sites import find_sites as find_sites
 from dither.nn.norms import cast_parameters, wide_parameters
-from dither.precision import PARTS, SAMPLINGS, LayerPrecision, Plan, Sampling, did_you_mean, matches
+from dither.precision import PARTS, SAMPLINGS, LayerPrecision, MemoryOptions, Plan, Sampling, did_you_mean, matches
 from dither.recipes import recipe
 
 
@@ -49,6 +49,7 @@ def convert(
     seed: int = 0,
     emulate: bool = False,
     engines: Verified | str | Path | None = None,
+    memory: MemoryOptions | None = None,
 ) -> Conversion:
     """Convert a model's linear layers to low precision in place, and return a record of the conversion.
 
@@ -68,6 +69,7 @@ def convert(
         emulate: Multiply dequantized numbers in float32 in all layers.
         engines: Native units that passed the self-test on this machine, or the file in which `dither doctor --engines FILE`
             recorded them. Units that this project has tested need no record.
+        memory: Choice of the tensors that layers keep between forward and backward; by default `MemoryOptions()`.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
@@ -77,6 +79,8 @@ def convert(
     """
     plan = recipe(plan) if isinstance(plan, str) else plan
     _check_arguments(model, plan, fallback)
+    if memory is not None and not isinstance(memory, MemoryOptions):
+        raise UserError(f"memory= takes a dither.MemoryOptions, not {memory!r}.")
     if _itself(model) is not model:
         raise UserError(
             "dither.convert takes the model itself, not what torch.compile returned: first dither.convert(model, plan), then "
@@ -96,14 +100,16 @@ def convert(
     adopted = {site.name: site.adopt(seed, emulate, verified, fallback) for site in sites if site.name in chosen}
     if not adopted and (plan.default is not None or any(precision is not None for _, precision in plan.layers)):
         raise UserError(f"{type(model).__name__} has no layer to convert: {_why_nothing(sites, reasons)}.")
+    for layer in adopted.values():
+        layer.set_memory(memory or MemoryOptions())
     notes = _switch(adopted, chosen, None, plan.compute)
     if plan.parameters is not None:
         cast_parameters(model, DTYPES[plan.parameters], all_norms=plan.master)
     for site in sites:
         if site.name in adopted:
             site.install(model, adopted[site.name])
-            for layer in _all(adopted[site.name]):
-                layer.belong_to(model)
+            for linear in _all(adopted[site.name]):
+                linear.belong_to(model)
     watch_guidance(model)
     record = _record(model, plan, sites, adopted, notes, reasons)
     if any(linear_of(layer).weight.is_cuda for layer in adopted.values()):

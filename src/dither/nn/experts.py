@@ -19,7 +19,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from dither.nn import functional
 from dither.nn.linear import Linear
-from dither.precision import LayerPrecision
+from dither.precision import LayerPrecision, MemoryOptions
 
 NAME = "dither"
 """Name of Dither's function in the registry of transformers, and of the child module in a converted module."""
@@ -93,6 +93,11 @@ class ExpertsLinear(nn.Module):
         """Set the precision of every expert, as `Linear.set_precision` does."""
         for expert in self.experts:
             expert.set_precision(precision, others=others)  # type: ignore[operator]
+
+    def set_memory(self, memory: MemoryOptions) -> None:
+        """Set the memory options of every expert, as `Linear.set_memory` does."""
+        for expert in self.experts:
+            expert.set_memory(memory)  # type: ignore[operator]
 
     def prepare_levels(self, others: Iterable[LayerPrecision]) -> None:
         """Prepare every expert for later changes of precision, as `Linear.prepare_levels` does."""

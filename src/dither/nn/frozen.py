@@ -102,6 +102,7 @@ class FrozenLinear(Linear):
             new.register_buffer(name, tensor if tensor is not None and tensor.numel() else None, persistent=False)
         new.begin(layer.precision, layer.name, layer.seed, layer.emulate, layer.transposed, layer.verified)
         new.compute, new.fallback, new.planned = layer.compute, layer.fallback, layer.planned
+        new.set_memory(layer.memory)
         if layer.emulates_here:
             new.emulates_here = True
             new._begin_settings()
@@ -232,6 +233,7 @@ def thaw_base(model: nn.Module, dtype: torch.dtype | None = None) -> None:
         new._parameters["weight"] = nn.Parameter(layer.dequantize(dtype), requires_grad=False)
         new.begin(layer.precision, layer.name, layer.seed, layer.emulate, layer.transposed, layer.verified)
         new.compute, new.fallback, new.planned = layer.compute, layer.fallback, layer.planned
+        new.set_memory(layer.memory)
         if layer.emulates_here:
             new.emulates_here = True
             new._begin_settings()

@@ -21,97 +21,22 @@ from torch.nn import functional as F  # noqa: N812
 from dither import devices, engines, torch_ops
 from dither.compiler import assume_constant_result
 from dither.errors import UserError
+from dither.formats import Format
 from dither.levels import NO_LEVELS, Family, Levels
-from dither.nn import shared_scales
+from dither.nn import recast
+from dither.nn.operands import Amax as Amax
+from dither.nn.operands import Casting as Casting
+from dither.nn.operands import Castings as Castings
+from dither.nn.operands import Codes as Codes
+from dither.nn.operands import OperandCodes as OperandCodes
+from dither.nn.operands import _alike as _alike
+from dither.nn.operands import _both as _both
+from dither.nn.operands import _cast_later, _measured, _turned_later
+from dither.nn.operands import _level as _level
+from dither.nn.operands import _turned as _turned
 from dither.ops import INPUT_DTYPES
-from dither.precision import OPERANDS, Cast, LayerPrecision
+from dither.precision import OPERANDS, Cast, LayerPrecision, MemoryOptions
 from dither.random import Stream
-
-
-class Casting(NamedTuple):
-    """Properties of an operand that do not depend on data: plain values, which compiled code takes as constants."""
-
-    cast: str = ""
-    """The cast, or "" for none."""
-    stored: str = ""
-    """The cast as its codes are read: `cast` itself, or with e4m3 for a format that a GPU keeps in E4M3 codes."""
-    container: str = ""
-    """The format of the codes, or "" for the cast's own."""
-    stochastic: bool = False
-    delayed: bool = False
-    whole: bool = False
-    """True if one call casts along both axes: all but nvfp4."""
-    measured: bool = False
-    """True if all of the tensor has one scale, from its own largest magnitude, and the codes have a NaN."""
-    level: int = -1
-    """Row of State.levels that chooses one of several casts, which `cast` has with bars between; -1 for one cast alone."""
-    row: int = 0
-    column: int = 0
-    """Row and column where the operand begins in the whole one, whose bits it draws: see `dither.nn.tensor_parallel`."""
-    shared: str = ""
-    """Name of the process group whose ranks have the other parts of scale groups, or "" if no scale group is split."""
-    shared_axis: int = 1
-    """The axis that these ranks share: 0 for the rows of the operand, 1 for its columns."""
-
-
-class Castings(NamedTuple):
-    """The casts of an operand in its two layouts, [R, C] along C and along R: the same, unless an override differs."""
-
-    along: Casting = Casting()
-    across: Casting = Casting()
-
-    @property
-    def cast(self) -> bool:
-        """True if either layout is cast."""
-        return bool(self.along.cast or self.across.cast)
-
-    @property
-    def stochastic(self) -> bool:
-        """True if either cast draws random bits."""
-        return self.along.stochastic or self.across.stochastic
-
-    @property
-    def whole(self) -> bool:
-        """True if one call casts along both axes."""
-        return self.along == self.across and self.along.whole
-
-    @property
-    def shared(self) -> bool:
-        """True if ranks exchange the largest magnitudes of scale groups that they share."""
-        return bool(self.along.shared or self.across.shared)
-
-    def begun(self, row: int, column: int, group: str = "", axis: int = 1) -> "Castings":
-        """Return the same for a part that begins there in the whole operand, of which `group` shares an axis."""
-
-        def part(casting: Casting) -> Casting:
-            shared = group if casting.cast and shared_scales.spans_parts(casting.cast) else ""
-            return casting._replace(row=row, column=column, shared=shared, shared_axis=axis)
-
-        return Castings(part(self.along), part(self.across))
-
-
-class Codes(NamedTuple):
-    """One layout of an operand: [P, L] along L. Plain numbers have no scales."""
-
-    values: Tensor
-    scale: Tensor | None = None
-    tensor_scale: Tensor | None = None
-
-
-class OperandCodes(NamedTuple):
-    """A matrix [R, C] for the product that sums over C and for the one that sums over R; None if not needed."""
-
-    along: Codes | None
-    across: Codes | None
-    """Stored [C, R]."""
-
-
-class Amax(NamedTuple):
-    """Delayed scaling of one operand: the magnitude to scale by (0-d; None: measure it), and where its own is recorded."""
-
-    given: Tensor | None = None
-    largest: Tensor | None = None
-    """0-d; raised to the magnitude of each tensor that is cast; None if it is not recorded."""
 
 
 class State(NamedTuple):
@@ -145,6 +70,9 @@ class Settings(NamedTuple):
     emulate: bool
     verified: str = ""
     """Native units that passed the self-test on this machine, with commas between: see `dither.engines.Verified`."""
+    save: str = "codes"
+    hold: str = "both"
+    """Those of `dither.precision.MemoryOptions`."""
 
     @property
     def forward_weight(self) -> Casting:
@@ -165,6 +93,7 @@ def make_settings(
     emulate: bool = False,
     verified: Iterable[str] = (),
     levels: Levels = NO_LEVELS,
+    memory: MemoryOptions = MemoryOptions(),  # noqa: B008 (frozen)
     gpu: bool,
 ) -> Settings:
     """Return what `linear` needs to know of a layer; `gpu` says whether codes are made for the matrix units of one."""
@@ -186,6 +115,8 @@ def make_settings(
             delayed=kind == "delayed",
             whole=kind != "nvfp4",
             measured=cast.group.kind == "tensor" and kind != "delayed" and cast.element.nan,
+            fusible=own and text in recast.FUSIBLE,
+            square=cast.group.kind in ("tensor", "block") and kind != "nvfp4" and Format.parse(container).bits == 8,
         )
 
     x, w, dy = (
@@ -198,7 +129,7 @@ def make_settings(
     )
     if transposed:
         w = Castings(w.across, w.along)
-    return Settings(x, w, dy, name, transposed, emulate, ",".join(verified))
+    return Settings(x, w, dy, name, transposed, emulate, ",".join(verified), memory.save, memory.hold)
 
 
 def _by_level(family: Family, level: int) -> Casting:
@@ -213,6 +144,7 @@ def _by_level(family: Family, level: int) -> Casting:
         whole=True,
         measured=first.group.kind == "tensor" and all(cast.element.nan for cast in family.casts),
         level=level,
+        square=first.group.kind in ("tensor", "block") and Format.parse(family.container).bits == 8,
     )
 
 
@@ -223,6 +155,15 @@ PURPOSES = ("input", "weight", "grad", "sample", "sample_input")
 def keys(name: str, seed: int) -> tuple[int, ...]:
     """Return the keys of the random streams of a layer, one per purpose."""
     return tuple(Stream(seed, purpose, name).key for purpose in PURPOSES)
+
+
+class Later(NamedTuple):
+    """Operands that backward makes, because forward saves less than their codes."""
+
+    input: bool = False
+    """True if the transposed input is cast in backward."""
+    weight: str = ""
+    """The weight of the input gradient is made in forward (""), or in backward ("turn" or "cast"): see `_weight`."""
 
 
 def linear(
@@ -272,12 +213,8 @@ def linear(
     if padded:  # rows of zeros, which change neither a value nor a scale, for units that take multiples of 16
         x_MK = F.pad(x_MK, (0, 0, 0, -tokens % engines.ALIGNMENT))
     with torch.no_grad():
-        x_codes = _both(
-            x_MK, settings.input, state.input_amax, _drawn(settings.input, state, 0), True, learns, dtype if autocast else None,
-            state.levels,
-        )  # fmt: skip
-        w_codes = _weight(weight, settings, state, passes, dtype if autocast else None)
-        w_NK, w_KN = (w_codes.across, w_codes.along) if settings.transposed else w_codes
+        x_codes, again = _input(x_MK, settings, state, learns, dtype if autocast else None)
+        w_NK, w_KN, remake = _weight(weight, settings, state, passes, dtype if autocast else None)
     y_MN: Tensor = _Products.apply(  # type: ignore[no-untyped-call]
         x_MK,
         weight,
@@ -292,13 +229,17 @@ def linear(
         state.levels,
         dtype,
         settings,
+        Later(again, remake),
     )
     y_MN = y_MN[:tokens] if padded else y_MN
     return y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
 
 
 class _Products(torch.autograd.Function):
-    """The products. Operands come as (values, scale, tensor scale); x, weight and bias themselves only for their gradients."""
+    """The products. Operands come as (values, scale, tensor scale); x, weight and bias themselves only for their gradients.
+
+    An operand of backward that is cast there comes as (matrix, its largest magnitude or None, where it draws or None).
+    """
 
     @staticmethod
     def forward(
@@ -324,9 +265,12 @@ class _Products(torch.autograd.Function):
         levels: Tensor | None,
         dtype: torch.dtype,
         settings: Settings,
+        later: Later,
     ) -> Tensor:
+        if later.weight == "turn":
+            w_KN, w_KN_scale = w_NK, w_NK_scale
         ctx.save_for_backward(x_KM, x_KM_scale, x_KM_tensor, w_KN, w_KN_scale, w_KN_tensor, place, grad_amax, levels)
-        ctx.grad_largest, ctx.settings = grad_largest, settings
+        ctx.grad_largest, ctx.settings, ctx.later = grad_largest, settings, later
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         return _product(
             "forward",
@@ -351,18 +295,24 @@ class _Products(torch.autograd.Function):
         along, across = _both(dy, settings.grad, amax, place, need_x, need_w, None, levels)
         if along is not None:  # dx_MK = dy_MN (w_KN)^T
             w = Codes(w_KN, w_KN_scale, w_KN_tensor)
+            if ctx.later.weight == "turn":
+                w = _turned_later(w, along.values)
+            elif ctx.later.weight:
+                w = _cast_later(w, settings.input_grad_weight, 1 if settings.transposed else 0, levels, along.values)
             dx = _product(
                 "input_grad", along, settings.grad.along, w, settings.input_grad_weight, dy.shape[1], None, x_dtype, settings
             )
         if across is not None:  # dw_NK = dy_NM (x_KM)^T, or its transpose
             x = Codes(x_KM, x_KM_scale, x_KM_tensor)
+            if ctx.later.input:
+                x = _cast_later(x, settings.input.across, 0, levels, across.values)
             left, right = (across, settings.grad.across), (x, settings.input.across)
             if settings.transposed:
                 left, right = right, left
             dw = _product("weight_grad", *left, *right, dy.shape[0], None, w_dtype, settings)
         if need_bias:
             dbias = dy.sum(0, dtype=bias_dtype)
-        return dx, dw, dbias, *[None] * 18
+        return dx, dw, dbias, *[None] * 19
 
 
 def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
@@ -386,7 +336,65 @@ def only_cast(layouts: OperandCodes, casting: Castings) -> OperandCodes:
     return OperandCodes(layouts.along if casting.along.cast else None, layouts.across if casting.across.cast else None)
 
 
-def _weight(weight: Tensor, settings: Settings, state: State, passes: bool, dtype: torch.dtype | None) -> OperandCodes:
+def _input(
+    x_MK: Tensor, settings: Settings, state: State, learns: bool, dtype: torch.dtype | None
+) -> tuple[OperandCodes, bool]:
+    """Return the layouts of the input, and whether the second one is to be cast in backward from (x, magnitude, place)."""
+    casting, amax, place = settings.input, state.input_amax, _drawn(settings.input, state, 0)
+    if not (learns and settings.save == "input" and casting.across.cast and x_MK.numel()) or casting.shared:
+        return _both(x_MK, casting, amax, place, True, learns, dtype, state.levels), False
+    x, across, level = x_MK.detach(), casting.across, _level(state.levels, casting.across)
+    compiling = torch.compiler.is_compiling()
+    if compiling and casting.along == across and across.fusible and x.dtype in recast.ROUNDED:
+        largest = _measured(x, across, amax)
+        assert largest is not None
+        codes, codes_t, scale = recast.fused(x, across.cast, largest)
+        return OperandCodes(Codes(codes, scale), Codes(codes_t, scale.view(()))), False  # Dynamo takes no tensor twice
+    if across.measured and casting.along == across:
+        amax = amax._replace(given=_measured(x, across, amax))
+    along = _both(x_MK, casting, amax, place, True, False, dtype, state.levels).along
+    given, place = (amax.given if across.measured or across.delayed else None), place if across.stochastic else None
+    if not compiling:
+        return OperandCodes(along, Codes(x_MK, given, place)), True
+    drawn = (0, place, across.row, across.column)
+    values, scale, tensor = recast.again(x, across.cast, given, across.container, drawn, level)
+    return OperandCodes(along, Codes(values.T, _turned(scale), tensor)), False
+
+
+def _weight(
+    weight: Tensor, settings: Settings, state: State, passes: bool, dtype: torch.dtype | None
+) -> tuple[Codes | None, Codes | None, str]:
+    """Return the weight in the forward product and in the input gradient: held layouts as they are, the others cast now.
+
+    An uncast layout has `dtype`. The last result is "" or how backward makes the second layout: "turn" transposes the codes of
+    the first, "cast" casts (weight, magnitude, place).
+    """
+    casting, transposed, held = settings.weight, settings.transposed, state.weight
+    if settings.hold == "both" or not passes or not settings.input_grad_weight.cast or casting.shared:
+        return *_in_products(_all_layouts(weight, settings, state, passes, dtype), transposed), ""
+    forward, backward = (None, None) if held is None else _in_products(held, transposed)
+    if backward is not None:
+        return *_in_products(_all_layouts(weight, settings, state, passes, dtype), transposed), ""
+    amax, place = state.weight_amax, _drawn(casting, state, 1, moved=False)
+    if forward is None:
+        amax = (
+            amax._replace(given=_measured(weight, settings.forward_weight, amax)) if casting.along == casting.across else amax
+        )
+        made = _both(weight, casting, amax, place, not transposed, transposed, dtype, state.levels)
+        forward, _ = _in_products(made, transposed)
+    if casting.turns and (held is not None or settings.hold == "one"):
+        return forward, None, "turn"
+    again = settings.input_grad_weight
+    given = amax.given if again.delayed or again.measured else None
+    return forward, Codes(weight.detach(), given, place if again.stochastic else None), "cast"
+
+
+def _in_products(codes: OperandCodes, transposed: bool) -> tuple[Codes | None, Codes | None]:
+    """Return the layouts of a weight in the order (forward product, input gradient)."""
+    return (codes.across, codes.along) if transposed else (codes.along, codes.across)
+
+
+def _all_layouts(weight: Tensor, settings: Settings, state: State, passes: bool, dtype: torch.dtype | None) -> OperandCodes:
     """Return the layouts of the weight: held ones as they are, the others cast now. An uncast layout has `dtype`."""
     along, across = (passes, True) if settings.transposed else (True, passes)
     if state.weight is None:
@@ -401,25 +409,34 @@ def _weight(weight: Tensor, settings: Settings, state: State, passes: bool, dtyp
     return OperandCodes(held[0] or made.along, held[1] or made.across)
 
 
-CastMemory = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Codes and scales of both layouts as `quantize_both` returns them: in the order of the matrix's dimensions."""
+CastMemory = tuple[Tensor, Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, int]
+"""Codes and scales of both layouts as `quantize_both` returns them, in the order of the matrix's dimensions; or of one layout
+and its axis."""
 
 
 def cast_memory(held: OperandCodes) -> CastMemory:
-    """Return the memory of a cast of both layouts, for `cast_weight_again`."""
-    along, across = held
+    """Return the memory of a cast, for `cast_weight_again`."""
+    along, across = (
+        None if codes is None or codes.scale is None else (codes.values, codes.scale) for codes in (held.along, held.across)
+    )
+    if along is not None and across is not None:
+        return *along, across[0].T, _turned(across[1])
+    if across is not None:
+        return across[0].T, _turned(across[1]), 0
     assert along is not None
-    assert across is not None
-    assert along.scale is not None
-    assert across.scale is not None
-    return along.values, along.scale, across.values.T, _turned(across.scale)
+    return *along, 1
 
 
 def cast_weight_again(weight: Tensor, casting: Castings, state: State, out: CastMemory) -> None:
-    """Cast both layouts of a weight into the memory of an earlier cast."""
+    """Cast a weight into the memory of an earlier cast: both layouts, or one."""
     (given, largest), drawn = state.weight_amax, _drawn(casting, state, 1, moved=False)
     level = _level(state.levels, casting.along)
     along = casting.along
+    if len(out) == 3:
+        values, scale, axis = out
+        one = (weight.detach(), along.cast, axis, given, along.container, drawn, (values, scale), level)
+        recast.recast_ops.quantize_into(*one, (along.row, along.column))
+        return
     torch_ops.quantize_both_into(
         weight.detach(), along.cast, given, along.container, drawn, largest, out, level, (along.row, along.column)
     )
@@ -436,107 +453,6 @@ def drawn(state: State, purpose: int, *, moved: bool = True) -> Tensor:
     assert state.keys is not None
     rows = state.place[1:] if moved else torch.zeros_like(state.place[1:])
     return torch.cat((state.place[:1], rows, state.keys[purpose : purpose + 1]))
-
-
-def _level(levels: Tensor | None, casting: Casting) -> Tensor | None:
-    """Return int32[1] on the device, which of several casts is meant; None for one cast alone."""
-    if casting.level < 0:
-        return None
-    assert levels is not None
-    return levels[casting.level, :1]
-
-
-def _both(
-    x: Tensor,
-    casting: Castings,
-    amax: Amax,
-    place: Tensor | None,
-    along: bool,
-    across: bool,
-    dtype: torch.dtype | None,
-    levels: Tensor | None,
-) -> OperandCodes:
-    """Cast the matrix x [R, C] along C, along R, or both. An uncast layout has `dtype`, or that of x if it is None."""
-    if casting.along == casting.across:
-        return _alike(x, casting.along, amax, place, along, across, dtype, _level(levels, casting.along))
-    # Magnitudes of earlier steps are for delayed scaling alone, and random bits for stochastic casts.
-    one, other = (
-        _alike(
-            x, each, amax if each.delayed else Amax(), place if each.stochastic else None, *asked, dtype, _level(levels, each)
-        )
-        for each, asked in ((casting.along, (along, False)), (casting.across, (False, across)))
-    )
-    return OperandCodes(one.along, other.across)
-
-
-def _alike(
-    x: Tensor,
-    casting: Casting,
-    amax: Amax,
-    place: Tensor | None,
-    along: bool,
-    across: bool,
-    dtype: torch.dtype | None,
-    level: Tensor | None,
-) -> OperandCodes:
-    """Do the same for layouts with one cast."""
-    if not (along or across):
-        return OperandCodes(None, None)
-    if not casting.cast:
-        x = x.detach() if dtype is None else x.detach().to(dtype)
-        return OperandCodes(Codes(x) if along else None, Codes(x.T) if across else None)
-    if casting.shared:
-        alone = casting._replace(shared="")
-
-        def cast(part: Tensor, given: Tensor | None) -> OperandCodes:
-            return _alike(part, alone, amax._replace(given=given), place, along, across, None, level)
-
-        shared = casting.shared, casting.shared_axis
-        return OperandCodes(*shared_scales.cast_part(x.detach(), casting.cast, amax.given, *shared, (along, across), cast))
-    if casting.measured and torch.compiler.is_compiling() and x.numel() and amax.given is None:
-        # As an operation of the graph it can join the kernel that computes x, and saves a reading of it.
-        amax = Amax(x.detach().abs().amax().float())
-    drawn = (0, place, casting.row, casting.column)
-    if casting.delayed and amax.largest is not None:
-        values, scale, values_t, scale_t = torch.ops.dither.quantize_both_measured(
-            x, casting.cast, amax.given, casting.container, *drawn, "auto", amax.largest
-        )
-    elif along and across and casting.whole:
-        values, scale, values_t, scale_t, _ = torch.ops.dither.quantize_both(
-            x, casting.cast, amax.given, casting.container, *drawn, "auto", level
-        )
-    else:
-        return _each(x, casting, amax, drawn, along, across, level)
-    return OperandCodes(
-        Codes(values, scale) if along else None,
-        Codes(values_t.T, _turned(scale_t)) if across else None,
-    )
-
-
-def _each(
-    x: Tensor,
-    casting: Casting,
-    amax: Amax,
-    drawn: tuple[int, Tensor | None, int, int],
-    along: bool,
-    across: bool,
-    level: Tensor | None,
-) -> OperandCodes:
-    """Cast one layout, or both by a call each."""
-    one, other = None, None
-    if along:
-        one = Codes(*torch.ops.dither.quantize(x, casting.cast, 1, amax.given, casting.container, *drawn, "auto", level))
-    if across:
-        values, scale, tensor = torch.ops.dither.quantize(
-            x, casting.cast, 0, amax.given, casting.container, *drawn, "auto", level
-        )
-        other = Codes(values.T, _turned(scale), tensor)
-    return OperandCodes(one, other)
-
-
-def _turned(scale: Tensor) -> Tensor:
-    """Return scales in the order of the transposed matrix. The scale of a whole tensor is returned as it is."""
-    return scale.T if scale.dim() == 2 else scale
 
 
 def _product(

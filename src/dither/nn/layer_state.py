@@ -163,7 +163,8 @@ class StatefulLayer(LeveledLayer):
         settings = self._settings[1 if weight.is_cuda else 0]
         known = type(weight) in (Tensor, nn.Parameter) or isinstance(self._parameters.get("weight"), DTensor)
         whole = not self.fully_sharded or (self.gather is not None and self.gather.held_by_layer)
-        return known and whole and (settings.weight.cast or self._samples_once())
+        cast = settings.weight.cast and settings.hold != "none"
+        return known and whole and (cast or self._samples_once())
 
     def hold_key(self) -> tuple[object, ...]:
         """Return what launches of this layer depend on, besides numbers: its constants, and where its tensors are."""
@@ -180,7 +181,7 @@ class StatefulLayer(LeveledLayer):
         self.step_state.hold(self._stored_weight()._version, sampled=self._samples_once())
 
     def hold(self) -> None:
-        """Sample and cast the weight once for all forward passes of the step, in both layouts, into memory that stays."""
+        """Sample and cast the weight once for all forward passes of the step, into memory that stays."""
         settings, step = self._settings[1 if self.weight.is_cuda else 0], self.step_state
         samples = self._samples_once()
         self.mark_held()
@@ -198,12 +199,26 @@ class StatefulLayer(LeveledLayer):
         )
         with torch.no_grad():
             memory = step.code_memory
-            if memory is not None and (len(memory[0]), memory[2].shape[1]) == weight.shape:
+            if memory is not None and step.code_shape == weight.shape:
                 functional.cast_weight_again(weight, settings.weight, state, memory)
                 return
-            codes = functional.cast_weight(weight, settings.weight, state, along=True, across=True)
+            along, across = self._held_layouts(settings, samples)
+            codes = functional.cast_weight(weight, settings.weight, state, along=along, across=across)
             codes = step.keep_codes(codes if samples else functional.only_cast(codes, settings.weight))
-            step.code_memory = functional.cast_memory(codes) if settings.weight.whole and not settings.weight.shared else None
+            # A cast of one layout alone does not record its magnitude, which delayed scaling needs.
+            records = not (along and across) and state.weight_amax.largest is not None
+            again = settings.weight.whole and not settings.weight.shared and not records
+            step.code_memory, step.code_shape = functional.cast_memory(codes) if again else None, weight.shape
+
+    def _held_layouts(self, settings: Settings, samples: bool) -> tuple[bool, bool]:
+        """Return which layouts of the weight's codes the step holds: (along its rows, along its columns).
+
+        Both layouts of a sampled weight are held if one does not follow from the other, since the sample itself is not kept,
+        and both of one whose scales ranks share.
+        """
+        if settings.hold == "both" or settings.weight.shared or (samples and not settings.weight.turns):
+            return True, True
+        return not self.transposed, self.transposed
 
     def check_held(self) -> None:
         """Raise if the weight was changed after it was sampled or cast for this step."""

@@ -16,7 +16,7 @@ from dither.nn.layer_state import StatefulLayer
 from dither.nn.output import Output
 from dither.nn.sampled_layer import BITWIDTHS
 from dither.nn.step_state import StepState
-from dither.precision import COMPUTE, LayerPrecision
+from dither.precision import COMPUTE, LayerPrecision, MemoryOptions
 
 PLAIN = (nn.Linear.forward, Output.forward)
 """Forward methods of the layers that Linear can take the place of."""
@@ -42,6 +42,8 @@ class Linear(StatefulLayer):
 
     emulate: bool
     compute: Literal["fp32", "bf16", "fp16"]
+    memory: MemoryOptions
+    """Choice of the tensors that are kept between forward and backward; `set_memory` changes it."""
 
     def __init__(
         self,
@@ -120,6 +122,7 @@ class Linear(StatefulLayer):
         self.verified = tuple(verified)
         self.fallback: Literal["error", "bf16", "emulate"] = "error"  # what conversion does where no units take the precision
         self.emulates_here = False  # whether it did so by emulation
+        self.memory = MemoryOptions()
         self._seen_version = None
         self.settings_version = 0  # of what compiled code takes as constants
         self.warned = set()
@@ -151,6 +154,13 @@ class Linear(StatefulLayer):
         self.begin_constants(precision)
         self._begin_settings()
 
+    def set_memory(self, memory: MemoryOptions) -> None:
+        """Change what is kept between forward and backward, from the next step on."""
+        if self.step_state.active:
+            raise UserError(f"The memory options of the layer {self.name!r} change between steps, not inside a step_context.")
+        self.memory = memory
+        self._begin_settings()
+
     def prepare_levels(self, others: Iterable[LayerPrecision]) -> None:
         """Prepare the layer for later changes to the precisions `others`; its own precision and state stay."""
         before = self.families
@@ -169,6 +179,7 @@ class Linear(StatefulLayer):
                     emulate=self.emulate or self.emulates_here,
                     verified=self.verified,
                     levels=self.families,
+                    memory=self.memory,
                     gpu=gpu,
                 )
                 for gpu in (False, True)

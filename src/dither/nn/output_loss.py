@@ -76,7 +76,7 @@ def output_loss(layer: Linear, x: Tensor, targets: Tensor, backend: str) -> Tens
             x_ND, settings.input, state.input_amax, functional._drawn(settings.input, state, 0), True, learns, wanted,
             state.levels,
         )  # fmt: skip
-        w_codes = functional._weight(layer.weight, settings, state, passes, wanted)
+        w_codes = functional._all_layouts(layer.weight, settings, state, passes, wanted)
     nothing = Codes(None)  # type: ignore[arg-type]
     loss: Tensor = _OutputLoss.apply(  # type: ignore[no-untyped-call]
         x_ND,

@@ -31,9 +31,11 @@ class StepState:
         self.weight_version = 0
         """The version of the weight that was sampled or cast."""
         self.codes: OperandCodes | None = None
-        """The cast weight in both layouts."""
+        """The cast weight, in both layouts or in that of the forward product."""
         self.code_memory: CastMemory | None = None
-        """The memory of `codes` as a cast of both layouts writes it; None where each layout is a cast of its own."""
+        """The memory of `codes` as one cast writes it; None where each layout is a cast of its own."""
+        self.code_shape = torch.Size()
+        """The shape of the weight whose codes these are."""
         self.w_hat: Tensor | None = None
         """The sampled weight, unless it is cast and only its codes are kept."""
         self.w_amax: Tensor | None = None

@@ -24,6 +24,9 @@ from dither.precision.layer import SAMPLINGS as SAMPLINGS
 from dither.precision.layer import UNCAST as UNCAST
 from dither.precision.layer import LayerPrecision as LayerPrecision
 from dither.precision.layer import Override as Override
+from dither.precision.memory import Hold as Hold
+from dither.precision.memory import MemoryOptions as MemoryOptions
+from dither.precision.memory import Save as Save
 from dither.precision.patterns import matches as matches
 from dither.precision.plan import COMPUTE as COMPUTE
 from dither.precision.plan import PLAN_KEYS as PLAN_KEYS

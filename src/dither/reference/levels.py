@@ -16,10 +16,14 @@ def quantize(
     draw: Draw | None,
     given_amax: Tensor | None,
     container: Format,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes of `x` by the cast `casts[level]`, their scales, and an empty tensor; `level` is int32[1] on the device."""
+    """Return codes of `x` by the cast `casts[level]`, their scales, and an empty tensor; `level` is int32[1] on the device.
+
+    They are written into `out`, if it is given: codes and scales of an earlier call with such an x.
+    """
     cast = casts[int(level)]
-    return one_cast.quantize(x, cast, axis, draw if cast.round.kind == "stochastic" else None, given_amax, container)
+    return one_cast.quantize(x, cast, axis, draw if cast.round.kind == "stochastic" else None, given_amax, container, out)
 
 
 def quantize_both(

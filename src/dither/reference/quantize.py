@@ -21,17 +21,25 @@ def amax(x: Tensor) -> Tensor:
 
 
 def quantize(
-    x: Tensor, cast: Cast, axis: int, draw: Draw | None, given_amax: Tensor | None, container: Format
+    x: Tensor,
+    cast: Cast,
+    axis: int,
+    draw: Draw | None,
+    given_amax: Tensor | None,
+    container: Format,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (codes of `x`, scales of the groups, scale of the tensor); scales that the cast does not have are empty.
+
+    out: codes and scales of an earlier call with an x of the same kind, to be overwritten.
 
     Codes are those of `container`, which holds every value of the cast's format: the format itself, or e4m3 for FP4 and FP6
     values on FP8 units. Example: e2m1 tile(4) fp32 of [1, 2, 4, -12] has the scale 2 and the codes of [0.5, 1, 2, -6], packed
     as 0x21, 0xF4.
     """
     layout = grouping.layout_of(tuple(x.shape), cast, axis)
-    values, factors = _scaled_values(x, cast, layout, draw, given_amax)
-    codes = rounding.encode(values, container)
+    rounded, factors = _scaled_values(x, cast, layout, draw, given_amax)
+    codes = rounding.encode(rounded, container)
     if layout.along_rows:
         codes = codes.transpose(1, 2)
     stored = packing.pack(codes, container).view(grouping.storage_dtype(container))
@@ -41,7 +49,10 @@ def quantize(
         if grouping.lines_innermost(cast):
             scale = scale.new_empty(scale.mT.shape).mT.copy_(scale)
         tensor = tensor if factors.tensor is None else factors.tensor
-    return layout.expose(stored), grouping.expose_scale(scale, cast, layout), tensor
+    values, scale = layout.expose(stored), grouping.expose_scale(scale, cast, layout)
+    if out is not None:
+        values, scale = out[0].copy_(values), out[1].copy_(scale)
+    return values, scale, tensor
 
 
 def quantize_both(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dither.formats import TABLE, Format
 from dither.grouping import GroupLayout
-from dither.precision import Rounding, Scale
+from dither.precision import Cast, Rounding, Scale
 from dither.reference import rounding
 
 E4M3 = TABLE["e4m3"]
@@ -90,6 +90,12 @@ def factors(amax: Tensor, tensor_amax: Tensor | None, format: Format, scale: Sca
         restore = torch.where(lost, torch.nan, _pow2(exponent))
         multiply = torch.where(lost, torch.nan, _pow2(-exponent))
     return Factors(multiply, restore, tensor)
+
+
+def tensor_factors(amax: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
+    """Return (factor that elements are multiplied by, stored scale) of a tensor with one float32 scale, 0-d float32 each."""
+    found = factors(amax, None, cast.element, cast.scaling, cast.round)
+    return found.multiply, found.restore
 
 
 def pow2_exponent(amax: Tensor, format: Format, ceil: bool) -> Tensor:

@@ -40,6 +40,10 @@ class Precision:
     """For a layer whose casts no matrix units of the GPU support: error, run it uncast (bf16), or emulate."""
     engines: str | None = None
     """File in which `dither doctor --engines FILE` recorded the native units that passed the self-test on this machine."""
+    save: Literal["codes", "input"] = "codes"
+    """Backward reads the codes of a cast layer's input, or the input, which it casts again; see docs/memory.md."""
+    hold: Literal["both", "one", "none"] = "both"
+    """Layouts of a weight's codes that are held for a step: both, the forward product's, or none; see docs/memory.md."""
     times: str | None = None
     """With fp8-auto: file of measured times; on a GPU, what is missing is measured and added."""
 

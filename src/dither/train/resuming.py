@@ -22,6 +22,8 @@ FREE = (
     "precision.emulate",
     "precision.fallback",
     "precision.engines",
+    "precision.save",
+    "precision.hold",
     "precision.times",
     "guard",
     "monitor",

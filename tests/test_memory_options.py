@@ -1,0 +1,176 @@
+"""Layers that keep less between forward and backward have the same bits, and compiled blocks save what docs/memory.md says."""
+
+import functools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
+
+import dither
+from dither import MemoryOptions, UserError
+from dither.models.llama import RMSNorm
+from dither.nn import recast
+from dither.nn.conv1d import Conv1D
+from dither.precision import Plan, Sampling
+
+OPTIONS = [MemoryOptions("codes", "one"), MemoryOptions("codes", "none"), MemoryOptions("input", "both")]
+RECIPES = ["fp8-current", "fp8-row", "fp8-block", "fp8-delayed", "mxfp8", "nvfp4"]
+
+
+class Block(nn.Module):
+    """A norm and a feed-forward layer, with one weight stored [in, out]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = RMSNorm(128, 1e-5)
+        self.gate, self.up = nn.Linear(128, 256, bias=False), nn.Linear(128, 256)
+        self.down = Conv1D(128, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.norm(x)
+        return x + self.down(F.silu(self.gate(wide)) * self.up(wide))
+
+
+def trained(plan: Plan | str, options: MemoryOptions | None, *, again: bool = False, backend: str = "") -> Iterator[Tensor]:
+    """Yield the losses and gradients of two steps of two micro-batches."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Block())
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    dither.convert(model, plan, memory=options)
+    run = functools.partial(checkpoint, model[0], use_reentrant=False) if again else model[0]
+    run = torch.compile(run, backend=backend, fullgraph=True) if backend else run
+    for step in range(2):
+        with dither.step_context(model, step=step):
+            for _ in range(2):
+                x = torch.randn(1, 16, 128, requires_grad=True)
+                loss = run(x).square().mean()
+                loss.backward()
+                assert loss.isfinite()
+                yield loss.detach()
+                assert x.grad is not None
+                yield x.grad
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            yield parameter.grad
+            with torch.no_grad():
+                parameter -= 0.1 * parameter.grad
+            parameter.grad = None
+
+
+def same(first: Iterator[Tensor], second: Iterator[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_eager_steps_have_the_same_bits_with_all_options(recipe: str) -> None:
+    expected = list(trained(recipe, None))
+    for options in OPTIONS:
+        assert same(iter(expected), trained(recipe, options)), options
+
+
+def test_sampled_weights_have_the_same_bits_with_all_options() -> None:
+    for name in ("fp8-current", "fp8-block", "mxfp8"):
+        plan = dither.recipe(name).with_sampling(Sampling(b_init=3.5, b_target=3))
+        expected = list(trained(plan, None))
+        for options in OPTIONS:
+            assert same(iter(expected), trained(plan, options)), (name, options)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-block"])
+def test_recomputed_blocks_have_the_same_bits(recipe: str) -> None:
+    expected = list(trained(recipe, None))
+    assert same(iter(expected), trained(recipe, MemoryOptions("input", "none"), again=True))
+
+
+def test_levels_that_change_have_the_same_bits() -> None:
+    """Casts that share a graph, chosen on the device, as SNIP switches them."""
+
+    def run(options: MemoryOptions) -> Iterator[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Block())
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.1)
+        dither.convert(model, "fp8-block", memory=options)
+        dither.prepare_plans(model, ["fp8-block", "fp4-block"])
+        for step, plan in enumerate(("fp8-block", "fp4-block")):
+            dither.apply_plan(model, plan)
+            with dither.step_context(model, step=step):
+                model(torch.randn(1, 16, 128)).square().mean().backward()
+            yield from (parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)
+
+    expected = list(run(MemoryOptions()))
+    for options in OPTIONS:
+        assert same(iter(expected), run(options)), options
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-block", "fp8-delayed"])
+def test_compiled_blocks_have_the_same_bits(recipe: str) -> None:
+    expected = list(trained(recipe, MemoryOptions(), backend="aot_eager_decomp_partition"))
+    options = MemoryOptions("input", "none" if recipe == "fp8-block" else "one")
+    assert same(iter(expected), trained(recipe, options, backend="aot_eager_decomp_partition"))
+    if recipe == "fp8-current":  # a checkpoint around a cast inside of one around the block, in one graph
+        assert same(iter(expected), trained(recipe, options, again=True, backend="aot_eager_decomp_partition"))
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-block"])
+def test_compiled_blocks_save_neither_codes_nor_inputs(recipe: str) -> None:
+    """Per token: x (4 d), gate and up (4 f in BF16), and norms; no codes (d + f), and not the norm's output."""
+    torch._dynamo.reset()
+    tokens, d, f = 64, 128, 256
+    found = {}
+    for options in (MemoryOptions(), MemoryOptions("input", "none")):
+        block = Block()
+        for parameter in block.parameters():
+            nn.init.normal_(parameter, std=0.1)
+        dither.convert(block, recipe, memory=options)
+        sizes: dict[int, int] = {}
+
+        def pack(x: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
+            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        own = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+        x = torch.randn(1, tokens, d, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), torch.autocast("cpu", torch.bfloat16):
+            torch.compile(block, fullgraph=True)(x)
+        found[options.save] = sum(size for place, size in sizes.items() if place not in own)
+    weights = 3 * d * f  # the layout of the input gradient, which is not held outside of a step_context
+    scales = 4 * (d // 128) * (tokens // 128 + 1) * 8
+    assert found["input"] == pytest.approx(tokens * (4 * d + 4 * f + 4), abs=64)
+    assert found["codes"] - found["input"] == pytest.approx(tokens * (d + f) + weights, abs=64 + scales + 2048)
+
+
+def test_a_fused_cast_has_the_bits_of_the_operator() -> None:
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(64, 256, generator=generator) * torch.logspace(-6, 3, 256)
+    lost = wide.bfloat16().clone()
+    lost[3, 4] = torch.nan
+    for x in (wide, wide.bfloat16(), torch.zeros(16, 32), torch.full((16, 32), 1e-40), lost, lost.nan_to_num(torch.inf)):
+        for cast in recast.FUSIBLE:
+            codes, codes_t, scale = recast.fused(x, cast, x.abs().amax().float())
+            along, expected, across, *_ = torch.ops.dither.quantize_both(x, cast, None, "", 0, None, 0, 0, "auto", None)
+            # A NaN has no agreed sign.
+            assert torch.equal(codes.float().nan_to_num(7.0), along.float().nan_to_num(7.0))
+            assert torch.equal(codes_t.T.float().nan_to_num(7.0), across.float().nan_to_num(7.0))
+            assert torch.equal(scale.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+def test_rounding_by_bits_is_that_of_bfloat16() -> None:
+    wide = torch.arange(0, 1 << 32, 65521, dtype=torch.int64).to(torch.int32).view(torch.float32)
+    wide = wide[~wide.isnan()]
+    assert torch.equal(recast.rounded_to_bfloat16(wide), wide.bfloat16().float())
+
+
+def test_wrong_options_are_refused() -> None:
+    with pytest.raises(UserError, match="hold is 'both', 'one' or 'none', not 'all'"):
+        MemoryOptions(hold="all")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"memory= takes a dither\.MemoryOptions, not 'one'"):
+        dither.convert(nn.Sequential(nn.Linear(64, 64)), "fp8-row", memory="one")  # type: ignore[arg-type]
+    model = nn.Sequential(nn.Linear(64, 64))
+    dither.convert(model, "fp8-row")
+    with dither.step_context(model, step=0), pytest.raises(UserError, match="between steps"):
+        model[0].set_memory(MemoryOptions())  # type: ignore[operator]
