@@ -12,7 +12,7 @@ ROOT = Path(dither.__file__).parent
 COLUMN = (
     *("errors", "safe_files", "run_lock", "versions", "tables", "formats", "precision", "bitwidths", "recipes", "levels"),
     *("storage", "engines", "devices", "compiler", "random", "grouping", "adam_update", "ranks"),
-    *("reference", "kernels", "torch_ops", "ops"),
+    *("reference", "kernels", "torch_ops", "apart_ops", "ops"),
     *("nn", "optim", "snip", "numerics", "models", "parallel", "data", "evaluate", "theory", "advice", "doctor"),
     *("train", "report", "experiments", "exporting", "integrations", "arms", "commands", "cli", "dither"),
 )

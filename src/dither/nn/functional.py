@@ -8,7 +8,8 @@ with both operands stored along the axis they are summed over, so a matrix in tw
     weight grad   dw_NK = dy_NM (x_KM)^T     sums over M     dy_NM, x_KM: the codes of dY^T and X^T
 
 x is cast for both of its products in forward, from one reading; x_KM is kept for backward, at 1 byte per element or less.
-A precision's overrides may cast a matrix otherwise for one of its two products: then each layout is a cast of its own.
+A precision's overrides may cast a matrix otherwise for one of its two products: then each layout is a cast of its own, from
+one reading if both round to nearest with scales of groups.
 """
 
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from dither import apart_ops as apart_ops  # registers torch.ops.dither.quantize_apart
 from dither import devices, engines, torch_ops
 from dither.compiler import assume_constant_result
 from dither.errors import UserError
@@ -69,6 +71,15 @@ class Castings(NamedTuple):
     def whole(self) -> bool:
         """True if one call casts along both axes."""
         return self.along == self.across and self.along.whole
+
+    @property
+    def apart(self) -> bool:
+        """True if one call casts along both axes by two casts: groups with scales of their own, rounded to nearest."""
+        plain = (
+            each.cast and each.whole and each.level < 0 and not (each.stochastic or each.delayed or each.measured)
+            for each in self
+        )
+        return self.along != self.across and all(plain) and not (self.along.container or self.across.container)
 
     def begun(self, row: int, column: int) -> "Castings":
         """Return the same for a part that begins there in the whole operand."""
@@ -444,6 +455,9 @@ def _both(
     """Cast the matrix x [R, C] along C, along R, or both. An uncast layout has `dtype`, or that of x if it is None."""
     if casting.along == casting.across:
         return _alike(x, casting.along, amax, place, along, across, dtype, _level(levels, casting.along))
+    if along and across and casting.apart:
+        values, scale, values_t, scale_t = torch.ops.dither.quantize_apart(x, casting.along.cast, casting.across.cast, "auto")
+        return OperandCodes(Codes(values, scale), Codes(values_t.T, _turned(scale_t)))
     # Magnitudes of earlier steps are for delayed scaling alone, and random bits for stochastic casts.
     one, other = (
         _alike(
