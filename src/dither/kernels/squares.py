@@ -125,7 +125,7 @@ def four_codes(
 
 
 @triton.jit
-def _squares_kernel(
+def _quantize_squares_kernel(
     x_ptr,
     out_ptr,
     scale_ptr,
@@ -270,7 +270,7 @@ def _launch(shape: tuple[int, int], stride: int, dtype: torch.dtype, device: tor
     rows, columns = shape
     A, warps, registers = _shape(dtype.itemsize, across is _SQUARES or across == _SQUARES)
     return BoundKernel(
-        _squares_kernel,
+        _quantize_squares_kernel,
         rows // SIZE * (columns // SIZE),
         (rows, columns, stride),
         {
