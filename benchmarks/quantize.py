@@ -163,7 +163,7 @@ SWEEPS = [
     ("e2m1 tile(128) fp32 stochastic(16)", "both as e4m3", "_both_shape", DRAWN),
     ("e4m3 tensor delayed(16) nearest", "both", "_once_shape", ONCE),
     ("e5m2 tensor delayed(16) nearest", "both", "_once_shape", ONCE),
-    ("e4m3 block(128) fp32 nearest", "both", "_once_shape", BLOCKS),
+    ("e2m1 block(128) fp32 nearest", "both as e4m3", "_once_shape", BLOCKS),
 ]
 """A cast, its layouts, the function in `dither.kernels.quantize` that chooses a shape, and what it might answer."""
 
@@ -176,9 +176,9 @@ def sweep(size: int) -> None:
         run = call(x, Cast.parse(text), layouts, stream)
         print(f"{text}, {layouts} ({name})")
         try_shapes(kernels, name, shapes, run, bytes_moved(x, run()) / bandwidth)
-    for across in (Cast.parse("e4m3 tile(128)"), Cast.parse("e4m3 block(128)")):
-        run = functools.partial(kernels.quantize_apart, x, Cast.parse("e4m3 tile(128)"), across)
-        print(f"e4m3 tile(128), {across} (squares._shape)")
+    for along, across in squares.CASTS:
+        run = functools.partial(kernels.quantize_apart, x, along, across)
+        print(f"{along}, {across} (squares._shape)")
         try_shapes(squares, "_shape", SQUARES, run, bytes_moved(x, run()) / bandwidth)
     dense = [(1, n, wide, k * multiprocessors(x.device), warps) for n, wide, warps in AMAX for k in (2, 4, 8, 16)]
     print("amax (_amax_shape)")

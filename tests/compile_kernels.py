@@ -18,6 +18,7 @@ from dither import Cast, Stream
 from dither.adam_update import Piece, Update
 from dither.formats import Format
 from dither.kernels import adamw, levels, loss, matmul, philox, quantize, rounding, sampling
+from dither.kernels.squares import CASTS as IN_SQUARES
 from dither.precision import Rounding
 from dither.random import Draw
 from dither.reference.adamw import zero_state
@@ -93,10 +94,10 @@ def calls() -> Iterator[str]:
             container = cast.element if cast.element.bits >= 8 else Format.parse("e4m3")
             quantize.quantize_both(x, cast, mine, amax, container)
         yield str(cast)
-    for across in ("e4m3 tile(128)", "e4m3 block(128)"):
+    for along, across in IN_SQUARES:
         for dtype in (torch.bfloat16, torch.float32):
-            quantize.quantize_apart(x.to(dtype), Cast.parse("e4m3 tile(128)"), Cast.parse(across))
-        yield f"squares, the second layout by {across}"
+            quantize.quantize_apart(x.to(dtype), along, across)
+        yield f"both layouts by {along} and {across}"
     cast = Cast.parse("e2m1 tile(128) fp32 stochastic(16)")
     quantize.quantize_both(x, cast, draw, None, cast.element)
     quantize.quantize(x[:, :381], cast, 1, inside, None, cast.element)

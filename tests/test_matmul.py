@@ -244,7 +244,12 @@ def cublas_scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, kind_a, scale_b: Ten
     return (numbers(a, scale_a, kind_a) @ numbers(b.T, scale_b, kind_b).T).to(output_dtype)
 
 
-GROUPED = [("tile(128)", "block(128)"), ("tile(128)", "tile(128)"), ("block(128)", "tile(128) pow2"), ("block(128)", "block(128)")]
+GROUPED = [
+    ("tile(128)", "block(128)"),
+    ("tile(128)", "tile(128)"),
+    ("block(128)", "tile(128) pow2"),
+    ("block(128)", "block(128)"),
+]
 
 
 @pytest.mark.parametrize("length", [128, 768, 1024, 1552])

@@ -100,10 +100,10 @@ def test_both_layouts(cast: Cast) -> None:
             assert pairs.check_both(big(dtype, 6, 1021, 777), cast, container="e4m3") == 0
 
 
-@pytest.mark.parametrize("across", ["e4m3 tile(128)", "e4m3 block(128)", "e4m3 row"])
+@pytest.mark.parametrize("casts", ["tile(128) tile(128)", "tile(128) block(128)", "block(128) block(128)", "tile(128) row"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_layouts_by_two_casts(across: str, dtype: torch.dtype) -> None:
-    along, across = Cast.parse("e4m3 tile(128)"), Cast.parse(across)
+def test_layouts_by_two_casts(casts: str, dtype: torch.dtype) -> None:
+    along, across = (Cast.parse(f"e4m3 {group}") for group in casts.split())
     x = big(dtype, 3, 4096, 5120)
     assert pairs.check_apart(x, along, across) == 0
     assert pairs.check_apart(x[128:, 128:2176], along, across) == 0

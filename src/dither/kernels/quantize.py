@@ -265,7 +265,7 @@ def quantize_both(
         measured = torch.zeros((), device=x.device) if delayed else torch.empty(0, device=x.device)
     outputs = (*along, *across, measured)
     if squares.takes(x, cast, cast, container):
-        squares.quantize_squares(x, cast, (*along, *across))
+        squares.quantize_squares(x, cast, cast, (*along, *across))
         return outputs
     if cast.group.kind == "row":
         for axis, (values, scale) in ((1, along), (0, across)):
@@ -293,7 +293,7 @@ def quantize_apart(x: Tensor, along: Cast, across: Cast) -> tuple[Tensor, Tensor
     outputs = [grouping.known_empty_outputs(x, cast, axis, cast.element) for cast, axis in ((along, 1), (across, 0))]
     (values, scale), (values_t, scale_t) = outputs
     if squares.takes(x, along, across, across.element):
-        squares.quantize_squares(x, across, (values, scale, values_t, scale_t))
+        squares.quantize_squares(x, along, across, (values, scale, values_t, scale_t))
     else:
         for cast, axis, out in ((along, 1, outputs[0]), (across, 0, outputs[1])):
             _launch(x, cast, grouping.known_layout(tuple(x.shape), cast, axis), None, None, cast.element, *out, fake=False)

@@ -1,18 +1,21 @@
 """E4M3 codes of both layouts of a matrix, one 128 x 128 square of it per program, so that it is read once.
 
-The first layout has a scale per 1 x 128 tile. The second has a scale per 128 x 1 tile, or per square. Codes are made as words
-of four, along the columns and along the rows. The second layout goes through shared memory as such words.
+Scales are per 1 x 128 tile in the first layout and per 128 x 1 tile in the second, or per square in the second or in both.
+Codes are made as words of four, along the columns and along the rows. The second layout goes through shared memory as such
+words.
 
 bfloat16 stays packed, two elements per register: an instruction finds the larger of two pairs, and 64 elements take 32
 registers. With tiles in both layouts, the disassembly has 13.8 instructions per element and 80 registers, so that three
-programs of eight warps share a multiprocessor. One program per layout needs 24.8, and reads x twice, the second time from the
-cache.
+programs of eight warps share a multiprocessor: 72.6 us for 8192 x 8192, 0.905 of a copy's bandwidth. One program per layout
+needs 24.8, and reads x twice, the second time from the cache: 90.1 us. float32 with tiles in both layouts is an exception: one
+program per layout takes 114.5 us, and a square takes 137.8 us.
 
 Legend, besides that of `dither.kernels.tiles`:
 
     w         the square: words int32[N, N / 2] with two bfloat16 elements each, or float32[N, N]
     PAIRS     w has two elements per word
     BLOCK     the second layout has one scale per square
+    BLOCKS    both layouts have
 """
 
 import functools
@@ -144,10 +147,11 @@ def _quantize_squares_kernel(
     A: tl.constexpr,
     PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
-    """Cast one square: tiles along the columns, and tiles along the rows or (BLOCK) the whole square.
+    """Cast one square: tiles along the columns, and tiles along the rows or (BLOCK) the whole square; or (BLOCKS) it twice.
 
-        codes   [r, c] = round(x[r, c] * MAX / max |x[r, :]|)
+        codes   [r, c] = round(x[r, c] * MAX / max |x[r, :]|), or with max |x|
         codes_t [c, r] = round(x[r, c] * MAX / max |x[:, c]|), or with max |x|
 
     A thread holds four words of each of A neighbouring rows, so that it makes words in either direction alone.
@@ -161,41 +165,37 @@ def _quantize_squares_kernel(
     w = tl.load(pointer + begin + row.to(tl.int64) * (stride // PER) + column)
     w = tl.reshape(tl.permute(tl.reshape(w, [A, N // A, WIDE]), (1, 0, 2)), [N, WIDE])
 
-    # Scales.
-    to = scale_ptr + first_column // N * rows + first_row + tl.arange(0, N)
-    if PAIRS:
-        packed = largest_pairs(w, 1, H.NATIVE)
-        tops = moved(packed, N, H.NATIVE)
-        tops = tl.maximum(lower(tops), upper(tops))  # the bits of magnitudes have the order of magnitudes
-    else:
-        packed = largest_floats(w, 1, H.NATIVE)
-        tops = moved(packed, N, H.NATIVE)
-    multiply, _, stored = group_factors(tops, 1.0, S, SCALE, W, True, H.NATIVE)
-    tl.store(to, stored)
-    multiply = moved(multiply, N, H.NATIVE)[:, None]
+    # Scales. The bits of magnitudes have the order of magnitudes.
+    tops = largest_pairs(w, 1, H.NATIVE) if PAIRS else largest_floats(w, 1, H.NATIVE)
     if BLOCK:
-        if PAIRS:
-            top = tl.max(tl.maximum(lower(packed), upper(packed)), axis=0)
-        else:
-            top = tl.max(packed, axis=0)
-        across, _, stored = group_factors(top, 1.0, S, SCALE, W, True, H.NATIVE)
+        top = tl.max(tl.maximum(lower(tops), upper(tops)) if PAIRS else tops, axis=0)
+        even, _, stored = group_factors(top, 1.0, S, SCALE, W, True, H.NATIVE)
+        odd, multiply = even, even
         tl.store(scale_t_ptr + first_column // N * (rows // N) + first_row // N, stored)
-        even, odd = across, across
+        if BLOCKS:
+            tl.store(scale_ptr + first_row // N * (columns // N) + first_column // N, stored)
     elif PAIRS:
-        tops = moved(largest_pairs(w, 0, H.NATIVE), WIDE, H.NATIVE)
-        even, _, stored_even = group_factors(lower(tops), 1.0, S, SCALE, W, True, H.NATIVE)
-        odd, _, stored_odd = group_factors(upper(tops), 1.0, S, SCALE, W, True, H.NATIVE)
+        down = moved(largest_pairs(w, 0, H.NATIVE), WIDE, H.NATIVE)
+        even, _, stored_even = group_factors(lower(down), 1.0, S, SCALE, W, True, H.NATIVE)
+        odd, _, stored_odd = group_factors(upper(down), 1.0, S, SCALE, W, True, H.NATIVE)
         to = scale_t_ptr + first_row // N * columns + first_column + 2 * tl.arange(0, WIDE)
         tl.store(to, stored_even)
         tl.store(to + 1, stored_odd)
         even = moved(even, WIDE, H.NATIVE)[None, :]
         odd = moved(odd, WIDE, H.NATIVE)[None, :]
     else:
-        tops = moved(largest_floats(w, 0, H.NATIVE), N, H.NATIVE)
-        across, _, stored = group_factors(tops, 1.0, S, SCALE, W, True, H.NATIVE)
+        down = moved(largest_floats(w, 0, H.NATIVE), N, H.NATIVE)
+        even, _, stored = group_factors(down, 1.0, S, SCALE, W, True, H.NATIVE)
         tl.store(scale_t_ptr + first_row // N * columns + first_column + tl.arange(0, N), stored)
-        even = moved(across, N, H.NATIVE)[None, :]
+        even = moved(even, N, H.NATIVE)[None, :]
         odd = even
+    if not BLOCKS:
+        tops = moved(tops, N, H.NATIVE)
+        if PAIRS:
+            tops = tl.maximum(lower(tops), upper(tops))
+        multiply, _, stored = group_factors(tops, 1.0, S, SCALE, W, True, H.NATIVE)
+        tl.store(scale_ptr + first_column // N * rows + first_row + tl.arange(0, N), stored)
+        multiply = moved(multiply, N, H.NATIVE)[:, None]
 
     # Words of four codes along the columns, [N, N / 4].
     at = tl.arange(0, N // 4)
@@ -245,7 +245,7 @@ def takes(x: Tensor, along: Cast, across: Cast, container: Format) -> bool:
     return (
         (along, across) in CASTS
         and container == along.element
-        and x.dtype in (torch.bfloat16, torch.float32)
+        and (x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and across == _BLOCKS))
         and x.shape[0] % SIZE == x.shape[1] % SIZE == 0 != x.numel()
         and x.stride(1) == 1
         and x.stride(0) % 8 == x.data_ptr() % 16 == 0
@@ -253,22 +253,24 @@ def takes(x: Tensor, along: Cast, across: Cast, container: Format) -> bool:
     )
 
 
-_TILES, _SQUARES = Cast.parse(f"e4m3 tile({SIZE})"), Cast.parse(f"e4m3 block({SIZE})")
+_TILES, _BLOCKS = Cast.parse(f"e4m3 tile({SIZE})"), Cast.parse(f"e4m3 block({SIZE})")
 
-CASTS = ((_TILES, _TILES), (_TILES, _SQUARES))
+CASTS = ((_TILES, _TILES), (_TILES, _BLOCKS), (_BLOCKS, _BLOCKS))
 """Casts along the columns and along the rows."""
 
 
-def quantize_squares(x: Tensor, across: Cast, out: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+def quantize_squares(x: Tensor, along: Cast, across: Cast, out: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     """Write codes and scales of both layouts to `out`, which are in the memory order of `grouping.empty_outputs`."""
-    _launch(tuple(x.shape), x.stride(0), x.dtype, x.device, across)(x, *out)
+    _launch(tuple(x.shape), x.stride(0), x.dtype, x.device, along, across)(x, *out)
 
 
 @functools.lru_cache(maxsize=4096)
-def _launch(shape: tuple[int, int], stride: int, dtype: torch.dtype, device: torch.device, across: Cast) -> BoundKernel:
+def _launch(
+    shape: tuple[int, int], stride: int, dtype: torch.dtype, device: torch.device, along: Cast, across: Cast
+) -> BoundKernel:
     """Return the kernel for matrices of this kind."""
     rows, columns = shape
-    A, warps, registers = _shape(dtype.itemsize, across is _SQUARES or across == _SQUARES)
+    A, warps, registers = _shape(dtype.itemsize)
     return BoundKernel(
         _quantize_squares_kernel,
         rows // SIZE * (columns // SIZE),
@@ -283,7 +285,8 @@ def _launch(shape: tuple[int, int], stride: int, dtype: torch.dtype, device: tor
             "N": SIZE,
             "A": A,
             "PAIRS": dtype == torch.bfloat16,
-            "BLOCK": across == _SQUARES,
+            "BLOCK": across == _BLOCKS,
+            "BLOCKS": along == _BLOCKS,
         },
         bits=(1, 3),
         num_warps=warps,
@@ -291,8 +294,6 @@ def _launch(shape: tuple[int, int], stride: int, dtype: torch.dtype, device: tor
     )
 
 
-def _shape(itemsize: int, block: bool) -> tuple[int, int, int | None]:
-    """Return (A, warps, registers)."""
-    if itemsize == 4:
-        return 4, 16, 64
-    return 8, 8, 64 if block else 80
+def _shape(itemsize: int) -> tuple[int, int, int | None]:
+    """Return (A, warps, registers): 64 elements per thread in 80 registers, or 32 float32. Chosen by quantize.py --sweep."""
+    return (8, 8, 80) if itemsize == 2 else (4, 16, 64)
