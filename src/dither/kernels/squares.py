@@ -115,9 +115,7 @@ def moved(values, N: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def four_codes(
-    x0, x1, x2, x3, multiply, F: tl.constexpr, C: tl.constexpr, S: tl.constexpr, H: tl.constexpr
-):  # fmt: skip
+def four_codes(x0, x1, x2, x3, multiply, F: tl.constexpr, C: tl.constexpr, S: tl.constexpr, H: tl.constexpr):
     """Return words with the codes of x0 to x3, times `multiply`, from the lowest byte on."""
     if H.NATIVE:
         return tl.inline_asm_elementwise(FOUR, "=r,f,f,f,f,f", [x0, x1, x2, x3, multiply], dtype=tl.int32, is_pure=True, pack=1)

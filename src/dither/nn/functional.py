@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from dither import apart_ops as apart_ops  # registers torch.ops.dither.quantize_apart
+from dither import apart_ops as apart_ops  # it registers torch.ops.dither.quantize_apart
 from dither import devices, engines, torch_ops
 from dither.compiler import assume_constant_result
 from dither.errors import UserError
