@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import dither
+import dither.ops
 from dither import Cast, UserError, devices
 from dither.doctor import native_units
 from dither.engines import CAPABILITIES, CONTAINED, Engine, container, engine_for, support
