@@ -4,10 +4,11 @@
     PYTHONPATH=src python3 benchmarks/linear.py --models 1B --recipes fp8-block fp8-row
     PYTHONPATH=src python3 benchmarks/linear.py --peer FOLDER                # and torchao's float8 layers, from that folder
 
-Times are medians of replays of captured graphs. M is the number of tokens of a step, batch * 2048. A layer's step is the work
-of one micro-batch: x cast for two products, forward, dY cast for two products, input gradient, weight gradient. The weight's
-cast, once per optimizer step, is a line of its own. "layer" is the time of `dither.nn.Linear`, forward and backward; the
-difference to the parts is the overhead between them. "BF16" is nn.Linear with bfloat16 tensors in the same run.
+Prints Markdown tables. Times are medians of replays of captured graphs, in microseconds; products have TFLOP/s in parentheses.
+M is the number of tokens of a step, batch * 2048. A layer's step is the work of one micro-batch: x cast for two products,
+forward (y), dY cast for two products, input gradient (dx), weight gradient (dw). "sum" adds these. The weight's cast, once per
+optimizer step, is not in it. "layer" is the time of `dither.nn.Linear`, forward and backward; the difference to the sum is the
+overhead between the parts. "BF16" is nn.Linear with bfloat16 tensors in the same run.
 """
 
 import argparse
@@ -32,7 +33,7 @@ MODELS = {  # width, ffn, batch
     "3B": (3072, 8192, 3),
     "8B": (4096, 14336, 4),
 }
-RECIPES = ["fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "fp4-block", "mxfp8", "nvfp4"]
+RECIPES = ["fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "fp8-block-2d", "fp4-block", "mxfp8", "nvfp4"]
 
 
 def shapes(model: str) -> list[tuple[str, int, int, int]]:
@@ -74,16 +75,17 @@ def parts(precision: LayerPrecision, m: int, k: int, n: int) -> dict[str, float]
     def amax(tensor: Tensor, delayed: bool) -> Amax:
         return Amax(tensor.abs().amax().float(), torch.zeros((), device="cuda")) if delayed else Amax()
 
-    def both(tensor: Tensor, how: functional.Casting):
-        known = amax(tensor, how.delayed)
-        return lambda: functional._both(tensor, how, known, place, True, True, None)
+    def both(tensor: Tensor, casting: functional.Castings):
+        known = amax(tensor, casting.along.delayed)
+        drawn = place if casting.stochastic else None
+        return lambda: functional._both(tensor, casting, known, drawn, True, True, None, None)
 
     cast_x, cast_w, cast_dy = both(x, has.input), both(w, has.weight), both(dy, has.grad)
     (x_MK, x_KM), (w_NK, w_KN), (dy_MN, dy_NM) = cast_x(), cast_w(), cast_dy()
     bf16 = torch.bfloat16
 
-    def product(which: str, a, a_how, b, b_how, length: int, dtype: torch.dtype):
-        return lambda: functional._product(which, a, a_how, b, b_how, length, None, dtype, has)
+    def product(which: str, a, a_casting, b, b_casting, length: int, dtype: torch.dtype):
+        return lambda: functional._product(which, a, a_casting, b, b_casting, length, None, dtype, has)
 
     layer = Linear(k, n, False, "cuda", precision=precision, name="bench")
     x.requires_grad_()
@@ -95,10 +97,10 @@ def parts(precision: LayerPrecision, m: int, k: int, n: int) -> dict[str, float]
     return {
         "cast w": micros(cast_w),
         "cast x": micros(cast_x),
-        "y": micros(product("forward", x_MK, has.input, w_NK, has.weight, k, bf16)),
+        "y": micros(product("forward", x_MK, has.input.along, w_NK, has.weight.along, k, bf16)),
         "cast dy": micros(cast_dy),
-        "dx": micros(product("input_grad", dy_MN, has.grad, w_KN, has.weight, n, bf16)),
-        "dw": micros(product("weight_grad", dy_NM, has.grad, x_KM, has.input, m, torch.float32)),
+        "dx": micros(product("input_grad", dy_MN, has.grad.along, w_KN, has.weight.across, n, bf16)),
+        "dw": micros(product("weight_grad", dy_NM, has.grad.across, x_KM, has.input.across, m, torch.float32)),
         "layer": whole,
     }
 
@@ -136,27 +138,32 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--peer", metavar="FOLDER", help="where torchao lies, unpacked")
     arguments = parser.parse_args()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}; microseconds (share)")
-    columns = ("cast w", "cast x", "y", "cast dy", "dx", "dw", "sum", "layer")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}")
     for model in arguments.models:
         for name, m, k, n in shapes(model):
-            print(f"\n{model}, {name}: M = {m}, K = {k}, N = {n}")
-            print(f"{'':<14}" + "".join(f"{column:>14}" for column in columns) + f"{'BF16 / layer':>14}")
-            bf16 = bf16_products(m, k, n)
-            total = bf16["y"] + bf16["dx"] + bf16["dw"]
-            row(f"{'BF16':<14}", {**bf16, "sum": total}, columns, total, 1.0)
+            print(f"\n{model}, {name}: M = {m}, K = {k}, N = {n}\n")
+            print(f"| | {' | '.join(COLUMNS)} | speed of the layer relative to BF16 |\n|{'---|' * (len(COLUMNS) + 2)}")
+            bf16, flop = bf16_products(m, k, n), 2 * m * k * n
+            row("BF16", bf16, flop, 1.0)
             for text in arguments.recipes:
                 found = parts(recipe(text).default, m, k, n)
-                total = sum(found[column] for column in columns[1:6])
-                row(f"{text:<14}", {**found, "sum": total}, columns, total, bf16["layer"] / found["layer"])
+                row(f"`{text}`", found, flop, bf16["layer"] / found["layer"])
             for kind in ("tensorwise", "rowwise") if arguments.peer else ():
                 whole = peer(arguments.peer, kind, m, k, n)
-                row(f"{'ao ' + kind:<14}", {"layer": whole}, columns, whole, bf16["layer"] / whole)
+                row(f"torchao, {kind}", {"layer": whole}, flop, bf16["layer"] / whole)
 
 
-def row(label: str, found: dict[str, float], columns: tuple[str, ...], total: float, ratio: float) -> None:
-    cells = [f"{found[c]:>8.0f} ({found[c] / total:4.2f})"[:15] if c in found else "" for c in columns]
-    print(label + "".join(f"{cell:>14}" for cell in cells) + f"{ratio:>14.2f}", flush=True)
+COLUMNS = ("cast w", "cast x", "y", "cast dy", "dx", "dw", "sum", "layer")
+
+
+def row(label: str, found: dict[str, float], flop: int, ratio: float) -> None:
+    """Print one line of a table."""
+    if "y" in found:
+        found = {**found, "sum": sum(found.get(column, 0.0) for column in COLUMNS[1:6])}
+    cells = [f"{found[column]:.0f}" if column in found else "" for column in COLUMNS]
+    for column in {"y", "dx", "dw"} & set(found):
+        cells[COLUMNS.index(column)] += f" ({flop / found[column] / 1e6:.0f})"
+    print(f"| {label} | {' | '.join(cells)} | {ratio:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

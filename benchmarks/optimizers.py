@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import goals
 import torch
 from torch import Tensor
 from triton.testing import do_bench_cudagraph
@@ -159,9 +160,9 @@ def measure(case: Case, which: str, bandwidth: float, repeats: int) -> str:
     beyond = torch.cuda.max_memory_allocated() - lying
     share = count * case.moves / ms * 1e3 / bandwidth
     resident = lying / count
-    return (
-        f"| {case.name} | {ms:.2f} | {from_idle:.2f} | {case.moves:g} | {share:.3f} | {resident:.2f} | {beyond / 2**20:.1f} |"
-    )
+    goal = goals.against(share, goals.OPTIMIZERS.get(case.name))
+    times = f"{ms:.2f} | {from_idle:.2f} | {case.moves:g} | {share:.3f} | {goal}"
+    return f"| {case.name} | {times} | {resident:.2f} | {beyond / 2**20:.1f} |"
 
 
 def main() -> None:
@@ -179,8 +180,8 @@ def main() -> None:
     bandwidth = copy_bandwidth()
     print(f"copy {bandwidth / 1e12:.2f} TB/s")
     for which in given.lists.split(","):
-        columns = "ms | ms from idle | must move, B/param | share of copy | resident B/param | MiB needed"
-        print(f"\n{which}\n\n| optimizer | {columns} |\n|---|---|---|---|---|---|---|")
+        columns = "ms | ms from idle | must move, B/param | share of copy | goal | resident B/param | MiB needed"
+        print(f"\n{which}\n\n| optimizer | {columns} |\n|---|---|---|---|---|---|---|---|")
         for case in [*CASES, *(PEERS if given.peers else [])]:
             if given.only in case.name:
                 try:

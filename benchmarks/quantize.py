@@ -4,13 +4,14 @@
     PYTHONPATH=src python3 benchmarks/quantize.py --sweep    # tile shapes and warps of the kernel, to choose defaults from
 
 A cast must read its input once and write codes and scales once. "share" is the bandwidth of these bytes over that of a
-copy of the same input in the same run, counted as bytes read plus bytes written.
+copy of the same input in the same run, counted as bytes read plus bytes written. Prints a Markdown table.
 """
 
 import argparse
 import functools
 import time
 
+import goals
 import torch
 import triton
 from torch import Tensor
@@ -18,7 +19,7 @@ from triton.testing import do_bench_cudagraph
 
 from dither import Cast, Stream
 from dither.formats import TABLE
-from dither.kernels import loss, loss_codes, multiprocessors, sampling, scaling
+from dither.kernels import loss, loss_codes, multiprocessors, sampling, scaling, squares
 from dither.kernels import quantize as kernels
 
 CASES = [
@@ -103,7 +104,7 @@ def prepare(size: int) -> tuple[Tensor, float]:
     copy = median_ms(lambda: target.copy_(x))
     bandwidth = 2 * x.numel() * x.itemsize / copy
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, bfloat16 {size} x {size}")
-    print(f"copy: {copy * 1e3:.1f} us, {bandwidth / 1e9:.2f} TB/s")
+    print(f"copy: {copy * 1e3:.1f} us, {bandwidth / 1e9:.2f} TB/s\n")
     return x, bandwidth
 
 
@@ -111,16 +112,23 @@ def table(size: int) -> None:
     """Print all cases at size x size."""
     x, bandwidth = prepare(size)
     stream = Stream(0, "bench", "x")
-    print(f"{'cast':<42}{'layouts':>14}{'us':>9}{'TB/s':>8}{'share':>8}{'host us':>9}{'compile us':>12}")
+    columns = ("cast", "layouts", "time, us", "bandwidth, TB/s", "share of copy", "goal", "host, us", "torch.compile, us")
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
 
     def line(what: str, layouts: str, run, outputs: tuple[Tensor, ...], peer: str = "") -> None:
         ms = median_ms(run)
         rate = bytes_moved(x, outputs) / ms
-        print(
-            f"{what:<42}{layouts:>14}{ms * 1e3:>9.1f}{rate / 1e9:>8.2f}{rate / bandwidth:>8.3f}{host_us(run):>9.1f}{peer:>12}"
-        )
+        goal = goals.against(rate / bandwidth, goals.BOTH_LAYOUTS.get(what)) if layouts == "both" else ""
+        cells = (f"{ms * 1e3:.1f}", f"{rate / 1e9:.2f}", f"{rate / bandwidth:.3f}", goal, f"{host_us(run):.1f}", peer)
+        print(f"| {what} | {layouts} | {' | '.join(cells)} |", flush=True)
 
     line("amax", "", lambda: kernels.amax(x), ())
+    tiles, blocks = Cast.parse("e4m3 tile(128)"), Cast.parse("e4m3 block(128)")
+
+    def apart() -> tuple[Tensor, ...]:
+        return kernels.quantize_apart(x, tiles, blocks)
+
+    line("e4m3 tile(128), e4m3 block(128), the input of fp8-block-2d", "one each", apart, apart())
     for text, layouts in CASES:
         cast = Cast.parse(text)
         run = call(x, cast, layouts, stream)
@@ -130,7 +138,7 @@ def table(size: int) -> None:
         line(text, layouts, run, run(), peer)
 
 
-TILES = [(128, 64, a, a_t, 4, registers, c) for a in (4, 8) for a_t in (8, 16) for registers in (80, 96) for c in (False, True)]
+SQUARES = [(8, 8, 64), (8, 8, 80), (8, 8, None), (4, 8, 80), (4, 16, 64), (4, 16, 56), (16, 4, None)]
 DRAWN = [
     *((128, 64, 4, 8, 4, registers, compact) for registers in (None, 128, 112, 96) for compact in (False, True)),
     (128, 64, 8, 8, 4, 128, False),
@@ -151,12 +159,11 @@ ONCE = [
 BLOCKS = [shape for shape in ONCE if shape[0] == shape[1] == 128]
 SWEEPS = [
     ("e2m1 tile(128) fp32 stochastic(16)", "one", "_tile_shape", [(8, 1024, 4, 4), (8, 1024, 8, 4), (64, 128, 4, 4)]),
-    ("e4m3 tile(128) fp32 nearest", "both", "_both_shape", TILES),
     ("e2m1 tile(128) fp32 stochastic(16)", "both", "_both_shape", DRAWN),
     ("e2m1 tile(128) fp32 stochastic(16)", "both as e4m3", "_both_shape", DRAWN),
     ("e4m3 tensor delayed(16) nearest", "both", "_once_shape", ONCE),
     ("e5m2 tensor delayed(16) nearest", "both", "_once_shape", ONCE),
-    ("e4m3 block(128) fp32 nearest", "both", "_once_shape", BLOCKS),
+    ("e2m1 block(128) fp32 nearest", "both as e4m3", "_once_shape", BLOCKS),
 ]
 """A cast, its layouts, the function in `dither.kernels.quantize` that chooses a shape, and what it might answer."""
 
@@ -169,6 +176,10 @@ def sweep(size: int) -> None:
         run = call(x, Cast.parse(text), layouts, stream)
         print(f"{text}, {layouts} ({name})")
         try_shapes(kernels, name, shapes, run, bytes_moved(x, run()) / bandwidth)
+    for along, across in squares.CASTS:
+        run = functools.partial(kernels.quantize_apart, x, along, across)
+        print(f"{along}, {across} (squares._shape)")
+        try_shapes(squares, "_shape", SQUARES, run, bytes_moved(x, run()) / bandwidth)
     dense = [(1, n, wide, k * multiprocessors(x.device), warps) for n, wide, warps in AMAX for k in (2, 4, 8, 16)]
     print("amax (_amax_shape)")
     try_shapes(scaling, "_amax_shape", dense, lambda: (kernels.amax(x),), bytes_moved(x, ()) / bandwidth)
@@ -185,14 +196,8 @@ def octets(x: Tensor) -> Tensor:
 
 def forget_launches() -> None:
     """Clear the cache of launches, which are stored with their shape."""
-    for kept in (
-        kernels._one_launch,
-        kernels._both_launch,
-        scaling._amax_launch,
-        sampling._launch,
-        loss._launch,
-        loss_codes._launch,
-    ):
+    casts = (kernels._one_launch, kernels._both_launch, squares._launch)
+    for kept in (*casts, scaling._amax_launch, sampling._launch, loss._launch, loss_codes._launch):
         kept.cache_clear()
 
 

@@ -52,6 +52,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+import goals
 import torch
 
 import dither
@@ -297,17 +298,21 @@ def host_profile(step, shown: int = 25) -> str:
     return re.sub(r"/\S*/(?=\S*/\S*\.py)", "", text.getvalue())
 
 
-def print_profile(result: dict, shown: int = 25) -> None:
-    """Print the time by group and the slowest kernels of one step, and the host's functions."""
-    kernels = result["profile"]
+def print_profile(result: dict, shown: int = 15) -> None:
+    """Print Markdown tables of a step's time by group of kernels and of its slowest kernels, then the host's functions."""
+    kernels, step = result["profile"], result["step_ms"]
     total = sum(kernel["ms"] for kernel in kernels)
-    print(f"\n{result['size']} {result['mode']}: kernels {total:.2f} ms of a step of {result['step_ms']:.2f} ms")
+    print(f"\n{result['size']} `{result['mode']}`: a step of {step:.2f} ms\n\n| part | ms | share of the step |\n|---|---|---|")
     for group in KERNELS:
         ms = sum(kernel["ms"] for kernel in kernels if kernel["group"] == group)
-        print(f"  {group:<10}{ms:>10.2f} ms{ms / total:>8.1%}")
+        goal = f" (goal: at most {goals.CASTS:.0%})" if group == "casts" else ""
+        print(f"| {group} | {ms:.2f} | {ms / step:.1%}{goal} |")
+    print(f"| gaps between kernels | {max(step - total, 0.0):.2f} | {max(1 - total / step, 0.0):.1%} |")
+    print("\n| kernel | part | ms | calls |\n|---|---|---|---|")
     for kernel in kernels[:shown]:
-        print(f"  {kernel['ms']:>9.3f} ms{kernel['calls']:>6} x  {kernel['group']:<10} {kernel['name'][:110]}")
-    print(result["host_profile"])
+        name = kernel["name"][:90].replace("|", "\\|")
+        print(f"| `{name}` | {kernel['group']} | {kernel['ms']:.3f} | {kernel['calls']} |")
+    print("\n" + result["host_profile"])
 
 
 def processes(count: int) -> concurrent.futures.ProcessPoolExecutor:
@@ -339,24 +344,26 @@ def separately(size: str, modes: Sequence[str], arguments: argparse.Namespace) -
     return [{"size": size, "mode": mode, "failure": failure} for mode in modes]
 
 
-def ratio(value: float | None, base: float | None) -> str:
-    return f"{value / base:.3f}" if value and base else "-"
+def shown(value: float | None, digits: int = 3) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
 
 
 def print_table(results: list[dict]) -> None:
-    """Print one line per size and mode, with ratios to o1 of the same size if that ran."""
-    print(f"\n{'size':<7}{'mode':<26}{'k tokens/s':>11}{'of o1':>8}{'peak GiB':>10}{'of o1':>8}{'step ms':>10}")
+    """Print a Markdown table: one line per size and mode, with ratios to o1 of the same size if that ran, and goals."""
+    columns = ("size", "mode", "thousand tokens/s", "relative to o1", "goal", "peak GiB", "relative to o1", "goal", "step ms")
+    print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for result in results:
+        size, mode = result["size"], result["mode"]
         if "failure" in result:
-            print(f"{result['size']:<7}{result['mode']:<26}  failed: {result['failure'][:160]}")
+            print(f"| {size} | `{mode}` | failed: {result['failure'][:160]} |")
             continue
-        base = next((r for r in results if (r["size"], r["mode"]) == (result["size"], "o1")), {})
-        peak = f"{result['peak_gib']:.2f}" if result["peak_gib"] else "-"
-        print(
-            f"{result['size']:<7}{result['mode']:<26}{result['tokens_per_second'] / 1e3:>11.2f}"
-            f"{ratio(result['tokens_per_second'], base.get('tokens_per_second')):>8}{peak:>10}"
-            f"{ratio(result['peak_gib'], base.get('peak_gib')):>8}{result['step_ms']:>10.2f}"
+        base = next((r for r in results if (r["size"], r["mode"]) == (size, "o1") and "failure" not in r), {})
+        speed, peak = (
+            result[key] / base[key] if result[key] and base.get(key) else None for key in ("tokens_per_second", "peak_gib")
         )
+        cells = [f"{result['tokens_per_second'] / 1e3:.2f}", shown(speed), goals.speed(mode, size, speed)]
+        cells += [shown(result["peak_gib"], 2), shown(peak), goals.memory(mode, size, peak), f"{result['step_ms']:.2f}"]
+        print(f"| {size} | `{mode}` | {' | '.join(cells)} |")
 
 
 def print_table_1(results: list[dict]) -> None:

@@ -32,6 +32,7 @@ from dither.kernels import (
     scaling,
     transposing,
 )
+from dither.kernels.squares import CASTS as IN_SQUARES
 from dither.precision import Rounding
 from dither.random import Draw
 from dither.reference import masters
@@ -110,6 +111,10 @@ def calls() -> Iterator[str]:
             container = cast.element if cast.element.bits >= 8 else Format.parse("e4m3")
             quantize.quantize_both(x, cast, mine, amax, container)
         yield str(cast)
+    for along, across in IN_SQUARES:
+        for dtype in (torch.bfloat16, torch.float32):
+            quantize.quantize_apart(x.to(dtype), along, across)
+        yield f"both layouts by {along} and {across}"
     cast = Cast.parse("e2m1 tile(128) fp32 stochastic(16)")
     quantize.quantize_both(x, cast, draw, None, cast.element)
     quantize.quantize(x[:, :381], cast, 1, inside, None, cast.element)

@@ -11,7 +11,7 @@ from dither.train.config import Precision
 AXES = MappingProxyType(
     {
         "mode": ("fp32", "o1", "bf16-sr", "fp16"),
-        "recipe": ("none", "fp8-current", "fp8-delayed", "fp8-block", "fp4-block", "mxfp8", "nvfp4"),
+        "recipe": ("none", "fp8-current", "fp8-delayed", "fp8-block", "fp8-block-2d", "fp4-block", "mxfp8", "nvfp4"),
         "states": ("fp32", "bf16", "dynamic8", "adam-mini"),
         "sampling": ("none", "gaussws-od", "gaussws-all-recompute", "inputs"),
         "plans": ("off", "snip", "schedule"),

@@ -33,7 +33,7 @@ SAMPLINGS = {
     "inputs": Sampling(b_init=7, b_target=5),
 }
 LATER = {"none": "fp8-block", "fp8-block": "fp4-block", "fp4-block": "fp8-block", "fp8-current": "fp8-row"}
-LATER |= {"fp8-delayed": "fp8-current", "mxfp8": "mxfp4", "nvfp4": "mxfp8"}
+LATER |= {"fp8-delayed": "fp8-current", "fp8-block-2d": "fp8-block", "mxfp8": "mxfp4", "nvfp4": "mxfp8"}
 """The recipe of the second half of a schedule, by that of the first."""
 
 PRESETS = {"llama": "tiny", "gpt2": "gpt2-tiny"}

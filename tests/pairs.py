@@ -138,6 +138,12 @@ def check_both(x: Tensor, cast: Cast, offset: tuple[int, int] = (0, 0), containe
     )
 
 
+def check_apart(x: Tensor, along: Cast, across: Cast) -> int:
+    """Two casts, one per layout."""
+    found = (code.quantize_apart(x, along, across) for code in (quantize, kernel_quantize))
+    return sum(map(differing, *found))
+
+
 # Sampled weights ------------------------------------------------------------------------------------------------------
 
 

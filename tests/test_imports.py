@@ -14,7 +14,7 @@ COLUMN = (
     *("errors", "safe_files", "run_lock", "versions", "tables", "progress"),
     *("formats", "precision", "bitwidths", "recipes", "levels"),
     *("storage", "engines", "devices", "compiler", "random", "grouping", "adam_update", "ranks"),
-    *("reference", "kernels", "torch_ops", "loss_ops", "recast_ops", "ops"),
+    *("reference", "kernels", "torch_ops", "apart_ops", "loss_ops", "recast_ops", "ops"),
     *("nn", "optim", "snip", "numerics", "models", "parallel", "data", "evaluate", "theory", "advice", "doctor"),
     *("train", "report", "experiments", "exporting", "integrations", "arms", "commands", "cli", "dither"),
 )

@@ -44,6 +44,7 @@ PRECISIONS = {
         "e5m2 tensor",
         {"input_grad.weight": "e4m3 tensor", "weight_grad.input": "e4m3 tensor"},
     ),
+    "blocks of inputs": ("e4m3 tile(16)", "e4m3 block(16)", "e4m3 tile(16)", {"weight_grad.input": "e4m3 block(16)"}),
     "bf16 weight gradient": ("e4m3 tile(16)", "nvfp4", "e2m1 tile(16) stochastic(8)", {"weight_grad": "bf16"}),
     "cast backward": (
         None,
@@ -566,7 +567,7 @@ def test_magnitudes_are_reduced_over_ranks_by_one_call(monkeypatch: pytest.Monke
 # Compiled code, checkpointing, memory -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "all stochastic", "fp8-delayed", "cast backward", "bf16 weight gradient"])
+@pytest.mark.parametrize("name", ["nvfp4", "all stochastic", "fp8-delayed", "cast backward", "blocks of inputs"])
 def test_compiled_training_is_eager_training(name: str) -> None:
     torch._dynamo.reset()
     eager, compiled = Net(precision(name)), Net(precision(name))

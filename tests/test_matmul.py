@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import dither
+import dither.ops
 from dither import Cast, UserError, devices
 from dither.doctor import native_units
 from dither.engines import CAPABILITIES, CONTAINED, Engine, container, engine_for, support
@@ -117,12 +117,12 @@ def test_the_operator_keeps_the_rules_of_torch(a: str, b: str) -> None:
         ("int8 tensor", "int8 row", "int8", ""),
         ("int8 row", "e4m3 row", "bf16", ""),
         ("int8 row", "int8 tile(128)", "bf16", "group"),
-        ("e4m3 block(128) pow2", "e4m3 block(128) pow2", "bf16", ""),
+        ("e4m3 block(128) pow2", "e4m3 block(128) pow2", "fp8", "group"),
         ("mxfp4", "", "bf16", ""),
         ("e4m3 row", "", "bf16", ""),
         ("e4m3 tile(64)", "e4m3 block(64)", "bf16", "group"),
         ("e5m2 tile(128)", "e4m3 block(128)", "bf16", "group"),
-        ("e4m3 block(128)", "e4m3 block(128)", "bf16", "group"),
+        ("e4m3 block(128)", "e4m3 block(128)", "fp8", "group"),
         ("e4m3 tensor", "e4m3 tile(128)", "bf16", "group"),
         ("", "e4m3 block(128)", "bf16", "group"),
         ("int8 tile(128)", "int8 tile(128)", "bf16", "group"),
@@ -244,7 +244,12 @@ def cublas_scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, kind_a, scale_b: Ten
     return (numbers(a, scale_a, kind_a) @ numbers(b.T, scale_b, kind_b).T).to(output_dtype)
 
 
-GROUPED = [("tile(128)", "block(128)"), ("tile(128)", "tile(128)"), ("block(128)", "tile(128) pow2")]
+GROUPED = [
+    ("tile(128)", "block(128)"),
+    ("tile(128)", "tile(128)"),
+    ("block(128)", "tile(128) pow2"),
+    ("block(128)", "block(128)"),
+]
 
 
 @pytest.mark.parametrize("length", [128, 768, 1024, 1552])

@@ -57,6 +57,7 @@ def test_other_operators_keep_the_rules_of_torch(device: str) -> None:
         torch.library.opcheck(torch.ops.dither.quantize_both, (x, str(cast), None, "", *drawn(x, cast), "reference"))
     given = (x, "e4m3 tensor delayed(4)", torch.tensor(2.0, device=device), "", 0, None, 0, 0, "reference")
     torch.library.opcheck(torch.ops.dither.quantize_both, given)
+    torch.library.opcheck(torch.ops.dither.quantize_apart, (x, "e4m3 tile(16)", "e4m3 block(16)", "reference"))
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)

@@ -35,6 +35,7 @@ from dither.kernels import loss as kernel_loss  # noqa: E402
 from dither.kernels import matmul as kernel_matmul  # noqa: E402
 from dither.kernels import quantize as kernel_quantize  # noqa: E402
 from dither.kernels import sampling as kernel_sampling  # noqa: E402
+from dither.kernels import squares as kernel_squares  # noqa: E402
 
 
 @triton.jit
@@ -192,6 +193,36 @@ def test_both_layouts(cast: Cast, dtype: torch.dtype, device: str) -> None:
         x = pairs.hard_values(70, 75, torch.bfloat16, 9, device)
         assert pairs.check_both(x, cast, container="e4m3") == 0
         assert pairs.check_quantize(x, cast, 1, container="e4m3") == 0
+
+
+@pytest.mark.parametrize(
+    ("groups", "dtype"),
+    [
+        ("tile tile", torch.bfloat16),
+        ("tile block", torch.bfloat16),
+        ("block block", torch.bfloat16),
+        ("tile block", torch.float32),
+        ("block block", torch.float32),
+    ],
+)
+def test_both_layouts_in_squares(groups: str, dtype: torch.dtype, device: str) -> None:
+    """Whole squares of 128 x 128 are cast by a kernel of their own; rows in a wider matrix too, and lost groups."""
+    along, across = (Cast.parse(f"e4m3 {group}(128)") for group in groups.split())
+    x = pairs.hard_values(256, 272, dtype, 9, device)[:, :256]
+    assert kernel_squares.takes(x, along, across, along.element)
+    assert (pairs.check_both(x, along) if along == across else pairs.check_apart(x, along, across)) == 0
+    x[1, 3], x[30, 200], x[130, 129], x[200, 255] = torch.nan, torch.inf, -torch.inf, -torch.nan
+    assert pairs.check_apart(x, along, across) == 0
+
+
+@pytest.mark.parametrize("across", ["e4m3 block(128)", "e2m1 tile(16) pow2", "e4m3 tensor"])
+def test_layouts_by_two_casts(across: str, device: str) -> None:
+    """Wherever squares do not fit: ragged edges, other strides and formats, and another start in memory."""
+    along, across = Cast.parse("e4m3 tile(128)"), Cast.parse(across)
+    x = pairs.hard_values(129, 264, torch.bfloat16, 9, device)
+    for part in (x[1:, 1:257], x[:128, :256].T, x[:128, :128].half(), x[:9, :70], x[:0]):
+        assert not kernel_squares.takes(part, along, across, along.element)
+        assert pairs.check_apart(part, along, across) == 0
 
 
 DELAYED = ["e4m3 tensor delayed(4)", "e5m2 tensor delayed(4,3) stochastic(8)", "e5m2 tensor fp32"]

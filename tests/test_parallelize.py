@@ -38,10 +38,12 @@ from dither.parallel.reduction import BFloat16ReduceScatter
 pytestmark = [needs_gloo, pytest.mark.filterwarnings("ignore:.*noise can vanish")]
 
 FP8 = LayerPrecision.of("e4m3 tile(16)", "e4m3 block(16)", "e4m3 tile(16)")
+FP8_2D = LayerPrecision.of("e4m3 tile(16)", "e4m3 block(16)", "e4m3 tile(16)", {"weight_grad.input": "e4m3 block(16)"})
 FP4 = LayerPrecision.of("e2m1 tile(16)", "e2m1 block(16) fp32 stochastic(16)", "e2m1 tile(16) stochastic(16)")
 MX = LayerPrecision.of("e4m3 tile(16) pow2_ceil", "e4m3 tile(16) pow2_ceil stochastic(8)", "e4m3 tile(16) pow2_ceil")
 METHODS: dict[str, tuple[Plan, dict[str, Any]]] = {
     "fp8-block": (Plan(default=FP8), {}),
+    "fp8-block-2d": (Plan(default=FP8_2D), {}),
     "fp4-block": (Plan(default=FP4), {}),
     "mxfp8": (Plan(default=MX), {}),
     "gaussws": (Plan().with_sampling(Sampling(block=16)), {}),
@@ -518,10 +520,12 @@ def check_errors() -> None:
         dither.parallelize(Llama(config(num_attention_heads=3, hidden_size=96)), mesh)
     with pytest.raises(UserError, match=r"'model\.layers\.0\.mlp\.gate_proj' has 33 outputs, which tp=2 cannot divide"):
         dither.parallelize(Llama(config(intermediate_size=33)), mesh)
-    model = Llama(config())
-    dither.convert(model, dither.recipe("fp8-block"))
-    with pytest.raises(UserError, match="shards must be multiples of 128, so that none splits a scale group"):
-        dither.parallelize(model, mesh)
+    inputs = LayerPrecision.of(overrides={"weight_grad.input": "e4m3 block(128)"})
+    for plan in ("fp8-block", "fp8-block-2d", Plan(default=inputs)):
+        model = Llama(config())
+        dither.convert(model, plan)
+        with pytest.raises(UserError, match="shards must be multiples of 128, so that none splits a scale group"):
+            dither.parallelize(model, mesh)
     assert not any(isinstance(p, DTensor) for p in model.parameters())
     with pytest.raises(UserError, match="Tensor parallelism knows the models of dither"):
         dither.parallelize(nn.Sequential(nn.Linear(4, 4)), mesh)

@@ -28,6 +28,7 @@ CASTS = {
     "fp8-current": ("e4m3 tensor fp32", "e4m3 tensor fp32", "e5m2 tensor fp32"),
     "fp8-row": ("e4m3 row fp32",) * 3,
     "fp8-block": ("e4m3 tile(128) fp32", "e4m3 block(128) fp32", "e4m3 tile(128) fp32"),
+    "fp8-block-2d": ("e4m3 tile(128) fp32", "e4m3 block(128) fp32", "e4m3 tile(128) fp32"),
     "mxfp8": ("e4m3 tile(32) pow2_ceil",) * 3,
     "mxfp6": ("e2m3 tile(32) pow2", "e2m3 tile(32) pow2", "e2m3 tile(32) pow2_ceil"),
     "mxfp4": ("e2m1 tile(32) pow2", "e2m1 tile(32) pow2", "e2m1 tile(32) pow2_ceil stochastic(16)"),
@@ -39,7 +40,10 @@ CASTS = {
     "int8-row": ("int8 row fp32",) * 3,
 }
 """The casts of input, weight and gradient, written a second time."""
-OVERRIDES = {"fp4-forward": {"input_grad.weight": "e4m3 tensor fp32", "weight_grad.input": "e4m3 tensor fp32"}}
+OVERRIDES = {
+    "fp8-block-2d": {"weight_grad.input": "e4m3 block(128) fp32"},
+    "fp4-forward": {"input_grad.weight": "e4m3 tensor fp32", "weight_grad.input": "e4m3 tensor fp32"},
+}
 
 
 def test_every_recipe_is_here():

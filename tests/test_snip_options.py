@@ -312,6 +312,7 @@ def test_a_level_with_overrides_is_an_option_of_its_own():
     assert [option.name for option in given] == [*(option.name for option in options("fp8,fp4")), "fp4-forward"]
     assert given[-1].precision == RECIPES["fp4-forward"].plan.default
     assert given[-1].runs
+    assert [(option.name, option.runs) for option in options("fp8,fp8-block-2d")][1:] == [("fp8-block-2d", True)]
     by_hand = LayerPrecision.of("e4m3 row", "e4m3 row", "e4m3 row", {"weight_grad": "bf16"})
     assert options(["fp8", by_hand])[-1].name == "e4m3|bf16/e4m3/e4m3|bf16"
     assert {cast.format for cast in casts_of(given)["weight"]} == {"e4m3", "e2m1"}

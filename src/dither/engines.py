@@ -219,7 +219,7 @@ def _joint_scaling(a: Cast, b: Cast) -> Literal["", "tensor", "row", "group"]:
         return "tensor"
     if kinds <= {"tensor", "row"}:
         return "row"
-    return "group" if kinds in ({"tile"}, {"tile", "block"}) else ""
+    return "group" if kinds <= {"tile", "block"} else ""
 
 
 def _exact(cast: Cast, units: str) -> bool:

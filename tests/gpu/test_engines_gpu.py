@@ -160,7 +160,7 @@ def test_a_record_of_this_machine_is_taken(tmp_path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*TensorFloat32.*:UserWarning")
-@pytest.mark.parametrize("name", ["fp4-forward", "int8-row"])
+@pytest.mark.parametrize("name", ["fp4-forward", "fp8-block-2d", "int8-row"])
 def test_compiled_training_is_eager_training(name: str) -> None:
     torch._dynamo.reset()
     results = []

@@ -100,6 +100,18 @@ def test_both_layouts(cast: Cast) -> None:
             assert pairs.check_both(big(dtype, 6, 1021, 777), cast, container="e4m3") == 0
 
 
+@pytest.mark.parametrize("casts", ["tile(128) tile(128)", "tile(128) block(128)", "block(128) block(128)", "tile(128) row"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_layouts_by_two_casts(casts: str, dtype: torch.dtype) -> None:
+    along, across = (Cast.parse(f"e4m3 {group}") for group in casts.split())
+    x = big(dtype, 3, 4096, 5120)
+    assert pairs.check_apart(x, along, across) == 0
+    assert pairs.check_apart(x[128:, 128:2176], along, across) == 0
+    x[3, 700], x[1000, 2], x[500, 500] = torch.inf, -torch.inf, torch.nan
+    assert pairs.check_apart(x, along, across) == 0
+    assert pairs.check_apart(big(dtype, 4, 1021, 777), along, across) == 0
+
+
 @pytest.mark.parametrize("value", [0.0, 1e-3, 7.0, 3e38, torch.inf, torch.nan])
 @pytest.mark.parametrize("how", ["nearest", "stochastic(16)"])
 @pytest.mark.parametrize(

@@ -16,10 +16,13 @@ from dither.reference.matmul import Operand
 from dither.reference.scaling import stored_scale
 from dither.versions import has_triton
 
+GROUPED = tuple((f"e4m3 {a}(128)", f"e4m3 {b}(128)") for a in ("tile", "block") for b in ("block", "tile"))
+"""All pairs of tiles and blocks. In fp8-block-2d tiles come first, or blocks where weights are stored transposed."""
+
 UNITS: dict[str, tuple[Engine, tuple[tuple[str, str], ...]]] = {
     "fp8-tensor": (Engine("fp8", "tensor"), (("e4m3 tensor", "e4m3 tensor"), ("e5m2 tensor", "e4m3 tensor"))),
     "fp8-row": (Engine("fp8", "row"), (("e4m3 row", "e4m3 row"), ("e5m2 row", "e4m3 row"))),
-    "fp8-group": (Engine("fp8", "group"), (("e4m3 tile(128)", "e4m3 block(128)"), ("e4m3 tile(128)", "e4m3 tile(128)"))),
+    "fp8-group": (Engine("fp8", "group"), GROUPED),
     "mxfp8": (Engine("mxfp8"), (("e4m3 tile(32) pow2", "e4m3 tile(32) pow2"),)),
     "mxfp4": (Engine("mxfp4"), (("e2m1 tile(32) pow2", "e2m1 tile(32) pow2"),)),
     "nvfp4": (Engine("nvfp4"), (("nvfp4", "e2m1 block(16) nvfp4"), ("nvfp4", "nvfp4"))),

@@ -73,7 +73,9 @@ def product_on(
     if engine.name in ("mxfp8", "mxfp4", "nvfp4"):
         return _mx_product(engine, a, b, bias, dtype)
     if engine.scaling == "group":
-        result = scaled_mm(_codes(a), _codes(b).T, *_group_scale(a), *_group_scale(b), output_dtype=dtype)
+        # cuBLAS takes no two operands with blocks: the first one's scales are repeated for each row, as those of tiles.
+        rows = b.cast is not None and b.cast.group.kind == "block"
+        result = scaled_mm(_codes(a), _codes(b).T, *_group_scale(a, rows), *_group_scale(b), output_dtype=dtype)
         return result if bias is None else result + bias.to(dtype)
     scales = (_float_scale(a), _float_scale(b))
     if engine.scaling == "row":
@@ -118,8 +120,8 @@ def _row_scale(x: Operand, scale: Tensor) -> Tensor:
     return scale if scale.dim() == 2 else scale.expand(x.shape[0], 1).contiguous()
 
 
-def _group_scale(x: Operand) -> tuple[Tensor, ScalingType]:
-    """Return the scales of 128-element groups in cuBLAS's layout.
+def _group_scale(x: Operand, rows: bool = False) -> tuple[Tensor, ScalingType]:
+    """Return the scales of 128-element groups in cuBLAS's layout; with `rows`, those of blocks as those of tiles.
 
     Tiles: [P, L / 128] with the rows innermost. Blocks: [L / 128, P / 128] with L innermost and padded to a multiple of 4.
     torch._scaled_mm does not check the padding; without it the result is silently wrong.
@@ -128,6 +130,8 @@ def _group_scale(x: Operand) -> tuple[Tensor, ScalingType]:
     scale = _float_scale(x)
     if x.cast.group.kind == "tile":
         return scale.T.contiguous().T, ScalingType.BlockWise1x128  # no copy: casts store them so
+    if rows:
+        return scale.T.repeat_interleave(x.cast.group.size, 1)[:, : x.shape[0]].contiguous().T, ScalingType.BlockWise1x128
     missing = -scale.shape[1] % 4
     return (functional.pad(scale, (0, missing)) if missing else scale).T, ScalingType.BlockWise128x128
 

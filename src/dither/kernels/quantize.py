@@ -18,7 +18,7 @@ from torch import Tensor
 from dither import grouping
 from dither.formats import Format
 from dither.grouping import GroupLayout
-from dither.kernels import BoundKernel
+from dither.kernels import BoundKernel, squares
 from dither.kernels.dequantize import dequantize as dequantize
 from dither.kernels.packing import store_packed
 from dither.kernels.philox import aligned, program_tile, tiles
@@ -273,6 +273,9 @@ def quantize_both(
         delayed = cast.scaling.kind == "delayed"
         measured = torch.zeros((), device=x.device) if delayed else torch.empty(0, device=x.device)
     outputs = (*along, *across, measured)
+    if squares.takes(x, cast, cast, container):
+        squares.quantize_squares(x, cast, cast, (*along, *across))
+        return outputs
     if cast.group.kind == "row":
         for axis, (values, scale) in ((1, along), (0, across)):
             layout = grouping.known_layout(tuple(x.shape), cast, axis)
@@ -292,6 +295,18 @@ def quantize_both(
         for scale in (along[1], across[1]):
             store_factors(amax.view(torch.int32), _bits(scale), cast)
     return outputs
+
+
+def quantize_apart(x: Tensor, along: Cast, across: Cast) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return codes and scales of the matrix `x` by `along` along axis 1, and by `across` along axis 0."""
+    outputs = [grouping.known_empty_outputs(x, cast, axis, cast.element) for cast, axis in ((along, 1), (across, 0))]
+    (values, scale), (values_t, scale_t) = outputs
+    if squares.takes(x, along, across, across.element):
+        squares.quantize_squares(x, along, across, (values, scale, values_t, scale_t))
+    else:
+        for cast, axis, out in ((along, 1, outputs[0]), (across, 0, outputs[1])):
+            _launch(x, cast, grouping.known_layout(tuple(x.shape), cast, axis), None, None, cast.element, *out, fake=False)
+    return values, scale, values_t, scale_t
 
 
 @functools.lru_cache(maxsize=4096)

@@ -8,7 +8,8 @@ with both operands stored along the axis they are summed over, so a matrix in tw
     weight grad   dw_NK = dy_NM (x_KM)^T     sums over M     dy_NM, x_KM: the codes of dY^T and X^T
 
 x is cast for both of its products in forward, from one reading; x_KM is kept for backward, at 1 byte per element or less.
-A precision's overrides may cast a matrix otherwise for one of its two products: then each layout is a cast of its own.
+A precision's overrides may cast a matrix otherwise for one of its two products: then each layout is a cast of its own, from
+one reading if both round to nearest with scales of groups.
 """
 
 from collections.abc import Iterable
@@ -399,7 +400,8 @@ def _all_layouts(weight: Tensor, settings: Settings, state: State, passes: bool,
     along, across = (passes, True) if settings.transposed else (True, passes)
     if state.weight is None:
         return cast_weight(weight, settings.weight, state, along, across, dtype)
-    if settings.weight.along.cast and settings.weight.across.cast:
+    complete = (state.weight.along is not None or not along) and (state.weight.across is not None or not across)
+    if complete and settings.weight.along.cast and settings.weight.across.cast:
         return state.weight
     held = [
         Codes(codes.values if dtype is None else codes.values.to(dtype)) if codes is not None and not casting.cast else codes

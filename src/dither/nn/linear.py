@@ -12,7 +12,7 @@ from dither.errors import UserError
 from dither.levels import NO_LEVELS
 from dither.nn import functional, hints
 from dither.nn.functional import Settings
-from dither.nn.layer_state import StatefulLayer
+from dither.nn.held_weight import HoldingLayer
 from dither.nn.output import Output
 from dither.nn.sampled_layer import BITWIDTHS
 from dither.nn.step_state import StepState
@@ -22,7 +22,7 @@ PLAIN = (nn.Linear.forward, Output.forward)
 """Forward methods of the layers that Linear can take the place of."""
 
 
-class Linear(StatefulLayer):
+class Linear(HoldingLayer):
     """`nn.Linear` whose three products run in the precision of a `LayerPrecision`; with no casts it is `nn.Linear`.
 
     `name` and `seed` say which random bits casts and samplings draw: give each layer its name in the model. `emulate`

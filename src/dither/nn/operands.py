@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dither import apart_ops as apart_ops  # these register torch.ops.dither
 from dither import recast_ops as recast_ops
 from dither import torch_ops as torch_ops
 from dither.nn import shared_scales
@@ -67,6 +68,15 @@ class Castings(NamedTuple):
         return self.along == self.across and self.along.square
 
     @property
+    def apart(self) -> bool:
+        """True if one call casts along both axes by two casts: groups with scales of their own, rounded to nearest."""
+        plain = (
+            each.cast and each.whole and each.level < 0 and not (each.stochastic or each.delayed or each.measured)
+            for each in self
+        )
+        return self.along != self.across and all(plain) and not (self.along.container or self.across.container or self.shared)
+
+    @property
     def shared(self) -> bool:
         """True if ranks exchange the largest magnitudes of scale groups that they share."""
         return bool(self.along.shared or self.across.shared)
@@ -126,6 +136,9 @@ def _both(
     """Cast the matrix x [R, C] along C, along R, or both. An uncast layout has `dtype`, or that of x if it is None."""
     if casting.along == casting.across:
         return _alike(x, casting.along, amax, place, along, across, dtype, _level(levels, casting.along))
+    if along and across and casting.apart:
+        values, scale, values_t, scale_t = torch.ops.dither.quantize_apart(x, casting.along.cast, casting.across.cast, "auto")
+        return OperandCodes(Codes(values, scale), Codes(values_t.T, _turned(scale_t)))
     # Magnitudes of earlier steps are for delayed scaling alone, and random bits for stochastic casts.
     one, other = (
         _alike(

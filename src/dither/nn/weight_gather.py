@@ -299,24 +299,25 @@ class WeightGather:
         """Return the number of columns of the weight."""
         return int(self.part().shape[1])
 
-    def problem(self) -> str:
-        """Return why codes cannot be gathered, or "" if they can."""
-        layer, castings = self.layer, self.castings
-        sampling_of = layer.precision.sampling
-        if not castings.cast:
-            if sampling_of is None:
-                return "its weight is neither cast nor sampled"
-            return "its samples are recomputed in backward" if sampling_of.recompute else ""
-        if not (castings.along.cast and castings.across.cast):
-            return "one of its products reads the weight uncast"
-        tensor_parallel = isinstance(layer.weight, DTensor) and layer.weight.device_mesh.size() > 1
-        if tensor_parallel and any(spans_parts(casting.cast) for casting in castings):
-            return "its scales span the shards of tensor parallelism"
-        for job in self.jobs():
-            per = rows_per_row(Format.parse(job.casting.container or job.cast.format))
-            if job.across and not job.symmetric and self.shard.part % per and self.shard.ranks > 1:
-                return f"its shards of {self.shard.part} rows are no multiples of {per}, the rows of packed codes"
-        return ""
+
+def gather_problem(gather: WeightGather) -> str:
+    """Return why codes cannot be gathered, or "" if they can."""
+    layer, castings = gather.layer, gather.castings
+    sampling_of = layer.precision.sampling
+    if not castings.cast:
+        if sampling_of is None:
+            return "its weight is neither cast nor sampled"
+        return "its samples are recomputed in backward" if sampling_of.recompute else ""
+    if not (castings.along.cast and castings.across.cast):
+        return "one of its products reads the weight uncast"
+    tensor_parallel = isinstance(layer.weight, DTensor) and layer.weight.device_mesh.size() > 1
+    if tensor_parallel and any(spans_parts(casting.cast) for casting in castings):
+        return "its scales span the shards of tensor parallelism"
+    for job in gather.jobs():
+        per = rows_per_row(Format.parse(job.casting.container or job.cast.format))
+        if job.across and not job.symmetric and gather.shard.part % per and gather.shard.ranks > 1:
+            return f"its shards of {gather.shard.part} rows are no multiples of {per}, the rows of packed codes"
+    return ""
 
 
 def _zero_bytes(like: Tensor, rows: int) -> Tensor:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dither.errors import UserError
 from dither.nn.guidance import sampling_parameters
-from dither.nn.layer_state import StatefulLayer
+from dither.nn.held_weight import HoldingLayer
 from dither.optim.adamw import AdamW, NonFiniteError
 from dither.optim.slots import Slot
 
@@ -67,9 +67,9 @@ class ReleasedGradients:
         clip_norm: Literal["previous"] | None,
     ) -> None:
         self.optimizer, self.clip_norm = optimizer, clip_norm
-        self._layers: dict[int, list[StatefulLayer]] = {}
+        self._layers: dict[int, list[HoldingLayer]] = {}
         for layer in model.modules():
-            if isinstance(layer, StatefulLayer):
+            if isinstance(layer, HoldingLayer):
                 self._layers.setdefault(id(layer.learned_weight()), []).append(layer)
         self._kept = units  # so that no other parameter takes the id of one of these
         self.units = {unit: tuple(map(id, parameters)) for unit, parameters in units.items()}

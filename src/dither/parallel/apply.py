@@ -20,7 +20,7 @@ from dither.nn.linear import Linear
 from dither.nn.row_shards import RowShard
 from dither.nn.sampling import sharded_like
 from dither.nn.tensor_parallel import local
-from dither.nn.weight_gather import WeightGather
+from dither.nn.weight_gather import WeightGather, gather_problem
 from dither.parallel.checks import check_model
 from dither.parallel.layout import Layout
 from dither.parallel.reduction import REDUCTIONS, BFloat16ReduceScatter, OneRankReduceScatter
@@ -158,7 +158,7 @@ def gather_codes(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) 
         part = local(weight.detach())
         shard = RowShard(part.shape[0], shard_mesh.size(), shard_mesh.get_local_rank())
         gather = WeightGather(layer, shard, shard_mesh.get_group(), at, dtype)
-        if gather.problem():
+        if gather_problem(gather):
             continue
         layer.gather = gather
         coded: Tensor = CodedShard.of(part, gather, sticky=isinstance(weight, DTensor))

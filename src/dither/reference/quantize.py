@@ -77,6 +77,16 @@ def quantize_both(
     return values, scale, values_t, scale_t, measured
 
 
+def quantize_apart(x: Tensor, along: Cast, across: Cast) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return codes and scales of the matrix `x` by `along` along axis 1, and by `across` along axis 0.
+
+    Casts here draw no random bits, and have neither delayed nor nvfp4 scales.
+    """
+    values, scale, _ = quantize(x, along, 1, None, None, along.element)
+    values_t, scale_t, _ = quantize(x, across, 0, None, None, across.element)
+    return values, scale, values_t, scale_t
+
+
 def fake_quantize(x: Tensor, cast: Cast, axis: int, draw: Draw | None, given_amax: Tensor | None) -> Tensor:
     """Return `dequantize(quantize(x))` in x's dtype and shape, without storing codes."""
     layout = grouping.values_layout(tuple(x.shape), cast, axis)
