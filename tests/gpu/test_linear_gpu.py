@@ -73,10 +73,11 @@ def cast(x: Tensor, how: Cast | None, axis: int, purpose: str, row: int) -> Tens
 
 def products(x: Tensor, w: Tensor, dy: Tensor, how: LayerPrecision) -> dict[str, tuple[Tensor, Tensor]]:
     """The operands A [P, L] and B [Q, L] of each product, cast along L."""
+    fwd, dx, dw = "forward", "input_grad", "weight_grad"
     return {
-        "forward": (cast(x, how.input, 1, "input", ROW), cast(w, how.weight, 1, "weight", 0)),
-        "input_grad": (cast(dy, how.grad, 1, "grad", ROW), cast(w, how.weight, 0, "weight", 0).T),
-        "weight_grad": (cast(dy, how.grad, 0, "grad", ROW).T, cast(x, how.input, 0, "input", ROW).T),
+        fwd: (cast(x, how.cast(fwd, "input"), 1, "input", ROW), cast(w, how.cast(fwd, "weight"), 1, "weight", 0)),
+        dx: (cast(dy, how.cast(dx, "grad"), 1, "grad", ROW), cast(w, how.cast(dx, "weight"), 0, "weight", 0).T),
+        dw: (cast(dy, how.cast(dw, "grad"), 0, "grad", ROW).T, cast(x, how.cast(dw, "input"), 0, "input", ROW).T),
     }
 
 
