@@ -96,8 +96,8 @@ class Pipeline:
     def _run(self, schedule: Any, training: Training, batch: Batch) -> None:
         for stage in self.stages.values():
             set_length(stage, batch.inputs.shape[1])
-        # Contiguous, since a stage of torch 2.11 compares strides with those of its first inputs.
-        first = (batch.inputs.contiguous(),) if 0 in self.stages else ()
+        # A copy, since a stage of torch 2.11 compares strides, and contiguous() keeps those of a single sequence.
+        first = (batch.inputs.clone(memory_format=torch.contiguous_format),) if 0 in self.stages else ()
         last = {"target": batch.targets, "targets": batch.targets} if self.last else {}
         with training.backward_context():
             schedule.step(*first, **last, return_outputs=False)
