@@ -104,6 +104,7 @@ class DryRun:
     ) -> None:
         setup = setup or TrainingSetup()
         group, pipeline, max_norm = setup.group, setup.pipeline, setup.max_norm
+        self._adds_gradients = setup.adds_gradients
         _check_stream(stream)
         self.model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self.batches, self.forward, self.stream, self.group, self.pipeline = list(batches), forward, stream, group, pipeline
@@ -236,10 +237,11 @@ class DryRun:
         assert total is not None
         assert gradients is not None
         if self.group is not None:
-            # FSDP2 has averaged the gradients of its sharded parameters already.
+            # FSDP2 has reduced the gradients of its sharded parameters already.
             whole = [g for g, p in zip(gradients, parameters, strict=True) if self._cut is None or not isinstance(p, DTensor)]
             for each in (total, *whole):
                 torch.distributed.all_reduce(each, group=self.group)
+            for each in (total, *(gradients if self._adds_gradients else whole)):
                 each /= self.ranks
         if self.pipeline is not None:
             torch.distributed.all_reduce(total, group=self.pipeline)  # 0 on all stages but the last

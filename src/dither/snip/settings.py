@@ -205,6 +205,8 @@ class TrainingSetup:
     """Norm to which the loop clips gradients; None takes the optimizer's own `max_norm`, if it has one."""
     group: "dist.ProcessGroup | None" = None
     """Ranks with batches of their own (data parallelism); FSDP2 needs it. All of them get the same scores."""
+    adds_gradients: bool = False
+    """True if FSDP2 adds the gradients of ranks, by `set_gradient_divide_factor(1.0)`, and does not take their mean."""
     pipeline: "dist.ProcessGroup | None" = None
     """Ranks of a pipeline, in the order of its stages; each passes its own stage, with names of the whole model, as `model`."""
 

@@ -138,11 +138,10 @@ class Pipeline:
     def estimate(self, part: Batch, training: Training) -> Tensor | None:
         """Run a micro-batch forward and backward for SNIP. Return its loss, or None without the last stage."""
         losses: list[Tensor] = []
-        share = 1 / self.layout.data_world  # FSDP2 adds gradients, and SNIP takes their mean
 
         def compute(loss: Tensor, _: Tensor) -> Tensor:
             losses.append(loss.detach())
-            return loss * share
+            return loss
 
         with training.forward():
             self._run(self._schedule(1, len(part.tokens), compute, estimate=True), training, part)

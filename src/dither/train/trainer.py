@@ -282,10 +282,7 @@ def _estimated_loss(trainer: Trainer, model: nn.Module, part: Batch) -> Tensor |
             raise Interrupted(trainer.told or "SIGTERM")
     if trainer.pipeline is not None:
         return trainer.pipeline.estimate(part, trainer.training)
-    loss = trainer.loss(model, part)
-    if trainer.layout.cut:  # FSDP2 adds the gradients of ranks here, and SNIP takes their mean
-        loss = loss.detach() + (loss - loss.detach()) / trainer.layout.data_world
-    return loss
+    return trainer.loss(model, part)
 
 
 def _held_out_count(config: Config, corpus: Corpus) -> int | None:
@@ -422,7 +419,8 @@ def _make_snip(trainer: Trainer, planned: PlanSchedule, say: Callable[[str], Non
         check_snip_stages(snip.stages, trainer.pipeline.sizes)
         goal = replace(goal, stages=trainer.pipeline.sizes)
     if trainer.layout.cut:
-        setup = TrainingSetup(group=trainer.layout.data_group, pipeline=trainer.layout.pipeline_group)
+        groups = {"group": trainer.layout.data_group, "pipeline": trainer.layout.pipeline_group}
+        setup = TrainingSetup(**groups, adds_gradients=True)
     made = Snip(
         trainer.model,
         trainer.training.optimizer,
