@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from command_output import error_line
 
 from dither import cli
+from dither.progress import Tick, silent
 from dither.train import Config
 from dither.train import config as configs
 from dither.train.config import Data, Model, Precision, RunSettings
@@ -71,3 +73,6 @@ class Listener:
 
     def show(self, *_: object) -> None:
         pass
+
+    def stage(self, title: str) -> AbstractContextManager[Tick]:
+        return silent(title)

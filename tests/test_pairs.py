@@ -23,11 +23,15 @@ from dither.reference import adamw, dynamic, loss, masters, sampling
 from dither.reference import levels as reference_levels
 from dither.reference import matmul as reference_matmul
 from dither.reference import quantize as reference_quantize
+from dither.reference import scaling as reference_scaling
 
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
 tl = pytest.importorskip("triton.language", reason="the kernels need Triton")
 
-from dither.kernels import adam_tables  # noqa: E402
+from dither.kernels import (
+    adam_tables,
+    transposing,
+)
 from dither.kernels import adamw as kernel_adamw  # noqa: E402
 from dither.kernels import dynamic as kernel_dynamic  # noqa: E402
 from dither.kernels import levels as kernel_levels  # noqa: E402
@@ -35,6 +39,7 @@ from dither.kernels import loss as kernel_loss  # noqa: E402
 from dither.kernels import matmul as kernel_matmul  # noqa: E402
 from dither.kernels import quantize as kernel_quantize  # noqa: E402
 from dither.kernels import sampling as kernel_sampling  # noqa: E402
+from dither.kernels import scaling as kernel_scaling  # noqa: E402
 from dither.kernels import squares as kernel_squares  # noqa: E402
 
 
@@ -675,3 +680,22 @@ def test_levels(text):
 def same_bits(one, other):
     bits = [x.reshape(-1).view(torch.uint8) for x in (one, other)]
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(*bits)
+
+
+# Casts in backward -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(128, 256), (100, 33)])
+def test_transposed(shape):
+    x = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(transposing.transposed(x), x.T.contiguous())
+
+
+@pytest.mark.parametrize("amax", [0.0, 1e-45, 1e-39, 3.7, 448.0, 3e38, float("inf"), float("nan")])
+def test_tensor_factors(amax):
+    largest, cast = torch.tensor(amax), Cast.parse("e4m3 tensor fp32 nearest")
+    for found, expected in zip(
+        kernel_scaling.tensor_factors(largest, cast), reference_scaling.tensor_factors(largest, cast), strict=True
+    ):
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert found.isnan() or found == expected

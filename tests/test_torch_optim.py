@@ -579,7 +579,7 @@ def test_names_of_other_libraries() -> None:
     for make, options, words in (
         (AdamW, {"bf16_stochastic_round": False, "weights": "stochastic"}, "choose one of them"),
         (AdamW, {"bf16_stochastic_round": 1}, "bf16_stochastic_round is True or False, not 1"),
-        (AdamW, {"bf16_stochastic_round": True, "master": "fp32"}, "master='fp32' keeps float32 weights"),
+        (AdamW, {"bf16_stochastic_round": True, "master": "fp32"}, "master='fp32' keeps wider weights"),
         (AdamW, {"min_8bit_size": -1}, "min_8bit_size is a number of elements"),
         (AdamW8bit, {"states": "bf16"}, "use AdamW for states='bf16'"),
         (AdamW8bit, {"block_size": 64, "block": 32}, "two names of one option"),

@@ -1,5 +1,6 @@
 """`dither watch`: a page that renews itself and tells nobody else, and a view in the terminal."""
 
+import functools
 import http.client
 import io
 import json
@@ -165,7 +166,9 @@ def test_the_command_ends_with_the_run_or_with_ctrl_c(tmp_path, capsys):
     assert re.search(r"http://127\.0\.0\.1:\d+/", said)
     assert "The run done has ended at step 40: done." in said
     command = [sys.executable, "-m", "dither.cli", "watch", str(running(tmp_path / "run"))]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    # A shell starts its background commands with Ctrl-C ignored, which children would inherit.
+    heeded = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeded) as process:
         assert "is shown at http://127.0.0.1:" in process.stdout.readline()
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)

@@ -8,7 +8,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dither.errors import UserError
-from dither.parallel.checks import check_model
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
 """The dimensions of a mesh, outermost first: ranks that exchange most are next to each other."""
@@ -75,6 +74,8 @@ class Layout:
         Traceback (most recent call last):
         dither.errors.UserError: 4 attention heads cannot be divided by tp=3.
         """
+        from dither.parallel.checks import check_model  # imports models, which need safetensors
+
         check_model(model, tp=self.tp, pp=self.pp)
 
     def mesh(self, device_type: str) -> DeviceMesh:

@@ -172,7 +172,7 @@ def plan_operands(names: Sequence[str], plan: Plan) -> tuple[tuple[OperandPrecis
     """Return the precision of each layer's input, weight and gradient: a row per operand.
 
     >>> from dither.recipes import recipe
-    >>> [row[0].text for row in plan_operands(["model.layers.0.mlp.up_proj"], recipe("fp8-hybrid"))]
+    >>> [row[0].text for row in plan_operands(["model.layers.0.mlp.up_proj"], recipe("fp8-current"))]
     ['e4m3', 'e4m3', 'e5m2']
     """
     layers = [plan.for_layer(name) or LayerPrecision() for name in names]
