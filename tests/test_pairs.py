@@ -28,10 +28,7 @@ from dither.reference import scaling as reference_scaling
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
 tl = pytest.importorskip("triton.language", reason="the kernels need Triton")
 
-from dither.kernels import (
-    adam_tables,
-    transposing,
-)
+from dither.kernels import adam_tables, transposing  # noqa: E402
 from dither.kernels import adamw as kernel_adamw  # noqa: E402
 from dither.kernels import dynamic as kernel_dynamic  # noqa: E402
 from dither.kernels import levels as kernel_levels  # noqa: E402
