@@ -103,8 +103,7 @@ class DryRun:
         setup: TrainingSetup | None = None,
     ) -> None:
         setup = setup or TrainingSetup()
-        group, pipeline, max_norm = setup.group, setup.pipeline, setup.max_norm
-        self._adds_gradients = setup.adds_gradients
+        group, pipeline, max_norm, self._adds_gradients = setup.group, setup.pipeline, setup.max_norm, setup.adds_gradients
         _check_stream(stream)
         self.model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self.batches, self.forward, self.stream, self.group, self.pipeline = list(batches), forward, stream, group, pipeline
@@ -234,8 +233,7 @@ class DryRun:
             del wide
             number = _whole(loss.detach()).double()
             total = number if total is None else total + number
-        assert total is not None
-        assert gradients is not None
+        assert total is not None and gradients is not None  # noqa: PT018
         if self.group is not None:
             # FSDP2 has reduced the gradients of its sharded parameters already.
             whole = [g for g, p in zip(gradients, parameters, strict=True) if self._cut is None or not isinstance(p, DTensor)]
