@@ -25,7 +25,7 @@ ROUNDED = (torch.float32, torch.bfloat16)
 """Dtypes of inputs that `fused` casts."""
 
 Drawn = tuple[int, Tensor | None, int, int]
-"""Where a stochastic cast draws: key, step, row and column."""
+"""Key, step, row and column by which a stochastic cast draws."""
 
 
 def fused(x: Tensor, cast: str, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
