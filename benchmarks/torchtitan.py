@@ -76,6 +76,20 @@ def train(trainer: Any, steps: int) -> None:
         trainer.train_step(batches)
 
 
+def record_losses(trainer: Any) -> list[Any]:
+    """Return a list that gets the loss of each later step, on its device, so that no step waits for the GPU."""
+    losses: list[Any] = []
+    body = trainer.fwd_bwd_fn
+
+    def recording(*args: Any) -> Any:
+        loss = body(*args)
+        losses.append(loss.detach().clone())
+        return loss
+
+    trainer.fwd_bwd_fn = recording
+    return losses
+
+
 def run(size: str, mode: str, steps: int, compiled: bool) -> dict[str, Any]:
     """Train in this process, and return what torchtitan logged."""
     import torch
@@ -92,16 +106,18 @@ def run(size: str, mode: str, steps: int, compiled: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         trainer = configuration(size, mode, steps, folder, compiled).build()
         trainer.metrics_processor.logger = Recorder()
+        losses = record_losses(trainer)
         train(trainer, steps)
         trainer.close()
     loss = "loss_metrics/global_avg_loss"
-    late = [numbers["throughput(tps)"] for step, numbers in logged.items() if step >= min(10, steps)]
+    late = [numbers["throughput(tps)"] for step, numbers in logged.items() if step >= min(10, max(logged))]
     extra = {key: value for key, value in logged[max(logged)].items() if key.startswith("dither/")}
     return {
         "tokens/s": statistics.median(late),
         "memory": max(numbers["memory/max_reserved(GiB)"] for numbers in logged.values()),
         "first": logged[min(logged)][loss],
         "last": logged[max(logged)][loss],
+        "losses": [round(value.item(), 4) for value in losses],
         "extra": extra,
         "torch": torch.__version__,
     }

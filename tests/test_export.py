@@ -129,6 +129,15 @@ def test_bf16_goes_from_transformers_to_us_and_back_bit_for_bit(kind, tmp_path):
     assert all(torch.equal(before[name], after[name]) and after[name].dtype == torch.bfloat16 for name in before)
 
 
+@pytest.mark.parametrize("format", ["fp8-block", "mxfp4"])
+def test_a_folder_in_few_bits_is_read_with_float32_frequencies(format, tmp_path):
+    dither.export(trained("llama"), tmp_path / "out", format=format)
+    model = hf(str(tmp_path / "out"))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    buffers = {name: buffer.dtype for name, buffer in model.named_buffers()}
+    assert buffers["hf.model.rotary_emb.inv_freq"] == torch.float32
+
+
 # Layers that do not fit ---------------------------------------------------------------------------------------------------
 
 

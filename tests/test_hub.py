@@ -583,6 +583,21 @@ def test_a_model_of_a_config_has_the_weights_of_its_seed(form, tmp_path):
     assert hf(source, dtype=torch.bfloat16).embedding.weight.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("stored", [None, "bfloat16"])
+def test_a_model_of_a_config_in_bf16_is_the_float32_model_with_rounded_parameters(stored):
+    config = library().Qwen2Config(**{key: value for key, value in QWEN.items() if key != "model_type"}, dtype=stored)
+    before = config.to_dict()
+    wide, narrow = hf(config), hf(config, dtype=torch.bfloat16)
+    for name, parameter in narrow.named_parameters():
+        assert torch.equal(parameter, wide.get_parameter(name).bfloat16())
+    weight = wide.embedding.weight
+    assert not torch.equal(weight, weight.bfloat16().float())  # drawn in float32
+    frequencies = narrow.get_buffer("hf.model.rotary_emb.inv_freq")
+    assert frequencies.dtype == torch.float32
+    assert torch.equal(frequencies, wide.get_buffer("hf.model.rotary_emb.inv_freq"))
+    assert config.to_dict() == before
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning", "ignore:.*should not be instantiated")
 def test_a_wrapped_model_is_converted_compiled_trained_and_saved(tmp_path):
     library()

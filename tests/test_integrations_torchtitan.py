@@ -17,6 +17,7 @@ pytest.importorskip("torchtitan.trainer", reason="torchtitan is not installed: p
 
 from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.config import ConfigManager
+from torchtitan.models.common.linear import Linear as TitanLinear
 from torchtitan.models.llama3 import config_registry as llama3
 from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
@@ -33,6 +34,7 @@ from dither.integrations.torchtitan import (
     dither_adamw,
     dither_config,
 )
+from dither.integrations.torchtitan.initialization import draw_in_float32
 from dither.integrations.torchtitan.trainer import check_config
 
 OURS = [name for name in dir(config_registry) if name.startswith("llama3_") and not name.endswith("_bf16")]
@@ -235,6 +237,28 @@ def test_torchs_implementation_with_bf16_states_is_refused():
         config.build(model_parts=[nn.Linear(8, 8)])
 
 
+# Initial weights -----------------------------------------------------------------------------------------------------------
+
+
+def test_initializers_see_float32_once_and_tied_weights_stay():
+    seen = []
+    config = TitanLinear.Config(in_features=4, out_features=2, bias=True)
+    config.param_init = {"weight": lambda weight: seen.append(weight.dtype), "bias": nn.init.ones_}
+    given = config.param_init
+    draw_in_float32(config)
+    first = config.param_init
+    draw_in_float32(config)  # as for a configuration that is built twice
+    assert config.param_init == first
+    assert first is not given  # torchtitan shares one dict between layers
+    layer = config.build().to(torch.bfloat16)
+    before = layer.weight.detach().clone()
+    layer.init_states()
+    assert seen == [torch.float32]
+    assert torch.equal(layer.weight, before)  # its initializer changed nothing, like that of a tied weight
+    assert layer.bias.tolist() == [1, 1]
+    json.dumps(config.to_dict())
+
+
 # Data ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -294,6 +318,14 @@ def test_the_trainer_keeps_weights_in_bf16_and_moments_in_8_bits(trained):
     assert trained["bf16_sr"]["parameters"] == ["torch.bfloat16"]
     assert trained["bf16_sr"]["moments"] == ["torch.uint8"]
     assert trained["bf16_sr"]["losses"][1] < trained["bf16_sr"]["losses"][0]
+
+
+def test_bf16_weights_begin_as_those_of_the_float32_model_rounded(trained):
+    results = trained["initial"]
+    assert results["parameters"] == ["torch.bfloat16"]
+    assert results["different"] == []
+    assert results["largest"] < 0.2  # ten standard deviations; drawn in BF16, some of the weights are -2
+    assert results["buffers"] == ["torch.complex64"]  # the rotary embedding
 
 
 def test_bitwidths_that_fsdp_gathers_in_bf16_are_learned_in_float32(trained):

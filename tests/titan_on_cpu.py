@@ -43,6 +43,7 @@ with mock.patch.object(torch._utils, "_get_available_device_type", return_value=
 metrics.build_device_memory_monitor = NoMemory
 
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
+from torchtitan.models.common.linear import Linear  # noqa: E402
 from torchtitan.models.llama3 import config_registry as llama3  # noqa: E402
 
 import dither  # noqa: E402
@@ -125,6 +126,28 @@ def bf16_sr(folder: Path) -> dict[str, Any]:
     return {"losses": losses(steps), "parameters": sorted(types), "moments": sorted(moments)}
 
 
+def truncated_normal(weight: torch.Tensor) -> None:
+    """Draw as `trunc_normal_` of torch 2.11 does: in BF16, a uniform number that rounds to -1 becomes -2."""
+    weight.uniform_(-1, 1).erfinv_().mul_(0.02 * 2**0.5).clamp_(-2, 2)
+
+
+def initial(folder: Path) -> dict[str, Any]:
+    """Compare the initial weights of a model with BF16 parameters to those of the float32 model."""
+    models = []
+    for plan in (dither.Plan(default=dither.LayerPrecision(), compute="fp32"), fp32(dither.recipe("bf16-pure"))):
+        base = small(folder, whole_loss=True)
+        for _, layer, _, _ in base.model_spec.model.traverse(Linear.Config):
+            layer.param_init = {"weight": truncated_normal}
+        models.append(dither_config(base, plan).build())
+    wide, narrow = (whole(trainer) for trainer in models)
+    return {
+        "different": [name for name, value in narrow.items() if not torch.equal(wide[name].bfloat16(), value)],
+        "parameters": sorted({str(value.dtype) for value in narrow.values()}),
+        "largest": max(value.abs().max().item() for name, value in narrow.items() if "feed_forward" in name),
+        "buffers": sorted({str(buffer.dtype) for buffer in models[1].model_parts[0].buffers()}),
+    }
+
+
 def gaussws(folder: Path) -> dict[str, Any]:
     """Train sampled weights where FSDP2 gathers weights and bitwidths in BF16."""
     base = small(folder)
@@ -165,6 +188,6 @@ def plain(folder: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     torch.set_num_threads(1)
-    parts = sys.argv[2:] or ["resumed", "bf16_sr", "gaussws", "snip", "plain"]
+    parts = sys.argv[2:] or ["resumed", "bf16_sr", "initial", "gaussws", "snip", "plain"]
     results = {name: globals()[name](Path(sys.argv[1]) / name) for name in parts}
     Path(sys.argv[1], "results.json").write_text(json.dumps(results))

@@ -15,6 +15,7 @@ from dither.errors import UserError
 from dither.models.causal import CausalLM, PlainLM
 from dither.models.folder_files import CONFIG, read_json, write_json
 from dither.models.presets import check_place, check_seed, skeleton
+from dither.nn.norms import cast_parameters
 
 MOST_LAYERS = 10_000
 """Maximum number of layers, far above that of any model."""
@@ -96,7 +97,7 @@ def hf(source: Any, *, seed: int = 0, device: torch.device | str = "cpu", dtype:
             A config is a file that ends in `.json`, a mapping with "model_type", or a config of transformers.
         seed: Seed of the initial weights, if `source` is a config.
         device: Device of the model.
-        dtype: Dtype of the parameters; None keeps that of the weights, or float32 for a config.
+        dtype: Dtype of the parameters; None keeps that of the weights, or float32 for a config. Buffers keep theirs.
 
         model = hf("Qwen/Qwen2.5-0.5B", device="cuda", dtype=torch.bfloat16)
     """
@@ -118,10 +119,19 @@ def hf(source: Any, *, seed: int = 0, device: torch.device | str = "cpu", dtype:
     if not isinstance(config, transformers.PretrainedConfig):
         raise UserError(f"hf takes a folder, the name of a model, or a config of transformers, not {_named(source)}.")
     _check_sizes(source, config)
+    config = copy.deepcopy(config)  # transformers writes the dtype into it
+    options = {"trust_remote_code": False, "dtype": torch.float32}  # initial weights are drawn in float32
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        made = _call(source, lambda: transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False))
-    return HuggingFace(made.to(device=device, dtype=dtype or torch.float32)).train()
+        made = _call(source, lambda: transformers.AutoModelForCausalLM.from_config(config, **options))
+    return HuggingFace(_in_dtype(made, dtype or torch.float32).to(device)).train()
+
+
+def _in_dtype(model: Any, dtype: torch.dtype) -> Any:
+    """Convert the parameters, and not the buffers: rotary embeddings need their frequencies in float32."""
+    cast_parameters(model, dtype, all_norms=False)
+    model.config.dtype = dtype
+    return model
 
 
 def _pretrained(transformers: Any, source: str, device: torch.device | str, dtype: torch.dtype | None) -> HuggingFace:
@@ -149,17 +159,18 @@ def _pretrained(transformers: Any, source: str, device: torch.device | str, dtyp
             raise UserError(
                 f"The weights of {source!r} do not fit its config: {what.replace('_', ' ')} {', '.join(names[:3])}."
             )
-    return HuggingFace((model if quantization is None else _plain(model, dtype)).to(device)).train()
+    plain = model if quantization is None else _plain(model, dtype or model.dtype)
+    return HuggingFace(plain.to(device)).train()
 
 
 @torch.no_grad()
-def _plain(model: Any, dtype: torch.dtype | None) -> Any:
+def _plain(model: Any, dtype: torch.dtype) -> Any:
     """Return a model whose weights were dequantized without the layers and hooks of the library that did so."""
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with torch.random.fork_rng(devices=[]):
-        plain = type(model)(config).to(dtype)
+        plain = _in_dtype(type(model)(config), dtype)
     numbers = model.state_dict()
     for name, tensor in plain.state_dict().items():
         if name not in numbers or numbers[name].shape != tensor.shape:

@@ -21,6 +21,7 @@ from torchtitan.trainer import Trainer
 from dither.errors import UserError
 from dither.integrations.layer_metrics import layer_metrics
 from dither.integrations.steps import OpenStep
+from dither.integrations.torchtitan.initialization import draw_in_float32
 from dither.integrations.torchtitan.layers import layer_configs
 from dither.integrations.torchtitan.optimizers import dither_adamw
 from dither.nn.conversion import apply_plan, planned_otherwise
@@ -66,6 +67,7 @@ class DitherTrainer(Trainer):  # type: ignore[misc]
 
     - The micro-batches of an optimizer step run in one `dither.step_context`, whose step counts from 0.
     - SNIP chooses the plan if `snip.target` is set.
+    - Initial weights are drawn in float32, also for 16-bit parameters, which get them rounded to nearest.
     - Checkpoints have the bitwidths and histories among the model's tensors, and SNIP's plan with the trainer's state.
     """
 
@@ -81,6 +83,8 @@ class DitherTrainer(Trainer):  # type: ignore[misc]
     def __init__(self, config: Config) -> None:
         """Build everything as torchtitan does, and check that the plan can run on this device."""
         check_config(config)
+        if config.model_spec is not None and config.training.dtype != "float32":
+            draw_in_float32(config.model_spec.model)
         super().__init__(config)
         self.plan_changes = 0
         self._open = [OpenStep() for _ in self.model_parts]
