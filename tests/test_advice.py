@@ -93,9 +93,9 @@ def test_less_memory_means_a_leaner_setting_and_says_why():
         "o1",
         "bf16-sr",
         "bf16-sr",
-        "bf16-sr + dynamic8 states",
-        "bf16-sr + dynamic8 states",
-        "bf16-sr + dynamic8 states + checkpointing",
+        "bf16-sr + companded8 states",
+        "bf16-sr + companded8 states",
+        "bf16-sr + companded8 states + checkpointing",
     ]
     assert found[-1].batch == 0
     assert found[4].reasons[-1] == "Only 4096 tokens fit into a pass: accumulate gradients."

@@ -89,7 +89,7 @@ def test_a_configuration_sets_what_the_plan_needs():
     assert isinstance(config.metrics, DitherMetrics.Config)
     (group,) = config.optimizer.param_groups
     assert group.optimizer_name == "dither.AdamW"
-    assert {"weights": "stochastic", "states": "dynamic8", "lr": 8e-4}.items() <= group.optimizer_kwargs.items()
+    assert {"weights": "stochastic", "states": "companded8", "lr": 8e-4}.items() <= group.optimizer_kwargs.items()
 
 
 @pytest.mark.parametrize(

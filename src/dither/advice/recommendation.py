@@ -179,7 +179,7 @@ STOCHASTIC = (
     "bf16-sr keeps weights, gradients and states in BF16: 0.585 of the memory of o1 and 1.09 times its speed at 3B. Give it 2 "
     "to 4 times the usual learning rate."
 )
-EIGHT_BITS = "States of 8 bits (dynamic8) take 2 bytes per parameter less than BF16's."
+EIGHT_BITS = "States of 8 bits (companded8) take 2 bytes per parameter less than BF16's."
 AGAIN = (
     "Checkpointing computes each block twice, about a third more work, and changes no number. `dither train` has no switch for "
     "it: in a loop of your own, torch.utils.checkpoint does it."
@@ -206,7 +206,7 @@ def _ladder(shape: Shape, gpu: Gpu, risk: Risk) -> tuple[list[_Rung], list[str]]
         return [_Rung("fp32"), _Rung("fp32", checkpointing=True, reasons=(AGAIN,))], [said]
     if gpu.capability < (8, 0):
         said = f"{gpu.name} has matrix units for FP16 and not for BF16: train in FP16, whose loss is scaled."
-        lean = [] if risk == "none" else [_Rung("fp16", states="dynamic8", reasons=(EIGHT_BITS,))]
+        lean = [] if risk == "none" else [_Rung("fp16", states="companded8", reasons=(EIGHT_BITS,))]
         last = replace((lean or [_Rung("fp16")])[-1], checkpointing=True)
         return [_Rung("fp16"), *lean, replace(last, reasons=(*last.reasons, AGAIN))], [said]
     if risk == "none":
@@ -214,7 +214,7 @@ def _ladder(shape: Shape, gpu: Gpu, risk: Risk) -> tuple[list[_Rung], list[str]]
         return [_Rung("o1"), _Rung("o1", checkpointing=True, reasons=(AGAIN,))], [said]
     name, reasons = _casts(shape, gpu, risk)
     narrow = _Rung("bf16-sr", name, reasons=(STOCHASTIC,))
-    eight = replace(narrow, states="dynamic8", reasons=(STOCHASTIC, EIGHT_BITS))
+    eight = replace(narrow, states="companded8", reasons=(STOCHASTIC, EIGHT_BITS))
     # Without casts there are no codes of weights in memory.
     plain = replace(eight, recipe=None)
     again = replace(plain, checkpointing=True, reasons=(STOCHASTIC, EIGHT_BITS, AGAIN))

@@ -26,7 +26,7 @@ MOST_TOKENS = 131_072
 HEADROOM = 0.1
 """Fraction of the usable memory left free in runs over several GPUs: published runs needed more than the formulas say."""
 
-LEAN = "dynamic8"
+LEAN = "companded8"
 """The narrowest of the formats of states."""
 
 NEARLY = 24
@@ -60,7 +60,7 @@ class Choice:
 
 CHOICES = tuple(
     Choice(mode, name, states)
-    for mode, formats in (("o1", (None, "bf16", "dynamic8")), ("bf16-sr", (None, "dynamic8")))
+    for mode, formats in (("o1", (None, "bf16", LEAN)), ("bf16-sr", (None, LEAN)))
     for name in (None, "fp8-current", "fp8-block")
     for states in formats
 )

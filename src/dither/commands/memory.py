@@ -28,7 +28,7 @@ SHOWN = (
     ("o1", "fp8-current", None),
     ("bf16-sr", None, None),
     ("bf16-sr", "fp8-current", None),
-    ("bf16-sr", None, "dynamic8"),
+    ("bf16-sr", None, "companded8"),
 )
 """(mode, recipe, states) of the columns that are shown by default."""
 

@@ -20,7 +20,7 @@ from dither.recipes import recipe
 from dither.train.config import Snip
 
 GAUSSWS = recipe("bf16").with_sampling(Sampling())
-BF16_SR: dict[str, Any] = {"weights": "stochastic", "states": "dynamic8"}
+BF16_SR: dict[str, Any] = {"weights": "stochastic", "states": "companded8"}
 """Options of AdamW: BF16 weights without a float32 copy, and 8-bit moments."""
 
 
