@@ -50,7 +50,7 @@ def fp8() -> None:
             def fused(layer=layer, x=x, targets=targets) -> torch.Tensor:
                 return output_loss(layer, x, targets)
 
-            for way, loss in {"apart": apart} if recipe is None else {"apart": apart, "fused": fused}.items():
+            for way, loss in ({"apart": apart} if recipe is None else {"apart": apart, "fused": fused}).items():
                 with step_context(layer, step=0):
                     run = lambda loss=loss, layer=layer, x=x: torch.autograd.grad(loss(), [x, layer.weight])  # noqa: E731
                     run()

@@ -7,7 +7,8 @@
 Arms, sweeps and tables are those of `dither compare`; see docs/comparing.md. Each run is a process of its own. On one GPU they
 share it better under CUDA's MPS (`nvidia-cuda-mps-control -d` before, `echo quit | nvidia-cuda-mps-control` after). The sweep
 resumes: finished runs are kept, and after --minutes the others are saved and stopped. Tables then have the seeds whose runs are
-all finished. --to receives comparison.json and, if matplotlib and jinja2 are installed, sweep.svg and report.html.
+all finished. --to receives comparison.json and, if matplotlib and jinja2 are installed, sweep.svg, report.html and its charts
+in figures/.
 """
 
 import argparse
@@ -48,9 +49,13 @@ def show(comparison: Comparison, folder: Path, runs: list[Path]) -> None:
     if importlib.util.find_spec("jinja2") is None:
         print("jinja2 is not installed here: no page.")
     elif runs:
-        from dither.report import write
+        from dither.report import Report, read_all
+        from dither.report.page import write_page
+        from dither.report.plots import write_figures
 
-        print(f"report: {write(runs, folder / 'report.html', comparison)}")
+        report = Report(read_all(runs), comparison)
+        print(f"report: {write_page(report, folder / 'report.html')}")
+        print(f"figures: {len(write_figures(report, folder / 'figures', 'svg'))} in {folder / 'figures'}")
 
 
 def main() -> int:

@@ -9,7 +9,15 @@ from torch import nn
 import dither
 from dither import Cast, LayerPrecision, Plan, UserError
 from dither.bitwidths import VARIANCE, capacity, deployable
-from dither.nn.deployment import deploy, deploy_blocks, effective_precision, plan_from_bitwidths, replaced, weight_cast
+from dither.nn.deployment import (
+    bitwidth_range,
+    deploy,
+    deploy_blocks,
+    effective_precision,
+    plan_from_bitwidths,
+    replaced,
+    weight_cast,
+)
 from dither.nn.targets import _noise, choose_targets, measure_rise
 from dither.precision import Sampling
 
@@ -58,6 +66,8 @@ def test_all_layers_together_and_printed():
     dither.convert(bits, Plan().with_sampling(Sampling(b_init=4, b_target=4)))
     both = nn.ModuleDict({"a": model, "b": bits})
     found = effective_precision(both)
+    total = found.total
+    assert bitwidth_range(both) == pytest.approx((total.mean, total.min, total.max), rel=1e-12)
     assert [layer.name for layer in found.layers] == ["a.0", "b.0"]
     first, second = found.layers
     total = (first.mean * 2800 + second.mean * 4096) / 6896

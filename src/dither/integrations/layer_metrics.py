@@ -4,7 +4,7 @@ from collections import Counter
 
 from torch import nn
 
-from dither.nn.deployment import effective_precision
+from dither.nn.deployment import bitwidth_range
 from dither.nn.linear_sites import converted_layers, linear_of
 
 
@@ -27,6 +27,5 @@ def layer_metrics(model: nn.Module) -> dict[str, float]:
     total = sum(sizes.values())
     numbers = {f"dither/weights_{format}": size / total for format, size in sorted(sizes.items())}
     if any(layer.precision.sampling is not None for layer in layers):
-        learned = effective_precision(model).total
-        numbers |= {f"dither/bitwidth_{name}": float(getattr(learned, name)) for name in ("mean", "min", "max")}
+        numbers |= dict(zip((f"dither/bitwidth_{name}" for name in ("mean", "min", "max")), bitwidth_range(model), strict=True))
     return numbers

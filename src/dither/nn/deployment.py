@@ -115,6 +115,32 @@ def effective_precision(model: nn.Module, *, formats: Sequence[str] = DEPLOYABLE
     return EffectivePrecision(layers, _summary("total", *every, formats, slack))
 
 
+def bitwidth_range(model: nn.Module) -> tuple[float, float, float]:
+    """Return mean, smallest and largest learned bitwidth of a model: those of `effective_precision`, without its histograms.
+
+    It waits for the device once, however many layers there are, so that a loop may log it often. Sharded bitwidths are
+    gathered, so all ranks call it.
+
+    >>> import dither, torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 64))
+    >>> _ = dither.convert(model, dither.Plan().with_sampling(Sampling(b_init=5, b_target=3)))
+    >>> with torch.no_grad():  # as if they had learned
+    ...     _ = model[0].bitwidth.copy_(torch.tensor([[0.0, 1.0]]))
+    >>> bitwidth_range(model)
+    (4.5, 3.0, 5.0)
+    """
+    found, weights = [], 0
+    for layer in _sampled(model).values():
+        assert layer.precision.sampling is not None
+        b_t = layer.bitwidths().double()
+        rows, columns = (_lengths(size, layer.precision.sampling.block, b_t.device) for size in layer.weight.shape)
+        found.append(torch.stack((rows @ b_t @ columns, *b_t.aminmax())))
+        weights += layer.weight.numel()
+    sums, low, high = torch.stack([numbers.to(found[0].device) for numbers in found]).unbind(1)
+    total, least, most = torch.stack((sums.sum(), low.min(), high.max())).tolist()
+    return total / weights, least, most
+
+
 def _sampled(model: nn.Module) -> dict[str, Linear]:
     """Return the layers whose weights are sampled, by name."""
     modules = model.named_modules()
@@ -138,21 +164,28 @@ def _learned(name: str, layer: Linear) -> tuple[Tensor, Tensor]:
     return b_t.flatten(), torch.outer(rows, columns).flatten()
 
 
-def _lengths(size: int, block: int) -> Tensor:
-    """Return the lengths of the blocks of a dimension."""
-    return torch.full((-(-size // block),), block, dtype=torch.float64).cumsum(0).clamp(max=size).diff(prepend=torch.zeros(1))
+def _lengths(size: int, block: int, device: torch.device | None = None) -> Tensor:
+    """Return the lengths of the blocks of a dimension, in float64."""
+    starts = torch.arange(0, size, block, dtype=torch.float64, device=device)
+    return (size - starts).clamp(max=block)
+
+
+def _distinct(values: Tensor) -> list[float]:
+    """Return the values that occur, in ascending order."""
+    found: list[float] = torch.unique(values).tolist()
+    return found
 
 
 def _summary(name: str, b_t: Tensor, counts: Tensor, formats: Sequence[str], slack: float) -> LearnedBitwidths:
     shares = counts / counts.sum()
-    steps = {int(b): shares[b_t.ceil() == b].sum().item() for b in sorted(set(b_t.ceil().tolist()))}
+    steps = {int(b): shares[b_t.ceil() == b].sum().item() for b in _distinct(b_t.ceil())}
     chosen, candidates = _narrowest(b_t, formats, slack)
-    by_format = {candidates[index]: shares[chosen == index].sum().item() for index in sorted(set(chosen.tolist()))}
+    by_format = {candidates[int(index)]: shares[chosen == index].sum().item() for index in _distinct(chosen)}
     extremes = b_t.min().item(), b_t.max().item()
     mean = (b_t * shares).sum().item()
     deviation = math.sqrt(((b_t - mean).square() * shares).sum().item())
     low = (b_t / BIN).floor() * BIN
-    bins = {b: shares[low == b].sum().item() for b in sorted(set(low.tolist()))}
+    bins = {b: shares[low == b].sum().item() for b in _distinct(low)}
     return LearnedBitwidths(name, int(counts.sum()), mean, *extremes, steps, by_format, deviation, bins)
 
 
@@ -430,8 +463,8 @@ def deploy_blocks(
         grid = chosen.view(layer.bitwidths().shape).to(weight.device)
         by_weight = grid.repeat_interleave(block, 0)[: weight.shape[0]].repeat_interleave(block, 1)[:, : weight.shape[1]]
         result, shares, bits = torch.empty_like(weight), {}, math.ceil(math.log2(len(candidates))) * len(counts)
-        for index in sorted(set(chosen.tolist())):
-            cast = weight_cast(candidates[index], f"block({block})", scale)
+        for index in _distinct(chosen):
+            cast = weight_cast(candidates[int(index)], f"block({block})", scale)
             result = torch.where(by_weight == index, quantize(weight, cast).dequantize(), result)
             here = counts[chosen == index]
             shares[cast.format] = (here.sum() / counts.sum()).item()
