@@ -18,7 +18,7 @@ from report_runs import EVIL, lines, make, seeds
 
 from dither import UserError, cli, report
 from dither.recipes import recipe
-from dither.report import charts, curves, maps, page, snip_view
+from dither.report import charts, curves, maps, page, plots, snip_view
 from dither.report.comparison import Comparison
 from dither.report.summary import summarize
 
@@ -422,6 +422,21 @@ def test_figures_for_papers_are_the_charts_of_the_page(tmp_path, capsys):
     assert cli.main(["report", str(run), "--svg", str(tmp_path / "svg")]) == 0
     assert (tmp_path / "svg" / "loss.svg").read_bytes() == again
     assert cli.main(["report", str(run), "--json", "-o", "x.html"]) == 2
+
+
+def test_the_legend_of_many_curves_is_beside_them():
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    arms = tuple(charts.Line(f"arm {n}", {"steps": (0.0, 1.0)}, (n, n + 1.0), n) for n in range(9))
+    for count in (plots.MOST_INSIDE, 9):
+        with plots._figure("legend") as figure:
+            plots._figure_of(charts.LineChart("Loss", "nats", ("steps",), arms[:count]))(figure)
+            FigureCanvasAgg(figure).draw()
+            (axes,) = figure.axes
+            inside = axes.get_legend() is not None
+            assert inside == (count <= plots.MOST_INSIDE)
+            if not inside:
+                assert figure.legends[0].get_window_extent().x0 >= axes.get_window_extent().x1
 
 
 def test_the_first_number_that_was_not_finite_is_named(tmp_path):

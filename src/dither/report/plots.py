@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy
 
@@ -42,6 +42,8 @@ Kind = Literal["png", "svg"]
 INK, GRID = "#3f4851", "#d9dee4"
 DOTS_PER_INCH, SCREEN_DOTS = 200, 100
 """Dots per inch of PNG files for papers, and of images for trackers."""
+MOST_INSIDE = 5
+"""Number of curves whose legend fits between them; that of more is beside the chart."""
 OPERANDS = ("input", "weight", "gradient")
 
 
@@ -206,7 +208,11 @@ def _lines(axes: "Axes", chart: LineChart) -> None:
     axes.grid(axis="y", color=GRID, linewidth=0.6)
     axes.set_xlabel(axis)
     axes.set_ylabel(chart.y)
-    if len(chart.lines) > 1:
+    if len(chart.lines) > MOST_INSIDE:
+        figure = cast("Figure", axes.figure)
+        figure.set_figwidth(1.5 * figure.get_figwidth())
+        figure.legend(loc="outside right center")
+    elif len(chart.lines) > 1:
         axes.legend()
 
 
