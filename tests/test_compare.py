@@ -16,7 +16,6 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
-from runs import said, write_words
 
 from dither import Sampling, UserError, convert, step_context
 from dither.experiments import arms, trials
@@ -25,6 +24,7 @@ from dither.report.comparison import Comparison, Entry, shown
 from dither.train import config as configs
 from dither.train.config import Config, Data, RunSettings
 from dither.train.loop import train
+from runs import said, write_words
 
 ROOT = Path(__file__).parent.parent
 
@@ -241,7 +241,7 @@ def test_a_sweep_is_every_arm_at_every_value_with_every_seed():
     assert [each.value for each in trials.plan(trials.BASE, ["o1"], Path("out"), 1, "schedule=wsd,cosine")] == ["wsd", "cosine"]
 
 
-@pytest.mark.filterwarnings("ignore:The layer .* has a bitwidth with b_t up to 6:UserWarning")
+@pytest.mark.filterwarnings("ignore:The layer .* a bitwidth with b_t up to 6:UserWarning")
 def test_a_diffq_arm_begins_at_six_bits_and_its_bitwidths_learn():
     """The paper does not clamp. BF16 bears 4 bits of uniform noise for sure, and DiffQ begins at 6."""
     model = torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False))

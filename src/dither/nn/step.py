@@ -197,7 +197,7 @@ class StepContext:
             self._seen = (host, event)
 
     def _look(self) -> None:
-        """Raise if bitwidths or weights cannot be sampled; warn once per layer of bitwidths that are not safe."""
+        """Raise if bitwidths or weights cannot be sampled; warn once of the layers whose bitwidths are not safe."""
         if self._seen is None:
             return
         numbers, event = self._seen
@@ -242,17 +242,19 @@ def _warn_unsafe(constants: SamplingConstants, safe: tuple[float, str], members:
     bits, format = safe
     unlimited = constants._replace(limit=math.inf)
     most = torch.stack([sampling.bitwidths(local(getattr(layer, name)), unlimited).amax() for layer, name in members]).tolist()
-    for (layer, name), b_t in zip(members, most, strict=True):
-        if b_t > bits:
-            layer.warned.add(name)
-            held = (
-                f"they are held at {constants.limit:g}" if constants.clamped else "they are left there, as beyond='warn' says"
-            )
-            warnings.warn(
-                f"The layer {layer.name!r} has a {name} with b_t up to {b_t:g}, above {bits:g}, where {constants.kind} noise "
-                f"can vanish in {format}: {held}.",
-                stacklevel=5,
-            )
+    unsafe = [(layer, name, b_t) for (layer, name), b_t in zip(members, most, strict=True) if b_t > bits]
+    if not unsafe:
+        return
+    for layer, name, _ in unsafe:
+        layer.warned.add(name)
+    (first, name, _), others = unsafe[0], len(unsafe) - 1
+    who = f"The layer {first.name!r} has" if not others else f"The layer {first.name!r} and {others} more have"
+    held = f"they are held at {constants.limit:g}" if constants.clamped else "they are left there, as beyond='warn' says"
+    warnings.warn(
+        f"{who} a {name} with b_t up to {max(b_t for *_, b_t in unsafe):g}, above {bits:g}, where {constants.kind} noise can "
+        f"vanish in {format}: {held}.",
+        stacklevel=5,
+    )
 
 
 @contextmanager
