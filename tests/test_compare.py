@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
+from runs import said, write_words
 
 from dither import Sampling, UserError, convert, step_context
 from dither.experiments import arms, trials
@@ -24,7 +25,6 @@ from dither.report.comparison import Comparison, Entry, shown
 from dither.train import config as configs
 from dither.train.config import Config, Data, RunSettings
 from dither.train.loop import train
-from runs import said, write_words
 
 ROOT = Path(__file__).parent.parent
 
