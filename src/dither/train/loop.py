@@ -155,27 +155,23 @@ def _in_words(error: BaseException, folder: Path) -> BaseException:
 class _RunLoop(RunBeginning):
     """The steps of a run, and the decisions about them."""
 
-    def __init__(
-        self,
-        config: Config,
-        folder: Path,
-        ranks: Ranks,
-        signals: Signals,
-        progress: Progress | None,
-        draw: DrawLayers | None = None,
-    ) -> None:
-        super().__init__(config, folder, ranks, signals, progress, draw)
-        self.training = False  # False while the run is being built
-        self.stepping = False  # True while a step computes gradients, which may be abandoned
-        self.pending: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
-        self.behind = BEHIND.get(ranks.device.type, 0)
+    training = False
+    """False while the run is being built."""
+    stepping = False
+    """True while a step computes gradients, which may be abandoned."""
+    pending: deque[tuple[int, Tensor, torch.cuda.Event | None]]
+
+    @property
+    def behind(self) -> int:
+        """Return the number of steps by which the host may be ahead of what it has read from the device."""
+        return BEHIND.get(self.ranks.device.type, 0)
 
     # The steps ---------------------------------------------------------------------------------------------------------
 
     def to_the_end(self) -> Outcome:
         """Train until all steps are done, the guard stops the run, or a signal arrives."""
         trainer, steps = self.the_trainer, self.config.run.steps
-        self.training = True
+        self.training, self.pending = True, deque()
         self.logged, self.logged_step = time.monotonic(), trainer.done  # building is not training
         outcome: Outcome | None = None
         while outcome is None and trainer.done < steps:  # repeated after each rollback
