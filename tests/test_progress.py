@@ -158,9 +158,19 @@ def test_a_terminal_forgets_the_first_line(no_torch, terminal):
     assert rest.endswith("\r\x1b[K")
 
 
-def test_help_says_nothing_else(no_torch):
-    command = [sys.executable, "-m", "dither.cli", "eval", "--help"]
+@pytest.mark.parametrize("words", [["eval", "--help"], ["plan", "show", "nothing"]], ids=" ".join)
+def test_help_and_quick_commands_say_it_on_a_terminal_alone(words, no_torch, terminal):
+    command = [sys.executable, "-m", "dither.cli", *words]
     assert subprocess.run(command, capture_output=True, text=True, env=no_torch).stderr == "torch is imported\n"
+    subprocess.run(command, stdout=subprocess.PIPE, stderr=terminal.file, env=no_torch)
+    assert terminal.close().startswith(f"dither {' '.join(words[:-1])}: importing PyTorch ...")
+
+
+@pytest.mark.parametrize("name", [name for name, command in cli.COMMANDS.items() if command.light])
+def test_light_commands_import_no_torch(name, no_torch):
+    command = [sys.executable, "-m", "dither.cli", *name.split(), "--help"]
+    ended = subprocess.run(command, capture_output=True, text=True, env=no_torch)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 # Text ------------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,9 @@ class Command(NamedTuple):
     summary: str
     """The first line of the function's docstring, without its period."""
     long: bool = False
-    """True if it may take longer than its imports do: it says at once that it has begun."""
+    """True if it may take longer than its imports do: it says at once that it has begun, also where its output is piped."""
+    light: bool = False
+    """True if it imports no PyTorch, which takes seconds."""
 
     def load(self) -> Callable[..., int]:
         """Import the function."""
@@ -36,9 +38,9 @@ COMMANDS = {
     "export": Command("export", "export", "Write a trained model for transformers, vLLM or llama.cpp", long=True),
     "generate": Command("generate", "generate", "Continue a prompt with a trained model", long=True),
     "chat": Command("generate", "chat", "Talk to a trained model, line by line", long=True),
-    "report": Command("report", "report", "Write a page about one run or several"),
-    "watch": Command("watch", "watch", "Follow a run while it trains, in a browser or in the terminal"),
-    "runs": Command("runs", "runs", "Show all runs under a folder as a table"),
+    "report": Command("report", "report", "Write a page about one run or several", light=True),
+    "watch": Command("watch", "watch", "Follow a run while it trains, in a browser or in the terminal", light=True),
+    "runs": Command("runs", "runs", "Show all runs under a folder as a table", light=True),
     "data prepare": Command("data", "prepare", "Tokenize text into a new folder, which `dither train --data` reads", long=True),
     "data show": Command("data", "show", "Show the contents of a prepared folder"),
     "plan": Command("plan", "plan", "Choose the precision of each layer of a run, and show the plan", long=True),
@@ -55,7 +57,7 @@ COMMANDS = {
     "advise": Command(
         "advise", "advise", "Rank precisions and layouts for a model on many GPUs, with the config to run", long=True
     ),
-    "formats": Command("formats", "formats", "Show the number formats as a table, or one format with its values"),
+    "formats": Command("formats", "formats", "Show the number formats as a table, or one format with its values", light=True),
     "doctor": Command(
         "doctor", "doctor", "Examine this machine, and test that kernels and devices agree bit for bit", long=True
     ),
@@ -95,11 +97,13 @@ def _run(words: list[str]) -> int:
     name, rest = _split(words)
     subcommands = [key.removeprefix(f"{name} ") for key in _below(name)]
     if name in COMMANDS:
-        silent = not COMMANDS[name].long or "-h" in rest or "--help" in rest
+        command = COMMANDS[name]
+        quick = not command.long or "-h" in rest or "--help" in rest
+        silent = command.light or (quick and not sys.stderr.isatty())
         with nullcontext() if silent else _importing(name, sys.stderr):
             import tyro
 
-            function = COMMANDS[name].load()
+            function = command.load()
         if subcommands and rest[:1] in (["-h"], ["--help"]):
             print(_help(name), end="\n\n")
         code: int = tyro.cli(function, prog=f"dither {name}", args=[_resume(word) for word in rest])
