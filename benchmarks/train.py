@@ -85,9 +85,10 @@ KERNELS = {
     "optimizer": r"adam|multi_tensor|FusedOptimizer",
     "products": r"gemm|nvjet|cutlass|cublas|xmma|matmul|splitK|aten::(add|b|_scaled_)?mm",
     "sampling": r"_sample_|_noise_kernel|sample_backward|dither::(re)?sample",
-    # Dither's own kernels; Inductor's with the operations of torchao's scaled casts; copies that change the dtype.
-    "casts": r"quantize|_cast|_transpose_kernel|_amax_kernel|_factors_kernel|_round_kernel|triton_.*(amax|clamp)"
-    r"|copy_kernel|CopyKernel|Memcpy",
+    # Inductor's: norms, activations and rotations that also find the largest magnitude, or cast as torchao's recipes do.
+    "joined with casts": r"triton_.*(amax|clamp)",
+    # Dither's own kernels; copies that change the dtype.
+    "casts": r"quantize|_cast|_transpose_kernel|_amax_kernel|_factors_kernel|_round_kernel|copy_kernel|CopyKernel|Memcpy",
     "rest": "",
 }
 """What a kernel does, by its name: the first pattern that is found. Norms, activations and the loss are the rest."""
@@ -303,10 +304,12 @@ def print_profile(result: dict, shown: int = 15) -> None:
     kernels, step = result["profile"], result["step_ms"]
     total = sum(kernel["ms"] for kernel in kernels)
     print(f"\n{result['size']} `{result['mode']}`: a step of {step:.2f} ms\n\n| part | ms | share of the step |\n|---|---|---|")
-    for group in KERNELS:
-        ms = sum(kernel["ms"] for kernel in kernels if kernel["group"] == group)
-        goal = f" (goal: at most {goals.CASTS:.0%})" if group == "casts" else ""
-        print(f"| {group} | {ms:.2f} | {ms / step:.1%}{goal} |")
+    spent = {group: sum(kernel["ms"] for kernel in kernels if kernel["group"] == group) for group in KERNELS}
+    for group, ms in spent.items():
+        print(f"| {group} | {ms:.2f} | {ms / step:.1%} |")
+    # The goal counts joined kernels in full, although most of their time is that of the norm or the activation.
+    ms = spent["casts"] + spent["joined with casts"]
+    print(f"| casts and what is joined with them | {ms:.2f} | {ms / step:.1%} (goal: at most {goals.CASTS:.0%}) |")
     print(f"| gaps between kernels | {max(step - total, 0.0):.2f} | {max(1 - total / step, 0.0):.1%} |")
     print("\n| kernel | part | ms | calls |\n|---|---|---|---|")
     for kernel in kernels[:shown]:
