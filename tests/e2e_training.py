@@ -356,7 +356,7 @@ def in_own_loop(
 def train(combination: Combination, setup: Setup, folder: Path, *, resume: bool = False, seed: int | None = None) -> Trace:
     """Train a combination in `folder`, or resume it there; with `seed`, from perturbed weights."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The layer .*bitwidth with b_t up to", UserWarning)
+        warnings.filterwarnings("ignore", "Bitwidths of the layer .* noise can vanish", UserWarning)
         if combination.model == "huggingface":
             return in_own_loop(combination, setup, folder, resume=resume, seed=seed)
         weights = None if seed is None else perturbed_weights(combination, setup, folder / "weights", seed)

@@ -103,6 +103,37 @@ def test_bad_arguments_are_exit_code_2(arguments, capsys):
     assert captured.err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("formats --plt", "Unrecognized options: --plt (did you mean --plot?): `dither formats --help` shows the arguments."),
+        ("watch", "Missing from dither watch: RUN: `dither watch --help` shows the arguments."),
+        ("runs a b", "Unrecognized options: b: `dither runs --help` shows the arguments."),
+        ("watch a --port q", "Error parsing --port: invalid literal for int() with base 10: 'q': `dither watch --help` shows "
+         "the arguments."),
+    ],
+)  # fmt: skip
+def test_arguments_that_cannot_be_parsed_are_one_line(arguments, expected, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(arguments.split())
+    assert capsys.readouterr().err == f"dither: error: {expected}\n"
+
+
+def test_only_a_process_of_the_command_hides_bars_of_other_packages(monkeypatch):
+    monkeypatch.setenv("TQDM_DISABLE", "")  # so that the value is restored
+    monkeypatch.delenv("TQDM_DISABLE")
+    cli.main(["--version"])
+    assert "TQDM_DISABLE" not in os.environ
+    monkeypatch.setattr(sys, "argv", ["dither", "--version"])
+    cli.main()
+    assert os.environ["TQDM_DISABLE"] == "1"
+
+
+def test_the_package_runs_as_the_command():
+    result = subprocess.run([sys.executable, "-m", "dither", "--version"], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, f"dither {dither.__version__}\n")
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["formats", "--help"], ["doctor", "--help"]], ids=" ".join)
 def test_help(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:

@@ -241,7 +241,7 @@ def test_a_sweep_is_every_arm_at_every_value_with_every_seed():
     assert [each.value for each in trials.plan(trials.BASE, ["o1"], Path("out"), 1, "schedule=wsd,cosine")] == ["wsd", "cosine"]
 
 
-@pytest.mark.filterwarnings("ignore:The layer .* a bitwidth with b_t up to 6:UserWarning")
+@pytest.mark.filterwarnings("ignore:Bitwidths of the layer .* are up to 6:UserWarning")
 def test_a_diffq_arm_begins_at_six_bits_and_its_bitwidths_learn():
     """The paper does not clamp. BF16 bears 4 bits of uniform noise for sure, and DiffQ begins at 6."""
     model = torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False))

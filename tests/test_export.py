@@ -247,6 +247,14 @@ def test_auto_takes_the_casts_of_a_converted_model_or_asks_for_a_plan(tmp_path):
         dither.export(ragged(), tmp_path / "other", format="mxfp4", plan=Plan())
 
 
+def test_auto_says_that_learned_bitwidths_need_16_bits(tmp_path):
+    model = ragged(intermediate_size=256)
+    dither.convert(model, Plan().with_sampling(Sampling(b_init=6, b_target=4)))
+    with pytest.raises(UserError, match=r"in auto, since the plan or the learned bitwidths need 16 bits .*; use --format bf16"):
+        dither.export(model, tmp_path / "out", format="auto")
+    assert not (tmp_path / "out").exists()
+
+
 def test_every_format_is_its_own_in_a_plan():
     assert all(format_of(each.cast) == name for name, each in FORMATS.items())
 

@@ -16,7 +16,7 @@ COLUMN = (
     *("storage", "engines", "devices", "compiler", "random", "grouping", "adam_update", "ranks"),
     *("reference", "kernels", "torch_ops", "apart_ops", "loss_ops", "recast_ops", "ops"),
     *("nn", "optim", "snip", "numerics", "models", "parallel", "data", "evaluate", "theory", "advice", "doctor"),
-    *("train", "report", "experiments", "exporting", "integrations", "arms", "commands", "cli", "dither"),
+    *("train", "report", "experiments", "exporting", "integrations", "arms", "commands", "cli", "__main__", "dither"),
 )
 """Every folder and every module outside of folders, in the order of imports; "dither" is the package itself."""
 

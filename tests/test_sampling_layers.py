@@ -680,21 +680,32 @@ def test_bitwidths_beyond_the_safe_range_are_held_there_and_reported_once() -> N
         pass
     (said,) = [str(warning.message) for warning in caught]
     assert said == (
-        "The layer 'e2m1 block(32)' has a bitwidth with b_t up to 4, above 2, where rounded_normal noise can vanish in e2m1: "
+        "Bitwidths of the layer 'e2m1 block(32)' are up to 4, above 2, where rounded_normal noise can vanish in e2m1: "
         "they are held at 2."
     )
     assert model[0].bitwidths().eq(2).all()
     assert model[1].bitwidths().eq(4).all()
     with step_context(model, step=1):  # warnings are errors here
         pass
-    for made in model:
-        made.set_precision(LayerPrecision(weight=Cast.parse("e2m1 block(32)"), sampling=Sampling(b_init=4)))
-        made.warned.clear()
+    model[0].set_precision(LayerPrecision(weight=Cast.parse("e2m1 block(32)"), sampling=Sampling(b_init=4)))
     assert model[0].bitwidths().eq(4).all()  # the default clamps nothing
-    several = "^The layer 'e2m1 block.32.' and 1 more have a bitwidth with b_t up to 4"
-    with pytest.warns(UserWarning, match=several) as caught, step_context(model, step=2):
+
+
+def test_one_warning_names_all_layers_with_bitwidths_beyond_the_safe_range() -> None:
+    model = nn.Sequential(*(layer(Sampling(b_init=4, b_target=1), k=64, n=64) for _ in range(3)))
+    for index, made in enumerate(model):
+        made.set_precision(LayerPrecision(weight=Cast.parse("e2m1 block(32)"), sampling=made.precision.sampling))
+        made.name = f"layers.{index}"
+        nn.init.ones_(made.bitwidth)
+    with pytest.warns(UserWarning, match="can vanish") as caught, step_context(model, step=0):
         pass
-    assert len(caught) == 1
+    (said,) = [str(warning.message) for warning in caught]
+    assert said == (
+        "Bitwidths of the layer 'layers.0' and 2 more are up to 4, above 2, where rounded_normal noise can vanish in e2m1: "
+        "they are kept; a smaller b_init, or beyond='clamp', avoids it."
+    )
+    with step_context(model, step=1):  # warnings are errors here
+        pass
 
 
 @SLOW_BF16

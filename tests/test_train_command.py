@@ -82,7 +82,7 @@ def test_which_config_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     [
         (["--set", "optim.lrr=1"], "did you mean 'lr'"),
         (["--set", "optim.lr"], "A setting is written section.field=value"),
-        (["missing.toml"], "The config 'missing.toml' cannot be read"),
+        (["missing.toml"], "There is no config 'missing.toml': name a TOML file"),
         (["--data", "nowhere.txt"], "nowhere.txt"),
         (["--resume"], "There is no run in"),
         (["--set", "run.device=gpu"], "run.device is auto, cpu, cuda"),

@@ -1,11 +1,14 @@
 """The entry point of the command line. It imports a command's module when that command runs: `dither --help` needs no torch."""
 
+import functools
 import importlib
+import io
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import NamedTuple, TextIO
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from typing import Any, NamedTuple, TextIO
 
 from dither.errors import DitherError, UserError
 from dither.versions import version
@@ -72,6 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     dither ...
     0
     """
+    if arguments is None:  # a process of its own: commands show their own progress, without bars of other packages between
+        os.environ.setdefault("TQDM_DISABLE", "1")
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = _run(words)
@@ -101,13 +106,10 @@ def _run(words: list[str]) -> int:
         quick = not command.long or "-h" in rest or "--help" in rest
         silent = command.light or (quick and not sys.stderr.isatty())
         with nullcontext() if silent else _importing(name, sys.stderr):
-            import tyro
-
             function = command.load()
         if subcommands and rest[:1] in (["-h"], ["--help"]):
             print(_help(name), end="\n\n")
-        code: int = tyro.cli(function, prog=f"dither {name}", args=[_resume(word) for word in rest])
-        return code
+        return _parse(function, name, [_resume(word) for word in rest])()
     if rest[:1] in (["-h"], ["--help"]):
         print(_help(name))
         sys.exit(0)
@@ -122,6 +124,45 @@ def _run(words: list[str]) -> int:
     hint = did_you_mean(wrong[0], known)
     print(f"dither: error: There is no command `{title} {wrong[0]:.80}`{hint}: `{title} --help` lists them.", file=sys.stderr)
     sys.exit(2)
+
+
+def _parse(function: Callable[..., int], name: str, words: list[str]) -> Callable[[], int]:
+    """Return the call of a command with parsed arguments; exit with one line on stderr if they cannot be parsed."""
+    import tyro
+
+    @functools.wraps(function)
+    def deferred(*arguments: Any, **options: Any) -> Callable[[], int]:
+        return functools.partial(function, *arguments, **options)
+
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            call: Callable[[], int] = tyro.cli(deferred, prog=f"dither {name}", args=words)
+        return call
+    except SystemExit as stopped:
+        if stopped.code in (None, 0):
+            raise
+    print(f"dither: error: {_one_line(said.getvalue())}: `dither {name} --help` shows the arguments.", file=sys.stderr)
+    sys.exit(2)
+
+
+def _one_line(box: str) -> str:
+    """Return the parser's framed message without frame and help texts, and with the first option that it suggests.
+
+    >>> _one_line("╭─ Error ─╮\\n│ Unrecognized: --plt │\\n│ ── │\\n│ Perhaps you meant: │\\n│     --plot [FILE] │\\n╰───╯")
+    'Unrecognized: --plt (did you mean --plot?)'
+    """
+    parts: list[list[str]] = [[]]
+    for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()[1:]:
+        text = line[2:].rstrip("│╰╯ ")  # without UTF-8 the frame is made of spaces and dashes
+        if not text.strip("─-"):
+            parts.append([])
+        elif not text.startswith(" " * 8):
+            parts[-1] += text.split()
+    message, *others = [" ".join(part) for part in parts if part] or ["These arguments cannot be parsed"]
+    marker = "Perhaps you meant: "
+    meant = [part.removeprefix(marker).split()[0].rstrip(",") for part in others if part.startswith(marker)]
+    return message.removesuffix(".") + (f" (did you mean {meant[0]}?)" if meant else "")
 
 
 @contextmanager

@@ -190,6 +190,8 @@ def _own_plan(model: nn.Module) -> Plan:
 def _nothing(layout: Layout, format: str, choices: Sequence[Choice]) -> str:
     kept = [choice for choice in choices if choice.reason and choice.reason != "the output layer"]
     why = f": {kept[0].site.name}: {kept[0].reason}" if kept else ""
+    if format == AUTO and not kept:
+        why = ", since the plan or the learned bitwidths need 16 bits for all of them"
     gguf = ", or GGUF (--format gguf-q8_0)" if layout.config.get("model_type") in ("llama", "gpt2") else ""
     return f"No layer of {type(layout.model).__name__} can be written in {format}{why}; use --format bf16{gguf}."
 

@@ -83,7 +83,7 @@ class Export:
     def __str__(self) -> str:
         lines = [f"{self.path}: {self.parameters:,} parameters in {_megabytes(self.bytes)}"]
         lines += [
-            f"  {format}: {count} layers, {weights:,} weights, {bits:.2f} bits each"
+            f"  {format}: {count} {'layer' if count == 1 else 'layers'}, {weights:,} weights, {bits:.2f} bits each"
             for format, count, weights, bits in self.sizes()
         ]
         reasons: dict[str, list[str]] = {}

@@ -117,7 +117,7 @@ def _in_folder(name: str, folder: Path | None) -> Path | None:
 def read_questions(path: Path) -> list[dict[str, Any]]:
     """Return the records of a file of JSON lines, which may be compressed (.xz), all of one of the kinds in `KINDS`."""
     if not path.is_file():
-        raise UserError(f"There is no file of questions {str(path)!r}.")
+        raise UserError(f"There is no file of questions {str(path)!r}: name one of JSON lines, as in --tasks NAME=FILE.jsonl.")
     try:
         with lzma.open(path) if path.name.endswith(".xz") else path.open("rb") as file:
             data = file.read(LARGEST + 1)

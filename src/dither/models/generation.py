@@ -100,7 +100,7 @@ def _choose(
 ) -> Tensor:
     """Choose one token per row: int64[B, 1]."""
     if not bool(logits_BV.amax(-1).isfinite().all()):
-        raise UserError("The model's logits are not finite, so no token can be chosen.")
+        raise UserError("The model's logits are not finite, so no token can be chosen: use an earlier checkpoint.")
     if temperature == 0 or generator is None:
         return logits_BV.argmax(-1, keepdim=True)
     # On the device of the generator: with a CPU generator, GPU runs draw the random numbers of CPU runs.

@@ -242,16 +242,20 @@ def _warn_unsafe(constants: SamplingConstants, safe: tuple[float, str], members:
     bits, format = safe
     unlimited = constants._replace(limit=math.inf)
     most = torch.stack([sampling.bitwidths(local(getattr(layer, name)), unlimited).amax() for layer, name in members]).tolist()
-    unsafe = [(layer, name, b_t) for (layer, name), b_t in zip(members, most, strict=True) if b_t > bits]
-    if not unsafe:
+    above = [(layer, name, b_t) for (layer, name), b_t in zip(members, most, strict=True) if b_t > bits]
+    if not above:
         return
-    for layer, name, _ in unsafe:
+    for layer, name, _ in above:
         layer.warned.add(name)
-    (first, name, _), others = unsafe[0], len(unsafe) - 1
-    who = f"The layer {first.name!r} has" if not others else f"The layer {first.name!r} and {others} more have"
-    held = f"they are held at {constants.limit:g}" if constants.clamped else "they are left there, as beyond='warn' says"
+    first, more = above[0][0].name, len(above) - 1
+    layers = f"the layer {first!r}" + (f" and {more} more" if more else "")
+    held = (
+        f"they are held at {constants.limit:g}"
+        if constants.clamped
+        else "they are kept; a smaller b_init, or beyond='clamp', avoids it"
+    )
     warnings.warn(
-        f"{who} a {name} with b_t up to {max(b_t for *_, b_t in unsafe):g}, above {bits:g}, where {constants.kind} noise can "
+        f"Bitwidths of {layers} are up to {max(b_t for *_, b_t in above):g}, above {bits:g}, where {constants.kind} noise can "
         f"vanish in {format}: {held}.",
         stacklevel=5,
     )

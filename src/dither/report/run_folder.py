@@ -220,7 +220,10 @@ def why_not(folder: Path) -> str:
     if not os.path.isdir(folder):
         return f"There is no run {str(folder)!r}: a run is the folder that `dither train` wrote."
     if not _is_run(folder):
-        return f"The folder {str(folder)!r} is not a run: it has neither config.toml nor metrics.jsonl."
+        return (
+            f"The folder {str(folder)!r} is not a run: it has neither config.toml nor metrics.jsonl; `dither runs FOLDER` "
+            "lists the runs below a folder."
+        )
     return ""
 
 

@@ -4,6 +4,7 @@ The sentence under each field is its documentation and its help on the command l
 """
 
 import math
+import os
 import re
 import textwrap
 import types
@@ -421,6 +422,8 @@ def load(path: str | Path) -> Config:
     try:
         text = read_text(path)
     except Refused as error:
+        if not os.path.lexists(path):
+            raise UserError(f"There is no config {str(path)!r}: name a TOML file, or give fields with --set.") from None
         raise UserError(f"The config {str(path)!r} cannot be read: {error}.") from None
     return loads(text, str(path))
 

@@ -26,7 +26,8 @@ def checkpoint_of(path: str | Path) -> tuple[Path, list[str]]:
         return newest, [why for _, why in skipped]
     if not os.path.isfile(path / checkpoint.MANIFEST):
         raise UserError(
-            f"{str(path)!r} is neither a run (config.toml), nor a checkpoint (manifest.json), nor a model (config.json)."
+            f"{str(path)!r} is neither a run (config.toml), nor a checkpoint (manifest.json), nor a model (config.json): name "
+            "a folder that `dither train` or `dither export` wrote, or one of Hugging Face."
         )
     return path, []
 
