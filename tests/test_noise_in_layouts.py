@@ -2,8 +2,9 @@
 
 One process trains a step of the trainer and records what its layers read and return in each micro-batch. Ranks train the same
 step. Without tensor parallelism, outputs and gradients of a layer must be equal bit by bit: one random bit that was drawn
-elsewhere, or one scale of other numbers, would change them. Tensor parallelism sums in another order, so the codes and samples
-of weights must be equal, and outputs nearly so: other noise would change them by several percent.
+elsewhere, or one scale of other numbers, would change them. Tensor parallelism sums in another order. Codes and samples of
+weights must be equal all the same, and the outputs of the layers that read the embedding up to the error of float32. Behind
+them a rounding may fall on the other side and change many others, so outputs are compared roughly.
 """
 
 import contextlib
@@ -96,6 +97,8 @@ class Case:
             more += [f'precision.plan="{self.folder / self.method}.json"']
         if parallel:
             more += [f"parallel.{name}={size}" for name, size in layout.sizes.items() if size > 1]
+            if layout.dp_shard > 1 and layout.tp > 1:  # else codes are made in each pass, where the test does not see them
+                more += ["parallel.gather=codes"]
         return configs.override(Config(), [f'data.sources=["{self.folder / "text"}"]', f'run.out="{self.folder}"', *more])
 
     @property
@@ -171,12 +174,19 @@ def check_noise(case: Case) -> None:
                 assert torch.equal(value, known), (key, number)
             else:
                 known = cut(known, value, rank).float()
-                assert (value.float() - known).norm() <= 0.03 * known.norm(), (key, number)
-    assert float(mine["loss"]) == pytest.approx(float(one["loss"]), rel=1e-3 if case.method == "bf16-sr" else 1e-5)
+                assert (value.float() - known).norm() <= bound_of(key, value.dtype) * known.norm(), (key, number)
+    exact = tp == 1 and case.method != "bf16-sr"
+    assert float(mine["loss"]) == pytest.approx(float(one["loss"]), rel=1e-5 if exact else 1e-3)
     for kind in ("weights", "states"):
         for name, value in mine[kind].items():
             check_nearly(value, one[kind][name], (kind, name))
     assert bool(mine["states"]) == (case.method == "dynamic8")
+
+
+def bound_of(key: str, dtype: torch.dtype) -> float:
+    """Return how far an output may be from that of one process under tensor parallelism, as a share of its norm."""
+    first = key.startswith("y model.layers.0.self_attn.") and not key.endswith("o_proj")
+    return 0.3 if not first else 1e-5 if dtype == torch.float32 else 0.01
 
 
 def check_nearly(value: Tensor, known: Tensor, context: object) -> None:
