@@ -83,7 +83,7 @@ def without_times(plain: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("method", "layout"),
     [
-        only((method, layout), (method, layout) == ("gaussws", "FSDP2 3"))
+        only((method, layout), (method, layout) == ("snip", "PP 2"))
         for method in ("gaussws", "bf16-sr", "dynamic8", "adam-mini", "snip")
         for layout in LAYOUTS
     ],
