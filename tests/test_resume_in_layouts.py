@@ -1,6 +1,7 @@
 """A checkpoint of 4 ranks (FSDP2 x TP), restored in other layouts: weights, states and samples are identical."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,12 +18,16 @@ from worlds import environment, free_port, needs_gloo, start, wait
 import dither
 from dither import UserError
 from dither.data import open_tokens
+from dither.models import build
+from dither.models.stages import stage_of
+from dither.nn.plan_schedule import PlanSchedule
 from dither.storage.reading import SavedTensors
 from dither.train import checkpoint, sharded, unpack
 from dither.train.config import dumps
 from dither.train.distributed import TIMEOUT, Ranks
 from dither.train.files import TOKENS
 from dither.train.layout import RankLayout
+from dither.train.plans import RunPlans
 from dither.train.state import pack_sharded
 from dither.train.stored import Stored
 from dither.train.trainer import Trainer
@@ -149,3 +154,19 @@ def test_a_checkpoint_that_cannot_be_read_changes_nothing(tmp_path: Path) -> Non
         assert all(torch.equal(tensor, before[name]) for name, tensor in pack_sharded(other, its, step=1)[0].items())
         unpack(other, its, saved, saved.plain)
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in pack_sharded(other, its, step=2)[0].items())
+
+
+def test_a_stage_takes_the_rules_of_its_layers() -> None:
+    model = build("tiny")
+    names = [layer.name for layer in dither.convert(model, "fp8-block").layers]
+    stage = stage_of(model, [1])
+    fp4 = dither.recipe("fp4-block").default
+    first = dither.recipe("fp8-block")
+    later = replace(first, layers=(("model.layers.0.*", fp4), ("model.layers.1.mlp.*", fp4)))
+    plans = RunPlans(stage, PlanSchedule([(0, first), (2, later)], 4), None, compiled=False, say=lambda _: None, layers=names)
+    assert [event.plan for event in plans.before_step(2, list, lambda: None)] == [later]
+    assert stage.blocks[1].mlp.down_proj.precision == fp4
+    assert stage.blocks[1].self_attn.q_proj.precision == first.default
+    wrong = replace(first, layers=(("model.layers.7.*", fp4),))
+    with pytest.raises(UserError, match=r"The plan's rule 'model.layers.7.\*' matches no converted layer"):
+        plans.apply(wrong)
