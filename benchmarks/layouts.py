@@ -172,8 +172,8 @@ def main() -> None:
             port = free_port()
             processes += [context.Process(target=work, args=(rank, world, port, runs)) for rank in range(world)]
         needed = {(LAYOUTS[layout][1], seed) for layout in layouts for seed in (0, *(() if layout in EXACT else PERTURBED))}
-        for method in methods:
-            for batch, seed in sorted(needed):
+        for seed, batch in sorted((seed, batch) for batch, seed in needed):
+            for method in methods:
                 out = folder / f"one {method} {batch} {seed}"
                 config = settings(data, out, batch, arguments.steps, METHODS[method])
                 processes.append(context.Process(target=alone, args=(config, seed, UNITS.get(method, 2.0**-23))))

@@ -20,8 +20,8 @@ from dither.precision import OPERANDS
 
 pytestmark = needs_gloo
 
-WIDTH = 64
-"""A multiple of what each of four processes has of it, in tiles of 16."""
+WIDTH = 384
+"""2, 3, 4 and 8 processes have a multiple of 16 of it, the width of tiles."""
 
 RANDOM = LayerPrecision.of(
     input="e2m1 tile(16) fp32 stochastic(16)",
@@ -209,7 +209,7 @@ def check_refused() -> None:
     size = dist.get_world_size()
     x = torch.randn(8, 48)
     for cast, why in {
-        "e4m3 tile(128)": r"'up' has its 64 outputs sharded in parts of \d+, and its grad is cast by .* multiples of 128",
+        "e4m3 tile(128)": r"'up' has its 384 outputs sharded in parts of \d+, and its grad is cast by .* multiples of 128",
     }.items():
         model = block(Plan(default=LayerPrecision.of(grad=cast)), True)
         with pytest.raises(UserError, match=why), dither.step_context(model, step=0):
@@ -228,7 +228,7 @@ def check_refused() -> None:
         *in_processes(2, check_casts, check_delayed, check_memory_options, check_sampled, check_learning, check_transposed),
         *in_processes(2, check_refused),
         *in_processes(4, check_uneven),
-        *in_processes(4, check_casts, marks=pytest.mark.exhaustive),
+        *(case for size in (3, 4, 8) for case in in_processes(size, check_casts, check_sampled, marks=pytest.mark.exhaustive)),
     ],
 )
 def test_processes(size: int, check: Callable[[], None]) -> None:

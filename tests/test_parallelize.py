@@ -44,6 +44,7 @@ MX = LayerPrecision.of("e4m3 tile(16) pow2_ceil", "e4m3 tile(16) pow2_ceil stoch
 METHODS: dict[str, tuple[Plan, dict[str, Any]]] = {
     "fp8-block": (Plan(default=FP8), {}),
     "fp8-block-2d": (Plan(default=FP8_2D), {}),
+    "fp8-row": (Plan(default=LayerPrecision.of("e4m3 row", "e4m3 row", "e4m3 row")), {}),
     "fp4-block": (Plan(default=FP4), {}),
     "mxfp8": (Plan(default=MX), {}),
     "gaussws": (Plan().with_sampling(Sampling(block=16)), {}),
@@ -456,22 +457,26 @@ def test_fsdp_over_one_rank() -> None:
     spread(1, check_one_rank)
 
 
-def check_compiled() -> None:
+def check_compiled(layout: Layout, gather: str, method: str) -> None:
     """Compiled blocks of a sharded model compute what uncompiled ones do."""
-    for layout, gather in ((Layout(dp_shard=2), "codes"), (Layout(tp=2), "weights")):
-        found = []
-        for compiled in (False, True):
-            torch._dynamo.reset()
-            model = dither.parallelize(small("fp8-block"), layout.mesh("cpu"), gather=gather)
-            if compiled:
-                dither.compile(model, backend="aot_eager")
-            found.append(losses_of(model, layout, 1))
-        assert found[0] == found[1], (layout, found)
+    found = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        model = dither.parallelize(small(method), layout.mesh("cpu"), gather=gather)
+        if compiled:
+            dither.compile(model, backend="aot_eager")
+        found.append(losses_of(model, layout, 1))
+    assert found[0] == found[1], found
 
 
 @pytest.mark.exhaustive
-def test_compiled_blocks_of_a_sharded_model() -> None:
-    spread(2, check_compiled)
+@pytest.mark.parametrize(
+    ("layout", "gather", "method"),
+    [(Layout(dp_shard=2), "codes", "fp8-block"), (Layout(tp=2), "weights", "fp8-block"), (Layout(tp=2), "weights", "fp8-row")],
+    ids=str,
+)
+def test_compiled_blocks_of_a_sharded_model(layout: Layout, gather: str, method: str) -> None:
+    spread(layout.ranks, functools.partial(check_compiled, layout, gather, method))
 
 
 # Other models, options and errors -------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ ranks add in.
 """
 
 import contextlib
+import dataclasses
 import io
 import json
 import shutil
@@ -92,9 +93,14 @@ def settings(folder: Path, out: str, batch: int, *more: str) -> Config:
 
 @contextlib.contextmanager
 def wide_preset() -> Any:
-    """Add a preset whose shards of two ranks are multiples of 128, the size of scale groups."""
+    """Add a preset whose shards of 2 ranks are multiples of 128, the size of scale groups, and some that they cannot share."""
     wide = llama.LlamaConfig(hidden_size=256, num_hidden_layers=2, num_attention_heads=2, intermediate_size=256, vocab_size=256)
-    known = MappingProxyType({**presets.PRESETS, "wide": wide})
+    odd = {
+        "three-heads": dataclasses.replace(wide, hidden_size=96, num_attention_heads=3),
+        "odd-features": dataclasses.replace(wide, intermediate_size=33),
+        "one-layer": dataclasses.replace(wide, num_hidden_layers=1),
+    }
+    known = MappingProxyType({**presets.PRESETS, "wide": wide, **odd})
     with mock.patch.object(presets, "PRESETS", known), mock.patch.object(configs, "PRESETS", known):
         yield
 
@@ -298,7 +304,10 @@ def _refused(rank: int, port: int, folder: Path) -> None:
     dist.init_process_group("gloo", timeout=TIMEOUT)
     cases = {
         "ranks": ["parallel.dp_shard=2", "parallel.tp=2"],
+        "heads": ["model.preset=three-heads", "parallel.tp=2"],
+        "features": ["model.preset=odd-features", "parallel.tp=2"],
         "groups": ["model.preset=tiny", "parallel.tp=2", "precision.recipe=fp8-block"],
+        "layers": ["model.preset=one-layer", "parallel.pp=2"],
         "stages": ["model.preset=tiny", "parallel.pp=2", "parallel.schedule=interleaved-1f1b"],
         "micro": ["model.preset=tiny", "parallel.pp=2", "data.batch=1"],
         "mode": ["parallel.dp_shard=2", "precision.mode=o2"],
@@ -317,7 +326,7 @@ def _refused(rank: int, port: int, folder: Path) -> None:
             "run.device=cpu",
             "run.steps=2",
         ]
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()), wide_preset():
             code = cli.main([*words, "data.sequence=16", "data.batch=4", *more])
         found[name] = [code, said.getvalue()]
     (folder / f"refused-{rank}.json").write_text(json.dumps(found))
@@ -329,7 +338,10 @@ def test_mistakes_are_one_sentence_of_one_rank(folder: Path) -> None:
     first, second = (json.loads((folder / f"refused-{rank}.json").read_text()) for rank in (0, 1))
     said = {
         "ranks": "parallel.dp_shard=2 x parallel.tp=2 needs a multiple of 4 ranks, and there are 2",
+        "heads": "3 attention heads cannot be divided by tp=2",
+        "features": "has 33 outputs, which tp=2 cannot divide",
         "groups": "shards must be multiples of 128, so that none splits a scale group",
+        "layers": "1 layer cannot be divided into pp=2 stages",
         "stages": "has 4 stages, and the model has 2 layers",
         "micro": "needs a multiple of 2 micro-batches per step, and there is 1",
         "mode": "use the mode o1, fp32, bf16-rn, bf16-sr or bf16-kahan",

@@ -179,6 +179,20 @@ def prepare_plans(model: nn.Module, plans: Iterable[Plan | str]) -> None:
         layer.prepare_levels(known)
 
 
+def plan_of_stage(plan: Plan, model: nn.Module, layers: list[str]) -> Plan:
+    """Return the part of a plan that concerns a stage of a pipeline.
+
+    Args:
+        plan: The plan of the whole model. A rule that matches none of `layers` is an error.
+        model: The stage, converted.
+        layers: The names of the converted layers of all stages.
+    """
+    for pattern, precision in plan.layers:
+        if precision is not None:
+            _check_pattern("The plan's rule", pattern, layers, "converted layer")
+    return plan.for_layers(converted_names(model))
+
+
 def planned_otherwise(model: nn.Module, plan: Plan) -> bool:
     """Return True if a converted model has another plan: if any layer was given another precision than `plan` has for it.
 

@@ -96,15 +96,16 @@ class PlanSchedule:
         """Return the entry that begins at a step after the first, or None."""
         return next((change for change in self.changes[1:] if change.step == step), None)
 
-    def prepare(self, model: nn.Module) -> None:
+    def prepare(self, model: nn.Module, own: Callable[[Plan], Plan] = lambda plan: plan) -> None:
         """Prepare a converted model for all plans of the schedule, as `dither.prepare_plans` does.
 
-        A plan that the model or its device cannot run is an error that names the entry and the layer.
+        A plan that the model or its device cannot run is an error that names the entry and the layer. `own` returns the part of
+        a plan that concerns the model, if it is a stage of a pipeline.
         """
         for change in self.changes:
             try:
                 check_samplings(model, self.changes[0].plan, change.plan)
-                prepare_plans(model, [change.plan])
+                prepare_plans(model, [own(change.plan)])
             except UserError as error:
                 raise UserError(f"The schedule's entry {change.text!r} at step {change.step}: {error}") from None
 

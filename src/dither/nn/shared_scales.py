@@ -10,20 +10,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dither.compiler import assume_constant_result
 from dither.precision import Cast
 
 EXTRA = 16
 """Elements that are appended to a row. Codes of 4, 6 and 8 bits take whole bytes for them."""
 
 
+def spans(cast: Cast) -> bool:
+    """Return True if scale groups of a cast span an axis: rows, tensors, and the second level of NVFP4."""
+    return cast.group.kind in ("row", "tensor") or cast.scaling.kind in ("nvfp4", "delayed")
+
+
+@assume_constant_result
 def spans_parts(text: str) -> bool:
-    """Return True if scale groups of a cast span an axis: rows, tensors, and the second level of NVFP4.
+    """Return `spans` of a cast that is given as text.
 
     >>> spans_parts("e4m3 row"), spans_parts("e4m3 tile(128)")
     (True, False)
     """
-    cast = Cast.parse(text.split("|")[0])
-    return cast.group.kind in ("row", "tensor") or cast.scaling.kind in ("nvfp4", "delayed")
+    return spans(Cast.parse(text.split("|")[0]))
+
+
+@assume_constant_result
+def _group_kind(text: str) -> str:
+    return Cast.parse(text.split("|")[0]).group.kind
 
 
 def cast_part(
@@ -46,7 +57,7 @@ def cast_part(
         layouts: True for codes along rows, and across them, if they are needed.
         cast: Function of a matrix and the magnitude of the tensor, which returns both layouts of codes.
     """
-    if Cast.parse(text.split("|")[0]).group.kind != "row":
+    if _group_kind(text) != "row":
         one, other = cast(x, largest_magnitude(x, group) if given is None else given)
         return one, other
     if not layouts[1 - axis]:  # the other layout has whole rows

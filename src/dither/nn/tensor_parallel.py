@@ -18,7 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from dither.errors import UserError
 from dither.nn import functional
 from dither.nn.functional import Settings, State
-from dither.nn.shared_scales import spans_parts
+from dither.nn.shared_scales import spans
 from dither.precision import OPERANDS, Cast, LayerPrecision
 
 Spread = TypeVar("Spread", Tensor, "Tensor | None")
@@ -158,8 +158,7 @@ def check_part(
     for operand in ("weight", "grad" if outputs else "input") if part < size else ():
         for cast in casts[operand]:
             grouped = cast.group.kind in ("tile", "block")
-            spans = spans_parts(str(cast))
-            if (spanning or not spans) and not (grouped and part % cast.group.size):
+            if (spanning or not spans(cast)) and not (grouped and part % cast.group.size):
                 continue
             shards = f"its {size} {'outputs' if outputs else 'inputs'} sharded in parts of {part}"
             begin = f"The layer {name!r} has {shards}, and its {operand} is cast by {cast}"

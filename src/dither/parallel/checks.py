@@ -20,7 +20,8 @@ def check_model(model: nn.Module, *, tp: int, pp: int = 1) -> None:
     config = getattr(model, "config", None)
     layers = getattr(config, "num_hidden_layers", None)
     if isinstance(layers, int) and pp > layers:
-        raise UserError(f"{layers} layers cannot be divided into pp={pp} stages: each stage needs at least one.")
+        words = "1 layer" if layers == 1 else f"{layers} layers"
+        raise UserError(f"{words} cannot be divided into pp={pp} stages: each stage needs at least one.")
     if tp > 1:
         _check_heads(config, tp)
         for name, module, role in sharded_layers(model):

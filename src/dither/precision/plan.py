@@ -4,7 +4,7 @@ import functools
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -102,6 +102,15 @@ class Plan:
         first = next((place for place in patterns if place < exact and matches(self.layers[place][0], name)), exact)
         chosen = self.layers[first][1] if first < len(self.layers) else self.default
         return chosen and chosen.on(name)
+
+    def for_layers(self, names: Collection[str]) -> "Plan":
+        """Return the plan with the rules that match any of these layers, such as those of a stage of a pipeline.
+
+        >>> plan = Plan(layers=(("blocks.0.*", None), ("blocks.1.*", None)))
+        >>> plan.for_layers(["blocks.1.down"]).layers
+        (('blocks.1.*', None),)
+        """
+        return replace(self, layers=tuple(rule for rule in self.layers if any(matches(rule[0], name) for name in names)))
 
     @functools.cached_property
     def _index(self) -> tuple[dict[str, int], list[int]]:

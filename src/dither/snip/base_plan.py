@@ -1,13 +1,12 @@
 """The base plan of SNIP: the plan that choices change the casts of, and that a schedule may replace."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from dither.nn.conversion import apply_plan
-from dither.precision import Plan, matches
+from dither.precision import Plan
 from dither.recipes import recipe
 from dither.snip.settings import Schedule, TrainingSetup
 from dither.snip.statistics import layers_of
@@ -63,8 +62,7 @@ class WithBasePlan:
         """Apply a plan to the model; in a pipeline, the rules that match layers of this stage."""
         if self._setup.pipeline is not None:
             names = list(layers_of(self.model, some=False))
-            mine = [rule for rule in wanted.layers if any(matches(rule[0], name) for name in names)]
-            wanted = replace(wanted, layers=tuple(mine))
+            wanted = wanted.for_layers(names)
             if not names:
                 return
         apply_plan(self.model, wanted)

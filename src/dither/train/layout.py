@@ -238,7 +238,7 @@ def check_stages(config: Config, layers: int) -> None:
     if parallel.stages > layers:
         raise UserError(
             f"parallel.pp={parallel.pp} with schedule={parallel.schedule!r} has {parallel.stages} stages, and the model has "
-            f"{layers} layers: each stage needs at least one."
+            f"{'1 layer' if layers == 1 else f'{layers} layers'}: each stage needs at least one."
         )
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from dither import safe_files
 from dither.errors import UserError
 from dither.nn.compiling import block_variants
-from dither.nn.conversion import Conversion, apply_plan, prepare_plans
+from dither.nn.conversion import Conversion, apply_plan, plan_of_stage, prepare_plans
 from dither.nn.plan_schedule import PlanSchedule, split_forward
 from dither.precision import Plan
 from dither.recipes import MEASURED, recipe
@@ -52,21 +52,31 @@ class RunPlans:
         snip: Chooses precisions on top of the schedule, or None.
         compiled: True if the blocks of the model are compiled.
         say: Called with a sentence before blocks are compiled for a plan.
+        layers: The names of all converted layers if the model is a stage of a pipeline; None if it is whole.
     """
 
     def __init__(
-        self, model: nn.Module, schedule: PlanSchedule, snip: Snip | None, *, compiled: bool, say: Callable[[str], None]
+        self,
+        model: nn.Module,
+        schedule: PlanSchedule,
+        snip: Snip | None,
+        *,
+        compiled: bool,
+        say: Callable[[str], None],
+        layers: list[str] | None = None,
     ) -> None:
         self.model, self.schedule, self.snip, self.compiled, self.say = model, schedule, snip, compiled, say
+        self.layers = layers
         self.plan = schedule.changes[0].plan
         """The plan in force."""
         self._variants: frozenset[object] = frozenset()
         self._new = True  # whether the plan may need other graphs than those of `_variants`
         if len(schedule.changes) > 1:
-            schedule.prepare(model)
+            schedule.prepare(model, self._own)
             for change in schedule.changes if snip is not None else ():
                 options = () if snip is None or not change.forward else snip.options
-                prepare_plans(model, [change.over(replace(self.plan, layers=(), default=each.precision)) for each in options])
+                plans = [change.over(replace(self.plan, layers=(), default=each.precision)) for each in options]
+                prepare_plans(model, map(self._own, plans))
             if snip is not None:
                 snip.rests = not schedule.changes[0].casts
 
@@ -85,7 +95,7 @@ class RunPlans:
             if self.snip is not None:
                 self.snip.rebase(plan, chooses=change.casts)
             else:
-                apply_plan(self.model, plan)
+                apply_plan(self.model, self._own(plan))
             self.plan = plan
             events.append(PlanEvent(plan, f"the schedule has {change.text} from step {step} on", True))
         if self.snip is not None:
@@ -117,9 +127,13 @@ class RunPlans:
         """Apply the plan of a checkpoint; return the record, or None if it is in force already."""
         if plan == self.plan:
             return None
-        record = apply_plan(self.model, plan)
+        record = replace(apply_plan(self.model, self._own(plan)), plan=plan)
         self.plan, self._new = plan, True
         return record
+
+    def _own(self, plan: Plan) -> Plan:
+        """Return the part of a plan that concerns the model of this rank."""
+        return plan if self.layers is None else plan_of_stage(plan, self.model, self.layers)
 
 
 # Making them ----------------------------------------------------------------------------------------------------------

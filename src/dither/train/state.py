@@ -217,12 +217,14 @@ def unpack(
     generators = _check_generators(model, stored)
     plan = plan_of(plain)
     ours, tied = _model_state(model)
-    weights = {name: stored.read(source, ours[name]) for name, source in sources.items()}
-    weights |= {name: weights[first] for name, first in tied.items()}
+    for name, source in sources.items():
+        stored.read(source, ours[name])  # verified, before anything changes, and not kept: there is memory for one model only
     _fits("optimizer state", type(optimizer).__name__, optimizer.load_state_dict, state)
     if scaler is not None and loss_scale:
         _fits("loss scale", type(scaler).__name__, scaler.load_state_dict, loss_scale)
-    model.load_state_dict(weights)
+    for name, source in sources.items():
+        ours[name].copy_(stored.read(source, ours[name]))
+    model.load_state_dict(ours | {name: ours[first] for name, first in tied.items()})  # modules note that they were loaded
     for name, (layer, key) in resting.items():
         if name in stored:
             found = stored.read(name, layer.resting_bitwidths.get(key))

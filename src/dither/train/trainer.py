@@ -132,7 +132,9 @@ class Trainer(Passes):
         self.guard = Guard(config.guard)
         self.signals: Signals | None = None
         """Signals that end evaluations, estimates and samples early, and steps after some time, with `Interrupted`."""
-        self.plans = RunPlans(self.model, planned, _make_snip(self, planned, say), compiled=bool(self.compiled), say=say)
+        names = None if self.pipeline is None else [layer.name for layer in self.conversion.layers]
+        snip = _make_snip(self, planned, say)
+        self.plans = RunPlans(self.model, planned, snip, compiled=bool(self.compiled), say=say, layers=names)
         self.monitor = _make_monitor(self)
         self.done = 0
         """Number of steps done, including skipped ones."""
