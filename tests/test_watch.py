@@ -293,3 +293,22 @@ def test_a_folder_that_is_no_run_is_a_sentence(tmp_path):
     with pytest.raises(UserError, match="is not a run"):
         TerminalView(tmp_path)
     assert TerminalView(make(tmp_path / "empty", [])).update() == []
+
+
+@pytest.mark.parametrize(("status", "why"), [("{", "status.json"), ("{}", "status.json has no state")])
+def test_a_status_that_cannot_be_read_ends_the_watch(status, why, tmp_path, capsys):
+    run = make(tmp_path / "run", [], status_json=status)
+    assert cli.main(["watch", str(run), "--terminal"]) == 0
+    (said,) = capsys.readouterr().out.splitlines()
+    assert said.startswith("It is unknown whether the run run goes on: ")
+    assert why in said
+
+
+def test_a_run_without_lines_is_waited_for(tmp_path):
+    run = make(tmp_path / "run", [], status_json=None)
+    command = [sys.executable, "-u", "-m", "dither.cli", "watch", str(run), "--terminal"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == f"{run} has no lines yet: waiting for them until Ctrl-C.\n"
+        Status(state="done", step=0, why="").save(run)
+        assert process.stdout.read() == "The run run has ended at step 0: done.\n"
+        assert process.wait(timeout=60) == 0

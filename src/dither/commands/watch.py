@@ -76,6 +76,8 @@ def _terminal(run: Path) -> int:
     texts = view.update()
     if not console.is_terminal:
         texts = texts[-1:]  # what happened before is in the report
+        if not texts and not ended:
+            print(f"{run} has no lines yet: waiting for them until Ctrl-C.", flush=True)
         while True:
             for text in texts:
                 print(text, flush=True)

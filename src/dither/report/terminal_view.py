@@ -111,13 +111,17 @@ class TerminalView:
         return state if isinstance(state, str) else ""
 
     def ended(self) -> str:
-        """Return a sentence if the run has ended or was removed, else ""."""
+        """Return a sentence if the run has ended or was removed, or if its status cannot be read, else ""."""
         if problem := why_not(self.folder):
             return printable(problem)
-        status = observed_status(self.folder, [])
+        problems: list[str] = []
+        status = observed_status(self.folder, problems)
         state, why = status.get("state"), status.get("why")
-        if not isinstance(state, str) or state == "running":
+        if state == "running" or not (self.folder / "status.json").exists():  # a run that begins has none yet
             return ""
+        if not isinstance(state, str):
+            reason = problems[0] if problems else "status.json has no state."
+            return printable(f"It is unknown whether the run {self.name} goes on: {reason}")
         at = f" at step {status['step']:,}" if type(status.get("step")) is int else ""
         return printable(f"The run {self.name} has ended{at}: {state}." + (f" {why}" if isinstance(why, str) and why else ""))
 
