@@ -13,7 +13,7 @@ from dither.train import loop
 FIXTURE = Path(__file__).parent / "fixtures" / "run-earlier"
 
 
-@pytest.mark.filterwarnings("ignore:The layer .* has a bitwidth:UserWarning")
+@pytest.mark.filterwarnings("ignore:Bitwidths of the layer:UserWarning")
 def test_a_run_of_an_earlier_version_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps 7 to 12 have the losses that the earlier version had, and SNIP makes the same plan. On one machine they are equal
     bit for bit; other CPUs multiply in other orders."""

@@ -59,7 +59,7 @@ def mixed(names: list[str], shift: int) -> Plan:
     return Plan(rules, levels[0], compute="bf16")
 
 
-@pytest.mark.filterwarnings("ignore:The layer .* has a bitwidth:UserWarning")
+@pytest.mark.filterwarnings("ignore:Bitwidths of the layer:UserWarning")
 @pytest.mark.parametrize("sampled", [False, True])
 def test_plans_change_without_compiling_again(sampled):
     """Four blocks whose layers all differ, five plans, with and without sampled weights: one graph, and the eager losses."""

@@ -29,7 +29,7 @@ def config(folder: Path, name: str, *more: str) -> Config:
     "sampling", [(), ("precision.sampling.parts=od", "precision.sampling.b_init=4")], ids=["plain", "sampled"]
 )
 @pytest.mark.parametrize("snip", [(), ("snip.target=0.5", "snip.start=2", "snip.delay=2")], ids=["no snip", "snip"])
-@pytest.mark.filterwarnings("ignore:The layer .* has a bitwidth")
+@pytest.mark.filterwarnings("ignore:Bitwidths of the layer")
 def test_a_schedule_compiles_only_for_other_engines(tmp_path, sampling, snip):
     plans = 'precision.schedule=[[0, "fp4-block"], [6, "fp8-block"], [11, "fp4-block forward"], [15, "bf16"]]'
     more = ["precision.mode=bf16-sr", plans, *sampling, *snip]
