@@ -12,7 +12,7 @@ os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE"] = os.environ["TORCHINDUCTOR_AUTOGRAD_
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-pytest_plugins = ["expensive", "skips"]
+pytest_plugins = ["expensive", "interpreter", "skips"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
