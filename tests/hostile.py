@@ -481,7 +481,7 @@ def tokenizer_cases() -> Iterator[Case]:
 
 LINES = b"".join(b'{"text": "document %d"}\n' % i for i in range(60))
 
-DATA: dict[str, bytes] = {
+DATA: dict[str, bytes | Callable[[], bytes]] = {
     "empty.txt": b"",
     "one-line.txt": b"a single line\n",
     "no-letters.txt": b" \n\n\t\n",
@@ -498,8 +498,8 @@ DATA: dict[str, bytes] = {
     "cut.txt.xz": lzma.compress(b"text\n" * 9999)[:-20],
     "empty.txt.xz": b"",
     "empty.txt.gz": b"",
-    "zeros.txt.gz": gzip.compress(bytes(1 << 26)),
-    "zeros.txt.xz": lzma.compress(bytes(1 << 26), preset=1),
+    "zeros.txt.gz": lambda: gzip.compress(bytes(1 << 26)),
+    "zeros.txt.xz": lambda: lzma.compress(bytes(1 << 26), preset=1),
     "twice.txt.gz.gz": gzip.compress(gzip.compress(b"text")),
     "plain.zst": b"no zstandard at all",
     "plain.parquet": b"PAR1 and no more",
@@ -545,8 +545,8 @@ def data_cases() -> Iterator[Case]:
     """Files that are no text, sources that are none, and prepared folders with a spoilt manifest."""
     for name, raw in DATA.items():
 
-        def make(box: Path, _: Good, name: str = name, raw: bytes = raw) -> list[str]:
-            (box / name).write_bytes(raw)
+        def make(box: Path, _: Good, name: str = name, raw: bytes | Callable[[], bytes] = raw) -> list[str]:
+            (box / name).write_bytes(raw if isinstance(raw, bytes) else raw())
             return ["train", "--data", str(box / name), "--out", str(box / "run"), "--set", *ONE_STEP]
 
         yield Case(f"data: {name}", make)

@@ -10,13 +10,15 @@ import re
 import pytest
 import safetensors.torch
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, preset_name_to_scheme
 from exported import SIZES, trained
+from lazily import Lazy
 
 import dither
 from dither import Plan
 from dither.models import LlamaConfig, build
 from dither.precision import Cast, LayerPrecision
+
+quantization = Lazy("compressed_tensors.quantization")
 
 PRESETS = {
     "fp8-dynamic": ("FP8_DYNAMIC", "float-quantized"),
@@ -75,8 +77,8 @@ def group_of(layer, kind, quantization):
 
 def scheme_of(group, quantization):
     """Return the class of vLLM that runs a layer: `_get_scheme_from_parts`."""
-    weights, inputs = QuantizationArgs.model_validate(group["weights"]), group["input_activations"]
-    inputs = None if inputs is None else QuantizationArgs.model_validate(inputs)
+    weights, inputs = quantization.QuantizationArgs.model_validate(group["weights"]), group["input_activations"]
+    inputs = None if inputs is None else quantization.QuantizationArgs.model_validate(inputs)
     format = group["format"] or quantization["format"]
     assert weights.symmetric
     assert not weights.dynamic
@@ -237,11 +239,11 @@ def test_configs_are_the_presets_of_compressed_tensors(format, tmp_path):
     dither.export(trained("llama"), tmp_path / "out", format=format)
     written = opened(tmp_path / "out")[0]["quantization_config"]
     preset, storage = PRESETS[format]
-    group = preset_name_to_scheme(preset, ["Linear"])
-    expected = QuantizationConfig(
+    group = quantization.preset_name_to_scheme(preset, ["Linear"])
+    expected = quantization.QuantizationConfig(
         config_groups={"group_0": group}, ignore=["lm_head"], format=storage, quantization_status="compressed"
     )
-    found = QuantizationConfig.model_validate(written)
+    found = quantization.QuantizationConfig.model_validate(written)
     plain = found.to_dict()
     assert plain["config_groups"]["group_0"].pop("format") == storage
     wanted = expected.to_dict()

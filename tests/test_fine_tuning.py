@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from lazily import Lazy
 from torch import nn
 
 import dither
@@ -19,8 +20,7 @@ from dither.train.config import loads
 from dither.train.lora import adapt, merged_model, narrow_base
 from dither.train.lora_settings import Lora
 
-peft = pytest.importorskip("peft", reason="peft is not installed: pip install -e '.[test]'")
-transformers = pytest.importorskip("transformers")
+peft, transformers = Lazy("peft", "peft is not installed: pip install -e '.[test]'"), Lazy("transformers")
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|endoftext|>{% endfor %}"

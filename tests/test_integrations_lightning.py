@@ -1,9 +1,11 @@
 """Lightning's Trainer and Fabric train converted models: the bits of an own loop, also after a resume."""
 
+import functools
 import sys
 
 import pytest
 import torch
+from lazily import Lazy
 from torch import Tensor, nn
 
 import dither
@@ -11,8 +13,8 @@ from dither import UserError
 from dither.nn import Linear, convert, param_groups, step_context
 from dither.precision import Sampling
 
-lightning = pytest.importorskip("lightning", reason="lightning is not installed: pip install -e '.[test]'")
-integration = pytest.importorskip("dither.integrations.lightning")
+lightning = Lazy("lightning", "lightning is not installed: pip install -e '.[test]'")
+integration = Lazy("dither.integrations.lightning")
 
 REMARKS = (
     ".*does not have many workers",
@@ -63,24 +65,28 @@ def is_active(model: nn.Module) -> bool:
     return any(module.step_state.active for module in model.modules() if isinstance(module, Linear))
 
 
-class Module(lightning.LightningModule):
-    def __init__(self, *, fails: bool = False) -> None:
-        super().__init__()
-        self.model, self.fails = build(), fails
+@functools.cache
+def module_class() -> type:
+    class Module(lightning.LightningModule):
+        def __init__(self, *, fails: bool = False) -> None:
+            super().__init__()
+            self.model, self.fails = build(), fails
 
-    def training_step(self, x: Tensor, number: int) -> Tensor:
-        if self.fails and number == 1:
-            raise RuntimeError("stop here")
-        return self.model(x).square().mean()
+        def training_step(self, x: Tensor, number: int) -> Tensor:
+            if self.fails and number == 1:
+                raise RuntimeError("stop here")
+            return self.model(x).square().mean()
 
-    def validation_step(self, x: Tensor, _: int) -> None:
-        self.log("held_out", self.model(x).square().mean())
+        def validation_step(self, x: Tensor, _: int) -> None:
+            self.log("held_out", self.model(x).square().mean())
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return optimizer_of(self.model)
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return optimizer_of(self.model)
+
+    return Module
 
 
-def fit(folder, module: Module, steps: int, *, resume=None, validate=False, saves=False, rows: Tensor = X):
+def fit(folder, module, steps: int, *, resume=None, validate=False, saves=False, rows: Tensor = X):
     quiet = {"logger": False, "enable_checkpointing": saves, "enable_progress_bar": False, "enable_model_summary": False}
     saver = lightning.pytorch.callbacks.ModelCheckpoint(str(folder), save_top_k=-1, every_n_train_steps=1)
     trainer = lightning.Trainer(
@@ -95,7 +101,7 @@ def fit(folder, module: Module, steps: int, *, resume=None, validate=False, save
 
 @pytest.mark.parametrize("validate", [False, True])
 def test_lightnings_trainer_is_the_own_loop(validate, tmp_path):
-    module = Module()
+    module = module_class()()
     trainer = fit(tmp_path, module, 2, validate=validate)
     assert trainer.precision_plugin.step == 2
     assert_same(module.model, own_loop(2))
@@ -105,14 +111,14 @@ def test_lightnings_trainer_is_the_own_loop(validate, tmp_path):
 def test_lightnings_trainer_resumes_at_its_step(tmp_path):
     """In the middle of an epoch, where Lightning begins the data anew: all micro-batches are equal."""
     rows = X[:2].repeat(8, 1)
-    straight, resumed = Module(), Module()
+    straight, resumed = module_class()(), module_class()()
     fit(tmp_path, straight, 4, saves=True, rows=rows)
     fit(tmp_path, resumed, 4, resume=tmp_path / "epoch=0-step=2.ckpt", rows=rows)
     assert_same(resumed.model, straight.model)
 
 
 def test_an_error_leaves_no_step_open(tmp_path):
-    module = Module(fails=True)
+    module = module_class()(fails=True)
     with pytest.raises(RuntimeError, match="stop here"):
         fit(tmp_path, module, 2)
     assert not is_active(module)

@@ -4,18 +4,16 @@ import json
 
 import pytest
 import torch
+from lazily import Lazy
 
 import dither
 from dither.data import train_bpe
 from dither.nn import FrozenLinear, freeze_base
 from dither.nn.conversion import converted_layers
 
-trl = pytest.importorskip("trl", reason="trl is not installed: pip install -e '.[test]'")
-datasets = pytest.importorskip("datasets")
-peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
-
-from dither.integrations.transformers import DitherCallback, DitherTrainer  # noqa: E402
+trl = Lazy("trl", "trl is not installed: pip install -e '.[test]'")
+datasets, peft, transformers = Lazy("datasets"), Lazy("peft"), Lazy("transformers")
+integration = Lazy("dither.integrations.transformers")
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.filterwarnings("error::UserWarning:dither")]
 
@@ -67,12 +65,12 @@ def test_sft_trainer_trains_and_resumes_a_converted_model(tokenizer, tmp_path):
     for folder, resume in (("straight", False), ("halves", True)):
         model = llama()
         dither.convert(model, "fp8-block")
-        trainer = sft(model, tmp_path / folder, tokenizer, steps=2 if resume else 4, callbacks=[DitherCallback()])
+        trainer = sft(model, tmp_path / folder, tokenizer, steps=2 if resume else 4, callbacks=[integration.DitherCallback()])
         trainer.train()
         if resume:
             model = llama()
             dither.convert(model, "fp8-block")
-            trainer = sft(model, tmp_path / folder, tokenizer, callbacks=[DitherCallback()])
+            trainer = sft(model, tmp_path / folder, tokenizer, callbacks=[integration.DitherCallback()])
             trainer.train(resume_from_checkpoint=True)
         results.append((losses(trainer)[-1], {name: tensor.clone() for name, tensor in model.state_dict().items()}))
     assert losses(trainer)[-1] < 6
@@ -82,7 +80,7 @@ def test_sft_trainer_trains_and_resumes_a_converted_model(tokenizer, tmp_path):
 
 
 def test_sft_trainer_as_a_dither_trainer(tokenizer, tmp_path):
-    class Tuner(DitherTrainer, trl.SFTTrainer):
+    class Tuner(integration.DitherTrainer, trl.SFTTrainer):
         pass
 
     model = llama()
@@ -102,9 +100,9 @@ def test_sft_trainer_with_a_peft_config(codes, tokenizer, tmp_path):
     if codes:  # the base as codes: adapters first, since they freeze it
         model = peft.get_peft_model(model, adapters)
         assert len(freeze_base(model)) == 7
-        trainer = sft(model, tmp_path, tokenizer, callbacks=[DitherCallback()])
+        trainer = sft(model, tmp_path, tokenizer, callbacks=[integration.DitherCallback()])
     else:
-        trainer = sft(model, tmp_path, tokenizer, peft_config=adapters, callbacks=[DitherCallback()])
+        trainer = sft(model, tmp_path, tokenizer, peft_config=adapters, callbacks=[integration.DitherCallback()])
     trainer.train()
     found = losses(trainer)
     assert found[-1] < found[0]

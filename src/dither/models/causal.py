@@ -131,6 +131,8 @@ class PlainLM(CausalLM):
     def initialize(self, draw: Draw) -> None:
         """Initialize every parameter: matrices by `draw`, biases with zeros, norms with ones."""
         for name, parameter in self.named_parameters():
+            if parameter.is_meta:  # no memory to fill, and torch takes milliseconds to find out
+                continue
             if parameter.dim() > 1:
                 draw(name, parameter, self.deviation(name))
             else:

@@ -1,0 +1,15 @@
+"""Modules that are imported at their first use, so that a process that only collects tests does not wait for them."""
+
+from typing import Any
+
+import pytest
+
+
+class Lazy:
+    """A module that is imported when an attribute is asked for; a test that asks for one is skipped if it is not installed."""
+
+    def __init__(self, name: str, reason: str | None = None) -> None:
+        self._name, self._reason = name, reason
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(pytest.importorskip(self._name, reason=self._reason), attribute)
