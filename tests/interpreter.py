@@ -1,7 +1,7 @@
 """A plugin of pytest: Triton's interpreter prepares `triton.language` once per launch instead of once per call of a function.
 
 Without a GPU, kernels run in Triton's interpreter. It replaces the builtins of `triton.language` when a kernel is launched, and
-again each time the kernel calls a function. The second time changes nothing, since all of them are replaced already, but it looks
+again each time the kernel calls a function. The second time changes nothing, since all are replaced already, but it looks
 through hundreds of names: two fifths of the time of a kernel with many functions.
 """
 

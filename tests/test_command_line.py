@@ -24,7 +24,8 @@ from dither.train.loop import Outcome
 from dither.train.resuming import resolved
 from dither.train.weights import load_weights
 
-SMALL = ("data.sequence=16", "data.batch=4", "run.steps=2", "run.sample_every=1", "run.eval_sequences=2", "run.device=cpu")
+SMALL = ("data.sequence=16", "data.batch=4", "run.steps=2", "run.sample_every=1", "run.sample_tokens=8")
+SMALL += ("run.eval_sequences=2", "run.device=cpu")
 
 
 @pytest.fixture(scope="module")

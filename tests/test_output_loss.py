@@ -7,6 +7,7 @@ import numpy as np
 import pairs
 import pytest
 import torch
+from runs import write_words
 
 import dither
 from dither import Cast, LayerPrecision, UserError, loss_ops
@@ -173,8 +174,16 @@ def test_no_gradient_of_the_input_and_none_of_the_weight():
 
 
 def settings(tmp_path, name: str, *more: str) -> configs.Config:
-    fields = [f'run.out="{tmp_path / name}"', "run.steps=4", "run.sample_every=0", "run.eval_every=0", "run.save_every=2"]
-    fields += ["data.sequence=32", "data.batch=4", "precision.mode=o1", "precision.recipe=fp8-block"]
+    text = write_words(tmp_path / "text", documents=40)
+    fields = [
+        f'data.sources=["{text}"]',
+        f'run.out="{tmp_path / name}"',
+        "run.steps=4",
+        "run.sample_every=0",
+        "run.eval_every=0",
+        "run.save_every=2",
+    ]
+    fields += ["data.sequence=16", "data.batch=2", "run.eval_sequences=2", "precision.mode=o1", "precision.recipe=fp8-block"]
     return configs.override(configs.Config(), [*fields, *more])
 
 

@@ -97,7 +97,7 @@ SNIP = ("snip.target=0.2", "snip.start=2", "snip.delay=1", "snip.options='bf16,f
 PHASES = {
     "evaluating": ("run.eval_every=3",),
     "planning": (*SNIP, "snip.probe=measure"),
-    "sampling": ("run.sample_every=3",),
+    "sampling": ("run.sample_every=3", "run.sample_tokens=8"),
     "saving": ("run.save_every=3",),
     "solving": (*SNIP, "snip.probe=direct"),
 }
