@@ -33,7 +33,7 @@ test: $(INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal --durations=15 --complete
 
 test-exhaustive: $(INSTALLED)
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m exhaustive
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= DITHER_EXHAUSTIVE=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m exhaustive
 
 # Compiled blocks take minutes on a CPU, and longer where its 16-bit products are slow.
 e2e: $(INSTALLED)

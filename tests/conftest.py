@@ -1,5 +1,6 @@
 """Without a GPU the kernels run in Triton's interpreter, which must be chosen before triton is imported."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -18,6 +19,12 @@ pytest_plugins = ["expensive", "interpreter", "skips"]
 def pytest_configure(config: pytest.Config) -> None:
     """Ignore hints about speed. In pyproject.toml this would import dither, and with it triton, before the choice above."""
     config.addinivalue_line("filterwarnings", "ignore::dither.errors.PerformanceWarning")
+
+
+def pytest_collection_finish() -> None:
+    """Take modules and collected tests out of garbage collection: millions of objects that each collection would visit."""
+    gc.collect()
+    gc.freeze()
 
 
 def gpu_tests_wanted(config: pytest.Config) -> bool:

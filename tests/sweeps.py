@@ -1,6 +1,7 @@
 """Sweeps over many parameters: `make test` runs a covering sample of the combinations, `make test-exhaustive` the others."""
 
 import itertools
+import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -24,6 +25,15 @@ def covering(keys: Sequence[tuple[Hashable, ...]], strength: int = 2) -> set[int
         chosen.add(best)
         wanted -= left.pop(best)
     return chosen
+
+
+EVERYTHING = os.environ.get("DITHER_EXHAUSTIVE") == "1"
+"""`make test-exhaustive` sets the variable: properties are then tried with all of their examples."""
+
+
+def examples(number: int) -> int:
+    """Return how many examples of a property Hypothesis tries: `number` in `make test-exhaustive`, else a third of them."""
+    return number if EVERYTHING else -(-number // 3)
 
 
 def _combinations(key: tuple[Hashable, ...], strength: int) -> set[Hashable]:

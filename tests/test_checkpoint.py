@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sweeps import examples
 from worlds import forked
 
 import dither
@@ -63,7 +64,7 @@ plains = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=40, derandomize=True)
+@settings(deadline=None, max_examples=examples(40), derandomize=True)
 @given(tensors(), st.dictionaries(st.text(), plains, max_size=4), st.integers(0, 10**12 - 1))
 def test_what_is_saved_is_loaded(tmp_path_factory, tensors, plain, step):
     folder = tmp_path_factory.mktemp("round")

@@ -8,6 +8,7 @@ import typing
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sweeps import examples
 
 from dither import BitwidthLoss, Plan, Sampling, UserError, WeightDecay, recipe
 from dither.adam_update import BLOCKS
@@ -88,7 +89,7 @@ def anything(draw) -> Config:
     )
 
 
-@settings(deadline=None, max_examples=150, derandomize=True)
+@settings(deadline=None, max_examples=examples(150), derandomize=True)
 @given(anything(), st.booleans())
 def test_what_is_written_is_read_again(config, comments):
     text = dumps(config, comments=comments)
@@ -345,7 +346,7 @@ def test_wrong_settings(setting):
     assert "\n" not in str(caught.value)
 
 
-@settings(deadline=None, max_examples=300, derandomize=True)
+@settings(deadline=None, max_examples=examples(300), derandomize=True)
 @given(st.text(st.sampled_from("[]{}=.\"'#\n\\ optimlrun_e-09:,\0"), max_size=60))
 def test_noise_is_a_config_or_a_sentence(text):
     for read in (loads, lambda text: override(Config(), [text])):

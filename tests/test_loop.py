@@ -133,9 +133,9 @@ def test_resumed_is_straight(kind: str, text: Path, tmp_path: Path) -> None:
     """From a checkpoint half way, in a run that also evaluates and samples, which the straight one does not."""
     straight = train(settings(text, tmp_path / "straight", *KINDS[kind]))
     assert (straight.code, straight.how, straight.step) == (0, "done", STEPS)
-    looks = ["run.eval_every=2", "run.sample_every=4", "run.sample_tokens=2"]
-    train(settings(text, tmp_path / "looking", *KINDS[kind], *looks))
+    shutil.copytree(tmp_path / "straight", tmp_path / "looking")
     checkpoint.drop(tmp_path / "looking" / "checkpoints", after=3)
+    looks = ["run.eval_every=1", "run.sample_every=4", "run.sample_tokens=2"]
     resumed = train(settings(text, tmp_path / "looking", *KINDS[kind], *looks), resume=True)
     assert resumed.loss == straight.loss
     assert_same(tmp_path / "looking", tmp_path / "straight")

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dither
-from dither.models import build
+from dither.models import build, preset
 from dither.models.causal import cross_entropy
 from dither.reference import loss as reference
 from dither.reference.loss import IGNORE
@@ -274,7 +274,7 @@ def test_compiled_bits_are_eager_bits_in_one_graph(backend, device):
 def test_a_whole_model_is_one_graph(device):
     """Loss and gradients of a model that is compiled as one, beside the same model as it is."""
     torch._dynamo.reset()
-    model = build("tiny").to(device)
+    model = build(preset("tiny", num_hidden_layers=1)).to(device)
     tokens = torch.randint(model.config.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0)).to(device)
     targets = tokens.roll(-1, 1)
     targets[:, -1] = IGNORE

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from sweeps import only
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
@@ -72,12 +73,12 @@ def test_eager_steps_have_the_same_bits_with_all_options(recipe: str) -> None:
         assert same(iter(expected), trained(recipe, options)), options
 
 
-def test_sampled_weights_have_the_same_bits_with_all_options() -> None:
-    for name in ("fp8-current", "fp8-block", "mxfp8"):
-        plan = dither.recipe(name).with_sampling(Sampling(b_init=3.5, b_target=3))
-        expected = list(trained(plan, None))
-        for options in OPTIONS:
-            assert same(iter(expected), trained(plan, options)), (name, options)
+@pytest.mark.parametrize("name", [only("fp8-current", False), only("fp8-block", True), only("mxfp8", False)])
+def test_sampled_weights_have_the_same_bits_with_all_options(name: str) -> None:
+    plan = dither.recipe(name).with_sampling(Sampling(b_init=3.5, b_target=3))
+    expected = list(trained(plan, None))
+    for options in OPTIONS:
+        assert same(iter(expected), trained(plan, options)), (name, options)
 
 
 @pytest.mark.parametrize("recipe", ["fp8-current", "fp8-block"])
@@ -136,7 +137,7 @@ def test_compiled_blocks_save_neither_codes_nor_inputs(recipe: str) -> None:
         own = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
         x = torch.randn(1, tokens, d, requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), torch.autocast("cpu", torch.bfloat16):
-            torch.compile(block, fullgraph=True)(x)
+            torch.compile(block, fullgraph=True, backend="aot_eager_decomp_partition")(x)
         found[options.save] = sum(size for place, size in sizes.items() if place not in own)
     weights = 3 * d * f  # the layout of the input gradient, which is not held outside of a step_context
     scales = 4 * (d // 128) * (tokens // 128 + 1) * 8

@@ -11,7 +11,7 @@ from runs import write_words
 
 import dither
 from dither import Cast, LayerPrecision, UserError, loss_ops
-from dither.models import build
+from dither.models import build, preset
 from dither.models.causal import cross_entropy, output_loss
 from dither.nn import Linear, step_context
 from dither.nn import output_loss as fused
@@ -75,7 +75,7 @@ def test_operator(text):
 
 
 def model_of(recipe: str, vocabulary: int = 304, length: int = 65):
-    model = build("tiny", vocab_size=vocabulary)
+    model = build(preset("tiny", num_hidden_layers=1), vocab_size=vocabulary)
     dither.convert(model, dither.recipe(recipe).with_output())
     tokens = torch.randint(vocabulary, (2, length + 1), generator=torch.Generator().manual_seed(0))
     targets = tokens[:, 1:].clone()

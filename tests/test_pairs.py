@@ -362,14 +362,15 @@ def short_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short_programs")
+@pytest.mark.parametrize("share", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("number", range(len(SOME)), ids=list(map(pairs.name_of, SOME)))
-def test_adamw(number: int, device: str) -> None:
-    """A mode each, the dtypes by turns. Blocks begin at multiples of 32, as shards of 8-bit states must."""
+def test_adamw(number: int, share: int, device: str) -> None:
+    """A mode each, dtypes by turns, every second size. Blocks begin at multiples of 32, as shards of 8-bit states must."""
     update = SOME[number]
     sizes = [size for size in RAGGED if not update.in_blocks or size.column % 32 == 0]
     special = SPECIAL_GRADIENTS if number % 2 else ()
     dtype = torch.bfloat16 if update.master.startswith("split") else DTYPES[number % 3]
-    assert pairs.check_adamw(sizes[number % 2 :], dtype, update, device, special=special) == 0
+    assert pairs.check_adamw(sizes[number % 2 :: share], dtype, update, device, special=special) == 0
 
 
 @pytest.mark.usefixtures("short_programs")

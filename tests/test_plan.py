@@ -10,13 +10,14 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sweeps import examples
 
 from dither import Cast, UserError
 from dither.precision import OPERANDS, PLAN_KEYS, PLAN_VERSION, LayerPrecision, Override, Plan, matches
 from dither.recipes import recipe
 
 # Fixed examples: the suite says the same thing every time.
-quick = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+quick = settings(max_examples=examples(200), deadline=None, derandomize=True, database=None)
 
 CASTS = [None, *map(Cast.parse, ("e4m3 tile(128)", "mxfp4 stochastic(16)", "bf16", "e5m2 tensor delayed(1024)", "nvfp4"))]
 FP8 = LayerPrecision.of("e4m3 tile(128)", "e4m3 block(128)", "e4m3 tile(128)")

@@ -383,9 +383,8 @@ def test_stored_plans_are_used_when_a_run_resumes(text, tmp_path):
     path = tmp_path / "late.json"
     Plan(default=FP8, compute="fp32").save(path)
     plans = f'precision.schedule=[[0, "fp4-block"], [4, "{path}"]]'
-    straight = train(config(text, tmp_path / "straight", plans))
     run = config(text, tmp_path / "run", plans)
-    train(run)
+    straight = train(run)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
     path.unlink()
     assert train(run, resume=True).loss == straight.loss

@@ -11,13 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sweeps import examples
 
 from dither import Stream, UserError
 from dither.random import Draw
 from dither.reference.philox import philox4x32, random_bits
 
 # Fixed examples: the suite says the same thing every time.
-quick = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+quick = settings(max_examples=examples(100), deadline=None, derandomize=True, database=None)
 
 
 def unsigned(words: torch.Tensor) -> np.ndarray:

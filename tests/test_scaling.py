@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sweeps import examples
 
 import dither
 from dither import AmaxHistory, Cast, Format, UserError
@@ -28,7 +29,7 @@ from dither.reference.scaling import (
 )
 
 # Fixed examples: the suite says the same thing every time.
-quick = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+quick = settings(max_examples=examples(200), deadline=None, derandomize=True, database=None)
 
 NEAREST, STOCHASTIC = Rounding("nearest"), Rounding("stochastic", 16)
 ELEMENTS = ["e4m3", "e5m2", "e3m4", "e3m2", "e2m3", "e2m1", "int8", "int4", "fp16", "bf16", "e2m5"]
