@@ -171,7 +171,6 @@ COVERED = {
     "test_pairs.py::test_cross_entropy": 1,
     "test_pairs.py::test_noise": 1,
     "test_pairs.py::test_prepare": 1,
-    "test_pairs.py::test_random_bits": 1,
     "test_quantize.py::test_fake_quantize_is_quantize_and_back_bit_for_bit": 1,
     "test_quantize.py::test_quantize_both_is_two_quantizes": 1,
     "test_sampling.py::test_nothing_is_correlated": 1,
