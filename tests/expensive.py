@@ -62,6 +62,7 @@ CASES = {
     "test_snip_benchmarks.py::test_arms_part_at_one_place_whichever_process_trains_them": 11,
     "test_snip_benchmarks.py::test_the_truth_takes_as_many_batches_as_there_is_time_for": 9,
     "test_snip_effort.py::test_all_layers_at_once_rank_as_one_at_a_time": 4,
+    "test_snip_command.py::test_estimates_within_a_budget_are_spread_and_resumed": 12,
     "test_trl.py::test_sft_trainer_trains_and_resumes_a_converted_model": 6,
     "test_trl.py::test_sft_trainer_with_a_peft_config[False]": 2,
 }

@@ -18,7 +18,7 @@ from dither import Plan
 from dither.models import LlamaConfig, build
 from dither.precision import Cast, LayerPrecision
 
-quantization = Lazy("compressed_tensors.quantization")
+compressed = Lazy("compressed_tensors.quantization")
 
 PRESETS = {
     "fp8-dynamic": ("FP8_DYNAMIC", "float-quantized"),
@@ -77,8 +77,8 @@ def group_of(layer, kind, quantization):
 
 def scheme_of(group, quantization):
     """Return the class of vLLM that runs a layer: `_get_scheme_from_parts`."""
-    weights, inputs = quantization.QuantizationArgs.model_validate(group["weights"]), group["input_activations"]
-    inputs = None if inputs is None else quantization.QuantizationArgs.model_validate(inputs)
+    weights, inputs = compressed.QuantizationArgs.model_validate(group["weights"]), group["input_activations"]
+    inputs = None if inputs is None else compressed.QuantizationArgs.model_validate(inputs)
     format = group["format"] or quantization["format"]
     assert weights.symmetric
     assert not weights.dynamic
@@ -239,11 +239,11 @@ def test_configs_are_the_presets_of_compressed_tensors(format, tmp_path):
     dither.export(trained("llama"), tmp_path / "out", format=format)
     written = opened(tmp_path / "out")[0]["quantization_config"]
     preset, storage = PRESETS[format]
-    group = quantization.preset_name_to_scheme(preset, ["Linear"])
-    expected = quantization.QuantizationConfig(
+    group = compressed.preset_name_to_scheme(preset, ["Linear"])
+    expected = compressed.QuantizationConfig(
         config_groups={"group_0": group}, ignore=["lm_head"], format=storage, quantization_status="compressed"
     )
-    found = quantization.QuantizationConfig.model_validate(written)
+    found = compressed.QuantizationConfig.model_validate(written)
     plain = found.to_dict()
     assert plain["config_groups"]["group_0"].pop("format") == storage
     wanted = expected.to_dict()

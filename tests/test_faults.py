@@ -22,7 +22,7 @@ FAULTS |= {"differences": 0.03, "races": 0.05, "shards": 0.1, "sharded": 0.1}
 differences of ranks, 50 races, a shard, 2 kills of a rank with half of the model. Only `make soak` has frozen ranks, signals in
 every phase, and all at once."""
 
-HOSTILE = {"configs": 30, "plans": 6, "tokenizers": 8, "data": 15, "checkpoints": 10, "models": 6, "runs": 10}
+HOSTILE = {"configs": 36, "plans": 6, "tokenizers": 10, "data": 18, "checkpoints": 12, "models": 6, "runs": 12}
 """How many of each kind, drawn with a fixed seed."""
 
 

@@ -12,7 +12,7 @@ import torch
 from command_output import error_line
 
 from dither import LayerPrecision, Plan, UserError, cli, devices, recipe, report
-from dither.snip import Scores, efficiency, options
+from dither.snip import Estimator, Scores, efficiency, options
 from dither.snip.planning import choice_of
 from dither.snip.statistics import Collector
 from dither.train import Config, checkpoint, train
@@ -111,23 +111,31 @@ def test_a_resumed_run_is_the_straight_one(run, text, tmp_path, at):
         assert torch.equal(tensor.view(-1).view(torch.uint8), theirs[name].view(-1).view(torch.uint8)), name
 
 
+def test_settings_reach_the_estimator(text, tmp_path):
+    given = {"budget": 0.25, "tokens": 32, "rows": True, "power": 1.0, "loss_weight": 2.0, "update_weight": 0.5}
+    texts = [f"snip.{name}={str(value).lower()}" for name, value in given.items()]
+    when = ("snip.target=0.2", "snip.start=3", "snip.delay=1", "snip.probe=joint")
+    found = settings(text, tmp_path, *when, *texts).snip.estimator(seed=7, step_tokens=64)
+    assert found == Estimator(probe="joint", seed=7, step_tokens=64, **given)
+
+
 def test_estimates_within_a_budget_are_spread_and_resumed(text, tmp_path):
     """Two layers a step, resumed when six of fourteen are done: the scores, the plan and the weights of the straight run."""
     spread = ["snip.target=0.2", "snip.start=3", "snip.delay=1", "snip.probe=measure", "snip.budget=1.0", "snip.tokens=32"]
-    spread += ["data.batch=32", "run.steps=12", f"snip.options='{LEVELS}'"]
+    spread += ["data.batch=32", "run.steps=20", f"snip.options='{LEVELS}'"]
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     said = io.StringIO()
-    assert train(settings(text, straight, *spread), progress=Progress(said, steps=12)).code == 0
+    assert train(settings(text, straight, *spread), progress=Progress(said, steps=20)).code == 0
     assert "probe 'measure': 49 passes of 32 tokens, spread over 7 steps" in said.getvalue()
     shutil.copytree(straight, resumed)
-    for step in range(7, 13):
+    for step in range(7, 21):
         shutil.rmtree(resumed / "checkpoints" / f"step-{step:08d}")
     assert train(settings(text, resumed, *spread), resume=True).code == 0
     first, again = (lines(each, "plan")[-1] for each in (straight, resumed))
     assert (first["step"], first["scores"]["step"]) == (again["step"], again["scores"]["step"]) == (10, 3)
     assert first["plan"] == again["plan"]
     assert [first["scores"][key] == again["scores"][key] for key in ("loss", "weights", "statistics")] == [True] * 3
-    ours, theirs = (checkpoint.load(each / "checkpoints" / "step-00000012")[0] for each in (resumed, straight))
+    ours, theirs = (checkpoint.load(each / "checkpoints" / "step-00000020")[0] for each in (resumed, straight))
     for name, tensor in ours.items():
         assert torch.equal(tensor.view(-1).view(torch.uint8), theirs[name].view(-1).view(torch.uint8)), name
 
