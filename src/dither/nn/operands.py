@@ -8,7 +8,7 @@ from torch import Tensor
 from dither import apart_ops as apart_ops  # these register torch.ops.dither
 from dither import recast_ops as recast_ops
 from dither import torch_ops as torch_ops
-from dither.nn import shared_scales
+from dither.nn import recast, shared_scales
 
 
 class Casting(NamedTuple):
@@ -222,11 +222,7 @@ def _measured(x: Tensor, casting: Casting, amax: Amax) -> Tensor | None:
     """Return the largest magnitude that x is scaled by; for small groups None."""
     if amax.given is not None or not casting.measured or not x.numel():
         return amax.given
-    if torch.compiler.is_compiling():
-        # As an operation of the graph it can join the kernel that computes x, and saves a reading of it.
-        return x.detach().abs().amax().float()
-    largest: Tensor = torch.ops.dither.amax(x.detach(), "auto")
-    return largest
+    return recast.largest_magnitude(x.detach())
 
 
 def _cast_later(source: Codes, casting: Casting, axis: int, levels: Tensor | None, after: Tensor) -> Codes:
