@@ -263,7 +263,9 @@ def test_autocast_with_float32_weights() -> None:
     with torch.autocast("cuda", torch.bfloat16):
         y, dx, dw = run(layer, x, dy)
     assert (y.dtype, dx.dtype, dw.dtype) == (torch.bfloat16, torch.float32, torch.float32)
-    within(dw, products(x, w, dy.bfloat16().float(), precision("fp8-block"))["weight_grad"], share("fp8", 256))
+    x, dy = x.bfloat16().float(), dy.bfloat16().float()
+    within(dw, products(x, w, dy, precision("fp8-block"))["weight_grad"], share("fp8", 256))
+    assert torch.equal(dx, dx.bfloat16().float())
 
 
 def test_no_tokens() -> None:

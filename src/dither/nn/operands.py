@@ -115,6 +115,22 @@ class Amax(NamedTuple):
     """0-d; raised to the magnitude of each tensor that is cast; None if it is not recorded."""
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype to which autocast converts the operands of products on the device of x; None without autocast."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def as_input(x: Tensor) -> Tensor:
+    """Return x as a linear layer reads it: autocast converts it to its dtype, as it does for nn.Linear.
+
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     as_input(torch.tensor([1.001, 3.0]))
+    tensor([1., 3.], dtype=torch.bfloat16)
+    """
+    return x.to(autocast_dtype(x) or x.dtype)
+
+
 def _level(levels: Tensor | None, casting: Casting) -> Tensor | None:
     """Return int32[1] on the device, which of several casts is meant; None for one cast alone."""
     if casting.level < 0:
