@@ -97,8 +97,6 @@ class Case:
             more += [f'precision.plan="{self.folder / self.method}.json"']
         if parallel:
             more += [f"parallel.{name}={size}" for name, size in layout.sizes.items() if size > 1]
-            if layout.dp_shard > 1 and layout.tp > 1:  # else codes are made in each pass, where the test does not see them
-                more += ["parallel.gather=codes"]
         return configs.override(Config(), [f'data.sources=["{self.folder / "text"}"]', f'run.out="{self.folder}"', *more])
 
     @property

@@ -176,8 +176,8 @@ class _Rung:
 
 
 STOCHASTIC = (
-    "bf16-sr keeps weights, gradients and states in BF16: 0.585 of the memory of o1 and 1.09 times its speed at 3B. Give it 2 "
-    "to 4 times the usual learning rate."
+    "bf16-sr keeps weights, gradients and states in BF16: 0.585 of the memory of o1 and 1.09 times its speed at 3B. Try the "
+    "usual learning rate and twice as much: its paper finds 2 to 4 times the usual rate best, a sweep of ours the usual one."
 )
 EIGHT_BITS = "States of 8 bits (companded8) take 2 bytes per parameter less than BF16's."
 AGAIN = (
