@@ -8,7 +8,6 @@ from dither.advice.recommendation import GPUS, Gpu
 from dither.errors import UserError
 from dither.precision import did_you_mean
 
-
 CAST_PASSES = 1.1
 """Time of casts over that of moving their bytes once; backward casts into two layouts. Fitted."""
 
