@@ -11,6 +11,7 @@
 SPEED = {
     "recipe:fp8-current": {"1b": 1.38, "3b": 1.40, "8b4": 1.48},
     "recipe:fp8-current+sr": {"1b": 1.55, "3b": 1.60, "8b4": 1.65},
+    "recipe:fp8-current+output+sr": {"1b": 1.55, "3b": 1.60, "8b4": 1.65},
     "recipe:fp8-block": {"1b": 1.25, "3b": 1.28, "8b4": 1.33},
     "recipe:fp8-block-2d": {"1b": 1.25, "3b": 1.28, "8b4": 1.33},
     "bf16-sr": {"1b": 1.12, "3b": 1.18},
@@ -19,7 +20,7 @@ SPEED = {
 
 MEMORY = {
     "recipe:fp8-current": {"1b": 0.79, "3b": 0.82, "8b4": 0.85},
-    "recipe:fp8-current+sr": {"1b": 0.55, "3b": 0.45},
+    "recipe:fp8-current+sr+companded8": {"1b": 0.55, "3b": 0.45},
     "bf16-sr": {"1b": 0.75, "3b": 0.58},
 }
 """Most peak memory relative to o1, by the beginning of a mode and size: endings such as +input save memory."""

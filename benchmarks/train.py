@@ -20,7 +20,9 @@ process of its own, so that neither memory nor a failure reaches the next one; d
     recipe:NAME          o1 with dither.convert(model, NAME): only the linear layers differ
     recipe:NAME+sr       bf16-sr with dither.convert(model, NAME)
     recipe:NAME+output   recipe:NAME with the output layer in the same precision; recipe:NAME+output+sr with bf16-sr
-    RECIPE+input         recipe:NAME or recipe:NAME+sr with MemoryOptions(save="input"); +one or +none after it are its hold=
+    SR+companded8        bf16-sr or a recipe with +sr, with 8-bit states; SR+dynamic8 likewise
+    SR+release           the same, updated in the backward pass, which frees gradients; after the states
+    RECIPE+input         any of the recipes so far with MemoryOptions(save="input"); +one or +none after it are its hold=
     gaussws:PARTS        o1 with sampled weights, parts all, od, qkv, out, up or down; +recompute keeps no copy of them
     diffq:PARTS          the same with uniform noise
     MODE+adam-mini       o1, gaussws:PARTS or diffq:PARTS with dither.optim.AdamMini in place of torch's AdamW
@@ -73,8 +75,9 @@ SIZES = {
 
 SAMPLED = r"(gaussws|diffq):(all|od|qkv|out|up|down)(\+recompute)?"
 OPTIMIZER = r"\+(adamw|adam-mini)"
-MODES = r"bf16-nearest|bf16-sr|torchao-(tensorwise|rowwise)"
-MODES += r"|recipe:[\w-]+?(\+output)?(\+sr)?(\+input)?(\+(one|none))?"
+UPDATED = r"(?:\+(?P<states>companded8|dynamic8))?(?P<release>\+release)?"
+RECIPE = rf"recipe:(?P<name>[\w-]+?)(?P<output>\+output)?(?:\+sr{UPDATED})?(?P<input>\+input)?(?:\+(?P<hold>one|none))?"
+MODES = rf"bf16-nearest|torchao-(tensorwise|rowwise)|{RECIPE}|bf16-sr" + re.sub(r"\?P<\w+>", "", UPDATED)
 MODES = rf"({MODES}|(o1|{SAMPLED})({OPTIMIZER})?)(\+fsdp(-codes)?)?"
 TABLE_1 = ["o1", "gaussws:od", "gaussws:all", "diffq:all"]
 """The methods of Table 1 of the paper on GaussWS, with AdamW; `+adam-mini` makes the other half."""
@@ -99,17 +102,16 @@ def build(size: str, mode: str, device: str, peer: str | None, compiled: bool, l
     config, _ = SIZES[size]
     mode, fsdp, codes = mode.partition("+fsdp")
     config = dataclasses.replace(config, num_hidden_layers=layers or config.num_hidden_layers)
-    recipe = re.fullmatch(r"recipe:(.+?)(\+output)?(\+sr)?(\+input)?(?:\+(one|none))?", mode)
-    sr = mode == "bf16-sr" or bool(recipe and recipe[3])
-    narrow = sr or mode == "bf16-nearest"
+    recipe, sr = re.fullmatch(RECIPE, mode), re.search(f"(?:^bf16-sr|\\+sr){UPDATED}", mode)
+    narrow = sr is not None or mode == "bf16-nearest"
     with torch.device(device):
         model = Llama(config, generator=torch.Generator(device).manual_seed(0))
     if narrow:
         model = model.bfloat16()
     if recipe:
-        plan = dither.recipe(recipe[1])
-        memory = dither.MemoryOptions(save="input" if recipe[4] else "codes", hold=recipe[5] or "both")
-        dither.convert(model, plan.with_output() if recipe[2] else plan, memory=memory)
+        plan = dither.recipe(recipe["name"])
+        memory = dither.MemoryOptions(save="input" if recipe["input"] else "codes", hold=recipe["hold"] or "both")
+        dither.convert(model, plan.with_output() if recipe["output"] else plan, memory=memory)
     method, _, chosen_optimizer = re.sub(f"{OPTIMIZER}$", r"|\1", mode).partition("|")
     if sampled := re.fullmatch(SAMPLED, method):
         noise = "rounded_normal" if sampled[1] == "gaussws" else "uniform"
@@ -129,10 +131,13 @@ def build(size: str, mode: str, device: str, peer: str | None, compiled: bool, l
     if compiled:
         compile_blocks(model)
     if sr:
-        from dither.optim import AdamW
+        from dither.optim import AdamW, release_gradients
 
         # Gradients are not checked here, as torch's optimizers do not check them.
-        optimizer = AdamW(model.named_parameters(), LEARNING_RATE, (0.9, 0.95), weight_decay=0.1, nonfinite="unchecked")
+        options = {"weight_decay": 0.1, "nonfinite": "unchecked", "states": sr["states"]}
+        optimizer = AdamW(model.named_parameters(), LEARNING_RATE, (0.9, 0.95), **options)
+        if sr["release"]:
+            release_gradients(model, optimizer)
     elif chosen_optimizer:
         from dither.nn import param_groups
         from dither.optim import AdamMini, AdamW, roles

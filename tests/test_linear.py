@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import dither
 from dither import Cast, Stream, UserError, devices
-from dither.nn import functional
+from dither.models.causal import output_loss
+from dither.nn import FrozenLinear, functional
 from dither.nn.functional import State
 from dither.nn.linear import Linear
 from dither.nn.step import step_context
@@ -233,22 +234,45 @@ def test_without_casts_the_layer_is_nn_linear_bit_for_bit() -> None:
 
 
 @SLOW_BF16
-def test_autocast_decides_the_dtype_of_the_result_and_of_what_is_not_cast() -> None:
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)])
+def test_autocast_decides_the_dtype_of_input_and_result_and_of_what_is_not_cast(dtype: torch.dtype, rounding: float) -> None:
     x, w, b, dy = data(*SIZES[0])
+    dy = dy * 1e4  # normal numbers of float16
     how = precision("input only")
     layer = layer_of(how, w, b)
-    assert layer(x.bfloat16()).dtype == torch.bfloat16
-    with torch.autocast("cpu", torch.bfloat16):
+    assert layer(x.to(dtype)).dtype == dtype
+    with torch.autocast("cpu", dtype):
         y, dx, dw, _ = run(layer, x, dy)
-    assert (y.dtype, dx.dtype, dw.dtype) == (torch.bfloat16, torch.float32, torch.float32)
-    # dY is bfloat16 there, and so is the weight that is not cast; the cast reads x itself, not a bfloat16 of it.
-    dy, w = dy.bfloat16().float(), w.bfloat16().float()
+    assert (y.dtype, dx.dtype, dw.dtype) == (dtype, torch.float32, torch.float32)
+    # As for nn.Linear, x is converted before it is cast, and dY and the weight that is not cast are of this dtype too.
+    x, dy, w = (each.to(dtype).float() for each in (x, dy, w))
     close(dw, products(x, w, dy, how)["weight_grad"])
+    assert torch.equal(dx, dx.to(dtype).float())
     for found, which, bias in ((y, "forward", b.double()), (dx, "input_grad", 0)):
-        # Rounded to bfloat16 once: y by its dtype, dx because both of its operands are plain.
         a, c = products(x, w, dy, how)[which]
         wanted = a @ c.T + bias
-        assert bool(((found.double() - wanted).abs() <= 2.0**-8 * wanted.abs() + 2.0**-16 * (a.abs() @ c.abs().T)).all())
+        assert bool(((found.double() - wanted).abs() <= rounding * wanted.abs() + 2.0**-16 * (a.abs() @ c.abs().T)).all())
+
+
+@SLOW_BF16
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("linear", "fp8-delayed"), *itertools.product(("linear", "frozen", "output loss"), ("fp8-current", "fp8-block"))],
+)
+def test_under_autocast_a_float32_input_is_read_in_16_bits(kind: str, name: str) -> None:
+    x, w, _, dy = data(32, 128, 128)
+    targets = torch.arange(32)
+    found = []
+    for given in (x, x.bfloat16()):
+        layer = layer_of(precision(name), w)
+        if kind == "frozen":
+            layer = FrozenLinear.freeze(layer.requires_grad_(False))
+        leaf = given.clone().requires_grad_()
+        with step_context(layer, step=STEP), torch.autocast("cpu", torch.bfloat16):
+            y = output_loss(layer, leaf, targets) if kind == "output loss" else layer(leaf)
+            y.backward(dy.bfloat16() if y.dim() else None)
+        found.append([y.detach(), leaf.grad.float(), *(p.grad for p in layer.parameters()), *layer.buffers()])
+    assert same(*found)
 
 
 def test_only_what_is_asked_for_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:

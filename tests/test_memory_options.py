@@ -166,6 +166,28 @@ def test_rounding_by_bits_is_that_of_bfloat16() -> None:
     assert torch.equal(recast.rounded_to_bfloat16(wide), wide.bfloat16().float())
 
 
+def test_a_rounded_magnitude_is_the_magnitude_of_rounded_numbers() -> None:
+    """Also where numbers round to infinity; NaN of all bits stays NaN."""
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(64, 256, generator=generator) * torch.logspace(-40, 38.5, 64)[:, None]
+    assert torch.equal(recast.rounded_magnitude(wide.abs().amax(1)), wide.bfloat16().abs().amax(1).float())
+    lost = torch.tensor([0x7F800001, 0x7FC00000, 0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
+    assert recast.rounded_magnitude(lost).isnan().all()
+    ends = torch.tensor([0.0, 1e-45, 3.4e38, torch.inf])
+    assert torch.equal(recast.rounded_magnitude(ends), torch.tensor([0.0, 0.0, torch.inf, torch.inf]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_compiled_magnitudes_are_the_eager_ones(dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(recast.largest_magnitude, backend="aot_eager", fullgraph=True)
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for value in (x, x.where(x != x[3, 4], torch.nan), x.where(x != x[3, 4], -torch.inf)):
+        found, expected = compiled(value), recast.largest_magnitude(value)
+        assert found.dtype == expected.dtype == torch.float32
+        assert found.equal(expected) or (found.isnan() and expected.isnan())
+
+
 def test_wrong_options_are_refused() -> None:
     with pytest.raises(UserError, match="hold is 'both', 'one' or 'none', not 'all'"):
         MemoryOptions(hold="all")  # type: ignore[arg-type]

@@ -70,6 +70,18 @@ def test_numbers_are_those_of_the_operands_over_all_micro_batches():
     json.dumps(monitor.report.to_dict(), allow_nan=False)
 
 
+def test_under_autocast_the_input_is_what_its_cast_reads():
+    """In bfloat16. Without a cast its own dtype counts, so that the share that bfloat16 flushes is known."""
+    plan = Plan(default=LayerPrecision.of("e4m3 tensor", None, "e5m2 tile(8)", {"weight_grad": "bf16"}))
+    x = torch.full((8, 16), 1.001)
+    for each, amax in ((plan, 1.0), (Plan(default=LayerPrecision()), torch.tensor(1.001).item())):
+        model = net(each)
+        monitor = Monitor(model, every=1)
+        with monitor.step(0), dither.step_context(model, step=0), torch.autocast("cpu", torch.bfloat16):
+            model(x).sum().backward()
+        assert monitor.report.layers[0].input.amax == amax
+
+
 def test_steps_that_are_not_sampled_run_without_hooks():
     model = net()
     monitor = Monitor(model, every=4)

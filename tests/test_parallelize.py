@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,7 +29,9 @@ import dither
 from dither import LayerPrecision, Plan, Sampling, UserError
 from dither.models import GPT2, GPT2Config, GPTNeo, GPTNeoConfig, Llama, LlamaConfig
 from dither.models.presets import blank, build, draw_parts
+from dither.nn import functional, sampling
 from dither.nn.coded_weight import coded_of
+from dither.nn.operands import OperandCodes
 from dither.nn.row_shards import Groups, RowShard, in_whole_groups, split_amax
 from dither.nn.tensor_parallel import local
 from dither.parallel import Layout, gathered
@@ -112,21 +115,45 @@ def step_of(model: nn.Module, layout: Layout) -> torch.Tensor:
 
 @contextlib.contextmanager
 def reading(model: nn.Module) -> Iterator[dict[str, dict[str, torch.Tensor]]]:
-    """Yield the codes, scales and samples of weights that products read in forward passes, by layer and name."""
+    """Yield the codes, scales and samples of weights that products read in forward passes, by layer and name.
+
+    They are held for a step, gathered, or made in the pass, where FSDP2 gathers weights.
+    """
     read: dict[str, dict[str, torch.Tensor]] = {}
+    running: list[str] = []
 
-    def hook(layer: dither.Linear, _: Any) -> None:
+    def note(**found: torch.Tensor | None) -> None:
+        if running:
+            read[running[0]] |= {name: x.detach().clone() for name, x in found.items() if x is not None and x.numel()}
+
+    def note_codes(codes: OperandCodes) -> None:
+        for layout, part in codes._asdict().items():
+            note(**{f"{layout} {name}": x for name, x in (part._asdict() if part else {}).items()})
+
+    def before(layer: dither.Linear, _: Any) -> None:
+        running[:], read[layer.name] = [layer.name], {}
         coded, step = coded_of(layer.weight), layer.step_state
-        codes = step.codes if coded is None else coded.codes
-        found = (
-            {"w_hat": step.w_hat, "amax": step.w_amax} if coded is None else {"w_hat": coded.w_hat, "amax": coded.block_amax}
-        )
-        for layout in ("along", "across") if codes else ():
-            found |= {f"{layout} {name}": x for name, x in getattr(codes, layout)._asdict().items()}
-        read[layer.name] = {name: x.detach().clone() for name, x in found.items() if x is not None and x.numel()}
+        if codes := step.codes if coded is None else coded.codes:
+            note_codes(codes)
+        note(amax=step.w_amax if coded is None else coded.block_amax)
+        if layer.casts_nothing:
+            note(w_hat=step.w_hat if coded is None else coded.w_hat)
 
-    handles = [layer.register_forward_pre_hook(hook) for layer in model.modules() if isinstance(layer, dither.Linear)]
-    yield read
+    def cast(*arguments: Any, made: Callable[..., OperandCodes] = functional.cast_weight, **options: Any) -> OperandCodes:
+        note_codes(codes := made(*arguments, **options))
+        return codes
+
+    def sample(weight: torch.Tensor, *arguments: Any, made: Callable[..., Any] = sampling.sample) -> Any:
+        w_hat, amax = made(weight, *arguments)
+        note(amax=amax)
+        if running and layers[running[0]].casts_nothing:
+            note(w_hat=w_hat)
+        return w_hat, amax
+
+    layers = {layer.name: layer for layer in model.modules() if isinstance(layer, dither.Linear)}
+    handles = [layer.register_forward_pre_hook(before) for layer in layers.values()]
+    with mock.patch.object(functional, "cast_weight", cast), mock.patch.object(sampling, "sample", sample):
+        yield read
     for handle in handles:
         handle.remove()
 

@@ -20,6 +20,7 @@ from dither import UserError, cli, report
 from dither.recipes import recipe
 from dither.report import charts, curves, maps, page, plots, snip_view
 from dither.report.comparison import Comparison
+from dither.report.sections import section_of
 from dither.report.summary import summarize
 
 
@@ -444,6 +445,17 @@ def test_the_first_number_that_was_not_finite_is_named(tmp_path):
     assert "NaN or Inf first appeared at step 7 in layers.1.up_proj." in page_text(tmp_path / "a", [*lines(), guard])
     older = {"kind": "train", "step": 50, "time": 9, "loss": None, "text": "loss was nan"}
     assert "NaN or Inf first appeared at step 50: loss was nan." in page_text(tmp_path / "b", [*lines(), older])
+
+
+def test_a_problem_of_numerics_is_an_event_when_it_begins(tmp_path):
+    clipped = "{} % of the input of q_proj is clipped by e4m3 tensor."
+    shares = [[], [clipped.format(3)], [clipped.format(4)], [], [clipped.format(5)], [None]]
+    lines = [
+        {"kind": "numerics", "step": step, "time": 1.0, "layers": {}, "problems": problems}
+        for step, problems in enumerate(shares)
+    ]
+    events = section_of(report.read(make(tmp_path / "run", lines))).events
+    assert events.rows == (("1", "numerics", clipped.format(3)), ("4", "numerics", clipped.format(5)))
 
 
 def test_estimates_are_drawn_against_measurements(tmp_path):

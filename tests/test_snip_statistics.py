@@ -176,6 +176,18 @@ def test_errors_and_rows_are_those_of_the_casts():
     assert at_once / 3 < layer.rows["input"][str(CHOSEN[0].input)] < at_once * 3
 
 
+def test_under_autocast_errors_are_those_of_the_converted_input():
+    model, (x,) = net(), inputs(1)
+    optimizer = stepped(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer = collected(model, optimizer, [x]).layers[0]
+    h = torch.tanh(x.detach()).bfloat16()
+    assert layer.norms["x"] == pytest.approx(h.float().norm().item(), rel=1e-6)
+    for option in (CHOSEN[0], CHOSEN[-1]):
+        error = (dither.fake_quantize(h, option.input) - h).float()
+        assert layer.error("input", option.input) == pytest.approx(error.norm().item(), rel=1e-6)
+
+
 @pytest.mark.parametrize("plan", [Plan(default=LayerPrecision()), "fp4-block", "fp8-delayed"])
 def test_collecting_changes_nothing(plan):
     def train(collects: bool) -> list[torch.Tensor]:

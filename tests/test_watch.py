@@ -237,7 +237,8 @@ def test_the_view_shows_progress_loss_and_events(tmp_path):
     run = running(tmp_path / "run")
     view = TerminalView(run)
     assert len(view.update()) == 42  # start, 40 steps, one evaluation
-    append(run, {"kind": "guard", "step": 41, "time": 5.0, "text": "A spike\x1b[2J."}, train_line(60, 0.5))
+    quiet = {"kind": "numerics", "step": 41, "time": 5.0, "problems": []}
+    append(run, quiet, {"kind": "guard", "step": 41, "time": 5.0, "text": "A spike\x1b[2J."}, train_line(60, 0.5))
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "step": 6')
     assert view.update() == ["step 41  A spike\\x1b[2J.", "step 60 of 80  loss 0.5000  1.06 k tokens/s  1.89 s left"]
@@ -253,12 +254,19 @@ def test_the_view_shows_progress_loss_and_events(tmp_path):
     assert len(sparkline(list(range(1000)), 70)) == 70
 
 
-def test_the_first_plan_is_a_new_one(tmp_path):
+def test_plans_and_problems_are_events(tmp_path):
     plan = {"kind": "plan", "step": 0, "time": 0.0, "plan": recipe("fp8-block").to_dict(), "reason": "the run begins"}
     again = {**plan, "step": 8, "reason": "no better one", "changed": False}
-    assert TerminalView(make(tmp_path / "run", [plan, again])).update() == [
+    clipped = {
+        "kind": "numerics",
+        "step": 9,
+        "time": 0.0,
+        "problems": ["3 % of the input of q_proj is clipped by e4m3 tensor."],
+    }
+    assert TerminalView(make(tmp_path / "run", [plan, again, clipped])).update() == [
         "step 0  a new plan: the run begins",
         "step 8  the same plan: no better one",
+        "step 9  numerics: 3 % of the input of q_proj is clipped by e4m3 tensor.",
     ]
 
 

@@ -91,7 +91,12 @@ def test_gradients_of_another_dtype() -> None:
 
 @pytest.mark.parametrize(
     "update",
-    [u for u in pairs.updates() if u.states == "fp32" or (u.states, u.state_rounding) == ("bf16", "stochastic")],
+    [
+        update
+        for update in pairs.updates()
+        if update.master != "split"  # refused: its last bit is in the sign of each weight's own second moment
+        and (update.states == "fp32" or (update.states, update.state_rounding) == ("bf16", "stochastic"))
+    ],
     ids=pairs.name_of,
 )
 def test_adam_mini(update: Update) -> None:

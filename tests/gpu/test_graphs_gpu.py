@@ -43,7 +43,7 @@ SETTINGS = {
 SETTINGS["all"] = [*SETTINGS["snip"], SETTINGS["gaussws"][1]]
 
 
-@pytest.mark.filterwarnings("ignore:The layer:UserWarning")
+@pytest.mark.filterwarnings("ignore:Bitwidths of the layer:UserWarning")
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_graphs_change_no_bit(name, parts, tmp_path):

@@ -15,9 +15,11 @@ from torch.nn import functional as F  # noqa: N812
 
 import dither
 from dither import Cast, Stream, UserError
+from dither.nn import functional
+from dither.nn.functional import Codes, State, make_settings
 from dither.nn.linear import Linear
 from dither.nn.step import step_context
-from dither.precision import LayerPrecision
+from dither.precision import LayerPrecision, MemoryOptions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
@@ -261,7 +263,9 @@ def test_autocast_with_float32_weights() -> None:
     with torch.autocast("cuda", torch.bfloat16):
         y, dx, dw = run(layer, x, dy)
     assert (y.dtype, dx.dtype, dw.dtype) == (torch.bfloat16, torch.float32, torch.float32)
-    within(dw, products(x, w, dy.bfloat16().float(), precision("fp8-block"))["weight_grad"], share("fp8", 256))
+    x, dy = x.bfloat16().float(), dy.bfloat16().float()
+    within(dw, products(x, w, dy, precision("fp8-block"))["weight_grad"], share("fp8", 256))
+    assert torch.equal(dx, dx.bfloat16().float())
 
 
 def test_no_tokens() -> None:
@@ -328,6 +332,28 @@ def test_inductor_trains_as_eager_does(name: str) -> None:
             assert torch.equal(one, other)
     for one, other in zip(eager.state_dict().values(), compiled.state_dict().values(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("save", ["codes", "input"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_compiled_magnitude_is_that_of_the_rounded_input(dtype: torch.dtype, save: str) -> None:
+    """Inductor finds the magnitude in the kernel of the norm, before it rounds: scale and codes are still the eager ones."""
+    torch._dynamo.reset()
+    made, eager = (make_settings(precision("fp8-current"), gpu=True, memory=MemoryOptions(each)) for each in (save, "codes"))
+
+    def norm_and_codes(x: Tensor) -> tuple[Tensor, Codes, Codes]:
+        y = F.rms_norm(x, x.shape[1:]).to(dtype)
+        (along, across), _ = functional._input(y, made, State(), True)
+        return y, along, across
+
+    call = torch.compile(norm_and_codes, fullgraph=True)
+    generator = torch.Generator("cuda").manual_seed(0)
+    for _ in range(20):
+        y, *found = call(torch.randn(256, 512, generator=generator, device="cuda"))
+        (along, across), _ = functional._input(y, eager, State(), True)
+        for one, other in zip(found, (along, across), strict=True):
+            assert torch.equal(one.scale.view(()), other.scale.view(()))
+            assert torch.equal(one.values.view(torch.uint8), other.values.view(torch.uint8))
 
 
 @pytest.mark.parametrize("name", ["fp8-block", "fp4-block", "fp8-row", "mxfp8"])

@@ -8,6 +8,9 @@ from dither.advice.recommendation import GPUS, Gpu
 from dither.errors import UserError
 from dither.precision import did_you_mean
 
+CAST_PASSES = 1.1
+"""Time of casts over that of moving their bytes once; backward casts into two layouts. Fitted."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
@@ -24,6 +27,8 @@ class Accelerator:
     """Bandwidth to the other GPUs of a node, bytes/s."""
     network: float
     """Bandwidth of a GPU's share of the network between nodes, bytes/s."""
+    cast_passes: float = CAST_PASSES
+    """Time of casts over that of moving their bytes once; other libraries have other kernels."""
 
     @property
     def name(self) -> str:
@@ -56,9 +61,6 @@ BF16_SHARE = 0.708
 
 SMALL_SIDE = 90.0
 """A product of sides m, n, k takes 1 + SMALL_SIDE (1/m + 1/n + 1/k) times as long as its FLOPs. Fitted."""
-
-CAST_PASSES = 1.75
-"""Time of casts over that of moving their bytes once; backward casts into two layouts. Fitted."""
 
 FP8_SHARES = MappingProxyType({"tensor": (0.657, 0.657, 0.657), "block": (0.568, 0.568, 0.458)})
 """Shares of the FP8 peak for the forward product, the input gradient and the weight gradient. Measured on an H200: 1300

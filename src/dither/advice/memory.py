@@ -400,12 +400,11 @@ def block_activations(shape: Shape, setting: Setting, *, tp: int = 1) -> tuple[f
     residual = 2 * (max(4, p) + p) * d + 8 if shape.gated else 2 * p * d + 4 * p
     up = (2 * ups) * c * f if shape.gated else 2 * c * f  # gate, silu(gate), up and their product, or before and after GELU
     readers = (3, 2) if shape.gated else (1, 1)  # layers that read the first and the second norm
-    if cast is not None and setting.memory.save == "input":
-        return residual + attention + up + 2 * p * d, 0.0  # the outputs of both norms
-    if cast is not None:
+    if cast is not None and setting.memory.save == "codes":
         # Each layer casts its own input; the output of attention is kept for attention itself.
         codes = (sum(readers) * d + q) * code_bytes(cast, d, d) + f * code_bytes(cast, d, f)
         return residual + attention + up - c * f, codes
+    # The inputs themselves: under autocast each layer converts its own, else layers share the output of a norm.
     return residual + attention + up + c * d * (sum(readers) if storage.autocast else 2), 0.0
 
 

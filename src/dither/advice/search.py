@@ -303,7 +303,7 @@ def reasons(ranking: Ranking) -> tuple[str, ...]:
         relative = other.tokens_per_second / step.tokens_per_second
         found.append(f"The next layout, {other.layout}, reaches {relative:.2f} times its speed.")
     if step.setting.casts_weight and step.shape.parameters < FP8_FROM:
-        found.append("FP8 below 1B parameters was slower than predicted: 0.89 of BF16's speed at 134M.")
+        found.append("FP8 below 1B parameters was measured at 134M alone, with bf16-sr: 1.10 times the speed of o1.")
     return tuple(found)
 
 

@@ -9,7 +9,6 @@ from dither.adam_update import WHOLE
 from dither.advice.accelerators import (
     ATTENTION_SHARES,
     BF16_SHARE,
-    CAST_PASSES,
     COPY_SHARE,
     FP8_SHARES,
     OPTIMIZER_SHARES,
@@ -111,7 +110,7 @@ class Clock:
         if setting.casts_weight:
             each = (2 * c if self._tensor_scales else c) + 2  # tensor scales read twice; codes in two layouts
             inputs, outputs = 2 * d + (q + f) / tp, 2 * d + (q + 2 * k + ups * f) / tp
-            codes = [CAST_PASSES * tokens * size * each / self.copy for size in (inputs, outputs)]
+            codes = [self.accelerator.cast_passes * tokens * size * each / self.copy for size in (inputs, outputs)]
         weights = shape.block_weights / shape.layers / tp
         # Under autocast, weights are copied to 16 bits, and their gradients are converted back.
         copied = 6 * weights / self.copy if setting.storage.autocast else 0.0
@@ -169,7 +168,7 @@ class Clock:
         seconds = parameters * moved / share / self.copy
         if setting.casts_weight:
             each = (2 * p if self._tensor_scales else p) + 2
-            seconds += CAST_PASSES * weights * each / self.copy
+            seconds += self.accelerator.cast_passes * weights * each / self.copy
         return seconds
 
 

@@ -19,6 +19,7 @@ from dither.nn.experts import ExpertsLinear
 from dither.nn.functional import Amax, Casting, Codes, Settings
 from dither.nn.linear import Linear, rows_of
 from dither.nn.linear_sites import converted_layers
+from dither.nn.operands import as_input
 from dither.precision import OPERANDS, Cast, LayerPrecision
 
 BUFFERS = ("weight_codes", "weight_scale", "weight_tensor_scale")
@@ -291,8 +292,7 @@ def _frozen_product(
     x: Tensor, codes: Codes, bias: Tensor | None, settings: Settings, state: functional.State, stored: StoredWeight
 ) -> Tensor:
     """Return x W^T + bias with casts, where W exists as codes; see `dither.nn.functional.linear`."""
-    autocast = torch.is_autocast_enabled(x.device.type)
-    dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+    x = as_input(x)
     x_MK = x.reshape(-1, x.shape[-1])
     tokens = x_MK.shape[0]
     padded = x.is_cuda and tokens % engines.ALIGNMENT != 0
@@ -300,9 +300,9 @@ def _frozen_product(
         x_MK = F.pad(x_MK, (0, 0, 0, -tokens % engines.ALIGNMENT))
     with torch.no_grad():
         drawn = functional._drawn(settings.input, state, 0)
-        cast = functional._both(x_MK, settings.input, Amax(), drawn, True, False, dtype if autocast else None, None).along
+        cast = functional._both(x_MK, settings.input, Amax(), drawn, True, False, None, None).along
     y_MN: Tensor = _FrozenProducts.apply(  # type: ignore[no-untyped-call]
-        x_MK, bias, functional._drawn(settings.grad, state, 2), dtype, settings, stored, *(cast or ()), *codes
+        x_MK, bias, functional._drawn(settings.grad, state, 2), settings, stored, *(cast or ()), *codes
     )
     y_MN = y_MN[:tokens] if padded else y_MN
     return y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
@@ -320,7 +320,6 @@ class _FrozenProducts(torch.autograd.Function):
         x: Tensor,
         bias: Tensor | None,
         place: Tensor | None,
-        dtype: torch.dtype,
         settings: Settings,
         stored: StoredWeight,
         *codes: Any,
@@ -331,7 +330,7 @@ class _FrozenProducts(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         casting = settings.forward_weight
         weight = _forward_codes(kept, casting, stored)
-        return functional._product("forward", cast, settings.input.along, weight, casting, x.shape[1], bias, dtype, settings)
+        return functional._product("forward", cast, settings.input.along, weight, casting, x.shape[1], bias, x.dtype, settings)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -352,4 +351,4 @@ class _FrozenProducts(torch.autograd.Function):
                 "input_grad", along, settings.grad.along, weight, casting, dy.shape[1], None, ctx.x_dtype, settings
             )
         dbias = dy.sum(0, dtype=ctx.bias_dtype) if need_bias else None
-        return dx, dbias, *[None] * 10
+        return dx, dbias, *[None] * 9

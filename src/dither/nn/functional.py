@@ -32,7 +32,7 @@ from dither.nn.operands import Codes as Codes
 from dither.nn.operands import OperandCodes as OperandCodes
 from dither.nn.operands import _alike as _alike
 from dither.nn.operands import _both as _both
-from dither.nn.operands import _cast_later, _measured, _turned_later
+from dither.nn.operands import _cast_later, _measured, _turned_later, as_input, autocast_dtype
 from dither.nn.operands import _level as _level
 from dither.nn.operands import _turned as _turned
 from dither.ops import INPUT_DTYPES
@@ -177,8 +177,9 @@ def linear(
 ) -> Tensor:
     """Return x W^T + bias, with the operands of the three products cast by `precision`.
 
-    `x` is [..., K], `weight` [N, K], `bias` [N] and the result [..., N], in the dtype of autocast or else of x. Gradients come
-    in the dtypes of x, weight and bias. Without casts this is `torch.nn.functional.linear`, bit for bit.
+    `x` is [..., K], `weight` [N, K], `bias` [N] and the result [..., N], in the dtype of autocast or else of x. Autocast
+    converts x before it is cast. Gradients come in the dtypes of x, weight and bias. Without casts this is
+    `torch.nn.functional.linear`, bit for bit.
 
     >>> import torch
     >>> from dither import Cast
@@ -204,8 +205,7 @@ def linear(
             f"{_where(settings)} rounds stochastically and needs state=State(place=..., keys=...): the step and the first row, "
             "and the keys of its streams."
         )
-    autocast = torch.is_autocast_enabled(x.device.type)
-    dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+    x = as_input(x)
     learns = torch.is_grad_enabled() and weight.requires_grad
     passes = torch.is_grad_enabled() and x.requires_grad
     x_MK = x.reshape(-1, x.shape[-1])
@@ -214,8 +214,8 @@ def linear(
     if padded:  # rows of zeros, which change neither a value nor a scale, for units that take multiples of 16
         x_MK = F.pad(x_MK, (0, 0, 0, -tokens % engines.ALIGNMENT))
     with torch.no_grad():
-        x_codes, again = _input(x_MK, settings, state, learns, dtype if autocast else None)
-        w_NK, w_KN, remake = _weight(weight, settings, state, passes, dtype if autocast else None)
+        x_codes, again = _input(x_MK, settings, state, learns)
+        w_NK, w_KN, remake = _weight(weight, settings, state, passes, autocast_dtype(x))
     y_MN: Tensor = _Products.apply(  # type: ignore[no-untyped-call]
         x_MK,
         weight,
@@ -228,7 +228,6 @@ def linear(
         state.grad_amax.given,
         state.grad_amax.largest,
         state.levels,
-        dtype,
         settings,
         Later(again, remake),
     )
@@ -264,7 +263,6 @@ class _Products(torch.autograd.Function):
         grad_amax: Tensor | None,
         grad_largest: Tensor | None,
         levels: Tensor | None,
-        dtype: torch.dtype,
         settings: Settings,
         later: Later,
     ) -> Tensor:
@@ -277,7 +275,7 @@ class _Products(torch.autograd.Function):
             "forward",
             Codes(x_MK, x_MK_scale, x_MK_tensor), settings.input.along,
             Codes(w_NK, w_NK_scale, w_NK_tensor), settings.forward_weight,
-            x.shape[1], bias, dtype, settings,
+            x.shape[1], bias, x.dtype, settings,
         )  # fmt: skip
 
     @staticmethod
@@ -313,7 +311,7 @@ class _Products(torch.autograd.Function):
             dw = _product("weight_grad", *left, *right, dy.shape[0], None, w_dtype, settings)
         if need_bias:
             dbias = dy.sum(0, dtype=bias_dtype)
-        return dx, dw, dbias, *[None] * 19
+        return dx, dw, dbias, *[None] * 18
 
 
 def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
@@ -337,13 +335,11 @@ def only_cast(layouts: OperandCodes, casting: Castings) -> OperandCodes:
     return OperandCodes(layouts.along if casting.along.cast else None, layouts.across if casting.across.cast else None)
 
 
-def _input(
-    x_MK: Tensor, settings: Settings, state: State, learns: bool, dtype: torch.dtype | None
-) -> tuple[OperandCodes, bool]:
+def _input(x_MK: Tensor, settings: Settings, state: State, learns: bool) -> tuple[OperandCodes, bool]:
     """Return the layouts of the input, and whether the second one is to be cast in backward from (x, magnitude, place)."""
     casting, amax, place = settings.input, state.input_amax, _drawn(settings.input, state, 0)
     if not (learns and settings.save == "input" and casting.across.cast and x_MK.numel()) or casting.shared:
-        return _both(x_MK, casting, amax, place, True, learns, dtype, state.levels), False
+        return _both(x_MK, casting, amax, place, True, learns, None, state.levels), False
     x, across, level = x_MK.detach(), casting.across, _level(state.levels, casting.across)
     compiling = torch.compiler.is_compiling()
     if compiling and casting.along == across and across.fusible and x.dtype in recast.ROUNDED:
@@ -353,7 +349,7 @@ def _input(
         return OperandCodes(Codes(codes, scale), Codes(codes_t, scale.view(()))), False  # Dynamo takes no tensor twice
     if across.measured and casting.along == across:
         amax = amax._replace(given=_measured(x, across, amax))
-    along = _both(x_MK, casting, amax, place, True, False, dtype, state.levels).along
+    along = _both(x_MK, casting, amax, place, True, False, None, state.levels).along
     given, place = (amax.given if across.measured or across.delayed else None), place if across.stochastic else None
     if not compiling:
         return OperandCodes(along, Codes(x_MK, given, place)), True

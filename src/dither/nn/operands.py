@@ -8,7 +8,7 @@ from torch import Tensor
 from dither import apart_ops as apart_ops  # these register torch.ops.dither
 from dither import recast_ops as recast_ops
 from dither import torch_ops as torch_ops
-from dither.nn import shared_scales
+from dither.nn import recast, shared_scales
 
 
 class Casting(NamedTuple):
@@ -113,6 +113,22 @@ class Amax(NamedTuple):
     given: Tensor | None = None
     largest: Tensor | None = None
     """0-d; raised to the magnitude of each tensor that is cast; None if it is not recorded."""
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype to which autocast converts the operands of products on the device of x; None without autocast."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def as_input(x: Tensor) -> Tensor:
+    """Return x as a linear layer reads it: autocast converts it to its dtype, as it does for nn.Linear.
+
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     as_input(torch.tensor([1.001, 3.0]))
+    tensor([1., 3.], dtype=torch.bfloat16)
+    """
+    return x.to(autocast_dtype(x) or x.dtype)
 
 
 def _level(levels: Tensor | None, casting: Casting) -> Tensor | None:
@@ -222,11 +238,7 @@ def _measured(x: Tensor, casting: Casting, amax: Amax) -> Tensor | None:
     """Return the largest magnitude that x is scaled by; for small groups None."""
     if amax.given is not None or not casting.measured or not x.numel():
         return amax.given
-    if torch.compiler.is_compiling():
-        # As an operation of the graph it can join the kernel that computes x, and saves a reading of it.
-        return x.detach().abs().amax().float()
-    largest: Tensor = torch.ops.dither.amax(x.detach(), "auto")
-    return largest
+    return recast.largest_magnitude(x.detach())
 
 
 def _cast_later(source: Codes, casting: Casting, axis: int, levels: Tensor | None, after: Tensor) -> Codes:

@@ -20,6 +20,7 @@ from dither.compiler import assume_constant_result
 from dither.nn import functional, hints
 from dither.nn.functional import Codes, Settings
 from dither.nn.linear import Linear, rows_of
+from dither.nn.operands import as_input, autocast_dtype
 from dither.ops import INPUT_DTYPES
 from dither.precision import Cast
 from dither.reference.loss import IGNORE
@@ -62,21 +63,19 @@ def output_loss(layer: Linear, x: Tensor, targets: Tensor, backend: str) -> Tens
     hints.slow_autocast(x)
     settings = layer._settings_for(x)
     state = layer.call_state(settings, rows_of(x))
-    autocast = torch.is_autocast_enabled(x.device.type)
-    dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+    x = as_input(x)
     x_ND, targets_N = x.reshape(-1, x.shape[-1]), targets.flatten()
     missing = -len(x_ND) % engines.ALIGNMENT if x.is_cuda else 0
     if missing:  # ignored rows of zeros, for units that take multiples of 16
         x_ND, targets_N = F.pad(x_ND, (0, 0, 0, missing)), F.pad(targets_N, (0, missing), value=IGNORE)
     learns = torch.is_grad_enabled() and layer.weight.requires_grad
     passes = torch.is_grad_enabled() and x.requires_grad
-    wanted = dtype if autocast else None
     with torch.no_grad():
         x_codes = functional._both(
-            x_ND, settings.input, state.input_amax, functional._drawn(settings.input, state, 0), True, learns, wanted,
+            x_ND, settings.input, state.input_amax, functional._drawn(settings.input, state, 0), True, learns, None,
             state.levels,
         )  # fmt: skip
-        w_codes = functional._all_layouts(layer.weight, settings, state, passes, wanted)
+        w_codes = functional._all_layouts(layer.weight, settings, state, passes, autocast_dtype(x))
     nothing = Codes(None)  # type: ignore[arg-type]
     loss: Tensor = _OutputLoss.apply(  # type: ignore[no-untyped-call]
         x_ND,
@@ -86,7 +85,6 @@ def output_loss(layer: Linear, x: Tensor, targets: Tensor, backend: str) -> Tens
         *(x_codes.across or nothing),
         *(w_codes.along or nothing),
         *(w_codes.across or nothing),
-        dtype,
         settings,
         backend,
     )
@@ -114,7 +112,6 @@ class _OutputLoss(torch.autograd.Function):
         w_DV: Tensor | None,
         w_DV_scale: Tensor | None,
         w_DV_tensor: Tensor | None,
-        dtype: torch.dtype,
         settings: Settings,
         backend: str,
     ) -> Tensor:
@@ -122,7 +119,7 @@ class _OutputLoss(torch.autograd.Function):
             "forward",
             Codes(x_ND, x_ND_scale, x_ND_tensor), settings.input.along,
             Codes(w_VD, w_VD_scale, w_VD_tensor), settings.forward_weight,
-            x.shape[1], None, dtype, settings,
+            x.shape[1], None, x.dtype, settings,
         )  # fmt: skip
         losses_N, parts_2N = torch.ops.dither.cross_entropy_forward(logits_NV, targets_N, backend)
         count = (targets_N != IGNORE).sum()
@@ -164,7 +161,7 @@ class _OutputLoss(torch.autograd.Function):
             dw = functional._product(
                 "weight_grad", Codes(values_VN, scales), casting, x_codes, settings.input.across, rows, None, w_dtype, settings
             )
-        return (dx[0] if len(dx) == 1 else torch.cat(dx)) if dx else None, dw, *[None] * 16
+        return (dx[0] if len(dx) == 1 else torch.cat(dx)) if dx else None, dw, *[None] * 15
 
 
 def _parts(rows: int) -> Iterator[slice]:

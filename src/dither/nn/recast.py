@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dither import recast_ops as recast_ops
+from dither import torch_ops as torch_ops
 
 FUSIBLE = MappingProxyType(
     {
@@ -58,6 +59,27 @@ def rounded_to_bfloat16(wide: Tensor) -> Tensor:
     """
     bits = wide.view(torch.int32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
+
+
+def largest_magnitude(x: Tensor) -> Tensor:
+    """Return the largest magnitude of x, 0-d float32, with the same bits in compiled and in eager code.
+
+    In a compiled graph it consists of torch's operations, which join the kernel that computes x and save a reading of it. That
+    kernel may not round x, so the magnitude is rounded instead: rounding is monotonic. NaN stays NaN.
+
+    >>> largest_magnitude(torch.tensor([[1.0, -3.0], [2.0, 0.5]]))
+    tensor(3.)
+    """
+    if not torch.compiler.is_compiling() or x.dtype == torch.float16:  # the operator reads the rounded numbers from memory
+        measured: Tensor = torch.ops.dither.amax(x, "auto")
+        return measured
+    largest = x.abs().amax().float()
+    return rounded_magnitude(largest) if x.dtype == torch.bfloat16 else largest
+
+
+def rounded_magnitude(largest: Tensor) -> Tensor:
+    """Return float32 numbers rounded to bfloat16, by their bits; NaN stays NaN."""
+    return torch.where(largest.isnan(), largest, rounded_to_bfloat16(largest))
 
 
 def again(

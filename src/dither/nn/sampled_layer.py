@@ -9,6 +9,7 @@ from dither.errors import UserError
 from dither.nn import functional, sampling, tensor_parallel
 from dither.nn.coded_weight import coded_of
 from dither.nn.functional import Settings, State
+from dither.nn.operands import autocast_dtype
 from dither.nn.sampling import SamplingConstants
 from dither.nn.step_state import StepState, keep_in_place
 from dither.nn.tensor_parallel import local
@@ -149,8 +150,7 @@ class SampledLayer(nn.Linear):
 
     def sampled_forward(self, x: Tensor, settings: Settings, state: State) -> Tensor:
         """Return the layer's output by its sampled weight, its sampled input, or both."""
-        autocast = torch.is_autocast_enabled(x.device.type)
-        dtype = torch.get_autocast_dtype(x.device.type) if autocast else None
+        dtype = autocast_dtype(x)
         if self.samples_input:
             x = self._sampled_input(x, state, dtype or x.dtype)
         weight, step = self.weight, self.step_state

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dither.compiler import assume_constant_result
+from dither.nn import recast
 from dither.precision import Cast
 
 EXTRA = 16
@@ -82,7 +83,7 @@ def largest_of(amax: Tensor, group: str) -> Tensor:
 
 def largest_magnitude(x: Tensor, group: str) -> Tensor:
     """Return the largest magnitude of a matrix whose parts the ranks of a group have, float32[]."""
-    return largest_of(x.abs().amax() if x.numel() else x.new_zeros(()), group)
+    return largest_of(recast.largest_magnitude(x) if x.numel() else x.new_zeros(()), group)
 
 
 def extended(x: Tensor, axis: int, group: str) -> Tensor:

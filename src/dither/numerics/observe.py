@@ -19,6 +19,7 @@ from dither.grouping import storage_dtype
 from dither.nn import tensor_parallel
 from dither.nn.experts import ExpertLinear
 from dither.nn.linear import Linear
+from dither.nn.operands import autocast_dtype
 from dither.numerics.report import OPERANDS
 from dither.precision import Cast
 from dither.reference import numerics, scaling
@@ -64,7 +65,7 @@ class Observer:
         if not layer.training or torch._C._current_graph_task_id() != -1:
             return
         x: Tensor = args[0] if args else named["input"]
-        product = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        product = autocast_dtype(x) or x.dtype
         self._look(name, layer, "input", tensor_parallel.part_of(x.detach()).matrix, product, 1)
         if (name, "weight") not in self.found:
             self._look(
@@ -92,6 +93,8 @@ class Observer:
         if cast is None:
             cast = Cast(self.compute or FORMATS[product])
             came = FORMATS.get(x.dtype) == cast.format
+        elif operand == "input":  # as the layer converts it before its cast
+            x = x.to(product)
         given = delayed_amax(layer, operand) if cast.scaling.kind == "delayed" else None
         if given is not None:
             given = torch.where(given > 0, given, x.abs().amax().float())

@@ -1,5 +1,6 @@
 """The monitor's numbers in pictures: histories of amax and scales, shares of values that casts lose, and updates of weights."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +67,6 @@ def numerics_view(run: RunFolder) -> NumericsView | None:
 
     scales = {operand: {key: history(operand, key) for key in SCALES} for operand in OPERANDS}
     last = lines[-1][1]
-    problems = run.of("numerics")[-1].get("problems")
     return NumericsView(
         grid,
         steps,
@@ -75,9 +75,29 @@ def numerics_view(run: RunFolder) -> NumericsView | None:
         {operand: history(operand, "amax") for operand in OPERANDS},
         scales,
         {operand: tuple(_cast(last.get(name), operand) for name in grid.names) for operand in OPERANDS},
-        tuple(each for each in problems if isinstance(each, str))[:20] if isinstance(problems, list) else (),
+        problems_of(run.of("numerics")[-1])[:20],
         _updates(lines),
     )
+
+
+def problems_of(line: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the sentences about problems in a line of metrics.
+
+    >>> problems_of({"problems": ["3 % of the input of q_proj is clipped by e4m3 tensor."]})
+    ('3 % of the input of q_proj is clipped by e4m3 tensor.',)
+    """
+    found = line.get("problems")
+    return tuple(each for each in found if isinstance(each, str)) if isinstance(found, list) else ()
+
+
+def new_problems(run: RunFolder) -> list[tuple[int, str]]:
+    """Return steps and problems that the sampled step before did not have, apart from their numbers."""
+    found, before = [], set[str]()
+    for line in run.of("numerics"):
+        kinds = {re.sub(r"[\d.]+", "", text): text for text in problems_of(line)}
+        found += [(line["step"], text) for kind, text in kinds.items() if kind not in before]
+        before = set(kinds)
+    return found
 
 
 def _largest(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[tuple[str, str, str], float]:

@@ -11,7 +11,7 @@ from dither.report.bitwidth_view import BitwidthView, bitwidth_view
 from dither.report.charts import Chart, Line, LineChart, PartChart, Table, plain
 from dither.report.maps import PlanHistory, plan_history
 from dither.report.numbers import duration, fixed, share, short, size
-from dither.report.numerics_view import NumericsView, first_nonfinite, numerics_view
+from dither.report.numerics_view import NumericsView, first_nonfinite, new_problems, numerics_view
 from dither.report.run_folder import RunFolder, number
 from dither.report.snip_view import SnipView, snip_view, verification_charts
 from dither.report.summary import Summary, summarize
@@ -273,7 +273,7 @@ def _parts(value: object) -> dict[str, float]:
 
 
 def _events(run: RunFolder) -> Table | None:
-    """Return events in the order of steps: messages of the guard, plans, resumes, and how the run ended."""
+    """Return events in the order of steps: messages of the guard, plans, resumes, new problems, and how the run ended."""
     found = []
     for line in run.of("guard"):
         found.append((line["step"], _words(line.get("event")) or "guard", _words(line.get("text"))))
@@ -283,6 +283,7 @@ def _events(run: RunFolder) -> Table | None:
     for line in run.of("start"):
         if line.get("resumed_from") is not None:
             found.append((line["step"], "resumed", f"from the checkpoint of step {_words(line['resumed_from'])}"))
+    found += [(step, "numerics", _words(text)) for step, text in new_problems(run)]
     found.sort(key=lambda event: event[0])
     if run.status.get("why"):
         found.append((run.steps, run.state, _words(run.status["why"])))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dither import safe_files
 from dither.report.numbers import duration, fixed, short
+from dither.report.numerics_view import problems_of
 from dither.report.run_folder import number, observed_status, of_kinds, parsed, read_briefly, why_not
 from dither.report.run_table import printable
 
@@ -19,7 +20,7 @@ MOST_LOSSES, MOST_EVENTS = 4096, 6
 CHUNK = 32 << 20
 """Bytes that are read at once: more than the longest line."""
 
-KINDS = ("train", "eval", "start", "end", "guard", "plan", "save")
+KINDS = ("train", "eval", "start", "end", "guard", "plan", "save", "numerics")
 """Kinds of lines that the view shows."""
 
 
@@ -172,6 +173,8 @@ def _event(line: Mapping[str, Any]) -> str:
             text = f"{'a new plan' if line.get('changed', True) else 'the same plan'}: {line.get('reason')}"
         case "save":
             text = "saved"
+        case "numerics" if problems := problems_of(line):
+            text = f"numerics: {' '.join(problems)}"
         case _:
             return ""
     return printable(f"step {line['step']:,}  {text}"[:300])

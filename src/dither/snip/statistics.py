@@ -21,6 +21,7 @@ from dither.errors import UserError
 from dither.nn import tensor_parallel
 from dither.nn.experts import ExpertLinear
 from dither.nn.linear import Linear
+from dither.nn.operands import as_input
 from dither.nn.tensor_parallel import Part, local
 from dither.optim.shards import like
 from dither.precision import Cast
@@ -169,7 +170,7 @@ class Collector:
             tensor_parallel.check(name, layer.weight, layer.transposed, self._casts)
         own = x.view_as(x)
         with torch.no_grad():
-            norms, part = self._norms[name], tensor_parallel.part_of(x.detach())
+            norms, part = self._norms[name], tensor_parallel.part_of(as_input(x.detach()))
             first = torch._C._current_graph_task_id() == -1  # else backward recomputes a checkpointed block
             errors = {str(cast): self._errors(name, part, cast) for cast in self._casts["input"]}
             if first:
