@@ -4,6 +4,8 @@ import dataclasses
 import itertools
 import math
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import oracles
@@ -56,6 +58,12 @@ def test_randomgen_counts_before_it_draws():
     ]
     two = oracles.philox_words(5, (7, 1, 2, 0), 8)
     assert (two[4:] == oracles.philox_words(5, (8, 1, 2, 0), 4)).all()
+
+
+def test_the_first_thing_a_process_does_may_be_to_draw():
+    draw = "import dither; print(dither.Stream(1, 'round', 'w').bits(3, (2,)).tolist())"
+    words = subprocess.run([sys.executable, "-c", draw], capture_output=True, text=True, check=True).stdout
+    assert words == f"{Stream(1, 'round', 'w').bits(3, (2,)).tolist()}\n"
 
 
 def test_ten_million_words_are_those_of_randomgen():

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from dither.numerics import Monitor as Monitor
     from dither.ops import AmaxHistory as AmaxHistory
     from dither.ops import Quantized as Quantized
+    from dither.ops import Stream as Stream
     from dither.ops import amax as amax
     from dither.ops import fake_quantize as fake_quantize
     from dither.ops import quantize as quantize
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from dither.precision import Plan as Plan
     from dither.precision import Sampling as Sampling
     from dither.precision import WeightDecay as WeightDecay
-    from dither.random import Stream as Stream
     from dither.recipes import recipe as recipe
     from dither.snip import auto_plan as auto_plan
 
@@ -79,10 +79,9 @@ _MODULES = {
         "step_context",
     ),
     "numerics": ("Monitor",),
-    "ops": ("AmaxHistory", "Quantized", "amax", "fake_quantize", "quantize", "quantize_both", "round_to", "sample"),
+    "ops": ("AmaxHistory", "Quantized", "Stream", "amax", "fake_quantize", "quantize", "quantize_both", "round_to", "sample"),
     "parallel": ("parallelize",),
     "precision": ("BitwidthLoss", "Cast", "LayerPrecision", "MemoryOptions", "Plan", "Sampling", "WeightDecay"),
-    "random": ("Stream",),
     "recipes": ("recipe",),
     "snip": ("auto_plan",),
 }

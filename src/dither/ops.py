@@ -14,7 +14,8 @@ from dither.compiler import assume_constant_result
 from dither.errors import UserError
 from dither.formats import Format
 from dither.precision import Cast
-from dither.random import Draw, Stream, check_backend, matrix_size
+from dither.random import Draw, check_backend, matrix_size
+from dither.random import Stream as Stream
 from dither.reference import sampling, scaling
 from dither.torch_ops import check_finite
 

@@ -85,7 +85,7 @@ class Stream:
         shape = tuple(shape)
         rows, columns = math.prod(shape[:-1]), shape[-1] if shape else 1
         draw = self.draw(step, (rows, columns), offset, device)
-        # Called by name: the operators import this module, and are registered when dither is imported.
+        # Called by name: the operators import this module. dither.Stream comes from dither.ops, which registers them.
         words: Tensor = torch.ops.dither.random_bits(draw.key, draw.step, rows, columns, draw.row, draw.column, width, backend)
         return words.reshape(shape)
 

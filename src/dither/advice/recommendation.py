@@ -184,9 +184,7 @@ AGAIN = (
     "Checkpointing computes each block twice, about a third more work, and changes no number. `dither train` has no switch for "
     "it: in a loop of your own, torch.utils.checkpoint does it."
 )
-SMALL = (
-    "FP8 gains little far below 1B parameters: with bf16-sr it ran at 1.10 times o1's speed at 134M, and 1.38 at 1B (H200)."
-)
+SMALL = "FP8 gains little far below 1B parameters: with bf16-sr it ran at 1.10 times o1's speed at 134M, and 1.38 at 1B (H200)."
 EIGHT = "fp8-current ran at 1.290 (1B), 1.318 (3B) and 1.341 times (8B with 4 layers) the speed of BF16 on an H200."
 UNTRIED = "FP8 was not measured on this kind of GPU: compare it with `--set precision.mode=o1` first."
 FOUR = "FP4 has no units on this kind of GPU: it runs on FP8 units, at 0.96 to 0.99 of the speed of FP8."
