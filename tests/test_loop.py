@@ -237,7 +237,7 @@ def test_killed_and_resumed_is_straight(text: Path, tmp_path: Path) -> None:
     train(settings(text, tmp_path / "straight", *steps))
     config = settings(text, tmp_path / "killed", *steps)
     (tmp_path / "run.toml").write_text(configs.dumps(config))
-    for number, at in enumerate((1, 5, 10)):
+    for number, at in enumerate((1, 7, 10)):
         process = start(str(tmp_path / "run.toml"), *["--resume"] * (number > 0))
         said = until(process, at)
         process.kill()
@@ -247,9 +247,10 @@ def test_killed_and_resumed_is_straight(text: Path, tmp_path: Path) -> None:
     saved, _ = checkpoint.newest(tmp_path / "killed" / "checkpoints")
     assert saved is not None
     newest = checkpoint.step_of(saved)
-    assert newest in (6, 9)  # a thread saves: step 10 may be done before step 9 is saved
+    assert newest in (6, 9)  # a thread saves: step 10 may be done before step 9 is saved, but not before step 6 is
     assert train(config, resume=True).code == 0
-    assert [line["resumed_from"] for line in lines(tmp_path / "killed", "start")] == [None, None, 3, newest]
+    resumed = [line["resumed_from"] for line in lines(tmp_path / "killed", "start")]
+    assert resumed in ([None, None, first, newest] for first in (3, 6))
     for step in (3, 12):
         (ours, plain), (theirs, expected) = state(tmp_path / "killed", step), state(tmp_path / "straight", step)
         assert plain == expected
