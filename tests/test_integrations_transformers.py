@@ -98,17 +98,18 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 @pytest.mark.parametrize("kind", ["callback", "trainer"])
 def test_a_resumed_run_with_everything_on_is_the_straight_run(kind, tmp_path):
-    """BF16 weights rounded stochastically, 8-bit states, FP8 blocks, GaussWS of o_proj and down_proj; 4 of 7 steps."""
+    """BF16 weights rounded stochastically, 8-bit states, FP8 blocks, GaussWS of o_proj and down_proj; 7 of 12 steps."""
 
     def trainer():
         model = build(dtype=torch.bfloat16)
-        return make(kind, tmp_path, model, optimizer_of(model, weights="stochastic", states="dynamic8", seed=3))
+        optimizer = optimizer_of(model, weights="stochastic", states="dynamic8", seed=3)
+        return make(kind, tmp_path, model, optimizer, max_steps=12, save_steps=7)
 
     straight = train(trainer())
     bitwidths = [layer.bitwidth for layer in straight.model.modules() if isinstance(layer, Linear) and layer.precision.sampled]
     assert len(bitwidths) == 2
     assert all((bitwidth != 1).all() for bitwidth in bitwidths)  # they have learned
-    resumed = train(trainer(), resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    resumed = train(trainer(), resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
     assert_same(states(straight), states(resumed))
     assert logs_of(resumed) == logs_of(straight)
 

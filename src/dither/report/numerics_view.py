@@ -91,7 +91,7 @@ def problems_of(line: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def new_problems(run: RunFolder) -> list[tuple[int, str]]:
-    """Return steps and problems that the sampled step before did not have, apart from their numbers."""
+    """Return steps and problems of a kind that the sampled step before did not have; other numbers, or layers, are not new."""
     found, before = [], set[str]()
     for line in run.of("numerics"):
         kinds = {re.sub(r"[\d.]+", "", text): text for text in problems_of(line)}
