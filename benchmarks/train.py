@@ -23,6 +23,7 @@ process of its own, so that neither memory nor a failure reaches the next one; d
     SR+companded8        bf16-sr or a recipe with +sr, with 8-bit states; SR+dynamic8 likewise
     SR+release           the same, updated in the backward pass, which frees gradients; after the states
     RECIPE+input         any of the recipes so far with MemoryOptions(save="input"); +one or +none after it are its hold=
+    RECIPE+swiglu        any of the recipes so far with MemoryOptions(swiglu="fp8")
     gaussws:PARTS        o1 with sampled weights, parts all, od, qkv, out, up or down; +recompute keeps no copy of them
     diffq:PARTS          the same with uniform noise
     MODE+adam-mini       o1, gaussws:PARTS or diffq:PARTS with dither.optim.AdamMini in place of torch's AdamW
@@ -76,7 +77,7 @@ SIZES = {
 SAMPLED = r"(gaussws|diffq):(all|od|qkv|out|up|down)(\+recompute)?"
 OPTIMIZER = r"\+(adamw|adam-mini)"
 UPDATED = r"(?:\+(?P<states>companded8|dynamic8))?(?P<release>\+release)?"
-RECIPE = rf"recipe:(?P<name>[\w-]+?)(?P<output>\+output)?(?:\+sr{UPDATED})?(?P<input>\+input)?(?:\+(?P<hold>one|none))?"
+RECIPE = rf"recipe:(?P<name>[\w-]+?)(?P<output>\+output)?(?:\+sr{UPDATED})?(?P<input>\+input)?(?:\+(?P<hold>one|none))?(?P<swiglu>\+swiglu)?"
 MODES = rf"bf16-nearest|torchao-(tensorwise|rowwise)|{RECIPE}|bf16-sr" + re.sub(r"\?P<\w+>", "", UPDATED)
 MODES = rf"({MODES}|(o1|{SAMPLED})({OPTIMIZER})?)(\+fsdp(-codes)?)?"
 TABLE_1 = ["o1", "gaussws:od", "gaussws:all", "diffq:all"]
@@ -111,6 +112,7 @@ def build(size: str, mode: str, device: str, peer: str | None, compiled: bool, l
     if recipe:
         plan = dither.recipe(recipe["name"])
         memory = dither.MemoryOptions(save="input" if recipe["input"] else "codes", hold=recipe["hold"] or "both")
+        memory = dataclasses.replace(memory, swiglu="fp8" if recipe["swiglu"] else "exact")
         dither.convert(model, plan.with_output() if recipe["output"] else plan, memory=memory)
     method, _, chosen_optimizer = re.sub(f"{OPTIMIZER}$", r"|\1", mode).partition("|")
     if sampled := re.fullmatch(SAMPLED, method):

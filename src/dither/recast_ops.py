@@ -45,6 +45,17 @@ def _(codes: Tensor, after: Tensor | None) -> Tensor:
 
 
 @_operator
+def _scales_later_op(exponents: Tensor, after: Tensor) -> Tensor:
+    """Return the float32 values of E8M0 scales, which come as uint8."""
+    return exponents.view(torch.float8_e8m0fnu).float()
+
+
+@_fake_of("scales_later")
+def _(exponents: Tensor, after: Tensor) -> Tensor:
+    return torch.empty_like(exponents, dtype=torch.float32)
+
+
+@_operator
 def _quantize_later_op(
     x: Tensor,
     cast: str,

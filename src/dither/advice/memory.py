@@ -25,7 +25,7 @@ from dither.adam_update import BLOCKS, WHOLE, current_mode
 from dither.engines import container
 from dither.errors import UserError
 from dither.formats import TABLE, Format
-from dither.precision import Cast, LayerPrecision, MemoryOptions, did_you_mean
+from dither.precision import SWIGLU_CAST, Cast, LayerPrecision, MemoryOptions, did_you_mean
 
 GIB = 2**30
 
@@ -387,23 +387,26 @@ def block_activations(shape: Shape, setting: Setting, *, tp: int = 1) -> tuple[f
     cast = precision.cast("weight_grad", "input") if precision is not None else None  # in the layout that backward needs
     attention = c * (q + 2 * k) + c * q + 4 * shape.heads  # queries, keys and values, the output, log-sum-exp
     ups = 2 if shape.gated else 1
+    coded = shape.gated and setting.memory.swiglu == "fp8"  # gate and up are codes, from which the input of down is made again
+    down = 0 if coded else f
     if setting.compiled:
         # The block's input, and the residual stream after attention; norms are recomputed.
         residual = p * d + c * d
-        up = ups * c * f
-        inputs = 0 if cast is not None else 2 * c * d + c * f / tp  # of q, k, v; of gate and up; of down
+        up = 2 * f * code_bytes(SWIGLU_CAST, d, f) if coded else ups * c * f
+        inputs = 0 if cast is not None else 2 * c * d + c * down / tp  # of q, k, v; of gate and up; of down
         codes = 0.0
         if cast is not None and setting.memory.save == "codes":  # else norms and products of activations are recomputed
-            codes = (2 * d + q / tp) * code_bytes(cast, d, d) + f / tp * code_bytes(cast, d, f)
+            codes = (2 * d + q / tp) * code_bytes(cast, d, d) + down / tp * code_bytes(cast, d, f)
         return (residual + attention + up) / tp + inputs, codes
     # Two norms. RMSNorm, uncompiled, keeps x in float32 and the quotient in the dtype of x; LayerNorm keeps x.
     residual = 2 * (max(4, p) + p) * d + 8 if shape.gated else 2 * p * d + 4 * p
-    up = (2 * ups) * c * f if shape.gated else 2 * c * f  # gate, silu(gate), up and their product, or before and after GELU
+    # Gate, silu(gate), up and their product, or before and after GELU; or the codes of gate and up.
+    up = 2 * f * code_bytes(SWIGLU_CAST, d, f) if coded else 2 * ups * c * f
     readers = (3, 2) if shape.gated else (1, 1)  # layers that read the first and the second norm
     if cast is not None and setting.memory.save == "codes":
         # Each layer casts its own input; the output of attention is kept for attention itself.
-        codes = (sum(readers) * d + q) * code_bytes(cast, d, d) + f * code_bytes(cast, d, f)
-        return residual + attention + up - c * f, codes
+        codes = (sum(readers) * d + q) * code_bytes(cast, d, d) + down * code_bytes(cast, d, f)
+        return residual + attention + up - c * down, codes
     # The inputs themselves: under autocast each layer converts its own, else layers share the output of a norm.
     return residual + attention + up + c * d * (sum(readers) if storage.autocast else 2), 0.0
 

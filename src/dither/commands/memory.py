@@ -15,7 +15,7 @@ from dither.advice.recommendation import Gpu, gpu_named, recommend
 from dither.advice.shapes import model_shape
 from dither.data import is_prepared, load_tokenizer, open_tokens
 from dither.errors import UserError
-from dither.precision import LayerPrecision, MemoryOptions
+from dither.precision import LayerPrecision
 from dither.recipes import MEASURED, recipe_name
 from dither.recipes import recipe as recipe_named
 from dither.tables import print_table
@@ -50,6 +50,7 @@ def memory(
     released: bool = False,
     save: Literal["codes", "input"] | None = None,
     hold: Literal["both", "one", "none"] | None = None,
+    swiglu: Literal["exact", "fp8"] | None = None,
     gpu: str | None = None,
     risk: Literal["none", "low", "high"] = "low",
 ) -> int:
@@ -73,6 +74,7 @@ def memory(
         released: Assume that backward updates each block and frees its gradients.
         save: Tensors that cast layers keep of their inputs: codes, or the input; by default that of the run, or codes.
         hold: Layouts of the codes of weights that are held: both, one or none; by default those of the run, or both.
+        swiglu: The inputs of SwiGLU that are kept for backward: exact, or as FP8 codes; by default those of the run, or exact.
         gpu: The GPU to recommend for, such as H100-80GB; by default that of this machine.
         risk: Allowed precisions: none (the usual mixed precision), low (also FP8, stochastic rounding), high (also FP4).
     """
@@ -86,11 +88,8 @@ def memory(
     more = {"checkpointing": checkpointing, "compiled": compiled, "accumulate": accumulate, "released": released}
     changed = {key: value for key, value in more.items() if value != getattr(Setting, key)}
     columns = {name: replace(setting, **changed) for name, setting in columns.items()}  # type: ignore[arg-type]
-    if save is not None or hold is not None:
-        columns = {
-            name: replace(each, memory=MemoryOptions(save or each.memory.save, hold or each.memory.hold))
-            for name, each in columns.items()
-        }
+    options = {name: value for name, value in (("save", save), ("hold", hold), ("swiglu", swiglu)) if value is not None}
+    columns = {name: replace(each, memory=replace(each.memory, **options)) for name, each in columns.items()}  # type: ignore[arg-type]
     place = gpu_named(gpu) if gpu is not None else next(iter(gpus_here()), None)
     _print(shape, columns, batch, sequence, place)
     if place is not None:
@@ -136,7 +135,7 @@ def _run_of(model: str | None) -> _RunShape | None:
         compiled=config.run.compile is not False,
         accumulate=data.micro_batch not in (None, data.batch),
         released=config.optim.release_gradients,
-        memory=MemoryOptions(precision.save, precision.hold),
+        memory=precision.memory,
     )
     return _RunShape(shape, setting, data.micro_batch or data.batch, data.sequence)
 

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from dither.errors import UserError
 from dither.models.causal import PlainLM, check_fields, normal_from
+from dither.nn.gated import GatedMLP
 from dither.nn.output import Output
 
 
@@ -152,18 +153,13 @@ class Attention(nn.Module):
         return out_BSD
 
 
-class MLP(nn.Module):
+class MLP(GatedMLP):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        out_BSD: Tensor = self.down_proj(functional.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
-        return out_BSD
+        narrow, wide = config.hidden_size, config.intermediate_size
+        layers = (nn.Linear(*sizes, bias=False) for sizes in ((narrow, wide), (narrow, wide), (wide, narrow)))
+        super().__init__(*layers)
 
 
 class Block(nn.Module):

@@ -16,6 +16,7 @@ from dither.nn.deployment import plan_from_bitwidths as plan_from_bitwidths
 from dither.nn.frozen import FrozenLinear as FrozenLinear
 from dither.nn.frozen import freeze_base as freeze_base
 from dither.nn.frozen import thaw_base as thaw_base
+from dither.nn.gated import GatedMLP as GatedMLP
 from dither.nn.graphed import GraphedPasses as GraphedPasses
 from dither.nn.graphed import capture_passes as capture_passes
 from dither.nn.guidance import bitwidth_loss as bitwidth_loss

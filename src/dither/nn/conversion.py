@@ -25,6 +25,7 @@ from dither.nn.conversion_record import ConvertedLayer as ConvertedLayer
 from dither.nn.conversion_record import LeftAlone as LeftAlone
 from dither.nn.conversion_record import alike
 from dither.nn.experts import ExpertsLinear
+from dither.nn.gated import adopt_gated, check_gated
 from dither.nn.guidance import sampling_parameters, watch_guidance
 from dither.nn.linear import Linear
 from dither.nn.linear_sites import DTYPES, FALLBACKS, Layer, _all, _loaded, _special, linear_of
@@ -69,7 +70,8 @@ def convert(
         emulate: Multiply dequantized numbers in float32 in all layers.
         engines: Native units that passed the self-test on this machine, or the file in which `dither doctor --engines FILE`
             recorded them. Units that this project has tested need no record.
-        memory: Choice of the tensors that layers keep between forward and backward; by default `MemoryOptions()`.
+        memory: Choice of the tensors that layers keep between forward and backward; by default `MemoryOptions()`. Its option
+            swiglu="fp8" replaces feed-forward layers of transformers by `dither.nn.GatedMLP`, with the same names.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
@@ -100,8 +102,11 @@ def convert(
     adopted = {site.name: site.adopt(seed, emulate, verified, fallback) for site in sites if site.name in chosen}
     if not adopted and (plan.default is not None or any(precision is not None for _, precision in plan.layers)):
         raise UserError(f"{type(model).__name__} has no layer to convert: {_why_nothing(sites, reasons)}.")
+    memory = memory or MemoryOptions()
+    if memory.swiglu == "fp8":
+        check_gated(model)
     for layer in adopted.values():
-        layer.set_memory(memory or MemoryOptions())
+        layer.set_memory(memory)
     notes = _switch(adopted, chosen, None, plan.compute)
     if plan.parameters is not None:
         cast_parameters(model, DTYPES[plan.parameters], all_norms=plan.master)
@@ -110,6 +115,8 @@ def convert(
             site.install(model, adopted[site.name])
             for linear in _all(adopted[site.name]):
                 linear.belong_to(model)
+    if memory.swiglu == "fp8":
+        adopt_gated(model)
     watch_guidance(model)
     record = _record(model, plan, sites, adopted, notes, reasons)
     if any(linear_of(layer).weight.is_cuda for layer in adopted.values()):

@@ -20,6 +20,7 @@ from dither.nn.functional import Amax, Casting, Codes, Settings
 from dither.nn.linear import Linear, rows_of
 from dither.nn.linear_sites import converted_layers
 from dither.nn.operands import as_input
+from dither.nn.swiglu import KeptInputs
 from dither.precision import OPERANDS, Cast, LayerPrecision
 
 BUFFERS = ("weight_codes", "weight_scale", "weight_tensor_scale")
@@ -126,8 +127,8 @@ class FrozenLinear(Linear):
         """Return the numbers of the codes as an ordinary tensor."""
         return _dequantized(self._codes(), self.stored, dtype or self.stored.dtype)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Map [..., in_features] to [..., out_features]."""
+    def forward(self, input: Tensor, kept: KeptInputs | None = None) -> Tensor:
+        """Map [..., in_features] to [..., out_features]. Backward of a frozen weight reads no input, and so nothing `kept`."""
         settings = self._settings_for(input)
         state = self.call_state(settings, rows_of(input))
         return _frozen_product(input, self._codes(), self.bias, settings, state, self.stored)

@@ -12,7 +12,7 @@ A precision's overrides may cast a matrix otherwise for one of its two products:
 one reading if both round to nearest with scales of groups.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,7 @@ from dither.nn.operands import _both as _both
 from dither.nn.operands import _cast_later, _measured, _turned_later, as_input, autocast_dtype
 from dither.nn.operands import _level as _level
 from dither.nn.operands import _turned as _turned
+from dither.nn.swiglu import KeptInputs, product_again
 from dither.ops import INPUT_DTYPES
 from dither.precision import OPERANDS, Cast, LayerPrecision, MemoryOptions
 from dither.random import Stream
@@ -54,6 +55,8 @@ class State(NamedTuple):
     input_amax: Amax = Amax()
     weight_amax: Amax = Amax()
     grad_amax: Amax = Amax()
+    kept: KeptInputs | None = None
+    """The inputs of the SwiGLU that made x, from which backward makes it again; None: x is kept as `Settings.save` says."""
 
 
 class Settings(NamedTuple):
@@ -73,6 +76,7 @@ class Settings(NamedTuple):
     """Native units that passed the self-test on this machine, with commas between: see `dither.engines.Verified`."""
     save: str = "codes"
     hold: str = "both"
+    swiglu: str = "exact"
     """Those of `dither.precision.MemoryOptions`."""
 
     @property
@@ -130,7 +134,7 @@ def make_settings(
     )
     if transposed:
         w = Castings(w.across, w.along)
-    return Settings(x, w, dy, name, transposed, emulate, ",".join(verified), memory.save, memory.hold)
+    return Settings(x, w, dy, name, transposed, emulate, ",".join(verified), memory.save, memory.hold, memory.swiglu)
 
 
 def _by_level(family: Family, level: int) -> Casting:
@@ -161,8 +165,9 @@ def keys(name: str, seed: int) -> tuple[int, ...]:
 class Later(NamedTuple):
     """Operands that backward makes, because forward saves less than their codes."""
 
-    input: bool = False
-    """True if the transposed input is cast in backward."""
+    input: str = ""
+    """The transposed input is cast in forward (""), or in backward: from the input itself ("cast"), or from the kept inputs of
+    its SwiGLU ("swiglu")."""
     weight: str = ""
     """The weight of the input gradient is made in forward (""), or in backward ("turn" or "cast"): see `_weight`."""
 
@@ -190,7 +195,7 @@ def linear(
     if isinstance(precision, LayerPrecision):
         precision = make_settings(precision, gpu=x.is_cuda)
     settings = precision
-    if not (settings.input.cast or settings.weight.cast or settings.grad.cast):
+    if not (settings.input.cast or settings.weight.cast or settings.grad.cast or state.kept):
         return _plain(x, weight, bias, settings.transposed)
     if x.dtype not in INPUT_DTYPES or weight.dtype not in INPUT_DTYPES:
         raise UserError(
@@ -230,6 +235,7 @@ def linear(
         state.levels,
         settings,
         Later(again, remake),
+        *(state.kept[1:] if again == "swiglu" and state.kept is not None else (None, None)),
     )
     y_MN = y_MN[:tokens] if padded else y_MN
     return y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
@@ -238,7 +244,8 @@ def linear(
 class _Products(torch.autograd.Function):
     """The products. Operands come as (values, scale, tensor scale); x, weight and bias themselves only for their gradients.
 
-    An operand of backward that is cast there comes as (matrix, its largest magnitude or None, where it draws or None).
+    An operand of backward that is cast there comes as (matrix, its largest magnitude or None, where it draws or None). For an
+    input that follows from kept inputs of a SwiGLU, these come in place of the matrix: the first there, the others last.
     """
 
     @staticmethod
@@ -265,10 +272,11 @@ class _Products(torch.autograd.Function):
         levels: Tensor | None,
         settings: Settings,
         later: Later,
+        *kept: Tensor | None,
     ) -> Tensor:
         if later.weight == "turn":
             w_KN, w_KN_scale = w_NK, w_NK_scale
-        ctx.save_for_backward(x_KM, x_KM_scale, x_KM_tensor, w_KN, w_KN_scale, w_KN_tensor, place, grad_amax, levels)
+        ctx.save_for_backward(x_KM, x_KM_scale, x_KM_tensor, w_KN, w_KN_scale, w_KN_tensor, place, grad_amax, levels, *kept)
         ctx.grad_largest, ctx.settings, ctx.later = grad_largest, settings, later
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         return _product(
@@ -286,7 +294,7 @@ class _Products(torch.autograd.Function):
                 f"{_where(settings)} has casts, which have no second derivative: call backward without create_graph=True, "
                 "or give the layer a precision without casts."
             )
-        x_KM, x_KM_scale, x_KM_tensor, w_KN, w_KN_scale, w_KN_tensor, place, grad_amax, levels = ctx.saved_tensors
+        x_KM, x_KM_scale, x_KM_tensor, w_KN, w_KN_scale, w_KN_tensor, place, grad_amax, levels, *kept = ctx.saved_tensors
         x_dtype, w_dtype, bias_dtype = ctx.dtypes
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         dx = dw = dbias = None
@@ -303,7 +311,9 @@ class _Products(torch.autograd.Function):
             )
         if across is not None:  # dw_NK = dy_NM (x_KM)^T, or its transpose
             x = Codes(x_KM, x_KM_scale, x_KM_tensor)
-            if ctx.later.input:
+            if ctx.later.input == "swiglu":
+                x = _input_again(x, kept, settings.input, dy.shape[0], levels, across.values, x_dtype)
+            elif ctx.later.input:
                 x = _cast_later(x, settings.input.across, 0, levels, across.values)
             left, right = (across, settings.grad.across), (x, settings.input.across)
             if settings.transposed:
@@ -311,7 +321,7 @@ class _Products(torch.autograd.Function):
             dw = _product("weight_grad", *left, *right, dy.shape[0], None, w_dtype, settings)
         if need_bias:
             dbias = dy.sum(0, dtype=bias_dtype)
-        return dx, dw, dbias, *[None] * 18
+        return dx, dw, dbias, *[None] * 20
 
 
 def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
@@ -335,27 +345,59 @@ def only_cast(layouts: OperandCodes, casting: Castings) -> OperandCodes:
     return OperandCodes(layouts.along if casting.along.cast else None, layouts.across if casting.across.cast else None)
 
 
-def _input(x_MK: Tensor, settings: Settings, state: State, learns: bool) -> tuple[OperandCodes, bool]:
-    """Return the layouts of the input, and whether the second one is to be cast in backward from (x, magnitude, place)."""
+def _input(x_MK: Tensor, settings: Settings, state: State, learns: bool) -> tuple[OperandCodes, str]:
+    """Return the layouts of the input, and `Later.input`: how backward casts the second one from (x, magnitude, place)."""
     casting, amax, place = settings.input, state.input_amax, _drawn(settings.input, state, 0)
+    if learns and state.kept is not None and x_MK.numel():
+        across = casting.across
+        along = _fused(x_MK.detach(), casting.along) or _both(x_MK, casting, amax, place, True, False, None, state.levels).along
+        later = Codes(state.kept.gate, amax.given if across.delayed else None, place if across.stochastic else None)
+        return OperandCodes(along, later), "swiglu"
     if not (learns and settings.save == "input" and casting.across.cast and x_MK.numel()) or casting.shared:
-        return _both(x_MK, casting, amax, place, True, learns, None, state.levels), False
+        return _both(x_MK, casting, amax, place, True, learns, None, state.levels), ""
     x, across, level = x_MK.detach(), casting.across, _level(state.levels, casting.across)
     compiling = torch.compiler.is_compiling()
     if compiling and casting.along == across and across.fusible and x.dtype in recast.ROUNDED:
         largest = _measured(x, across, amax)
         assert largest is not None
         codes, codes_t, scale = recast.fused(x, across.cast, largest)
-        return OperandCodes(Codes(codes, scale), Codes(codes_t, scale.view(()))), False  # Dynamo takes no tensor twice
+        return OperandCodes(Codes(codes, scale), Codes(codes_t, scale.view(()))), ""  # Dynamo takes no tensor twice
     if across.measured and casting.along == across:
         amax = amax._replace(given=_measured(x, across, amax))
     along = _both(x_MK, casting, amax, place, True, False, None, state.levels).along
     given, place = (amax.given if across.measured or across.delayed else None), place if across.stochastic else None
     if not compiling:
-        return OperandCodes(along, Codes(x_MK, given, place)), True
+        return OperandCodes(along, Codes(x_MK, given, place)), "cast"
     drawn = (0, place, across.row, across.column)
     values, scale, tensor = recast.again(x, across.cast, given, across.container, drawn, level)
-    return OperandCodes(along, Codes(values.T, _turned(scale), tensor)), False
+    return OperandCodes(along, Codes(values.T, _turned(scale), tensor)), ""
+
+
+def _input_again(
+    later: Codes,
+    kept: Sequence[Tensor],
+    casting: Castings,
+    rows: int,
+    levels: Tensor | None,
+    after: Tensor,
+    dtype: torch.dtype,
+) -> Codes:
+    """Return the transposed input in backward: made again from kept inputs of its SwiGLU, padded to `rows`, and cast."""
+    gate, amax, place = later
+    x_MK = product_again(KeptInputs(gate, *kept), after, dtype)
+    x_MK = F.pad(x_MK, (0, 0, 0, rows - x_MK.shape[0])) if rows > x_MK.shape[0] else x_MK
+    if codes := _fused(x_MK, casting.across):
+        return Codes(torch.ops.dither.transposed(codes.values, None), codes.scale)
+    cast = _both(x_MK, casting, Amax(amax), place, False, True, None, levels).across
+    assert cast is not None
+    return cast
+
+
+def _fused(x_MK: Tensor, casting: Casting) -> Codes | None:
+    """Return codes by operations that a compiled graph joins with what computes x; None without compilation or such a cast."""
+    if not (torch.compiler.is_compiling() and casting.fusible and x_MK.dtype in recast.ROUNDED) or casting.shared:
+        return None
+    return Codes(*recast.fused_codes(x_MK, casting.cast, recast.largest_magnitude(x_MK)))
 
 
 def _weight(

@@ -35,8 +35,8 @@ class HoldingLayer(StatefulLayer):
             held = step.codes if settings.weight.cast and sampled == step.sampled else None
         if self.delayed_operands and self.training and not step.active:
             self._notice_step()
-        amax = (self._amax(operand) for operand in OPERANDS)
-        return State(self._drawn_at(tokens), self.draw_keys, held, local(self.levels), *amax)
+        x_amax, w_amax, dy_amax = (self._amax(operand) for operand in OPERANDS)
+        return State(self._drawn_at(tokens), self.draw_keys, held, local(self.levels), x_amax, w_amax, dy_amax)
 
     def _drawn_at(self, tokens: int) -> Tensor | None:
         """Return the step and the first row of this call, int64[2] on the device; None where nothing is drawn."""

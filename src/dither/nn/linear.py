@@ -16,6 +16,7 @@ from dither.nn.held_weight import HoldingLayer
 from dither.nn.output import Output
 from dither.nn.sampled_layer import BITWIDTHS
 from dither.nn.step_state import StepState
+from dither.nn.swiglu import KeptInputs
 from dither.precision import COMPUTE, LayerPrecision, MemoryOptions
 
 PLAIN = (nn.Linear.forward, Output.forward)
@@ -214,14 +215,25 @@ class Linear(HoldingLayer):
             raise UserError(f"The layer {self.name!r}, {error}.") from None
         return {product: str(engine) for product, engine in found.items()}
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Map [..., in_features] to [..., out_features]."""
+    def forward(self, input: Tensor, kept: KeptInputs | None = None) -> Tensor:
+        """Map [..., in_features] to [..., out_features]. `kept` are the inputs of the SwiGLU that made the input, if any."""
         hints.slow_autocast(input)
         settings = self._settings_for(input)
         state = self.call_state(settings, rows_of(input))
+        if kept is not None:
+            if self.training and self.samples_input:
+                raise UserError(
+                    f"The layer {self.name!r} samples its input, which MemoryOptions(swiglu='fp8') makes again without noise: "
+                    "use one of them."
+                )
+            state = state._replace(kept=kept)
         if self.training and (self.samples_weight or self.samples_input):
             return self.sampled_forward(input, settings, state)
         return self.product(input, self.weight, settings, state)
+
+    def keeps_swiglu(self, x: Tensor) -> bool:
+        """Return whether the inputs of the SwiGLU that makes the input x are kept for backward as codes."""
+        return torch.is_grad_enabled() and self._settings_for(x).swiglu == "fp8"
 
     def _settings_for(self, x: Tensor) -> Settings:
         """Return the precision, ready for use. Under torch.compile the name is left out so that all layers share one graph."""

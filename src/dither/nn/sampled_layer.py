@@ -8,7 +8,7 @@ from dither import torch_ops
 from dither.errors import UserError
 from dither.nn import functional, sampling, tensor_parallel
 from dither.nn.coded_weight import coded_of
-from dither.nn.functional import Settings, State
+from dither.nn.functional import Codes, OperandCodes, Settings, State
 from dither.nn.operands import autocast_dtype
 from dither.nn.sampling import SamplingConstants
 from dither.nn.step_state import StepState, keep_in_place
@@ -144,7 +144,7 @@ class SampledLayer(nn.Linear):
         coded = coded_of(weight)
         if coded is not None and coded.w_hat is not None:
             weight = _gathered_weight(self.name, weight, coded.w_hat, x)
-        if isinstance(weight, DTensor) and not self.casts_nothing:
+        if isinstance(weight, DTensor) and not (self.casts_nothing and state.kept is None):
             return tensor_parallel.linear(x, weight, self.bias, settings, state, self.precision)
         return functional.linear(x, weight, self.bias, settings, state=state)
 
@@ -177,6 +177,8 @@ class SampledLayer(nn.Linear):
         if self.casts_nothing:
             assert w_hat is not None
             learner = sampling.gradient_of(weight, bitwidth, b_t, amax, draw, constants, kept)
+            if state.kept is not None:
+                return functional.linear(x, learner, self.bias, settings, state=_with_sample(self.name, state, w_hat, constants))
             bias = self.bias if dtype is None or self.bias is None else self.bias.to(dtype)
             redo = sampling.Redo(weight, b_t, draw, constants) if constants.recompute else None
             return sampling.linear(x if dtype is None else x.to(dtype), learner, bias, w_hat, redo, transposed=self.transposed)
@@ -270,6 +272,16 @@ class SampledLayer(nn.Linear):
         if uncast:
             step.w_hat = w_hat
         return w_hat
+
+
+def _with_sample(name: str, state: State, w_hat: Tensor, constants: SamplingConstants) -> State:
+    """Return the state of a call whose products read a sampled weight without casts."""
+    if constants.recompute:
+        raise UserError(
+            f"The layer {name!r} has no casts and samples its weight again in backward (recompute=True), which "
+            "MemoryOptions(swiglu='fp8') does not allow: use one of them."
+        )
+    return state._replace(weight=OperandCodes(Codes(w_hat), Codes(w_hat.T)))
 
 
 def _gathered_weight(name: str, weight: Tensor, w_hat: Tensor, x: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from dither.precision.layer import SAMPLINGS as SAMPLINGS
 from dither.precision.layer import UNCAST as UNCAST
 from dither.precision.layer import LayerPrecision as LayerPrecision
 from dither.precision.layer import Override as Override
+from dither.precision.memory import SWIGLU_CAST as SWIGLU_CAST
 from dither.precision.memory import Hold as Hold
 from dither.precision.memory import MemoryOptions as MemoryOptions
 from dither.precision.memory import Save as Save

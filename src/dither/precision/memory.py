@@ -1,12 +1,17 @@
-"""Choices between memory and time that change no code, scale or random bit of a layer."""
+"""Choices between memory, time and, for SwiGLU, exactness of backward."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from dither.errors import UserError
+from dither.precision.cast import Cast
 
 Save = Literal["codes", "input"]
 Hold = Literal["both", "one", "none"]
+SwiGLU = Literal["exact", "fp8"]
+
+SWIGLU_CAST = Cast.parse("e4m3 tile(128) pow2_ceil")
+"""Cast of the inputs of SwiGLU. A code times a power of two is a bfloat16 number, and nothing is clipped."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,11 @@ class MemoryOptions:
     """Layouts of the weight's codes that a step_context holds: both, the forward product's alone (one), or none. The layout of
     the input gradient is then made in backward: by transposing codes, or by another cast of the weight."""
 
+    swiglu: SwiGLU = "exact"
+    """Inputs of SwiGLU, silu(gate) * up: backward reads them as they are (exact), or as FP8 codes with scales of 1 x 128 (fp8).
+    From these codes it also makes the input of the next layer again. This changes gradients, and no forward pass."""
+
     def __post_init__(self) -> None:
-        for name, choices in (("save", get_args(Save)), ("hold", get_args(Hold))):
+        for name, choices in (("save", get_args(Save)), ("hold", get_args(Hold)), ("swiglu", get_args(SwiGLU))):
             if (given := getattr(self, name)) not in choices:
                 raise UserError(f"{name} is {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}, not {given!r}.")

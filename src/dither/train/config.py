@@ -374,6 +374,11 @@ class Config:
                 "lora.rank trains adapters of a trained model: name it with --from, as a run, a checkpoint or a Hugging Face "
                 "folder."
             )
+        if self.precision.swiglu != "exact":
+            raise UserError(
+                f"precision.swiglu={self.precision.swiglu!r} does not go with lora.rank, since adapters keep the exact inputs "
+                "of their layers: remove one of them."
+            )
         obstacles = {
             "snip.target": self.snip.target is not None,
             "precision.schedule": bool(self.precision.schedule),

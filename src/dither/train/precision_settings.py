@@ -9,7 +9,7 @@ from dither.adam_update import BLOCKS, current_mode
 from dither.errors import UserError
 from dither.nn.plan_schedule import beginnings, check_name, is_file, split_forward
 from dither.optim import GRADIENTS, MODES
-from dither.precision import Plan, Sampling
+from dither.precision import MemoryOptions, Plan, Sampling
 from dither.recipes import ALIASES, MEASURED, RECIPES, recipe, recipe_name
 from dither.train.fields import check_choice, check_types
 
@@ -44,6 +44,8 @@ class Precision:
     """Backward reads the codes of a cast layer's input, or the input, which it casts again; see docs/memory.md."""
     hold: Literal["both", "one", "none"] = "both"
     """Layouts of a weight's codes that are held for a step: both, the forward product's, or none; see docs/memory.md."""
+    swiglu: Literal["exact", "fp8"] = "exact"
+    """Backward reads the inputs of SwiGLU as they are, or as FP8 codes, in a third of the memory; see docs/memory.md."""
     times: str | None = None
     """With fp8-auto: file of measured times; on a GPU, what is missing is measured and added."""
 
@@ -114,6 +116,11 @@ class Precision:
     def entries(self) -> tuple[tuple[int | float, str], ...]:
         """The schedule, or one entry for the recipe or the plan; an empty text means the plan of the mode."""
         return self.schedule or ((0, self.plan or self.recipe or ""),)
+
+    @property
+    def memory(self) -> MemoryOptions:
+        """The tensors that layers keep between forward and backward."""
+        return MemoryOptions(self.save, self.hold, self.swiglu)
 
     @property
     def measured(self) -> bool:

@@ -24,7 +24,7 @@ from dither.optim import MODES, Training, roles, training
 from dither.optim.options import MOST_NORM
 from dither.optim.roles import Role
 from dither.parallel.apply import allocate
-from dither.precision import MemoryOptions, Plan
+from dither.precision import Plan
 from dither.random import Stream
 from dither.ranks import gather
 from dither.snip import Snip, TrainingSetup
@@ -361,7 +361,7 @@ def _convert(config: Config, model: CausalLM, plan: Plan) -> Conversion:
         seed=config.run.seed,
         emulate=precision.emulate,
         engines=precision.engines,
-        memory=MemoryOptions(precision.save, precision.hold),
+        memory=precision.memory,
     )
 
 
