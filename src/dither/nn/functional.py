@@ -349,10 +349,7 @@ def _input(x_MK: Tensor, settings: Settings, state: State, learns: bool) -> tupl
     """Return the layouts of the input, and `Later.input`: how backward casts the second one from (x, magnitude, place)."""
     casting, amax, place = settings.input, state.input_amax, _drawn(settings.input, state, 0)
     if learns and state.kept is not None and x_MK.numel():
-        across = casting.across
-        along = _fused(x_MK.detach(), casting.along) or _both(x_MK, casting, amax, place, True, False, None, state.levels).along
-        later = Codes(state.kept.gate, amax.given if across.delayed else None, place if across.stochastic else None)
-        return OperandCodes(along, later), "swiglu"
+        return _kept_input(x_MK, state.kept, casting, amax, place, state.levels), "swiglu"
     if not (learns and settings.save == "input" and casting.across.cast and x_MK.numel()) or casting.shared:
         return _both(x_MK, casting, amax, place, True, learns, None, state.levels), ""
     x, across, level = x_MK.detach(), casting.across, _level(state.levels, casting.across)
@@ -373,6 +370,24 @@ def _input(x_MK: Tensor, settings: Settings, state: State, learns: bool) -> tupl
     return OperandCodes(along, Codes(values.T, _turned(scale), tensor)), ""
 
 
+def _kept_input(
+    x_MK: Tensor, kept: KeptInputs, casting: Castings, amax: Amax, place: Tensor | None, levels: Tensor | None
+) -> OperandCodes:
+    """Return the layout of the forward product, and (codes of the gate, magnitude, place) for `_input_again`."""
+    across, given = casting.across, amax.given
+    if across.measured and casting.along == across and not across.shared:
+        largest = _measured(x_MK, across, amax)
+        assert largest is not None
+        # Decoded inputs are larger by a sixteenth at most. Their product is within twice the exact one's magnitude, unless all
+        # gates are far below zero; then it is clipped.
+        amax, given = amax._replace(given=largest), 2 * largest
+    along = _fused(x_MK.detach(), casting.along, amax)
+    if along is None:
+        along = _both(x_MK, casting, amax, place, True, False, None, levels).along
+    later = given if across.measured or across.delayed else None
+    return OperandCodes(along, Codes(kept.gate, later, place if across.stochastic else None))
+
+
 def _input_again(
     later: Codes,
     kept: Sequence[Tensor],
@@ -386,18 +401,20 @@ def _input_again(
     gate, amax, place = later
     x_MK = product_again(KeptInputs(gate, *kept), after, dtype)
     x_MK = F.pad(x_MK, (0, 0, 0, rows - x_MK.shape[0])) if rows > x_MK.shape[0] else x_MK
-    if codes := _fused(x_MK, casting.across):
+    if codes := _fused(x_MK, casting.across, Amax(amax)):
         return Codes(torch.ops.dither.transposed(codes.values, None), codes.scale)
     cast = _both(x_MK, casting, Amax(amax), place, False, True, None, levels).across
     assert cast is not None
     return cast
 
 
-def _fused(x_MK: Tensor, casting: Casting) -> Codes | None:
+def _fused(x_MK: Tensor, casting: Casting, amax: Amax) -> Codes | None:
     """Return codes by operations that a compiled graph joins with what computes x; None without compilation or such a cast."""
     if not (torch.compiler.is_compiling() and casting.fusible and x_MK.dtype in recast.ROUNDED) or casting.shared:
         return None
-    return Codes(*recast.fused_codes(x_MK, casting.cast, recast.largest_magnitude(x_MK)))
+    largest = _measured(x_MK, casting, amax)
+    assert largest is not None
+    return Codes(*recast.fused_codes(x_MK, casting.cast, largest))
 
 
 def _weight(

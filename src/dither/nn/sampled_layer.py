@@ -151,8 +151,7 @@ class SampledLayer(nn.Linear):
     def sampled_forward(self, x: Tensor, settings: Settings, state: State) -> Tensor:
         """Return the layer's output by its sampled weight, its sampled input, or both."""
         dtype = autocast_dtype(x)
-        if self.samples_input:
-            x = self._sampled_input(x, state, dtype or x.dtype)
+        x = self._sampled_input(x, state, dtype or x.dtype) if self.samples_input else x
         weight, step = self.weight, self.step_state
         if not self.samples_weight:
             return functional.linear(x, weight, self.bias, settings, state=state)
@@ -178,7 +177,8 @@ class SampledLayer(nn.Linear):
             assert w_hat is not None
             learner = sampling.gradient_of(weight, bitwidth, b_t, amax, draw, constants, kept)
             if state.kept is not None:
-                return functional.linear(x, learner, self.bias, settings, state=_with_sample(self.name, state, w_hat, constants))
+                known = _with_sample(self.name, state, w_hat, constants)
+                return functional.linear(x, learner, self.bias, settings, state=known)
             bias = self.bias if dtype is None or self.bias is None else self.bias.to(dtype)
             redo = sampling.Redo(weight, b_t, draw, constants) if constants.recompute else None
             return sampling.linear(x if dtype is None else x.to(dtype), learner, bias, w_hat, redo, transposed=self.transposed)

@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 from dither import recast_ops as recast_ops  # these register torch.ops.dither
 from dither import torch_ops as torch_ops
 from dither.errors import UserError
-from dither.nn.recast import rounded_to_bfloat16
+from dither.nn.recast import rounded_magnitude, rounded_to_bfloat16
 from dither.precision import SWIGLU_CAST
 
 CAST, TILE = str(SWIGLU_CAST), SWIGLU_CAST.group.size
@@ -50,11 +50,11 @@ def _codes(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def compiled_codes(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return what the operator `quantize` returns for the cast, for whole tiles of float32 or bfloat16 numbers."""
-    wide = x.float() if x.dtype == torch.float32 else rounded_to_bfloat16(x.float())
-    tiles = wide.view(len(x), -1, TILE)
-    # A NaN is told from its bits: rounding by bits makes any number of it.
-    lost = ~x.isfinite().view(len(x), -1, TILE).all(-1)
+    tiles = x.float().view(len(x), -1, TILE)
     amax = tiles.abs().amax(-1)
+    if x.dtype == torch.bfloat16:  # a compiled graph may not have rounded it
+        tiles, amax = rounded_to_bfloat16(tiles), rounded_magnitude(amax)
+    lost = ~amax.isfinite()
     bits = amax.view(torch.int32)
     # E4M3 ends at 448 = 1.75 * 2^8: a larger mantissa takes the next power of two.
     exponent = ((bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).int()).clamp(-127, 127)
@@ -86,7 +86,7 @@ def _restored(codes: Tensor, scale: Tensor) -> Tensor:
 def product_again(kept: KeptInputs, after: Tensor, dtype: torch.dtype) -> Tensor:
     """Return silu(gate) * up of the decoded inputs, [M, F]."""
     gate, up = decoded(kept, after)
-    return (F.silu(gate) * up).to(dtype)
+    return (gate * torch.sigmoid(gate) * up).to(dtype)
 
 
 def swiglu(gate: Tensor, up: Tensor, kept: KeptInputs) -> Tensor:
@@ -116,7 +116,7 @@ class _SwiGLU(torch.autograd.Function):
                 "MemoryOptions(swiglu='fp8') out."
             )
         gate, up = (x.view(dy.shape) for x in decoded(KeptInputs(*ctx.saved_tensors), dy))
-        wide, sigmoid = dy.float(), torch.sigmoid(gate)
+        wide, sigmoid = dy.float(), torch.sigmoid(gate)  # as product_again has it, so that a compiled graph computes it once
         dgate = dup = None
         if ctx.needs_input_grad[0]:
             dgate = (wide * up * sigmoid * (1 + gate * (1 - sigmoid))).to(ctx.dtypes[0])
