@@ -6,7 +6,7 @@
 
 A case is SIZE:MODE with parts added by +: a recipe (fp8-block), states (dynamic8), again (checkpointing), eager (blocks not
 compiled), accumulate (two backward passes), small (128 tokens, so that gradients are the peak), input (MemoryOptions(save=
-"input")), one or none (its hold=). The measured peak is that of
+"input")), one or none (its hold=), swiglu (its swiglu="fp8"). The measured peak is that of
 allocated memory over three steps after a warm-up, by `torch.cuda.max_memory_allocated`. The last column but one is the
 estimate's error; more than 10 % fails (exit code 1).
 """
@@ -67,7 +67,7 @@ def parse(text: str) -> Case:
     """Parse the text of a case; a mistake ends the script with a message."""
     size, _, rest = text.partition(":")
     mode, *parts = rest.split("+")
-    known = {*RECIPES, *BLOCKS, "again", "eager", "accumulate", "small", "input", "one", "none"}
+    known = {*RECIPES, *BLOCKS, "again", "eager", "accumulate", "small", "input", "one", "none", "swiglu"}
     if size not in SIZES or mode not in MODES or mode not in STORAGE or not set(parts) <= known:
         sys.exit(
             f"{text!r} is no case: sizes are {', '.join(SIZES)}, modes {', '.join(MODES)}; add {', '.join(sorted(known))}."
@@ -83,7 +83,9 @@ def parse(text: str) -> Case:
         compiled="eager" not in parts,
         accumulate="accumulate" in parts,
         memory=dither.MemoryOptions(
-            "input" if "input" in parts else "codes", next((part for part in parts if part in ("one", "none")), "both")
+            "input" if "input" in parts else "codes",
+            next((part for part in parts if part in ("one", "none")), "both"),
+            "fp8" if "swiglu" in parts else "exact",
         ),
     )
     batch, sequence = (1, 128) if "small" in parts else (batch, sequence)

@@ -95,7 +95,7 @@ SNIP = ("snip.target=0.2", "snip.start=1", "snip.delay=1", "snip.every=99", "sni
 
 KINDS = {
     "fp32": ["data.micro_batch=2"],
-    "fp8-delayed": ["precision.recipe=fp8-delayed", *TINY],
+    "fp8-delayed": ["precision.recipe=fp8-delayed", "precision.swiglu=fp8", *TINY],
     "sampled": ["precision.sampling.guidance=[{kind='bitwidth_loss', weight=0.1}]"],
     "bf16-sr": ["precision.mode=bf16-sr", *TINY],
     "8-bit states": ["precision.states=dynamic8", "optim.schedule=wsd"],
@@ -108,6 +108,7 @@ KINDS = {
     # Plans change before the checkpoint of step 3, at it, and after it.
     "schedule": [
         *("precision.sampling.parts=od", "precision.sampling.b_init=1.5", "precision.sampling.b_target=1"),
+        "precision.swiglu=fp8",
         "precision.schedule=[[0, 'fp4-block'], [2, 'fp8-block'], [3, 'fp8-delayed forward'], [5, 'fp32']]",
         *TINY,
     ],

@@ -17,6 +17,8 @@ CASES = (
     "1b:o1+fp8-current+input+one",
     "3b:o1+fp8-current+input+none",
     "8b4:bf16-sr+fp8-current+input+none",
+    "134m:o1+fp8-current+input+none+swiglu",
+    "8b4:bf16-sr+fp8-block+swiglu",
 )
 
 

@@ -24,7 +24,7 @@ from dither.compiler import assume_constant_result
 from dither.errors import UserError
 from dither.formats import Format
 from dither.levels import NO_LEVELS, Family, Levels
-from dither.nn import recast
+from dither.nn import recast, shared_scales
 from dither.nn.operands import Amax as Amax
 from dither.nn.operands import Casting as Casting
 from dither.nn.operands import Castings as Castings
@@ -375,8 +375,9 @@ def _kept_input(
 ) -> OperandCodes:
     """Return the layout of the forward product, and (codes of the gate, magnitude, place) for `_input_again`."""
     across, given = casting.across, amax.given
-    if across.measured and casting.along == across and not across.shared:
-        largest = _measured(x_MK, across, amax)
+    if across.measured and casting.along == across:
+        x = x_MK.detach()
+        largest = shared_scales.largest_magnitude(x, across.shared) if across.shared else _measured(x, across, amax)
         assert largest is not None
         # Decoded inputs are larger by a sixteenth at most. Their product is within twice the exact one's magnitude, unless all
         # gates are far below zero; then it is clipped.
