@@ -272,11 +272,14 @@ class _Products(torch.autograd.Function):
         levels: Tensor | None,
         settings: Settings,
         later: Later,
-        *kept: Tensor | None,
+        kept_up: Tensor | None,
+        kept_exponents: Tensor | None,
     ) -> Tensor:
         if later.weight == "turn":
             w_KN, w_KN_scale = w_NK, w_NK_scale
-        ctx.save_for_backward(x_KM, x_KM_scale, x_KM_tensor, w_KN, w_KN_scale, w_KN_tensor, place, grad_amax, levels, *kept)
+        ctx.save_for_backward(
+            x_KM, x_KM_scale, x_KM_tensor, w_KN, w_KN_scale, w_KN_tensor, place, grad_amax, levels, kept_up, kept_exponents
+        )
         ctx.grad_largest, ctx.settings, ctx.later = grad_largest, settings, later
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         return _product(
