@@ -162,6 +162,7 @@ def test_fields_that_are_suggested_exist():
         ("-ofolder -o=x -h", []),
         ("-- --nothing -x", []),
         ("--no-json", []),
+        ("-x -steps 5", ["-x", "-steps (did you mean --set run.steps=5?)"]),
         ("--no-jsn -- --x", ["--no-jsn (did you mean --json?)"]),
         ("--lr --sed=3", ["--lr (did you mean --set optim.lr=VALUE?)", "--sed (did you mean --set run.seed=3?)"]),
     ],

@@ -81,23 +81,17 @@ def unknown_options(words: Sequence[str], options: Sequence[str]) -> list[str]:
         if word == "--":  # the words after it are no options
             break
         option, equals, value = word.partition("=")
-        long = option.startswith("--")
-        if long and option[2:3].isalpha() and option.replace("_", "-") not in known:
-            after = words[at + 1] if at + 1 < len(words) and not words[at + 1].startswith("-") else "VALUE"
-            found.append(f"{option:.80}{_suggestion(option, value if equals else after, options)}")
-        elif (
-            not long
-            and option[:1] == "-"
-            and option[1:2].isalpha()
-            and not option.startswith(shorts)
-            and not NUMBER.fullmatch(option)
-        ):
-            found.append(f"{option:.80}")
+        if not re.match("--?[a-zA-Z]", option) or NUMBER.fullmatch(option):
+            continue
+        if option.startswith(shorts) if option[1] != "-" else option.replace("_", "-") in known:
+            continue
+        after = words[at + 1] if at + 1 < len(words) and not words[at + 1].startswith("-") else "VALUE"
+        found.append(f"{option:.80}{_suggestion(option, value if equals else after, options)}")
     return found
 
 
 def _suggestion(option: str, value: str, options: Sequence[str]) -> str:
-    name = option[2:].replace("_", "-")
+    name = option.lstrip("-").replace("_", "-")
     meant = {each[2:]: each for each in options if each.startswith("--")}
     if "--set" in options:
         for field in config_fields():
