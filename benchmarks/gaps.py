@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
-from train import KERNELS, MODES, SIZES, build, listed
+from train import KERNELS, SIZES, build, check_size, listed
+from train_modes import parse_mode
 
 from dither import step_context
 
@@ -103,8 +104,8 @@ def analyse(events: list[dict]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=listed("|".join(SIZES)), default=["134m", "1b"])
-    parser.add_argument("--modes", type=listed(MODES), default=["o1", "recipe:fp8-current+sr"])
+    parser.add_argument("--sizes", type=listed(check_size), default=["134m", "1b"])
+    parser.add_argument("--modes", type=listed(parse_mode), default=["o1", "recipe:fp8-current+sr"])
     parser.add_argument("--sequence", type=int, default=2048)
     arguments = parser.parse_args()
     for size in arguments.sizes:

@@ -52,11 +52,12 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import goals
 import torch
+from train_modes import parse_mode
 
 import dither
 from dither import step_context
@@ -74,12 +75,6 @@ SIZES = {
 }
 """Model and sequences a step."""
 
-SAMPLED = r"(gaussws|diffq):(all|od|qkv|out|up|down)(\+recompute)?"
-OPTIMIZER = r"\+(adamw|adam-mini)"
-UPDATED = r"(?:\+(?P<states>companded8|dynamic8))?(?P<release>\+release)?"
-RECIPE = rf"recipe:(?P<name>[\w-]+?)(?P<output>\+output)?(?:\+sr{UPDATED})?(?P<input>\+input)?(?:\+(?P<hold>one|none))?(?P<swiglu>\+swiglu)?"
-MODES = rf"bf16-nearest|torchao-(tensorwise|rowwise)|{RECIPE}|bf16-sr" + re.sub(r"\?P<\w+>", "", UPDATED)
-MODES = rf"({MODES}|(o1|{SAMPLED})({OPTIMIZER})?)(\+fsdp(-codes)?)?"
 TABLE_1 = ["o1", "gaussws:od", "gaussws:all", "diffq:all"]
 """The methods of Table 1 of the paper on GaussWS, with AdamW; `+adam-mini` makes the other half."""
 LEARNING_RATE = 1e-4
@@ -101,46 +96,42 @@ KERNELS = {
 def build(size: str, mode: str, device: str, peer: str | None, compiled: bool, layers: int | None):
     """Return the model of a mode, its optimizer, and the context of its forward pass."""
     config, _ = SIZES[size]
-    mode, fsdp, codes = mode.partition("+fsdp")
+    chosen = parse_mode(mode)
     config = dataclasses.replace(config, num_hidden_layers=layers or config.num_hidden_layers)
-    recipe, sr = re.fullmatch(RECIPE, mode), re.search(f"(?:^bf16-sr|\\+sr){UPDATED}", mode)
-    narrow = sr is not None or mode == "bf16-nearest"
     with torch.device(device):
         model = Llama(config, generator=torch.Generator(device).manual_seed(0))
-    if narrow:
+    if chosen.narrow:
         model = model.bfloat16()
-    if recipe:
-        plan = dither.recipe(recipe["name"])
-        memory = dither.MemoryOptions(save="input" if recipe["input"] else "codes", hold=recipe["hold"] or "both")
-        memory = dataclasses.replace(memory, swiglu="fp8" if recipe["swiglu"] else "exact")
-        dither.convert(model, plan.with_output() if recipe["output"] else plan, memory=memory)
-    method, _, chosen_optimizer = re.sub(f"{OPTIMIZER}$", r"|\1", mode).partition("|")
-    if sampled := re.fullmatch(SAMPLED, method):
-        noise = "rounded_normal" if sampled[1] == "gaussws" else "uniform"
+    if chosen.method == "recipe":
+        plan = dither.recipe(chosen.name)
+        memory = dither.MemoryOptions(chosen.save, chosen.hold, chosen.swiglu)
+        dither.convert(model, plan.with_output() if chosen.output else plan, memory=memory)
+    if chosen.method in ("gaussws", "diffq"):
+        noise = "rounded_normal" if chosen.method == "gaussws" else "uniform"
         # Uniform noise at 6 bits is beyond what BF16 is sure to show; it is measured as the paper runs it.
-        how = Sampling(noise=noise, parts=sampled[2], recompute=sampled[3] is not None, beyond="warn")
+        how = Sampling(noise=noise, parts=chosen.name, recompute=chosen.recompute, beyond="warn")
         dither.convert(model, Plan(compute="bf16").with_sampling(how))
-    if mode.startswith("torchao-"):
+    if chosen.method.startswith("torchao-"):
         if peer is None:
             raise RuntimeError("torchao is read from the folder of an unpacked wheel: --peer FOLDER")
         sys.path.insert(0, peer)
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        chosen = Float8LinearConfig.from_recipe_name(mode.removeprefix("torchao-"))
-        convert_to_float8_training(model, config=chosen, module_filter_fn=lambda _, name: name != "lm_head")
-    if fsdp:
-        shard(model, device, codes=bool(codes))
+        scales = Float8LinearConfig.from_recipe_name(chosen.method.removeprefix("torchao-"))
+        convert_to_float8_training(model, config=scales, module_filter_fn=lambda _, name: name != "lm_head")
+    if chosen.fsdp:
+        shard(model, device, codes=chosen.fsdp == "fsdp-codes")
     if compiled:
         compile_blocks(model)
-    if sr:
+    if chosen.sr:
         from dither.optim import AdamW, release_gradients
 
         # Gradients are not checked here, as torch's optimizers do not check them.
-        options = {"weight_decay": 0.1, "nonfinite": "unchecked", "states": sr["states"]}
+        options = {"weight_decay": 0.1, "nonfinite": "unchecked", "states": chosen.states}
         optimizer = AdamW(model.named_parameters(), LEARNING_RATE, (0.9, 0.95), **options)
-        if sr["release"]:
+        if chosen.release:
             release_gradients(model, optimizer)
-    elif chosen_optimizer:
+    elif chosen.optimizer:
         from dither.nn import param_groups
         from dither.optim import AdamMini, AdamW, roles
 
@@ -148,7 +139,7 @@ def build(size: str, mode: str, device: str, peer: str | None, compiled: bool, l
         options = {"betas": (0.9, 0.95), "nonfinite": "unchecked"}
         optimizer = (
             AdamMini(groups, roles(model), LEARNING_RATE, **options)
-            if chosen_optimizer == "adam-mini"
+            if chosen.optimizer == "adam-mini"
             else AdamW(groups, LEARNING_RATE, **options)
         )
     else:
@@ -157,7 +148,7 @@ def build(size: str, mode: str, device: str, peer: str | None, compiled: bool, l
         groups = [{"params": [parameter for parameter in model.parameters() if id(parameter) not in known]}]
         groups += [{"params": bitwidths, "weight_decay": 0.1}] if bitwidths else []
         optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
-    context = contextlib.nullcontext() if narrow else torch.autocast(torch.device(device).type, dtype=torch.bfloat16)
+    context = contextlib.nullcontext() if chosen.narrow else torch.autocast(torch.device(device).type, dtype=torch.bfloat16)
     return model, optimizer, context
 
 
@@ -394,22 +385,30 @@ def print_table_1(results: list[dict]) -> None:
                 print(f"{name:<12}{method:<16}{cells}")
 
 
-def listed(pattern: str):
-    """Return a parser of comma-separated words that match the pattern."""
+def listed(check: Callable[[str], object]):
+    """Return a parser of comma-separated words; `check` raises a ValueError with a sentence about a wrong one."""
 
     def parse(text: str) -> list[str]:
-        for word in (words := text.split(",")):
-            if not re.fullmatch(pattern, word):
-                raise argparse.ArgumentTypeError(f"{word!r} is not among those that --help describes")
+        try:
+            for word in (words := text.split(",")):
+                check(word)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
         return words
 
     return parse
 
 
+def check_size(name: str) -> None:
+    """Raise a ValueError if there is no such size."""
+    if name not in SIZES:
+        raise ValueError(f"There is no size {name!r}: choose from {', '.join(SIZES)}.")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=listed("|".join(SIZES)), help=f"of {', '.join(SIZES)} (default: 1b,3b,8b4)")
-    parser.add_argument("--modes", type=listed(MODES), help="see above (default: o1,bf16-nearest,bf16-sr)")
+    parser.add_argument("--sizes", type=listed(check_size), help=f"of {', '.join(SIZES)} (default: 1b,3b,8b4)")
+    parser.add_argument("--modes", type=listed(parse_mode), help="see above (default: o1,bf16-nearest,bf16-sr)")
     parser.add_argument("--table-1", action="store_true", help="sizes and modes of Table 1 of the paper on GaussWS")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--warmup", type=int, default=5, help="steps before the timed ones; the first compiles")

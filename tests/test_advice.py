@@ -177,7 +177,7 @@ def test_memory_of_a_run(tmp_path, capsys):
     ("given", "said"),
     [
         (["llama-1bb"], "There is no model 'llama-1bb'"),
-        ([], "Give a model"),
+        (["--batch", "1"], "Give a model"),
         (["tiny", "--params", "1e9"], "and not both"),
         (["tiny", "--mode", "o3"], "There is no mode 'o3'"),
         (["tiny", "--recipe", "fp9"], "There is no recipe 'fp9'"),

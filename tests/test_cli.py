@@ -1,8 +1,10 @@
 """The command line: what it prints, its exit codes, and errors of one line; and what stands behind `dither doctor`."""
 
 import dataclasses
+import inspect
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -15,7 +17,9 @@ import dither
 from dither import cli, doctor
 from dither.doctor import self_test, torch_products
 from dither.formats import TABLE
+from dither.signatures import config_fields, options_of, unknown_options
 from dither.tables import print_table
+from dither.train import config
 from dither.versions import has_triton
 
 ROOT = Path(__file__).parent.parent
@@ -107,7 +111,15 @@ def test_bad_arguments_are_exit_code_2(arguments, capsys):
     ("arguments", "expected"),
     [
         ("formats --plt", "Unrecognized options: --plt (did you mean --plot?): `dither formats --help` shows the arguments."),
-        ("watch", "Missing from dither watch: RUN: `dither watch --help` shows the arguments."),
+        ("watch", "`dither watch` needs arguments, as in `dither watch runs/latest`: `dither watch --help` shows the "
+         "arguments."),
+        ("watch --port 1", "Missing from dither watch: RUN: `dither watch --help` shows the arguments."),
+        ("export --formt x", "Unrecognized options: --formt (did you mean --format?): `dither export --help` shows the "
+         "arguments."),
+        ("train --step 5", "Unrecognized options: --step (did you mean --set run.steps=5?): `dither train --help` shows the "
+         "arguments."),
+        ("plan x --targt=0.5 --seed 1 -x --zzz", "Unrecognized options: --targt (did you mean --target?), -x, --zzz: "
+         "`dither plan --help` shows the arguments."),
         ("runs a b", "Unrecognized options: b: `dither runs --help` shows the arguments."),
         ("watch a --port q", "Error parsing --port: invalid literal for int() with base 10: 'q': `dither watch --help` shows "
          "the arguments."),
@@ -117,6 +129,55 @@ def test_arguments_that_cannot_be_parsed_are_one_line(arguments, expected, capsy
     with pytest.raises(SystemExit, match="2"):
         cli.main(arguments.split())
     assert capsys.readouterr().err == f"dither: error: {expected}\n"
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_the_options_in_the_source_are_those_of_the_parser(name, capsys):
+    command = cli.COMMANDS[name]
+    with pytest.raises(SystemExit, match="0"):
+        cli._parse(command.load(), name, ["--help"])
+    shown = capsys.readouterr().out
+    rows = [re.split(r"\s{2,}", line[2:])[0] for line in shown.splitlines() if re.match("[│ ] -", line)]
+    flags = [flag for row in rows for flag in re.findall(r"(?:^|, )(--?[a-z][\w=-]*)", row)]
+    known = options_of(command.module, command.function)
+    assert set(known) | {"-h", "--help"} == {flag for flag in flags if not flag.startswith("--no-")}
+    assert unknown_options(flags, known) == []
+    needs = any(each.default is each.empty for each in inspect.signature(command.load()).parameters.values())
+    assert (name in cli.EXAMPLES) == (needs or name in ("eval", "memory"))  # these two check their arguments themselves
+    if name in cli.EXAMPLES:
+        cli._parse(command.load(), name, shlex.split(cli.EXAMPLES[name]))
+
+
+def test_fields_that_are_suggested_exist():
+    fields = {field.path for field in config.describe()}
+    assert set(config_fields()) <= fields
+    assert {"run.steps", "optim.lr", "data.batch", "precision.recipe", "model.preset"} <= set(config_fields())
+
+
+@pytest.mark.parametrize(
+    ("words", "unknown"),
+    [
+        ("--held_out 0.1 --held-out=--x", []),
+        ("--bound -inf -1 -.5 -NaN", []),
+        ("-ofolder -o=x -h", []),
+        ("-- --nothing -x", []),
+        ("--no-json", []),
+        ("-x -steps 5", ["-x", "-steps (did you mean --set run.steps=5?)"]),
+        ("--no-jsn -- --x", ["--no-jsn (did you mean --json?)"]),
+        ("--lr --sed=3", ["--lr (did you mean --set optim.lr=VALUE?)", "--sed (did you mean --set run.seed=3?)"]),
+    ],
+)
+def test_unknown_options(words, unknown):
+    assert unknown_options(words.split(), ("--held-out", "--bound", "--out", "-o", "--json", "--set")) == unknown
+
+
+def test_an_unknown_option_is_named_before_torch_is_imported(tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')\n")
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT / 'src'}"}
+    for words in (["train", "--step", "5"], ["eval"], ["memory", "--recip", "x"]):
+        result = run(*words, env=env)
+        assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+        assert result.stderr.startswith("dither: error: ")
 
 
 def test_only_a_process_of_the_command_hides_bars_of_other_packages(monkeypatch):

@@ -11,7 +11,7 @@ import dither
 ROOT = Path(dither.__file__).parent
 
 COLUMN = (
-    *("errors", "safe_files", "run_lock", "versions", "tables", "progress"),
+    *("errors", "safe_files", "run_lock", "versions", "tables", "progress", "signatures"),
     *("formats", "precision", "bitwidths", "recipes", "levels"),
     *("storage", "engines", "devices", "compiler", "random", "grouping", "adam_update", "ranks"),
     *("reference", "kernels", "torch_ops", "apart_ops", "loss_ops", "recast_ops", "ops"),

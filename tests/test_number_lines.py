@@ -1,7 +1,11 @@
 """`dither formats --plot`: number lines whose drawn marks are the values of the formats."""
 
 import math
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -53,6 +57,15 @@ def test_marks_are_the_values_in_the_colour_of_the_format(drawn, name):
     positions = [*drawn.get(f"subnormal-{name}", ((), []))[1], *drawn[f"log-{name}"][1]]
     affine(name, positions, [*subnormal, *normal])
     assert len(drawn.get(f"subnormal-{name}", ((), []))[1]) == len(subnormal)
+
+
+def test_drawing_shows_that_it_has_begun_before_matplotlib_is_imported(tmp_path):
+    (tmp_path / "matplotlib.py").write_text("raise SystemExit('matplotlib is imported')\n")
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(cli.__file__).parent.parent}"}
+    command = [sys.executable, "-m", "dither", "formats", "e4m3", "--plot", str(tmp_path / "a.svg")]
+    ended = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert ended.stderr.splitlines() == ["Drawing number lines ...", "matplotlib is imported"]
+    assert ended.stdout == ""
 
 
 def test_all_formats_share_the_logarithmic_axis(drawn):

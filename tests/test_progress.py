@@ -232,6 +232,7 @@ COMMANDS = {
     "advise --gpus 8 --gpu h100 --model llama-1b --json": ["Comparing precisions and layouts"],
     "data prepare TEXT -o OUT": ["Tokenizing"],
     "report RUN -o OUT.html": ["Reading the run", "Building the page"],
+    "runs RUN --json": ["Reading runs"],
     "generate RUN --tokens 2": ["Reading RUN"],
 }
 """The titles of the stages of commands."""

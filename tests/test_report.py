@@ -79,7 +79,7 @@ def test_a_page_has_what_the_run_has(tmp_path):
     assert titles == ["Loss", "Speed", "Gradient norm", "Learning rate"]
     (run,) = data["runs"]
     assert run["loss"] == pytest.approx(2 + 3 * math.exp(-4))
-    assert run["tokens_per_s"] == 1020.5
+    assert run["tokens_per_s"] == 1021.0  # the first line is left out
     held_out = data["charts"]["loss"]["lines"][-1]
     assert (held_out["label"], held_out["x"]["steps"], held_out["x"]["tokens"]) == ("held-out", [40], {"per_step": 100})
     assert [len(line["y"]) for line in data["charts"]["loss"]["lines"]] == [40, 40, 1]
@@ -411,8 +411,8 @@ def test_figures_for_papers_are_the_charts_of_the_page(tmp_path, capsys):
     run = make(tmp_path / "<b>", entries)
     assert cli.main(["report", str(run), "--svg", str(tmp_path / "svg"), "--png", str(tmp_path / "png")]) == 0
     printed = capsys.readouterr().out.split()
-    names = {"loss", "speed", "gradient-norm", "learning-rate", "run-0-bitwidths-of-all-layers",
-             "run-0-distribution-of-bitwidths", "run-0-precision-map", "run-0-bitwidth-map"}  # fmt: skip
+    names = {"loss", "speed", "gradient-norm", "learning-rate", "bitwidths-of-all-layers", "distribution-of-bitwidths",
+             "precision-map", "bitwidth-map"}  # fmt: skip
     assert {path.stem for path in (tmp_path / "svg").iterdir()} == names == {path.stem for path in (tmp_path / "png").iterdir()}
     assert len(printed) == 2 * len(names)
     assert not (run / "report.html").exists()
@@ -423,6 +423,16 @@ def test_figures_for_papers_are_the_charts_of_the_page(tmp_path, capsys):
     assert cli.main(["report", str(run), "--svg", str(tmp_path / "svg")]) == 0
     assert (tmp_path / "svg" / "loss.svg").read_bytes() == again
     assert cli.main(["report", str(run), "--json", "-o", "x.html"]) == 2
+
+
+def test_figures_of_several_runs_are_named_after_them(tmp_path, capsys):
+    runs = [make(tmp_path / name) for name in ("Long run", "long-run", "\N{CYRILLIC SMALL LETTER A}")]
+    assert cli.main(["report", *map(str, runs), "--svg", str(tmp_path / "svg")]) == 0
+    maps = {"long-run-precision-map.svg", "long-run-2-precision-map.svg", "run-precision-map.svg"}
+    assert {path.name for path in (tmp_path / "svg").glob("*-map.svg")} == maps
+    assert (tmp_path / "svg" / "loss.svg").exists()
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == len(set(printed)) == len(list((tmp_path / "svg").iterdir()))
 
 
 def test_the_legend_of_many_curves_is_beside_them():

@@ -158,18 +158,66 @@ def test_names_cannot_change_the_terminal(tmp_path, capsys):
     assert len(table(tmp_path, capsys)) == 1
 
 
-def test_the_end_of_the_metrics_goes_back_to_the_last_evaluation(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_folder, "FIRST_TAIL", 50)
-    later = [{**line, "step": line["step"] + 20} for line in lines() if line["kind"] == "train"]
-    run = make(tmp_path / "run", [*lines(20), *later])
-    brief, whole = run_folder.read_briefly(run), run_folder.read(run)
-    assert brief.last("eval", "loss") == whole.last("eval", "loss")
-    assert brief.steps == whole.steps == 60
-    trained = brief.of("train")
-    assert 0 < len(trained) < len(whole.of("train"))
-    assert trained == whole.of("train")[-len(trained) :]
-    monkeypatch.setattr(run_folder, "LARGEST_TAIL", 200)
-    assert run_folder.read_briefly(run).missing == ("metrics.jsonl: its last 0 MiB have no line of evaluation.",)
+def resumed(folder):
+    """A run whose steps compile at first, and again after a resume at step 6; the last ones are slower."""
+    speeds = [5.0, *[1000.0] * 5, 7.0, *[800.0] * 4]
+    line = next(each for each in lines() if each["kind"] == "train")
+    entries = [
+        {**line, "step": step, "tokens_per_s": speed, "memory": 9 if step == 2 else 4}
+        for step, speed in enumerate(speeds, start=1)
+    ]
+    start = {"kind": "start", "time": 0.0}
+    return make(folder, [{**start, "step": 0}, *entries[:8], {**start, "step": 6, "resumed_from": "x"}, *entries[6:]])
+
+
+def test_the_speed_is_that_of_the_whole_run_in_tables_and_on_pages(tmp_path, capsys):
+    run = resumed(tmp_path / "run")
+    (row,) = table(tmp_path, capsys)
+    assert row["tokens_per_s"] == summarize(report.read(run)).tokens_per_s == 1000.0
+    assert row["memory"] == summarize(report.read(run)).memory == 9
+    page = report.render([report.read(run)])
+    assert "tokens per second, median" in page
+    assert cli.main(["runs", str(tmp_path)]) == 0
+    assert "median tokens/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("speeds", "expected"), [([], None), ([3.0], 3.0), ([3.0, 50.0], 50.0), ([3.0, 40.0, 60.0], 50.0)])
+def test_steps_that_compile_count_only_if_there_are_no_others(speeds, expected, tmp_path):
+    entries = [{"kind": "train", "step": 10 * n, "tokens_per_s": speed} for n, speed in enumerate(speeds, start=1)]
+    run = make(tmp_path / "run", [{"kind": "start", "step": 0}, *entries])
+    assert {summarize(found).tokens_per_s for found in (run_folder.read(run), run_folder.read_briefly(run))} == {expected}
+
+
+def test_lines_of_training_in_another_form_are_read_too(tmp_path):
+    forms = [
+        '{"kind": "train", "step": 1, "time": 1, "tokens_per_s": 1.0, "mfu": null, "memory": null, "skipped": 0}',
+        '{"kind": "train", "step": 2, "time": 1, "tokens_per_s": 20.5, "mfu": null, "memory": 7, "skipped": 0}',
+        '{"step":3,"kind":"train","memory":8,"tokens_per_s":30}',
+        '{"kind": "train", "step": 4, "tokens_per_s": 40, "memory": 6, "in": {"a": 0, "tokens_per_s": 1, "memory": 1, "b": 0}}',
+        '{"kind": "train", "step": 5, "note": ", \\"tokens_per_s\\": 1, ", "tokens_per_s": 50, "mfu": 1, "memory": 5, "x": 0}',
+        '{"kind": "train", "step": 6, "time": 1, "tokens_per_s": 1.0, "mfu": null, "memory": null, "ski',
+    ]
+    run = make(tmp_path / "run", metrics_jsonl="\n".join(forms))
+    for found in (run_folder.read(run), run_folder.read_briefly(run)):
+        assert found.curve("train", "tokens_per_s") == ((1, 1), (2, 20.5), (3, 30), (4, 40), (5, 50))
+        assert [line.get("memory") for line in found.of("train")] == [None, 7, 8, 6, 5]
+
+
+def test_a_hostile_line_of_training_takes_linear_time(tmp_path):
+    line = '{"kind": "train", "step": 1,' + ' "tokens_per_s": 1,' * 20_000 + ' "memory": 1,' * 20_000 + "{"
+    run = make(tmp_path / "run", metrics_jsonl=line + "\n")
+    begin = time.process_time()
+    assert run_folder.read_briefly(run).of("train") == ()
+    assert time.process_time() - begin < 1
+
+
+def test_figures_of_enormous_metrics_are_those_of_their_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "LARGEST_METRICS", 1000)
+    monkeypatch.setattr(run_folder, "TAIL", 2000)
+    brief = run_folder.read_briefly(make(tmp_path / "run"))
+    assert (brief.steps, brief.last("eval", "loss") is not None) == (40, True)
+    assert 0 < len(brief.of("train")) < 10
+    assert brief.missing == ("metrics.jsonl has more than 0 MiB: the figures are those of its last 0 MiB.",)
 
 
 def test_many_long_runs_take_little_time(tmp_path):
@@ -177,13 +225,13 @@ def test_many_long_runs_take_little_time(tmp_path):
     text = (first / "metrics.jsonl").read_text().splitlines(keepends=True)
     text.sort(key=lambda line: json.loads(line)["step"])
     (first / "metrics.jsonl").write_text("".join(text))
-    for at in range(1, 200):
+    for at in range(1, 100):
         (tmp_path / str(at)).mkdir()
         for path in first.iterdir():
             os.link(path, tmp_path / str(at) / path.name)
     begin = time.process_time()
     rows, _ = run_table.run_table(tmp_path)
-    assert len(rows) == 200
+    assert len(rows) == 100
     assert time.process_time() - begin < 4
     assert {row.loss for row in rows} == {rows[0].loss}
     assert rows[0].loss is not None

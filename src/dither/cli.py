@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext, redirect_stderr
 from typing import Any, NamedTuple, TextIO
 
 from dither.errors import DitherError, UserError
+from dither.signatures import options_of, unknown_options
 from dither.versions import version
 
 DESCRIPTION = "Train language models in few bits, compare precisions, evaluate, report, and choose each layer's precision."
@@ -67,6 +68,27 @@ COMMANDS = {
 }
 """The commands by the words that follow `dither`. A dash may replace the space, as in `dither plan-show`."""
 
+EXAMPLES = {
+    "eval": "runs/latest --cast mxfp4",
+    "export": "runs/latest -o exported",
+    "generate": "runs/latest --prompt 'Once upon a time'",
+    "chat": "runs/latest",
+    "report": "runs/latest",
+    "watch": "runs/latest",
+    "data show": "text-tokens",
+    "plan": "runs/latest --target 0.5",
+    "plan show": "runs/latest/plan.json",
+    "plan diff": "first.json second.json",
+    "plan verify": "runs/latest",
+    "plan auto": "llama-1b",
+    "plan frontier": "runs/latest",
+    "inspect": "runs/latest",
+    "bisect": "--b fp8-block",
+    "memory": "llama-1b",
+    "advise": "--gpus 8 --gpu h100 --model llama-8b",
+}
+"""Arguments of the commands that need some."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `dither` and return its exit code. A mistake in the arguments is one line on stderr and exit code 2.
@@ -102,14 +124,15 @@ def _run(words: list[str]) -> int:
     name, rest = _split(words)
     subcommands = [key.removeprefix(f"{name} ") for key in _below(name)]
     if name in COMMANDS:
-        command = COMMANDS[name]
+        command, rest = COMMANDS[name], [_resume(word) for word in rest]
+        _check_options(name, command, rest)
         quick = not command.long or "-h" in rest or "--help" in rest
         silent = command.light or (quick and not sys.stderr.isatty())
         with nullcontext() if silent else _importing(name, sys.stderr):
             function = command.load()
         if subcommands and rest[:1] in (["-h"], ["--help"]):
             print(_help(name), end="\n\n")
-        return _parse(function, name, [_resume(word) for word in rest])()
+        return _parse(function, name, rest)()
     if rest[:1] in (["-h"], ["--help"]):
         print(_help(name))
         sys.exit(0)
@@ -123,6 +146,20 @@ def _run(words: list[str]) -> int:
     title = f"dither {name}".strip()
     hint = did_you_mean(wrong[0], known)
     print(f"dither: error: There is no command `{title} {wrong[0]:.80}`{hint}: `{title} --help` lists them.", file=sys.stderr)
+    sys.exit(2)
+
+
+def _check_options(name: str, command: Command, words: Sequence[str]) -> None:
+    """Exit with one line on stderr if arguments are missing altogether or options are unknown, before anything is imported."""
+    if "-h" in words or "--help" in words:
+        return
+    if name in EXAMPLES and not words:
+        problem = f"`dither {name}` needs arguments, as in `dither {name} {EXAMPLES[name]}`"
+    elif unknown := unknown_options(words, options_of(command.module, command.function)):
+        problem = f"Unrecognized options: {', '.join(unknown)}"
+    else:
+        return
+    print(f"dither: error: {problem}: `dither {name} --help` shows the arguments.", file=sys.stderr)
     sys.exit(2)
 
 

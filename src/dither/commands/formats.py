@@ -1,6 +1,7 @@
 """`dither formats`: the number formats as a table, or one format with its values."""
 
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,7 @@ import tyro
 
 from dither.errors import UserError
 from dither.formats import TABLE, Format
+from dither.progress import ProgressBars
 from dither.tables import print_table
 
 SHORT = 8
@@ -36,12 +38,15 @@ def formats(
         plot: Draw number lines into this .svg or .png file instead, and print its path.
     """
     if plot is not None:
-        from dither.report.number_lines import write_number_lines
-
         if len(plot) > 1:
             raise UserError(f"--plot writes one file, not {len(plot)}: draw one format as in `dither formats e4m3 --plot`.")
         shown = list(TABLE.values()) if name is None else [Format.parse(name)]
-        print(write_number_lines(shown, plot[0] if plot else Path("formats.svg" if name is None else f"{shown[0].name}.svg")))
+        path = plot[0] if plot else Path("formats.svg" if name is None else f"{shown[0].name}.svg")
+        with ProgressBars(sys.stderr).stage("Drawing number lines"):
+            from dither.report.number_lines import write_number_lines  # takes seconds
+
+            written = write_number_lines(shown, path)
+        print(written)
     elif name is None:
         _print_formats(list(TABLE.values()))
     else:

@@ -388,7 +388,8 @@ def _opened(path: str, device: str | None, emulate: bool, fallback: Fallback | N
     given = Path(path)
     folder = next((each for each in (given, given.parent.parent) if (each / CONFIG).is_file()), None)
     if folder is None:
-        raise UserError(f"{path!r} is neither the folder of a run, with a {CONFIG}, nor a checkpoint of one.")
+        kinds = f"neither the folder of a run, with a {CONFIG}, nor a checkpoint of one"
+        raise UserError(f"{path!r} is {kinds}: name what `dither train` wrote.")
     changes = [f"run.out={config.toml(str(folder))}", "run.compile=false"]
     changes += [] if device is None else [f"run.device={config.toml(device)}"]
     changes += ["precision.emulate=true"] if emulate else []

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from dither.progress import ProgressBars
 from dither.tables import print_table
 
 Column = Literal["run", "status", "model", "precision", "steps", "loss", "tokens/s", "memory", "when"]
@@ -21,8 +22,9 @@ def runs(
 ) -> int:
     """Show all runs under a folder as a table.
 
-    Speed is the median of the last lines of training, memory is the peak, and when is the time of the last change. Runs whose
-    process was killed are crashed. On a terminal, report.html is a link to the page that `dither report` wrote.
+    Speed is the median of the whole run without the first steps after each start, which compile, as on the page of `dither
+    report`. Memory is the peak, and when is the time of the last change. Runs whose process was killed are crashed. On a
+    terminal, report.html is a link to the page that `dither report` wrote.
 
     Args:
         folder: The folder to search, eight levels deep. Links are not followed.
@@ -34,7 +36,7 @@ def runs(
     """
     from dither.report.run_table import run_table, to_json
 
-    rows, problems = run_table(folder, sort, reverse, filter)
+    rows, problems = run_table(folder, sort, reverse, filter, ProgressBars(sys.stderr).stage)
     for problem in problems:
         print(problem, file=sys.stderr)
     if json:
@@ -43,7 +45,7 @@ def runs(
     if not rows:
         print(f"There are no {'such ' if filter else ''}runs under {str(folder)!r}.")
         return 0
-    header = ("run", "status", "model", "precision", "steps", "held-out loss", "tokens/s", "memory", "when", "report")
+    header = ("run", "status", "model", "precision", "steps", "held-out loss", "median tokens/s", "memory", "when", "report")
     links = {(at, 9): row.report.resolve().as_uri() for at, row in enumerate(rows) if row.report is not None}
     title = f"{len(rows):,} run{'s' if len(rows) > 1 else ''} under {str(folder)!r}"
     print_table(title, header, [row.cells() for row in rows], right=[4, 5, 6, 7], links=links)

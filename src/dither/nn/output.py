@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from dither.nn.operands import autocast_dtype
 from dither.reference.loss import ROOM
 
 ALIGNMENT = ROOM
@@ -32,11 +33,11 @@ class Output(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., in_features] to [..., out_features]."""
-        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else input.dtype
         alone = type(input) is Tensor and type(self.weight) in (Tensor, Parameter)  # a DTensor has products of its own
         # Inductor pads products itself.
         if torch.compiler.is_compiling() or not alone or not input.is_cuda or input.dim() < 2:
             return super().forward(input)
+        dtype = autocast_dtype(input) or input.dtype
         if self.out_features % UNITS == 0 or dtype not in (torch.bfloat16, torch.float16):
             return super().forward(input)
         with torch.autocast("cuda", enabled=False):

@@ -229,7 +229,8 @@ class Plan:
         try:
             text = read_text(path)
         except Refused as error:
-            raise UserError(f"The plan {str(path)!r} cannot be read: {error}.") from None
+            hint = "name a file that `dither plan RUN -o FILE` wrote, or the plan.json of a run"
+            raise UserError(f"The plan {str(path)!r} cannot be read: {error}; {hint}.") from None
         try:
             return cls.from_json(text)
         except UserError as error:

@@ -4,9 +4,10 @@ The same runs give the same bytes: ids come from a fixed salt, and no date is wr
 """
 
 import io
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -49,17 +50,48 @@ OPERANDS = ("input", "weight", "gradient")
 
 def write_figures(report: "Report", folder: Path, kind: Kind) -> list[Path]:
     """Write every chart and map of a report into a folder as PNG or SVG files, and return their paths."""
-    drawings: dict[str, Callable[[Figure], None]] = {}
-    for name, chart in report.charts.items():
-        drawings[_file_name(name, chart.title)] = _figure_of(chart)
-    for section in report.sections:
-        drawings |= _maps(section)
     found = []
-    for name, draw in drawings.items():
+    for name, draw in _drawings(report).items():
         path = folder / f"{name}.{kind}"
         _write(path, _drawn(draw, name, kind))
         found.append(path)
     return found
+
+
+def _drawings(report: "Report") -> "dict[str, Callable[[Figure], None]]":
+    """Return the drawings of a report by file names, which begin with the name of the run if there are several."""
+    runs = _distinct(_words(run.name) or "run" for run in report.runs)
+    beginnings = [f"{run}-" for run in runs] if len(runs) > 1 else [""]
+    owners = {chart: at for at, section in enumerate(report.sections) for chart in section.charts}
+    drawings = [
+        (f"{beginnings[owners[name]] if name in owners else ''}{_words(chart.title)}", _figure_of(chart))
+        for name, chart in report.charts.items()
+    ]
+    for beginning, section in zip(beginnings, report.sections, strict=True):
+        drawings += [(f"{beginning}{name}", draw) for name, draw in _maps(section).items()]
+    return dict(zip(_distinct(name for name, _ in drawings), (draw for _, draw in drawings), strict=True))
+
+
+def _words(text: str) -> str:
+    """Return a text as part of a file name.
+
+    >>> _words("Time by part, s")
+    'time-by-part-s'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:60]
+
+
+def _distinct(names: Iterable[str]) -> list[str]:
+    """Return names, with a number at the end of one that has occurred before.
+
+    >>> _distinct(["a", "b", "a"])
+    ['a', 'b', 'a-2']
+    """
+    found: dict[str, None] = {}
+    for name in names:
+        numbered = (f"{name}-{number}" if number > 1 else name for number in itertools.count(1))
+        found[next(each for each in numbered if each not in found)] = None
+    return list(found)
 
 
 def sweep_file(comparison: Comparison, path: Path) -> Path:
@@ -74,13 +106,6 @@ def sweep_file(comparison: Comparison, path: Path) -> Path:
 def write_drawing(draw: "Callable[[Figure], None]", path: Path, salt: str, kind: Kind) -> None:
     """Write what `draw` draws into a figure as a PNG or SVG file; the ids of an SVG file depend on the salt alone."""
     _write(path, _drawn(draw, salt, kind))
-
-
-def _file_name(name: str, title: str) -> str:
-    """Return a file name that says what a chart shows."""
-    words = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")[:60] or "chart"
-    run = re.match(r"(run-\d+)-", name)
-    return f"{run[1]}-{words}" if run else words
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -235,15 +260,15 @@ def _maps(section: Section) -> "dict[str, Callable[[Figure], None]]":
     found: dict[str, Callable[[Figure], None]] = {}
     if (plans := section.plans) is not None:
         operands = [[plans.entries[at] for at in row] for row in plans.states[-1].cells]
-        found[f"{section.id}-precision-map"] = precision_map(plans.grid, operands)
+        found["precision-map"] = precision_map(plans.grid, operands)
     if section.snip is not None and section.plans is not None:
         last = section.snip.sensitivities[-1]
         values = [row[-1] if row and row[-1] > 0 else None for row in last.harm]
         title = f"Estimated harm of {last.options[-1]} at step {last.measured:,}"
-        found[f"{section.id}-sensitivity-map"] = heat_map(section.plans.grid, values, title, log=True)
+        found["sensitivity-map"] = heat_map(section.plans.grid, values, title, log=True)
     if (view := section.bitwidths) is not None:
         title = f"Mean bitwidths at step {view.steps[-1]:,}"
-        found[f"{section.id}-bitwidth-map"] = heat_map(view.grid, view.means[-1], title, ends=view.scale)
+        found["bitwidth-map"] = heat_map(view.grid, view.means[-1], title, ends=view.scale)
     return found
 
 

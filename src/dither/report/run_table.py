@@ -1,4 +1,4 @@
-"""List the runs under a folder, one row per run, from their configs, statuses and the ends of their metrics."""
+"""List the runs under a folder, one row per run, from their configs, statuses and metrics."""
 
 import json
 import os
@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from dither.errors import UserError
+from dither.progress import Stage, silent
 from dither.report.numbers import ABSENT, fixed, short, size
 from dither.report.run_folder import RunFolder, number, read_briefly
-from dither.report.summary import summarize
+from dither.report.summary import median_speed, peak_memory, precision_of
 
 DEEPEST = 8
 """Levels of folders that are searched."""
@@ -46,7 +47,7 @@ class RunRow:
     loss: float | None
     """Last held-out loss, in nats per token."""
     tokens_per_s: float | None
-    """Median over the last lines of training."""
+    """Median over the run: see `dither.report.summary.median_speed`."""
     memory: float | None
     """Peak memory in bytes."""
     changed: float | None
@@ -121,19 +122,19 @@ def find_runs(folder: str | Path) -> tuple[list[Path], list[str]]:
 def row_of(folder: Path, top: Path) -> RunRow:
     """Return the row of a run; `top` is the folder that was searched."""
     run = read_briefly(folder)
-    made, planned = summarize(run), _section(run, "run").get("steps")
+    planned = _section(run, "run").get("steps")
     page = folder / "report.html"
     return RunRow(
         folder=folder,
         name=str(folder.relative_to(top)) if folder != top else run.name,
         status=_status(run),
         model=_model(run),
-        precision=made.precision,
+        precision=precision_of(run.config),
         steps=run.steps,
         steps_planned=planned if type(planned) is int and number(planned) is not None else None,
-        loss=made.loss,
-        tokens_per_s=made.tokens_per_s,
-        memory=made.memory,
+        loss=run.last("eval", "loss"),
+        tokens_per_s=median_speed(run),
+        memory=peak_memory(run),
         changed=_changed(folder),
         report=page if page.is_file() and not page.is_symlink() else None,
         problems=run.missing,
@@ -141,7 +142,7 @@ def row_of(folder: Path, top: Path) -> RunRow:
 
 
 def run_table(
-    folder: str | Path, sort: str = "when", reverse: bool = False, filters: Sequence[str] = ()
+    folder: str | Path, sort: str = "when", reverse: bool = False, filters: Sequence[str] = (), stage: Stage = silent
 ) -> tuple[list[RunRow], list[str]]:
     """Return the rows of all runs under a folder, and sentences about folders that cannot be read.
 
@@ -151,17 +152,20 @@ def run_table(
         reverse: Sort from high to low instead.
         filters: Conditions, all of which a run meets: FIELD=TEXT for a field that contains the text, or a text that any
             field contains. Upper and lower case are the same.
+        stage: Shows how many runs have been read.
     """
     if sort not in COLUMNS:
         raise UserError(f"Runs are sorted by one of {', '.join(COLUMNS)}, not by {sort!r:.80}.")
     conditions = [_condition(text) for text in filters]
     paths, problems = find_runs(folder)
     rows = []
-    for path in paths:
-        try:
-            rows.append(row_of(path, Path(folder)))
-        except UserError as error:  # it was removed meanwhile
-            problems.append(str(error))
+    with stage("Reading runs") if paths else silent("") as tick:
+        for done, path in enumerate(paths, start=1):
+            try:
+                rows.append(row_of(path, Path(folder)))
+            except UserError as error:  # it was removed meanwhile
+                problems.append(str(error))
+            tick(done, len(paths))
     rows = [row for row in rows if all(_meets(row, *condition) for condition in conditions)]
     known, unknown = ([row for row in rows if row.key(sort)[0] is lacks] for lacks in (False, True))
     return [*sorted(known, key=lambda row: row.key(sort), reverse=reverse), *unknown], problems

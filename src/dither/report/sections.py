@@ -178,7 +178,7 @@ def _tiles(
     found = (
         (fixed(summary.loss), "held-out loss, nats per token", summary.loss),
         (fixed(summary.bits_per_byte), "bits per byte", summary.bits_per_byte),
-        (short(summary.tokens_per_s), "tokens per second", summary.tokens_per_s),
+        (short(summary.tokens_per_s), "tokens per second, median", summary.tokens_per_s),
         (size(summary.memory), "peak memory", summary.memory),
         (f"{precision or 0.0:.1f} bits", "per operand of a product", precision),
         (f"{0.0 if bitwidths is None else bitwidths.mean:.2f} bits", "learned, per weight", bitwidths),

@@ -1,5 +1,6 @@
 """Summarize a run in one row of a table."""
 
+import bisect
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ class Summary:
     """Held-out loss at the end, in nats per token."""
     bits_per_byte: float | None
     tokens_per_s: float | None
-    """Median over the lines of training."""
+    """Median over the run: see `median_speed`."""
     memory: float | None
     """Peak memory in bytes."""
     seconds: float | None
@@ -40,7 +41,6 @@ def summarize(run: RunFolder) -> Summary:
     >>> summarize(read(folder)).loss
     1.5
     """
-    speeds = [speed for _, speed in run.curve("train", "tokens_per_s")]
     times = [time for kind in run.lines for _, time in run.curve(kind, "time")]
     return Summary(
         name=run.name,
@@ -50,11 +50,39 @@ def summarize(run: RunFolder) -> Summary:
         tokens=run.last("train", "tokens"),
         loss=run.last("eval", "loss"),
         bits_per_byte=run.last("eval", "bits_per_byte"),
-        tokens_per_s=statistics.median(speeds) if speeds else None,
-        memory=max((value for _, value in run.curve("train", "memory")), default=None),
+        tokens_per_s=median_speed(run),
+        memory=peak_memory(run),
         seconds=max(times, default=None),
         parameters=number(run.environment.get("parameters")),
     )
+
+
+def median_speed(run: RunFolder) -> float | None:
+    """Return the median speed of the whole run in tokens per second, or None if the run has no line of training.
+
+    The first line of training after each start or resume is left out, since its steps compile. A run that has no other lines
+    has the median of these.
+
+    >>> import tempfile, pathlib
+    >>> from dither.report import read
+    >>> folder = pathlib.Path(tempfile.mkdtemp())
+    >>> line = '{{"kind": "train", "step": {}, "tokens_per_s": {}}}\\n'
+    >>> speeds = [line.format(*each) for each in ((10, 5), (20, 99), (30, 100), (40, 102))]
+    >>> _ = (folder / "metrics.jsonl").write_text('{"kind": "start", "step": 0}\\n' + "".join(speeds))
+    >>> median_speed(read(folder))
+    100.0
+    """
+    speeds = dict(run.curve("train", "tokens_per_s"))
+    steps = sorted(speeds)
+    places = (bisect.bisect(steps, line["step"]) for line in run.of("start"))
+    compiling = {steps[place] for place in (*places, 0) if place < len(steps)}
+    steady = [speed for step, speed in speeds.items() if step not in compiling]
+    return statistics.median(steady or speeds.values()) if speeds else None
+
+
+def peak_memory(run: RunFolder) -> float | None:
+    """Return the largest peak memory that a line of training records, in bytes."""
+    return max((value for _, value in run.curve("train", "memory")), default=None)
 
 
 def precision_of(config: Mapping[str, Any]) -> str:

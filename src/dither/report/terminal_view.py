@@ -50,7 +50,7 @@ class Follower:
                     whole = data.rpartition(b"\n")[0]
                     if not whole:
                         break
-                    found += parsed(of_kinds(whole, *KINDS) + b"\n", [])
+                    found += parsed(b"\n".join([*of_kinds(whole, *KINDS), b""]), [])
                     self._at += len(whole) + 1
                     file.seek(self._at)
         except (safe_files.Refused, OSError):
