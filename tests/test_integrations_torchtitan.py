@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lazily import Lazy
+from made_once import made_once
 from torch import nn
 from worlds import forked, run_program
 
@@ -277,9 +278,12 @@ def test_the_tokenizer_of_bytes():
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Return the results of `titan_on_cpu.py`."""
-    folder = tmp_path_factory.mktemp("titan")
-    code, said = forked(run_program, Path(__file__).parent / "titan_on_cpu.py", folder)
-    assert code == 0, said[-3000:]
+
+    def train(folder: Path) -> None:
+        code, said = forked(run_program, Path(__file__).parent / "titan_on_cpu.py", folder)
+        assert code == 0, said[-3000:]
+
+    folder = made_once(tmp_path_factory, "titan", train)
     return json.loads((folder / "results.json").read_text())
 
 
