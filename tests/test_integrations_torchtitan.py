@@ -19,11 +19,11 @@ from dither.nn.linear_sites import converted_layers
 titan = Lazy("dither.integrations.torchtitan", "torchtitan is not installed: pip install -e '.[test]'")
 configs = Lazy("dither.integrations.torchtitan.config_registry")
 trainer, initialization = (Lazy(f"dither.integrations.torchtitan.{name}") for name in ("trainer", "initialization"))
-llama3 = Lazy("torchtitan.models.llama3")
+llama3, registry = Lazy("torchtitan.models.llama3"), Lazy("torchtitan.models.llama3.config_registry")
 
 
 def debug(layers: int = 1) -> Any:
-    config = llama3.config_registry.llama3_debugmodel()
+    config = registry.llama3_debugmodel()
     config.model_spec.model.layers = config.model_spec.model.layers[:layers]
     return config
 
@@ -94,7 +94,7 @@ def test_a_configuration_that_cannot_run_is_refused(plan, change, said):
 
 
 def test_a_torch_that_crashes_in_the_chunked_loss_is_refused(monkeypatch):
-    config = titan.dither_config(llama3.config_registry.llama3_debugmodel(), "fp8-block")
+    config = titan.dither_config(registry.llama3_debugmodel(), "fp8-block")
     trainer.check_config(config)
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0"))
     with pytest.raises(UserError, match=r"torch 2\.11\.0 crashes .* chunked loss: set loss=CrossEntropyLoss"):
