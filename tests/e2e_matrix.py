@@ -22,6 +22,9 @@ AXES = MappingProxyType(
 )
 """Values of each axis. SNIP changes the plan at least twice; a schedule changes it in the middle of the run."""
 
+PLACES = MappingProxyType({axis: place for place, axis in enumerate(AXES)})
+"""Place of each axis in a pair."""
+
 SEED = 1
 """Seed of the choice between equally good combinations."""
 
@@ -102,16 +105,16 @@ def _grown(
     order = [axis for axis in given if axis not in chosen]
     rng.shuffle(order)
     for axis in order:
-        values = [value for value in given[axis] if not _pairs_with(chosen, axis, value) & refused]
+        pairs = {value: _pairs_with(chosen, axis, value) for value in given[axis]}
+        values = [value for value in given[axis] if refused.isdisjoint(pairs[value])]
         rng.shuffle(values)
-        chosen[axis] = max(values, key=lambda value: len(_pairs_with(chosen, axis, value) & missing))
+        chosen[axis] = max(values, key=lambda value: len(pairs[value] & missing))
     return Combination(**chosen)
 
 
 def _pairs_with(chosen: dict[str, str], axis: str, value: str) -> set[Pair]:
-    place = list(AXES).index
-    mine = (axis, value)
-    return {(mine, other) if place(axis) < place(other[0]) else (other, mine) for other in chosen.items()}
+    place, mine = PLACES[axis], (axis, value)
+    return {(mine, other) if place < PLACES[other[0]] else (other, mine) for other in chosen.items()}
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------

@@ -3,10 +3,12 @@
 import functools
 
 import torch
-import transformers
+from lazily import Lazy
 
 import dither
 from dither.models import GPT2Config, LlamaConfig, build
+
+transformers = Lazy("transformers")
 
 VOCAB = 64
 SIZES = {"vocab_size": VOCAB, "max_position_embeddings": 64, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -846,33 +846,39 @@ def _spoilt_run(path: Path, seed: float) -> None:
 CPU = 5.0
 """Seconds of CPU time for hostile input below 1 MB; what may pass for a run gets the time of a run as well."""
 
-SLOW_PLANS: dict[str, Any] = {
-    "many keys and one twice": b"{" + b",".join(b'"key %d": 1' % i for i in range(20_000)) + b', "key 7": 1}',
-    "(a+)+$": [["re:(a+)+$", None], ["re:(.*)*x", None], ["re:(.*a|.*)*(_|.)*proj!", None]],
-    "many expressions": [[f"re:(.*a?)*{i}", None] for i in range(700)],
-    "too many expressions": [[f"re:((.*a?)*b?)*{i}", None] for i in range(30_000)],
-    "many globs": [["*" + "?*" * 9 + str(i), None] for i in range(300)],
-    "too many globs": [[f"*{i}*", None] for i in range(60_000)],
-    "a long glob": [["*a" * 400_000, None]],
-    "many names": [[f"layer.{i}", None] for i in range(40_000)],
-    "a long name": [["a" * 900_000, None]],
-}
-
-SLOW_CONFIGS: dict[str, bytes] = {
-    "a key of 20,000 parts": b"a." * 20_000 + b"a = 1",
-    "a quoted key of 20,000 parts": b'"a".' * 20_000 + b"a = 1",
-    "a section of 20,000 parts": b"[" + b"a." * 20_000 + b"a]",
-    "deep in lists": b"x = " + b"[" * 400_000,
-    "many sections": b"".join(b"[a%d.b]\n" % i for i in range(50_000)),
-    "many keys": b"[run]\n" + b"".join(b"k%d=1\n" % i for i in range(80_000)),
-    "quotes": b'"' * 900_000,
-    "escapes": b'[run]\nout = "' + b"\\" * 900_000,
-    "strings that do not end": b"'''" * 299_999,
-    "a long number": b"[optim]\nlr = 0." + b"1" * 900_000 + b"x",
-    "a long key, not known": b"[run]\n" + b"s" * 900_000 + b" = 1",
-}
-
 SLOW_TOKENIZERS = (r"(a+)+$", r"(\w+\s?)+$", r"(x+x+)+y", r"((\w|\s)*)*!")
+
+
+def slow_plans() -> dict[str, Any]:
+    """Return rules of plans, or bytes of a plan, that take long in a careless reader."""
+    return {
+        "many keys and one twice": b"{" + b",".join(b'"key %d": 1' % i for i in range(20_000)) + b', "key 7": 1}',
+        "(a+)+$": [["re:(a+)+$", None], ["re:(.*)*x", None], ["re:(.*a|.*)*(_|.)*proj!", None]],
+        "many expressions": [[f"re:(.*a?)*{i}", None] for i in range(700)],
+        "too many expressions": [[f"re:((.*a?)*b?)*{i}", None] for i in range(30_000)],
+        "many globs": [["*" + "?*" * 9 + str(i), None] for i in range(300)],
+        "too many globs": [[f"*{i}*", None] for i in range(60_000)],
+        "a long glob": [["*a" * 400_000, None]],
+        "many names": [[f"layer.{i}", None] for i in range(40_000)],
+        "a long name": [["a" * 900_000, None]],
+    }
+
+
+def slow_configs() -> dict[str, bytes]:
+    """Return files of settings that take long in a careless reader."""
+    return {
+        "a key of 20,000 parts": b"a." * 20_000 + b"a = 1",
+        "a quoted key of 20,000 parts": b'"a".' * 20_000 + b"a = 1",
+        "a section of 20,000 parts": b"[" + b"a." * 20_000 + b"a]",
+        "deep in lists": b"x = " + b"[" * 400_000,
+        "many sections": b"".join(b"[a%d.b]\n" % i for i in range(50_000)),
+        "many keys": b"[run]\n" + b"".join(b"k%d=1\n" % i for i in range(80_000)),
+        "quotes": b'"' * 900_000,
+        "escapes": b'[run]\nout = "' + b"\\" * 900_000,
+        "strings that do not end": b"'''" * 299_999,
+        "a long number": b"[optim]\nlr = 0." + b"1" * 900_000 + b"x",
+        "a long key, not known": b"[run]\n" + b"s" * 900_000 + b" = 1",
+    }
 
 
 def slow_cases() -> Iterator[Case]:
@@ -886,17 +892,18 @@ def slow_cases() -> Iterator[Case]:
 
         return make
 
-    for title, rules in SLOW_PLANS.items():
+    plans = slow_plans()
+    for title, rules in plans.items():
         fine = title in ("(a+)+$", "many expressions", "many globs", "many names", "a long name")
         yield Case(f"slow plan: {title}", plan(rules), codes=(0, 2) if fine else (2,), cpu=CPU)
 
     def trained(box: Path, known: Good) -> list[str]:
-        rules = {"version": 3, "layers": SLOW_PLANS["(a+)+$"], "default": {"input": "mxfp8"}}
+        rules = {"version": 3, "layers": plans["(a+)+$"], "default": {"input": "mxfp8"}}
         (box / "plan.json").write_text(json.dumps(rules))
         return _train(f"precision.plan={configs.toml(str(box / 'plan.json'))}", "precision.emulate=true")(box, known)
 
     yield Case("slow plan: trained with", trained, codes=(0, 2), cpu=4 * CPU)
-    for title, data in SLOW_CONFIGS.items():
+    for title, data in slow_configs().items():
         yield Case(f"slow config: {title}", _config(data), cpu=CPU)
     yield Case("slow setting", _train("run.profile=" + "[" * 100_000), cpu=CPU)
     for expression in SLOW_TOKENIZERS:

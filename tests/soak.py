@@ -4,6 +4,7 @@
     make soak SOAK='--scale 10'                     # ten times as many of each
     make soak SOAK='--write docs/reliability.md'    # and write the scoreboard into the docs
     python tests/soak.py kills --scale 0.1
+    python tests/soak.py kills=0.1 saves=0.5        # a scale of its own for each part
 
 It lies beside the tests because it is one: `tests/test_faults.py` runs the same parts with small counts. Runs are real ones,
 `dither train` on a small model in a process of their own. They are forked from a process that has already trained a few steps,
@@ -28,7 +29,7 @@ import time
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -558,18 +559,18 @@ def warm_up(text: Path) -> None:
     in_this_process(file_of(text, text.parent / "warm", "run.steps=2"))
 
 
-def run(names: Iterable[str], scale: float, folder: Path) -> list[Result]:
-    """Run some parts, each in a folder and a process of its own, two at a time."""
+def run(scales: Mapping[str, float], folder: Path) -> list[Result]:
+    """Run some parts, so many times their usual counts, each in a folder and a process of its own, two at a time."""
     text = folder / "text"
     write_text(text)
     warm_up(text)
     straight(text)
-    waiting, running, results = deque(names), dict[int, tuple[str, float]](), list[Result]()
+    waiting, running, results = deque(scales), dict[int, tuple[str, float]](), list[Result]()
 
     def part(name: str) -> int:
         work, count = PARTS[name]
         (folder / name).mkdir()
-        scores = work(text, folder / name, max(1, round(count * scale)))
+        scores = work(text, folder / name, max(1, round(count * scales[name])))
         (folder / f"{name}.json").write_text(json.dumps([asdict(score) for score in scores]))
         shutil.rmtree(folder / name)
         return 0
@@ -641,17 +642,17 @@ def main() -> int:
 
     PARTS.update(soak_ranks.PARTS | soak_faults.PARTS)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all by default")
+    parser.add_argument("parts", nargs="*", metavar="PART[=SCALE]", help=f"of {', '.join(PARTS)}; all by default")
     parser.add_argument("--scale", type=float, default=1.0, help="how many times the usual counts")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="write the scoreboard between the markers of this page")
     given = parser.parse_args()
-    if unknown := set(given.parts) - set(PARTS):
+    scales = {name: float(scale or given.scale) for name, _, scale in (part.partition("=") for part in given.parts)}
+    if unknown := set(scales) - set(PARTS):
         parser.error(f"there is no part {min(unknown)!r}: choose from {', '.join(PARTS)}")
     began = time.monotonic()
     print(f"      {'what':80} {'target':>12} {'found':>12}", flush=True)
     with tempfile.TemporaryDirectory(prefix="dither-soak-") as folder:
-        names = given.parts or sorted(PARTS, key=ORDER.index)
-        results = run(names, given.scale, Path(folder))
+        results = run(scales or dict.fromkeys(sorted(PARTS, key=ORDER.index), given.scale), Path(folder))
     table = markdown(results, time.monotonic() - began)
     print(f"\n{table}", flush=True)
     if given.write is not None:

@@ -5,8 +5,8 @@ import json
 import pytest
 import safetensors.torch
 import torch
-import transformers
 from exported import SIZES, TOKENS, trained
+from lazily import Lazy
 
 import dither
 from dither import Plan, UserError
@@ -16,6 +16,8 @@ from dither.exporting.checking import load
 from dither.exporting.formats import format_of
 from dither.models import LlamaConfig, build, hf, load_pretrained, save_pretrained
 from dither.precision import Cast, LayerPrecision, Sampling
+
+transformers = Lazy("transformers")
 
 QUANTIZED = tuple(FORMATS)
 

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-import transformers
+from lazily import Lazy
 from runs import said, trained_run, write_words
 
 import dither
@@ -17,6 +17,8 @@ from dither.precision import Plan
 from dither.train import checkpoint
 from dither.train.config import Model
 from dither.train.weights import load_weights
+
+transformers = Lazy("transformers")
 
 
 @pytest.fixture(scope="module")

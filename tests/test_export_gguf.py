@@ -1,17 +1,18 @@
 """GGUF files: read back by the package gguf and by transformers, with the tokens of the tokenizer."""
 
-import gguf
 import numpy as np
 import pytest
 import torch
-import transformers
 from exported import SIZES, TOKENS, trained
+from lazily import Lazy
 
 import dither
 from dither import UserError
 from dither.data import BYTES, Tokenizer, train_bpe
 from dither.exporting.gguf_file import _mxfp4
 from dither.models import LlamaConfig, build
+
+gguf, transformers = Lazy("gguf"), Lazy("transformers")
 
 KINDS = {"gguf-f16": "F16", "gguf-q8_0": "Q8_0", "gguf-mxfp4": "MXFP4"}
 

@@ -4,13 +4,14 @@ import copy
 
 import pytest
 import torch
+from lazily import Lazy
 
 from dither import Cast, UserError, fake_quantize
 from dither.nn import apply_plan, convert, step_context
 from dither.nn.deployment import deploy
 from dither.precision import LayerPrecision, Plan
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[test]'")
+transformers = Lazy("transformers", "transformers is not installed: pip install -e '.[test]'")
 
 SIZE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 SHORT = {**SIZE, "max_position_embeddings": 32}

@@ -2,9 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from lazily import Lazy
+from made_once import made_once
 from torch import nn
 from worlds import forked, run_program
 
@@ -13,40 +16,19 @@ from dither import UserError
 from dither.nn import Linear
 from dither.nn.linear_sites import converted_layers
 
-pytest.importorskip("torchtitan.trainer", reason="torchtitan is not installed: pip install -e '.[test]'")
-
-from torchtitan.components.quantization import QuantizationConverter
-from torchtitan.config import ConfigManager
-from torchtitan.models.common.linear import Linear as TitanLinear
-from torchtitan.models.llama3 import config_registry as llama3
-from torchtitan.models.llama3 import model_registry
-from torchtitan.trainer import Trainer
-
-from dither.integrations.torchtitan import (
-    ByteLoader,
-    ByteTokenizer,
-    DitherConverter,
-    DitherLinear,
-    DitherMetrics,
-    DitherOptimizers,
-    DitherTrainer,
-    config_registry,
-    dither_adamw,
-    dither_config,
-)
-from dither.integrations.torchtitan.initialization import draw_in_float32
-from dither.integrations.torchtitan.trainer import check_config
-
-OURS = [name for name in dir(config_registry) if name.startswith("llama3_") and not name.endswith("_bf16")]
+titan = Lazy("dither.integrations.torchtitan", "torchtitan is not installed: pip install -e '.[test]'")
+configs = Lazy("dither.integrations.torchtitan.config_registry")
+trainer, initialization = (Lazy(f"dither.integrations.torchtitan.{name}") for name in ("trainer", "initialization"))
+llama3, registry = Lazy("torchtitan.models.llama3"), Lazy("torchtitan.models.llama3.config_registry")
 
 
-def debug(layers: int = 1) -> Trainer.Config:
-    config = llama3.llama3_debugmodel()
+def debug(layers: int = 1) -> Any:
+    config = registry.llama3_debugmodel()
     config.model_spec.model.layers = config.model_spec.model.layers[:layers]
     return config
 
 
-def built(config: Trainer.Config) -> nn.Module:
+def built(config: Any) -> nn.Module:
     with torch.device("meta"):
         model = config.model_spec.model.build()
     model.verify_module_protocol()
@@ -62,31 +44,31 @@ def built(config: Trainer.Config) -> nn.Module:
 @pytest.mark.parametrize("name", ["llama3_8b_snip", "llama3_debug_fp8_block", "llama3_debug_gaussws", "llama3_debug_bf16_sr"])
 def test_a_configuration_is_found_by_name_and_takes_options_of_the_command_line(name):
     arguments = ["--module", "dither.integrations.torchtitan", "--config", name, "--training.steps", "7"]
-    config = ConfigManager().parse_args([*arguments, "--snip.delay", "3"])
-    assert isinstance(config, DitherTrainer.Config)
+    config = Lazy("torchtitan.config").ConfigManager().parse_args([*arguments, "--snip.delay", "3"])
+    assert isinstance(config, titan.DitherTrainer.Config)
     assert (config.training.steps, config.snip.delay) == (7, 3)
     assert (config.snip.target is not None) == name.endswith("snip")
-    check_config(config)
+    trainer.check_config(config)
     assert "precision" in json.dumps(config.to_dict())  # as torchtitan prints it
 
 
 def test_the_registry_has_debug_sizes_an_8b_width_and_8b_models():
     modes = {"fp8_block", "gaussws", "bf16_sr"}
     for size in ("debug", "8b_4layers", "8b"):
-        assert modes <= {name.removeprefix(f"llama3_{size}_") for name in OURS}
+        assert all(hasattr(configs, f"llama3_{size}_{mode}") for mode in modes)
 
 
 def test_few_layers_have_the_width_of_the_whole_model():
-    few = config_registry.llama3_8b_4layers_fp8_block().model_spec.model
+    few = configs.llama3_8b_4layers_fp8_block().model_spec.model
     assert (len(few.layers), few.dim, few.layers[0].feed_forward.w2.in_features) == (4, 4096, 14336)
-    assert isinstance(few.layers[3].feed_forward.w2, DitherLinear.Config)
+    assert isinstance(few.layers[3].feed_forward.w2, titan.DitherLinear.Config)
     assert type(few.lm_head).__qualname__ == "Linear.Config"
 
 
 def test_a_configuration_sets_what_the_plan_needs():
-    config = config_registry.llama3_debug_bf16_sr()
+    config = configs.llama3_debug_bf16_sr()
     assert (config.training.dtype, config.training.disable_cuda_graphs) == ("bfloat16", True)
-    assert isinstance(config.metrics, DitherMetrics.Config)
+    assert isinstance(config.metrics, titan.DitherMetrics.Config)
     (group,) = config.optimizer.param_groups
     assert group.optimizer_name == "dither.AdamW"
     assert {"weights": "stochastic", "states": "companded8", "lr": 8e-4}.items() <= group.optimizer_kwargs.items()
@@ -98,44 +80,45 @@ def test_a_configuration_sets_what_the_plan_needs():
         ("bf16-pure", {"dtype": "float32"}, "training.dtype='bfloat16'"),
         ("fp8-block", {"disable_cuda_graphs": False}, "disable_cuda_graphs"),
         ("fp8-block", {"mixed_precision_param": "float32"}, "set it to 'bfloat16'"),
-        (config_registry.GAUSSWS, {"dtype": "bfloat16"}, "training.dtype"),
+        (dither.recipe("bf16").with_sampling(dither.Sampling()), {"dtype": "bfloat16"}, "training.dtype"),
         (dither.Plan(default=dither.recipe("fp8-block").default, compute="bf16").with_sampling(dither.Sampling()),
          {"dtype": "bfloat16"}, "learns bitwidths in float32"),
     ],
 )  # fmt: skip
 def test_a_configuration_that_cannot_run_is_refused(plan, change, said):
-    config = dither_config(debug(), plan)
+    config = titan.dither_config(debug(), plan)
     for key, value in change.items():
         setattr(config.training, key, value)
     with pytest.raises(UserError, match=said):
-        check_config(config)
+        trainer.check_config(config)
 
 
 def test_a_torch_that_crashes_in_the_chunked_loss_is_refused(monkeypatch):
-    config = dither_config(llama3.llama3_debugmodel(), "fp8-block")
-    check_config(config)
+    config = titan.dither_config(registry.llama3_debugmodel(), "fp8-block")
+    trainer.check_config(config)
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0"))
     with pytest.raises(UserError, match=r"torch 2\.11\.0 crashes .* chunked loss: set loss=CrossEntropyLoss"):
-        check_config(config)
-    check_config(config_registry.llama3_debug_fp8_block())
+        trainer.check_config(config)
+    trainer.check_config(configs.llama3_debug_fp8_block())
 
 
 def test_snip_with_a_chunked_loss_is_refused():
-    config = dither_config(debug(), "fp8-block", snip=dither.train.config.Snip(target=0.5))
+    config = titan.dither_config(debug(), "fp8-block", snip=dither.train.config.Snip(target=0.5))
     with pytest.raises(UserError, match="CrossEntropyLoss"):
-        check_config(config)
+        trainer.check_config(config)
 
 
 # Conversion ----------------------------------------------------------------------------------------------------------------
 
 
 def test_the_converter_converts_what_dither_convert_converts():
-    assert issubclass(DitherConverter, QuantizationConverter)
+    assert issubclass(titan.DitherConverter, Lazy("torchtitan.components.quantization").QuantizationConverter)
     plan = dither.Plan(layers=(("*.w2", dither.recipe("mxfp4").default),), default=dither.recipe("fp8-block").default)
-    spec = model_registry("debugmodel", converters=[DitherConverter.Config(plan=plan, skip=("layers.0.*",), seed=3)])
+    converter = titan.DitherConverter.Config(plan=plan, skip=("layers.0.*",), seed=3)
+    spec = llama3.model_registry("debugmodel", converters=[converter])
     with torch.device("meta"):
         ours = spec.model.build()
-        theirs = model_registry("debugmodel").model.build()
+        theirs = llama3.model_registry("debugmodel").model.build()
     dither.convert(theirs, plan, skip="layers.0.*", seed=3)
     assert set(converted_layers(ours)) == set(converted_layers(theirs))
     for name, layer in converted_layers(ours).items():
@@ -145,13 +128,13 @@ def test_the_converter_converts_what_dither_convert_converts():
 
 def test_a_plan_can_be_a_file(tmp_path):
     dither.recipe("mxfp4").save(tmp_path / "plan.json")
-    model = dither_config(debug(), str(tmp_path / "plan.json")).model_spec.model
+    model = titan.dither_config(debug(), str(tmp_path / "plan.json")).model_spec.model
     assert model.layers[0].feed_forward.w1.precision == dither.recipe("mxfp4").for_layer("layers.0.feed_forward.w1")
 
 
 def test_a_built_model_has_its_weights_bitwidths_and_keys():
     plan = dither.recipe("fp8-delayed").with_sampling(dither.Sampling())
-    model = built(dither_config(debug(), plan, seed=5))
+    model = built(titan.dither_config(debug(), plan, seed=5))
     layer = model.get_submodule("layers.0.feed_forward.w1")
     assert isinstance(layer, Linear)
     assert bool((layer.bitwidth == 1).all())
@@ -165,16 +148,16 @@ def test_a_built_model_has_its_weights_bitwidths_and_keys():
 )
 def test_a_plan_that_torchtitan_cannot_run_is_refused(plan, said):
     with pytest.raises(UserError, match=said):
-        dither_config(debug(), plan)
+        titan.dither_config(debug(), plan)
 
 
 def test_two_converters_for_one_layer_are_refused():
     with pytest.raises(UserError, match="converted already"):
-        dither_config(dither_config(debug(), "fp8-block"), "mxfp4")
+        titan.dither_config(titan.dither_config(debug(), "fp8-block"), "mxfp4")
 
 
 def test_tensor_parallelism_is_refused():
-    model = built(dither_config(debug(), "fp8-block"))
+    model = built(titan.dither_config(debug(), "fp8-block"))
 
     class Dims:
         tp_enabled = True
@@ -184,7 +167,7 @@ def test_tensor_parallelism_is_refused():
 
 
 def test_an_export_to_hugging_face_leaves_bitwidths_out():
-    config = dither_config(debug(), config_registry.GAUSSWS)
+    config = titan.dither_config(debug(), configs.GAUSSWS)
     adapter = config.model_spec.state_dict_adapter(config.model_spec.model, None)
     names = adapter.to_hf(built(config).state_dict())
     plain = debug()
@@ -195,7 +178,7 @@ def test_an_export_to_hugging_face_leaves_bitwidths_out():
 # Optimizers ----------------------------------------------------------------------------------------------------------------
 
 
-def step(model: nn.Module, container: DitherOptimizers, seed: int) -> None:
+def step(model: nn.Module, container: Any, seed: int) -> None:
     torch.manual_seed(seed)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
@@ -204,8 +187,8 @@ def step(model: nn.Module, container: DitherOptimizers, seed: int) -> None:
 
 def test_the_container_has_dithers_optimizer_and_the_decay_of_bitwidths():
     guided = dither.Sampling(guidance=dither.WeightDecay(0.25))
-    model = built(dither_config(debug(), dither.recipe("bf16").with_sampling(guided)))
-    container = dither_adamw(lr=1e-2, states="dynamic8").build(model_parts=[model])
+    model = built(titan.dither_config(debug(), dither.recipe("bf16").with_sampling(guided)))
+    container = titan.dither_adamw(lr=1e-2, states="dynamic8").build(model_parts=[model])
     (optimizer,) = container
     assert type(optimizer) is dither.optim.AdamW
     assert {name: group["weight_decay"] for group in optimizer.param_groups for name in group["param_names"]} == {
@@ -214,10 +197,10 @@ def test_the_container_has_dithers_optimizer_and_the_decay_of_bitwidths():
 
 
 def test_a_container_resumes_bit_for_bit():
-    def make() -> tuple[nn.Module, DitherOptimizers]:
+    def make() -> tuple[nn.Module, Any]:
         torch.manual_seed(0)
         model = nn.Linear(64, 64, dtype=torch.bfloat16)
-        return model, dither_adamw(lr=1e-2, states="dynamic8", weights="stochastic").build(model_parts=[model])
+        return model, titan.dither_adamw(lr=1e-2, states="dynamic8", weights="stochastic").build(model_parts=[model])
 
     model, container = make()
     step(model, container, 1)
@@ -231,7 +214,7 @@ def test_a_container_resumes_bit_for_bit():
 
 
 def test_torchs_implementation_with_bf16_states_is_refused():
-    config = dither_adamw()
+    config = titan.dither_adamw()
     config.implementation = "fused_opt_states_bf16"
     with pytest.raises(UserError, match="states='bf16'"):
         config.build(model_parts=[nn.Linear(8, 8)])
@@ -242,12 +225,12 @@ def test_torchs_implementation_with_bf16_states_is_refused():
 
 def test_initializers_see_float32_once_and_tied_weights_stay():
     seen = []
-    config = TitanLinear.Config(in_features=4, out_features=2, bias=True)
+    config = Lazy("torchtitan.models.common.linear").Linear.Config(in_features=4, out_features=2, bias=True)
     config.param_init = {"weight": lambda weight: seen.append(weight.dtype), "bias": nn.init.ones_}
     given = config.param_init
-    draw_in_float32(config)
+    initialization.draw_in_float32(config)
     first = config.param_init
-    draw_in_float32(config)  # as for a configuration that is built twice
+    initialization.draw_in_float32(config)  # as for a configuration that is built twice
     assert config.param_init == first
     assert first is not given  # torchtitan shares one dict between layers
     layer = config.build().to(torch.bfloat16)
@@ -265,8 +248,8 @@ def test_initializers_see_float32_once_and_tied_weights_stay():
 def test_bytes_are_read_in_batches_that_differ_between_ranks_and_resume(tmp_path):
     (tmp_path / "a.txt").write_bytes(bytes(range(60)))
 
-    def loader(rank: int) -> ByteLoader:
-        config = ByteLoader.Config(dataset="*.txt", dataset_path=str(tmp_path))
+    def loader(rank: int) -> Any:
+        config = titan.ByteLoader.Config(dataset="*.txt", dataset_path=str(tmp_path))
         options = {"dp_world_size": 2, "dp_rank": rank, "tokenizer": None, "snapshot_every_n_steps": None}
         return config.build(seq_len=4, local_batch_size=2, **options)
 
@@ -279,13 +262,13 @@ def test_bytes_are_read_in_batches_that_differ_between_ranks_and_resume(tmp_path
     resumed.load_state_dict(first.state_dict())
     assert torch.equal(next(iter(resumed))[1], next(iter(first))[1])
     with pytest.raises(UserError, match="dataset_path"):
-        ByteLoader.Config(dataset="*.md", dataset_path=str(tmp_path)).build(
+        titan.ByteLoader.Config(dataset="*.md", dataset_path=str(tmp_path)).build(
             dp_world_size=1, dp_rank=0, seq_len=4, local_batch_size=2
         )
 
 
 def test_the_tokenizer_of_bytes():
-    tokenizer = ByteTokenizer.Config().build(tokenizer_path="")
+    tokenizer = titan.ByteTokenizer.Config().build(tokenizer_path="")
     assert tokenizer.decode(tokenizer.encode("é")) == "é"
 
 
@@ -295,9 +278,12 @@ def test_the_tokenizer_of_bytes():
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Return the results of `titan_on_cpu.py`."""
-    folder = tmp_path_factory.mktemp("titan")
-    code, said = forked(run_program, Path(__file__).parent / "titan_on_cpu.py", folder)
-    assert code == 0, said[-3000:]
+
+    def train(folder: Path) -> None:
+        code, said = forked(run_program, Path(__file__).parent / "titan_on_cpu.py", folder)
+        assert code == 0, said[-3000:]
+
+    folder = made_once(tmp_path_factory, "titan", train)
     return json.loads((folder / "results.json").read_text())
 
 

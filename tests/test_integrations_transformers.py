@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lazily import Lazy
 from safetensors import safe_open
 from torch import nn
 
@@ -21,9 +22,9 @@ from dither.nn import Linear, convert, param_groups, step_context
 from dither.precision import Plan, Sampling
 from dither.snip import Estimator, Goal, Schedule, Snip
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[test]'")
-accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed: pip install -e '.[test]'")
-integration = pytest.importorskip("dither.integrations.transformers")
+transformers = Lazy("transformers", "transformers is not installed: pip install -e '.[test]'")
+accelerate = Lazy("accelerate", "accelerate is not installed: pip install -e '.[test]'")
+integration = Lazy("dither.integrations.transformers")
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{remark}") for remark in (".*pin_memory", "mkldnn_matmul failed", "The dataloader")

@@ -1,7 +1,7 @@
 """Optimizers of parameters that are spread over processes (DTensor): the same bits as in one process, however they are cut."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -89,10 +89,11 @@ def distribute(x: Tensor, mesh: DeviceMesh, where: list[Placement]) -> DTensor:
     return distribute_tensor(x, mesh, where, src_data_rank=None)
 
 
-def check_cuts(mesh: DeviceMesh | None = None) -> None:
+def check_cuts(mesh: DeviceMesh | None = None, labels: Iterable[str] = KINDS) -> None:
     """By rows, by columns, in the middle: uneven shards, and empty ones (two rows over three processes)."""
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
-    for label, kind in KINDS.items():
+    for label in labels:
+        kind = KINDS[label]
         whole = run(kind, lambda _, x: x.clone())
         for dimension in (0, 1, 2):
             cut = run(kind, lambda _, x, d=dimension: distribute(x, mesh, placements(d, x.shape)))
@@ -103,8 +104,13 @@ def check_cuts(mesh: DeviceMesh | None = None) -> None:
         assert_same(whole, run(kind, lambda _, x: distribute(x, mesh, [Replicate()])), (label, "replicated"))
 
 
-def check_cuts_in_pairs() -> None:
-    check_cuts(init_device_mesh("cpu", (2, 2), mesh_dim_names=("pairs", "within"))["within"])
+def check_cuts_in_pairs(labels: Iterable[str] = ("dynamic8", "Adam-mini")) -> None:
+    """Shards within a group that is not the whole world: scales of blocks, and the sums of Adam-mini, are exchanged in it."""
+    check_cuts(init_device_mesh("cpu", (2, 2), mesh_dim_names=("pairs", "within"))["within"], labels)
+
+
+def check_all_cuts_in_pairs() -> None:
+    check_cuts_in_pairs(KINDS)
 
 
 def check_meshes() -> None:
@@ -245,6 +251,7 @@ def check_fsdp() -> None:
     [
         *in_processes(3, check_cuts, check_clipping, check_nonfinite),
         *in_processes(4, check_cuts_in_pairs, check_meshes, check_blocks, check_fsdp),
+        *in_processes(4, check_all_cuts_in_pairs, marks=pytest.mark.exhaustive),
         *(case for size in (2, 4, 8) for case in in_processes(size, check_cuts, check_clipping, marks=pytest.mark.exhaustive)),
     ],
 )

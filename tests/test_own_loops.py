@@ -14,6 +14,7 @@ from collections.abc import Iterable
 
 import pytest
 import torch
+from lazily import Lazy
 from sweeps import only
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -24,7 +25,7 @@ from dither.nn import Linear, convert, draws, hints, param_groups, step_context
 from dither.nn.guidance import watch_guidance
 from dither.precision import Cast, LayerPrecision, Plan, Sampling
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[test]'")
+transformers = Lazy("transformers", "transformers is not installed: pip install -e '.[test]'")
 
 SIZE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 IDS = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(1))

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from worlds import needs_gloo, spread
+from worlds import from_first, needs_gloo, spread
 
 import dither
 from dither import LayerPrecision, Plan, Sampling, UserError
@@ -158,6 +158,14 @@ def reading(model: nn.Module) -> Iterator[dict[str, dict[str, torch.Tensor]]]:
         handle.remove()
 
 
+def weights_read(method: str) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the codes, scales and samples of weights that one rank reads."""
+    single = converted(method)
+    with reading(single) as known:
+        step_of(single, Layout())
+    return known
+
+
 def cut(x: torch.Tensor, like: torch.Tensor, rank: int) -> torch.Tensor:
     """Return the part of x in the shape of `like` that this rank has."""
     for dimension, (size, part) in enumerate(zip(x.shape, like.shape, strict=True)):
@@ -167,10 +175,7 @@ def cut(x: torch.Tensor, like: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def check_layout(layout: Layout, method: str, options: dict[str, Any]) -> None:
-    expected, gradients = reference(method, layout.batch_parts)
-    single = converted(method)
-    with reading(single) as known:
-        step_of(single, Layout())
+    (expected, gradients), known = from_first(lambda: (reference(method, layout.batch_parts), weights_read(method)))
     model = dither.parallelize(converted(method), layout.mesh("cpu"), **options)
     with reading(model) as read:
         loss = step_of(model, layout)
@@ -251,7 +256,7 @@ def trained(model: nn.Module, method: str, layout: Layout, steps: int) -> list[f
 
 
 def check_training(layout: Layout, method: str, steps: int) -> None:
-    known = trained(converted(method), method, Layout(), steps)
+    known = from_first(lambda: trained(converted(method), method, Layout(), steps))
     every = []
     for gather in ("weights", "codes") if layout.batch_parts > 1 else ("weights",):
         model = dither.parallelize(converted(method), layout.mesh("cpu"), gather=gather)
@@ -406,7 +411,7 @@ class Allocations(TorchDispatchMode):
 
 def check_memory() -> None:
     """No rank ever holds the whole model, and the parts that ranks draw are those of the model that one rank builds."""
-    sizes = config(num_hidden_layers=8)
+    sizes = config(num_hidden_layers=5)
     known = dict(build(sizes, seed=3).named_parameters())
     weights = sum(p.nbytes for p in known.values())
     alone = 3 * weights  # with two moments in float32

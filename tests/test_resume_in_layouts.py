@@ -96,7 +96,7 @@ def without_times(plain: dict[str, Any]) -> dict[str, Any]:
 def test_a_checkpoint_is_restored_in_every_layout(folder: Path, method: str, layout: str) -> None:
     saved = folder / name_of(method)
     if not saved.exists():
-        more = [*METHODS[method], f"run.steps={STEPS + 1}", f"run.save_every={STEPS}"]
+        more = [*METHODS[method], f"run.steps={STEPS + 1}", f"run.save_every={STEPS}", f"data.micro_batch={BATCH // 2}"]
         in_ranks(4, folder, (saved.name, BATCH, [*more, "parallel.dp_shard=2", "parallel.tp=2"], False))
     world = LAYOUTS[layout][0]
     wait(start(_restored, (world, free_port(), folder, method, layout), world))

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from worlds import in_processes, needs_gloo, spread
+from worlds import from_first, in_processes, needs_gloo, spread
 
 import dither
 from dither import Cast, Plan, UserError
@@ -121,7 +121,8 @@ def check_sharded(probes: dict[str, Sequence[str]]) -> None:
         spread_setup, alone_setup = TrainingSetup(max_norm=1.0, group=dist.group.WORLD), TrainingSetup(max_norm=1.0)
         for probe in probes[cuts]:
             found = score(model, mine, optimizer, OPTIONS, probe=probe, stream=STREAM, setup=spread_setup)
-            expected = score(alone, batches(size), its, OPTIONS, probe=probe, stream=STREAM, setup=alone_setup)
+            by_one = {"probe": probe, "stream": STREAM, "setup": alone_setup}
+            expected = from_first(score, alone, batches(size), its, OPTIONS, **by_one)
             check_same(found, expected, (cuts, probe))
             assert {layer.M for layer in found.statistics.layers} == {32 * size}
         after = everything(model, optimizer)
@@ -144,7 +145,7 @@ def check_truth_and_plans() -> None:
     snip = Snip(model, optimizer, "fp8-block", goal=GOAL, schedule=AT_3)
     known = Estimator(score=lambda *given, **how: scored)
     one = Snip(alone, its, "fp8-block", goal=GOAL, schedule=AT_3, estimator=known)
-    scored = score(alone, batches(size), its, one.options, stream=dither.Stream(0, "snip", "3"), step=3)
+    scored = from_first(score, alone, batches(size), its, one.options, stream=dither.Stream(0, "snip", "3"), step=3)
     one._group = dist.new_group([rank], use_local_synchronization=True)
     for step in range(3, 6):
         decisions = [each.before_step(step, mine) for each in (snip, one)]
@@ -196,7 +197,8 @@ def check_fsdp_with_tensor_parallelism() -> None:
     mine = batches(world // 2)[rank : rank + 1]
     for probe in ("direct", "last"):
         found = score(model, mine, optimizer, TILES, probe=probe, stream=STREAM, setup=setup)
-        expected = score(alone, batches(world // 2), its, TILES, probe=probe, stream=STREAM, setup=TrainingSetup(max_norm=0.01))
+        by_one = {"stream": STREAM, "setup": TrainingSetup(max_norm=0.01)}
+        expected = from_first(score, alone, batches(world // 2), its, TILES, probe=probe, **by_one)
         check_same(found, expected, probe)
 
 
@@ -233,11 +235,11 @@ def check_tensor_parallel() -> None:
     given = {"stream": STREAM, "setup": TrainingSetup(max_norm=0.01)}
     for probe in PROBES:
         found = score(model, batches(2), optimizer, TILES, probe=probe, **given)
-        expected = score(alone, batches(2), its, TILES, probe=probe, **given)
+        expected = from_first(score, alone, batches(2), its, TILES, probe=probe, **given)
         check_same(found, expected, probe)
         assert found.passes == expected.passes
     truth = verify(model, batches(1, seed=4), optimizer, found, TILES, **given)
-    real = verify(alone, batches(1, seed=4), its, expected, TILES, **given)
+    real = from_first(verify, alone, batches(1, seed=4), its, expected, TILES, **given)
     pairs = zip(chain(*truth.weights), chain(*real.weights), strict=True)
     assert all(a == pytest.approx(b, rel=2e-3, abs=1e-7) for a, b in pairs)
     snip = Snip(model, optimizer, plan, goal=GOAL, schedule=AT_3, options=TILES)
@@ -320,9 +322,10 @@ def check_pipeline(schedule: type, probes: Sequence[str]) -> None:
     calls = model.calls.clone()
     setup = TrainingSetup(pipeline=dist.group.WORLD, max_norm=0.01)
     given = {"forward": forward, "setup": setup, "stream": STREAM}
+    by_one = {"stream": STREAM, "setup": TrainingSetup(max_norm=0.01)}
     for probe in probes:
         found = score(model, whole, optimizer, OPTIONS, probe=probe, **given)
-        expected = score(alone, single, its, OPTIONS, probe=probe, stream=STREAM, setup=TrainingSetup(max_norm=0.01))
+        expected = from_first(score, alone, single, its, OPTIONS, probe=probe, **by_one)
         check_same(found, expected, (schedule, probe))
         assert found.passes == expected.passes
     truth = verify(model, whole[:1], optimizer, found, OPTIONS, more_for_loss=whole[1:], **given)

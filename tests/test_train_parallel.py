@@ -21,6 +21,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from made_once import made_once
 from worlds import Forked, environment, free_port, needs_gloo, start, wait
 
 from dither import UserError, cli
@@ -129,10 +130,14 @@ def in_ranks(world: int, folder: Path, *runs: tuple[str, int, list[str], bool]) 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("parallel")
-    (made / "text").mkdir()
-    for number in range(60):
-        (made / "text" / f"{number}.txt").write_text(f"{number} bottles of beer on the wall, take {number % 7} down. " * 5)
+    write_text(made)
     return made
+
+
+def write_text(folder: Path) -> None:
+    (folder / "text").mkdir()
+    for number in range(60):
+        (folder / "text" / f"{number}.txt").write_text(f"{number} bottles of beer on the wall, take {number % 7} down. " * 5)
 
 
 UNITS = {"bf16-sr": 2.0**-8}
@@ -188,7 +193,7 @@ THIN = (("FSDP2", "snip", 3), ("TP", "gaussws", 2), ("PP", "snip", 3))
 
 
 @pytest.fixture(scope="module")
-def thin(folder: Path) -> Path:
+def thin(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All runs of two ranks; one of them with all that a run does besides its steps."""
     runs = [
         (f"{layout} {method} {steps}", LAYOUTS[layout][1], [*METHODS[method], *LAYOUTS[layout][2], f"run.steps={steps}"], False)
@@ -196,7 +201,15 @@ def thin(folder: Path) -> Path:
     ]
     zero_bubble = [*FP8, "parallel.pp=2", "parallel.schedule=zero-bubble", "run.steps=2"]
     watched = [*METHODS["gaussws"], "parallel.tp=2", *WATCHED, "run.steps=2", "parallel.checkpointing=full"]
-    in_ranks(2, folder, *runs, ("PP zero-bubble", 2, zero_bubble, False), ("watched", 2, watched, False))
+    runs += [("PP zero-bubble", 2, zero_bubble, False), ("watched", 2, watched, False)]
+
+    def train_all(made: Path) -> None:
+        write_text(made)
+        in_ranks(2, made, *runs)
+
+    made = made_once(tmp_path_factory, "thin", train_all)
+    for out, *_ in runs:
+        shutil.copytree(made / out, folder / out)
     return folder
 
 
@@ -252,9 +265,13 @@ def test_every_method_in_every_layout(folder: Path, layout: str) -> None:
 
 def test_a_run_resumes_in_another_layout(folder: Path) -> None:
     """Saved by 4 ranks (FSDP2 x TP) after a step, and resumed by 1, by 3, and by a pipeline of 2: the same second step."""
-    more = [*FP8, "precision.states=dynamic8", "run.steps=2", "run.save_every=1"]
-    in_ranks(4, folder, ("saved", 6, [*more, "parallel.dp_shard=2", "parallel.tp=2"], False))
-    outs = {"one": (1, []), "two": (2, ["parallel.pp=2"]), "three": (3, ["parallel.dp_shard=3"])}
+    more, three = [*FP8, "precision.states=dynamic8", "run.steps=2", "run.save_every=1"], ["data.micro_batch=3"]
+    in_ranks(4, folder, ("saved", 6, [*more, *three, "parallel.dp_shard=2", "parallel.tp=2"], False))
+    outs = {
+        "one": (1, three),
+        "two": (2, [*three, "parallel.pp=2"]),
+        "three": (3, ["data.micro_batch=2", "parallel.dp_shard=3"]),
+    }
     for out, (world, layout) in outs.items():
         shutil.copytree(folder / "saved", folder / out)
         checkpoint.drop(folder / out / "checkpoints", after=1)

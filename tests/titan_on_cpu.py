@@ -42,8 +42,9 @@ with mock.patch.object(torch._utils, "_get_available_device_type", return_value=
     from torchtitan.components import metrics
 metrics.build_device_memory_monitor = NoMemory
 
+from torchtitan.models import llama3 as family  # noqa: E402
+from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
-from torchtitan.models.common.linear import Linear  # noqa: E402
 from torchtitan.models.llama3 import config_registry as llama3  # noqa: E402
 
 import dither  # noqa: E402
@@ -63,16 +64,31 @@ class Recorder(metrics.BaseLogger):
         self.steps.append({"step": step, **numbers})
 
 
+def narrow(**options: Any) -> Any:
+    """Return torchtitan's debug model with one layer of a quarter of the width and of the tokens."""
+    dim, heads, tokens = 64, 4, 512
+    rope = ComplexRoPE.Config(dim=dim // heads, max_seq_len=64, theta=500000, scaling="llama")
+    sizes = {"n_layers": 1, "dim": dim, "n_heads": heads, "hidden_dim": 3 * dim, "rope": rope}
+    return family.Llama3Model.Config(
+        dim=dim,
+        vocab_size=tokens,
+        tok_embeddings=Embedding.Config(num_embeddings=tokens, embedding_dim=dim, param_init=family._EMBEDDING_INIT),
+        norm=RMSNorm.Config(normalized_shape=dim, param_init=family._NORM_INIT),
+        lm_head=Linear.Config(in_features=dim, out_features=tokens, param_init=family._output_linear_init(dim)),
+        layers=family._build_llama3_layers(fuse_qkv=True, **sizes, **options),
+    )
+
+
 def small(folder: Path, *, whole_loss: bool = False) -> Any:
-    """Return torchtitan's debug configuration with one layer, computing in float32."""
-    base = config_registry._on_bytes(llama3.llama3_debugmodel())
-    model = base.model_spec.model
-    model.layers = model.layers[:1]
-    for layer in model.layers:
+    """Return torchtitan's debug configuration with a narrow model, computing in float32."""
+    with mock.patch.dict(family.llama3_configs, debugmodel=narrow):
+        base = config_registry._on_bytes(llama3.llama3_debugmodel())
+    for layer in base.model_spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()  # torch has no flex attention for CPUs
     base.training = dataclasses.replace(base.training, seq_len=16, local_batch_size=2, global_batch_size=4, steps=STEPS)
     base.training.mixed_precision_param = "float32"
     base.compile.enable = False
+    base.optimizer.param_groups[0].optimizer_kwargs["lr"] = 3e-2  # a narrow model learns visibly in two steps
     base.comm.trace_buf_size, base.debug.seed, base.dump_folder = 0, 1, str(folder)
     base.parallelism.spmd_backend = "partial_dtensor" if torch.__version__ < "2.12" else "spmd_types"
     return config_registry._with_whole_loss(base) if whole_loss else base

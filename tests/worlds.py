@@ -35,6 +35,8 @@ PRELOADED = [
     "dither.snip",
     "dither.train",
     "pytest",
+    "scipy.optimize",  # SNIP's solver and its verification
+    "scipy.stats",
 ]
 
 needs_gloo = pytest.mark.skipif(
@@ -93,6 +95,16 @@ def _work(rank: int, size: int, port: int, checks: list[Callable[[], None]]) -> 
 def spread(size: int, *checks: Callable[[], None]) -> None:
     """Run functions in `size` processes, one after the other."""
     wait(start(_work, (size, free_port(), list(checks)), size))
+
+
+def from_first(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call a function in the first process of a world alone, and return its result in all of them."""
+    file = io.BytesIO()
+    if dist.get_rank() == 0:
+        torch.save(make(*arguments, **options), file)  # pickle alone cannot read tensors of 8-bit types
+    data = [file.getvalue()]
+    dist.broadcast_object_list(data, src=0)
+    return torch.load(io.BytesIO(data[0]), weights_only=False)
 
 
 def in_processes(size: int, *checks: Callable[[], None], marks: Any = ()) -> list[Any]:
