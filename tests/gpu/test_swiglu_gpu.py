@@ -50,19 +50,26 @@ def gradients(recipe: str, memory: MemoryOptions, *, compiled: bool, tokens: int
     return [y.detach(), x.grad, *(parameter.grad for parameter in model.parameters())]
 
 
+def distances(found: list[Tensor], expected: list[Tensor]) -> list[float]:
+    pairs = ((one.float(), other.float()) for one, other in zip(found, expected, strict=True))
+    return [float((one - other).norm() / other.norm()) for one, other in pairs]
+
+
 @pytest.mark.parametrize("tokens", [256, 250])
 @pytest.mark.parametrize("recipe", ["fp8-current", "fp8-block", "fp8-block-2d", "fp8-delayed", "fp4-block", "bf16"])
 def test_compiled_layers_train_as_eager_ones_do(recipe: str, tokens: int) -> None:
-    """Forward has the bits of exact inputs. Gradients differ between eager and compiled by roundings of float32 operations."""
+    """Eager forward has the bits of exact inputs, and compilation changes gradients no more than it does with exact inputs.
+
+    It changes some: Inductor does not round silu(gate) to bfloat16, and a gradient in E5M2 that rounds to the other side moves
+    by a quarter.
+    """
     torch._dynamo.reset()
-    exact = gradients(recipe, MemoryOptions(), compiled=False, tokens=tokens)
-    eager, compiled = (gradients(recipe, FP8, compiled=each, tokens=tokens) for each in (False, True))
+    (exact, fused), (eager, compiled) = (
+        [gradients(recipe, memory, compiled=each, tokens=tokens) for each in (False, True)] for memory in (MemoryOptions(), FP8)
+    )
     assert torch.equal(eager[0], exact[0])
-    for index, (one, other, whole) in enumerate(zip(compiled, eager, exact, strict=True)):
-        scale = whole.float().norm()
-        assert (one.float() - other.float()).norm() < 0.02 * scale, index
-        assert (other.float() - whole.float()).norm() < 0.15 * scale, index
-    assert max(float((one - other).norm() / other.norm()) for one, other in zip(eager[1:], exact[1:], strict=True)) > 1e-3
+    assert max(distances(compiled, eager)) <= 1.5 * max(distances(fused, exact)) + 1e-3
+    assert 1e-3 < max(distances(eager, exact)) < 0.25
 
 
 def test_a_model_trains_with_everything_that_saves_memory() -> None:
