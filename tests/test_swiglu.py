@@ -215,6 +215,10 @@ def test_models_of_transformers() -> None:
     theirs.load_state_dict(own.state_dict())
     text = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(1))
     names = list(theirs.state_dict())
+    with torch.device("meta"):
+        other = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, hidden_act="gelu"))
+    with pytest.raises(UserError, match="LlamaForCausalLM has none of them"):
+        dither.convert(other, "fp8-block", memory=FP8)
     for model in (own, theirs):
         dither.convert(model, "fp8-block", memory=FP8)
     with dither.step_context(own, step=0):

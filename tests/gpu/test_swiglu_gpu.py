@@ -30,6 +30,17 @@ def test_inductors_codes_are_those_of_the_operator(dtype: torch.dtype) -> None:
         assert torch.equal(exponents, scale.view(torch.uint8))
 
 
+def test_inductor_rounds_what_it_does_not_store() -> None:
+    """A sum that is computed in the same kernel has the codes of the bfloat16 number that would have been stored."""
+    torch._dynamo.reset()
+    generator = torch.Generator("cuda").manual_seed(0)
+    a, b = (torch.randn(256, 512, generator=generator, device="cuda").bfloat16() for _ in range(2))
+    codes, exponents = torch.compile(lambda a, b: swiglu.compiled_codes(a + b), fullgraph=True)(a, b)
+    values, scale, _ = torch.ops.dither.quantize(a + b, swiglu.CAST, 1, None, "", 0, None, 0, 0, "auto", None)
+    assert torch.equal(codes.float(), values.float())
+    assert torch.equal(exponents, scale.view(torch.uint8))
+
+
 def test_all_exponents_are_decoded() -> None:
     exponents = torch.arange(256, dtype=torch.uint8, device="cuda")
     expected = loaded_scale(exponents.view(torch.float8_e8m0fnu))
