@@ -241,7 +241,7 @@ def check_sharded() -> None:
 
     def gradients(name: str, layout: Layout, parts: list[Tensor]) -> dict[str, Tensor]:
         model = Llama(config, generator=torch.Generator().manual_seed(0))
-        dither.convert(model, name, seed=5, memory=FP8)
+        dither.convert(model, PLANS[name], seed=5, memory=FP8)
         if layout.ranks > 1:
             dither.parallelize(model, layout.mesh("cpu"))
         with dither.step_context(model, step=0):
@@ -251,7 +251,7 @@ def check_sharded() -> None:
         return {key: grad.full_tensor() if isinstance(grad, DTensor) else grad for key, grad in found.items()}
 
     halves = [text[:2], text[2:]]
-    for name in ("fp8-block", "fp8-current"):
+    for name in ("fp8-block", "fp8-current", "fp32", "sampled"):
         for layout, parts, own in ((Layout(tp=2), [text], [text]), (Layout(dp_shard=2), halves, [halves[dist.get_rank()]])):
             expected, found = gradients(name, Layout(), parts), gradients(name, layout, own)
             for key, grad in expected.items():  # sums in another order let single roundings fall on the other side
