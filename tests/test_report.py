@@ -166,7 +166,7 @@ def test_pages_go_to_the_run_or_to_the_common_folder(tmp_path, capsys):
         (["{run}", "{run}"], "is named twice"),
         (["{run}", "-o", "{tmp}"], "is a folder: name a file"),
         (["{run}", "-o", "/dev/null/page.html"], "cannot be written"),
-        ([], "at least one run"),
+        (["-o", "{tmp}/page.html"], "at least one run"),
     ],
 )
 def test_mistakes_are_sentences(tmp_path, capsys, arguments, words):
