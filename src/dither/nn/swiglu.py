@@ -15,6 +15,7 @@ from dither import torch_ops as torch_ops
 from dither.errors import UserError
 from dither.nn.recast import rounded_magnitude, rounded_to_bfloat16
 from dither.precision import SWIGLU_CAST
+from dither.reference.scaling import power_of_two
 
 CAST, TILE = str(SWIGLU_CAST), SWIGLU_CAST.group.size
 
@@ -59,14 +60,9 @@ def compiled_codes(x: Tensor) -> tuple[Tensor, Tensor]:
     # E4M3 ends at 448 = 1.75 * 2^8: a larger mantissa takes the next power of two.
     exponent = ((bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).int()).clamp(-127, 127)
     exponent = torch.where(amax == 0, 0, exponent)
-    multiply = torch.where(lost, torch.nan, _power(-exponent))
+    multiply = torch.where(lost, torch.nan, power_of_two(-exponent))
     codes = (tiles * multiply[..., None]).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).flatten(1)
     return codes, torch.where(lost, 255, exponent + 127).to(torch.uint8)
-
-
-def _power(exponent: Tensor) -> Tensor:
-    """Return 2^exponent in float32; the lowest, 2^-127, is subnormal."""
-    return torch.where(exponent == -127, 1 << 22, (exponent + 127) << 23).int().view(torch.float32)
 
 
 def decoded(kept: KeptInputs, after: Tensor) -> tuple[Tensor, Tensor]:

@@ -87,8 +87,8 @@ def factors(amax: Tensor, tensor_amax: Tensor | None, format: Format, scale: Sca
     else:
         exponent = pow2_exponent(amax, format, ceil=scale.kind == "pow2_ceil")
         exponent = torch.where(nothing, 0, exponent)
-        restore = torch.where(lost, torch.nan, _pow2(exponent))
-        multiply = torch.where(lost, torch.nan, _pow2(-exponent))
+        restore = torch.where(lost, torch.nan, power_of_two(exponent))
+        multiply = torch.where(lost, torch.nan, power_of_two(-exponent))
     return Factors(multiply, restore, tensor)
 
 
@@ -142,7 +142,7 @@ def loaded_scale(stored: Tensor) -> Tensor:
     """Return the float32 values of stored scales: the inverse of `stored_scale`."""
     if stored.dtype == torch.float8_e8m0fnu:
         code = stored.view(torch.uint8).int()
-        return torch.where(code == 255, torch.nan, _pow2(code - 127))
+        return torch.where(code == 255, torch.nan, power_of_two(code - 127))
     if stored.dtype == torch.float8_e4m3fn:
         return rounding.decode(stored.view(torch.uint8).int(), E4M3)
     return stored
@@ -171,6 +171,6 @@ def _quotient(a: Tensor | float, b: Tensor | float) -> Tensor:
     return torch.div(a, b)
 
 
-def _pow2(exponent: Tensor) -> Tensor:
+def power_of_two(exponent: Tensor) -> Tensor:
     """Return 2^exponent as float32 for -127 <= exponent <= 127; the lowest is subnormal."""
     return torch.where(exponent == -127, 1 << 22, (exponent + 127) << 23).int().view(torch.float32)

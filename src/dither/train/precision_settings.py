@@ -45,7 +45,7 @@ class Precision:
     hold: Literal["both", "one", "none"] = "both"
     """Layouts of a weight's codes that are held for a step: both, the forward product's, or none; see docs/memory.md."""
     swiglu: Literal["exact", "fp8"] = "exact"
-    """Backward reads the inputs of SwiGLU as they are, or as FP8 codes, in a third of the memory; see docs/memory.md."""
+    """Backward reads the inputs of SwiGLU as they are, or as FP8 codes, in half of the memory or less; see docs/memory.md."""
     times: str | None = None
     """With fp8-auto: file of measured times; on a GPU, what is missing is measured and added."""
 
