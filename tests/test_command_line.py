@@ -284,14 +284,3 @@ def test_errors_of_ranks(tmp_path):
         assert (gather({"a": 1}), first_error("a"), first_error("")) == ([{"a": 1}], "a", "")
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_old_names_warn():
-    import dither.arms
-    from dither.experiments import arms
-    from dither.train import config
-
-    with pytest.warns(DeprecationWarning, match=r"dither\.arms is now dither\.experiments\.arms"):
-        assert dither.arms.Arm is arms.Arm
-    with pytest.warns(DeprecationWarning, match=r"dither\.train\.config\.Run is now dither\.train\.config\.RunSettings"):
-        assert config.Run is config.RunSettings

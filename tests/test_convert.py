@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from dither import UserError, devices
-from dither.engines import PRODUCTS, Verified
+from dither.engines import Verified
 from dither.nn import Linear, apply_plan, convert, step_context
-from dither.precision import LayerPrecision, Plan
+from dither.precision import PRODUCTS, LayerPrecision, Plan
 from dither.recipes import RECIPES, recipe
 
 FP8 = LayerPrecision.of("e4m3 tile(128)", "e4m3 block(128)", "e4m3 tile(128)")

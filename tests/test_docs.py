@@ -27,7 +27,6 @@ MODULES = [
     for name in NAMES  # by their files: to walk packages would import them, torchtitan among them, in every process
     if name != "dither.__init__"
     and not name.startswith("dither.kernels")  # these need Triton, and have no examples
-    and name != "dither.arms"  # an old name, which warns
 ]
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 

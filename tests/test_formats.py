@@ -15,7 +15,7 @@ import numpy as np
 import oracles
 import pytest
 
-import dither.formats
+import dither.spec.formats
 from dither import Format, UserError
 from dither.formats import ALIASES, TABLE
 

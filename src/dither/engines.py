@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dither.errors import UserError
-from dither.precision import PRODUCTS as OPERANDS_OF
+from dither.precision import PRODUCTS
 from dither.precision import Cast, LayerPrecision, did_you_mean
 from dither.recipes import RECIPES
 from dither.safe_files import Refused, from_json, read_text
 
-PRODUCTS = tuple(OPERANDS_OF)
-"""The products of a linear layer, in the order in which they are computed."""
 
 CONTAINED = ("e2m1", "e2m3", "e3m2")
 """Formats whose values are all E4M3 values: FP8 units multiply them unchanged."""

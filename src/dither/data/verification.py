@@ -35,7 +35,7 @@ SETTLED = 2_000_000_000
 MOST_FOLDERS = 1000
 """Folders that are remembered; the oldest are forgotten."""
 
-FORMAT = "dither verified 1"
+VERIFIED_FORMAT = "dither verified 1"
 
 
 class Shard(NamedTuple):
@@ -149,14 +149,14 @@ def _recall(folder: Path) -> dict[str, Any]:
         value, _ = safe_files.read_json(_place(folder))
     except (Refused, OSError):
         return {}
-    right = isinstance(value, dict) and value.get("format") == FORMAT and value.get("folder") == str(folder.resolve())
+    right = isinstance(value, dict) and value.get("format") == VERIFIED_FORMAT and value.get("folder") == str(folder.resolve())
     return value["files"] if right and isinstance(value.get("files"), dict) else {}
 
 
 def _remember(folder: Path, files: dict[str, Any]) -> None:
     """Remember verified shards. Where nothing can be written, they are verified again next time."""
     place = _place(folder)
-    text = safe_files.to_json({"format": FORMAT, "folder": str(folder.resolve()), "files": files}, "verified shards")
+    text = safe_files.to_json({"format": VERIFIED_FORMAT, "folder": str(folder.resolve()), "files": files}, "verified shards")
     with suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True)
         safe_files.replace(place, text)

@@ -14,7 +14,8 @@ from dither.data.chat import SIMPLE
 from dither.errors import UserError
 from dither.experiments.evaluation import parse_cast
 from dither.exporting.sources import Source
-from dither.models import CausalLM, generate
+from dither.models.causal import CausalLM
+from dither.models.generation import generate
 from dither.nn.conversion import convert
 from dither.nn.deployment import deploy
 from dither.precision import LayerPrecision, Plan

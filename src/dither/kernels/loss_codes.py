@@ -235,7 +235,7 @@ def backward_codes(
         return values, scale.fill_(1.0)
     if logits_NV.stride(1) != 1:
         logits_NV = logits_NV.contiguous()
-    launch = _launch(
+    launch = _launch_codes(
         tuple(logits_NV.shape), logits_NV.stride(0), out[0].shape[1], cast, logits_NV.dtype, out[1].dtype, logits_NV.device
     )
     given = [targets_N.contiguous(), parts_2N.contiguous(), weights_N.contiguous()]
@@ -245,7 +245,7 @@ def backward_codes(
 
 
 @functools.lru_cache(maxsize=4096)
-def _launch(
+def _launch_codes(
     shape: tuple[int, int],
     stride: int,
     total: int,

@@ -31,12 +31,12 @@ def transposed(codes: Tensor) -> Tensor:
     """Return the transpose of a matrix of codes or scales, contiguous."""
     out = torch.empty(codes.shape[::-1], dtype=codes.dtype, device=codes.device)
     if codes.numel():
-        _launch(tuple(codes.shape), codes.stride(), codes.dtype, codes.device)(codes, out)
+        _launch_transpose(tuple(codes.shape), codes.stride(), codes.dtype, codes.device)(codes, out)
     return out
 
 
 @functools.lru_cache(maxsize=4096)
-def _launch(shape: tuple[int, int], stride: tuple[int, int], dtype: torch.dtype, device: torch.device) -> BoundKernel:
+def _launch_transpose(shape: tuple[int, int], stride: tuple[int, int], dtype: torch.dtype, device: torch.device) -> BoundKernel:
     """Return the kernel for matrices of this shape. Dtype and device are part of the cache key."""
     (rows, columns), (ROWS, COLUMNS, warps) = shape, _tile()
     return BoundKernel(

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from dither import devices
-from dither.engines import PRODUCTS, Verified
+from dither.engines import Verified
 from dither.errors import UserError
 from dither.nn import hints
 from dither.nn.conversion_record import Conversion as Conversion
@@ -34,7 +34,7 @@ from dither.nn.linear_sites import Site as Site
 from dither.nn.linear_sites import converted_layers as converted_layers
 from dither.nn.linear_sites import find_sites as find_sites
 from dither.nn.norms import cast_parameters, wide_parameters
-from dither.precision import PARTS, SAMPLINGS, LayerPrecision, MemoryOptions, Plan, Sampling, did_you_mean, matches
+from dither.precision import PARTS, PRODUCTS, SAMPLINGS, LayerPrecision, MemoryOptions, Plan, Sampling, did_you_mean, matches
 from dither.recipes import recipe
 
 

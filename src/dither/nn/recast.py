@@ -42,11 +42,11 @@ def fused(x: Tensor, cast: str, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _both_codes(x: Tensor, multiply: Tensor, cast: str) -> tuple[Tensor, Tensor]:
-    codes = _codes(x, multiply, cast)
+    codes = _tensor_codes(x, multiply, cast)
     return codes, torch.ops.dither.transposed(codes, None)
 
 
-def _codes(x: Tensor, multiply: Tensor, cast: str) -> Tensor:
+def _tensor_codes(x: Tensor, multiply: Tensor, cast: str) -> Tensor:
     dtype, limit = FUSIBLE[cast]
     wide = x.float() if x.dtype == torch.float32 else rounded_to_bfloat16(x.float())
     return (wide * multiply).clamp(-limit, limit).to(dtype)
@@ -55,7 +55,7 @@ def _codes(x: Tensor, multiply: Tensor, cast: str) -> Tensor:
 def fused_codes(x: Tensor, cast: str, amax: Tensor) -> tuple[Tensor, Tensor]:
     """Return (codes of x, scale) of a cast in FUSIBLE by torch's operations, which join the kernel that computes x."""
     multiply, scale = torch.ops.dither.tensor_factors(amax, cast)
-    return _codes(x, multiply, cast), scale
+    return _tensor_codes(x, multiply, cast), scale
 
 
 def rounded_to_bfloat16(wide: Tensor) -> Tensor:

@@ -37,11 +37,11 @@ def keep(gate: Tensor, up: Tensor) -> KeptInputs:
     >>> [x.tolist() for x in decoded(kept, kept.exponents)]
     [[[1.0, -3.0]], [[0.5, 896.0]]]
     """
-    (gate_codes, gate_scale), (up_codes, up_scale) = (_codes(x.detach().reshape(-1, x.shape[-1])) for x in (gate, up))
+    (gate_codes, gate_scale), (up_codes, up_scale) = (_tile_codes(x.detach().reshape(-1, x.shape[-1])) for x in (gate, up))
     return KeptInputs(gate_codes, up_codes, torch.stack((gate_scale, up_scale)))
 
 
-def _codes(x: Tensor) -> tuple[Tensor, Tensor]:
+def _tile_codes(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return (codes, exponents) of a matrix; in a compiled graph by torch's operations, which join the kernel of SwiGLU."""
     if torch.compiler.is_compiling() and x.shape[1] % TILE == 0 and x.dtype != torch.float16:
         return compiled_codes(x)

@@ -28,7 +28,7 @@ from dither.snip.statistics import cut_by_tensor_parallelism
 LINE = len(numerics.COUNTS) + 4
 """Number of values per operand: see `dither.reference.numerics.summary`."""
 
-FORMATS = {storage_dtype(TABLE[name]): name for name in ("fp32", "bf16", "fp16")}
+PRODUCT_FORMATS = {storage_dtype(TABLE[name]): name for name in ("fp32", "bf16", "fp16")}
 
 
 def layers_of(model: nn.Module) -> dict[str, Linear]:
@@ -91,8 +91,8 @@ class Observer:
         cast = layer.precision.casts_of(operand)[0]  # in the first of its products, along the observed axis
         came = False
         if cast is None:
-            cast = Cast(self.compute or FORMATS[product])
-            came = FORMATS.get(x.dtype) == cast.format
+            cast = Cast(self.compute or PRODUCT_FORMATS[product])
+            came = PRODUCT_FORMATS.get(x.dtype) == cast.format
         elif operand == "input":  # as the layer converts it before its cast
             x = x.to(product)
         given = delayed_amax(layer, operand) if cast.scaling.kind == "delayed" else None

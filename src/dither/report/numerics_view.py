@@ -16,10 +16,9 @@ SHARES = ("clipped", "flushed", "subnormal", "zeros", "nonfinite")
 SCALES = ("low", "median", "high")
 """Names of the smallest, the median and the largest scale."""
 
-MOST_STEPS = 25
+MOST_MONITOR_STEPS = 25
 """Maximum number of sampled steps in a history; of each stretch, the largest number is kept."""
 
-MOST_LAYERS = 4000
 
 Column = tuple[float | None, ...]
 """One number per layer; None if it was not measured."""
@@ -57,7 +56,7 @@ def numerics_view(run: RunFolder) -> NumericsView | None:
     if not lines:
         return None
     grid = grid_of(list(lines[-1][1])[:MOST_LAYERS])
-    parts = stretches([step for step, _ in lines], MOST_STEPS)
+    parts = stretches([step for step, _ in lines], MOST_MONITOR_STEPS)
     steps = tuple(lines[part[-1]][0] for part in parts)
 
     numbers = [_largest([lines[at][1] for at in part], grid.names) for part in parts]
