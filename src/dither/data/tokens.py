@@ -29,8 +29,7 @@ from dither.data.chat import FILES
 from dither.data.shards import FileShard
 from dither.data.text import MANIFEST
 from dither.data.tokenizer import TOKENIZER, Array, Tokenizer
-from dither.data.verification import Shard
-from dither.data.verification import verify as verify_shards
+from dither.data.verification import Shard, verify_shards
 from dither.errors import UserError
 from dither.safe_files import Refused
 

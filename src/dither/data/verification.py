@@ -46,7 +46,7 @@ class Shard(NamedTuple):
     sha256: str
 
 
-def verify(
+def verify_shards(
     folder: Path,
     shards: Sequence[Shard],
     *,

@@ -24,6 +24,7 @@ from dither.compiler import assume_constant_result
 from dither.errors import UserError
 from dither.formats import Format
 from dither.levels import NO_LEVELS, Family, Levels
+from dither import recast_ops
 from dither.nn import recast, shared_scales
 from dither.nn.operands import Amax as Amax
 from dither.nn.operands import Casting as Casting
@@ -496,7 +497,7 @@ def cast_weight_again(weight: Tensor, casting: Castings, state: State, out: Cast
     if len(out) == 3:
         values, scale, axis = out
         one = (weight.detach(), along.cast, axis, given, along.container, drawn, (values, scale), level)
-        recast.recast_ops.quantize_into(*one, (along.row, along.column))
+        recast_ops.quantize_into(*one, (along.row, along.column))
         return
     torch_ops.quantize_both_into(
         weight.detach(), along.cast, given, along.container, drawn, largest, out, level, (along.row, along.column)
