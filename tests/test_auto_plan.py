@@ -14,7 +14,7 @@ from dither import LayerPrecision, Plan, UserError, recipe
 from dither.checkpoint import write
 from dither.cli import main
 from dither.models import build
-from dither.snip import Times, auto_plan, read_times
+from dither.snip import LayerTimes, auto_plan, read_times
 from dither.snip.fp8_auto import RECIPES, candidates_of, layer_shapes
 from dither.train import Config, train
 from dither.train.plans import measured_plan
@@ -69,7 +69,7 @@ def test_fp8_only_where_it_is_faster(tmp_path):
 )
 def test_the_choice(seconds, chosen):
     model = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.ReLU())
-    times = Times("GPU", "2", {(8, 256, 128): dict(zip(("uncast", BLOCK, CURRENT), seconds, strict=True))})
+    times = LayerTimes("GPU", "2", {(8, 256, 128): dict(zip(("uncast", BLOCK, CURRENT), seconds, strict=True))})
     expected = LayerPrecision() if chosen == "bf16" else recipe(chosen).default
     assert auto_plan(model, tokens=8, times=times).default == expected
 

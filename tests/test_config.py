@@ -13,8 +13,8 @@ from sweeps import examples
 from dither import BitwidthLoss, Plan, Sampling, UserError, WeightDecay, recipe
 from dither.models import PRESETS
 from dither.optim import MODES
+from dither.spec import fields as fields_of
 from dither.spec.optimizer import BLOCKS
-from dither.train import fields as fields_of
 from dither.train.config import (
     Config,
     Data,

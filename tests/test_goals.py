@@ -5,7 +5,7 @@ from torch import nn
 
 import dither
 from dither import UserError, cli
-from dither.snip import Goal, Snip
+from dither.snip import Snip, SnipSettings
 from dither.train import corpora
 from dither.train import trainer as trainers
 
@@ -35,10 +35,10 @@ def test_an_impossible_goal_in_a_loop_of_ones_own():
     dither.convert(model, "fp8-block")
     optimizer = dither.optim.AdamW(model.named_parameters())
     for goal, said in (
-        (Goal(target=0.5, pinned={"up": "fp8"}), "matches no layer"),
-        (Goal(target=0.9, pinned={"0": "fp8"}), "the largest feasible one is 0.5"),
-        (Goal(target=0.5, stages=(1, 1, 1, 1)), "they must cover it exactly"),
+        ({"target": 0.5, "pinned": ("up=fp8",)}, "matches no layer"),
+        ({"target": 0.9, "pinned": ("0=fp8",)}, "the largest feasible one is 0.5"),
+        ({"target": 0.5, "stages": (1, 1, 1, 1)}, "they must cover it exactly"),
     ):
         with pytest.raises(UserError, match=said):
-            Snip(model, optimizer, "fp8-block", goal=goal)
-    Snip(model, optimizer, "fp8-block", goal=Goal(target=0.5, pinned={"0": "fp8"}))
+            Snip(model, optimizer, "fp8-block", SnipSettings(**goal))
+    Snip(model, optimizer, "fp8-block", SnipSettings(target=0.5, pinned=("0=fp8",)))

@@ -467,24 +467,6 @@ def test_a_problem_of_numerics_is_an_event_when_it_begins(tmp_path):
     assert events.rows == (("1", "numerics", clipped.format(3)), ("4", "numerics", clipped.format(5)))
 
 
-def test_estimates_are_drawn_against_measurements(tmp_path):
-    """verification.json, as `dither plan verify` writes it; the probe whose ranks fit best is drawn."""
-    tables = {"loss": [[1e-3, 4e-3], [2e-3, 0.0]], "weights": [[1e-5, 2e-5], [3e-5, 4e-5]]}
-    common = {"layers": ["h.0.up", "h.1.up"], "options": ["fp8/fp8/fp8", "fp4/fp4/fp4"]}
-    scores = [{**common, **tables, "probe": probe} for probe in ("direct", "last")]
-    ranks = [{"probe": "direct", "loss": 0.5, "weights": 0.5}, {"probe": "last", "loss": 0.875, "weights": 0.75}]
-    found = {**common, **tables, "batches": 4, "scores": scores, "estimates": ranks}
-    run = make(tmp_path / "run")
-    (run / "verification.json").write_text(json.dumps(found))
-    loss, weights = (report.Report([report.read(run)]).charts[f"run-0-verified-{n}"] for n in (0, 1))
-    assert loss.points[1] == (4e-3, 4e-3, "h.0.up, fp4/fp4/fp4")
-    assert len(loss.points) == 3  # a logarithmic axis has no zero
-    assert "Spearman's correlation 0.875, probe last" in loss.about
-    assert len(weights.points) == 4
-    (run / "verification.json").write_text(json.dumps({**found, "loss": [[1]]}))
-    assert "verification.json cannot be read: A table has not 2 rows of 2 numbers." in page_text(run)
-
-
 def test_the_corners_of_the_frontier_are_optimal():
     """All choices of three layers with four options: no one saves as much with less harm than the line between corners."""
     random = Random(0)

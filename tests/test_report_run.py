@@ -103,28 +103,3 @@ def test_a_report_of_this_version_needs_no_torch(report_run, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(Path(report.__file__).parents[2])}
     arguments = [sys.executable, "-c", code, str(report_run), str(tmp_path / "page.html")]
     assert subprocess.run(arguments, check=True, capture_output=True, text=True, env=environment).stdout == "False\n"
-
-
-def test_a_run_of_an_earlier_version_shows_the_same_choices(report_run, section, tmp_path):
-    """Without the new lines and fields, savings are computed again; what was never recorded is left out."""
-    old = tmp_path / "old"
-    old.mkdir()
-    for name in ("config.toml", "plan.json", "conversion.json", "environment.json", "status.json"):
-        (old / name).write_bytes((report_run / name).read_bytes())
-    kept = []
-    for line in map(json.loads, (report_run / "metrics.jsonl").read_text().splitlines()):
-        if line["kind"] in ("seconds", "memory"):
-            continue
-        if line["kind"] == "bitwidths":
-            for each in line["layers"].values():
-                for key in ("weights", "deviation", "bins", "formats"):
-                    del each[key]
-        kept.append({key: value for key, value in line.items() if key not in ("changed", "choice", "where")})
-    (old / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
-    found = report.Report([report.read(old)]).sections[0]
-    assert found.missing == ()
-    assert found.snip.frontier == section.snip.frontier
-    assert found.snip.reasons == section.snip.reasons
-    assert [state.cells for state in found.plans.states] == [state.cells for state in section.plans.states]
-    assert found.part_charts == ()
-    assert not any(found.bitwidths.blocks)

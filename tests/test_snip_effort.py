@@ -14,7 +14,7 @@ import dither
 from dither import Stream, UserError
 from dither.models import PRESETS, Llama
 from dither.optim.shards import Shard
-from dither.snip import Estimator, Goal, Schedule, Snip, options, score
+from dither.snip import Snip, SnipSettings, TrainingSetup, options, score
 from dither.snip.dry_run import DryRun, SampledRows
 from dither.snip.effort import PASS, choose_effort
 
@@ -59,18 +59,19 @@ def timeless(scores):
     return replace(scores, passes=0, seconds=0.0, pause=0.0)
 
 
-def snip_of(model, optimizer, **estimator):
-    how = {"goal": Goal(target=0.5), "schedule": Schedule(start=2, every=1000, delay=2)}
-    return Snip(model, optimizer, "fp8-block", estimator=Estimator(**estimator), forward=loss_of, **how)
+def snip_of(model, optimizer, **given):
+    settings = SnipSettings(**{"target": 0.5, "start": 2, "every": 1000, "delay": 2, "probe": "measure", **given})
+    setup = TrainingSetup(step_tokens=150_000) if settings.budget else None
+    return Snip(model, optimizer, "fp8-block", settings, forward=loss_of, setup=setup)
 
 
-SPREAD = {"probe": "measure", "budget": 1.0, "step_tokens": 150_000}  # two layers per step
+SPREAD = {"budget": 1.0}  # two layers per step
 
 
 def test_spread_over_steps_the_estimates_of_one_step_are_the_same():
     """With weights that stand still and one batch: the scores bit for bit, and so the plan."""
     model, optimizer, batch = small()
-    at_once = snip_of(model, optimizer, probe="measure")
+    at_once = snip_of(model, optimizer)
     other = copy.deepcopy(model)
     spread = snip_of(other, _optimizer_of(other, optimizer), **SPREAD)
     assert at_once.effort.steps == 1
@@ -111,7 +112,7 @@ def test_spread_estimates_continue_after_a_resume():
     again = [found for step in range(4, 20) if (found := resumed.before_step(step, [batch]))]
     assert [timeless(found.scores) for found in decided] == [timeless(found.scores) for found in again]
     assert [(found.step, found.plan) for found in decided] == [(found.step, found.plan) for found in again]
-    other = Snip(model, optimizer, "fp8-block", options="bf16,fp8", estimator=Estimator(**SPREAD), forward=loss_of)
+    other = snip_of(model, optimizer, options="bf16,fp8", **SPREAD)
     said = []
     other.on_failure = said.append
     other.load_state_dict(state)
@@ -179,26 +180,26 @@ def test_joint_refuses_weights_that_differ_by_product():
     how = {"stream": Stream(0, "snip", ""), "forward": loss_of}
     with pytest.raises(UserError, match="use the probe 'measure'"):
         score(model, [x], optimizer, "fp8,fp4-forward", probe="joint", **how)
-    effort = choose_effort(Estimator(step_tokens=8192), Schedule(every=200), 14, options("fp8,fp4-forward"))
+    effort = choose_effort(SnipSettings(every=200), 14, options("fp8,fp4-forward"), step_tokens=8192)
     assert effort.probe == "measure"  # the only one that can
 
 
 def test_work_stays_within_the_budget():
-    long, short = Schedule(every=100_000), Schedule(every=300)
-    small = choose_effort(Estimator(step_tokens=1 << 13), long, 154, LEVELS)
+    long, short = SnipSettings(every=100_000), SnipSettings(every=300)
+    small = choose_effort(long, 154, LEVELS, step_tokens=1 << 13)
     assert (small.probe, small.tokens, small.layers, small.steps) == ("measure", 1024, 1, 154)
     assert small.pause == 4 * PASS / 8 == 1.0
     assert small.cost == (3 * 154 + 154) * PASS / 8 < 1000
-    assert choose_effort(Estimator(step_tokens=1 << 13), short, 154, LEVELS).probe == "joint"
-    large = choose_effort(Estimator(step_tokens=1 << 22), short, 154, LEVELS)
+    assert choose_effort(short, 154, LEVELS, step_tokens=1 << 13).probe == "joint"
+    large = choose_effort(short, 154, LEVELS, step_tokens=1 << 22)
     assert (large.probe, large.tokens, large.steps) == ("measure", 8192, 2)
     assert large.cost <= 0.01 * 300
     # The budget is a share of what is left of the run.
-    assert choose_effort(Estimator(step_tokens=1 << 19), Schedule(steps=200), 154, LEVELS).probe == "joint"
-    assert choose_effort(Estimator(step_tokens=1 << 19), Schedule(steps=20_000), 154, LEVELS).probe == "measure"
+    assert choose_effort(SnipSettings(), 154, LEVELS, step_tokens=1 << 19, steps=200).probe == "joint"
+    assert choose_effort(SnipSettings(), 154, LEVELS, step_tokens=1 << 19, steps=20_000).probe == "measure"
     # Without a budget, a chosen probe is taken as it is.
-    assert choose_effort(Estimator(probe="measure"), short, 154, LEVELS).steps == 1
-    told = large.describe(short)
+    assert choose_effort(SnipSettings(probe="measure", every=300), 154, LEVELS).steps == 1
+    told = large.describe()
     assert (
         told == "SNIP estimates with the probe 'measure': 464 passes of 8,192 tokens, spread over 2 steps, about 1.8 "
         "training steps (0.60% of 300), 0.91 at once."
@@ -207,10 +208,10 @@ def test_work_stays_within_the_budget():
 
 def test_estimates_that_would_never_end_are_refused():
     with pytest.raises(UserError, match="14 layers with snip's probe 'measure' take 14 steps, and there are 20 from one plan"):
-        choose_effort(Estimator(probe="measure", budget=0.5), Schedule(every=20), 14, LEVELS)
+        choose_effort(SnipSettings(probe="measure", budget=0.5, every=20), 14, LEVELS)
 
 
 @pytest.mark.parametrize("budget", [0, -1, 1.5, "much", True, float("nan")])
 def test_a_budget_is_a_share(budget):
-    with pytest.raises(UserError, match="above 0 and at most 1"):
-        Estimator(budget=budget)
+    with pytest.raises(UserError, match=r"snip\.budget is a (number above 0 and at most 1|finite number), not"):
+        SnipSettings(budget=budget)
