@@ -48,7 +48,7 @@ from dither.spec.expressions import parse
 from dither.spec.recipes import RECIPES, recipe
 from dither.train import config as configs
 from dither.train.config import Config
-from dither.train.guard import Status
+from dither.train.run_folder import Status
 
 SEEDS = Path(__file__).parent / "fixtures" / "fuzz"
 TRACED = (str(Path(dither.__file__).parent), "tomllib")

@@ -44,7 +44,7 @@ from dither.data import prepare
 from dither.run_lock import RunLock
 from dither.train import Status, agreement, beginning, ranks
 from dither.train import config as configs
-from dither.train.metrics import Metrics
+from dither.train.records import Metrics
 from dither.train.trainer import Trainer
 
 # Races for a folder ---------------------------------------------------------------------------------------------------

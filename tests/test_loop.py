@@ -25,7 +25,7 @@ from dither.data import Batch, prepare
 from dither.nn.step import StepContext
 from dither.train import Config, Progress, Status, beginning, loop, train
 from dither.train import config as configs
-from dither.train.metrics import Metrics
+from dither.train.records import Metrics
 from dither.train.resume import resolved
 from dither.train.trainer import Trainer
 
