@@ -9,7 +9,6 @@ PACKAGE := $(VENV)/.package
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-integrations test-kernels test-exhaustive e2e check docs soak fuzz gpu-test gpu-e2e
-.SECONDARY:
 
 help:
 	@echo 'make demo      set up $(VENV) and train a tiny model on real text, in minutes on two CPU cores, with a report'
