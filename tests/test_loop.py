@@ -23,7 +23,7 @@ from dither.checkpoint import write
 from dither.commands.train import summary
 from dither.data import Batch, prepare
 from dither.nn.step import StepContext
-from dither.train import Config, Progress, Status, beginning, loop, train
+from dither.train import Config, Progress, Status, loop, train
 from dither.train import config as configs
 from dither.train.records import Metrics
 from dither.train.resume import resolved
@@ -327,7 +327,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Trainer]:
             super().__init__(*arguments, **options)
             made.append(self)
 
-    monkeypatch.setattr(beginning, "Trainer", Kept)
+    monkeypatch.setattr(loop, "Trainer", Kept)
     return made
 
 

@@ -47,7 +47,7 @@ import dither
 from dither import UserError, cli, models
 from dither.checkpoint import write as checkpoint
 from dither.data import Batch
-from dither.train import Status, beginning, train
+from dither.train import Status, loop, train
 from dither.train import config as configs
 from dither.train.config import Config
 from dither.train.trainer import Trainer
@@ -224,7 +224,7 @@ def scored(what: str, count: int, faults: list[str]) -> Score:
 
 def at_call(number: int, act: Callable[[], None], training: bool) -> None:
     """Do something at call `number` of a function of Dither, from the first step on, or since the folder was claimed."""
-    calls, first = 0, (Trainer.step if training else beginning.RunBeginning.build).__code__
+    calls, first = 0, (Trainer.step if training else loop._build).__code__
 
     def look(frame: FrameType, event: str, argument: object) -> None:
         nonlocal calls
