@@ -83,7 +83,6 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize(("mode", "options"), KINDS, ids=str)
 def test_the_bits_are_those_of_the_ordinary_step_and_after_a_resume(mode: str, options: dict[str, Any]) -> None:
     ordinary = training(net(), mode, lr=1e-2, **{"nonfinite": "skip", **options})

@@ -1,6 +1,6 @@
 """More parts of the soak: races for a folder, a real full disk, shards that change, signals in every phase, all faults at once.
 
-Processes are forked as in tests/soak.py. A full disk is a tmpfs in a mount namespace of the process, which needs either root or
+Processes are forked as in soak.py. A full disk is a tmpfs in a mount namespace of the process, which needs either root or
 user namespaces; without both the part fails and says so.
 """
 
