@@ -119,8 +119,21 @@ def test_one_blocks_gradients_exist_at_a_time() -> None:
     released = release_gradients(model, optimizer)
     assert sorted(released.units) == ["embedding.weight", "layers.0", "layers.1", "layers.2", "sometimes"]
     most, updates = 0, []
-    change = optimizer._change
-    optimizer._change = lambda active, *rest: (updates.append(len(active)), change(active, *rest))[1]
+    begin = optimizer.begin
+
+    def begin_counted(expected: list[Any]) -> Any:
+        step = begin(expected)
+        add = step.add
+
+        def add_counted(*part: Any) -> list[Any]:
+            updated = add(*part)
+            updates.extend([len(updated)] if updated else [])
+            return updated
+
+        step.add = add_counted
+        return step
+
+    optimizer.begin = begin_counted
 
     def look(_: Tensor) -> None:
         nonlocal most
