@@ -35,9 +35,9 @@ from dither.train.config import Config, Data, Optim, RunSettings
 from dither.train.files import CONFIG
 from dither.train.guard import Signals
 from dither.train.loop import Outcome, train
-from dither.train.run_folder import Status
 from dither.train.records import Progress
 from dither.train.resume import resolved
+from dither.train.run_folder import Status
 
 BASE = Config(
     data=Data(sequence=128, batch=8),
