@@ -5,6 +5,7 @@ Each finished run is a file of JSON in the results folder, so that a ladder may 
 another day or machine. A run that is cut off starts again.
 """
 
+import itertools
 import math
 import multiprocessing
 import os
@@ -30,10 +31,9 @@ from dither.evaluate.ladder import LadderReport, Result, read_result
 from dither.experiments.arms import SHARED, Arm, find_field
 from dither.experiments.trials import POLL, _last_line, _stop_without_parent
 from dither.models import PRESETS, parameter_count, preset
-from dither.precision import did_you_mean
 from dither.train import config as configs
 from dither.train.config import Config
-from dither.train.fields import check_at_least, check_choice, check_types, hints
+from dither.train.fields import check_at_least, check_choice, check_types
 from dither.train.guard import Signals
 from dither.train.loop import Outcome, train
 
@@ -51,14 +51,14 @@ SPEED_STEPS = 80
 class Rung:
     """A model and how long it trains."""
 
-    model: str
+    model: str = ""
     """Name of a preset."""
-    tokens_per_parameter: tuple[float, ...]
+    tokens_per_parameter: tuple[float, ...] = ()
     """Training tokens per parameter; each is a run of its own, with its own schedule."""
     arms: tuple[str, ...] = ()
     """Some of the ladder's arms; by default all of them."""
     seeds: int | None = None
-    """Seeds, if others than the ladder's."""
+    """Number of seeds, if not the ladder's."""
     set: tuple[str, ...] = ()
     """Settings of this model, such as optim.lr=2e-3."""
 
@@ -74,9 +74,9 @@ class Rung:
 class Ladder:
     """The section [ladder] of a file, with the config that its runs have in common."""
 
-    arms: tuple[str, ...]
+    arms: tuple[str, ...] = ()
     """Arms as `dither compare` takes them."""
-    rungs: tuple[Rung, ...]
+    rungs: tuple[Rung, ...] = ()
     """Models in the order in which they are trained."""
     baseline: str = ""
     """The arm that the others are compared with; by default the first."""
@@ -87,7 +87,7 @@ class Ladder:
     out: str = "results"
     """Folder of the results, beside the file."""
     config: Config
-    """What all runs have in common."""
+    """What all runs have in common: the other sections of the file."""
 
     def __post_init__(self) -> None:
         check_types("ladder", self)
@@ -95,13 +95,10 @@ class Ladder:
             check_at_least(f"ladder.{name}", getattr(self, name), 1)
         if not self.arms or not self.rungs:
             raise UserError('A ladder has ladder.arms, such as ["o1", "bf16-sr"], and at least one [[ladder.rungs]].')
-        for names in (self.arms, *(rung.arms for rung in self.rungs)):
-            if twice := [name for name in names if names.count(name) > 1]:
-                raise UserError(f"The arm {twice[0]!r} is named twice: name it once.")
+        if twice := [name for name in self.arms if self.arms.count(name) > 1]:
+            raise UserError(f"The arm {twice[0]!r} is named twice: name it once.")
         for name in (self.base, *(name for rung in self.rungs for name in rung.arms)):
             check_choice("ladder.arms", name, self.arms)
-        if twice := [rung.model for rung in self.rungs if sum(_same(rung, other) for other in self.rungs) > 1]:
-            raise UserError(f"Two rungs of {twice[0]!r} have runs in common: name each number of tokens per parameter once.")
 
     @property
     def base(self) -> str:
@@ -109,42 +106,22 @@ class Ladder:
         return self.baseline or self.arms[0]
 
 
-def _same(one: Rung, other: Rung) -> bool:
-    shared = set(one.tokens_per_parameter) & set(other.tokens_per_parameter)
-    return one.model == other.model and bool(shared) and (not one.arms or not other.arms or bool({*one.arms} & {*other.arms}))
-
-
 def load(path: Path) -> Ladder:
     """Read a ladder from a TOML file. A UserError names the key that is wrong."""
     try:
         data = configs.parse(safe_files.read_text(path))
+        section = data.pop("ladder", {})
+        tables = section.pop("rungs", []) if isinstance(section, dict) else []
+        if not isinstance(tables, list):
+            raise UserError("[[ladder.rungs]] are tables, one or more per model.")
+        rungs = [configs._section("ladder.rungs", Rung, table) for table in tables]
+        common = {"rungs": rungs, "config": configs._config(data)}
+        ladder: Ladder = configs._section("ladder", Ladder, {**section, **common} if isinstance(section, dict) else section)
+        return ladder
     except safe_files.Refused as error:
         raise UserError(f"The ladder {str(path)!r} cannot be read: {error}.") from None
     except UserError as error:
         raise UserError(f"In the ladder {str(path)!r}: {error}") from None
-    try:
-        section = data.pop("ladder", {})
-        if not isinstance(section, dict):
-            raise UserError(f"[ladder] is a section, not {section!r:.80}.")
-        rungs = section.pop("rungs", [])
-        if not isinstance(rungs, list) or not all(isinstance(rung, dict) for rung in rungs):
-            raise UserError("[[ladder.rungs]] are tables, one per model.")
-        made = tuple(Rung(**_known(Rung, "ladder.rungs", rung)) for rung in rungs)
-        return Ladder(**_known(Ladder, "ladder", section), rungs=made, config=configs._config(data))
-    except UserError as error:
-        raise UserError(f"In the ladder {str(path)!r}: {error}") from None
-
-
-def _known(cls: type, section: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a table with tuples for lists; raise a UserError for keys that it does not have."""
-    kinds = {name: hint for name, hint in hints(cls).items() if name not in ("rungs", "config")}
-    for key in given:
-        if key not in kinds:
-            raise UserError(f"[{section}] has no key {key!r:.80}{did_you_mean(key, kinds)}: it has {', '.join(kinds)}.")
-    needed = [name for name in ("model", "tokens_per_parameter", "arms") if name in kinds and name not in given]
-    if needed and not (cls is Rung and needed == ["arms"]):
-        raise UserError(f"[{section}] needs {needed[0]}.")
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
 
 
 # The runs -----------------------------------------------------------------------------------------------------------------
@@ -192,21 +169,25 @@ def plan(ladder: Ladder, out: Path) -> dict[str, Run]:
     """Return the runs by name, in the order in which they start: rung by rung, seed by seed, short runs first, arm by arm."""
     common, sources = ladder.config, ladder.config.data.sources or (STDLIB,)
     prepared = len(sources) == 1 and is_prepared(sources[0])
-    tokenizer = open_tokens(sources[0], verify=False).tokenizer if prepared else load_tokenizer(common.data.tokenizer)
+    if (vocab := common.model.vocab) is None:  # set model.vocab, so that tables of results need no text
+        tokenizer = open_tokens(sources[0], verify=False).tokenizer if prepared else load_tokenizer(common.data.tokenizer)
+        vocab = tokenizer.vocab_size
     shared = replace(common, data=replace(common.data, sources=sources if prepared else (str(out / TOKENS),)))
+    arms = [Arm.parse(name) for name in ladder.arms]
     found: dict[str, Run] = {}
     for rung in ladder.rungs:
-        settings = [f"{find_field(each.partition('=')[0].strip())}={each.partition('=')[2]}" for each in rung.set]
-        if taken := [each for each in settings if each.partition("=")[0] in SHARED]:
-            raise UserError(f"A rung cannot set {taken[0]!r:.80}: {SHARED[taken[0].partition('=')[0]]}.")
-        vocab = common.model.vocab or tokenizer.vocab_size
+        named = [(find_field(each.partition("=")[0].strip()), each.partition("=")[2]) for each in rung.set]
+        if taken := [path for path, _ in named if path in SHARED]:
+            raise UserError(f"A rung cannot set {taken[0]}: {SHARED[taken[0]]}.")
+        sized = configs.override(shared, [f"{path}={value}" for path, value in (*named, ("model.preset", rung.model))])
         parameters = parameter_count(preset(rung.model, vocab_size=vocab))
-        sized = configs.override(shared, [*settings, f"model.preset={rung.model}"])
-        for number in range(rung.seeds or ladder.seeds):
-            for ratio in sorted(rung.tokens_per_parameter):
-                for arm in (name for name in ladder.arms if name in (rung.arms or ladder.arms)):
-                    run = _run(ladder, Arm.parse(arm), sized, parameters, ratio, number, out)
-                    found[Path(run.config.run.out).name] = run
+        chosen = [arm for arm in arms if not rung.arms or arm.text in rung.arms]
+        cases = itertools.product(range(rung.seeds or ladder.seeds), sorted(rung.tokens_per_parameter), chosen)
+        for number, ratio, arm in cases:
+            run = _run(ladder, arm, sized, parameters, ratio, number, out)
+            if (name := Path(run.config.run.out).name) in found:
+                raise UserError(f"The run {name!r} occurs twice: name each arm and number of tokens per parameter once.")
+            found[name] = run
     return found
 
 
@@ -217,22 +198,19 @@ def _run(ladder: Ladder, arm: Arm, sized: Config, parameters: int, ratio: float,
     timed = replace(sized, run=replace(timing, seed=seed, save_every=0, sample_every=0, keep_last=1))
     config = arm.config(replace(timed, data=replace(data, seed=data.seed + number)))
     model = str(config.model.preset)
-    name = f"{model}-{ratio:.4g}-{arm.folder(config)}-seed-{seed}"
-    config = replace(config, run=replace(config.run, out=str(out / WORK / name)))
+    placed = out / WORK / f"{model}-{ratio:.4g}-{arm.folder(config)}-seed-{seed}"
+    config = replace(config, run=replace(config.run, out=str(placed)))
     return Run(arm.text, model, float(ratio), seed, parameters, ladder.config.data.sources, config)
 
 
 def speed_runs(runs: dict[str, Run]) -> dict[str, Run]:
     """Return a short run for each model and arm, to be trained alone."""
     found = {}
-    for run in runs.values():
-        of_run = run.config.run
-        name = f"speed-{Path(of_run.out).name.partition('-seed-')[0]}"
-        short = replace(
-            of_run, steps=SPEED_STEPS, eval_every=0, log_every=SPEED_STEPS // 8, out=str(Path(of_run.out).with_name(name))
-        )
-        if not any((other.model, other.arm) == (run.model, run.arm) for other in found.values()):
-            found[name] = replace(run, config=replace(run.config, run=short), kind="speed")
+    for run in {(run.model, run.arm): run for run in reversed(runs.values())}.values():
+        path = Path(run.config.run.out)
+        path = path.with_name(f"speed-{path.name.partition('-seed-')[0]}")
+        short = replace(run.config.run, steps=SPEED_STEPS, eval_every=0, log_every=SPEED_STEPS // 8, out=str(path))
+        found[path.name] = replace(run, config=replace(run.config, run=short), kind="speed")
     return found
 
 
@@ -303,9 +281,8 @@ def run_all(
     for sentence in problems.values():
         say(sentence)
     waiting = [name for name in runs if name not in problems and not (name in results and results[name].final)]
-    say(
-        f"{len(runs)} runs: {sum(result.final for result in results.values())} have a result, {len(waiting)} are to be trained."
-    )
+    final = sum(result.final for result in results.values())
+    say(f"{len(runs)} runs: {final} have a result, {len(waiting)} are to be trained.")
     end = None if minutes is None else time.monotonic() + 60 * minutes
     known = list(results.values())
     context: Any = multiprocessing.get_context("forkserver")  # CUDA survives no fork; modules are imported once for all runs
@@ -372,18 +349,12 @@ def _work(run: Run, name: str, out: str, jobs: int) -> None:
     torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
     began, folder = time.monotonic(), Path(run.config.run.out)
     shutil.rmtree(folder, ignore_errors=True)
-    values: dict[str, Any]
     try:
         values = _measured(train(run.config, command=sys.argv))
-    except (UserError, torch.OutOfMemoryError) as error:
-        values = {"status": "failed", "why": str(error).splitlines()[0], "machine": {}}
-    except Exception as error:
+    except Exception as error:  # such as too little memory, or no GPU
         traceback.print_exc()
-        values = {
-            "status": "failed",
-            "why": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-            "machine": {},
-        }
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        values = {"status": "failed", "why": kind + str(error).partition("\n")[0], "machine": {}}
     _write(Path(out) / f"{name}.json", run.result(**values, seconds=round(time.monotonic() - began, 1), jobs=jobs))
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -395,29 +366,18 @@ def _measured(outcome: Outcome) -> dict[str, Any]:
     lines = [safe_files.from_json(line) for line in (outcome.folder / "metrics.jsonl").read_bytes().splitlines()]
     trained = [line for line in lines if line["kind"] == "train"]
     facts = safe_files.read_json(outcome.folder / "environment.json")[0]
-    names = {
-        "device": "device",
-        "torch": "torch",
-        "python": "python",
-        "dither": "dither",
-        "git": "commit",
-        "corpus_sha256": "corpus",
-    }
-    machine = {name: facts.get(key) for key, name in names.items()}
-    machine["commit"] = os.environ.get("DITHER_COMMIT") or machine["commit"]
+    machine = {name: facts.get(name) for name in ("device", "torch", "python", "dither")}
+    machine |= {"commit": os.environ.get("DITHER_COMMIT") or facts.get("git"), "corpus": facts.get("corpus_sha256")}
     per_step = trained[-1]["tokens"] // trained[-1]["step"] if trained else 0
     done = outcome.how == "done" and outcome.loss is not None and math.isfinite(outcome.loss)
+    held_out = [(line["step"] * per_step, line["loss"]) for line in lines if line["kind"] == "eval"]
     speeds = [line["tokens_per_s"] for line in trained[len(trained) // 2 :] if line["tokens_per_s"]]
     return {
         "status": "done" if done else "diverged",
         "why": "" if done else outcome.why if outcome.how != "done" else "The held-out loss is not finite.",
         "loss": outcome.loss if done else None,
         "bits_per_byte": outcome.bits_per_byte if done else None,
-        "held_out": tuple(
-            (line["step"] * per_step, round(line["loss"], 5))
-            for line in lines
-            if line["kind"] == "eval" and line["loss"] is not None
-        ),
+        "held_out": tuple((tokens, round(loss, 5)) for tokens, loss in held_out if loss is not None),
         "curve": tuple((line["tokens"], round(line["loss_ema"], 4)) for line in trained if line["loss_ema"] is not None),
         "tokens_per_s": statistics.median(speeds) if speeds else None,
         "memory": max((line["memory"] for line in trained if line["memory"]), default=None),
