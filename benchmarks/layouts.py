@@ -32,7 +32,7 @@ from dither.models import llama, presets
 from dither.train import Config, train
 from dither.train import config as configs
 from dither.train import trainer as trainers
-from dither.train.distributed import TIMEOUT
+from dither.train.ranks import TIMEOUT
 
 FP32 = ("precision.mode=fp32",)
 FP8 = (*FP32, "precision.recipe=fp8-block")

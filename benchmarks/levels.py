@@ -5,11 +5,11 @@ PYTHONPATH=src python3 benchmarks/levels.py
 
 import torch
 
-from dither.formats import Format
-from dither.kernels import levels, quantize
-from dither.levels import families
-from dither.precision import Cast
-from dither.random import Draw
+from dither.ops.triton import levels, quantize
+from dither.spec import Cast
+from dither.spec.formats import Format
+from dither.spec.levels import families
+from dither.spec.random import Draw
 
 FAMILIES = (
     "e4m3 tile(128)|e2m1 tile(128)",

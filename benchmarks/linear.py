@@ -24,8 +24,8 @@ from dither.nn import functional
 from dither.nn.functional import Amax
 from dither.nn.linear import Linear
 from dither.nn.step import step_context
-from dither.precision import LayerPrecision
-from dither.recipes import recipe
+from dither.spec import LayerPrecision
+from dither.spec.recipes import recipe
 
 MODELS = {  # width, ffn, batch
     "134M": (768, 2048, 24),

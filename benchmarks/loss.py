@@ -21,9 +21,9 @@ from quantize import median_ms, try_shapes
 from torch import Tensor
 from torch.nn import functional
 
-from dither.kernels import loss as kernels
 from dither.models.causal import cross_entropy
-from dither.reference.loss import IGNORE
+from dither.ops.reference.loss import IGNORE
+from dither.ops.triton import loss as kernels
 
 SHAPES = [(8192, 32000), (16384, 32000), (8192, 128256), (49152, 50257), (49152, 50304)]
 TINY = [(8, 300), (4, 5003)]
@@ -148,7 +148,7 @@ def table(device: str, shapes: list[tuple[int, int]]) -> None:
 TILES = [
     (block, warps) for block in (1024, 2048, 4096, 8192, 16384) for warps in (2, 4, 8, 16) if 256 <= block // warps <= 2048
 ]
-"""Logits and warps of a program's tile. The bounds that `dither.reference.loss` states hold from 4096 logits on."""
+"""Logits and warps of a program's tile. The bounds that `dither.ops.reference.loss` states hold from 4096 logits on."""
 
 
 def sweep() -> None:

@@ -23,13 +23,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dither
-from dither.adam_update import BLOCKS
-from dither.advice.memory import GIB, PARTS, STORAGE, Setting, Shape, estimate
-from dither.advice.shapes import shape_of
 from dither.models import PRESETS, build, compile_blocks
 from dither.optim import training
-from dither.optim.modes import MODES
-from dither.recipes import RECIPES, recipe
+from dither.optim.training import MODES
+from dither.spec.optimizer import BLOCKS
+from dither.spec.recipes import RECIPES, recipe
+from dither.tools.memory import GIB, PARTS, STORAGE, Setting, Shape, estimate, shape_of
 
 SIZES = {
     "tiny": (PRESETS["tiny"], 4, 128),

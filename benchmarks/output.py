@@ -20,14 +20,15 @@ from quantize import median_ms, try_shapes
 from torch.nn import functional
 
 import dither
-from dither import loss_ops
-from dither.kernels import loss as kernels
-from dither.kernels import loss_codes, quantize
 from dither.models.causal import cross_entropy, output_loss
 from dither.nn import Linear, step_context
 from dither.nn.output import Output
-from dither.precision import Cast
-from dither.reference.loss_codes import largest_gradient
+from dither.ops import torch_ops
+from dither.ops.reference.loss import largest_gradient
+from dither.ops.triton import loss as kernels
+from dither.ops.triton import loss as loss_codes
+from dither.ops.triton import quantize
+from dither.spec import Cast
 
 SIZES = {"134M": (49152, 768, 32000), "1B": (16384, 2048, 32000), "8B": (8192, 4096, 32000), "8B, 128k": (8192, 4096, 128256)}
 """Tokens, inputs and vocabulary."""
@@ -76,7 +77,7 @@ def codes(sweep: bool) -> None:
         amax = largest_gradient(weights)
         for text in ("e5m2 tensor", "e4m3 tile(128)"):
             cast = Cast.parse(text)
-            out = loss_ops.empty_codes(N, V, cast, logits.device)
+            out = torch_ops.empty_codes(N, V, cast, logits.device)
 
             def run(out=out, cast=cast, given=(logits, targets, parts, weights, amax)) -> tuple[torch.Tensor, ...]:
                 return loss_codes.backward_codes(*given, cast, 0, out)[:1]

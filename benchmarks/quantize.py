@@ -18,9 +18,10 @@ from torch import Tensor
 from triton.testing import do_bench_cudagraph
 
 from dither import Cast, Stream
-from dither.formats import TABLE
-from dither.kernels import loss, loss_codes, multiprocessors, sampling, scaling, squares
-from dither.kernels import quantize as kernels
+from dither.ops.triton import loss, multiprocessors, quantize_128, sampling, scales
+from dither.ops.triton import loss as loss_codes
+from dither.ops.triton import quantize as kernels
+from dither.spec.formats import TABLE
 
 CASES = [
     ("e4m3 tile(128) fp32 nearest", "one"),
@@ -165,7 +166,7 @@ SWEEPS = [
     ("e5m2 tensor delayed(16) nearest", "both", "_once_shape", ONCE),
     ("e2m1 block(128) fp32 nearest", "both as e4m3", "_once_shape", BLOCKS),
 ]
-"""A cast, its layouts, the function in `dither.kernels.quantize` that chooses a shape, and what it might answer."""
+"""A cast, its layouts, the function in `dither.ops.triton.quantize` that chooses a shape, and what it might answer."""
 
 
 def sweep(size: int) -> None:
@@ -176,13 +177,13 @@ def sweep(size: int) -> None:
         run = call(x, Cast.parse(text), layouts, stream)
         print(f"{text}, {layouts} ({name})")
         try_shapes(kernels, name, shapes, run, bytes_moved(x, run()) / bandwidth)
-    for along, across in squares.CASTS:
+    for along, across in quantize_128.CASTS:
         run = functools.partial(kernels.quantize_apart, x, along, across)
         print(f"{along}, {across} (squares._shape)")
-        try_shapes(squares, "_shape", SQUARES, run, bytes_moved(x, run()) / bandwidth)
+        try_shapes(quantize_128, "_shape", SQUARES, run, bytes_moved(x, run()) / bandwidth)
     dense = [(1, n, wide, k * multiprocessors(x.device), warps) for n, wide, warps in AMAX for k in (2, 4, 8, 16)]
     print("amax (_amax_shape)")
-    try_shapes(scaling, "_amax_shape", dense, lambda: (kernels.amax(x),), bytes_moved(x, ()) / bandwidth)
+    try_shapes(scales, "_amax_shape", dense, lambda: (kernels.amax(x),), bytes_moved(x, ()) / bandwidth)
 
 
 AMAX = [(4096, 1024, 4), (8192, 1024, 4), (8192, 2048, 8), (16384, 2048, 8), (16384, 1024, 4)]
@@ -196,8 +197,8 @@ def octets(x: Tensor) -> Tensor:
 
 def forget_launches() -> None:
     """Clear the cache of launches, which are stored with their shape."""
-    casts = (kernels._one_launch, kernels._both_launch, squares._launch)
-    for kept in (*casts, scaling._amax_launch, sampling._launch, loss._launch, loss_codes._launch):
+    casts = (kernels._one_launch, kernels._both_launch, quantize_128._launch)
+    for kept in (*casts, scales._amax_launch, sampling._launch, loss._launch, loss_codes._launch):
         kept.cache_clear()
 
 

@@ -48,7 +48,7 @@ from dither.models import Llama, LlamaConfig, compile_blocks
 from dither.nn import bitwidth_loss, param_groups, sampling_parameters
 from dither.nn.deployment import deploy, effective_precision, replaced
 from dither.nn.targets import choose_targets
-from dither.precision import BitwidthLoss, Sampling, WeightDecay
+from dither.spec import BitwidthLoss, Sampling, WeightDecay
 
 END = "<|endoftext|>"
 """The line between two documents of a text, and the token after each."""

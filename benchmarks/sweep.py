@@ -18,8 +18,8 @@ import sys
 from pathlib import Path
 
 from dither.errors import UserError
-from dither.experiments.trials import BASE, Trial, collect, plan, prepare_once, print_comparison, run_all, write_json
 from dither.report.comparison import Comparison
+from dither.tools.trials import BASE, Trial, collect, plan, prepare_once, print_comparison, run_all, write_json
 from dither.train import config as configs
 from dither.train.guard import Status
 
@@ -42,7 +42,7 @@ def show(comparison: Comparison, folder: Path, runs: list[Path]) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         print("matplotlib is not installed here: no figure and no page; --draw makes the figure elsewhere.")
         return
-    from dither.report.plots import sweep_file
+    from dither.report.figures import sweep_file
 
     if comparison.field is not None:
         print(f"figure: {sweep_file(comparison, folder / 'sweep.svg')}")
@@ -50,8 +50,8 @@ def show(comparison: Comparison, folder: Path, runs: list[Path]) -> None:
         print("jinja2 is not installed here: no page.")
     elif runs:
         from dither.report import Report, read_all
+        from dither.report.figures import write_figures
         from dither.report.page import write_page
-        from dither.report.plots import write_figures
 
         report = Report(read_all(runs), comparison)
         print(f"report: {write_page(report, folder / 'report.html')}")

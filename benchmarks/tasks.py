@@ -132,12 +132,12 @@ def sha256(stored: dict[str, np.ndarray]) -> str:
 
 def write_requests(arguments: argparse.Namespace) -> None:
     """Write the requests of the tasks as tokens."""
-    from dither.integrations import harness
+    from dither.integrations import lm_eval
 
     lm = harness_model(arguments.tokenizer, None, None)
     with tempfile.TemporaryDirectory() as folder:
-        tasks = harness.Tasks.parse(arguments.tasks, Path(arguments.questions), arguments.limit)
-        harness.scores(lm, harness.load_tasks(tasks, Path(folder)), arguments.limit)
+        tasks = lm_eval.Tasks.parse(arguments.tasks, Path(arguments.questions), arguments.limit)
+        lm_eval.scores(lm, lm_eval.load_tasks(tasks, Path(folder)), arguments.limit)
     stored = packed(lm.collected)
     meta = {"tasks": list(arguments.tasks), "limit": arguments.limit}
     np.savez_compressed(arguments.requests, meta=np.array(json.dumps(meta)), **stored)
@@ -187,9 +187,8 @@ def answer(arguments: argparse.Namespace) -> None:
     import torch
 
     from dither.evaluate import TaskScore, log_likelihoods
-    from dither.experiments import evaluation
-    from dither.train import config, loop
-    from dither.train.progress import Progress
+    from dither.train import config, evaluation, loop
+    from dither.train.metrics import Progress
 
     with np.load(arguments.requests) as file:
         stored = {name: file[name] for name in ("tokens", "lengths")}
@@ -239,8 +238,8 @@ def answer(arguments: argparse.Namespace) -> None:
 
 def score_answers(arguments: argparse.Namespace) -> None:
     """Print tables of scores and of paired differences."""
-    from dither.experiments.evaluation import Variant
-    from dither.integrations import harness
+    from dither.integrations import lm_eval
+    from dither.train.evaluation import Variant
 
     with np.load(arguments.requests) as file:
         stored, asked = {name: file[name] for name in ("tokens", "lengths")}, json.loads(str(file["meta"]))
@@ -250,13 +249,13 @@ def score_answers(arguments: argparse.Namespace) -> None:
         sys.exit("The answers are to other requests.")
     scored: dict[tuple[str, str], Variant] = {}
     with tempfile.TemporaryDirectory() as folder:
-        tasks = harness.Tasks.parse(asked["tasks"], Path(arguments.questions), asked["limit"])
-        loaded = harness.load_tasks(tasks, Path(folder))
+        tasks = lm_eval.Tasks.parse(asked["tasks"], Path(arguments.questions), asked["limit"])
+        loaded = lm_eval.load_tasks(tasks, Path(folder))
         for arm, found in meta["arms"].items():
             for label in (row["label"] for row in found["rows"]):
                 answers = arrays[f"{arm}/{label}/nats"], arrays[f"{arm}/{label}/greedy"]
                 lm = harness_model(arguments.tokenizer, stored, answers)
-                scored[arm, label] = Variant(label, "cast", None, None, harness.scores(lm, loaded, asked["limit"]))
+                scored[arm, label] = Variant(label, "cast", None, None, lm_eval.scores(lm, loaded, asked["limit"]))
     print(tables(meta, scored))
 
 

@@ -63,7 +63,7 @@ import dither
 from dither import step_context
 from dither.models import PRESETS, Llama, compile_blocks
 from dither.nn import sampling_parameters
-from dither.precision import Plan, Sampling
+from dither.spec import Plan, Sampling
 
 SIZES = {
     "tiny": (PRESETS["tiny"], 2),

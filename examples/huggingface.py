@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument(
         "--model", help="a folder or a name that from_pretrained takes; its vocabulary needs 256 entries or more"
     )
-    parser.add_argument("--recipe", default="fp8-block", help="any name that `dither.recipes.RECIPES` has")
+    parser.add_argument("--recipe", default="fp8-block", help="any name that `dither.spec.recipes.RECIPES` has")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--save", help="a folder for the trained model; default: a temporary one")

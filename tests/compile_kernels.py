@@ -16,28 +16,19 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 import dither
-from dither import Cast, Stream, loss_ops
-from dither.adam_update import Piece, Update
-from dither.formats import Format
-from dither.kernels import (
-    adamw,
-    levels,
-    loss,
-    loss_codes,
-    matmul,
-    philox,
-    quantize,
-    rounding,
-    sampling,
-    scaling,
-    transposing,
-)
-from dither.kernels.squares import CASTS as IN_SQUARES
-from dither.precision import Rounding
-from dither.random import Draw
-from dither.reference import masters
-from dither.reference.adamw import zero_state
-from dither.reference.sampling import DTYPES, NOISES
+from dither import Cast, Stream
+from dither.ops import torch_ops
+from dither.ops.reference import adamw as masters
+from dither.ops.reference.adamw import zero_state
+from dither.ops.reference.sampling import DTYPES, NOISES
+from dither.ops.triton import adamw, levels, loss, matmul, philox, quantize, rounding, sampling, scales
+from dither.ops.triton import loss as loss_codes
+from dither.ops.triton import quantize as transposing
+from dither.ops.triton.quantize_128 import CASTS as IN_SQUARES
+from dither.spec import Rounding
+from dither.spec.formats import Format
+from dither.spec.optimizer import Piece, Update
+from dither.spec.random import Draw
 
 
 class Hopper:
@@ -128,7 +119,7 @@ def calls() -> Iterator[str]:
         yield f"round_to {format} {how}"
     transposing.transposed(torch.zeros(256, 384, dtype=torch.float8_e4m3fn))
     transposing.transposed(torch.zeros(100, 33))
-    scaling.tensor_factors(torch.ones(()), Cast.parse("e4m3 tensor"))
+    scales.tensor_factors(torch.ones(()), Cast.parse("e4m3 tensor"))
     yield "transposed codes and scales, factors of a tensor"
     yield from level_calls()
     yield from product_calls()
@@ -199,7 +190,7 @@ def loss_calls() -> Iterator[str]:
         parts, weights, amax = torch.zeros(2, 256), torch.zeros(256), torch.zeros(())
         for cast in map(Cast.parse, ("e5m2 tensor", "e4m3 tile(128)", "e4m3 tile(32) pow2_ceil")):
             for part in (logits, logits[:200, :31997]):
-                out = loss_ops.empty_codes(256, part.shape[1], cast, logits.device)
+                out = torch_ops.empty_codes(256, part.shape[1], cast, logits.device)
                 given = (part, targets[: len(part)], parts[:, : len(part)], weights[: len(part)])
                 loss_codes.backward_codes(*given, amax, cast, 0, out)
         yield f"codes of the gradient of cross_entropy {dtype}"
@@ -248,7 +239,7 @@ def optimizer_calls() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    assert not dither.kernels.interpreted(), "unset TRITON_INTERPRET"
+    assert not dither.ops.triton.interpreted(), "unset TRITON_INTERPRET"
     compile_only("--first" in sys.argv[1:])
     for line in calls():
         print(line)

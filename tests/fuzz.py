@@ -32,20 +32,20 @@ import torch
 
 import dither
 from dither import UserError
+from dither.checkpoint import foreign, index, sharded, tensorfile
+from dither.checkpoint import write as checkpoint
+from dither.checkpoint.foreign import ALLOWED
+from dither.checkpoint.manifest import read as manifest_reader
+from dither.checkpoint.manifest import to_bytes as manifest_bytes
 from dither.data import prepare, train_bpe
 from dither.data import text as texts
 from dither.data.tokenizer import Tokenizer
 from dither.data.tokens import manifest_text, open_tokens
-from dither.precision import Cast, Plan
-from dither.precision.expressions import parse
-from dither.recipes import RECIPES, recipe
+from dither.files import Refused, from_json
 from dither.report import run_folder
-from dither.safe_files import Refused, from_json
-from dither.storage import index, inert_pickle, tensorfile
-from dither.storage.dcp import ALLOWED
-from dither.storage.manifest import read as manifest_reader
-from dither.storage.manifest import to_bytes as manifest_bytes
-from dither.train import checkpoint, sharded
+from dither.spec import Cast, Plan
+from dither.spec.expressions import parse
+from dither.spec.recipes import RECIPES, recipe
 from dither.train import config as configs
 from dither.train.config import Config
 from dither.train.guard import Status
@@ -160,7 +160,7 @@ def readers(folder: Path) -> dict[str, Reader]:
         "JSON": Reader(lambda data: from_json(data), [*plans[:2], lines[:14]], 0.2, (Refused,)),
         "headers": Reader(lambda data: tensorfile.header(io.BytesIO(data), len(data)), [tensors], 0.2, (Refused,)),
         "indexes of shards": Reader(shard_index, [(shards / "rank-00000.json").read_bytes()], 0.02, (Refused,)),
-        "pickles": Reader(lambda data: inert_pickle.loads(data, ALLOWED), pickles, 0.02, (Refused,)),
+        "pickles": Reader(lambda data: foreign.loads(data, ALLOWED), pickles, 0.02, (Refused,)),
         "JSON lines": Reader(json_lines, [lines], 0.14, (UserError, texts._NotTextError)),
         "text": Reader(plain_text, [b"one\n<|endoftext|>\ntwo\r\n\xef\xbb\xbfthree"], 0.147, (UserError, texts._NotTextError)),
         "metrics": Reader(metrics, [run], 0.001),

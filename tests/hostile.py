@@ -25,10 +25,10 @@ from types import FrameType
 from typing import Any
 
 from dither import cli
+from dither.checkpoint.manifest import to_bytes as manifest_bytes
 from dither.data import prepare, train_bpe
 from dither.models import build, preset, save_pretrained
-from dither.recipes import recipe
-from dither.storage.manifest import to_bytes as manifest_bytes
+from dither.spec.recipes import recipe
 from dither.train import config as configs
 from dither.train import train
 from dither.train.config import Config, describe

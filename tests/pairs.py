@@ -9,16 +9,17 @@ import torch
 from torch import Tensor
 
 from dither import Cast, Stream, UserError
-from dither.adam_update import BLOCKS, MAPS, MASTERS, WHOLE, Piece, Update
-from dither.formats import TABLE, Format
-from dither.kernels import adamw as kernel_adamw
-from dither.kernels import philox as kernel_philox
-from dither.kernels import quantize as kernel_quantize
-from dither.kernels import rounding as kernel_rounding
-from dither.kernels import sampling as kernel_sampling
-from dither.precision import Rounding
-from dither.random import Draw, matrix_size
-from dither.reference import adamw, loss, masters, philox, quantize, rounding, sampling
+from dither.ops.reference import adamw, loss, philox, quantize, rounding, sampling
+from dither.ops.reference import adamw as masters
+from dither.ops.triton import adamw as kernel_adamw
+from dither.ops.triton import philox as kernel_philox
+from dither.ops.triton import quantize as kernel_quantize
+from dither.ops.triton import rounding as kernel_rounding
+from dither.ops.triton import sampling as kernel_sampling
+from dither.spec import Rounding
+from dither.spec.formats import TABLE, Format
+from dither.spec.optimizer import BLOCKS, MAPS, MASTERS, WHOLE, Piece, Update
+from dither.spec.random import Draw, matrix_size
 
 STREAM = Stream(2024, "pairs", "x")
 FORMATS = [name for name in TABLE if name != "e8m0"]
@@ -243,7 +244,7 @@ def logits_of(N: int, V: int, dtype: torch.dtype, device: str, seed: int = 0) ->
 
 
 def check_cross_entropy(x: Tensor, targets: Tensor, weights: Tensor, code: ModuleType) -> float:
-    """The largest error of losses and gradients against float64, over the bounds that `dither.reference.loss` states."""
+    """The largest error of losses and gradients against float64, over the bounds that `dither.ops.reference.loss` states."""
     u, V = 2.0**-24, x.shape[1]
     row = 3 * math.log(V) + 6 * math.ceil(V / 4096) + 40
     losses, parts = code.forward(x, targets)

@@ -5,8 +5,8 @@ import math
 import zlib
 from pathlib import Path
 
-from dither.recipes import recipe
-from dither.snip.layer_options import options
+from dither.snip.options import options
+from dither.spec.recipes import recipe
 from dither.train import Config
 from dither.train import config as configs
 from dither.train.loop import train

@@ -10,7 +10,7 @@ import pytest
 from command_output import error_line
 
 from dither import cli
-from dither.progress import Tick, silent
+from dither.console import Tick, silent
 from dither.train import Config
 from dither.train import config as configs
 from dither.train.config import Data, Model, Precision, RunSettings

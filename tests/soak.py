@@ -45,8 +45,9 @@ from fuzz import fuzz
 
 import dither
 from dither import UserError, cli, models
+from dither.checkpoint import write as checkpoint
 from dither.data import Batch
-from dither.train import Status, beginning, checkpoint, train
+from dither.train import Status, beginning, train
 from dither.train import config as configs
 from dither.train.config import Config
 from dither.train.trainer import Trainer

@@ -39,9 +39,10 @@ from soak import (
 )
 
 from dither import UserError
+from dither.checkpoint import write as checkpoint
 from dither.data import prepare
 from dither.run_lock import RunLock
-from dither.train import Status, agreement, beginning, checkpoint, distributed
+from dither.train import Status, agreement, beginning, ranks
 from dither.train import config as configs
 from dither.train.metrics import Metrics
 from dither.train.trainer import Trainer
@@ -452,7 +453,7 @@ def faults_of_all_kinds(text: Path, folder: Path, count: int) -> list[Score]:
                 calls: int = calls,
                 training: bool = training,
             ) -> int:
-                distributed.GLOO_TIMEOUT = timedelta(seconds=4)  # so that a frozen rank is noticed sooner
+                ranks.GLOO_TIMEOUT = timedelta(seconds=4)  # so that a frozen rank is noticed sooner
 
                 def act() -> None:
                     (folder / "happened").touch()

@@ -22,9 +22,10 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
-from dither import cli, recipe, safe_files
+from dither import cli, files, recipe
+from dither.checkpoint import write
 from dither.data import prepare
-from dither.train import Status, agreement, checkpoint
+from dither.train import Status, agreement
 from dither.train import config as configs
 from dither.train.trainer import Trainer
 
@@ -292,7 +293,7 @@ def restarts(text: Path, folder: Path, count: int) -> list[Score]:
 
 def kill_in_save(number: int) -> None:
     """Kill this process in the middle of file `number` of those that its thread of checkpoints writes."""
-    real, count = safe_files.write_new, itertools.count(1)
+    real, count = files.write_new, itertools.count(1)
 
     def halfway(chunks: Iterable[Any]) -> Iterator[Any]:
         whole = b"".join(bytes(chunk) for chunk in chunks)
@@ -303,7 +304,7 @@ def kill_in_save(number: int) -> None:
         saves = threading.current_thread().name.startswith("checkpoint")
         return real(path, halfway(chunks) if saves and next(count) == number else chunks, **options)
 
-    safe_files.write_new = write_new
+    files.write_new = write_new
 
 
 def sharded(text: Path, folder: Path, count: int) -> list[Score]:
@@ -321,7 +322,7 @@ def sharded(text: Path, folder: Path, count: int) -> list[Score]:
         attempt, rank = attempt_number()
         kind, draw = ("step", "save")[attempt % 2], random.Random(attempt)
         if rank == 0:
-            unfinished = bool(checkpoint.leftovers(out / "checkpoints"))
+            unfinished = bool(write.leftovers(out / "checkpoints"))
             (folder / f"attempt-{attempt}").write_text("unfinished" if unfinished else "")
         if attempt < count and rank == draw.randrange(2):
             if kind == "save":

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import dither
 from dither import Stream
-from dither.adam_update import BITS, BLOCKS, MAPS, ODD_FACTOR, WHOLE
-from dither.reference import adamw
+from dither.ops.reference import adamw
+from dither.spec.optimizer import BITS, BLOCKS, MAPS, ODD_FACTOR, WHOLE
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from dither import UserError, cli, doctor
-from dither.advice import GPUS, Advice, Gpu, Setting, advise, estimate, gpu_named, llama_of, recommend, selection
-from dither.advice.machine import LARGE, SMALL, advice_here
-from dither.advice.memory import GIB
-from dither.advice.shapes import model_shape, shape_of
-from dither.doctor.report import print_advice
+from dither import UserError, cli
 from dither.models import PRESETS, build, save_pretrained
+from dither.tools import doctor
+from dither.tools.doctor import print_advice
+from dither.tools.gpus import LARGE, SMALL, advice_here
+from dither.tools.memory import GIB, Setting, estimate, llama_of, model_shape, shape_of
+from dither.tools.recommend import GPUS, Advice, Gpu, advise, gpu_named, recommend, selection
 from dither.train import Config
 from dither.train import config as configs
 
@@ -204,7 +204,7 @@ def test_doctor_ends_with_advice(capsys):
 
 
 def test_doctor_needs_no_safetensors():
-    code = "import sys; sys.modules['safetensors'] = sys.modules['tyro'] = None; import dither.doctor"
+    code = "import sys; sys.modules['safetensors'] = sys.modules['tyro'] = None; import dither.tools.doctor"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 

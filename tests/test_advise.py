@@ -9,15 +9,23 @@ import pytest
 from command_output import error_line
 
 from dither import UserError, cli
-from dither.advice.accelerators import ACCELERATORS, Accelerator
-from dither.advice.layouts import Passes, ScheduledLayout, layouts, memory_per_gpu
-from dither.advice.memory import GIB, Setting, Shape, estimate
-from dither.advice.recommendation import Gpu
-from dither.advice.scaling import Step, gathering
-from dither.advice.search import CHOICES, Choice, Job, rank
-from dither.advice.shapes import LLAMAS, llama3_of, shape_of
-from dither.advice.step_time import step_seconds
 from dither.models import PRESETS
+from dither.tools.gpus import ACCELERATORS, Accelerator
+from dither.tools.memory import (
+    GIB,
+    LLAMAS,
+    Passes,
+    ScheduledLayout,
+    Setting,
+    Shape,
+    estimate,
+    layouts,
+    llama3_of,
+    memory_per_gpu,
+    shape_of,
+)
+from dither.tools.recommend import Gpu
+from dither.tools.scaling import CHOICES, Choice, Job, Step, gathering, rank, step_seconds
 from dither.train import Config
 from dither.train import config as configs
 

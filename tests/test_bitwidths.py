@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from dither import Format, UserError
-from dither.bitwidths import DEPLOYABLE, SMALLEST, VARIANCE, allocate, capacity, deployable, required_format, safe_bitwidth
-from dither.precision import NOISES
-from dither.reference import sampling
+from dither.ops.reference import sampling
+from dither.spec import NOISES
+from dither.spec.bitwidths import DEPLOYABLE, SMALLEST, VARIANCE, allocate, capacity, deployable, required_format, safe_bitwidth
 
 SMALL = ("e2m1", "e3m2", "e4m3", "e5m2")
 STEPS = {"rounded_normal": (1.0, 2.0), "uniform": (1 / 16, 1 / 4, 1 / 2)}

@@ -21,13 +21,13 @@ from sweeps import examples
 from worlds import forked
 
 import dither
-from dither import Sampling, UserError, safe_files
+from dither import Sampling, UserError, files
+from dither.checkpoint import tensorfile
+from dither.checkpoint import write as checkpoint
+from dither.checkpoint.manifest import to_bytes as manifest_bytes
+from dither.checkpoint.state import pack, plan_of, unpack
+from dither.checkpoint.write import Saver, keep, leftovers, load, newest, save, verify
 from dither.models import Llama, LlamaConfig
-from dither.storage import tensorfile
-from dither.storage.manifest import to_bytes as manifest_bytes
-from dither.train import checkpoint
-from dither.train.checkpoint import Saver, keep, leftovers, load, newest, save, verify
-from dither.train.state import pack, plan_of, unpack
 
 TENSORS = {"weight": torch.arange(12, dtype=torch.float32).view(3, 4).to(torch.bfloat16), "step": torch.tensor(7)}
 
@@ -159,7 +159,7 @@ KILLER = """
 import os, signal, sys
 import torch
 from dither import safe_files
-from dither.storage import manifest, tensorfile
+from dither.checkpoint import manifest, tensorfile
 from dither.train import checkpoint
 
 torch.set_num_threads(1)
@@ -280,7 +280,7 @@ def test_a_full_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
 @pytest.mark.parametrize("at", range(5))
 def test_a_disk_that_gets_full_on_the_way(at, tmp_path, monkeypatch):
     save(tmp_path, 100, tensors=some(1), plain={})
-    real, calls = safe_files.write_new, []
+    real, calls = files.write_new, []
 
     def write_new(path, chunks, **options):
         calls.append(path)
@@ -289,7 +289,7 @@ def test_a_disk_that_gets_full_on_the_way(at, tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(path, chunks, **options)
 
-    monkeypatch.setattr(safe_files, "write_new", write_new)
+    monkeypatch.setattr(files, "write_new", write_new)
     monkeypatch.setattr(checkpoint, "SHARD", 24)
     if at == 4:  # there are two files of tensors, plain.json and the manifest
         save(tmp_path, 200, tensors=some(2), plain={})
@@ -699,7 +699,7 @@ def build(kind: str, seed: int):
     if kind in ("dropout", "torch"):
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan, None
     options = {"dynamic8": {"states": "dynamic8"}, "kahan": {"weights": "kahan"}}.get(kind, {})
-    groups = dither.nn.guidance.param_groups(model, bitwidth_lr=0.05)
+    groups = dither.nn.bitwidths.param_groups(model, bitwidth_lr=0.05)
     return model, dither.optim.AdamW(groups, lr=1e-2, max_norm=1.0, **options), plan, scaler
 
 

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 import dither
-from dither import cli, doctor
-from dither.doctor import self_test, torch_products
-from dither.formats import TABLE
+from dither import cli
+from dither.console import print_table
 from dither.signatures import config_fields, options_of, unknown_options
-from dither.tables import print_table
+from dither.spec.formats import TABLE
+from dither.tools import doctor, self_test
+from dither.tools import doctor as torch_products
 from dither.train import config
 from dither.versions import has_triton
 

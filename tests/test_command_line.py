@@ -14,14 +14,15 @@ import torch
 from torch import nn
 
 from dither import UserError, cli, data
+from dither.checkpoint import write
 from dither.commands.data import _default_folder
 from dither.commands.train import resolve, summary
 from dither.data.splits import split_text
 from dither.models import build, save_pretrained
-from dither.ranks import first_error, gather
-from dither.train import Config, checkpoint
+from dither.ops.ranks import first_error, gather
+from dither.train import Config
 from dither.train.loop import Outcome
-from dither.train.resuming import resolved
+from dither.train.resume import resolved
 from dither.train.weights import load_weights
 
 SMALL = ("data.sequence=16", "data.batch=4", "run.steps=2", "run.sample_every=1", "run.sample_tokens=8")
@@ -67,7 +68,7 @@ def test_help_does_not_import_torch():
 
 
 def test_marks_for_the_compiler_are_those_of_torch():
-    from dither.compiler import assume_constant_result
+    from dither.ops.backend import assume_constant_result
 
     theirs, ours = torch.compiler.assume_constant_result(lambda: 1), assume_constant_result(lambda: 1)
     assert vars(theirs) == vars(ours) != {}
@@ -220,7 +221,7 @@ def test_a_new_run_from_the_weights_of_another(run, tmp_path, capsys):
     stored = tomllib.loads((new / "config.toml").read_text())
     assert stored["model"]["weights"] == str(old / "checkpoints" / "step-00000002")
     assert (stored["optim"]["lr"], stored["data"]["sequence"]) == (1e-5, 16)
-    before, after = (checkpoint.load(checkpoint.newest(path / "checkpoints")[0])[0] for path in (old, new))
+    before, after = (write.load(write.newest(path / "checkpoints")[0])[0] for path in (old, new))
     names = [name for name in before if name.startswith("model:")]
     assert all(0 < (after[name] - before[name]).abs().max() < 1e-4 for name in names)  # one step of at most lr, and decay
     # Resumed, the new run does not need the old one any more.
@@ -235,7 +236,7 @@ def test_weights_fit_or_are_refused(run, tmp_path):
     old, _ = run
     model = build("tiny", vocab_size=257)
     load_weights(model, old)
-    saved = checkpoint.load(checkpoint.newest(old / "checkpoints")[0])[0]
+    saved = write.load(write.newest(old / "checkpoints")[0])[0]
     assert all(
         torch.equal(value, saved[f"model:{name}"]) for name, value in model.state_dict().items() if f"model:{name}" in saved
     )
@@ -252,7 +253,7 @@ def test_weights_fit_or_are_refused(run, tmp_path):
 def test_masters_are_read_where_there_are_any(play, tmp_path):
     out = tmp_path / "o2"
     assert cli.main(["train", "--data", str(play), "--out", str(out), "--set", *SMALL, "precision.mode=o2"]) == 0
-    tensors, plain = checkpoint.load(checkpoint.newest(out / "checkpoints")[0])
+    tensors, plain = write.load(write.newest(out / "checkpoints")[0])
     model = build("tiny", vocab_size=257)
     load_weights(model, out)
     masters = {
@@ -284,14 +285,3 @@ def test_errors_of_ranks(tmp_path):
         assert (gather({"a": 1}), first_error("a"), first_error("")) == ([{"a": 1}], "a", "")
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_old_names_warn():
-    import dither.arms
-    from dither.experiments import arms
-    from dither.train import config
-
-    with pytest.warns(DeprecationWarning, match=r"dither\.arms is now dither\.experiments\.arms"):
-        assert dither.arms.Arm is arms.Arm
-    with pytest.warns(DeprecationWarning, match=r"dither\.train\.config\.Run is now dither\.train\.config\.RunSettings"):
-        assert config.Run is config.RunSettings

@@ -19,9 +19,10 @@ import torch
 from runs import said, write_words
 
 from dither import Sampling, UserError, convert, step_context
-from dither.experiments import arms, trials
-from dither.report import curves, estimates, plots
+from dither.evaluate import estimates
+from dither.report import curves, figures
 from dither.report.comparison import Comparison, Entry, shown
+from dither.tools import arms, trials
 from dither.train import config as configs
 from dither.train.config import Config, Data, RunSettings
 from dither.train.loop import train
@@ -320,10 +321,10 @@ def test_the_figure_of_a_sweep(values, tmp_path):
     losses = {value: [3.0 - 0.1 * place, 3.1] for place, value in enumerate(values)}
     losses[values[2]] = [None, 1.0]
     found = compared("optim.lr", o1=losses, sr=losses)
-    path = plots.sweep_file(found, tmp_path / "new" / "sweep.svg")
+    path = figures.sweep_file(found, tmp_path / "new" / "sweep.svg")
     ElementTree.parse(path)  # well-formed
     text = path.read_text()
-    assert plots.sweep_file(found, tmp_path / "again.svg").read_text() == text
+    assert figures.sweep_file(found, tmp_path / "again.svg").read_text() == text
     assert all(f">{word}<" in text for word in ("o1", "sr", "optim.lr"))
     assert "<b>" not in text
     chart = curves.sweep_chart(found)
@@ -398,5 +399,5 @@ def test_the_script_for_machines_without_the_command_line(text, tmp_path, capsys
 
 def test_comparing_needs_nothing_of_the_command_line():
     """arms, trials and the report import where tyro is missing."""
-    code = "import sys; sys.modules['tyro'] = None; import dither.experiments.arms, dither.experiments.trials, dither.report"
+    code = "import sys; sys.modules['tyro'] = None; import dither.tools.arms, dither.tools.trials, dither.report"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT / "src")})

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from sweeps import examples
 
 from dither import BitwidthLoss, Plan, Sampling, UserError, WeightDecay, recipe
-from dither.adam_update import BLOCKS
 from dither.models import PRESETS
 from dither.optim import MODES
+from dither.spec.optimizer import BLOCKS
 from dither.train import fields as fields_of
 from dither.train.config import (
     Config,
@@ -31,7 +31,7 @@ from dither.train.config import (
     toml,
 )
 from dither.train.guard import Policy
-from dither.train.resuming import fixed_changes
+from dither.train.resume import fixed_changes
 
 # Round trips ----------------------------------------------------------------------------------------------------------
 

@@ -11,11 +11,12 @@ from rich.console import Console
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from dither import UserError, devices
-from dither.engines import PRODUCTS, Verified
+from dither import UserError
 from dither.nn import Linear, apply_plan, convert, step_context
-from dither.precision import LayerPrecision, Plan
-from dither.recipes import RECIPES, recipe
+from dither.ops import backend
+from dither.spec import PRODUCTS, LayerPrecision, Plan
+from dither.spec.engines import Verified
+from dither.spec.recipes import RECIPES, recipe
 
 FP8 = LayerPrecision.of("e4m3 tile(128)", "e4m3 block(128)", "e4m3 tile(128)")
 FP4 = LayerPrecision.of("e2m1 tile(128)", "e2m1 block(128)", "e2m1 tile(128)")
@@ -511,7 +512,7 @@ def gpu(monkeypatch):
     """Makes layers answer as if they were on a GPU of that compute capability."""
 
     def of(major: int, minor: int) -> None:
-        monkeypatch.setattr(devices, "capability_of", lambda device: (major, minor))
+        monkeypatch.setattr(backend, "capability_of", lambda device: (major, minor))
 
     return of
 
@@ -588,7 +589,7 @@ def test_native_units_are_used_where_a_record_of_this_machine_names_them(model, 
         return {layer.engines for layer in convert(copy.deepcopy(model), "fp8-row", engines=engines).layers}
 
     gpu(8, 9)
-    here = devices.describe(torch.device("cpu"), ("fp8-row",))
+    here = backend.describe(torch.device("cpu"), ("fp8-row",))
     here.save(tmp_path / "engines.json")
     assert engines(None) == {("bf16",) * 3}
     assert engines(tmp_path / "engines.json") == engines(here) == {("fp8",) * 3}

@@ -25,14 +25,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from worlds import needs_gloo, spread
 
 from dither import UserError
+from dither.checkpoint import foreign
+from dither.checkpoint.foreign import DcpSafetensors, DcpTensors, is_dcp, saved_tensor
 from dither.commands.train import _starting_from
+from dither.files import Refused
 from dither.models import Llama, LlamaConfig
 from dither.models.llama import rotary_angles, rotate
-from dither.safe_files import Refused
-from dither.storage import inert_pickle
-from dither.storage.dcp import DcpSafetensors, DcpTensors, is_dcp, saved_tensor
+from dither.models.torchtitan_names import halves_from_pairs, rotates, titan_names
 from dither.train.config import Config
-from dither.train.torchtitan import halves_from_pairs, rotates, titan_names
 from dither.train.weights import load_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
@@ -197,7 +197,7 @@ def test_nothing_is_executed(tmp_path):
         b"",
     ):
         with pytest.raises(Refused):
-            inert_pickle.loads(data, {"torch.Size"})
+            foreign.loads(data, {"torch.Size"})
     with zipfile.ZipFile(tmp_path / "zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a/data.pkl", b"x" * 1000)
     with pytest.raises(Refused, match="compressed"):

@@ -8,7 +8,6 @@ from torch import nn
 
 import dither
 from dither import Cast, LayerPrecision, Plan, UserError
-from dither.bitwidths import VARIANCE, capacity, deployable
 from dither.nn.deployment import (
     bitwidth_range,
     deploy,
@@ -19,7 +18,8 @@ from dither.nn.deployment import (
     weight_cast,
 )
 from dither.nn.targets import _noise, choose_targets, measure_rise
-from dither.precision import Sampling
+from dither.spec import Sampling
+from dither.spec.bitwidths import VARIANCE, capacity, deployable
 
 B_T = torch.tensor([[3.0, 4.0, 5.0], [2.5, 3.5, 6.5]])
 """Of a 40 x 70 weight: blocks of 32 x 32, 32 x 6, 8 x 32 and 8 x 6."""

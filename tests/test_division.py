@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from dither.formats import Format
+from dither.spec.formats import Format
 
 
 def fused(a: np.ndarray, b: np.float32, c: np.ndarray) -> np.ndarray:

@@ -5,15 +5,15 @@ import oracles
 import pytest
 import torch
 
-from dither.adam_update import Piece, Update
-from dither.reference import adamw, dynamic
+from dither.ops.reference import adamw, state_maps
+from dither.spec.optimizer import Piece, Update
 
 CODES = torch.arange(256).to(torch.uint8)
 
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_values_are_those_of_bitsandbytes(signed: bool) -> None:
-    values = dynamic.decode(CODES, signed).numpy()
+    values = state_maps.decode(CODES, signed).numpy()
     assert (np.diff(values) > 0).all()
     assert (values == oracles.dynamic_values(signed)).all()  # its own formula, bit for bit
     exact = oracles.dynamic_map(signed)
@@ -26,12 +26,12 @@ def test_values_are_those_of_bitsandbytes_by_its_own_code() -> None:
     functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
     for signed in (True, False):
         theirs = functional.create_dynamic_map(signed).numpy()
-        assert (np.abs(dynamic.decode(CODES, signed).numpy() - theirs) <= 4 * np.spacing(np.abs(theirs))).all()
+        assert (np.abs(state_maps.decode(CODES, signed).numpy() - theirs) <= 4 * np.spacing(np.abs(theirs))).all()
 
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_every_value_is_its_own_nearest(signed: bool) -> None:
-    assert (dynamic.encode(dynamic.decode(CODES, signed), signed) == CODES).all()
+    assert (state_maps.encode(state_maps.decode(CODES, signed), signed) == CODES).all()
 
 
 def numbers(signed: bool) -> np.ndarray:
@@ -50,7 +50,7 @@ def numbers(signed: bool) -> np.ndarray:
 def test_codes_are_the_nearest(signed: bool) -> None:
     """By search, in float64. At the middle of two values float32 cannot tell which is nearer: there either will do."""
     points = numbers(signed)
-    codes = dynamic.encode(torch.from_numpy(points), signed).numpy().astype(int)
+    codes = state_maps.encode(torch.from_numpy(points), signed).numpy().astype(int)
     values = oracles.dynamic_map(signed).astype(np.float64)
     distance = np.abs(values[codes] - points)
     best = np.abs(values[oracles.dynamic_code(points, signed)] - points)
@@ -60,8 +60,8 @@ def test_codes_are_the_nearest(signed: bool) -> None:
 
 def test_what_lies_beyond_the_map() -> None:
     beyond = torch.tensor([1.5, torch.inf, torch.nan, -1.0, -1.5, -torch.inf, 1e-45, -1e-45, -0.0])
-    assert dynamic.encode(beyond, True).tolist() == [255, 255, 255, 0, 0, 0, 127, 127, 127]
-    assert dynamic.encode(beyond[[0, 1, 2, 6]], False).tolist() == [255, 255, 255, 0]
+    assert state_maps.encode(beyond, True).tolist() == [255, 255, 255, 0, 0, 0, 127, 127, 127]
+    assert state_maps.encode(beyond[[0, 1, 2, 6]], False).tolist() == [255, 255, 255, 0]
 
 
 def test_a_block_of_subnormal_numbers_comes_back() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dither.precision import Plan
+from dither.spec import Plan
 from dither.train import config as configs
 from dither.train import loop
 

@@ -6,10 +6,11 @@ import random
 import pytest
 import torch
 
-from dither import LayerPrecision, Plan, UserError, devices
+from dither import LayerPrecision, Plan, UserError
+from dither.ops import backend
 from dither.train import Config, train
 from dither.train import config as configs
-from dither.train.distributed import joined
+from dither.train.ranks import joined
 from dither.train.trainer import Trainer, open_corpus
 
 GROUPS_OF_8 = LayerPrecision.of("e4m3 tile(8)", "e4m3 tile(8)", "e4m3 tile(8)")
@@ -59,7 +60,7 @@ def conversion(run: Config, out):
     ],
 )
 def test_engines_of_the_trainer(monkeypatch, folder, tmp_path, capability, engine, int8):
-    monkeypatch.setattr(devices, "capability_of", lambda device: capability)
+    monkeypatch.setattr(backend, "capability_of", lambda device: capability)
     for recipe, expected in (("fp8-block", engine), ("int8-row", int8)):
         record = conversion(settings(folder, tmp_path, f"precision.recipe={recipe}"), tmp_path)
         # 32 tokens, which a weight gradient sums over, are a multiple of 16 like the sizes of the model.
@@ -70,7 +71,7 @@ def test_engines_of_the_trainer(monkeypatch, folder, tmp_path, capability, engin
 
 @pytest.mark.parametrize("capability", [(7, 0), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
 def test_what_the_trainer_refuses_and_what_it_falls_back_to(monkeypatch, folder, tmp_path, capability):
-    monkeypatch.setattr(devices, "capability_of", lambda device: capability)
+    monkeypatch.setattr(backend, "capability_of", lambda device: capability)
     given = [f'precision.plan="{folder}/plan.json"']
     with pytest.raises(UserError, match=r"down_proj', forward product: no matrix units .* fallback='emulate' to do so"):
         conversion(settings(folder, tmp_path, *given), tmp_path)
@@ -82,7 +83,7 @@ def test_what_the_trainer_refuses_and_what_it_falls_back_to(monkeypatch, folder,
 
 
 def test_a_run_with_a_fallback_trains_and_says_so(monkeypatch, folder, tmp_path):
-    monkeypatch.setattr(devices, "capability_of", lambda device: (8, 0))
+    monkeypatch.setattr(backend, "capability_of", lambda device: (8, 0))
     given = [f'precision.plan="{folder}/plan.json"', "precision.fallback=emulate"]
     assert train(settings(folder, tmp_path / "run", *given)).code == 0
     layers = json.loads((tmp_path / "run" / "conversion.json").read_text())["layers"]
@@ -91,8 +92,8 @@ def test_a_run_with_a_fallback_trains_and_says_so(monkeypatch, folder, tmp_path)
 
 
 def test_a_record_of_engines_is_a_setting(monkeypatch, folder, tmp_path):
-    monkeypatch.setattr(devices, "capability_of", lambda device: (10, 0))
-    devices.describe(torch.device("cpu"), ("mxfp8",)).save(tmp_path / "engines.json")
+    monkeypatch.setattr(backend, "capability_of", lambda device: (10, 0))
+    backend.describe(torch.device("cpu"), ("mxfp8",)).save(tmp_path / "engines.json")
     given = ["precision.recipe=mxfp8", f'precision.engines="{tmp_path}/engines.json"']
     found = {layer.engines for layer in conversion(settings(folder, tmp_path, *given), tmp_path).layers}
     # 16 tokens, what the record counts with, are too few for a weight gradient of groups of 32.

@@ -30,7 +30,7 @@ def sentence(call) -> str:
     text = str(caught.value)
     assert "\n" not in text
     assert text[0].isupper() or text.startswith(
-        ("round_to", "quantize", "fake_quantize", "amax", "axis", "scale=", "'", *dither.formats.TABLE)
+        ("round_to", "quantize", "fake_quantize", "amax", "axis", "scale=", "'", *dither.spec.formats.TABLE)
     )
     assert text.endswith(".")
     assert not text.endswith("..")

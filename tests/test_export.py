@@ -12,10 +12,10 @@ import dither
 from dither import Plan, UserError
 from dither.data import BYTES, train_bpe
 from dither.exporting import FORMATS
-from dither.exporting.checking import load
 from dither.exporting.formats import format_of
+from dither.exporting.record import load
 from dither.models import LlamaConfig, build, hf, load_pretrained, save_pretrained
-from dither.precision import Cast, LayerPrecision, Sampling
+from dither.spec import Cast, LayerPrecision, Sampling
 
 transformers = Lazy("transformers")
 

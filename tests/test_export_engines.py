@@ -16,7 +16,7 @@ from lazily import Lazy
 import dither
 from dither import Plan
 from dither.models import LlamaConfig, build
-from dither.precision import Cast, LayerPrecision
+from dither.spec import Cast, LayerPrecision
 
 compressed = Lazy("compressed_tensors.quantization")
 

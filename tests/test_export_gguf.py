@@ -9,7 +9,7 @@ from lazily import Lazy
 import dither
 from dither import UserError
 from dither.data import BYTES, Tokenizer, train_bpe
-from dither.exporting.gguf_file import _mxfp4
+from dither.exporting.gguf import _mxfp4
 from dither.models import LlamaConfig, build
 
 gguf, transformers = Lazy("gguf"), Lazy("transformers")

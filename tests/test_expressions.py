@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dither import UserError
-from dither.precision.expressions import LONGEST, parse
-from dither.precision.patterns import matches
-from dither.precision.sampling import PARTS
+from dither.spec.expressions import LONGEST, parse
+from dither.spec.patterns import matches
+from dither.spec.sampling import PARTS
 
 NAMES = (
     *("model.layers.0.self_attn.q_proj", "model.layers.12.mlp.down_proj", "lm_head", "h.3.attn.c_proj", "h.11.mlp.c_fc", ""),

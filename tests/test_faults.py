@@ -15,7 +15,7 @@ from worlds import forked
 
 import dither
 from dither import UserError, cli, report
-from dither.safe_files import MOST, Refused, read_text
+from dither.files import MOST, Refused, read_text
 
 FAULTS = {"sharded": 0.1, "disks": 0.06, "kills": 0.02, "worlds": 0.5, "saves": 0.06, "differences": 0.03}
 FAULTS |= {"damage": 0.015, "shards": 0.1, "signals": 0.2, "races": 0.05}

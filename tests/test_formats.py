@@ -15,9 +15,9 @@ import numpy as np
 import oracles
 import pytest
 
-import dither.formats
+import dither.spec.formats
 from dither import Format, UserError
-from dither.formats import ALIASES, TABLE
+from dither.spec.formats import ALIASES, TABLE
 
 OTHERS = ["e2m2", "e3m1", "e3m3", "e2m4", "e4m2", "e4m10", "e5m6", "e8m1", "e8m2", "e7m3", "e2m5", "e6m8"]
 """Formats outside the table: finite ones below 8 bits, IEEE-like ones above."""
@@ -282,7 +282,7 @@ SPECS = ("errors", "safe_files", "formats", "precision/cast", "precision/layer",
 @pytest.mark.parametrize("name", SPECS)
 def test_imports_no_torch(name):
     # Tables and configurations must be readable where torch is not installed.
-    tree = ast.parse((Path(dither.formats.__file__).parent / f"{name}.py").read_text())
+    tree = ast.parse((Path(dither.spec.formats.__file__).parent / f"{name}.py").read_text())
     imported = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -290,5 +290,5 @@ def test_imports_no_torch(name):
         elif isinstance(node, ast.ImportFrom):
             imported.add(node.module)
     foreign = {module for module in imported if module.split(".")[0] not in sys.stdlib_module_names}
-    known = {"dither.errors", "dither.safe_files", "dither.formats", "dither.precision", "dither.recipes"}
-    assert all(module in known or module.startswith("dither.precision.") for module in foreign)
+    known = {"dither.errors", "dither.files", "dither.spec.formats", "dither.spec", "dither.spec.recipes"}
+    assert all(module in known or module.startswith("dither.spec.") for module in foreign)

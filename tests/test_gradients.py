@@ -12,13 +12,13 @@ from torch.nn.utils import clip_grad_norm_
 
 import dither
 from dither import Sampling, UserError
-from dither.advice.memory import Setting
-from dither.experiments.arms import precision_of
+from dither.checkpoint.state import pack, unpack
 from dither.models import GPT2, GPT2Config
 from dither.nn.norms import cast_parameters
 from dither.optim import GRADIENTS, MODES, AdamW, LossScaler, LossScaling, training
+from dither.tools.arms import precision_of
+from dither.tools.memory import Setting
 from dither.train.config import Precision
-from dither.train.state import pack, unpack
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # torch's, on processors without bfloat16
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-sr": torch.bfloat16}

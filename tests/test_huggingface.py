@@ -9,7 +9,7 @@ from lazily import Lazy
 from dither import Cast, UserError, fake_quantize
 from dither.nn import apply_plan, convert, step_context
 from dither.nn.deployment import deploy
-from dither.precision import LayerPrecision, Plan
+from dither.spec import LayerPrecision, Plan
 
 transformers = Lazy("transformers", "transformers is not installed: pip install -e '.[test]'")
 

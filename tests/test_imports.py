@@ -11,12 +11,9 @@ import dither
 ROOT = Path(dither.__file__).parent
 
 COLUMN = (
-    *("errors", "safe_files", "run_lock", "versions", "tables", "progress", "signatures"),
-    *("formats", "precision", "bitwidths", "recipes", "levels"),
-    *("storage", "engines", "devices", "compiler", "random", "grouping", "adam_update", "ranks"),
-    *("reference", "kernels", "torch_ops", "apart_ops", "loss_ops", "recast_ops", "ops"),
-    *("nn", "optim", "snip", "numerics", "models", "parallel", "data", "evaluate", "theory", "advice", "doctor"),
-    *("train", "report", "experiments", "exporting", "integrations", "arms", "commands", "cli", "__main__", "dither"),
+    *("errors", "files", "run_lock", "versions", "console", "signatures"),
+    *("spec", "ops", "nn", "optim", "snip", "numerics", "data", "checkpoint", "models", "parallel"),
+    *("evaluate", "train", "report", "exporting", "tools", "integrations", "commands", "cli", "theory", "__main__", "dither"),
 )
 """Every folder and every module outside of folders, in the order of imports; "dither" is the package itself."""
 
@@ -37,7 +34,7 @@ FILES = {module_of(path): path for path in sorted(ROOT.rglob("*.py"))}
 def imports(tree: ast.AST, module: str, package: bool) -> list[tuple[str, bool]]:
     """Return (imported module, True if inside a function) for every import of dither in a file.
 
-    `from dither import grouping` names a module, `from dither.grouping import GroupLayout` a class in one: FILES tells which.
+    `from dither.spec import groups` names a module, `from dither.spec.groups import GroupLayout` a class: FILES tells.
     """
     found: list[tuple[str, bool]] = []
 
@@ -83,7 +80,7 @@ def wrong_among(imported: list[tuple[str, bool]], module: str) -> list[str]:
     for name, inside in imported:
         up = name not in FILES or name == module or COLUMN.index(folder_of(name)) > here
         # The kernels need Triton, which not every machine has: they are imported when they are called.
-        loading = name.startswith("dither.kernels") and not module.startswith("dither.kernels") and not inside
+        loading = name.startswith("dither.ops.triton") and not module.startswith("dither.ops.triton") and not inside
         if up or loading:
             wrong.append(name)
     return wrong
@@ -140,10 +137,10 @@ def hidden_imports(tree: ast.Module, module: str) -> list[str]:
     the command line import what is used, when it is used.
     """
     found: list[str] = []
-    if module not in ("dither", "dither.cli", "dither.torch_ops"):
+    if module not in ("dither", "dither.cli", "dither.ops.torch_ops"):
         names = [getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(tree)]
         found += [name for name in names if name in ("import_module", "__import__")]
-    if not module.startswith("dither.kernels"):
+    if not module.startswith("dither.ops.triton"):
         loaded = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
         loaded += [node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)]
         found += [name for name in loaded if name.split(".")[0] == "triton"]
@@ -159,32 +156,37 @@ def test_hidden_imports_are_found():
     source = "import importlib\nimport triton.language as tl\nfrom triton import jit\nimportlib.import_module('x')"
     tree = ast.parse(source)
     assert hidden_imports(tree, "dither.ops") == ["import_module", "triton.language", "triton"]
-    assert hidden_imports(tree, "dither.torch_ops") == ["triton.language", "triton"]
-    assert hidden_imports(tree, "dither.kernels.philox") == ["import_module"]
+    assert hidden_imports(tree, "dither.ops.torch_ops") == ["triton.language", "triton"]
+    assert hidden_imports(tree, "dither.ops.triton.philox") == ["import_module"]
     assert hidden_imports(ast.parse("def f():\n    import triton\n    __import__('x')"), "dither.ops") == ["__import__"]
 
 
 @pytest.mark.parametrize(
     ("source", "module", "package", "wrong"),
     [
-        ("from dither.errors import UserError", "dither.formats", False, []),
-        ("from dither.formats import Format", "dither.errors", False, ["dither.formats"]),
-        ("import dither.ops", "dither.random", False, ["dither.ops"]),
-        ("from dither import grouping", "dither.reference.scaling", False, []),
-        ("from dither import ops", "dither.reference.scaling", False, ["dither.ops"]),
+        ("from dither.errors import UserError", "dither.spec.formats", False, []),
+        ("from dither.spec.formats import Format", "dither.errors", False, ["dither.spec.formats"]),
+        ("import dither.ops", "dither.spec.random", False, ["dither.ops"]),
+        ("from dither.spec import groups", "dither.ops.reference.scales", False, []),
+        ("from dither import nn", "dither.ops.reference.scales", False, ["dither.nn"]),
         ("from dither import Cast", "dither.ops", False, ["dither"]),
         ("from dither.ops import quantize", "dither", True, []),
-        ("def f():\n    from dither.ops import quantize", "dither.grouping", False, ["dither.ops"]),
+        ("def f():\n    from dither.ops import quantize", "dither.spec.groups", False, ["dither.ops"]),
         ("class A:\n    if True:\n        import dither.cli", "dither.ops", False, ["dither.cli"]),
-        ("def f():\n    from dither.kernels import native", "dither.ops", False, []),
-        ("from dither.kernels import native", "dither.ops", False, ["dither.kernels"]),
-        ("from dither.kernels import native", "dither.kernels.philox", False, []),
-        ("from dither.kernels import scaling", "dither.kernels.rounding", False, []),
-        ("from dither.reference import rounding", "dither.reference.rounding", False, ["dither.reference.rounding"]),
-        ("from ..nn import linear", "dither.reference.rounding", False, ["dither.nn.linear"]),
-        ("from ..kernels.quantize import pack", "dither.reference.rounding", False, ["dither.kernels.quantize"]),
+        ("def f():\n    from dither.ops.triton import native", "dither.ops", False, []),
+        ("from dither.ops.triton import native", "dither.ops", False, ["dither.ops.triton"]),
+        ("from dither.ops.triton import native", "dither.ops.triton.philox", False, []),
+        ("from dither.ops.triton import scales", "dither.ops.triton.rounding", False, []),
+        (
+            "from dither.ops.reference import rounding",
+            "dither.ops.reference.rounding",
+            False,
+            ["dither.ops.reference.rounding"],
+        ),
+        ("from ...nn import linear", "dither.ops.reference.rounding", False, ["dither.nn.linear"]),
+        ("from ..triton.quantize import pack", "dither.ops.reference.rounding", False, ["dither.ops.triton.quantize"]),
         ("from .train import config", "dither", True, []),
-        ("from ..errors import UserError", "dither.reference.philox", False, []),
+        ("from ...errors import UserError", "dither.ops.reference.philox", False, []),
         ("from dither.nowhere import x", "dither.ops", False, ["dither.nowhere"]),
         ("import torch, math\nfrom torch import Tensor", "dither.errors", False, []),
     ],

@@ -9,14 +9,16 @@ import pytest
 import torch
 
 from dither import LayerPrecision, Plan, UserError, cli, fake_quantize, recipe
-from dither.experiments import inspection, lockstep
-from dither.experiments.arms import precision_or_plan
-from dither.experiments.lockstep import default_bound
+from dither.checkpoint import write
 from dither.models import build, save_pretrained
-from dither.precision import Cast
-from dither.train import Config, checkpoint, train
+from dither.spec import Cast
+from dither.tools import bisect as lockstep
+from dither.tools import inspect
+from dither.tools.arms import precision_or_plan
+from dither.tools.bisect import default_bound
+from dither.train import Config, train
 from dither.train import config as configs
-from dither.train.distributed import joined
+from dither.train.ranks import joined
 from dither.train.trainer import Trainer, open_corpus
 
 SMALL = ("data.sequence=16", "data.batch=2", "run.eval_every=0", "run.sample_every=0", "run.save_every=0")
@@ -52,7 +54,7 @@ def test_a_run_at_rest(run, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["step"] == 2
     assert len(found["layers"]) == 14
-    tensors, _ = checkpoint.load(run / "checkpoints" / "step-00000002")
+    tensors, _ = write.load(run / "checkpoints" / "step-00000002")
     worst = found["layers"][0]
     weight = tensors[f"model:{worst['name']}.weight"]
     for text_of, cast in (("e2m1 block(32) fp32 nearest", "e2m1 block(32)"), ("e4m3 row fp32 nearest", "e4m3 row")):
@@ -70,8 +72,8 @@ def test_a_run_at_rest(run, capsys):
 
 def test_updates_at_rest_are_those_of_the_optimizer(run):
     # The last step of a run of three is what its stored moments after three say, at the rate that was saved.
-    found = inspection.inspect(run, [Cast("e4m3")])
-    tensors, plain = checkpoint.load(run / "checkpoints" / "step-00000002")
+    found = inspect.inspect(run, [Cast("e4m3")])
+    tensors, plain = write.load(run / "checkpoints" / "step-00000002")
     group = plain["optimizer"]["groups"][0]
     index = group["param_names"].index("model.layers.0.mlp.up_proj.weight")
     m = tensors[f"optimizer:{group['params'][index]}:exp_avg"].float()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import dither
 from dither import UserError
 from dither.nn import Linear, convert, param_groups, step_context
-from dither.precision import Sampling
+from dither.spec import Sampling
 
 lightning = Lazy("lightning", "lightning is not installed: pip install -e '.[test]'")
 integration = Lazy("dither.integrations.lightning")

@@ -14,7 +14,7 @@ from worlds import forked, run_program
 import dither
 from dither import UserError
 from dither.nn import Linear
-from dither.nn.linear_sites import converted_layers
+from dither.nn.sites import converted_layers
 
 titan = Lazy("dither.integrations.torchtitan", "torchtitan is not installed: pip install -e '.[test]'")
 configs = Lazy("dither.integrations.torchtitan.config_registry")

@@ -19,8 +19,8 @@ from dither import PlanSchedule, UserError
 from dither.integrations.accelerate import OptimizerSteps
 from dither.integrations.layer_states import FILE, load_state, save_state, state_names
 from dither.nn import Linear, convert, param_groups, step_context
-from dither.precision import Plan, Sampling
 from dither.snip import Estimator, Goal, Schedule, Snip
+from dither.spec import Plan, Sampling
 
 transformers = Lazy("transformers", "transformers is not installed: pip install -e '.[test]'")
 accelerate = Lazy("accelerate", "accelerate is not installed: pip install -e '.[test]'")

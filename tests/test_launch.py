@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from dither.kernels import BoundKernel
+from dither.ops.triton import BoundKernel
 
 
 class Kernel:

@@ -7,14 +7,13 @@ import torch
 from torch import Tensor, nn
 
 import dither
-from dither import levels
 from dither.errors import UserError
-from dither.formats import Format
-from dither.levels import NO_LEVELS, families, indices, levels_of
 from dither.nn import apply_plan, convert, prepare_plans, step_context
-from dither.precision import Cast, LayerPrecision, Plan
-from dither.random import Draw
-from dither.reference import rounding
+from dither.ops.reference import rounding
+from dither.spec import Cast, LayerPrecision, Plan, levels
+from dither.spec.formats import Format
+from dither.spec.levels import NO_LEVELS, families, indices, levels_of
+from dither.spec.random import Draw
 
 FAMILIES = (
     "e4m3 tile(128)|e2m1 tile(128) stochastic(16)",
@@ -232,7 +231,7 @@ def test_draws_reference() -> None:
 
 
 def levels_reference(x: Tensor, family: levels.Family, number: int, draw: Draw) -> tuple[Tensor, ...]:
-    from dither.reference import levels as reference
+    from dither.ops.reference import levels as reference
 
     level = torch.tensor([number], dtype=torch.int32)
     return reference.quantize(x, family.casts, level, 1, draw, None, Format.parse(family.container))

@@ -18,14 +18,15 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 import dither
-from dither import Cast, Stream, UserError, devices
+from dither import Cast, Stream, UserError
 from dither.models.causal import output_loss
 from dither.nn import FrozenLinear, functional
 from dither.nn.functional import State
 from dither.nn.linear import Linear
 from dither.nn.step import step_context
-from dither.precision import LayerPrecision
-from dither.reference import quantize
+from dither.ops import backend as devices
+from dither.ops.reference import quantize
+from dither.spec import LayerPrecision
 
 PRECISIONS = {
     "fp8-current": ("e4m3 tensor", "e4m3 tensor", "e5m2 tensor"),

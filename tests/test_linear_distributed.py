@@ -15,8 +15,8 @@ from worlds import in_processes, needs_gloo, spread
 import dither
 from dither import LayerPrecision, MemoryOptions, Plan, Sampling, UserError
 from dither.nn import Conv1D
-from dither.nn.tensor_parallel import local
-from dither.precision import OPERANDS
+from dither.nn.sharded.tensor_parallel import local
+from dither.spec import OPERANDS
 
 pytestmark = needs_gloo
 

@@ -1,6 +1,6 @@
 """Cross entropy: beside torch's own and float64, with targets and logits that are not as they should be, and compiled.
 
-`tests/test_pairs.py` holds kernel and reference against the bounds that `dither.reference.loss` states.
+`tests/test_pairs.py` holds kernel and reference against the bounds that `dither.ops.reference.loss` states.
 """
 
 import math
@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dither
 from dither.models import build, preset
 from dither.models.causal import cross_entropy
-from dither.reference import loss as reference
-from dither.reference.loss import IGNORE
+from dither.ops.reference import loss as reference
+from dither.ops.reference.loss import IGNORE
 
 NAN, INF = torch.nan, torch.inf
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -35,7 +35,7 @@ def code(request: pytest.FixtureRequest):
     """What computes losses and gradients: one body tests both."""
     if request.param == "kernel":
         pytest.importorskip("triton", reason="the kernels need Triton")
-        from dither.kernels import loss
+        from dither.ops.triton import loss
 
         return loss
     return reference

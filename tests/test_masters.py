@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import dither
 from dither.errors import UserError
+from dither.ops.reference import adamw
 from dither.optim import AdamMini, AdamW, Role
-from dither.reference import masters
 
 
 def hard_masters() -> Tensor:
@@ -25,8 +25,8 @@ def hard_masters() -> Tensor:
 
 def test_split_masters_are_lossless_and_weights_the_nearest() -> None:
     master = hard_masters()
-    weight, low, tie = masters.split(master)
-    joined = masters.join(weight, low, tie)
+    weight, low, tie = adamw.split(master)
+    joined = adamw.join(weight, low, tie)
     nan = master.isnan()
     assert torch.equal(joined.view(torch.int32)[~nan], master.view(torch.int32)[~nan])
     assert joined[nan].isnan().all()
@@ -37,14 +37,14 @@ def test_split_masters_are_lossless_and_weights_the_nearest() -> None:
 def test_masters_of_24_bits() -> None:
     master = hard_masters()
     usual = master.isfinite() & (master.abs() > 1e-30) & (master.abs() < 1e38)
-    weight, low = masters.split24(master)
-    joined = masters.join24(weight, low)
+    weight, low = adamw.split24(master)
+    joined = adamw.join24(weight, low)
     assert ((joined - master).abs() / master.abs())[usual].max() <= 2.0**-16
     assert torch.equal(joined.view(torch.int32) & 0xFF, torch.zeros_like(joined, dtype=torch.int32))
     assert joined[master.isnan()].isnan().all()
     nearest = (joined - weight.float()).abs() <= (joined - joined.bfloat16().float()).abs()
     assert nearest[usual].all()
-    again = masters.split24(joined)
+    again = adamw.split24(joined)
     assert torch.equal(again[0][usual], weight[usual])
     assert torch.equal(again[1][usual], low[usual])
 
@@ -70,7 +70,7 @@ def wide(net: nn.Module, optimizer: AdamW) -> list[Tensor]:
     found = []
     for p in net.parameters():
         state = optimizer.state[p]
-        found += [masters.wide_weight(p.detach(), state), state["exp_avg"], state["exp_avg_sq"].abs(), p.detach().clone()]
+        found += [adamw.wide_weight(p.detach(), state), state["exp_avg"], state["exp_avg_sq"].abs(), p.detach().clone()]
     return found
 
 
@@ -136,10 +136,10 @@ def test_kahan_and_24_bits_convert() -> None:
     net = model()
     optimizer = AdamW(net.named_parameters(), lr=1e-4, weights="kahan")
     steps(net, optimizer, range(5))
-    before = masters.wide_weight(net[0].weight.detach(), optimizer.state[net[0].weight])
+    before = adamw.wide_weight(net[0].weight.detach(), optimizer.state[net[0].weight])
     optimizer.param_groups[0].update(weights="nearest", master="split24")
     optimizer.state_dict()
-    after = masters.wide_weight(net[0].weight.detach(), optimizer.state[net[0].weight])
+    after = adamw.wide_weight(net[0].weight.detach(), optimizer.state[net[0].weight])
     assert (after - before).abs().max() <= 2.0**-16 * before.abs().max()
     assert optimizer.state[net[0].weight]["master_low"].dtype == torch.int8
 

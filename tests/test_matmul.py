@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 import dither.ops
-from dither import Cast, UserError, devices
-from dither.doctor import native_units
-from dither.engines import CAPABILITIES, CONTAINED, Engine, container, engine_for, support
-from dither.formats import Format
-from dither.reference import matmul as reference
-from dither.reference.matmul import Operand
+from dither import Cast, UserError
+from dither.ops import backend
+from dither.ops.reference import matmul as reference
+from dither.ops.reference.matmul import Operand
+from dither.spec.engines import CAPABILITIES, CONTAINED, Engine, container, engine_for, support
+from dither.spec.formats import Format
+from dither.tools import doctor
 
 VOLTA, HOPPER, BLACKWELL = (7, 0), (9, 0), (10, 0)
 SIZE = (256, 512, 384)
@@ -216,8 +217,8 @@ def test_every_value_of_the_small_formats_is_an_e4m3_value() -> None:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch):
     """The kernels' product with the engines of a Hopper GPU; torch multiplies FP8 by tensor and row scales on the CPU too."""
-    module = pytest.importorskip("dither.kernels.matmul", reason="the kernels need Triton")
-    monkeypatch.setattr(devices, "capability_of", lambda device: HOPPER)
+    module = pytest.importorskip("dither.ops.triton.matmul", reason="the kernels need Triton")
+    monkeypatch.setattr(backend, "capability_of", lambda device: HOPPER)
     module._engine.cache_clear()
     yield module
     module._engine.cache_clear()
@@ -440,13 +441,13 @@ def test_scales_lie_where_blackwell_reads_them(kernels, monkeypatch, name: str, 
 # The self-test of native units -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", native_units.UNITS)
+@pytest.mark.parametrize("name", doctor.UNITS)
 def test_the_self_test_passes_units_that_are_right_and_no_others(kernels, monkeypatch, name: str) -> None:
     """Units that read a scale elsewhere, or lose a NaN, or the smallest codes, are not right."""
-    monkeypatch.setattr(native_units, "UNIT_SIZES", ((48, 144, 192),))
+    monkeypatch.setattr(doctor, "UNIT_SIZES", ((48, 144, 192),))
     fake = blackwell_scaled_mm if name in ("mxfp8", "mxfp4", "nvfp4") else cublas_scaled_mm
     monkeypatch.setattr(kernels, "scaled_mm", fake)
-    assert native_units.units_check(name, "cpu", kernels.product_on).passed
+    assert doctor.units_check(name, "cpu", kernels.product_on).passed
 
     def moved(engine, a, b, *rest):
         scale = dither.ops._bytes(a.scale).roll(1, 0).view(a.scale.dtype)
@@ -463,8 +464,8 @@ def test_the_self_test_passes_units_that_are_right_and_no_others(kernels, monkey
         raise RuntimeError("no such units\nstack")
 
     for wrong in (flushing, without_nan, *([] if name == "fp8-tensor" else [moved])):
-        assert not native_units.units_check(name, "cpu", wrong).passed
-    assert native_units.units_check(name, "cpu", failing) == native_units.UnitsCheck(name, False, "no such units")
+        assert not doctor.units_check(name, "cpu", wrong).passed
+    assert doctor.units_check(name, "cpu", failing) == doctor.UnitsCheck(name, False, "no such units")
 
 
 def test_the_support_matrix_in_the_docs_is_that_of_the_engines() -> None:

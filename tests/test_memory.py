@@ -7,15 +7,14 @@ import pytest
 import torch
 
 import dither
-from dither.advice.memory import GIB, PARTS, STORAGE, Setting, Shape, code_bytes, estimate, largest_batch, llama_of
-from dither.advice.shapes import shape_of
 from dither.errors import UserError
 from dither.models import PRESETS, GPT2Config, LlamaConfig, build, parameter_count
 from dither.nn.linear import Linear
 from dither.nn.step import step_context
-from dither.optim.modes import MODES
-from dither.precision import Cast, MemoryOptions
-from dither.recipes import recipe
+from dither.optim.training import MODES
+from dither.spec import Cast, MemoryOptions
+from dither.spec.recipes import recipe
+from dither.tools.memory import GIB, PARTS, STORAGE, Setting, Shape, code_bytes, estimate, largest_batch, llama_of, shape_of
 
 SIZES = {
     "134m": (shape_of(PRESETS["llama-134m"]), 24),

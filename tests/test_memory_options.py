@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 import dither
 from dither import MemoryOptions, UserError
 from dither.models.llama import RMSNorm
-from dither.nn import recast
-from dither.nn.conv1d import Conv1D
-from dither.precision import Plan, Sampling
+from dither.nn import fused
+from dither.nn.layers import Conv1D
+from dither.spec import Plan, Sampling
 
 OPTIONS = [MemoryOptions("codes", "one"), MemoryOptions("codes", "none"), MemoryOptions("input", "both")]
 RECIPES = ["fp8-current", "fp8-row", "fp8-block", "fp8-delayed", "mxfp8", "nvfp4"]
@@ -151,8 +151,8 @@ def test_a_fused_cast_has_the_bits_of_the_operator() -> None:
     lost = wide.bfloat16().clone()
     lost[3, 4] = torch.nan
     for x in (wide, wide.bfloat16(), torch.zeros(16, 32), torch.full((16, 32), 1e-40), lost, lost.nan_to_num(torch.inf)):
-        for cast in recast.FUSIBLE:
-            codes, codes_t, scale = recast.fused(x, cast, x.abs().amax().float())
+        for cast in fused.FUSIBLE:
+            codes, codes_t, scale = fused.fused(x, cast, x.abs().amax().float())
             along, expected, across, *_ = torch.ops.dither.quantize_both(x, cast, None, "", 0, None, 0, 0, "auto", None)
             # A NaN has no agreed sign.
             assert torch.equal(codes.float().nan_to_num(7.0), along.float().nan_to_num(7.0))
@@ -163,27 +163,27 @@ def test_a_fused_cast_has_the_bits_of_the_operator() -> None:
 def test_rounding_by_bits_is_that_of_bfloat16() -> None:
     wide = torch.arange(0, 1 << 32, 65521, dtype=torch.int64).to(torch.int32).view(torch.float32)
     wide = wide[~wide.isnan()]
-    assert torch.equal(recast.rounded_to_bfloat16(wide), wide.bfloat16().float())
+    assert torch.equal(fused.rounded_to_bfloat16(wide), wide.bfloat16().float())
 
 
 def test_a_rounded_magnitude_is_the_magnitude_of_rounded_numbers() -> None:
     """Also where numbers round to infinity; NaN of all bits stays NaN."""
     generator = torch.Generator().manual_seed(0)
     wide = torch.randn(64, 256, generator=generator) * torch.logspace(-40, 38.5, 64)[:, None]
-    assert torch.equal(recast.rounded_magnitude(wide.abs().amax(1)), wide.bfloat16().abs().amax(1).float())
+    assert torch.equal(fused.rounded_magnitude(wide.abs().amax(1)), wide.bfloat16().abs().amax(1).float())
     lost = torch.tensor([0x7F800001, 0x7FC00000, 0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
-    assert recast.rounded_magnitude(lost).isnan().all()
+    assert fused.rounded_magnitude(lost).isnan().all()
     ends = torch.tensor([0.0, 1e-45, 3.4e38, torch.inf])
-    assert torch.equal(recast.rounded_magnitude(ends), torch.tensor([0.0, 0.0, torch.inf, torch.inf]))
+    assert torch.equal(fused.rounded_magnitude(ends), torch.tensor([0.0, 0.0, torch.inf, torch.inf]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_compiled_magnitudes_are_the_eager_ones(dtype: torch.dtype) -> None:
     torch._dynamo.reset()
-    compiled = torch.compile(recast.largest_magnitude, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(fused.largest_magnitude, backend="aot_eager", fullgraph=True)
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     for value in (x, x.where(x != x[3, 4], torch.nan), x.where(x != x[3, 4], -torch.inf)):
-        found, expected = compiled(value), recast.largest_magnitude(value)
+        found, expected = compiled(value), fused.largest_magnitude(value)
         assert found.dtype == expected.dtype == torch.float32
         assert found.equal(expected) or (found.isnan() and expected.isnan())
 

@@ -13,18 +13,17 @@ from torch.utils.checkpoint import checkpoint
 
 import dither
 from dither import LayerPrecision, Plan, UserError
+from dither.checkpoint import write as checkpoints
 from dither.nn.experts import ExpertsLinear
 from dither.numerics import Monitor
-from dither.numerics.observe import merged
-from dither.numerics.updates import weight_and_update
+from dither.numerics.counts import COUNTS, cast_counts, summary
+from dither.numerics.monitor import merged, weight_and_update
 from dither.optim import AdamMini, AdamW
 from dither.optim.roles import Role
-from dither.precision import Cast, Sampling
-from dither.reference.numerics import COUNTS, cast_counts, summary
+from dither.spec import Cast, Sampling
 from dither.train import Config, train
-from dither.train import checkpoint as checkpoints
 from dither.train import config as configs
-from dither.train.progress import Progress
+from dither.train.metrics import Progress
 
 FP8 = Plan(default=LayerPrecision.of("e4m3 tile(8)", "e4m3 block(8)", "e5m2 tile(8)"))
 

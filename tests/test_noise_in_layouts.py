@@ -32,9 +32,9 @@ from dither.parallel import Layout
 from dither.train import Config
 from dither.train import config as configs
 from dither.train.corpora import open_corpus
-from dither.train.distributed import Ranks
 from dither.train.files import TOKENS
 from dither.train.layout import RankLayout
+from dither.train.ranks import Ranks
 from dither.train.trainer import Trainer
 
 pytestmark = [needs_gloo, pytest.mark.filterwarnings("ignore:.*noise can vanish")]

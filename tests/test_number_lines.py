@@ -11,9 +11,9 @@ from xml.etree import ElementTree
 import pytest
 
 from dither import cli
-from dither.formats import TABLE, Format
 from dither.report.charts import format_colour
-from dither.report.number_lines import number_line
+from dither.report.figures import number_line
+from dither.spec.formats import TABLE, Format
 
 NAMES = [format.name for format in TABLE.values() if format.bits <= 8]
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from gfloat import RoundMode
 
-from dither.formats import Format
-from dither.precision import Cast
-from dither.reference import numerics, scaling
-from dither.reference.numerics import COUNTS, cast_counts, exponent_counts, required_factor, spacing, update_counts
+from dither.numerics import counts as numerics
+from dither.numerics.counts import COUNTS, cast_counts, exponent_counts, required_factor, spacing, update_counts
+from dither.ops.reference import scales as scaling
+from dither.spec import Cast
+from dither.spec.formats import Format
 
 
 def points(name: str) -> np.ndarray:

@@ -105,7 +105,7 @@ def test_a_nan_that_codes_cannot_hold_is_caught_inside_compiled_code() -> None:
 
 
 def test_the_kernels_refuse_cpu_tensors_outside_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = pytest.importorskip("dither.kernels", reason="the kernels need Triton")
+    kernels = pytest.importorskip("dither.ops.triton", reason="the kernels need Triton")
     monkeypatch.setattr(kernels, "interpreted", lambda: False)
     with pytest.raises(dither.UserError, match="Kernels run on CUDA tensors, not on cpu"):
         dither.quantize(torch.ones(4), "e4m3 row", backend="kernel")

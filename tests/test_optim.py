@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import dither
 from dither import UserError
-from dither.adam_update import BLOCKS, WHOLE
 from dither.optim import MODES, AdamW, NonFiniteError
+from dither.spec.optimizer import BLOCKS, WHOLE
 
 KINDS = [
     {"weights": "stochastic", "states": "bf16"},

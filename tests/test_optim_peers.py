@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import dither
 from dither import UserError
+from dither.checkpoint.state import pack, unpack
 from dither.optim import AdamMini, AdamW, AdamW8bit, Role, bitsandbytes_state_dict, torch_state_dict
-from dither.train.state import pack, unpack
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

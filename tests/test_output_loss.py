@@ -10,15 +10,18 @@ import torch
 from runs import write_words
 
 import dither
-from dither import Cast, LayerPrecision, UserError, loss_ops
+from dither import Cast, LayerPrecision, UserError
+from dither.checkpoint import write
 from dither.models import build, preset
 from dither.models.causal import cross_entropy, output_loss
 from dither.nn import Linear, step_context
 from dither.nn import output_loss as fused
-from dither.reference import loss, loss_codes, quantize
-from dither.reference.loss import IGNORE
-from dither.train import checkpoint, loop
+from dither.ops import torch_ops
+from dither.ops.reference import loss, quantize
+from dither.ops.reference import loss as loss_codes
+from dither.ops.reference.loss import IGNORE
 from dither.train import config as configs
+from dither.train import loop
 
 CASTS = ["e5m2 tensor", "e4m3 tile(128)", "e4m3 tile(32) pow2_ceil"]
 
@@ -35,8 +38,8 @@ def _quiet() -> object:
 def test_codes_of_the_kernel(text, N, V, dtype, device):
     """The codes of the kernel are the reference's cast of the kernel's gradients, bit for bit, in one part and in two."""
     pytest.importorskip("triton", reason="the kernels need Triton")
-    from dither.kernels import loss as kernel_loss
-    from dither.kernels import loss_codes as kernel_codes
+    from dither.ops.triton import loss as kernel_codes
+    from dither.ops.triton import loss as kernel_loss
 
     cast = Cast.parse(text)
     logits, targets, weights = pairs.logits_of(N, V, dtype, device)
@@ -49,7 +52,7 @@ def test_codes_of_the_kernel(text, N, V, dtype, device):
     grads = kernel_loss.backward(logits, targets, parts, weights)
     wanted = quantize.quantize_both(grads, cast, None, given, cast.element)
     for size in {N, 128}:
-        out = loss_ops.empty_codes(N, V, cast, torch.device(device))
+        out = torch_ops.empty_codes(N, V, cast, torch.device(device))
         rows = [slice(first, min(first + size, N)) for first in range(0, N, size)]
         found = [
             kernel_codes.backward_codes(logits[row], targets[row], parts[:, row], weights[row], amax, cast, row.start, out)
@@ -68,7 +71,7 @@ def test_codes_of_the_kernel(text, N, V, dtype, device):
 def test_operator(text):
     logits, targets, weights = pairs.logits_of(48, 160, torch.bfloat16, "cpu")
     parts, cast = loss.forward(logits, targets)[1], Cast.parse(text)
-    out = loss_ops.empty_codes(48, 160, cast, logits.device)
+    out = torch_ops.empty_codes(48, 160, cast, logits.device)
     given = (logits, targets, parts, weights, loss_codes.largest_gradient(weights), str(cast), 0, *out, "reference")
     torch.library.opcheck(torch.ops.dither.cross_entropy_codes, given, test_utils="test_faketensor")
     torch.library.opcheck(torch.ops.dither.empty_gradient_codes, (logits, str(cast)), test_utils="test_faketensor")
@@ -201,7 +204,7 @@ def test_a_run_with_an_output_layer_in_fp8(tmp_path):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     half = configs.override(whole, [f'run.out="{tmp_path}/half"'])
     assert loop.train(half, resume=True).code == 0
-    tensors = [checkpoint.load(checkpoint.newest(tmp_path / name / "checkpoints")[0])[0] for name in ("whole", "half")]
+    tensors = [write.load(write.newest(tmp_path / name / "checkpoints")[0])[0] for name in ("whole", "half")]
     assert [name for name in tensors[0] if not torch.equal(tensors[0][name], tensors[1][name])] == []
 
 

@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 import dither
 from dither import UserError
 from dither.nn import Linear, convert, draws, hints, param_groups, step_context
-from dither.nn.guidance import watch_guidance
-from dither.precision import Cast, LayerPrecision, Plan, Sampling
+from dither.nn.bitwidths import watch_guidance
+from dither.spec import Cast, LayerPrecision, Plan, Sampling
 
 transformers = Lazy("transformers", "transformers is not installed: pip install -e '.[test]'")
 

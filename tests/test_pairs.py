@@ -14,30 +14,32 @@ import torch
 from sweeps import sweep
 
 import dither
-from dither import Cast, levels
-from dither.adam_update import Piece, Update
-from dither.doctor import native_units
-from dither.engines import Engine
-from dither.formats import Format
-from dither.reference import adamw, dynamic, loss, masters, sampling
-from dither.reference import levels as reference_levels
-from dither.reference import matmul as reference_matmul
-from dither.reference import quantize as reference_quantize
-from dither.reference import scaling as reference_scaling
+from dither import Cast
+from dither.ops.reference import adamw, loss, sampling, state_maps
+from dither.ops.reference import adamw as masters
+from dither.ops.reference import levels as reference_levels
+from dither.ops.reference import matmul as reference_matmul
+from dither.ops.reference import quantize as reference_quantize
+from dither.ops.reference import scales as reference_scaling
+from dither.spec import levels
+from dither.spec.engines import Engine
+from dither.spec.formats import Format
+from dither.spec.optimizer import Piece, Update
+from dither.tools import doctor
 
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
 tl = pytest.importorskip("triton.language", reason="the kernels need Triton")
 
-from dither.kernels import adam_tables, transposing  # noqa: E402
-from dither.kernels import adamw as kernel_adamw  # noqa: E402
-from dither.kernels import dynamic as kernel_dynamic  # noqa: E402
-from dither.kernels import levels as kernel_levels  # noqa: E402
-from dither.kernels import loss as kernel_loss  # noqa: E402
-from dither.kernels import matmul as kernel_matmul  # noqa: E402
-from dither.kernels import quantize as kernel_quantize  # noqa: E402
-from dither.kernels import sampling as kernel_sampling  # noqa: E402
-from dither.kernels import scaling as kernel_scaling  # noqa: E402
-from dither.kernels import squares as kernel_squares  # noqa: E402
+from dither.ops.triton import adamw as kernel_adamw  # noqa: E402
+from dither.ops.triton import adamw_tables, quantize  # noqa: E402
+from dither.ops.triton import levels as kernel_levels  # noqa: E402
+from dither.ops.triton import loss as kernel_loss  # noqa: E402
+from dither.ops.triton import matmul as kernel_matmul  # noqa: E402
+from dither.ops.triton import quantize as kernel_quantize  # noqa: E402
+from dither.ops.triton import quantize_128 as kernel_squares  # noqa: E402
+from dither.ops.triton import sampling as kernel_sampling  # noqa: E402
+from dither.ops.triton import scales as kernel_scaling  # noqa: E402
+from dither.ops.triton import state_maps as kernel_dynamic  # noqa: E402
 
 
 @triton.jit
@@ -424,7 +426,7 @@ def test_a_replayed_graph_does_not_mislead_a_later_step(device: str, monkeypatch
     (table,) = kernel_adamw.Batch([piece], Update("nearest", "fp32")).tables
     grad = torch.ones(2, 64)
     with monkeypatch.context() as capture:
-        capture.setattr(adam_tables, "_capturing", lambda device: True)
+        capture.setattr(adamw_tables, "_capturing", lambda device: True)
         table.point([torch.zeros(2, 64)])
     table.point([grad])
     table.grads.zero_()  # as a replay would, with other addresses
@@ -436,8 +438,8 @@ def test_a_replayed_graph_does_not_mislead_a_later_step(device: str, monkeypatch
 @pytest.mark.parametrize("number", [10, pytest.param(70, marks=pytest.mark.exhaustive)])
 def test_adamw_of_many_tensors(number: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than one launch of the kernel that writes addresses: 64 of them, or 8."""
-    if number <= adam_tables.ADDRESSES:
-        monkeypatch.setattr(adam_tables, "ADDRESSES", 8)
+    if number <= adamw_tables.ADDRESSES:
+        monkeypatch.setattr(adamw_tables, "ADDRESSES", 8)
     sizes = [pairs.Size(1 + i % 3, 8 + 8 * (i % 2)) for i in range(number)]
     assert pairs.check_adamw(sizes, torch.bfloat16, Update("stochastic", "fp32"), device, steps=1) == 0
 
@@ -555,7 +557,7 @@ def test_whole_optimizers(states: str, device: str) -> None:
 @pytest.mark.parametrize("signed", [True, False])
 def test_dynamic_map(signed: bool, device: str) -> None:
     """Encoding and decoding: every value, the middles between them, and neighbours of both."""
-    values = dynamic.decode(torch.arange(256).to(torch.uint8), signed)
+    values = state_maps.decode(torch.arange(256).to(torch.uint8), signed)
     points = torch.cat([values, (values[1:] + values[:-1]) / 2, 2.0 ** -torch.arange(0.0, 40.0), torch.rand(400)])
     points = torch.cat([points, points.nextafter(torch.tensor(2.0)), points.nextafter(torch.tensor(-2.0))]).clamp(-1, 1)
     points = points if signed else points.abs()
@@ -563,9 +565,9 @@ def test_dynamic_map(signed: bool, device: str) -> None:
     codes, back = torch.empty(len(points), dtype=torch.int32, device=device), torch.empty(len(points), device=device)
     tables = kernel_dynamic.device_tables(points.device)
     _dynamic_kernel[(len(points) // 1024,)](points, codes, back, tables, SIGNED=signed, enable_fp_fusion=False)
-    expected = dynamic.encode(points, signed)
+    expected = state_maps.encode(points, signed)
     assert (codes == expected.int()).all()
-    assert pairs.differing(back, dynamic.decode(expected, signed)) == 0
+    assert pairs.differing(back, state_maps.decode(expected, signed)) == 0
 
 
 def test_pow2(device: str) -> None:
@@ -644,7 +646,7 @@ def test_grouped_products(device, a, b):
     """Small integers with scales that are powers of two: every sum is exact, so the order of additions does not show."""
     operands = []
     for seed, text, rows in ((0, a, 5), (1, b, 140)):
-        operands.append(native_units._moved(native_units.unit_operand(Cast.parse(text), rows, 272, "sums", seed), device))
+        operands.append(doctor._moved(doctor.unit_operand(Cast.parse(text), rows, 272, "sums", seed), device))
     expected = reference_matmul.product(*operands, None, torch.float32, fast=False, emulate=True, where="")
     assert torch.equal(kernel_matmul.product_on(Engine("bf16", "group"), *operands, None, torch.float32), expected)
 
@@ -665,7 +667,7 @@ def test_levels(text):
     """Kernels that read a level on the device, for each level of a family, in one layout and in both."""
     casts = list(map(Cast.parse, text.split("|")))
     family = levels.families(casts)[casts[0]]
-    container, draw = Format.parse(family.container), dither.random.Draw(5, torch.tensor(3), 16, 0)
+    container, draw = Format.parse(family.container), dither.spec.random.Draw(5, torch.tensor(3), 16, 0)
     x = torch.randn(40, 144, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     for number in range(len(family.casts)):
         level = torch.tensor([number], dtype=torch.int32)
@@ -689,7 +691,7 @@ def same_bits(one, other):
 @pytest.mark.parametrize("shape", [(128, 256), (100, 33)])
 def test_transposed(shape):
     x = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(transposing.transposed(x), x.T.contiguous())
+    assert torch.equal(quantize.transposed(x), x.T.contiguous())
 
 
 @pytest.mark.parametrize("amax", [0.0, 1e-45, 1e-39, 3.7, 448.0, 3e38, float("inf"), float("nan")])

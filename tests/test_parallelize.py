@@ -30,10 +30,10 @@ from dither import LayerPrecision, Plan, Sampling, UserError
 from dither.models import GPT2, GPT2Config, GPTNeo, GPTNeoConfig, Llama, LlamaConfig
 from dither.models.presets import blank, build, draw_parts
 from dither.nn import functional, sampling
-from dither.nn.coded_weight import coded_of
-from dither.nn.operands import OperandCodes
-from dither.nn.row_shards import Groups, RowShard, in_whole_groups, split_amax
-from dither.nn.tensor_parallel import local
+from dither.nn.functional import OperandCodes
+from dither.nn.sharded.gather import coded_of
+from dither.nn.sharded.scales import Groups, RowShard, in_whole_groups, split_amax
+from dither.nn.sharded.tensor_parallel import local
 from dither.parallel import Layout, gathered
 from dither.parallel.apply import gather_codes, shard_weights
 from dither.parallel.reduction import BFloat16ReduceScatter

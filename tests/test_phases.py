@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from dither.checkpoint import write
+from dither.checkpoint.write import Saver
 from dither.data import Tokenizer
-from dither.train import Status, checkpoint, corpora, evaluating, guard, passes, train, waiting
+from dither.train import Status, corpora, evaluating, guard, passes, ranks, train
 from dither.train import config as configs
 from dither.train import trainer as trainers
-from dither.train.checkpoint import Saver
 from dither.train.config import Config
 from dither.train.trainer import Trainer
 
@@ -43,8 +44,8 @@ def term(*_):
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
-    path, _ = checkpoint.newest(out / "checkpoints")
-    return checkpoint.load(path)[0]
+    path, _ = write.newest(out / "checkpoints")
+    return write.load(path)[0]
 
 
 @pytest.mark.parametrize("phase", ["tokenizing", "verifying", "building"])
@@ -55,7 +56,7 @@ def test_before_the_first_step_nothing_is_kept(phase, text, tmp_path, monkeypatc
         term()
         never.wait()
 
-    monkeypatch.setattr(waiting, "LEAVING", 0.1)
+    monkeypatch.setattr(ranks, "LEAVING", 0.1)
     where = {"tokenizing": (Tokenizer, "encode_all"), "verifying": (corpora, "open_tokens"), "building": (trainers, "_model")}
     monkeypatch.setattr(*where[phase], long)
     outcome = train(config(text, tmp_path / "run"))
@@ -137,8 +138,8 @@ def test_a_phase_is_left_and_the_step_is_saved(phase, text, tmp_path, monkeypatc
     assert (outcome.code, outcome.how) == (143, "signal"), outcome
     assert len(calls) <= 2  # of one, or one more for what was already on its way
     assert Status.load(out).state == "interrupted"
-    path, _ = checkpoint.newest(out / "checkpoints")
-    assert checkpoint.step_of(path) == outcome.step == Status.load(out).step
+    path, _ = write.newest(out / "checkpoints")
+    assert write.step_of(path) == outcome.step == Status.load(out).step
     assert 2 <= outcome.step <= 4
     monkeypatch.undo()
     assert train(config(text, out, *PHASES[phase]), resume=True).code == 0
@@ -162,6 +163,6 @@ def test_a_step_that_does_not_end_is_abandoned(text, tmp_path, monkeypatch):
     outcome = train(config(text, tmp_path / "run", "run.save_every=3"))
     assert (outcome.code, outcome.step) == (143, 4)
     assert "step 5 did not end within 10 s and was abandoned" in outcome.why
-    path, _ = checkpoint.newest(tmp_path / "run" / "checkpoints")
-    assert checkpoint.step_of(path) == 3
+    path, _ = write.newest(tmp_path / "run" / "checkpoints")
+    assert write.step_of(path) == 3
     assert Status.load(tmp_path / "run").state == "interrupted"

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from sweeps import examples
 
 from dither import Cast, UserError
-from dither.precision import OPERANDS, PLAN_KEYS, PLAN_VERSION, LayerPrecision, Override, Plan, matches
-from dither.recipes import recipe
+from dither.spec import OPERANDS, PLAN_KEYS, PLAN_VERSION, LayerPrecision, Override, Plan, matches
+from dither.spec.recipes import recipe
 
 # Fixed examples: the suite says the same thing every time.
 quick = settings(max_examples=examples(200), deadline=None, derandomize=True, database=None)
@@ -211,7 +211,7 @@ def test_plans_need_no_torch():
     # The package imports torch; the file must not, so that a report or an editor of plans can read them quickly.
     code = (
         "import sys, types, importlib.util as u; p = types.ModuleType('dither'); p.__path__ = [sys.argv[1]]; "
-        "sys.modules['dither'] = p; import dither.precision as d; d.Plan().to_json(); assert 'torch' not in sys.modules"
+        "sys.modules['dither'] = p; import dither.spec as d; d.Plan().to_json(); assert 'torch' not in sys.modules"
     )
     import dither
 

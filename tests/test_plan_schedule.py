@@ -12,12 +12,13 @@ from runs import Listener, config_of, write_bottles
 from torch import nn
 
 import dither
-from dither import LayerPrecision, Plan, PlanSchedule, Sampling, UserError, devices, recipe
+from dither import LayerPrecision, Plan, PlanSchedule, Sampling, UserError, recipe
 from dither.models import build
-from dither.nn.compiling import block_variants, compile_blocks
-from dither.precision.forward import with_forward_casts
+from dither.nn.compile import block_variants, compile_blocks
+from dither.ops import backend
 from dither.report import read, render
 from dither.snip import Estimator, Goal, Schedule, Snip
+from dither.spec.plan import with_forward_casts
 from dither.train import Config, train, trainer
 from dither.train.plans import RunPlans
 
@@ -170,7 +171,7 @@ def test_an_own_loop_resumes_before_on_and_after_a_change(at):
 
 def test_a_layer_that_falls_back_has_its_plan(monkeypatch):
     model = Net()
-    monkeypatch.setattr(devices, "capability_of", lambda device: (8, 0))
+    monkeypatch.setattr(backend, "capability_of", lambda device: (8, 0))
     schedule = PlanSchedule([(0, "bf16"), (2, Plan(default=LayerPrecision.of("e4m3 tile(4)", "e4m3 tile(4)"), compute="bf16"))])
     dither.convert(model, schedule.at(0), fallback="bf16")
     assert schedule.before_step(model, 1) is None
@@ -203,7 +204,7 @@ def test_a_change_within_a_matrix_unit_compiles_nothing():
 
 
 def test_a_plan_that_the_gpu_cannot_run_is_refused_by_layer_before_training(monkeypatch):
-    monkeypatch.setattr(devices, "capability_of", lambda device: (8, 0))
+    monkeypatch.setattr(backend, "capability_of", lambda device: (8, 0))
     model, odd = Net(), LayerPrecision.of("e4m3 tile(4)", "e4m3 tile(4)", "e4m3 tile(4)")
     dither.convert(model, "bf16")
     before = [layer.known_precisions for layer in (model.up, model.down)]

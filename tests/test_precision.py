@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from sweeps import examples
 
 from dither import Cast, Format, UserError
-from dither.formats import TABLE
-from dither.precision import GROUP_SIZES, NAMED_CASTS, Granularity, Rounding, Scale
+from dither.spec import GROUP_SIZES, NAMED_CASTS, Granularity, Rounding, Scale
+from dither.spec.formats import TABLE
 
 # Fixed examples: the suite says the same thing every time.
 quick = settings(max_examples=examples(300), deadline=None, derandomize=True, database=None)

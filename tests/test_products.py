@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from dither.optim import training
-from dither.optim.products import Float32Products
+from dither.optim.training import Float32Products
 
 
 def leaf(*shape, dtype=torch.bfloat16, seed=0):

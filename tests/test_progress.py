@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 
 from dither import cli
+from dither.console import ProgressBars
 from dither.data.preparation import PreparedSoFar, prepare
 from dither.data.text import Reading, documents
-from dither.experiments.trials import Trial, _Running
-from dither.progress import ProgressBars
-from dither.report.terminal_view import Follower
+from dither.report.watch import Follower
+from dither.tools.trials import Trial, _Running
 from dither.train.config import Config, override
 from dither.train.loop import train
-from dither.train.progress import Progress
+from dither.train.metrics import Progress
 
 
 class Terminal:

@@ -10,10 +10,10 @@ import torch
 from sweeps import sweep
 
 import dither
-from dither import Cast, Format, Quantized, Stream, grouping
-from dither.precision import Rounding
-from dither.reference import packing
-from dither.reference.scaling import loaded_scale
+from dither import Cast, Format, Quantized, Stream
+from dither.ops.reference import packing
+from dither.ops.reference.scales import loaded_scale
+from dither.spec import Rounding, groups
 
 STREAM = Stream(0, "round", "w")
 
@@ -325,12 +325,12 @@ def test_allocated_storage_is_what_quantizing_fills(cast):
     for shape in [(), (1,), (6,), (3, 5), (2, 3, 7), (2, 5, 3, 4)]:
         x = numbers(shape)
         for axis in range(max(len(shape), 1)):
-            place = grouping.layout_of(shape, parsed, axis)
-            values, scale = grouping.empty_lines(x, parsed, place, parsed.element)
+            place = groups.layout_of(shape, parsed, axis)
+            values, scale = groups.empty_lines(x, parsed, place, parsed.element)
             q = dither.quantize(x, parsed, axis=axis)
             pairs = [(place.expose(values), q.values)]
             if q.scale is not None:
-                pairs.append((grouping.expose_scale(scale, parsed, place), q.scale))
+                pairs.append((groups.expose_scale(scale, parsed, place), q.scale))
             for empty, filled in pairs:
                 assert (empty.shape, empty.dtype, empty.stride()) == (filled.shape, filled.dtype, filled.stride())
 

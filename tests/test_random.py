@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from sweeps import examples
 
 from dither import Stream, UserError
-from dither.random import Draw
-from dither.reference.philox import philox4x32, random_bits
+from dither.ops.reference.philox import philox4x32, random_bits
+from dither.spec.random import Draw
 
 # Fixed examples: the suite says the same thing every time.
 quick = settings(max_examples=examples(100), deadline=None, derandomize=True, database=None)

@@ -5,15 +5,15 @@ import pytest
 import torch
 
 from dither import Cast
-from dither.reference import quantize as reference_quantize
-from dither.reference import scaling as reference_scaling
-from dither.reference import transposing
+from dither.ops.reference import quantize
+from dither.ops.reference import quantize as reference_quantize
+from dither.ops.reference import scales as reference_scaling
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from dither.kernels import quantize as kernel_quantize
-from dither.kernels import scaling as kernel_scaling
-from dither.kernels import transposing as kernel_transposing
+from dither.ops.triton import quantize as kernel_quantize
+from dither.ops.triton import quantize as kernel_transposing
+from dither.ops.triton import scales as kernel_scaling
 
 
 @pytest.mark.parametrize("text", ["e4m3 tile(128)", "e4m3 row", "e2m1 block(32)", "e4m3 tensor", "e2m1 tile(32) pow2"])
@@ -36,7 +36,7 @@ def test_one_layout_into_memory_that_is_there(text: str, device: str) -> None:
 def test_transposed_codes(dtype: torch.dtype, shape: tuple[int, int], device: str) -> None:
     bits = torch.randint(0, 256, (shape[0], shape[1] * dtype.itemsize), generator=torch.Generator().manual_seed(0))
     codes = bits.to(torch.uint8).view(dtype).to(device)
-    assert pairs.differing(transposing.transposed(codes), kernel_transposing.transposed(codes)) == 0
+    assert pairs.differing(quantize.transposed(codes), kernel_transposing.transposed(codes)) == 0
 
 
 @pytest.mark.parametrize("text", ["e4m3 tensor", "e5m2 tensor"])

@@ -15,11 +15,11 @@ from torch.nn import functional as F  # noqa: N812
 
 from dither import Cast, UserError
 from dither.cli import main
-from dither.experiments.arms import precision_of
 from dither.nn import convert, step_context
-from dither.precision import OPERANDS, LayerPrecision, Plan
-from dither.recipes import ALIASES, RECIPES, recipe
 from dither.snip import options
+from dither.spec import OPERANDS, LayerPrecision, Plan
+from dither.spec.recipes import ALIASES, RECIPES, recipe
+from dither.tools.arms import precision_of
 from dither.train.config import Precision
 
 UNCAST = ("fp32", "bf16", "bf16-o2", "bf16-pure", "fp16", "fp16-o2")

@@ -17,11 +17,10 @@ from command_output import error_line
 from report_runs import EVIL, lines, make, seeds
 
 from dither import UserError, cli, report
-from dither.recipes import recipe
-from dither.report import charts, curves, maps, page, plots, snip_view
-from dither.report.comparison import Comparison
-from dither.report.sections import section_of
-from dither.report.summary import summarize
+from dither.report import charts, curves, figures, page, precision
+from dither.report.comparison import Comparison, summarize
+from dither.report.page import section_of
+from dither.spec.recipes import recipe
 
 
 class Page(HTMLParser):
@@ -290,7 +289,7 @@ def test_several_runs_are_told_apart_and_compared_with_the_first(tmp_path):
 
 def test_seeds_are_one_configuration_and_the_page_agrees_with_the_terminal(tmp_path, capsys):
     """A tie has no winner, in the terminal as on the page; curves are means with their standard errors."""
-    from dither.experiments.trials import print_comparison
+    from dither.tools.trials import print_comparison
 
     losses = {"o1": [3.0, 3.2, 3.1], "bf16-sr": [2.99, 3.22, 3.08]}
     runs = report.read_all(seeds(tmp_path, losses))
@@ -347,7 +346,7 @@ def test_the_precision_map_follows_the_plans_and_shows_the_last(tmp_path):
         {"kind": "plan", "step": 20, "time": 2, "plan": recipe("mxfp4").to_dict(), "reason": "chosen"},
         {"kind": "plan", "step": 30, "time": 2, "plan": recipe("mxfp4").to_dict(), "reason": "kept", "changed": False},
     ]
-    history, missing = maps.plan_history(report.read(make(tmp_path / "run", entries, "fp8-current", names)))
+    history, missing = precision.plan_history(report.read(make(tmp_path / "run", entries, "fp8-current", names)))
     assert missing == []
     assert history.grid.rows == ("Q", "down")
     assert history.grid.places == ((1, 0), (0, 0), (1, 1), (0, 1))
@@ -360,9 +359,9 @@ def test_the_precision_map_follows_the_plans_and_shows_the_last(tmp_path):
         *entries,
         {"kind": "plan", "step": 10, "time": 3, "plan": recipe("fp8-block").to_dict(), "reason": "after a rollback"},
     ]
-    later, _ = maps.plan_history(report.read(make(tmp_path / "again", again, "fp8-current", names)))
+    later, _ = precision.plan_history(report.read(make(tmp_path / "again", again, "fp8-current", names)))
     assert [state.step for state in later.states] == [0, 10]
-    plain, _ = maps.plan_history(report.read(make(tmp_path / "plain")))
+    plain, _ = precision.plan_history(report.read(make(tmp_path / "plain")))
     assert [state.reason for state in plain.states] == ["the run begins"]
 
 
@@ -428,8 +427,8 @@ def test_figures_for_papers_are_the_charts_of_the_page(tmp_path, capsys):
 def test_figures_of_several_runs_are_named_after_them(tmp_path, capsys):
     runs = [make(tmp_path / name) for name in ("Long run", "long-run", "\N{CYRILLIC SMALL LETTER A}")]
     assert cli.main(["report", *map(str, runs), "--svg", str(tmp_path / "svg")]) == 0
-    maps = {"long-run-precision-map.svg", "long-run-2-precision-map.svg", "run-precision-map.svg"}
-    assert {path.name for path in (tmp_path / "svg").glob("*-map.svg")} == maps
+    precision = {"long-run-precision-map.svg", "long-run-2-precision-map.svg", "run-precision-map.svg"}
+    assert {path.name for path in (tmp_path / "svg").glob("*-map.svg")} == precision
     assert (tmp_path / "svg" / "loss.svg").exists()
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == len(set(printed)) == len(list((tmp_path / "svg").iterdir()))
@@ -439,13 +438,13 @@ def test_the_legend_of_many_curves_is_beside_them():
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     arms = tuple(charts.Line(f"arm {n}", {"steps": (0.0, 1.0)}, (n, n + 1.0), n) for n in range(9))
-    for count in (plots.MOST_INSIDE, 9):
-        with plots._figure("legend") as figure:
-            plots._figure_of(charts.LineChart("Loss", "nats", ("steps",), arms[:count]))(figure)
+    for count in (figures.MOST_INSIDE, 9):
+        with figures._figure("legend") as figure:
+            figures._figure_of(charts.LineChart("Loss", "nats", ("steps",), arms[:count]))(figure)
             FigureCanvasAgg(figure).draw()
             (axes,) = figure.axes
             inside = axes.get_legend() is not None
-            assert inside == (count <= plots.MOST_INSIDE)
+            assert inside == (count <= figures.MOST_INSIDE)
             if not inside:
                 assert figure.legends[0].get_window_extent().x0 >= axes.get_window_extent().x1
 
@@ -491,7 +490,7 @@ def test_the_corners_of_the_frontier_are_optimal():
     random = Random(0)
     harm = tuple(tuple(random.random() for _ in range(4)) for _ in range(3))
     savings = tuple(tuple(random.random() for _ in range(4)) for _ in range(3))
-    corners = snip_view.frontier_points(harm, savings)
+    corners = precision.frontier_points(harm, savings)
     choices = [
         (
             sum(row[at] for row, at in zip(savings, choice, strict=True)),
@@ -506,7 +505,7 @@ def test_the_corners_of_the_frontier_are_optimal():
 
 
 def test_a_pipeline_waits_for_its_neighbours():
-    spans = snip_view.one_forward_one_backward([1.0, 0.5], 4)
+    spans = precision.one_forward_one_backward([1.0, 0.5], 4)
     ends = {(stage, kind, number): (begin, end) for stage, row in enumerate(spans) for begin, end, kind, number in row}
     for number in "1234":
         assert ends[1, "forward", number][0] >= ends[0, "forward", number][1]

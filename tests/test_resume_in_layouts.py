@@ -17,19 +17,19 @@ from worlds import environment, free_port, needs_gloo, start, wait
 
 import dither
 from dither import UserError
+from dither.checkpoint import sharded, write
+from dither.checkpoint.read import SavedTensors
+from dither.checkpoint.state import Stored, pack_sharded
 from dither.data import open_tokens
 from dither.models import build
-from dither.models.stages import stage_of
 from dither.nn.plan_schedule import PlanSchedule
-from dither.storage.reading import SavedTensors
-from dither.train import checkpoint, sharded, unpack
+from dither.train import unpack
 from dither.train.config import dumps
-from dither.train.distributed import TIMEOUT, Ranks
 from dither.train.files import TOKENS
 from dither.train.layout import RankLayout
+from dither.train.pipeline import stage_of
 from dither.train.plans import RunPlans
-from dither.train.state import pack_sharded
-from dither.train.stored import Stored
+from dither.train.ranks import TIMEOUT, Ranks
 from dither.train.trainer import Trainer
 
 pytestmark = needs_gloo
@@ -74,7 +74,7 @@ def _restored(rank: int, world: int, port: int, folder: Path, method: str, layou
     if place.cut:
         sharded.save(folder / f"again {method} {layout}", STEPS, tensors=tensors, plain=plain)
     elif rank == 0:
-        checkpoint.save(folder / f"again {method} {layout}", STEPS, tensors=tensors, plain=plain)
+        write.save(folder / f"again {method} {layout}", STEPS, tensors=tensors, plain=plain)
     if world > 1:
         dist.destroy_process_group()
 
@@ -101,8 +101,8 @@ def test_a_checkpoint_is_restored_in_every_layout(folder: Path, method: str, lay
     world = LAYOUTS[layout][0]
     wait(start(_restored, (world, free_port(), folder, method, layout), world))
     path = f"step-{STEPS:08d}"
-    tensors, plain = checkpoint.load(saved / "checkpoints" / path)
-    found, values = checkpoint.load(folder / f"again {method} {layout}" / path)
+    tensors, plain = write.load(saved / "checkpoints" / path)
+    found, values = write.load(folder / f"again {method} {layout}" / path)
     assert without_times(values) == without_times(plain)
     assert found.keys() == tensors.keys()
     assert any("exp_avg" in name for name in tensors)

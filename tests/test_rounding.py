@@ -11,9 +11,9 @@ from gfloat import RoundMode
 
 import dither
 from dither import Format, Stream
-from dither.formats import TABLE
-from dither.precision import Rounding
-from dither.reference.rounding import decode, encode, round_values
+from dither.ops.reference.rounding import decode, encode, round_values
+from dither.spec import Rounding
+from dither.spec.formats import TABLE
 
 NEAREST, TOWARD_ZERO = Rounding("nearest"), Rounding("toward_zero")
 

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from worlds import free_port, needs_gloo
 
-from dither import UserError, cli, report, run_lock, safe_files
+from dither import UserError, cli, files, report, run_lock
+from dither.checkpoint import write as checkpoint
 from dither.run_lock import RunLock
-from dither.train import Status, agreement, checkpoint, heartbeat, train
+from dither.train import Status, agreement, ranks, train
 from dither.train import config as configs
 from dither.train.config import Config
 from dither.train.metrics import Metrics
@@ -180,7 +181,7 @@ def test_the_last_status_needs_no_space(tmp_path: Path, monkeypatch: pytest.Monk
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(safe_files, "write_new", full)
+    monkeypatch.setattr(files, "write_new", full)
     with pytest.raises(UserError, match=r"status\.json' cannot be written: the disk is full"):  # it leaves the reserve alone
         Status(state="running", step=4).save(tmp_path)
     assert Status.load(tmp_path) == Status(state="running", step=3)
@@ -215,9 +216,9 @@ def test_a_line_of_metrics_is_whole_or_absent(tmp_path: Path, monkeypatch: pytes
 @needs_gloo
 def test_rank_0_leaves_after_the_ranks_that_ask_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a rank that is not yet told that all have met would print the error that rank 0 has printed."""
-    monkeypatch.setattr(heartbeat, "EVERY", 60.0)
+    monkeypatch.setattr(ranks, "EVERY", 60.0)
     store = dist.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
-    first, second = (heartbeat.Heartbeat(store, rank, 2, hosted=True) for rank in (0, 1))
+    first, second = (ranks.Heartbeat(store, rank, 2, hosted=True) for rank in (0, 1))
     leaving = threading.Thread(target=first.close)
     leaving.start()
     leaving.join(0.5)

@@ -9,7 +9,7 @@ from report_runs import large, lines, make
 
 from dither import cli, report
 from dither.report import run_folder, run_table
-from dither.report.summary import summarize
+from dither.report.comparison import summarize
 from dither.run_lock import RunLock
 from dither.train import Status
 

@@ -14,8 +14,8 @@ import torch
 
 import dither
 from dither import Stream, UserError
-from dither.random import Draw
-from dither.reference import sampling
+from dither.ops.reference import sampling
+from dither.spec.random import Draw
 
 STREAM = Stream(5, "sample", "model.layers.0.mlp.down_proj.weight")
 DRAWN = [kind for kind in sampling.NOISES if kind != "none"]

@@ -14,8 +14,8 @@ from worlds import in_processes, needs_gloo, spread
 
 from dither import UserError
 from dither.nn import Linear, bitwidth_loss, convert, sampling_parameters, step_context
-from dither.nn.conversion import apply_plan
-from dither.precision import BitwidthLoss, LayerPrecision, Plan, Sampling
+from dither.nn.convert import apply_plan
+from dither.spec import BitwidthLoss, LayerPrecision, Plan, Sampling
 
 pytestmark = needs_gloo
 

@@ -22,12 +22,12 @@ import dither
 from dither import Cast, Stream, UserError
 from dither.models import PRESETS, Llama, compile_blocks
 from dither.nn import Linear, bitwidth_loss, convert, functional, param_groups, sampling_parameters, step_context
-from dither.nn.conversion import _switch, apply_plan
+from dither.nn.convert import _switch, apply_plan
 from dither.nn.experts import ExpertsLinear
+from dither.ops.reference.sampling import NOISES
 from dither.optim import Role
-from dither.precision import NOISES as PLAN_NOISES
-from dither.precision import BitwidthLoss, LayerPrecision, Plan, Sampling, WeightDecay
-from dither.reference.sampling import NOISES
+from dither.spec import NOISES as PLAN_NOISES
+from dither.spec import BitwidthLoss, LayerPrecision, Plan, Sampling, WeightDecay
 
 NAME, SEED, STEP, ROW = "layers.0.up", 3, 7, 1000
 EPSILON = 2.0**-24

@@ -15,9 +15,7 @@ from sweeps import examples
 
 import dither
 from dither import AmaxHistory, Cast, Format, UserError
-from dither.grouping import layout_of
-from dither.precision import Rounding, Scale
-from dither.reference.scaling import (
+from dither.ops.reference.scales import (
     Factors,
     factors,
     group_amax,
@@ -27,6 +25,8 @@ from dither.reference.scaling import (
     spread,
     stored_scale,
 )
+from dither.spec import Rounding, Scale
+from dither.spec.groups import layout_of
 
 # Fixed examples: the suite says the same thing every time.
 quick = settings(max_examples=examples(200), deadline=None, derandomize=True, database=None)

@@ -23,19 +23,22 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from worlds import environment, free_port, needs_gloo, spread, start
 
 import dither
-from dither import UserError, safe_files
+from dither import UserError
+from dither import files as safe_files
+from dither.checkpoint import index, sharded, tensorfile
+from dither.checkpoint import read as reading
+from dither.checkpoint import write as checkpoint
+from dither.checkpoint.index import SavedPiece, SavedTensor
+from dither.checkpoint.layout import local_part
+from dither.checkpoint.manifest import SHARDED
+from dither.checkpoint.manifest import to_bytes as manifest_bytes
+from dither.checkpoint.read import SavedTensors
+from dither.checkpoint.sharded import ShardedSaver
+from dither.checkpoint.state import pack_sharded
+from dither.files import Refused
 from dither.models import build, load_pretrained, preset
-from dither.safe_files import Refused
-from dither.storage import index, reading, tensorfile
-from dither.storage.index import SavedPiece, SavedTensor
-from dither.storage.manifest import SHARDED
-from dither.storage.manifest import to_bytes as manifest_bytes
-from dither.storage.pieces import local_part
-from dither.storage.reading import SavedTensors
-from dither.train import checkpoint, pack, sharded, unpack
+from dither.train import pack, unpack
 from dither.train.config import Config, dumps, override
-from dither.train.sharded import ShardedSaver
-from dither.train.state import pack_sharded
 from dither.train.weights import load_weights
 
 pytestmark = needs_gloo

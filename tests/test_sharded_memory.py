@@ -21,19 +21,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import needs_gloo, spread
 
 import dither
+from dither.checkpoint import sharded, write
+from dither.checkpoint.read import SavedTensors
+from dither.checkpoint.sharded import ShardedSaver
+from dither.checkpoint.state import pack_sharded
 from dither.data import open_tokens
 from dither.models import llama, presets
-from dither.nn.tensor_parallel import local
-from dither.storage.reading import SavedTensors
-from dither.train import Config, checkpoint, sharded, unpack
+from dither.nn.sharded.tensor_parallel import local
+from dither.train import Config, unpack
 from dither.train import config as configs
 from dither.train.config import dumps
 from dither.train.corpora import open_corpus
-from dither.train.distributed import Ranks
 from dither.train.files import TOKENS
 from dither.train.layout import RankLayout
-from dither.train.sharded import ShardedSaver
-from dither.train.state import pack_sharded
+from dither.train.ranks import Ranks
 from dither.train.trainer import Trainer
 
 pytestmark = needs_gloo
@@ -132,7 +133,7 @@ def measured(folder: Path, ranks: Ranks, *more: str) -> dict[str, int]:
                     path = saver.wait()
                 found["save"] = seen.peak
             else:
-                path = checkpoint.save(folder / "whole", 1, tensors=tensors, plain=plain)
+                path = write.save(folder / "whole", 1, tensors=tensors, plain=plain)
         with Allocations(local(x) for x in tensors.values()) as seen:
             steps(trainer, 1)
         found["step"] = seen.peak

@@ -6,8 +6,8 @@ import math
 import pytest
 
 from dither import Cast, UserError
-from dither.recipes import recipe
 from dither.snip import BASELINES, Goal, LayerStatistics, Statistics, baselines, build_plan, choose, efficiency, options
+from dither.spec.recipes import recipe
 
 BOTH = options("fp8,fp4")
 BLOCKS = 6

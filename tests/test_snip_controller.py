@@ -13,8 +13,8 @@ from worlds import in_processes, needs_gloo, spread
 
 import dither
 from dither import LayerPrecision, Plan, UserError, convert, recipe
-from dither.nn.linear_sites import converted_layers
-from dither.safe_files import check_plain
+from dither.files import check_plain
+from dither.nn.sites import converted_layers
 from dither.snip import Estimator, Goal, LayerStatistics, Schedule, Scores, Snip, Statistics, TrainingSetup, options, score
 from dither.snip.planning import choice_of
 

@@ -18,7 +18,7 @@ from worlds import from_first, in_processes, needs_gloo, spread
 
 import dither
 from dither import Cast, Plan, UserError
-from dither.nn.tensor_parallel import local
+from dither.nn.sharded.tensor_parallel import local
 from dither.optim import AdamMini, AdamW
 from dither.optim.roles import Role
 from dither.snip import (

@@ -15,9 +15,8 @@ from dither import Stream, UserError
 from dither.models import PRESETS, Llama
 from dither.optim.shards import Shard
 from dither.snip import Estimator, Goal, Schedule, Snip, options, score
-from dither.snip.dry_run import DryRun
+from dither.snip.dry_run import DryRun, SampledRows
 from dither.snip.effort import PASS, choose_effort
-from dither.snip.sampled_rows import SampledRows
 
 stats = Lazy("scipy.stats")
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from dither import LayerPrecision, Plan, Sampling, UserError, convert, recipe
-from dither.recipes import RECIPES
 from dither.snip import Goal, LayerStatistics, Solution, Times, build_plan, choose, efficiency, measure_times, options
-from dither.snip.layer_options import LEVELS, Option, casts_of
+from dither.snip.options import LEVELS, Option, casts_of
 from dither.snip.planning import choice_of, picture, stage_sizes
 from dither.snip.savings import SPEEDS, costs
+from dither.spec.recipes import RECIPES
 
 PARTS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
 SHAPES = {"self_attn.q_proj": (8, 8), "self_attn.o_proj": (8, 8), "mlp.gate_proj": (24, 8), "mlp.down_proj": (8, 24)}

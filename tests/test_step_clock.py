@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
-from dither.train import step_clock
-from dither.train.step_clock import StepClock
+from dither.train import passes
+from dither.train.passes import StepClock
 
 
 def test_seconds_of_parts_add_up_and_are_taken_once(monkeypatch):
@@ -61,8 +61,8 @@ class Stream:
 
 def test_events_are_read_when_the_gpu_has_passed_them_and_used_again(monkeypatch):
     stream = Stream()
-    monkeypatch.setattr(step_clock.torch.cuda, "Event", stream.event)
-    monkeypatch.setattr(step_clock.torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(passes.torch.cuda, "Event", stream.event)
+    monkeypatch.setattr(passes.torch.cuda, "current_stream", lambda device: stream)
     clock = StepClock(torch.device("cuda"))
     for step in range(100):
         with clock.part("forward"):

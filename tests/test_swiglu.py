@@ -18,10 +18,10 @@ import dither
 from dither import MemoryOptions, UserError
 from dither.models import Llama, LlamaConfig
 from dither.models.llama import RMSNorm
-from dither.nn import GatedMLP, swiglu
+from dither.nn import GatedMLP, fused
+from dither.ops.reference.scales import loaded_scale
 from dither.parallel import Layout
-from dither.precision import LayerPrecision, Plan, Sampling
-from dither.reference.scaling import loaded_scale
+from dither.spec import LayerPrecision, Plan, Sampling
 from dither.train import config as configs
 
 FP8 = MemoryOptions(swiglu="fp8")
@@ -50,12 +50,12 @@ def by_ml_dtypes(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("x", hard_numbers(), ids=["float32", "bfloat16", "zero", "lost", "subnormal", "448"])
 def test_codes_are_those_of_the_operator_and_of_ml_dtypes(x: Tensor) -> None:
-    codes, exponents = swiglu.compiled_codes(x)
-    values, scale, _ = torch.ops.dither.quantize(x, swiglu.CAST, 1, None, "", 0, None, 0, 0, "auto", None)
+    codes, exponents = fused.compiled_codes(x)
+    values, scale, _ = torch.ops.dither.quantize(x, fused.CAST, 1, None, "", 0, None, 0, 0, "auto", None)
     assert torch.equal(codes.float().nan_to_num(7.0), values.float().nan_to_num(7.0))  # a NaN has no agreed sign
     assert torch.equal(exponents, scale.view(torch.uint8))
     if x.isfinite().all():
-        gate, up = swiglu.decoded(swiglu.keep(x, -x), x)
+        gate, up = fused.decoded(fused.keep(x, -x), x)
         assert torch.equal(gate, by_ml_dtypes(x))
         assert torch.equal(up, -gate)
         normal = gate.abs() >= torch.finfo(torch.float32).tiny
@@ -75,11 +75,11 @@ def test_gradients_are_those_at_the_decoded_inputs(size: int, dtype: torch.dtype
     generator = torch.Generator().manual_seed(0)
     gate, up, dy = (torch.randn(2, 5, size, generator=generator).to(dtype) * 3 for _ in range(3))
     gate, up = gate.requires_grad_(), up.requires_grad_()
-    kept = swiglu.keep(gate, up)
-    y = swiglu.swiglu(gate, up, kept)
+    kept = fused.keep(gate, up)
+    y = fused.swiglu(gate, up, kept)
     assert torch.equal(y, nn.functional.silu(gate) * up)
     y.backward(dy)
-    exact = [x.double().view(2, 5, size).requires_grad_() for x in swiglu.decoded(kept, dy)]
+    exact = [x.double().view(2, 5, size).requires_grad_() for x in fused.decoded(kept, dy)]
     (nn.functional.silu(exact[0]) * exact[1]).backward(dy.double())
     for found, expected in zip((gate, up), exact, strict=True):
         assert found.grad is not None
@@ -165,11 +165,11 @@ def test_the_weight_gradient_reads_the_product_that_backward_makes() -> None:
     model = block("fp8-block", FP8)
     gate, up, dy = (torch.randn(64, size, generator=torch.Generator().manual_seed(size)) for size in (F, F, D))
     down = model.mlp.down_proj
-    kept = swiglu.keep(gate, up)
+    kept = fused.keep(gate, up)
     with dither.step_context(model, step=0):
-        down(swiglu.swiglu(gate, up, kept), kept=kept).backward(dy)
+        down(fused.swiglu(gate, up, kept), kept=kept).backward(dy)
         found, down.weight.grad = down.weight.grad, None
-        down(swiglu.product_again(kept, dy, torch.float32)).backward(dy)
+        down(fused.product_again(kept, dy, torch.float32)).backward(dy)
     assert torch.equal(found, down.weight.grad)
 
 

@@ -15,11 +15,11 @@ from command_output import error_line
 from dither import UserError, cli
 from dither.data import BYTES
 from dither.evaluate import TaskScore, log_likelihoods
-from dither.experiments import evaluation
-from dither.experiments.evaluation import Variant, Variants
 from dither.exporting import export
 from dither.models import build, load_pretrained
+from dither.train import evaluation
 from dither.train.config import Config, override
+from dither.train.evaluation import Variant, Variants
 from dither.train.loop import train
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"]
@@ -100,7 +100,7 @@ def test_scores_are_those_of_the_harness_for_the_exported_model(run, exported, q
     from lm_eval.api.metrics import mean_stderr
     from lm_eval.models.huggingface import HFLM
 
-    from dither.integrations import harness
+    from dither.integrations import lm_eval as harness
     from dither.integrations.lm_eval import DitherLM
 
     theirs = HFLM(pretrained=str(exported / "bf16"), device="cpu", dtype="float32", batch_size=4)
@@ -148,7 +148,7 @@ def test_examples_before_questions_are_those_of_the_harness(questions, tmp_path)
     import lm_eval
     from lm_eval.tasks import TaskManager
 
-    from dither.integrations import harness
+    from dither.integrations import lm_eval as harness
 
     loaded = harness.load_tasks(harness.Tasks.parse(["choice"], questions, shots=2), tmp_path)
     ours, theirs, again = Asked(), Asked(), Asked()
@@ -171,7 +171,7 @@ def test_examples_before_questions_are_those_of_the_harness(questions, tmp_path)
 def test_examples_for_tasks_of_the_harness(questions, tmp_path):
     from lm_eval.tasks import TaskManager
 
-    from dither.integrations import harness
+    from dither.integrations import lm_eval as harness
 
     harness.write_task("fixed", questions / "choice.jsonl", tmp_path)
     harness.write_task("free", questions / "choice.jsonl", tmp_path, shots=1)
@@ -186,7 +186,7 @@ def test_examples_for_tasks_of_the_harness(questions, tmp_path):
 
 
 def test_wrong_numbers_of_examples(questions, run, capsys, tmp_path):
-    from dither.integrations import harness
+    from dither.integrations import lm_eval as harness
 
     with pytest.raises(UserError, match="has 12 questions, and --shots 12 takes that many others"):
         harness.load_tasks(harness.Tasks.parse(["choice"], questions, shots=12), tmp_path)
@@ -298,7 +298,7 @@ def test_no_winner_within_two_standard_errors():
 
 
 def test_a_space_before_every_choice_is_the_delimiter_of_the_harness(questions, tmp_path):
-    from dither.integrations.harness import read_questions, write_task
+    from dither.integrations.lm_eval import read_questions, write_task
 
     write_task("choice", questions / "choice.jsonl", tmp_path)
     settings = json.loads((tmp_path / "choice.yaml").read_text())
@@ -327,7 +327,7 @@ def test_a_space_before_every_choice_is_the_delimiter_of_the_harness(questions, 
     ],
 )
 def test_wrong_questions_are_sentences(lines, words, tmp_path):
-    from dither.integrations.harness import read_questions
+    from dither.integrations.lm_eval import read_questions
 
     (tmp_path / "q.jsonl").write_text(lines)
     with pytest.raises(UserError, match=words):

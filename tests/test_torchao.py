@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dither
-from dither.formats import Format
+from dither.spec.formats import Format
 
 if importlib.util.find_spec("torchao") is None:
     pytest.skip("torchao is not installed", allow_module_level=True)

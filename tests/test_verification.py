@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from dither import UserError, cli
-from dither.data import open_tokens, prepare, verification
-from dither.data.verification import Shard, verify
+from dither.data import open_tokens, prepare, tokens
+from dither.data.tokens import Shard, verify_shards
 
 
 @pytest.fixture
@@ -58,53 +58,53 @@ def test_a_flipped_bit_of_a_prepared_folder_is_refused(corpus, tmp_path, capsys)
 
 def test_what_was_verified_is_not_read_again(corpus, shards, monkeypatch):
     whole, folder = sum(shard.size for shard in shards), corpus.folder
-    assert verify(folder, shards, small=0) == whole
-    assert verify(folder, shards, small=0) == whole  # the files have just changed: their times may not tell
-    monkeypatch.setattr(verification, "SETTLED", -(10**18))
-    assert [verify(folder, shards, small=0) for _ in range(3)] == [whole, 0, 0]
-    assert verify(folder, shards, small=0, again=True) == whole
-    assert verify(folder, shards) == whole  # a small folder is read each time
+    assert verify_shards(folder, shards, small=0) == whole
+    assert verify_shards(folder, shards, small=0) == whole  # the files have just changed: their times may not tell
+    monkeypatch.setattr(tokens, "SETTLED", -(10**18))
+    assert [verify_shards(folder, shards, small=0) for _ in range(3)] == [whole, 0, 0]
+    assert verify_shards(folder, shards, small=0, again=True) == whole
+    assert verify_shards(folder, shards) == whole  # a small folder is read each time
     settle(folder / shards[0].name)  # another change time
-    assert [verify(folder, shards, small=0) for _ in range(2)] == [shards[0].size, 0]
+    assert [verify_shards(folder, shards, small=0) for _ in range(2)] == [shards[0].size, 0]
     flip(folder / shards[0].name)
     settle(folder / shards[0].name)  # of the same size and modification time
     with pytest.raises(UserError, match="does not match its SHA-256"):
-        verify(folder, shards, small=0)
+        verify_shards(folder, shards, small=0)
 
 
 def test_a_read_only_folder_and_a_cache_that_is_none(corpus, shards, tmp_path, monkeypatch):
-    monkeypatch.setattr(verification, "SETTLED", -(10**18))
+    monkeypatch.setattr(tokens, "SETTLED", -(10**18))
     whole = sum(shard.size for shard in shards)
     before = sorted(os.listdir(corpus.folder))
-    verify(corpus.folder, shards, small=0)
+    verify_shards(corpus.folder, shards, small=0)
     assert sorted(os.listdir(corpus.folder)) == before
     (place,) = (tmp_path / "cache" / "verified").iterdir()
     for damage in ("", "[]", '{"format": "dither verified 1", "files": 7}'):
         place.write_text(damage)
-        assert verify(corpus.folder, shards, small=0) == whole
+        assert verify_shards(corpus.folder, shards, small=0) == whole
     shutil.rmtree(tmp_path / "cache")
     (tmp_path / "cache").write_text("no folder")
-    assert [verify(corpus.folder, shards, small=0) for _ in range(2)] == [whole, whole]
+    assert [verify_shards(corpus.folder, shards, small=0) for _ in range(2)] == [whole, whole]
 
 
 def test_old_folders_are_forgotten(corpus, shards, tmp_path, monkeypatch):
-    monkeypatch.setattr(verification, "MOST_FOLDERS", 2)
-    monkeypatch.setattr(verification, "SETTLED", -(10**18))
+    monkeypatch.setattr(tokens, "MOST_FOLDERS", 2)
+    monkeypatch.setattr(tokens, "SETTLED", -(10**18))
     for number in range(4):
         shutil.copytree(corpus.folder, tmp_path / f"copy-{number}")
-        verify(tmp_path / f"copy-{number}", shards, small=0)
+        verify_shards(tmp_path / f"copy-{number}", shards, small=0)
     assert len(list((tmp_path / "cache" / "verified").iterdir())) == 2
 
 
 def test_the_progress_is_told_and_can_be_stopped(corpus, shards, monkeypatch):
-    monkeypatch.setattr(verification, "TOLD", 1)
-    monkeypatch.setattr(verification, "SECONDS", 0.0)
+    monkeypatch.setattr(tokens, "TOLD", 1)
+    monkeypatch.setattr(tokens, "SECONDS", 0.0)
     said = []
-    verify(corpus.folder, shards, say=said.append)
+    verify_shards(corpus.folder, shards, say=said.append)
     assert said[0].startswith("Verifying 0.0 GB of tokens in ")
     assert "GB/s" in said[1]
     assert "GB/s; files that do not change are not read again." in said[-1]
     stop = threading.Event()
     stop.set()
     with pytest.raises(InterruptedError):
-        verify(corpus.folder, shards, stop=stop)
+        verify_shards(corpus.folder, shards, stop=stop)

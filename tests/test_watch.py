@@ -17,9 +17,8 @@ from report_runs import EVIL, lines, make
 from rich.console import Console
 
 from dither import UserError, cli
-from dither.recipes import recipe
-from dither.report.live import LivePage, LiveServer
-from dither.report.terminal_view import TerminalView, sparkline
+from dither.report.watch import LivePage, LiveServer, TerminalView, sparkline
+from dither.spec.recipes import recipe
 from dither.train import Status
 
 BROWSER = chromium.find()

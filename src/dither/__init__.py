@@ -14,9 +14,7 @@ from dither.errors import renamed
 if TYPE_CHECKING:
     from dither import nn as nn
     from dither import optim as optim
-    from dither.bitwidths import safe_bitwidth as safe_bitwidth
     from dither.exporting import export as export
-    from dither.formats import Format as Format
     from dither.models import output_loss as output_loss
     from dither.nn import Conversion as Conversion
     from dither.nn import Linear as Linear
@@ -44,22 +42,24 @@ if TYPE_CHECKING:
     from dither.ops import round_to as round_to
     from dither.ops import sample as sample
     from dither.parallel import parallelize as parallelize
-    from dither.precision import BitwidthLoss as BitwidthLoss
-    from dither.precision import Cast as Cast
-    from dither.precision import LayerPrecision as LayerPrecision
-    from dither.precision import MemoryOptions as MemoryOptions
-    from dither.precision import Plan as Plan
-    from dither.precision import Sampling as Sampling
-    from dither.precision import WeightDecay as WeightDecay
-    from dither.recipes import recipe as recipe
     from dither.snip import auto_plan as auto_plan
+    from dither.spec import BitwidthLoss as BitwidthLoss
+    from dither.spec import Cast as Cast
+    from dither.spec import LayerPrecision as LayerPrecision
+    from dither.spec import MemoryOptions as MemoryOptions
+    from dither.spec import Plan as Plan
+    from dither.spec import Sampling as Sampling
+    from dither.spec import WeightDecay as WeightDecay
+    from dither.spec.bitwidths import safe_bitwidth as safe_bitwidth
+    from dither.spec.formats import Format as Format
+    from dither.spec.recipes import recipe as recipe
 
 __version__ = "0.1.0"
 
 _MODULES = {
-    "bitwidths": ("safe_bitwidth",),
+    "spec.bitwidths": ("safe_bitwidth",),
     "exporting": ("export",),
-    "formats": ("Format",),
+    "spec.formats": ("Format",),
     "models": ("output_loss",),
     "nn": (
         "Conversion",
@@ -81,8 +81,8 @@ _MODULES = {
     "numerics": ("Monitor",),
     "ops": ("AmaxHistory", "Quantized", "Stream", "amax", "fake_quantize", "quantize", "quantize_both", "round_to", "sample"),
     "parallel": ("parallelize",),
-    "precision": ("BitwidthLoss", "Cast", "LayerPrecision", "MemoryOptions", "Plan", "Sampling", "WeightDecay"),
-    "recipes": ("recipe",),
+    "spec": ("BitwidthLoss", "Cast", "LayerPrecision", "MemoryOptions", "Plan", "Sampling", "WeightDecay"),
+    "spec.recipes": ("recipe",),
     "snip": ("auto_plan",),
 }
 """The module of each name above: the same imports, for use at run time."""
@@ -90,8 +90,8 @@ _MODULES = {
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 _PACKAGES = (
-    *("advice", "bitwidths", "data", "doctor", "evaluate", "experiments", "exporting", "formats", "models", "nn", "numerics"),
-    *("ops", "optim", "parallel", "precision", "random", "recipes", "report", "snip", "theory", "train"),
+    *("checkpoint", "data", "evaluate", "exporting", "models", "nn", "numerics", "ops", "optim", "parallel", "report", "snip"),
+    *("spec", "theory", "tools", "train"),
 )
 """Modules that can be used as attributes without an import of their own, such as dither.nn."""
 

@@ -142,7 +142,7 @@ def _run(words: list[str]) -> int:
     if not wrong:
         print(_help(name), file=sys.stderr)
         sys.exit(2)
-    from dither.precision.checks import did_you_mean
+    from dither.spec.checks import did_you_mean
 
     known = subcommands if name else list(dict.fromkeys(key.split()[0] for key in COMMANDS))
     title = f"dither {name}".strip()

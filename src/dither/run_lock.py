@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from dither import safe_files
+from dither import files
 from dither.errors import UserError
 
 FILE = "run.lock"
@@ -68,7 +68,7 @@ class RunLock:
             return killed
         except OSError as error:
             self.release()
-            why = safe_files.reason(error, self.folder)
+            why = files.reason(error, self.folder)
             raise UserError(f"The folder {str(self.folder)!r} of the run cannot be created or locked: {why}.") from None
 
     def _acquire(self, create: bool) -> Holder | None:
@@ -78,7 +78,7 @@ class RunLock:
                 self.folder.mkdir(parents=True, exist_ok=True)
             try:
                 there = os.path.lexists(path)
-                number = safe_files.open_unlinked(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK)
+                number = files.open_unlinked(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK)
             except FileNotFoundError:
                 if not create:
                     raise
@@ -117,7 +117,7 @@ class RunLock:
 def holder(folder: str | Path) -> Holder | None:
     """Return the process that wrote the lock of a run folder, or None if there is none or it cannot be read."""
     try:
-        number = safe_files.open_unlinked(Path(folder) / FILE, os.O_RDONLY | os.O_NONBLOCK)
+        number = files.open_unlinked(Path(folder) / FILE, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return None
     try:
@@ -132,7 +132,7 @@ def is_abandoned(folder: str | Path) -> bool:
     A run that ended by itself has removed its lock.
     """
     try:
-        number = safe_files.open_unlinked(Path(folder) / FILE, os.O_RDONLY | os.O_NONBLOCK)
+        number = files.open_unlinked(Path(folder) / FILE, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return False
     try:

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 import dither
-from dither.adam_update import Update
 from dither.optim import AdamMini, AdamW, Role
+from dither.spec.optimizer import Update
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
 tl = pytest.importorskip("triton.language", reason="the kernels need Triton")
 
-from dither.kernels import adam_elements, companded  # noqa: E402
+from dither.ops.triton import adamw_kernels, state_maps  # noqa: E402
 
 SPECIAL = [0.0, -0.0, 1e-45, -1e-38, 1e30, -1e30, 1e19, torch.inf, torch.nan, -torch.inf, 3e38]
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
@@ -117,19 +117,19 @@ def test_adam_mini(update: Update) -> None:
 @triton.jit
 def _roots(v_ptr, out_ptr):
     place = tl.program_id(0).to(tl.int64) * 1024 + tl.arange(0, 1024)
-    tl.store(out_ptr + place, adam_elements.square_root(tl.load(v_ptr + place), True))
+    tl.store(out_ptr + place, adamw_kernels.square_root(tl.load(v_ptr + place), True))
 
 
 @triton.jit
 def _eight_roots(v_ptr, out_ptr):
     place = tl.program_id(0).to(tl.int64) * 1024 + tl.arange(0, 1024)
-    tl.store(out_ptr + place, adam_elements.square_roots(tl.load(v_ptr + place), True))
+    tl.store(out_ptr + place, adamw_kernels.square_roots(tl.load(v_ptr + place), True))
 
 
 @triton.jit
 def _quotients(m_ptr, d_ptr, out_ptr):
     place = tl.program_id(0).to(tl.int64) * 1024 + tl.arange(0, 1024)
-    tl.store(out_ptr + place, adam_elements.quotient(tl.load(m_ptr + place), tl.load(d_ptr + place), True))
+    tl.store(out_ptr + place, adamw_kernels.quotient(tl.load(m_ptr + place), tl.load(d_ptr + place), True))
 
 
 def test_square_roots_of_every_float32() -> None:
@@ -148,7 +148,7 @@ def test_square_roots_of_every_float32() -> None:
 @triton.jit
 def _reciprocals(d_ptr, out_ptr):
     place = tl.program_id(0).to(tl.int64) * 1024 + tl.arange(0, 1024)
-    tl.store(out_ptr + place, companded.reciprocal(tl.load(d_ptr + place), True))
+    tl.store(out_ptr + place, state_maps.reciprocal(tl.load(d_ptr + place), True))
 
 
 def test_reciprocals_of_every_mantissa() -> None:

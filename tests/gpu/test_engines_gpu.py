@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 import dither
-from dither import Cast, devices, doctor
-from dither.engines import Engine, Verified, engine_for
-from dither.kernels import matmul
+from dither import Cast
 from dither.nn import Linear, convert, step_context
-from dither.precision import LayerPrecision
-from dither.recipes import RECIPES
-from dither.reference import matmul as reference
-from dither.reference.matmul import Operand
+from dither.ops import backend
+from dither.ops.reference import matmul as reference
+from dither.ops.reference.matmul import Operand
+from dither.ops.triton import matmul
+from dither.spec import LayerPrecision
+from dither.spec.engines import Engine, Verified, engine_for
+from dither.spec.recipes import RECIPES
+from dither.tools import doctor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -88,7 +90,7 @@ def test_a_nan_reaches_the_result_on_16_bit_units() -> None:
 @pytest.mark.parametrize("name", [name for name, each in RECIPES.items() if not each.plan.default.uncast])
 def test_a_layer_trains_as_on_an_a100(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Every recipe's three products by the engines of 8.0, against the emulated layer: they differ in additions only."""
-    monkeypatch.setattr(devices, "capability_of", lambda device: AMPERE)
+    monkeypatch.setattr(backend, "capability_of", lambda device: AMPERE)
     matmul._engine.cache_clear()
     how = RECIPES[name].plan.default
     results = []
@@ -152,7 +154,7 @@ def test_the_self_test_passes_the_units_of_hopper() -> None:
 
 
 def test_a_record_of_this_machine_is_taken(tmp_path) -> None:
-    here = devices.describe(torch.device("cuda"), ("fp8-row",))
+    here = backend.describe(torch.device("cuda"), ("fp8-row",))
     here.save(tmp_path / "engines.json")
     model = torch.nn.Sequential(torch.nn.Linear(128, 128)).cuda()
     convert(model, "fp8-row", engines=tmp_path / "engines.json")

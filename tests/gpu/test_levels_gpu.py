@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 import dither
-from dither.levels import families
 from dither.models import Llama, LlamaConfig, compile_blocks
 from dither.nn import apply_plan, convert, prepare_plans, step_context
-from dither.precision import Cast, LayerPrecision, Plan
+from dither.spec import Cast, LayerPrecision, Plan
+from dither.spec.levels import families
 
 pytestmark = pytest.mark.gpu
 

@@ -19,7 +19,7 @@ from dither.nn import functional
 from dither.nn.functional import Codes, State, make_settings
 from dither.nn.linear import Linear
 from dither.nn.step import step_context
-from dither.precision import LayerPrecision, MemoryOptions
+from dither.spec import LayerPrecision, MemoryOptions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):

@@ -4,11 +4,11 @@ import pairs
 import pytest
 import torch
 
-from dither.kernels import loss as kernels
 from dither.models import build
 from dither.models.causal import cross_entropy
-from dither.reference import loss as reference
-from dither.reference.loss import IGNORE
+from dither.ops.reference import loss as reference
+from dither.ops.reference.loss import IGNORE
+from dither.ops.triton import loss as kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 WORDS = [8192, 32000, 50257, 128256]

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 import dither
-from dither.formats import Format
 from dither.models import PRESETS, Llama, compile_blocks
 from dither.numerics import Monitor
+from dither.numerics.counts import cast_counts, exponent_counts, summary, update_counts
 from dither.optim import AdamW
-from dither.precision import Cast
-from dither.reference.numerics import cast_counts, exponent_counts, summary, update_counts
+from dither.spec import Cast
+from dither.spec.formats import Format
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -5,15 +5,16 @@ import pytest
 import torch
 
 import dither
-from dither import loss_ops
-from dither.kernels import loss as kernels
-from dither.kernels import loss_codes, quantize
 from dither.models import build, compile_blocks
 from dither.models.causal import cross_entropy, output_loss
 from dither.nn import Linear, step_context
 from dither.nn.output import Output
-from dither.precision import Cast
-from dither.reference.loss_codes import largest_gradient
+from dither.ops import torch_ops
+from dither.ops.reference.loss import largest_gradient
+from dither.ops.triton import loss as kernels
+from dither.ops.triton import loss as loss_codes
+from dither.ops.triton import quantize
+from dither.spec import Cast
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CASTS = ["e5m2 tensor", "e4m3 tensor", "e4m3 tile(128)", "e5m2 tile(128)", "e4m3 tile(32) pow2_ceil"]
@@ -32,7 +33,7 @@ def test_codes_are_those_of_the_gradients(shape, text, dtype):
     given = amax if cast.group.kind == "tensor" else None
     wanted = quantize.quantize_both(kernels.backward(logits, targets, parts, weights), cast, None, given, cast.element)
     for size in {N, 128} if N > 128 else {N}:
-        out = loss_ops.empty_codes(N, V, cast, logits.device)
+        out = torch_ops.empty_codes(N, V, cast, logits.device)
         rows = [slice(first, min(first + size, N)) for first in range(0, N, size)]
         found = [
             loss_codes.backward_codes(logits[row], targets[row], parts[:, row], weights[row], amax, cast, row.start, out)

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dither.nn import convert, step_context
-from dither.precision import LayerPrecision, Plan, Sampling
-from dither.recipes import recipe
+from dither.spec import LayerPrecision, Plan, Sampling
+from dither.spec.recipes import recipe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

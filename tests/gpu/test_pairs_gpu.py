@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dither import Cast
-from dither.reference import philox, quantize
+from dither.ops.reference import philox, quantize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -161,7 +161,7 @@ def test_cpu_equals_gpu(cast: Cast) -> None:
         x[7, 300], x[200, 3] = torch.nan, -torch.inf
     draw, there = pairs.draw_for(x, cast.round, (1, 2)), pairs.draw_for(x.cuda(), cast.round, (1, 2))
     here = quantize.quantize(x, cast, 1, draw, None, cast.element)
-    from dither.kernels import quantize as kernels
+    from dither.ops.triton import quantize as kernels
 
     gpu = kernels.quantize(x.cuda(), cast, 1, there, None, cast.element)
     assert sum(map(pairs.differing, here, gpu)) == 0
@@ -180,15 +180,15 @@ def test_reference_on_cpu_equals_reference_on_gpu() -> None:
 @pytest.mark.parametrize("name", ["e4m3", "e5m2", "e3m4", "e3m2", "e2m3", "e2m1", "int8", "int4"])
 def test_fp32_scales_of_every_mantissa(name: str) -> None:
     """Division without the hardware's checks is still rounded to nearest: all 2^23 mantissas at several exponents."""
-    from dither.kernels import scaling as kernels
-    from dither.reference import scaling
+    from dither.ops.reference import scales
+    from dither.ops.triton import scales as kernels
 
     cast = Cast(name, "row", "fp32")
     for exponent in (1, 2, 3, 4, 9, 127, 128, 254):
         bits = torch.arange(1 << 23, dtype=torch.int32, device="cuda") | exponent << 23
         out = torch.empty(bits.shape, device="cuda")
         kernels.store_factors(bits, out, cast)
-        expected = scaling.factors(bits.view(torch.float32), None, cast.element, cast.scaling, cast.round)
+        expected = scales.factors(bits.view(torch.float32), None, cast.element, cast.scaling, cast.round)
         assert pairs.differing(expected.restore, out) == 0
         multiply = torch.empty(bits.shape, device="cuda")
         kernels.store_factors(bits, multiply, cast, multiply=True)

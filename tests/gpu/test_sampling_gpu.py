@@ -8,9 +8,9 @@ import torch
 
 import dither
 from dither import Stream
-from dither.kernels import sampling as kernels
-from dither.random import Draw
-from dither.reference import sampling
+from dither.ops.reference import sampling
+from dither.ops.triton import sampling as kernels
+from dither.spec.random import Draw
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 STREAM = Stream(7, "sample", "w")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dither import Cast, UserError
 from dither.models import Llama, LlamaConfig, compile_blocks
 from dither.nn import Linear, convert, param_groups, sampling_parameters, step_context
-from dither.precision import LayerPrecision, Plan, Sampling
+from dither.spec import LayerPrecision, Plan, Sampling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

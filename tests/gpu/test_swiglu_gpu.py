@@ -7,8 +7,9 @@ from torch import Tensor, nn
 import dither
 from dither import MemoryOptions
 from dither.models import Llama, LlamaConfig, compile_blocks
-from dither.nn import GatedMLP, swiglu
-from dither.reference.scaling import loaded_scale
+from dither.nn import GatedMLP
+from dither.nn import fused as swiglu
+from dither.ops.reference.scales import loaded_scale
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

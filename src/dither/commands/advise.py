@@ -6,15 +6,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dither.advice.accelerators import accelerator_named
-from dither.advice.memory import GIB, Shape
-from dither.advice.scaling import Step
-from dither.advice.search import BATCH_TOKENS, Job, Option, Ranking, rank, reasons
-from dither.advice.shapes import llama3_of, model_shape
+from dither.console import ProgressBars, print_table
 from dither.errors import UserError
 from dither.models import PRESETS
-from dither.progress import ProgressBars
-from dither.tables import print_table
+from dither.tools.gpus import accelerator_named
+from dither.tools.memory import GIB, Shape, llama3_of, model_shape
+from dither.tools.scaling import BATCH_TOKENS, Job, Option, Ranking, Step, rank, reasons
 from dither.train.config import toml
 
 SHOWN, OTHERS = 15, 4

@@ -10,15 +10,14 @@ from typing import Annotated
 
 import tyro
 
+from dither.console import ProgressBars, print_table
 from dither.errors import UserError
-from dither.experiments import lockstep
-from dither.experiments.arms import precision_or_plan
-from dither.experiments.lockstep import Bisection
-from dither.experiments.trials import BASE
-from dither.progress import ProgressBars
-from dither.tables import print_table
+from dither.tools import bisect as lockstep
+from dither.tools.arms import precision_or_plan
+from dither.tools.bisect import Bisection
+from dither.tools.trials import BASE
 from dither.train import config as configs
-from dither.train.distributed import joined
+from dither.train.ranks import joined
 from dither.train.trainer import Trainer, open_corpus
 
 SHOWN = 20

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import tyro
 
+from dither.console import ProgressBars, megabytes
 from dither.errors import UserError
-from dither.experiments.arms import NAMED, NAMES
-from dither.experiments.trials import BASE, collect, is_done, plan, prepare_once, print_comparison, run_all, write_json
-from dither.progress import ProgressBars, megabytes
+from dither.tools.arms import NAMED, NAMES
+from dither.tools.trials import BASE, collect, is_done, plan, prepare_once, print_comparison, run_all, write_json
 from dither.train import config as configs
 from dither.train.config import SAMPLING_KEY
 
@@ -59,7 +59,7 @@ def compare(
     if code := run_all(trials, resume=resume, parallel=parallel, command=sys.argv, say=say, stage=bars.stage):
         return code
     from dither.report import write  # matplotlib and jinja2 take half a second
-    from dither.report.plots import sweep_file
+    from dither.report.figures import sweep_file
 
     with bars.stage("Reading the runs"):
         comparison = collect(trials)

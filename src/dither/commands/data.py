@@ -10,13 +10,12 @@ import numpy as np
 import tyro
 
 from dither import data as tokens
+from dither.console import ProgressBars, megabytes, print_table
 from dither.data.chat import split_conversations
 from dither.data.preparation import NothingHeldOutError, reporting
 from dither.data.splits import check_fraction, split_documents
 from dither.data.text import SEPARATOR, STDLIB, Reading, Sources
 from dither.errors import UserError
-from dither.progress import ProgressBars, megabytes
-from dither.tables import print_table
 
 SHOWN = 400
 """Tokens of the first document that are shown."""

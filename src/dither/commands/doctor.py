@@ -4,7 +4,8 @@ from typing import Annotated
 
 import tyro
 
-from dither.doctor import ELEMENTS, run
+from dither.tools.doctor import run
+from dither.tools.self_test import ELEMENTS
 
 
 def doctor(elements: int = ELEMENTS, engines: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None) -> int:

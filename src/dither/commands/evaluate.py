@@ -14,13 +14,12 @@ from typing import Annotated
 
 import tyro
 
+from dither.console import ProgressBars, Stage, print_table
 from dither.errors import UserError
-from dither.evaluate.scores import TaskScore
-from dither.experiments import evaluation
-from dither.experiments.evaluation import Evaluated, Score, Variant, Variants
-from dither.progress import ProgressBars, Stage
-from dither.report.estimates import Estimate
-from dither.tables import print_table
+from dither.evaluate.estimates import Estimate
+from dither.evaluate.held_out import TaskScore
+from dither.train import evaluation
+from dither.train.evaluation import Evaluated, Score, Variant, Variants
 
 
 def evaluate(
@@ -114,10 +113,10 @@ def _scorer(asked: _Questions, stage: Stage) -> Iterator[Score | None]:
         raise UserError("--tasks needs lm-eval, which is not installed: pip install 'dither[eval]'.")
     with tempfile.TemporaryDirectory(prefix="dither-tasks-") as scratch:
         with stage("Importing lm-eval and loading tasks"):
-            from dither.integrations import harness
+            from dither.integrations import lm_eval
 
-            tasks = harness.Tasks.parse(asked.names, asked.folder, asked.limit, asked.shots)
-            score = harness.scorer(tasks, Path(scratch), asked.longest, stage)
+            tasks = lm_eval.Tasks.parse(asked.names, asked.folder, asked.limit, asked.shots)
+            score = lm_eval.scorer(tasks, Path(scratch), asked.longest, stage)
         yield score
 
 

@@ -9,14 +9,14 @@ from typing import Annotated, Literal
 
 import tyro
 
+from dither.console import ProgressBars
 from dither.errors import UserError
 from dither.exporting.adapters import export_adapters
-from dither.exporting.checking import require
 from dither.exporting.folder import SLACK, ExportOptions, check_target, export_in_stages
 from dither.exporting.formats import AUTO, GGUF_NAMES, check_format
+from dither.exporting.record import require
 from dither.exporting.sources import deployment_plan, opened
-from dither.precision import Plan
-from dither.progress import ProgressBars
+from dither.spec import Plan
 
 Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
 

@@ -8,10 +8,9 @@ from typing import Annotated
 
 import tyro
 
+from dither.console import ProgressBars, print_table
 from dither.errors import UserError
-from dither.formats import TABLE, Format
-from dither.progress import ProgressBars
-from dither.tables import print_table
+from dither.spec.formats import TABLE, Format
 
 SHORT = 8
 """All values of formats with up to this many bits are listed."""
@@ -43,7 +42,7 @@ def formats(
         shown = list(TABLE.values()) if name is None else [Format.parse(name)]
         path = plot[0] if plot else Path("formats.svg" if name is None else f"{shown[0].name}.svg")
         with ProgressBars(sys.stderr).stage("Drawing number lines"):
-            from dither.report.number_lines import write_number_lines  # takes seconds
+            from dither.report.figures import write_number_lines  # takes seconds
 
             written = write_number_lines(shown, path)
         print(written)

@@ -8,11 +8,11 @@ from typing import Annotated
 import torch
 import tyro
 
+from dither.console import ProgressBars
 from dither.errors import UserError
 from dither.exporting import sampling_text
 from dither.exporting.sampling_text import Sampler
 from dither.exporting.sources import opened
-from dither.progress import ProgressBars
 
 
 def generate(

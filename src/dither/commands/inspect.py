@@ -7,12 +7,11 @@ from typing import Annotated
 
 import tyro
 
-from dither.experiments import inspection
-from dither.experiments.evaluation import parse_cast
-from dither.experiments.inspection import InspectedModel
+from dither.console import ProgressBars, print_table
 from dither.numerics.report import UPDATE_HEADER, percent
-from dither.progress import ProgressBars
-from dither.tables import print_table
+from dither.tools import inspect as inspection
+from dither.tools.inspect import InspectedModel
+from dither.train.evaluation import parse_cast
 
 CASTS = ("e4m3", "e2m1")
 """The casts that are tried by default."""

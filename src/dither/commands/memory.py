@@ -8,17 +8,16 @@ from typing import Annotated, Literal
 
 import tyro
 
-from dither.adam_update import current_mode
-from dither.advice.machine import gpus_here
-from dither.advice.memory import GIB, PARTS, STORAGE, Setting, Shape, estimate, largest_batch
-from dither.advice.recommendation import Gpu, gpu_named, recommend
-from dither.advice.shapes import model_shape
+from dither.console import print_table
 from dither.data import is_prepared, load_tokenizer, open_tokens
 from dither.errors import UserError
-from dither.precision import LayerPrecision
-from dither.recipes import MEASURED, recipe_name
-from dither.recipes import recipe as recipe_named
-from dither.tables import print_table
+from dither.spec import LayerPrecision
+from dither.spec.optimizer import current_mode
+from dither.spec.recipes import MEASURED, recipe_name
+from dither.spec.recipes import recipe as recipe_named
+from dither.tools.gpus import gpus_here
+from dither.tools.memory import GIB, PARTS, STORAGE, Setting, Shape, estimate, largest_batch, model_shape
+from dither.tools.recommend import Gpu, gpu_named, recommend
 from dither.train import config as configs
 from dither.train.files import CONFIG, TOKENS
 

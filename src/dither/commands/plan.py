@@ -11,34 +11,33 @@ from typing import Annotated, Any, Literal
 import tyro
 from torch import Tensor, nn
 
+from dither.checkpoint import write
+from dither.console import ProgressBars, counter, print_table
 from dither.data import Batch
 from dither.errors import UserError
 from dither.models import PRESETS, hf, preset
 from dither.models.presets import skeleton
 from dither.nn import Linear
-from dither.nn.conversion import Fallback
-from dither.precision import Plan, did_you_mean, matches
-from dither.progress import ProgressBars, counter
-from dither.random import Stream
-from dither.snip.auto import RECIPES, auto_plan
+from dither.nn.convert import Fallback
 from dither.snip.baselines import BASELINES, random
 from dither.snip.divergence import Scores
 from dither.snip.dry_run import DryRun, Forward
-from dither.snip.layer_options import Option
-from dither.snip.layer_options import options as combinations
+from dither.snip.fp8_auto import RECIPES, auto_plan
+from dither.snip.options import Option, slots_of
+from dither.snip.options import options as combinations
 from dither.snip.planning import bits_of, choice_of, choose, picture, stage_sizes
 from dither.snip.planning import build_plan as plan_of
 from dither.snip.probes import score
 from dither.snip.savings import efficiency, measure_times
 from dither.snip.settings import PROBES, Goal, check_weights, pins, weights_said
-from dither.snip.slots import slots_of
 from dither.snip.solver import Rows, Solution
 from dither.snip.solver import frontier as frontier_of
 from dither.snip.verification import verify as verify_scores
-from dither.tables import print_table
-from dither.train import checkpoint, config
-from dither.train.distributed import joined
+from dither.spec import Plan, did_you_mean, matches
+from dither.spec.random import Stream
+from dither.train import config
 from dither.train.files import CHECKPOINTS, CONFIG, VERIFICATION
+from dither.train.ranks import joined
 from dither.train.recorder import write_file
 from dither.train.trainer import Trainer, open_corpus
 
@@ -399,7 +398,7 @@ def _opened(path: str, device: str | None, emulate: bool, fallback: Fallback | N
         if ranks.world > 1:
             raise UserError("dither plan runs in one process: start it without torchrun.")
         with bars.stage(f"Reading {path}"):
-            point = given if folder != given else checkpoint.newest(folder / CHECKPOINTS)[0]
+            point = given if folder != given else write.newest(folder / CHECKPOINTS)[0]
             if point is None:
                 raise UserError(f"The run {path!r} has no whole checkpoint yet: train it for a while first.")
             job = Trainer(run, open_corpus(run, folder, ranks), ranks, initial=False)

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import tyro
 
+from dither.console import ProgressBars
 from dither.errors import UserError
-from dither.progress import ProgressBars
 
 
 def report(
@@ -50,7 +50,7 @@ def report(
     if json:
         print(made.json())
     if png is not None or svg is not None:
-        from dither.report.plots import write_figures
+        from dither.report.figures import write_figures
 
         with bars.stage("Drawing figures"):
             figures = [*(write_figures(made, png, "png") if png else []), *(write_figures(made, svg, "svg") if svg else [])]

@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from dither.progress import ProgressBars
-from dither.tables import print_table
+from dither.console import ProgressBars, print_table
 
 Column = Literal["run", "status", "model", "precision", "steps", "loss", "tokens/s", "memory", "when"]
 

@@ -12,18 +12,18 @@ from typing import Annotated, Literal
 
 import tyro
 
+from dither.checkpoint.foreign import is_dcp
+from dither.commands.launch import launch
+from dither.console import print_table
 from dither.data.tokenizer import TOKENIZER
 from dither.errors import DitherError, UserError
-from dither.report.images import line_images
-from dither.storage.dcp import is_dcp
-from dither.tables import print_table
+from dither.report.figures import line_images
 from dither.train import config as configs
 from dither.train.config import Config, Model
 from dither.train.files import CONFIG, TOKENS
-from dither.train.launch import launch
 from dither.train.loop import Outcome
 from dither.train.loop import train as run
-from dither.train.progress import Progress, duration
+from dither.train.metrics import Progress, duration
 from dither.train.weights import checkpoint_of
 
 Words = tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]]

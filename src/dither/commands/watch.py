@@ -42,8 +42,7 @@ def watch(
 
 
 def _serve(run: Path, port: int, until_end: bool) -> int:
-    from dither.report.live import LiveServer
-    from dither.report.terminal_view import TerminalView
+    from dither.report.watch import LiveServer, TerminalView
 
     view = TerminalView(run)
     with LiveServer(run, port) as server:
@@ -69,7 +68,7 @@ def _terminal(run: Path) -> int:
     from rich.console import Console
     from rich.live import Live
 
-    from dither.report.terminal_view import TerminalView
+    from dither.report.watch import TerminalView
 
     view, console = TerminalView(run), Console(highlight=False, markup=False)
     ended = view.ended()

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from dither.data.tokens import Tokens
 from dither.errors import UserError
-from dither.random import Stream
-from dither.reference.loss import IGNORE
-from dither.reference.philox import philox4x32
+from dither.ops.reference.loss import IGNORE
+from dither.ops.reference.philox import philox4x32
+from dither.spec.random import Stream
 
 ROUNDS = 8
 """Rounds of the Feistel network. Four are indistinguishable from random if the round function is (Luby and Rackoff)."""

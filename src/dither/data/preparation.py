@@ -20,14 +20,14 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from dither import safe_files
+from dither import files as safe_files
+from dither.console import Tick
 from dither.data.chat import ChatTemplate, Conversation, file_hashes, split_conversations
 from dither.data.splits import split_documents
 from dither.data.text import MANIFEST, SEPARATOR, Reading, Skip, Sources, first_line, listed
 from dither.data.tokenizer import BYTES, TOKENIZER, Array, Tokenizer
 from dither.data.tokens import CHAT_FORMAT, COUNTED, FORMAT, SPLITS, Corpus, Counts, manifest_text, open_tokens
 from dither.errors import UserError
-from dither.progress import Tick
 
 SHARD = 1 << 27
 """Default number of tokens per shard."""

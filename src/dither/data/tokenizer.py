@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dither.data.text import SEPARATOR, Document, first_line
 from dither.errors import UserError
-from dither.safe_files import Refused, read_text
+from dither.files import Refused, read_text
 
 TOKENIZER = "tokenizer.json"
 

@@ -13,26 +13,233 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dither import safe_files
+from dither import files as safe_files
 from dither.data.chat import FILES
-from dither.data.shards import FileShard
 from dither.data.text import MANIFEST
 from dither.data.tokenizer import TOKENIZER, Array, Tokenizer
-from dither.data.verification import Shard
-from dither.data.verification import verify as verify_shards
 from dither.errors import UserError
-from dither.safe_files import Refused
+from dither.files import CHUNK, Refused
+
+MOST = 1 << 24
+"""Most tokens per read of a whole shard."""
+
+
+class FileShard:
+    """The tokens of an open file, as much like a one-dimensional array as `Tokens` needs.
+
+    Args:
+        file: The file, which may be closed afterwards: the shard keeps its own descriptor.
+        dtype: The type of a token.
+        count: The number of tokens.
+        name: The path, for messages.
+
+    >>> import tempfile
+    >>> with tempfile.NamedTemporaryFile() as file:
+    ...     _ = file.write(np.arange(10, dtype="<u2").tobytes())
+    ...     file.flush()
+    ...     shard = FileShard(file, np.dtype("<u2"), 10, "train-00000.bin")
+    ...     print(len(shard), shard[7:12])
+    10 [7 8 9]
+    """
+
+    ndim = 1
+
+    def __init__(self, file: Any, dtype: np.dtype[Any], count: int, name: str) -> None:
+        self.dtype, self.count, self.name = dtype, count, name
+        self._file = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._file)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, part: slice) -> Array:
+        """Return consecutive tokens."""
+        start, stop, step = part.indices(self.count)
+        if step != 1:
+            raise UserError(f"Tokens of a shard are read one after the other, not with a step of {step}.")
+        out = np.empty(max(stop - start, 0), self.dtype)
+        left, at = out.data.cast("B"), start * self.dtype.itemsize
+        while left:
+            try:
+                count = os.preadv(self._file, [left], at)
+            except OSError as error:  # such as a failed disk, or a file that was removed on a network file system
+                raise UserError(f"{self.name!r} cannot be read at byte {at:,}: {error.strerror}.") from None
+            if not count:
+                raise UserError(
+                    f"{self.name!r} has {os.fstat(self._file).st_size:,} bytes, and it had "
+                    f"{self.count * self.dtype.itemsize:,} when it was opened: another process truncated it, so prepare the "
+                    "tokens again and resume with --resume."
+                )
+            left, at = left[count:], at + count
+        return out
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        """Return all tokens."""
+        whole = np.concatenate([self[at : at + MOST] for at in range(0, self.count, MOST)] or [np.empty(0, self.dtype)])
+        return whole if dtype is None else whole.astype(dtype)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return np.array, (np.asarray(self),)  # in another process it is an ordinary array
+
+
+SMALL = 64 << 20
+"""Bytes of a folder that are verified each time, within a tenth of a second, and not remembered."""
+
+TOLD = 1 << 30
+"""Bytes from which on the progress is reported."""
+
+SECONDS = 10.0
+"""Seconds between two reports of the progress."""
+
+SETTLED = 2_000_000_000
+"""Nanoseconds: a file that changed later than this before it was read is not remembered, as its time may stay the same."""
+
+MOST_FOLDERS = 1000
+"""Folders that are remembered; the oldest are forgotten."""
+
+VERIFIED_FORMAT = "dither verified 1"
+
+
+class Shard(NamedTuple):
+    """A file with the size and the SHA-256 that its manifest states."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+def verify_shards(
+    folder: Path,
+    shards: Sequence[Shard],
+    *,
+    again: bool = False,
+    say: Callable[[str], None] | None = None,
+    stop: threading.Event | None = None,
+    small: int = SMALL,
+) -> int:
+    """Compare the SHA-256 of shards with their manifest, except for those that are remembered. Return the bytes read.
+
+    Args:
+        folder: The folder of the shards.
+        shards: The shards.
+        again: Read all shards, also those that are remembered.
+        say: Called with the progress, if there is much to read.
+        stop: Stop reading and raise an InterruptedError when this is set.
+        small: Folders with at most so many bytes are read each time.
+    """
+    began, whole = time.time_ns(), sum(shard.size for shard in shards)
+    known = {} if again or whole <= small else _recall(folder)
+    stamps = {shard.name: _stamp(folder / shard.name) for shard in shards}
+    wanted = [shard for shard in shards if known.get(shard.name) != [*stamps[shard.name], shard.sha256]]
+    reader = _Reader(folder, sum(shard.size for shard in wanted), say, stop or threading.Event())
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1, max(1, len(wanted))), "dither-verify") as pool:
+        for shard, found in zip(wanted, pool.map(reader.digest, wanted), strict=True):
+            if found != shard.sha256:
+                reader.stop.set()
+                raise UserError(
+                    f"{str(folder / shard.name)!r} does not match its SHA-256: its bytes have changed; prepare it again."
+                )
+    reader.finish()
+    if wanted and whole > small:
+        settled = {name: stamp for name, stamp in stamps.items() if max(stamp[1:]) < began - SETTLED}
+        same = {name: stamp for name, stamp in settled.items() if _stamp(folder / name) == stamp}
+        _remember(folder, {shard.name: [*same[shard.name], shard.sha256] for shard in shards if shard.name in same})
+    return reader.size
+
+
+def cache_folder() -> Path:
+    """Return the folder of what is remembered; it may not exist."""
+    own, base = os.environ.get("DITHER_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    return Path(own) if own else Path(base) / "dither" if base else Path(os.path.expanduser("~")) / ".cache" / "dither"
+
+
+class _Reader:
+    """Hash shards in several threads, and report the progress."""
+
+    def __init__(self, folder: Path, size: int, say: Callable[[str], None] | None, stop: threading.Event) -> None:
+        self.folder, self.size, self.stop = folder, size, stop
+        self.say = say if size >= TOLD else None
+        self.lock, self.done = threading.Lock(), 0
+        self.began = self.said = time.monotonic()
+        if self.say is not None:
+            self.say(f"Verifying {size / 1e9:.1f} GB of tokens in {str(folder)!r} ...")
+
+    def digest(self, shard: Shard) -> str:
+        sha256, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK))
+        with safe_files.open_plainly(self.folder / shard.name) as file:
+            while count := file.readinto(buffer):  # type: ignore[attr-defined]
+                if self.stop.is_set():
+                    raise InterruptedError
+                sha256.update(buffer[:count])
+                self._count(count)
+        return sha256.hexdigest()
+
+    def _count(self, count: int) -> None:
+        with self.lock:
+            self.done += count
+            now = time.monotonic()
+            if self.say is not None and now - self.said >= SECONDS:
+                self.said = now
+                rate = self.done / (now - self.began)
+                left = (self.size - self.done) / rate
+                done = f"Verified {self.done / 1e9:.1f} of {self.size / 1e9:.1f} GB"
+                self.say(f"{done} at {rate / 1e9:.2f} GB/s, {left:.0f} s left.")
+
+    def finish(self) -> None:
+        if self.say is not None:
+            seconds = max(time.monotonic() - self.began, 1e-9)
+            self.say(
+                f"Verified {self.size / 1e9:.1f} GB in {seconds:.0f} s, {self.size / 1e9 / seconds:.2f} GB/s; files that do "
+                "not change are not read again."
+            )
+
+
+def _stamp(path: Path) -> list[int]:
+    """Return the size and the times of modification and change of a file."""
+    found = path.stat(follow_symlinks=False)
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+
+
+def _place(folder: Path) -> Path:
+    name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
+    return cache_folder() / "verified" / f"{name}.json"
+
+
+def _recall(folder: Path) -> dict[str, Any]:
+    """Return what is remembered of a folder; a damaged or missing file means nothing."""
+    try:
+        value, _ = safe_files.read_json(_place(folder))
+    except (Refused, OSError):
+        return {}
+    right = isinstance(value, dict) and value.get("format") == VERIFIED_FORMAT and value.get("folder") == str(folder.resolve())
+    return value["files"] if right and isinstance(value.get("files"), dict) else {}
+
+
+def _remember(folder: Path, files: dict[str, Any]) -> None:
+    """Remember verified shards. Where nothing can be written, they are verified again next time."""
+    place = _place(folder)
+    text = safe_files.to_json({"format": VERIFIED_FORMAT, "folder": str(folder.resolve()), "files": files}, "verified shards")
+    with suppress(OSError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        safe_files.replace(place, text)
+        there = sorted(place.parent.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+        for old in there[:-MOST_FOLDERS]:
+            old.unlink(missing_ok=True)
+
 
 FORMAT = "dither tokens 1"
 CHAT_FORMAT = "dither tokens 2"

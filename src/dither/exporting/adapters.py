@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from dither.errors import UserError
-from dither.exporting.checking import TOLERANCE, require, sample_tokens
-from dither.exporting.layout import Layout
+from dither.exporting.layers import Layout
+from dither.exporting.record import TOLERANCE, require, sample_tokens
 from dither.exporting.tokenizer_files import AnyTokenizer, write_tokenizer
 from dither.models import CausalLM
 from dither.models.folder_files import appearing, write_json

@@ -1,5 +1,6 @@
 """Export a model as a Hugging Face folder: weights in any format, config, tokenizer, record and model card."""
 
+import copy
 import json
 import math
 import os
@@ -13,24 +14,73 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from dither.console import Stage, silent
 from dither.errors import UserError
-from dither.exporting.card import model_card
-from dither.exporting.checking import check as compare
-from dither.exporting.dequantized import dequantized, plain_model
 from dither.exporting.formats import AUTO, DENSE, FORMATS, check_format, format_of
-from dither.exporting.gguf_file import GGUF, read_gguf, write_new_file
-from dither.exporting.layers import Choice, EncodedLayer, Engine, choose, encode
-from dither.exporting.layout import Layout
-from dither.exporting.record import Export, ExportedLayer
+from dither.exporting.gguf import GGUF, read_gguf, write_new_file
+from dither.exporting.layers import Choice, EncodedLayer, Engine, Layout, choose, encode
+from dither.exporting.record import Export, ExportedLayer, model_card
+from dither.exporting.record import check as compare
 from dither.exporting.tokenizer_files import AnyTokenizer, check_fit, write_tokenizer
+from dither.files import sync
 from dither.models.folder_files import CONFIG, INDEX, WEIGHTS, appearing, check_new, write_json
+from dither.models.presets import empty
+from dither.models.transformers_models import HuggingFace
+from dither.nn.convert import convert
 from dither.nn.deployment import Evaluate, evaluating, plan_from_bitwidths
 from dither.nn.linear import Linear
-from dither.nn.linear_sites import converted_layers, linear_of
-from dither.precision import Plan
-from dither.progress import Stage, silent
-from dither.safe_files import sync
+from dither.nn.sites import converted_layers, linear_of
+from dither.spec import LayerPrecision, Plan
 from dither.versions import versions
+
+
+def plain_copy(layout: Layout) -> nn.Module:
+    """Return an unconverted float32 copy of a model, on the device of its weights."""
+    device = next(layout.model.parameters()).device
+    if not layout.is_transformers:
+        fresh: Any = empty(layout.model.config, device, torch.float32)
+    else:
+        with torch.random.fork_rng(devices=[]):
+            fresh = type(layout.model)(copy.deepcopy(layout.model.config)).to(device, torch.float32)
+    state = fresh.state_dict()
+    with torch.no_grad():
+        for name, tensor in layout.model.state_dict().items():
+            if name in state:
+                state[name].copy_(tensor)
+    return fresh.eval()  # type: ignore[no-any-return]
+
+
+def plain_model(layout: Layout) -> nn.Module:
+    """Return the same with the interface of our models: `model(tokens, targets)` returns the loss."""
+    model = plain_copy(layout)
+    return HuggingFace(model) if layout.is_transformers else model
+
+
+@torch.no_grad()
+def dequantized(layout: Layout, choices: Sequence[Choice], numbers: Mapping[str, Tensor], dense: torch.dtype) -> nn.Module:
+    """Return a plain float32 model with the weights of an exported folder, which casts inputs as engines do.
+
+    Args:
+        layout: The model that was exported.
+        choices: The formats of its layers; an empty list leaves inputs uncast.
+        numbers: The numbers of layers in few bits, by the names of parameters.
+        dense: The dtype of all other weights in the folder.
+    """
+    model = plain_copy(layout)
+    for name, tensor in model.state_dict().items():
+        if name in numbers:
+            tensor.copy_(numbers[name])
+        elif tensor.is_floating_point():
+            tensor.copy_(tensor.to(dense))
+    rules = tuple(
+        (choice.site.name, LayerPrecision(input=cast))
+        for choice in choices
+        if choice.format and (cast := FORMATS[choice.format].input_cast)
+    )
+    if rules:
+        convert(model, Plan(layers=rules), emulate=True)
+    return HuggingFace(model) if layout.is_transformers else model
+
 
 NO_EXPERTS = "re:^no experts in few bits$"
 """A target of compressed-tensors that matches no layer."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dither.errors import UserError
 from dither.ops import Quantized, quantize
-from dither.precision import Cast, did_you_mean
+from dither.spec import Cast, did_you_mean
 
 DENSE: Mapping[str, torch.dtype] = MappingProxyType({"bf16": torch.bfloat16, "fp16": torch.float16})
 """Formats without casts, and their dtypes."""

@@ -1,9 +1,21 @@
 """The record of an export."""
 
+import importlib.metadata
+import importlib.util
+import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dither.errors import UserError
+from dither.models.folder_files import load_dequantized
+from dither.nn.deployment import evaluating
+from dither.spec import Plan
 
 
 @dataclass(frozen=True)
@@ -103,3 +115,139 @@ class Export:
 
 def _megabytes(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 10**9 else f"{count / 1e6:.2f} MB"
+
+
+TOLERANCE = 1e-5
+"""The largest difference of logits that passes, relative to the largest logit or 1."""
+
+TOKENS = 32
+
+
+def require(package: str, why: str, extra: str = "export") -> None:
+    """Raise unless a package is installed."""
+    if importlib.util.find_spec(package) is None:
+        raise UserError(f"{why} needs {package.replace('_', '-')}, which is not installed: pip install 'dither[{extra}]'.")
+
+
+def load(place: Path, *, quantized: bool) -> Any:
+    """Load a folder or a GGUF file with transformers: weights are dequantized, and products are those of float32 inputs."""
+    require("transformers", "--check")
+    require("accelerate", "--check")
+    if quantized:
+        require("compressed_tensors", "--check of this format")
+    if place.is_file():
+        import transformers
+
+        read = transformers.AutoModelForCausalLM.from_pretrained
+        return read(place.parent, gguf_file=place.name, dtype=torch.float32, trust_remote_code=False).eval()
+    return load_dequantized(place)
+
+
+def sample_tokens(vocab_size: int, longest: int | None) -> Tensor:
+    """Return two sequences of tokens spread over the vocabulary."""
+    count = min(TOKENS, longest or TOKENS)
+    return torch.randint(vocab_size, (2, count), generator=torch.Generator().manual_seed(0))
+
+
+def check(place: Path, ours: nn.Module, *, quantized: bool, vocab_size: int, longest: int | None) -> Check:
+    """Compare the logits of a folder with those of our model; raise if they differ by more than `TOLERANCE`."""
+    tokens = sample_tokens(vocab_size, longest)
+    with torch.no_grad():
+        theirs: Tensor = load(place, quantized=quantized)(input_ids=tokens, use_cache=False).logits.float()
+    with evaluating(ours):
+        expected = ours(tokens.to(next(ours.parameters()).device)).float().cpu()
+    difference, largest = (theirs - expected).abs().max().item(), expected.abs().max().item()
+    if not math.isfinite(difference) or difference > TOLERANCE * max(1.0, largest):
+        raise UserError(
+            f"The logits of the exported folder differ by {difference:.2g} from those of the dequantized model (largest "
+            f"{largest:.3g}): nothing was written; this is a defect, please report it."
+        )
+    versions = {name: importlib.metadata.version(name) for name in ("transformers", "compressed-tensors") if _installed(name)}
+    return Check(difference, largest, tokens.numel(), versions)
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+ENGINES = {
+    "bf16": "transformers, vLLM and everything else that reads Hugging Face folders",
+    "fp16": "transformers, vLLM and everything else that reads Hugging Face folders",
+    "fp8-block": "vLLM; transformers (with accelerate; without a GPU it dequantizes the weights)",
+}
+
+MOST_ROWS = 40
+
+
+def model_card(record: Export, config: Mapping[str, Any], plan: Plan | None) -> str:
+    """Return the text of README.md."""
+    engines = ENGINES.get(record.format, "vLLM; transformers with compressed-tensors")
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- dither", f"- {record.format}"]
+    lines += ["---", "", f"# {_plain(record.path.name)}", ""]
+    lines += [
+        f"A {config['architectures'][0]} with {record.parameters:,} parameters, exported by Dither in the format "
+        f"`{record.format}`. It loads in {engines}.",
+        "",
+        *_losses(record),
+        *_sizes(record),
+        *_kept(record),
+        *_made(record, plan),
+    ]
+    return "\n".join(lines)
+
+
+def _losses(record: Export) -> list[str]:
+    lines = ["## Loss on held-out text", ""]
+    if record.loss_before is None or record.loss_after is None:
+        return [*lines, "Not measured.", ""]
+    lines += ["| | loss, nats per token |", "|---|---|", f"| before the cast | {record.loss_before:.5f} |"]
+    return [*lines, f"| after the cast | {record.loss_after:.5f} |", ""]
+
+
+def _sizes(record: Export) -> list[str]:
+    lines = ["## Sizes", "", "| format | linear layers | weights | bits per weight |", "|---|---|---|---|"]
+    lines += [f"| {format} | {count} | {weights:,} | {bits:.2f} |" for format, count, weights, bits in record.sizes()]
+    return [*lines, "", f"All files of weights have {record.bytes:,} bytes for {record.parameters:,} parameters.", ""]
+
+
+def _kept(record: Export) -> list[str]:
+    if not record.kept:
+        return []
+    lines = ["## Layers in 16 bits", "", "| layer | shape | reason |", "|---|---|---|"]
+    for layer in record.kept[:MOST_ROWS]:
+        lines.append(f"| `{layer.name}` | {' x '.join(map(str, layer.shape))} | {layer.reason} |")
+    more = len(record.kept) - MOST_ROWS
+    return [*lines, *([f"| and {more} more | | |"] if more > 0 else []), ""]
+
+
+def _made(record: Export, plan: Plan | None) -> list[str]:
+    given = dict(record.provenance)
+    libraries = given.pop("versions", {})
+    lines = ["## How it was made", ""]
+    if command := given.pop("command", None):
+        lines += ["```", str(command).replace("```", ""), "```", ""]
+    own = given.pop("plan", None)
+    if rows := [f"| {key} | {_plain(value)} |" for key, value in given.items() if value is not None]:
+        lines += ["| | |", "|---|---|", *rows, ""]
+    chosen = plan.to_dict() if plan is not None else own
+    if chosen is not None:
+        lines += ["The plan:", "", "```json", json.dumps(chosen, indent=1), "```", ""]
+    if record.check is not None:
+        by = ", ".join(f"{name} {version}" for name, version in record.check.versions.items())
+        lines += [
+            f"Checked with {by}: over {record.check.tokens} tokens the logits differ by at most {record.check.difference:.2g} "
+            f"from those of the dequantized model, whose largest logit is {record.check.largest:.3g}.",
+            "",
+        ]
+    lines += [f"{note}\n" for note in record.notes]
+    return [*lines, "Versions: " + ", ".join(f"{name} {version}" for name, version in libraries.items()) + ".", ""]
+
+
+def _plain(value: object) -> str:
+    """Return a value as text for a cell of a table."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -12,13 +12,14 @@ from torch import nn
 from dither.data import Tokenizer
 from dither.data.chat import SIMPLE
 from dither.errors import UserError
-from dither.experiments.evaluation import parse_cast
 from dither.exporting.sources import Source
-from dither.models import CausalLM, generate
-from dither.nn.conversion import convert
+from dither.models.causal import CausalLM
+from dither.models.generation import generate
+from dither.nn.convert import convert
 from dither.nn.deployment import deploy
-from dither.precision import LayerPrecision, Plan
-from dither.recipes import recipe
+from dither.spec import LayerPrecision, Plan
+from dither.spec.recipes import recipe
+from dither.train.evaluation import parse_cast
 
 
 @dataclass(frozen=True)

@@ -11,28 +11,28 @@ from typing import Any
 import torch
 from torch import nn
 
+from dither.checkpoint import write
+from dither.checkpoint.read import SavedTensors
+from dither.checkpoint.state import plan_of
+from dither.console import Stage, silent
 from dither.data import Corpus, Tokenizer, load_tokenizer
 from dither.errors import UserError
 from dither.evaluate.held_out import perplexity
-from dither.experiments.evaluation import _config_of, _other, checkpoint_of
-from dither.exporting.checking import load
 from dither.exporting.folder import SLACK
+from dither.exporting.record import load
 from dither.exporting.tokenizer_files import AnyTokenizer
 from dither.models import CausalLM, HuggingFace, hf, load_pretrained
 from dither.models.folder_files import CONFIG as MODEL_CONFIG
 from dither.models.folder_files import read_json
-from dither.nn.conversion import convert
+from dither.nn.convert import convert
 from dither.nn.deployment import Evaluate, plan_from_bitwidths
-from dither.precision import Plan
-from dither.progress import Stage, silent
-from dither.storage.reading import SavedTensors
-from dither.train import checkpoint
+from dither.spec import Plan
 from dither.train.config import Config, RunSettings
-from dither.train.distributed import joined
+from dither.train.evaluation import _config_of, _other, checkpoint_of
 from dither.train.files import CONFIG, TOKENIZER_FILES
 from dither.train.lora import merged_model
 from dither.train.lora_settings import Lora
-from dither.train.state import plan_of
+from dither.train.ranks import joined
 from dither.train.trainer import Trainer, open_corpus
 
 
@@ -202,7 +202,7 @@ def deployment_plan(source: Source, slack: float = SLACK) -> Plan:
                 "neither: name one with --plan."
             )
         return plan
-    tensors, _ = checkpoint.load(source.path)
+    tensors, _ = write.load(source.path)
     sampled = load_pretrained(source.path)
     convert(sampled, plan, emulate=True)
     with torch.no_grad():

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from dither.errors import UserError
-from dither.integrations.steps import OpenStep
+from dither.integrations.loops import OpenStep
 
 
 class OptimizerSteps:

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dither.errors import UserError
-from dither.nn.conversion import apply_plan, planned_otherwise
-from dither.nn.linear import Linear
-from dither.nn.linear_sites import converted_layers, linear_of
-from dither.nn.sampled_layer import BITWIDTHS
-from dither.precision import OPERANDS, LayerPrecision, Plan
+from dither.nn.convert import apply_plan, planned_otherwise
+from dither.nn.linear import BITWIDTHS, Linear
+from dither.nn.sites import converted_layers, linear_of
+from dither.spec import OPERANDS, LayerPrecision, Plan
 
 FILE = "dither_state.safetensors"
 """Name of the file within a checkpoint folder."""

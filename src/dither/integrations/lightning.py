@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from dither.errors import UserError
-from dither.integrations.steps import OpenStep
-from dither.nn.linear_sites import converted_layers
+from dither.integrations.loops import OpenStep
+from dither.nn.sites import converted_layers
 
 try:
     from lightning.fabric.plugins.precision import Precision as FabricPrecision

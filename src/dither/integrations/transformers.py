@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from dither.errors import UserError
-from dither.integrations.layer_metrics import layer_metrics
 from dither.integrations.layer_states import FILE, load_state, save_state, state_names
-from dither.integrations.steps import OpenStep
-from dither.nn.linear_sites import converted_layers
+from dither.integrations.loops import OpenStep, layer_metrics
 from dither.nn.plan_schedule import PlanSchedule
+from dither.nn.sites import converted_layers
 from dither.optim.adamw import AdamW
 from dither.snip.controller import Snip
 

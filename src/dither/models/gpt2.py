@@ -16,7 +16,7 @@ from torch.nn import functional
 from dither.errors import UserError
 from dither.models.causal import check_fields
 from dither.models.gpt import GPT, MLP, Backbone, Block
-from dither.nn.conv1d import Conv1D
+from dither.nn.layers import Conv1D
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from dither.errors import UserError
 from dither.models.causal import PlainLM, check_fields, normal_from
-from dither.nn.gated import GatedMLP
+from dither.nn.layers import GatedMLP
 from dither.nn.output import Output
 
 

@@ -17,10 +17,10 @@ from dither.models.causal import PlainLM
 from dither.models.gpt2 import GPT2, GPT2Config
 from dither.models.gpt_neo import GPTNeo, GPTNeoConfig
 from dither.models.llama import Llama, LlamaConfig
-from dither.nn.linear_sites import find_sites
+from dither.nn.sites import find_sites
 from dither.optim.shards import shards
-from dither.precision import did_you_mean
-from dither.random import Stream
+from dither.spec import did_you_mean
+from dither.spec.random import Stream
 
 Config = LlamaConfig | GPT2Config | GPTNeoConfig
 

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dither.checkpoint.manifest import MANIFEST
+from dither.checkpoint.read import SavedTensors
 from dither.errors import UserError
 from dither.models.causal import CausalLM
 from dither.models.presets import empty, preset
 from dither.models.transformers_models import hf
-from dither.storage.manifest import MANIFEST
-from dither.storage.reading import SavedTensors
 
 RUN, CHECKPOINTS = "config.toml", "checkpoints"
 

@@ -18,15 +18,15 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from dither.bitwidths import DEPLOYABLE, VARIANCE, capacity, deployable
 from dither.errors import UserError
-from dither.formats import Format
-from dither.nn.conversion import _reasons
+from dither.nn.convert import _reasons
 from dither.nn.linear import Linear
-from dither.nn.linear_sites import Site, find_sites
+from dither.nn.sites import Site, find_sites
 from dither.ops import quantize
-from dither.precision import Cast, Granularity, LayerPrecision, Plan, Sampling
-from dither.reference.sampling import block_amax
+from dither.ops.reference.sampling import block_amax
+from dither.spec import Cast, Granularity, LayerPrecision, Plan, Sampling
+from dither.spec.bitwidths import DEPLOYABLE, VARIANCE, capacity, deployable
+from dither.spec.formats import Format
 
 Evaluate = Callable[[nn.Module], float]
 """A function (model) -> loss, which is called with the model in eval mode."""
@@ -97,7 +97,7 @@ def effective_precision(model: nn.Module, *, formats: Sequence[str] = DEPLOYABLE
         slack: Bits by which b_t may exceed the capacity of a format: guidance moves b_t toward b_target, and not quite there.
 
     >>> import dither, torch
-    >>> from dither.precision import Sampling
+    >>> from dither.spec import Sampling
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 64))
     >>> _ = dither.convert(model, dither.Plan().with_sampling(Sampling(b_init=5, b_target=3)))
     >>> with torch.no_grad():  # as if they had learned
@@ -257,7 +257,7 @@ def plan_from_bitwidths(
         formats: The formats to choose from.
 
     >>> import dither, torch
-    >>> from dither.precision import Sampling
+    >>> from dither.spec import Sampling
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 64))
     >>> _ = dither.convert(model, dither.Plan().with_sampling(Sampling(b_init=4, b_target=3)))
     >>> print(plan_from_bitwidths(model).for_layer("0"))
@@ -447,7 +447,7 @@ def deploy_blocks(
     A block has one scale and an integer number of bits for the index of its format. `slack` is that of `effective_precision`.
 
     >>> import dither, torch
-    >>> from dither.precision import Sampling
+    >>> from dither.spec import Sampling
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 64))
     >>> _ = dither.convert(model, dither.Plan().with_sampling(Sampling(b_init=5, b_target=3)))
     >>> with torch.no_grad():

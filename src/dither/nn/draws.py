@@ -29,8 +29,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import checkpoint
 
 from dither.errors import UserError
-from dither.nn.tensor_parallel import local
-from dither.precision import LayerPrecision
+from dither.nn.sharded.tensor_parallel import local
+from dither.spec import LayerPrecision
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -19,7 +19,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from dither.nn import functional
 from dither.nn.linear import Linear
-from dither.precision import LayerPrecision, MemoryOptions
+from dither.spec import LayerPrecision, MemoryOptions
 
 NAME = "dither"
 """Name of Dither's function in the registry of transformers, and of the child module in a converted module."""

@@ -12,16 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from dither import engines
 from dither.errors import UserError
 from dither.nn import functional
 from dither.nn.experts import ExpertsLinear
-from dither.nn.functional import Amax, Casting, Codes, Settings
+from dither.nn.functional import Amax, Casting, Codes, Settings, as_input
+from dither.nn.fused import KeptInputs
 from dither.nn.linear import Linear, rows_of
-from dither.nn.linear_sites import converted_layers
-from dither.nn.operands import as_input
-from dither.nn.swiglu import KeptInputs
-from dither.precision import OPERANDS, Cast, LayerPrecision
+from dither.nn.sites import converted_layers
+from dither.spec import OPERANDS, Cast, LayerPrecision, engines
 
 BUFFERS = ("weight_codes", "weight_scale", "weight_tensor_scale")
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from dither.nn.operands import autocast_dtype
-from dither.reference.loss import ROOM
+from dither.nn.functional import autocast_dtype
+from dither.ops.reference.loss import ROOM
 
 ALIGNMENT = ROOM
 """Rows of logits begin at multiples of this many elements (128 bytes of 16-bit numbers); gradients have the same padding."""

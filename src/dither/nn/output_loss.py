@@ -3,7 +3,7 @@
 Shapes: x_ND is the input of the layer (N tokens), weight_VD its weight (V words), logits_NV its output.
 
 Run apart, the loss writes gradients of the logits in 16 bits, 2 N V bytes, and the layer reads them again to cast them. Here
-the backward pass computes both at once (`dither.kernels.loss_codes`). Codes along V are made for one part of the rows at a
+the backward pass computes both at once (`dither.ops.triton.loss`). Codes along V are made for one part of the rows at a
 time: then the peak, N V bytes of codes along N and a part of those along V beside the logits, stays below that of gradients.
 """
 
@@ -14,17 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from dither import engines
-from dither import loss_ops as loss_ops
-from dither.compiler import assume_constant_result
 from dither.nn import functional, hints
-from dither.nn.functional import Codes, Settings
+from dither.nn.functional import Codes, Settings, as_input, autocast_dtype
 from dither.nn.linear import Linear, rows_of
-from dither.nn.operands import as_input, autocast_dtype
 from dither.ops import INPUT_DTYPES
-from dither.precision import Cast
-from dither.reference.loss import IGNORE
-from dither.reference.loss_codes import largest_gradient, writes_codes
+from dither.ops.backend import assume_constant_result
+from dither.ops.reference.loss import IGNORE, largest_gradient, writes_codes
+from dither.spec import Cast, engines
 
 PARTS = 2
 """Parts of the rows whose codes along V exist at the same time as the logits."""

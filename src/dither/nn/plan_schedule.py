@@ -9,10 +9,10 @@ from typing import Literal
 from torch import nn
 
 from dither.errors import UserError
-from dither.nn.conversion import Conversion, apply_plan, converted_names, planned_otherwise, prepare_plans
-from dither.precision import SAMPLINGS, LayerPrecision, Plan, did_you_mean
-from dither.precision.forward import with_forward_casts
-from dither.recipes import ALIASES, MEASURED, RECIPES, recipe
+from dither.nn.convert import Conversion, apply_plan, converted_names, planned_otherwise, prepare_plans
+from dither.spec import SAMPLINGS, LayerPrecision, Plan, did_you_mean
+from dither.spec.plan import with_forward_casts
+from dither.spec.recipes import ALIASES, MEASURED, RECIPES, recipe
 
 FORWARD = "forward"
 """Word after a recipe or a file: only the forward products are cast as there."""

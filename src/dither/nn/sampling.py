@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from dither.bitwidths import safe_bitwidth
 from dither.errors import UserError
 from dither.nn import functional
-from dither.precision import Cast, Sampling
-from dither.reference.sampling import LN2, pow2, to_dtype
+from dither.ops.reference.sampling import LN2, pow2, to_dtype
+from dither.spec import Cast, Sampling
+from dither.spec.bitwidths import safe_bitwidth
 
 FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 """Names of the dtypes of sampled numbers."""

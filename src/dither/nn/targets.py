@@ -2,7 +2,7 @@
 
 Noise d of bitwidth b in the weight of one layer changes the loss by g . d + d . H d / 2 + ..., and d is proportional to 2^-b.
 Averaged over draws, the first term is zero and the second is a * 4^-b, with one number a per layer. The noise of different
-layers is independent, so their rises add up, and `dither.bitwidths.allocate` divides a tolerance among them.
+layers is independent, so their rises add up, and `dither.spec.bitwidths.allocate` divides a tolerance among them.
 """
 
 import math
@@ -16,14 +16,14 @@ from rich import box
 from rich.table import Table
 from torch import Tensor, nn
 
-from dither.bitwidths import allocate, capacity, safe_bitwidth
 from dither.errors import UserError
-from dither.nn.conversion import _patterns, _reasons
+from dither.nn.convert import _patterns, _reasons
 from dither.nn.deployment import _printed, _weight, evaluating, replaced
-from dither.nn.linear_sites import find_sites
-from dither.precision import LayerPrecision, Plan, Sampling
-from dither.random import Stream
-from dither.reference.sampling import block_amax
+from dither.nn.sites import find_sites
+from dither.ops.reference.sampling import block_amax
+from dither.spec import LayerPrecision, Plan, Sampling
+from dither.spec.bitwidths import allocate, capacity, safe_bitwidth
+from dither.spec.random import Stream
 
 LossFunction = Callable[[nn.Module, Any], Any]
 """A function (model, batch) -> loss, a number or a 0-d tensor."""

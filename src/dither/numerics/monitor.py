@@ -2,19 +2,291 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from dither.errors import UserError
-from dither.formats import TABLE
-from dither.numerics import updates
-from dither.numerics.observe import Observer, compiled_modules, layers_of, merged, observing, untouched
+from dither.nn.experts import ExpertLinear
+from dither.nn.functional import autocast_dtype
+from dither.nn.linear import Linear
+from dither.nn.sharded import tensor_parallel
+from dither.nn.sharded.tensor_parallel import local
+from dither.numerics import counts as numerics
+from dither.numerics.counts import COUNTS, EXPONENTS, UpdateCounts, required_factor, update_counts
 from dither.numerics.report import KEPT, OPERANDS, STAGNANT, LayerNumerics, LossScale, Operand, Report, WeightUpdate, percent
-from dither.reference.numerics import COUNTS, EXPONENTS, required_factor
+from dither.ops.reference import scales as scaling
+from dither.ops.reference.adamw import FORMATS, wide_weight
+from dither.optim.adamw import AdamW
+from dither.optim.states import EXTRA
+from dither.snip.statistics import cut_by_tensor_parallelism
+from dither.snip.update_rules import read_moments
+from dither.spec import Cast
+from dither.spec.formats import TABLE
+from dither.spec.groups import storage_dtype
+
+LINE = len(numerics.COUNTS) + 4
+"""Number of values per operand: see `dither.numerics.counts.summary`."""
+
+PRODUCT_FORMATS = {storage_dtype(TABLE[name]): name for name in ("fp32", "bf16", "fp16")}
+
+
+def layers_of(model: nn.Module) -> dict[str, Linear]:
+    """Return every converted layer by its name in the model; experts by their names in plans."""
+    return {
+        module.name if isinstance(module, ExpertLinear) else name: module
+        for name, module in model.named_modules()
+        if isinstance(module, Linear)
+    }
+
+
+@dataclass
+class Observer:
+    """Collects numbers of layers' operands; `observing` attaches it to a model."""
+
+    layers: Mapping[str, Linear]
+    compute: str | None = None
+    """Format of operands without a cast; None takes that of autocast or of the tensors."""
+    exponents: bool = False
+    """Count the exponents of output gradients, for the loss scale."""
+    found: dict[tuple[str, str], list[Tensor]] = field(default_factory=dict)
+    casts: dict[tuple[str, str], tuple[str, bool]] = field(default_factory=dict)
+    """(cast, True if the tensor was in that format already) of each operand."""
+    gradients: list[Tensor] = field(default_factory=list)
+    """Counts of the exponents of output gradients, float64[256] each."""
+    narrow: bool = False
+    """True if an output gradient was in FP16 already, so that its smallest numbers have become zero."""
+
+    @torch.no_grad()
+    def before(self, name: str, layer: nn.Module, args: Any, named: Any) -> None:
+        """Record the input and, at the first call, the weight, which FSDP2 has gathered by then."""
+        assert isinstance(layer, Linear)
+        # Skip the recomputation of checkpointed blocks in backward.
+        if not layer.training or torch._C._current_graph_task_id() != -1:
+            return
+        x: Tensor = args[0] if args else named["input"]
+        product = autocast_dtype(x) or x.dtype
+        self._look(name, layer, "input", tensor_parallel.part_of(x.detach()).matrix, product, 1)
+        if (name, "weight") not in self.found:
+            self._look(
+                name, layer, "weight", tensor_parallel.local(layer.weight.detach()), product, 0 if layer.transposed else 1
+            )
+
+    def after(self, name: str, layer: nn.Module, _: Any, y: Tensor) -> None:
+        """Register a hook that records the gradient of the output."""
+        assert isinstance(layer, Linear)
+        if layer.training and y.requires_grad:
+            y.register_hook(partial(self._gradient, name, layer))  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def _gradient(self, name: str, layer: Linear, dy: Tensor) -> None:
+        dy_MN = tensor_parallel.part_of(dy).matrix
+        self._look(name, layer, "grad", dy_MN, dy.dtype, 1)
+        if self.exponents:
+            self.narrow = self.narrow or dy.dtype == torch.float16
+            self.gradients.append(numerics.exponent_counts(dy_MN))
+
+    @torch.no_grad()
+    def _look(self, name: str, layer: Linear, operand: str, x: Tensor, product: torch.dtype, axis: int) -> None:
+        cast = layer.precision.casts_of(operand)[0]  # in the first of its products, along the observed axis
+        came = False
+        if cast is None:
+            cast = Cast(self.compute or PRODUCT_FORMATS[product])
+            came = PRODUCT_FORMATS.get(x.dtype) == cast.format
+        elif operand == "input":  # as the layer converts it before its cast
+            x = x.to(product)
+        given = delayed_amax(layer, operand) if cast.scaling.kind == "delayed" else None
+        if given is not None:
+            given = torch.where(given > 0, given, x.abs().amax().float())
+        self.casts.setdefault((name, operand), (str(cast), came))
+        self.found.setdefault((name, operand), []).append(numerics.summary(numerics.cast_counts(x, cast, axis, given)))
+
+    def lines(self, device: torch.device) -> Tensor:
+        """Return the numbers of each operand over all calls: float64[layers, 3, 10]."""
+        unseen = torch.zeros(LINE, dtype=torch.float64, device=device)
+        unseen[-3:] = torch.nan
+        keys = [(name, operand) for name in self.layers for operand in OPERANDS]
+        each = [
+            merged(torch.stack([line.to(device) for line in self.found[key]])) if key in self.found else unseen for key in keys
+        ]
+        return torch.stack(each).view(len(self.layers), len(OPERANDS), LINE)
+
+
+def merged(lines: Tensor) -> Tensor:
+    """Merge float64[n, ..., 10] into float64[..., 10]: add counts, keep extremes of magnitudes and scales.
+
+    The median scale becomes the median of the medians.
+    """
+    if len(lines) == 1:
+        return lines[0]
+    count = len(numerics.COUNTS)
+    counts, amax, low, middle, high = torch.split(lines, [count, 1, 1, 1, 1], dim=-1)
+    extremes = [
+        amax.amax(0),
+        low.nan_to_num(nan=torch.inf).amin(0),
+        middle.nanmedian(0).values,
+        high.nan_to_num(nan=-torch.inf).amax(0),
+    ]
+    none = middle.isnan().all(0)
+    extremes[1:] = [torch.where(none, torch.nan, each) for each in extremes[1:]]
+    return torch.cat([counts.sum(0), *extremes], dim=-1)
+
+
+def delayed_amax(layer: Linear, operand: str) -> Tensor:
+    """Return the amax by which a layer's history scales an operand, 0-d; 0 while one of its histories is empty."""
+    scales = {
+        each: getattr(layer.precision, each).scaling for each in OPERANDS if getattr(layer, f"{each}_history") is not None
+    }
+    known = {
+        each: scaling.delayed_amax(tensor_parallel.local(getattr(layer, f"{each}_history")), scale)
+        for each, scale in scales.items()
+    }
+    full = torch.stack([amax > 0 for amax in known.values()]).all()
+    return torch.where(full, known[operand], 0.0)
+
+
+@contextmanager
+def observing(model: nn.Module, observer: Observer) -> Iterator[None]:
+    """Let an observer record the forward and backward passes inside the context, without changing their results."""
+    parallel, hooks = cut_by_tensor_parallelism(model), []
+    for name, layer in observer.layers.items():
+        hooks.append(layer.register_forward_pre_hook(partial(observer.before, name), with_kwargs=True))
+        # Before the hooks of tensor parallelism, which return the local shard as a plain tensor.
+        hooks.append(layer.register_forward_hook(partial(observer.after, name), prepend=parallel))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Undo the side effects of the passes inside: restore gradients, buffers, generators and the state of layers.
+
+    Compiled blocks run uncompiled inside, and DistributedDataParallel reduces nothing.
+    """
+    parameters = list(model.parameters())
+    gradients = [parameter.grad for parameter in parameters]
+    layers = [module for module in model.modules() if isinstance(module, Linear)]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    plain = [{key: value for key, value in vars(layer).items() if isinstance(value, bool | int | None)} for layer in layers]
+    counts = [layer.draws.counts for layer in layers]
+    devices = sorted({parameter.device.index for parameter in parameters if parameter.is_cuda})
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if isinstance(model, DistributedDataParallel):
+            stack.enter_context(model.no_sync())
+        try:
+            for parameter in parameters:
+                parameter.grad = None
+            yield
+        finally:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            with torch.no_grad():
+                for buffer, saved in buffers:
+                    buffer.copy_(saved)
+            for layer, values, count in zip(layers, plain, counts, strict=True):
+                vars(layer).update(values)
+                layer.draws.counts = count
+
+
+def compiled_modules(model: nn.Module) -> Sequence[str]:
+    """Return the names of the modules that torch.compile has compiled."""
+    whole = [""] if isinstance(model, torch._dynamo.OptimizedModule) else []
+    return whole + [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
+
+
+NEEDED = ("lr", "betas", "eps", "weight_decay")
+
+
+class Measured(NamedTuple):
+    """Counts of a layer's weight, and the format and rounding in which its updates are accumulated."""
+
+    counts: UpdateCounts
+    format: str
+    rounding: str
+
+
+def check(optimizer: torch.optim.Optimizer) -> None:
+    """Raise unless an optimizer has moments like AdamW's."""
+    if any(key not in group for group in optimizer.param_groups for key in NEEDED):
+        raise UserError(
+            f"{type(optimizer).__name__} has no moments like AdamW's, from which updates could be computed: leave out "
+            "optimizer= to monitor operands only."
+        )
+
+
+@torch.no_grad()
+def measured(optimizer: torch.optim.Optimizer, layers: Mapping[str, Linear]) -> dict[str, Measured]:
+    """Measure the last update of each layer's weight; skip layers that have no step yet or are not in the optimizer."""
+    places = {id(p): (group, number) for group in optimizer.param_groups for number, p in enumerate(group["params"])}
+    found: dict[str, Measured] = {}
+    experts: dict[int, tuple[Tensor, Tensor, Any, str]] = {}  # one parameter holds all experts: compute its update once
+    for name, layer in layers.items():
+        parameter, index = (
+            (getattr(layer._home[0], layer._parameter), layer._index)
+            if isinstance(layer, ExpertLinear)
+            else (layer.weight, None)
+        )
+        if id(parameter) not in places or "exp_avg" not in optimizer.state.get(parameter, {}):
+            continue
+        if index is None:
+            w, update, dtype, rounding = weight_and_update(optimizer, parameter, *places[id(parameter)])
+        else:
+            if id(parameter) not in experts:
+                experts[id(parameter)] = weight_and_update(optimizer, parameter, *places[id(parameter)])
+            w, update, dtype, rounding = experts[id(parameter)]
+            w, update = w[index], update[index]
+        found[name] = Measured(update_counts(w, update, FORMATS[dtype]), FORMATS[dtype].name, rounding)
+    return found
+
+
+def weight_and_update(
+    optimizer: torch.optim.Optimizer, parameter: Tensor, group: dict[str, Any], number: int
+) -> tuple[Tensor, Tensor, torch.dtype, str]:
+    """Return (weight, last update in float32, dtype in which updates are accumulated, rounding).
+
+    For a sharded parameter, these are those of this rank's shard.
+    """
+    state = optimizer.state[parameter]
+    found = read_moments(optimizer, parameter, group, number)
+    w = local(parameter.detach())
+    v = local(state["max_exp_avg_sq"]).float() if group.get("amsgrad") else found.v
+    rounding = "nearest"
+    if found.update is not None and found.update.master:
+        own = {key: local(state[key]) for key in (*EXTRA, "exp_avg_sq") if key in state}
+        w = as_stored(wide_weight(as_stored(w, found.transposed), own), found.transposed)
+    elif found.update is not None and w.dtype != torch.float32:
+        rounding = found.update.weights
+    t, lr = (on_device(each, w.device) for each in (state["step"], group["lr"]))
+    rest1, rest2 = (1 - torch.pow(beta, t) for beta in group["betas"])
+    update = (lr / rest1).float() * found.m / (v.sqrt() / rest2.sqrt().float() + group["eps"])
+    decoupled = isinstance(optimizer, torch.optim.AdamW | AdamW)
+    if decoupled and group["weight_decay"]:
+        update += (lr * group["weight_decay"]).float() * w.float()
+    return w, update, w.dtype, rounding
+
+
+def on_device(value: Tensor | float, device: torch.device) -> Tensor:
+    """Return a 0-d float64 tensor; a number of the host is filled in, since copying it would synchronize with the device."""
+    if isinstance(value, Tensor) and value.device == device:
+        return value.detach().double()
+    return torch.full((), float(value), dtype=torch.float64, device=device)
+
+
+def as_stored(x: Tensor, transposed: bool) -> Tensor:
+    """Return a state in the orientation of its weight."""
+    return x.T if transposed else x
+
 
 UPDATE = 3
 """Numbers per weight: nonzero updates, updates that rounding to nearest drops, and the median of |update| / spacing."""
@@ -67,7 +339,7 @@ class Monitor:
         if not layers_of(model):
             raise UserError(f"{type(model).__name__} has no dither.Linear to monitor: convert it first.")
         if optimizer is not None:
-            updates.check(optimizer)
+            check(optimizer)
         self.model, self.optimizer, self.every, self.scaler, self.group = model, optimizer, every, scaler, group
         self.tell = tell
         self.report: Report | None = None
@@ -120,7 +392,7 @@ class Monitor:
         """Combine all numbers with a single synchronization and set `report`."""
         first = next(iter(observer.layers.values())).weight
         device = first.device
-        found = {} if self.optimizer is None else updates.measured(self.optimizer, observer.layers)
+        found = {} if self.optimizer is None else measured(self.optimizer, observer.layers)
         count = len(observer.layers)
         still = torch.zeros(UPDATE, dtype=torch.float64, device=device)  # filled on the device: a copy would synchronize
         still[-1:].fill_(math.nan)
@@ -165,7 +437,7 @@ class Monitor:
             self.tell(text)
 
 
-def _report(step: int, observer: Observer, found: dict[str, updates.Measured], numbers: list[float]) -> Report:
+def _report(step: int, observer: Observer, found: dict[str, Measured], numbers: list[float]) -> Report:
     count, width = len(observer.layers), len(COUNTS) + 4
     end = count * len(OPERANDS) * width
     moved, stagnant, ratio = (numbers[end + i * count : end + (i + 1) * count] for i in range(3))

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dither.adam_update import Piece, Update
 from dither.errors import UserError
-from dither.nn.tensor_parallel import local
+from dither.nn.sharded.tensor_parallel import local
+from dither.ops.reference.adamw import second_moment, store_state, zero_state
 from dither.optim.adamw import AdamW
 from dither.optim.peers import Moments
 from dither.optim.roles import Role, role_of, sections
 from dither.optim.shards import as_matrix, like, reduce_cuts, shards, spread_over
 from dither.optim.slots import Arrangement, Part, Slot
 from dither.optim.states import EXTRA, count_of
-from dither.random import matrix_size
-from dither.reference.adamw import second_moment, store_state, zero_state
+from dither.spec.optimizer import Piece, Update
+from dither.spec.random import matrix_size
 
 
 class AdamMini(AdamW):

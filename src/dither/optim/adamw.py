@@ -1,6 +1,6 @@
 """AdamW with 16-bit or 8-bit weights and states: one pass over memory, many tensors per launch, no device-to-host reads.
 
-The formulas are in `dither.reference.adamw`. An optimizer is built in layers, each a class in its own file: `Members`
+The formulas are in `dither.ops.reference.adamw`. An optimizer is built in layers, each a class in its own file: `Members`
 (parameters and their options), `States` (formats of the moments), `SavedStates` (state_dict), `Tables` (device tables and
 kernel batches), and `AdamW` (the step).
 """
@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from dither.compiler import disable
 from dither.errors import DitherError, UserError
-from dither.nn.tensor_parallel import local
-from dither.optim.options import check_numbers, check_optimizer, check_torchs, read_numbers, rounding_of
+from dither.nn.sharded.tensor_parallel import local
+from dither.ops.backend import disable
+from dither.ops.reference.adamw import FORMATS
+from dither.optim.groups import check_numbers, check_optimizer, check_torchs, read_numbers, rounding_of
 from dither.optim.shards import as_matrix, reduce_cuts, spread_over
 from dither.optim.slots import Arrangement, Slot
 from dither.optim.tables import Tables, known_numbers
-from dither.random import check_backend
-from dither.reference.adamw import FORMATS
+from dither.spec.random import check_backend
 
 
 class NonFiniteError(DitherError):

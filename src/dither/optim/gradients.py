@@ -15,9 +15,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
-from dither.nn.guidance import sampling_parameters
-from dither.precision import did_you_mean
-from dither.random import Stream, matrix_size
+from dither.nn.bitwidths import sampling_parameters
+from dither.spec import did_you_mean
+from dither.spec.random import Stream, matrix_size
 
 GRADIENTS = ("fp32", "bf16", "bf16-sr")
 """Kinds of gradients: float32, bfloat16 with sums rounded to nearest, or bfloat16 with sums rounded stochastically."""

@@ -9,15 +9,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from dither.adam_update import MOST_BLOCK, Update
 from dither.errors import UserError
-from dither.nn.tensor_parallel import local
-from dither.optim.naming import check_names, names_from, names_of
-from dither.optim.options import WATCHED, check_group, check_torchs, rounding_of, update_for
+from dither.nn.sharded.tensor_parallel import local
+from dither.ops.reference.adamw import FORMATS, LOW
+from dither.optim.groups import WATCHED, check_group, check_names, check_torchs, names_from, names_of, rounding_of, update_for
 from dither.optim.shards import shards
 from dither.optim.slots import Arrangement, Slot
-from dither.reference.adamw import FORMATS
-from dither.reference.masters import LOW
+from dither.spec.optimizer import MOST_BLOCK, Update
 
 
 class Members(Optimizer):

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dither.adam_update import Update
 from dither.errors import UserError
-from dither.nn.tensor_parallel import local
-from dither.reference import dynamic
-from dither.reference.adamw import store_state
+from dither.nn.sharded.tensor_parallel import local
+from dither.ops.reference import state_maps
+from dither.ops.reference.adamw import store_state
+from dither.spec.optimizer import Update
 
 BLOCK = 256
 """bitsandbytes: number of neighbours of the flattened tensor that share a scale."""
@@ -111,7 +111,7 @@ def same_codes(saved: Mapping[str, Any], shape: torch.Size, update: Update) -> d
         return None
     state = {}
     for which, key, signed in ((1, "exp_avg", True), (2, "exp_avg_sq", False)):
-        values = dynamic.decode(torch.arange(256), signed)
+        values = state_maps.decode(torch.arange(256), signed)
         if not torch.allclose(entries[f"qmap{which}"].cpu(), values, rtol=1e-6, atol=1e-12):
             return None
         state[key] = entries[f"state{which}"]
@@ -139,5 +139,5 @@ def bitsandbytes_state(state: Mapping[str, Tensor], moments: Moments, update: Up
             assert scales is not None
             codes, largest = codes.flatten()[: moment.numel()].view(moment.shape), scales.flatten()
         made[f"state{which}"], made[f"absmax{which}"] = codes, largest.clone()
-        made[f"qmap{which}"] = dynamic.decode(torch.arange(256, device=codes.device), signed)
+        made[f"qmap{which}"] = state_maps.decode(torch.arange(256, device=codes.device), signed)
     return made

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dither.errors import UserError
-from dither.nn.guidance import sampling_parameters
-from dither.nn.held_weight import HoldingLayer
+from dither.nn.bitwidths import sampling_parameters
+from dither.nn.linear import HoldingLayer
 from dither.optim.adamw import AdamW, NonFiniteError
 from dither.optim.slots import Slot
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dither.errors import UserError
-from dither.nn.guidance import sampling_parameters
+from dither.nn.bitwidths import sampling_parameters
 
 
 @dataclass(frozen=True)

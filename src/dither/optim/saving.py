@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dither.adam_update import LOSSLESS
 from dither.errors import UserError
-from dither.nn.tensor_parallel import local
-from dither.optim.options import IMPLEMENTATIONS, MEANING, NEWER, NUMBERS, PREVIOUS, check_numbers, check_torchs, read_numbers
+from dither.nn.sharded.tensor_parallel import local
+from dither.optim.groups import IMPLEMENTATIONS, MEANING, NEWER, NUMBERS, PREVIOUS, check_numbers, check_torchs, read_numbers
 from dither.optim.peers import THEIRS, check_saved_group, read_moments, same_codes
 from dither.optim.slots import Slot
 from dither.optim.states import States, count_of
+from dither.spec.optimizer import LOSSLESS
 
 
 class SavedStates(States):

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dither.adam_update import Piece, Update
+from dither.spec.optimizer import Piece, Update
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class PartBatch:
     """Parts that one kernel launch updates, and whose sums of squares are all-reduced over the same ranks."""
 
     batch: Any
-    """`Batch` or `MiniBatch` of `dither.reference.adamw` or of `dither.kernels.adamw`."""
+    """`Batch` or `MiniBatch` of `dither.ops.reference.adamw` or of `dither.ops.triton.adamw`."""
     parts: tuple[Part, ...]
     parameter: Tensor
     """One of the parameters; its placement says which ranks these are."""

@@ -7,16 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dither.adam_update import Update
 from dither.errors import UserError
-from dither.nn.tensor_parallel import local
+from dither.nn.sharded.tensor_parallel import local
+from dither.ops.reference.adamw import LOW, load_state, split, split24, store_state, wide_weight, zero_state
 from dither.optim.members import Members
 from dither.optim.peers import Moments
 from dither.optim.shards import as_matrix, like
 from dither.optim.slots import Slot
-from dither.random import matrix_size
-from dither.reference.adamw import load_state, store_state, zero_state
-from dither.reference.masters import LOW, split, split24, wide_weight
+from dither.spec.optimizer import Update
+from dither.spec.random import matrix_size
 
 EXTRA = ("master", "master_low", "remainder")
 """The entries beside the moments: float32 masters, low bits of split ones, or Kahan's remainder. A state has one at most."""

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dither.adam_update import HYPER, Piece
 from dither.errors import UserError
-from dither.nn.tensor_parallel import local
+from dither.nn.sharded.tensor_parallel import local
+from dither.ops.torch_ops import implementation
 from dither.optim.saving import SavedStates
 from dither.optim.shards import as_matrix, shards, spread_over
 from dither.optim.slots import Arrangement, Part, PartBatch, Slot
 from dither.optim.states import EXTRA, OWN
-from dither.random import Stream
-from dither.torch_ops import implementation
+from dither.spec.optimizer import HYPER, Piece
+from dither.spec.random import Stream
 
 
 class Tables(SavedStates):

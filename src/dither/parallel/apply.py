@@ -14,19 +14,17 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from dither.errors import UserError
-from dither.nn.coded_shard import CodedShard
-from dither.nn.compiling import find_blocks
+from dither.nn.compile import find_blocks
 from dither.nn.linear import Linear
-from dither.nn.row_shards import RowShard
 from dither.nn.sampling import sharded_like
-from dither.nn.tensor_parallel import local
-from dither.nn.weight_gather import WeightGather, gather_problem
-from dither.parallel.checks import check_model
+from dither.nn.sharded.gather import CodedShard, WeightGather, gather_problem
+from dither.nn.sharded.scales import RowShard
+from dither.nn.sharded.tensor_parallel import local
 from dither.parallel.layout import Layout
 from dither.parallel.reduction import REDUCTIONS, BFloat16ReduceScatter, OneRankReduceScatter
-from dither.parallel.roles import is_transformers, roles
+from dither.parallel.roles import check_model, is_transformers, roles
 from dither.parallel.styles import Style
-from dither.random import Stream
+from dither.spec.random import Stream
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -74,7 +74,7 @@ class Layout:
         Traceback (most recent call last):
         dither.errors.UserError: 4 attention heads cannot be divided by tp=3.
         """
-        from dither.parallel.checks import check_model  # imports models, which need safetensors
+        from dither.parallel.roles import check_model  # imports models, which need safetensors
 
         check_model(model, tp=self.tp, pp=self.pp)
 

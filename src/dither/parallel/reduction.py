@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from dither.errors import UserError
-from dither.random import Stream
+from dither.spec.random import Stream
 
 REDUCTIONS = ("fp32", "bf16", "bf16-sr")
 """Exchanges of gradients: in float32, or in bfloat16 rounded to nearest or stochastically. Sums are float32 in all of them."""

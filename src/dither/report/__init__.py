@@ -3,7 +3,7 @@
 from typing import Any
 
 from dither.errors import renamed
-from dither.report.images import line_images as line_images
+from dither.report.figures import line_images as line_images
 from dither.report.page import Report as Report
 from dither.report.page import render as render
 from dither.report.page import write as write

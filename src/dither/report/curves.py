@@ -4,9 +4,9 @@ import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from dither.evaluate.estimates import Estimate, estimate, paired
 from dither.report.charts import Line, LineChart, kept
 from dither.report.comparison import Comparison, shown
-from dither.report.estimates import Estimate, estimate, paired
 from dither.report.run_folder import RunFolder, number
 
 AXES = ("steps", "tokens", "seconds", "FLOPs")

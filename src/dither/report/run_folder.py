@@ -13,11 +13,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from dither import run_lock, safe_files
+from dither import files, run_lock
+from dither.console import Tick
 from dither.errors import UserError
-from dither.precision import Plan
-from dither.progress import Tick
-from dither.safe_files import Refused
+from dither.files import Refused
+from dither.spec import Plan
 
 LARGEST_METRICS = 256 << 20
 """Maximum size of the metrics in bytes: about a million lines of training."""
@@ -244,7 +244,7 @@ def _is_run(folder: Path) -> bool:
 
 def _compared(folder: Path) -> list[Path]:
     try:
-        data, _ = safe_files.read_json(folder / "comparison.json")
+        data, _ = files.read_json(folder / "comparison.json")
     except Refused as error:
         raise UserError(f"The comparison in {str(folder)!r} cannot be read: {error}.") from None
     entries = data.get("entries") if isinstance(data, dict) else None
@@ -260,7 +260,7 @@ def _compared(folder: Path) -> list[Path]:
 def _object(folder: Path, name: str, missing: list[str]) -> dict[str, Any]:
     """Read a file that holds a JSON object; on failure add a sentence to `missing` and return {}."""
     try:
-        found, _ = safe_files.read_json(folder / name)
+        found, _ = files.read_json(folder / name)
         if not isinstance(found, dict):
             raise Refused(f"{name} is JSON, but not an object")
         return found
@@ -280,7 +280,7 @@ def observed_status(folder: Path, missing: list[str]) -> dict[str, Any]:
 def _config(folder: Path, missing: list[str]) -> tuple[str, dict[str, Any]]:
     text = ""
     try:
-        text = safe_files.read(folder / "config.toml").decode()
+        text = files.read(folder / "config.toml").decode()
         return text, tomllib.loads(text)
     except Refused as error:
         missing.append(f"{error}.")
@@ -326,7 +326,7 @@ def _text(value: object) -> str:
 
 def _metrics(folder: Path, missing: list[str]) -> dict[str, tuple[Mapping[str, Any], ...]]:
     try:
-        data = safe_files.read(folder / "metrics.jsonl", most=LARGEST_METRICS)
+        data = files.read(folder / "metrics.jsonl", most=LARGEST_METRICS)
     except Refused as error:
         missing.append(f"{error}.")
         return {}
@@ -353,7 +353,7 @@ def _by_kind(lines: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Mapping[str,
 def _figures(folder: Path, missing: list[str]) -> dict[str, tuple[Mapping[str, Any], ...]]:
     """Read the lines of training, evaluations, starts and ends; of training only step, speed and memory."""
     try:
-        with safe_files.open_plainly(folder / "metrics.jsonl") as file:
+        with files.open_plainly(folder / "metrics.jsonl") as file:
             size = file.seek(0, os.SEEK_END)
             begin = size - TAIL if size > LARGEST_METRICS else 0
             file.seek(begin)
@@ -395,7 +395,7 @@ def parsed(data: bytes, broken: list[str]) -> Iterator[Mapping[str, Any]]:
         try:
             if len(raw) > LONGEST_LINE:
                 raise Refused(f"it has more than {LONGEST_LINE >> 20} MiB")
-            line = safe_files.from_json(raw)
+            line = files.from_json(raw)
             if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
                 raise Refused("it is not an object with a kind")
             if type(line.get("step")) is not int or not 0 <= line["step"] < 1 << 53:

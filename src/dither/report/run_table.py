@@ -9,11 +9,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from dither.console import Stage, silent
 from dither.errors import UserError
-from dither.progress import Stage, silent
-from dither.report.numbers import ABSENT, fixed, short, size
+from dither.report.charts import ABSENT, fixed, short, size
+from dither.report.comparison import median_speed, peak_memory, precision_of
 from dither.report.run_folder import RunFolder, number, read_briefly
-from dither.report.summary import median_speed, peak_memory, precision_of
 
 DEEPEST = 8
 """Levels of folders that are searched."""
@@ -47,7 +47,7 @@ class RunRow:
     loss: float | None
     """Last held-out loss, in nats per token."""
     tokens_per_s: float | None
-    """Median over the run: see `dither.report.summary.median_speed`."""
+    """Median over the run: see `dither.report.comparison.median_speed`."""
     memory: float | None
     """Peak memory in bytes."""
     changed: float | None

@@ -3,15 +3,14 @@
 from typing import Any
 
 from dither.errors import renamed
-from dither.snip.auto import auto_plan as auto_plan
 from dither.snip.baselines import BASELINES as BASELINES
 from dither.snip.controller import Decision as Decision
 from dither.snip.controller import Snip as Snip
 from dither.snip.divergence import Scores as Scores
 from dither.snip.dry_run import pipelined as pipelined
-from dither.snip.layer_options import Option as Option
-from dither.snip.layer_options import options as options
-from dither.snip.optimizer_state import update_rules_of as update_rules_of
+from dither.snip.fp8_auto import auto_plan as auto_plan
+from dither.snip.options import Option as Option
+from dither.snip.options import options as options
 from dither.snip.planning import build_plan as build_plan
 from dither.snip.planning import choose as choose
 from dither.snip.probes import score as score
@@ -37,6 +36,7 @@ from dither.snip.update_rules import MuonRule as MuonRule
 from dither.snip.update_rules import RmspropRule as RmspropRule
 from dither.snip.update_rules import SgdRule as SgdRule
 from dither.snip.update_rules import UpdateRule as UpdateRule
+from dither.snip.update_rules import update_rules_of as update_rules_of
 from dither.snip.verification import Verification as Verification
 from dither.snip.verification import verify as verify
 

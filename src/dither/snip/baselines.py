@@ -19,14 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from dither.errors import UserError
-from dither.precision import OPERANDS, PARTS, PRODUCTS, Cast, matches
-from dither.random import Stream
-from dither.snip.layer_options import Option
+from dither.snip.options import Option
 from dither.snip.planning import blocks_of, choose
 from dither.snip.savings import efficiency
 from dither.snip.settings import Goal
 from dither.snip.solver import SLACK, Solution
 from dither.snip.statistics import Statistics
+from dither.spec import OPERANDS, PARTS, PRODUCTS, Cast, matches
+from dither.spec.random import Stream
 
 Baseline = Callable[[Statistics, Sequence[Option], Goal], Solution]
 

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,21 +20,146 @@ from torch import distributed as dist
 from torch import nn
 
 from dither.errors import UserError
-from dither.nn.conversion import prepare_plans
-from dither.precision import Plan
-from dither.ranks import first_error
-from dither.snip.base_plan import WithBasePlan
+from dither.nn.convert import apply_plan, prepare_plans
+from dither.ops.ranks import first_error, gather
 from dither.snip.divergence import Scores
-from dither.snip.effort import Effort
-from dither.snip.estimates import Begun, Estimates
-from dither.snip.feasibility import check_goal
-from dither.snip.layer_options import Option
-from dither.snip.layer_options import options as combinations
-from dither.snip.planning import build_plan, check_finite, choice_of, choose
+from dither.snip.dry_run import DryRun
+from dither.snip.effort import Effort, choose_effort
+from dither.snip.options import Option
+from dither.snip.options import options as combinations
+from dither.snip.planning import build_plan, check_finite, check_goal, choice_of, choose
+from dither.snip.probes import estimate, score
 from dither.snip.savings import Times, measure_times
 from dither.snip.settings import Estimator, Goal, Schedule, TrainingSetup, Value, with_old_keywords
 from dither.snip.solver import Rows, Solution
 from dither.snip.statistics import cut_by_tensor_parallelism, layers_of
+from dither.spec import Plan
+from dither.spec.random import Stream
+from dither.spec.recipes import recipe
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Estimates that are not complete yet."""
+
+    step: int
+    """First step of the estimates."""
+    parts: tuple[Scores, ...] = ()
+
+    @property
+    def layers(self) -> set[str]:
+        """Return the names of the layers that are done."""
+        return {name for part in self.parts for name in part.layers}
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """Takes the estimates of a model in training, each time those of the layers that are next."""
+
+    model: nn.Module
+    optimizer: Any
+    options: Sequence[Option]
+    estimator: Estimator
+    schedule: Schedule
+    setup: TrainingSetup
+    forward: Callable[..., Any] | None
+
+    @cached_property
+    def effort(self) -> Effort:
+        """Return the work of one set of estimates. In a pipeline all ranks have to ask for it together."""
+        return choose_effort(self.estimator, self.schedule, self._layer_count, self.options)
+
+    @cached_property
+    def _layer_count(self) -> int:
+        count = len(layers_of(self.model, some=False))
+        return count if self.setup.pipeline is None else sum(gather(count, self.setup.pipeline))
+
+    def complete(self, begun: Begun) -> bool:
+        """Return True if no layer is left."""
+        return self.effort.steps == 1 or len(begun.layers) >= self._layer_count
+
+    def part(self, begun: Begun, batches: Any) -> Scores:
+        """Return the scores of the layers that are next, or of all layers if the estimates are not spread."""
+        stream = Stream(self.estimator.seed, "snip", str(begun.step))
+        optional = {"forward": self.forward, "setup": None if self.setup == TrainingSetup() else self.setup}
+        given: dict[str, Any] = {name: value for name, value in optional.items() if value is not None}
+        probe, rows = self.effort.probe, self.estimator.rows
+        if self.effort.steps == 1:
+            chosen: dict[str, Any] = {} if probe == "measure" else {"probe": probe}
+            chosen |= {"rows": True} if rows else {}
+            call = self.estimator.score or score
+            return call(self.model, batches, self.optimizer, self.options, stream=stream, step=begun.step, **given, **chosen)
+        dry_run = DryRun(self.model, batches, self.optimizer, stream=stream, **given)
+        left = [name for name in dry_run.names if name not in begun.layers]
+        only = left[: self.effort.layers]
+        return estimate(dry_run, self.options, probe=probe, rows=rows, step=begun.step, only=only)
+
+
+class WithBasePlan:
+    """Base of `dither.snip.Snip` with its base plan and the plan in force."""
+
+    base: Plan
+    """New plans change the casts of its layers and keep the rest."""
+    plan: Plan
+    """The plan in force."""
+    model: nn.Module
+    schedule: Schedule
+    rests: bool
+    """True while no statistics are taken and nothing is chosen."""
+    _again: bool  # True if statistics are due, since the base has changed
+    _chosen: bool
+    _begun: Any
+    _pending: Any
+    _setup: TrainingSetup
+
+    def begin_base(self, base: Plan | str) -> None:
+        """Set the first base, which the model has already."""
+        self.base = self.plan = recipe(base) if isinstance(base, str) else base
+        self.rests, self._again = False, False
+
+    def rebase(self, base: Plan | str, *, chooses: bool | None = None) -> None:
+        """Apply another base plan to the model, between steps, and choose on top of it from now on.
+
+        The base replaces the plan in force. Statistics that no plan has followed from are dropped, and new ones are taken at
+        the next step from `schedule.start` on, so that a choice follows `schedule.delay` steps later.
+
+        Args:
+            base: The plan, or the name of a recipe.
+            chooses: False lets SNIP rest until the next `rebase`; None does so if the base casts nothing.
+        """
+        plan = recipe(base) if isinstance(base, str) else base
+        self._switch(plan)
+        self.base = self.plan = plan
+        self.rests = plan.uncast if chooses is None else not chooses
+        self._again, self._chosen, self._begun, self._pending = not self.rests, False, None, None
+
+    def measures_at(self, step: int) -> bool:
+        """Return True if statistics are taken at a step: by the schedule, or since the base has changed."""
+        if self.rests:
+            return False
+        due = self.schedule.measures_at(step) or (self._again and step >= self.schedule.start)
+        self._again &= not due
+        return due
+
+    def _switch(self, wanted: Plan) -> None:
+        """Apply a plan to the model; in a pipeline, the rules that match layers of this stage."""
+        if self._setup.pipeline is not None:
+            names = list(layers_of(self.model, some=False))
+            wanted = wanted.for_layers(names)
+            if not names:
+                return
+        apply_plan(self.model, wanted)
+
+    def base_state(self) -> dict[str, Any]:
+        """Return the base in plain values for a checkpoint."""
+        return {"base": self.base.to_dict(), "rests": self.rests, "again": self._again}
+
+    def load_base_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state. States of earlier versions have no base: it is the one that the model began with."""
+        if "base" in state:
+            self.base = Plan.from_dict(state["base"])
+        self.rests, self._again = bool(state.get("rests", False)), bool(state.get("again", False))
+
 
 VERSION = 1
 """Version of a saved state."""

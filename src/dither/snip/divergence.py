@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dither.errors import UserError
-from dither.snip.layer_options import Option
+from dither.snip.options import Option
 from dither.snip.statistics import VERSION, LayerStatistics, Statistics, check_version, load_json
 
 Table = tuple[tuple[float, ...], ...]

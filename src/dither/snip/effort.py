@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dither.errors import UserError
-from dither.snip.layer_options import Option
+from dither.snip.options import Option, slots_of
 from dither.snip.settings import Estimator, Schedule
-from dither.snip.slots import slots_of
 
 PASS = 2.0
 """Time of a pass of an estimate per token, relative to a training step: it runs uncompiled and without fast products."""

@@ -32,14 +32,13 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from dither.errors import UserError
 from dither.nn.linear import Linear
-from dither.nn.tensor_parallel import local
-from dither.precision import Cast, LayerPrecision
-from dither.random import Stream
+from dither.nn.sharded.tensor_parallel import local
 from dither.snip import divergence
 from dither.snip.dry_run import DryRun, LossAndGradients
-from dither.snip.layer_options import Option
-from dither.snip.slots import Slot, slots_of
+from dither.snip.options import Option, Slot, slots_of
 from dither.snip.statistics import LayerStatistics, Statistics
+from dither.spec import Cast, LayerPrecision
+from dither.spec.random import Stream
 
 See = Callable[[tuple[str, str], Linear, Tensor, float], None]
 """(layer's name and operand, layer, rows, their share of all rows) -> None."""

@@ -4,14 +4,18 @@ import glob
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
 
 from dither.errors import UserError
-from dither.precision import OPERANDS, SAMPLINGS, LayerPrecision, Plan, did_you_mean, matches
-from dither.snip.layer_options import Option
+from dither.snip.options import Option
 from dither.snip.savings import costs, efficiency
 from dither.snip.settings import Goal, Value
 from dither.snip.solver import Rows, Solution, accepts_quality, solve
-from dither.snip.statistics import LayerStatistics
+from dither.snip.statistics import LayerStatistics, layers_of
+from dither.spec import OPERANDS, SAMPLINGS, LayerPrecision, Plan, did_you_mean, matches
 
 
 @accepts_quality
@@ -19,7 +23,7 @@ def choose(harm: Rows, layers: Sequence[LayerStatistics], options: Sequence[Opti
     """Return the options of least total harm that reach the goal; `harm` has one row per layer and one column per option.
 
     >>> from types import SimpleNamespace as Layer
-    >>> from dither.snip.layer_options import options
+    >>> from dither.snip.options import options
     >>> layers = [Layer(name="blocks.0.up", M=8, N=4, K=4), Layer(name="blocks.1.up", M=8, N=4, K=4)]
     >>> harm = [[0, 1, 1, 2, 1, 2, 2, 3], [0, 2, 2, 4, 2, 4, 4, 6]]
     >>> choose(harm, layers, options("fp8,fp4"), Goal(target=0.5)).choice
@@ -47,8 +51,8 @@ def check_finite(harm: Rows, layers: Sequence[str], options: Sequence[Option]) -
 def build_plan(layers: Sequence[str], options: Sequence[Option], solution: Solution, base: Plan, **provenance: Value) -> Plan:
     """Return `base` with one more rule per layer: the chosen casts, and the sampling that `base` has for the layer.
 
-    >>> from dither.recipes import recipe
-    >>> from dither.snip.layer_options import options
+    >>> from dither.spec.recipes import recipe
+    >>> from dither.snip.options import options
     >>> solution = Solution((0, 7), harm=0.1, efficiency=0.5, gap=0.0, target=0.5)
     >>> chosen = build_plan(["up", "down"], options("fp8,fp4"), solution, recipe("fp8-block"), step=100)
     >>> print(chosen.for_layer("down").weight, chosen.provenance["step"])
@@ -157,8 +161,8 @@ def picture(given: Plan) -> str:
 
     Rules that are not about a single layer are printed below the table as they are.
 
-    >>> from dither.recipes import recipe
-    >>> from dither.snip.layer_options import options
+    >>> from dither.spec.recipes import recipe
+    >>> from dither.snip.options import options
     >>> solution = Solution((0, 7, 3, 0), harm=0.1, efficiency=0.5, gap=0.0, target=0.5)
     >>> layers = ["h.0.up", "h.0.down", "h.1.up", "h.1.down"]
     >>> print(picture(build_plan(layers, options("fp8,fp4"), solution, recipe("fp8-block"))).split("\\n\\n")[0])
@@ -210,3 +214,30 @@ def _parts(name: str) -> tuple[str, str, str]:
 
 def _is_pattern(pattern: str) -> bool:
     return pattern.startswith("re:") or glob.has_magic(pattern)
+
+
+def check_goal(model: nn.Module, options: Sequence[Option], goal: Goal, *, partial: bool = False) -> None:
+    """Raise a UserError if no choice of options for the layers of a converted model can reach the goal.
+
+    The model may be on the meta device: only names and shapes are used. A target of time is checked when times are measured,
+    and a goal for a model that is spread over ranks (`partial`) when its layers are gathered.
+
+    >>> import dither
+    >>> from dither.snip import options
+    >>> model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    >>> _ = dither.convert(model, "fp8-block")
+    >>> check_goal(model, options("fp8,fp4"), Goal(target=0.5, pinned={"0": "fp8"}))
+    >>> check_goal(model, options("fp8,fp4"), Goal(target=0.75, pinned={"0": "fp8"}))
+    Traceback (most recent call last):
+    dither.errors.UserError: No choice reaches a target of 0.75: the largest feasible one is 0.5.
+    """
+    layers: list[Any] = [
+        SimpleNamespace(name=name, M=1, N=layer.out_features, K=layer.in_features)
+        for name, layer in layers_of(model, some=False).items()
+    ]
+    if partial or not layers:  # without layers, taking statistics is an error
+        return
+    measured = goal.cost == "flops"
+    known = Goal(**{**vars(goal), "cost": "flops", "target": goal.target if measured else 0.0})
+    # With equal harm everywhere, the solver only finds out if there is a choice at all.
+    choose([[0.0] * len(options)] * len(layers), layers, options, known)

@@ -23,17 +23,16 @@ from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
 from dither.nn import functional
-from dither.nn.tensor_parallel import first_column, local
-from dither.precision import LayerPrecision, did_you_mean
-from dither.random import Stream
+from dither.nn.sharded.tensor_parallel import first_column, local
 from dither.snip import divergence, joint
 from dither.snip.divergence import Scores
 from dither.snip.dry_run import DryRun, Forward, LossAndGradients, plain_forward
-from dither.snip.layer_options import Option
-from dither.snip.layer_options import options as all_options
+from dither.snip.options import Option, slots_of
+from dither.snip.options import options as all_options
 from dither.snip.settings import PROBES, TrainingSetup, with_old_keywords
-from dither.snip.slots import slots_of
 from dither.snip.statistics import LayerStatistics, Statistics, collecting
+from dither.spec import LayerPrecision, did_you_mean
+from dither.spec.random import Stream
 
 LossAndWeights = tuple[list[list[float]], list[list[float]]]
 """(dL, dW), each with one row per layer and one column per option."""

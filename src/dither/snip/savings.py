@@ -23,13 +23,13 @@ from typing import Any, Literal
 
 import torch
 
+from dither.console import Tick
 from dither.errors import UserError
 from dither.nn import Linear
-from dither.precision import PRODUCTS, Cast, LayerPrecision, Plan
-from dither.progress import Tick
 from dither.snip.divergence import Scores
-from dither.snip.layer_options import Option
+from dither.snip.options import Option
 from dither.snip.statistics import LayerStatistics
+from dither.spec import PRODUCTS, Cast, LayerPrecision, Plan
 
 Shape = tuple[int, int, int]
 """(M, N, K): tokens, output features and input features of a layer."""
@@ -69,7 +69,7 @@ def costs(
     """Return the cost of each layer in each option: seconds, or its fraction of the model's FLOPs divided by their speed.
 
     >>> from types import SimpleNamespace as Layer
-    >>> from dither.snip.layer_options import options
+    >>> from dither.snip.options import options
     >>> costs([Layer(name="up", M=8, N=4, K=4)], options("bf16,fp4"))[0]
     [1.0, 0.25]
     """
@@ -90,7 +90,7 @@ def efficiency(
     """Return the fraction of the possible savings that each layer contributes in each option, as `solve` takes it.
 
     >>> from types import SimpleNamespace as Layer
-    >>> from dither.snip.layer_options import options
+    >>> from dither.snip.options import options
     >>> layers = [Layer(name="up", M=8, N=4, K=4), Layer(name="down", M=8, N=8, K=4)]
     >>> [[round(share, 3) for share in row] for row in efficiency(layers, options("fp8,fp4"))]
     [[0.0, 0.0, 0.0, 0.111, 0.0, 0.111, 0.111, 0.333], [0.0, 0.0, 0.0, 0.222, 0.0, 0.222, 0.222, 0.667]]

@@ -13,9 +13,9 @@ from typing import Any, Literal
 from torch import distributed as dist
 
 from dither.errors import UserError
-from dither.precision import did_you_mean
 from dither.snip.divergence import Scores
 from dither.snip.savings import Cost, Times
+from dither.spec import did_you_mean
 
 Value = str | int | float | bool | None
 

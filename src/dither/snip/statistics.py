@@ -18,18 +18,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
-from dither.nn import tensor_parallel
+from dither.files import Refused, from_json
 from dither.nn.experts import ExpertLinear
+from dither.nn.functional import as_input
 from dither.nn.linear import Linear
-from dither.nn.operands import as_input
-from dither.nn.tensor_parallel import Part, local
+from dither.nn.sharded import tensor_parallel
+from dither.nn.sharded.tensor_parallel import Part, local
+from dither.ops.torch_ops import implementation
 from dither.optim.shards import like
-from dither.precision import Cast
-from dither.random import Stream
-from dither.safe_files import Refused, from_json
-from dither.snip.layer_options import Option, casts_of
+from dither.snip.options import Option, casts_of
 from dither.snip.update_rules import UpdateRule
-from dither.torch_ops import implementation
+from dither.spec import Cast
+from dither.spec.random import Stream
 
 TENSORS = ("x", "w", "y", "dy", "dx", "dw")
 

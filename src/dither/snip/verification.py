@@ -15,14 +15,14 @@ from torch import nn
 
 from dither.errors import UserError
 from dither.nn.deployment import _printed
-from dither.precision import LayerPrecision
-from dither.random import Stream
 from dither.snip.divergence import Scores, Table
 from dither.snip.dry_run import DryRun, Forward, plain_forward
-from dither.snip.layer_options import Option
-from dither.snip.layer_options import options as all_options
+from dither.snip.options import Option
+from dither.snip.options import options as all_options
 from dither.snip.settings import TrainingSetup, with_old_keywords
 from dither.snip.statistics import VERSION, check_version, load_json
+from dither.spec import LayerPrecision
+from dither.spec.random import Stream
 
 
 @dataclass(frozen=True)

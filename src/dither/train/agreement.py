@@ -16,11 +16,11 @@ from torch import Tensor
 
 from dither.errors import DitherError, UserError
 from dither.nn import step_context
-from dither.nn.tensor_parallel import local
-from dither.numerics.observe import untouched
+from dither.nn.sharded.tensor_parallel import local
+from dither.numerics.monitor import untouched
 from dither.train.config import Config
-from dither.train.distributed import Ranks, everywhere
 from dither.train.fields import hints
+from dither.train.ranks import Ranks, everywhere
 from dither.train.trainer import Trainer
 from dither.versions import version
 

@@ -9,23 +9,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
-from dither import run_lock, safe_files
+from dither import files, run_lock
+from dither.checkpoint import write
+from dither.checkpoint.sharded import ShardedSaver
+from dither.checkpoint.write import Saver
 from dither.errors import UserError
-from dither.train import agreement, checkpoint, config
-from dither.train.checkpoint import Saver
+from dither.train import agreement, config
 from dither.train.config import Config, dumps
-from dither.train.distributed import Ranks
 from dither.train.files import CHANGES, CHECKPOINTS, CONFIG, CONVERSION, ENVIRONMENT, ORIGIN, PLAN, PLANS, TOKENIZER_FILES
 from dither.train.goals import check_chat, check_layout, check_snip
 from dither.train.guard import Signals, Status
 from dither.train.layout import RankLayout
-from dither.train.metrics import DrawLayers, Metrics, peak_flops
+from dither.train.metrics import DrawLayers, Metrics, Progress, peak_flops
 from dither.train.origin import keep_tokenizer, origin_of, recorded_facts
 from dither.train.plans import plans_file
-from dither.train.progress import Progress
+from dither.train.ranks import Ranks
 from dither.train.recorder import RunRecorder, conversion_record, layers_of, write_file
-from dither.train.resuming import changes_of, check_changes, record_changes
-from dither.train.sharded import ShardedSaver
+from dither.train.resume import changes_of, check_changes, record_changes
 from dither.train.trainer import Trainer, open_corpus, unigram_entropy
 
 
@@ -99,7 +99,7 @@ class RunBeginning(RunRecorder):
                 if trainer.sources:
                     write_file(self.folder / PLANS, plans_file(trainer.sources))
                 if (origin := trainer.base or origin_of(self.config.model)) is not None:
-                    write_file(self.folder / ORIGIN, safe_files.to_json(origin, ORIGIN))
+                    write_file(self.folder / ORIGIN, files.to_json(origin, ORIGIN))
                     self.say(f"The initial weights are those of {origin['path']!r}, SHA-256 {origin['sha256']}.")
                 keep_tokenizer(self.config.data.tokenizer, self.folder / TOKENIZER_FILES)
             elif self.changes:
@@ -107,9 +107,9 @@ class RunBeginning(RunRecorder):
                 changed = ", ".join(f"{name} from {old} to {new}" for name, (old, new) in self.changes.items())
                 self.say(f"From step {resumed} on the config has other values: {changed}.")
             write_file(self.folder / CONFIG, dumps(self.config).encode())
-            write_file(self.folder / CONVERSION, safe_files.to_json(conversion_record(trainer), CONVERSION))
+            write_file(self.folder / CONVERSION, files.to_json(conversion_record(trainer), CONVERSION))
             facts = self.environment(command, parameters) | recorded_facts(self.folder)
-            write_file(self.folder / ENVIRONMENT, safe_files.to_json(facts, ENVIRONMENT))
+            write_file(self.folder / ENVIRONMENT, files.to_json(facts, ENVIRONMENT))
             say = warnings.warn if self.progress is None else self.say
             plain = asdict(self.config)
             draw = None if self.draw is None else functools.partial(self.draw, layers_of(trainer))
@@ -130,11 +130,11 @@ class RunBeginning(RunRecorder):
         trainer, folder, found = self.the_trainer, self.folder / CHECKPOINTS, -1
         with self.ranks.shared_errors():
             if self.ranks.main:
-                path, skipped = checkpoint.newest(folder, before=before)
+                path, skipped = write.newest(folder, before=before)
                 for _, why in skipped:
                     self.say(why)
-                found = -1 if path is None else checkpoint.step_of(path)
-                if path is None and (broken := [why for each, why in skipped if checkpoint.STEP.fullmatch(each.name)]):
+                found = -1 if path is None else write.step_of(path)
+                if path is None and (broken := [why for each, why in skipped if write.STEP.fullmatch(each.name)]):
                     self.say(f"None of the {len(broken)} checkpoints is complete.")
                     # Not the result of a kill: starting from scratch would discard what might be repaired.
                     raise UserError(
@@ -184,7 +184,7 @@ def _claim(
         return None
     except OSError as error:
         lock.release()
-        why = safe_files.reason(error, folder)
+        why = files.reason(error, folder)
         raise UserError(f"The folder {str(folder)!r} of the run cannot be created: {why}.") from None
     except BaseException:
         lock.release()

@@ -6,15 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
+from dither.console import Tick
 from dither.data import Corpus, is_prepared, load_template, load_tokenizer, open_tokens, prepare
 from dither.data.preparation import reporting
 from dither.data.text import STDLIB
 from dither.errors import UserError
-from dither.progress import Tick
 from dither.train.config import Config
-from dither.train.distributed import Ranks
 from dither.train.files import TOKENS
-from dither.train.waiting import first_on_machine, while_others_wait
+from dither.train.ranks import Ranks, first_on_machine, while_others_wait
 
 
 def open_corpus(

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, Literal
 
 from dither.errors import UserError
-from dither.precision import did_you_mean
+from dither.spec import did_you_mean
 
 
 @cache

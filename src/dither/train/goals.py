@@ -6,8 +6,8 @@ from dither.models import CausalLM, preset
 from dither.models.presets import skeleton
 from dither.nn import convert
 from dither.parallel import Layout
-from dither.snip.feasibility import check_goal
-from dither.snip.layer_options import options
+from dither.snip.options import options
+from dither.snip.planning import check_goal
 from dither.train.config import Config, Parallel
 from dither.train.layout import check_mode, check_stages
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from dither import run_lock, safe_files
+from dither import files, run_lock
 from dither.errors import UserError
 
 
@@ -389,23 +389,23 @@ class Status:
         path = Path(folder) / self.FILE
         try:
             try:
-                safe_files.replace(path, safe_files.to_json(asdict(self), "status"))
+                files.replace(path, files.to_json(asdict(self), "status"))
             except OSError as error:
-                if error.errno not in (*safe_files.FULL, errno.EFBIG) or self.state == "running":
+                if error.errno not in (*files.FULL, errno.EFBIG) or self.state == "running":
                     raise
                 short = {**asdict(self), "why": self.why[: RESERVED // 8]}  # a character takes up to six bytes in JSON
-                safe_files.replace_by(path.with_name(self.RESERVE), path, safe_files.to_json(short, "status"))
+                files.replace_by(path.with_name(self.RESERVE), path, files.to_json(short, "status"))
         except OSError as error:
-            raise UserError(f"The status {str(path)!r} cannot be written: {safe_files.reason(error, path)}.") from None
+            raise UserError(f"The status {str(path)!r} cannot be written: {files.reason(error, path)}.") from None
 
     @classmethod
     def reserve(cls, folder: str | Path) -> None:
         """Take the space that a last status needs if the disk is full then."""
         path = Path(folder) / cls.RESERVE
         try:
-            safe_files.replace(path, b"\n" * RESERVED)
+            files.replace(path, b"\n" * RESERVED)
         except OSError as error:
-            raise UserError(f"{str(path)!r} cannot be written: {safe_files.reason(error, path)}.") from None
+            raise UserError(f"{str(path)!r} cannot be written: {files.reason(error, path)}.") from None
 
     @classmethod
     def observe(cls, folder: str | Path) -> "Status":
@@ -430,8 +430,8 @@ class Status:
         """Read the status that `save` wrote."""
         path = Path(folder) / cls.FILE
         try:
-            data, _ = safe_files.read_json(path)
-        except safe_files.Refused as error:
+            data, _ = files.read_json(path)
+        except files.Refused as error:
             raise UserError(f"The status {str(path)!r} is refused: {error}.") from None
         if not isinstance(data, dict) or set(data) != {"state", "step", "why"}:
             raise UserError(f"The status {str(path)!r} is refused: it has not just the keys state, step and why.")

@@ -17,13 +17,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
-from dither.nn.guidance import sampling_parameters
+from dither.nn.bitwidths import sampling_parameters
 from dither.nn.norms import cast_parameters
 from dither.optim import MODES, Training
 from dither.parallel import Layout, parallelize
 from dither.parallel.apply import recompute_blocks
 from dither.train.config import Config
-from dither.train.distributed import Ranks
+from dither.train.ranks import Ranks
 
 
 @dataclass(frozen=True)

@@ -13,21 +13,20 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from dither import safe_files
+from dither import files
+from dither.checkpoint import write
 from dither.data import Batch, Prefetch
 from dither.errors import DitherError, UserError
-from dither.train import agreement, checkpoint, trackers
+from dither.train import agreement, trackers
 from dither.train.beginning import RunBeginning
 from dither.train.config import Config, dumps
-from dither.train.distributed import Ranks, joined
 from dither.train.files import CHECKPOINTS as CHECKPOINTS
 from dither.train.files import CONFIG as CONFIG
 from dither.train.files import TOKENS
 from dither.train.guard import GRACE, Interrupted, Signals
-from dither.train.heartbeat import LostRankError
-from dither.train.metrics import DrawLayers
-from dither.train.progress import Progress
-from dither.train.resuming import resolved
+from dither.train.metrics import DrawLayers, Progress
+from dither.train.ranks import LostRankError, Ranks, joined
+from dither.train.resume import resolved
 from dither.train.trainer import Numbers
 
 SIGNALS = {"SIGINT": 1.0, "SIGTERM": 1024.0}
@@ -147,8 +146,8 @@ def _told(ranks: Ranks, tell: Callable[[Outcome | DitherError], None] | None, en
 
 def _in_words(error: BaseException, folder: Path) -> BaseException:
     """Return a UserError for a full disk that was noticed anywhere, such as by the output of the command, else the error."""
-    if isinstance(error, OSError) and error.errno in safe_files.FULL:
-        return UserError(f"The run in {str(folder)!r} ends: {safe_files.reason(error, error.filename or folder)}.")
+    if isinstance(error, OSError) and error.errno in files.FULL:
+        return UserError(f"The run in {str(folder)!r} ends: {files.reason(error, error.filename or folder)}.")
     return error
 
 
@@ -303,7 +302,7 @@ class _RunLoop(RunBeginning):
         trainer.offset = offset + number - found
         self.evaluation = None
         if self.ranks.main:
-            checkpoint.drop(self.folder / CHECKPOINTS, after=found)
+            write.drop(self.folder / CHECKPOINTS, after=found)
         self.logged, self.logged_step, self.paused = time.monotonic(), found, 0.0
 
     # The end -----------------------------------------------------------------------------------------------------------

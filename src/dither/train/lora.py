@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from dither.errors import UserError
-from dither.formats import TABLE
-from dither.grouping import storage_dtype
 from dither.models import CausalLM, HuggingFace
 from dither.models.presets import empty
-from dither.nn.conv1d import Conv1D
 from dither.nn.frozen import FrozenLinear, freeze_base
+from dither.nn.layers import Conv1D
 from dither.nn.linear import Linear
 from dither.optim import MODES
+from dither.spec.formats import TABLE
+from dither.spec.groups import storage_dtype
 from dither.train.lora_settings import Lora
 
 ADAPTER = "default"

@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from dither import safe_files
+from dither import files
+from dither.checkpoint import write
 from dither.data.chat import FILES
 from dither.data.tokenizer import TOKENIZER
 from dither.errors import UserError
-from dither.train import checkpoint
 from dither.train.config import Model
 from dither.train.files import CHANGES, ORIGIN
 from dither.train.weights import checkpoint_of
@@ -29,11 +29,11 @@ def origin_of(model: Model) -> dict[str, Any] | None:
     if model.weights is not None:
         path, _ = checkpoint_of(model.weights)
         try:
-            manifest, _ = safe_files.read_json(path / checkpoint.MANIFEST)
-        except safe_files.Refused as error:
+            manifest, _ = files.read_json(path / write.MANIFEST)
+        except files.Refused as error:
             raise UserError(f"The checkpoint {str(path)!r} is refused: {error}.") from None
         digest = str(manifest.get("sha256", "")) if isinstance(manifest, dict) else ""
-        return {"kind": "checkpoint", "path": str(path.absolute()), "step": checkpoint.step_of(path), "sha256": digest}
+        return {"kind": "checkpoint", "path": str(path.absolute()), "step": write.step_of(path), "sha256": digest}
     if model.hf is None or model.hf.endswith(".json"):
         return None
     folder = Path(model.hf)
@@ -66,9 +66,9 @@ def keep_tokenizer(source: str, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
         for name in (TOKENIZER, *FILES):
             if os.path.isfile(place / name):
-                safe_files.replace(folder / name, (place / name).read_bytes())
+                files.replace(folder / name, (place / name).read_bytes())
     except OSError as error:
-        why = safe_files.reason(error, folder)
+        why = files.reason(error, folder)
         raise UserError(f"The tokenizer cannot be copied from {str(place)!r} to {str(folder)!r}: {why}.") from None
 
 
@@ -77,12 +77,12 @@ def recorded_facts(folder: Path) -> dict[str, str]:
     facts: dict[str, str] = {}
     try:
         if os.path.lexists(folder / ORIGIN):
-            origin, _ = safe_files.read_json(folder / ORIGIN)
+            origin, _ = files.read_json(folder / ORIGIN)
             if isinstance(origin, dict):
                 facts["initial_weights"] = f"{origin.get('path')}, SHA-256 {origin.get('sha256')}"
         if os.path.lexists(folder / CHANGES):
-            facts["changes_on_resume"] = "; ".join(map(_change, safe_files.read(folder / CHANGES).decode().splitlines()))
-    except (safe_files.Refused, ValueError, KeyError, TypeError) as error:
+            facts["changes_on_resume"] = "; ".join(map(_change, files.read(folder / CHANGES).decode().splitlines()))
+    except (files.Refused, ValueError, KeyError, TypeError) as error:
         raise UserError(f"The record of the run in {str(folder)!r} cannot be read: {error}.") from None
     return facts
 

@@ -1,22 +1,103 @@
 """The passes of an optimizer step over its micro-batches, and the step itself."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from dither.data import Batch
+from dither.errors import UserError
 from dither.models import CausalLM
 from dither.nn import bitwidth_loss, step_context
+from dither.nn.compile import GraphedPasses as GraphedPasses
 from dither.optim import Training
 from dither.train.config import Config, schedule
-from dither.train.distributed import Ranks
-from dither.train.graphs import GraphedPasses
 from dither.train.guard import GRACE, Signals
 from dither.train.layout import RankLayout
 from dither.train.pipeline import Pipeline
-from dither.train.step_clock import StepClock
+from dither.train.ranks import Ranks
+
+
+def uses_graphs(wanted: bool | None, ranks: Ranks, training: Training, parts: int, *, compiled: bool) -> bool:
+    """Return whether passes are replayed as CUDA graphs; raise UserError if they are asked for and impossible.
+
+    Args:
+        wanted: `run.cuda_graphs`; None means wherever they are possible.
+        ranks: The ranks of the run.
+        training: The optimizer, the loss scaling and the gradients.
+        parts: Micro-batches per step.
+        compiled: True if blocks are compiled.
+    """
+    obstacles = {
+        "the run is not on a GPU": ranks.device.type != "cuda",
+        "blocks are not compiled": not compiled,
+        "there are several ranks": ranks.world > 1,
+        "losses are scaled": training.scaler.is_enabled(),
+        "gradients are released as they are used": training.optimizer.released is not None,
+        "gradients of several micro-batches are rounded stochastically": training.gradients.kind == "bf16-sr" and parts > 1,
+    }
+    reason = next((reason for reason, holds in obstacles.items() if holds), "")
+    if wanted and reason:
+        raise UserError(f"run.cuda_graphs=true is impossible, since {reason}: leave it out, and passes run without graphs.")
+    return wanted is not False and not reason
+
+
+class StepClock:
+    """Sums up the seconds of parts of steps, and never waits for a GPU.
+
+    On a GPU, the seconds are those that its stream takes: events are recorded before and after each part, and read when the GPU
+    has passed them.
+
+    >>> clock = StepClock(torch.device("cpu"))
+    >>> with clock.part("forward"):
+    ...     _ = torch.ones(8, 8) @ torch.ones(8, 8)
+    >>> list(clock.take()), clock.take()
+    (['forward'], {})
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._seconds: dict[str, float] = {}
+        self._pending: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._unused: list[torch.cuda.Event] = []
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count the time inside as that of a part. Parts are not nested. A part that raises is not counted."""
+        if self.device.type != "cuda":
+            began = time.perf_counter()
+            yield
+            self._add(name, time.perf_counter() - began)
+            return
+        begin = self._record()
+        yield
+        self._pending.append((name, begin, self._record()))
+        self._collect()
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds of each part since the last call; what the GPU has not done yet is left for the next one."""
+        self._collect()
+        found, self._seconds = self._seconds, {}
+        return found
+
+    def _add(self, name: str, seconds: float) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def _record(self) -> torch.cuda.Event:
+        event = self._unused.pop() if self._unused else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _collect(self) -> None:
+        """Add up the parts that the GPU has done, in their order."""
+        while self._pending and self._pending[0][2].query():  # type: ignore[no-untyped-call]
+            name, begin, end = self._pending.popleft()
+            self._add(name, begin.elapsed_time(end) / 1000)
+            self._unused += (begin, end)
+
 
 BOTH = "forward and backward"
 """The name of a part that is not divided: of a pipeline, whose passes overlap, and of a CUDA graph."""

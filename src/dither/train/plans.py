@@ -9,19 +9,19 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from dither import safe_files
+from dither import files
 from dither.errors import UserError
-from dither.nn.compiling import block_variants
-from dither.nn.conversion import Conversion, apply_plan, plan_of_stage, prepare_plans
+from dither.nn.compile import block_variants
+from dither.nn.convert import Conversion, apply_plan, plan_of_stage, prepare_plans
 from dither.nn.plan_schedule import PlanSchedule, split_forward
-from dither.precision import Plan
-from dither.recipes import MEASURED, recipe
 from dither.snip import Snip, Times
-from dither.snip.auto import RECIPES, candidates_of, choice_table, choose_by_time, layer_shapes, plan_of, times_of
+from dither.snip.fp8_auto import RECIPES, candidates_of, choice_table, choose_by_time, layer_shapes, plan_of, times_of
 from dither.snip.savings import Shape, choice_record
+from dither.spec import Plan
+from dither.spec.recipes import MEASURED, recipe
 from dither.train.config import Config
-from dither.train.distributed import Ranks, everywhere
 from dither.train.files import PLANS
+from dither.train.ranks import Ranks, everywhere
 
 VERSION = 1
 
@@ -216,7 +216,7 @@ def measured_plan(config: Config, model: nn.Module, ranks: Ranks, tokens: int, s
 def plans_file(known: Mapping[str, Plan]) -> bytes:
     """Return the contents of the file of stored plans."""
     plans = {name: plan.to_dict() for name, plan in known.items()}
-    return safe_files.to_json({"version": VERSION, "plans": plans}, PLANS)
+    return files.to_json({"version": VERSION, "plans": plans}, PLANS)
 
 
 def _names(config: Config) -> list[str]:
@@ -229,9 +229,9 @@ def _read(folder: Path) -> dict[str, Plan]:
     if not path.is_file():
         return {}
     try:
-        data = safe_files.from_json(safe_files.read(path))
+        data = files.from_json(files.read(path))
         if not isinstance(data, dict) or data.get("version") != VERSION or not isinstance(data.get("plans"), dict):
             raise UserError(f"it has no plans of version {VERSION}.")
         return {name: Plan.from_dict(plan) for name, plan in data["plans"].items()}
-    except (safe_files.Refused, UserError) as error:
+    except (files.Refused, UserError) as error:
         raise UserError(f"The plans of the run in {str(path)!r} cannot be read: {str(error).rstrip('.')}.") from None

@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
-from dither.adam_update import BLOCKS, current_mode
 from dither.errors import UserError
 from dither.nn.plan_schedule import beginnings, check_name, is_file, split_forward
 from dither.optim import GRADIENTS, MODES
-from dither.precision import MemoryOptions, Plan, Sampling
-from dither.recipes import ALIASES, MEASURED, RECIPES, recipe, recipe_name
+from dither.spec import MemoryOptions, Plan, Sampling
+from dither.spec.optimizer import BLOCKS, current_mode
+from dither.spec.recipes import ALIASES, MEASURED, RECIPES, recipe, recipe_name
 from dither.train.fields import check_choice, check_types
 
 

@@ -15,16 +15,15 @@ from typing import Any, Literal
 
 import torch
 
-from dither import run_lock, safe_files
+from dither import files, run_lock
+from dither.checkpoint.write import Saver
+from dither.console import Tick, silent
 from dither.data import Batch
 from dither.errors import DitherError, UserError
 from dither.nn import Linear
-from dither.nn.tensor_parallel import local
-from dither.progress import Tick, silent
+from dither.nn.sharded.tensor_parallel import local
 from dither.train import config
-from dither.train.checkpoint import Saver
 from dither.train.config import Config, dumps
-from dither.train.distributed import Ranks
 from dither.train.files import (
     BITWIDTHS,
     CHECKPOINTS,
@@ -39,8 +38,8 @@ from dither.train.files import (
     TRACKERS,
 )
 from dither.train.guard import Status
-from dither.train.metrics import FILE, Metrics
-from dither.train.progress import Progress
+from dither.train.metrics import FILE, Metrics, Progress
+from dither.train.ranks import Ranks
 from dither.train.trainer import Evaluation, Numbers, Trainer
 from dither.versions import version
 
@@ -282,9 +281,9 @@ class RunRecorder:
 def write_file(path: Path, data: bytes) -> None:
     """Write a file atomically; raise a UserError if it cannot be written."""
     try:
-        safe_files.replace(path, data)
+        files.replace(path, data)
     except OSError as error:
-        raise UserError(f"{str(path)!r} cannot be written: {safe_files.reason(error, path)}.") from None
+        raise UserError(f"{str(path)!r} cannot be written: {files.reason(error, path)}.") from None
 
 
 def conversion_record(trainer: Trainer) -> dict[str, Any]:

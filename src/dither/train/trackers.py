@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dither import safe_files
+from dither import files
 from dither.errors import UserError
 from dither.train.files import TRACKERS
 
@@ -74,9 +74,9 @@ class Trackers:
         found = known | {name: each.identity for name, each in self._open.items() if each.identity is not None}
         if found != known:
             try:
-                safe_files.replace(folder / TRACKERS, safe_files.to_json(found, TRACKERS))
+                files.replace(folder / TRACKERS, files.to_json(found, TRACKERS))
             except OSError as error:
-                reason = safe_files.reason(error, folder / TRACKERS)
+                reason = files.reason(error, folder / TRACKERS)
                 raise UserError(f"{str(folder / TRACKERS)!r} cannot be written: {reason}.") from None
 
     def log(self, numbers: dict[str, float], step: int) -> None:
@@ -146,8 +146,8 @@ def _identities(folder: Path) -> dict[str, str]:
     if not (folder / TRACKERS).exists():
         return {}
     try:
-        found, _ = safe_files.read_json(folder / TRACKERS)
-    except safe_files.Refused as error:
+        found, _ = files.read_json(folder / TRACKERS)
+    except files.Refused as error:
         raise UserError(
             f"{str(folder / TRACKERS)!r} is refused: {error}. Remove it to begin new runs at the trackers."
         ) from None

@@ -10,46 +10,43 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dither.checkpoint.read import SavedTensors
+from dither.checkpoint.state import Resumed, pack, pack_sharded, plan_of, unpack
 from dither.data import Batch, Corpus, Loader, held_out
 from dither.errors import UserError
 from dither.models import CausalLM, build, compile_blocks, flops_per_token, hf, preset
 from dither.models.causal import PlainLM
 from dither.models.presets import blank, draw_parts
-from dither.models.stages import check_pipeline
 from dither.nn import Conversion, Linear, convert, effective_precision, param_groups, step_context
 from dither.nn.deployment import block_bitwidths
 from dither.nn.plan_schedule import PlanSchedule
 from dither.numerics import Monitor, Report
+from dither.ops.ranks import gather
 from dither.optim import MODES, Training, roles, training
-from dither.optim.options import MOST_NORM
+from dither.optim.groups import MOST_NORM
 from dither.optim.roles import Role
 from dither.parallel.apply import allocate
-from dither.precision import Plan
-from dither.random import Stream
-from dither.ranks import gather
 from dither.snip import Snip, TrainingSetup
 from dither.snip.controller import is_ready
-from dither.storage.reading import SavedTensors
+from dither.spec import Plan
+from dither.spec.random import Stream
 from dither.train.config import Config, loads
 from dither.train.corpora import open_corpus as open_corpus
 from dither.train.corpora import unigram_entropy as unigram_entropy
-from dither.train.distributed import Ranks
 from dither.train.evaluating import Evaluation as Evaluation
 from dither.train.evaluating import evaluate, sample
-from dither.train.graphs import GraphedPasses, uses_graphs
 from dither.train.guard import Guard, Interrupted, Signals
 from dither.train.layout import RankLayout, check_stages
 from dither.train.lora import adapt, narrow_base
 from dither.train.metrics import smoothed
 from dither.train.origin import check_same, origin_of
-from dither.train.passes import Passes
-from dither.train.pipeline import Pipeline, check_micro_batches, check_snip_stages
+from dither.train.passes import GraphedPasses, Passes, StepClock, uses_graphs
+from dither.train.pipeline import Pipeline, check_micro_batches, check_pipeline, check_snip_stages
 from dither.train.plans import PlanEvent, RunPlans, known_plans, make_schedule, steps_for_snip, with_measured
+from dither.train.ranks import Ranks
 from dither.train.replay import nonfinite_weight, replay, warm_up
-from dither.train.resuming import check_changes
+from dither.train.resume import check_changes
 from dither.train.samples import prompt_of
-from dither.train.state import Resumed, pack, pack_sharded, plan_of, unpack
-from dither.train.step_clock import StepClock
 from dither.train.weights import load_weights
 
 

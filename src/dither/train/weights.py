@@ -6,25 +6,25 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from dither.checkpoint import write
+from dither.checkpoint.foreign import is_dcp, open_dcp
+from dither.checkpoint.read import SavedTensors, TensorSource
+from dither.checkpoint.state import Stored
 from dither.errors import UserError
 from dither.models.saved_runs import saved_weights
-from dither.storage.dcp import is_dcp, open_dcp
-from dither.storage.reading import SavedTensors, TensorSource
-from dither.train import checkpoint
+from dither.models.torchtitan_names import PREFIXES, halves_from_pairs, rotates, titan_names
 from dither.train.files import CHECKPOINTS, CONFIG
-from dither.train.stored import Stored
-from dither.train.torchtitan import PREFIXES, halves_from_pairs, rotates, titan_names
 
 
 def checkpoint_of(path: str | Path) -> tuple[Path, list[str]]:
     """Return the checkpoint at a path, and why others were passed over: the path itself, or the newest whole one of a run."""
     path = Path(path)
     if os.path.isfile(path / CONFIG):
-        newest, skipped = checkpoint.newest(path / CHECKPOINTS)
+        newest, skipped = write.newest(path / CHECKPOINTS)
         if newest is None:
             raise UserError(f"The run {str(path)!r} has no whole checkpoint yet.")
         return newest, [why for _, why in skipped]
-    if not os.path.isfile(path / checkpoint.MANIFEST):
+    if not os.path.isfile(path / write.MANIFEST):
         raise UserError(
             f"{str(path)!r} is neither a run (config.toml), nor a checkpoint (manifest.json), nor a model (config.json): name "
             "a folder that `dither train` or `dither export` wrote, or one of Hugging Face."

@@ -12,11 +12,10 @@ from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.models.llama3 import config_registry as llama3
 from torchtitan.trainer import Trainer
 
-from dither.integrations.torchtitan.configs import dither_config
-from dither.integrations.torchtitan.data import ByteLoader, ByteTokenizer
+from dither.integrations.torchtitan.configs import ByteLoader, ByteTokenizer, dither_config
 from dither.integrations.torchtitan.trainer import DitherTrainer
-from dither.precision import Sampling
-from dither.recipes import recipe
+from dither.spec import Sampling
+from dither.spec.recipes import recipe
 from dither.train.config import Snip
 
 GAUSSWS = recipe("bf16").with_sampling(Sampling())

@@ -11,7 +11,7 @@ from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfi
 from torchtitan.components.optimizer.utils import init_optim_state, load_flat_optim_state_dict
 
 from dither.errors import UserError
-from dither.nn.guidance import bitwidth_groups
+from dither.nn.bitwidths import bitwidth_groups
 from dither.optim.adam_mini import AdamMini
 from dither.optim.adamw import AdamW
 from dither.optim.adamw8bit import AdamW8bit

@@ -19,17 +19,15 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from dither.errors import UserError
-from dither.integrations.layer_metrics import layer_metrics
-from dither.integrations.steps import OpenStep
-from dither.integrations.torchtitan.initialization import draw_in_float32
-from dither.integrations.torchtitan.layers import layer_configs
+from dither.integrations.loops import OpenStep, layer_metrics
+from dither.integrations.torchtitan.layers import draw_in_float32, layer_configs
 from dither.integrations.torchtitan.optimizers import dither_adamw
-from dither.nn.conversion import apply_plan, planned_otherwise
-from dither.nn.guidance import bitwidth_loss
-from dither.nn.linear_sites import _all, converted_layers, linear_of
-from dither.precision import Plan
+from dither.nn.bitwidths import bitwidth_loss
+from dither.nn.convert import apply_plan, planned_otherwise
+from dither.nn.sites import _all, converted_layers, linear_of
 from dither.snip.controller import Snip
 from dither.snip.settings import TrainingSetup
+from dither.spec import Plan
 from dither.train.config import Snip as SnipSettings
 
 Batch = tuple[dict[str, Tensor], Tensor]

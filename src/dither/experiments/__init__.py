@@ -1,1 +1,0 @@
-"""Experiments with whole runs: comparisons, evaluation of saved models, inspection, and two precisions in lockstep."""

@@ -1,0 +1,274 @@
+"""Durable writes, strict JSON, and safe reads of untrusted files.
+
+Strict JSON has no NaN or Infinity, no duplicate keys and at most 64 levels. Nothing that is read is ever executed.
+"""
+
+import errno
+import hashlib
+import json
+import math
+import os
+import stat
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from dither.errors import UserError
+
+DEPTH = 64
+"""The deepest nesting of lists and objects."""
+
+MOST = 64 << 20
+"""The most bytes of a config, plan, tokenizer or state. The largest tokenizers have half as many."""
+
+CHUNK = 1 << 22
+"""Bytes that are hashed at a time."""
+
+
+class Refused(Exception):  # noqa: N818 - internal: callers turn it into a UserError with the path
+    """The reason why a file is not accepted: a clause without a full stop."""
+
+
+def check_plain(value: object, where: str, depth: int = 0) -> None:
+    """Raise if JSON would not restore a value exactly: tuples, NaN, keys that are not strings, other objects.
+
+    `where` names the value in the error message.
+    """
+    if depth > DEPTH:
+        raise UserError(f"{where} is nested more than {DEPTH} levels deep, which cannot be saved.")
+    if value is None or type(value) in (bool, str, int):
+        return
+    if type(value) is float:
+        if not math.isfinite(value):
+            raise UserError(f"{where} is {value!r}, and only finite numbers are saved: leave it out, or save it as text.")
+    elif type(value) is list:
+        for index, item in enumerate(value):
+            check_plain(item, f"{where}[{index}]", depth + 1)
+    elif type(value) is dict:
+        for key, item in value.items():
+            if type(key) is not str:
+                raise UserError(f"{where} has the key {key!r}, and only strings are keys in JSON.")
+            check_plain(item, f"{where}[{key!r}]", depth + 1)
+    else:
+        raise UserError(
+            f"{where} is a {type(value).__name__}, and only dictionaries, lists, strings, numbers, booleans and None are saved."
+        )
+
+
+def to_json(value: object, where: str) -> bytes:
+    """Return a value, checked by `check_plain`, as JSON that `from_json` restores exactly."""
+    check_plain(value, where)
+    try:
+        data = (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
+    except ValueError as error:  # an integer of more than 4300 digits
+        raise UserError(f"{where} cannot be saved: {error}.") from None
+    if len(data) > MOST:
+        raise UserError(f"{where} takes {len(data)} bytes of JSON, more than {MOST >> 20} MiB: save large values as tensors.")
+    return data
+
+
+def from_json(data: bytes) -> Any:
+    """Return the value of strict JSON; raise `Refused` if it is not.
+
+    >>> from_json(b'{"a": [1, 2.5]}')
+    {'a': [1, 2.5]}
+    >>> from_json(b'{"a": 1, "a": 2}')
+    Traceback (most recent call last):
+    dither.files.Refused: it has the key 'a' twice in one object
+    """
+
+    def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        unique = dict(pairs)
+        if len(unique) < len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            raise Refused(f"it has the key {twice!r:.80} twice in one object")
+        return unique
+
+    def no_number(word: str) -> None:
+        raise Refused(f"it has {word:.40} as a number")
+
+    def finite(digits: str) -> float:
+        if not math.isfinite(value := float(digits)):
+            no_number(digits)
+        return value
+
+    try:
+        value = json.loads(data.decode(), object_pairs_hook=no_key_twice, parse_constant=no_number, parse_float=finite)
+    except RecursionError:
+        raise Refused(f"it has more than {DEPTH} levels") from None
+    except ValueError as error:  # of JSON, of UTF-8, of an integer of 4300 digits
+        raise Refused(f"it is not JSON ({str(error).splitlines()[0]})") from None
+    _check_depth(value)
+    return value
+
+
+def _check_depth(value: object, depth: int = 0) -> None:
+    if depth > DEPTH:
+        raise Refused(f"it has more than {DEPTH} levels")
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_depth(item, depth + 1)
+
+
+def open_plainly(path: str | Path, *, follow: bool = False) -> BinaryIO:
+    """Open a regular file for reading. Raise `Refused` for pipes and devices, and for links unless `follow`."""
+    path = Path(path)
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
+    except FileNotFoundError:
+        raise Refused(f"{path.name} is missing") from None
+    except (OSError, ValueError) as error:  # ValueError: a name with NUL
+        is_link = isinstance(error, OSError) and error.errno == errno.ELOOP
+        why = "is a link" if is_link else f"cannot be opened ({getattr(error, 'strerror', None) or error})"
+        raise Refused(f"{path.name} {why}") from None
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise Refused(f"{path.name} is not a regular file")
+    return os.fdopen(number, "rb")
+
+
+def read(path: str | Path, *, most: int = MOST, follow: bool = False) -> bytes:
+    """Return the bytes of a regular file with at most `most` of them."""
+    with open_plainly(path, follow=follow) as file:
+        try:
+            data = file.read(most + 1)
+        except OSError as error:  # such as an error of the disk, or /proc/PID/mem
+            raise Refused(f"{Path(path).name} cannot be read ({error.strerror})") from None
+    if len(data) > most:
+        raise Refused(f"{Path(path).name} has more than {most >> 20} MiB")
+    return data
+
+
+def read_text(path: str | Path) -> str:
+    """Return the text of a file that a user named. Links are followed.
+
+    >>> read_text("/dev/null")
+    Traceback (most recent call last):
+    dither.files.Refused: null is not a regular file
+    """
+    data = read(path, follow=True)
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise Refused(f"it is not UTF-8 text (byte {data[error.start]:#04x} at {error.start:,})") from None
+
+
+def read_json(path: Path, *, follow: bool = False) -> tuple[Any, bytes]:
+    """Return the value of a JSON file of at most 64 MiB, and its bytes."""
+    data = read(path, follow=follow)
+    try:
+        return from_json(data), data
+    except Refused as error:
+        raise Refused(f"{path.name} cannot be read: {error}") from None
+
+
+def digest(file: BinaryIO) -> str:
+    """Return the SHA-256 of a whole file, and leave it at its beginning."""
+    sha256, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK))
+    file.seek(0)
+    while count := file.readinto(buffer):  # type: ignore[attr-defined]
+        sha256.update(buffer[:count])
+    file.seek(0)
+    return sha256.hexdigest()
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of a full disk and of a used-up quota."""
+
+
+def reason(error: OSError, path: str | Path) -> str:
+    """Return the reason why a path cannot be written: a clause without a full stop. It tells bytes from inodes.
+
+    >>> reason(OSError(errno.ELOOP, "Too many levels of symbolic links"), "run/metrics.jsonl")
+    'it is a link, or inside one, and links are not written through'
+    """
+    linked = error.errno == errno.ENOTDIR and any(part.is_symlink() for part in (Path(path), *Path(path).parents))
+    if error.errno == errno.ELOOP or linked:
+        return "it is a link, or inside one, and links are not written through"
+    if error.errno == errno.EDQUOT:
+        return "the quota of the disk is used up"
+    if error.errno != errno.ENOSPC:
+        return str(error)
+    folder = Path(path).absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    free = os.statvfs(folder)
+    if free.f_files and not free.f_favail:  # some file systems have no fixed number of inodes, and report 0 of 0
+        return f"the disk has no free inodes (all {free.f_files:,} are in use): remove files there, small ones too"
+    return f"the disk is full ({free.f_bavail * free.f_frsize:,} bytes are free)"
+
+
+def open_unlinked(path: Path, flags: int, *, beneath: Path | None = None) -> int:
+    """Open a file and return its descriptor. Raise OSError if it is a link, or in a linked folder below `beneath`.
+
+    The folder `beneath`, by default that of the file, is the one that a user named: it may be a link itself.
+    """
+    root = path.parent if beneath is None else beneath
+    *folders, name = path.relative_to(root).parts
+    here = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for folder in folders:
+            inner = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
+            os.close(here)
+            here = inner
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666, dir_fd=here)
+    finally:
+        os.close(here)
+
+
+def write_new(path: Path, chunks: Iterable[bytes | memoryview], *, beneath: Path | None = None) -> tuple[int, str]:
+    """Write a new file, flush it to disk, and return its size and SHA-256. Raise FileExistsError if it exists.
+
+    No link is followed in the folders below `beneath`.
+    """
+    sha256, size = hashlib.sha256(), 0
+    number = open_unlinked(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, beneath=beneath)
+    with os.fdopen(number, "wb", buffering=0) as file:
+        for chunk in chunks:
+            left = memoryview(chunk)
+            sha256.update(left)
+            size += len(left)
+            while left:  # an unbuffered write may be partial, of at most 2 GiB
+                left = left[file.write(left) :]
+        os.fsync(file.fileno())
+    return size, sha256.hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Replace a file atomically: a reader sees either the old content or the new one. A link is replaced, not followed."""
+    temporary = path.with_name(f".{path.name}.new")
+    with suppress(FileNotFoundError):
+        temporary.unlink()
+    try:
+        write_new(temporary, [data])
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    sync(path.parent)
+
+
+def replace_by(reserve: Path, path: Path, data: bytes) -> None:
+    """Replace a file atomically on a full disk: `reserve`, an existing file of at least as many bytes, becomes the new file."""
+    number = open_unlinked(reserve, os.O_WRONLY)
+    try:
+        if os.fstat(number).st_size < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.pwrite(number, data, 0)
+        os.ftruncate(number, len(data))
+        os.fsync(number)
+    finally:
+        os.close(number)
+    os.replace(reserve, path)
+    sync(path.parent)

@@ -1,0 +1,558 @@
+"""Conversion of a model in place: linear layers become `dither.nn.Linear`, and a record lists which, and why others did not.
+
+Some layers are left alone unless a rule of the plan or `only=` names them, or `all_layers=True`:
+
+- the output layer: the result of `model.get_output_embeddings()`; else linear layers that share their weight with an embedding;
+  else the last one with as many outputs as an embedding has rows;
+- adapters: layers that a PEFT tuner added beside the layer it adapts;
+- routers: layers next to a module of experts, with one output per expert;
+- narrow layers, with at most 64 inputs or outputs and at least 16 times as many of the other: adapters, routers and
+  classifiers of other libraries, whose products are too small to run faster in few bits.
+"""
+
+import io
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+from torch import nn
+
+from dither.errors import UserError
+from dither.nn import hints
+from dither.nn.bitwidths import sampling_parameters, watch_guidance
+from dither.nn.experts import ExpertsLinear
+from dither.nn.layers import adopt_gated, check_gated
+from dither.nn.linear import Linear
+from dither.nn.norms import cast_parameters, wide_parameters
+from dither.nn.sites import DTYPES, FALLBACKS, Layer, _all, _loaded, _special, linear_of
+from dither.nn.sites import Fallback as Fallback
+from dither.nn.sites import Site as Site
+from dither.nn.sites import converted_layers as converted_layers
+from dither.nn.sites import find_sites as find_sites
+from dither.ops import backend
+from dither.spec import (
+    OPERANDS,
+    PARTS,
+    PRODUCTS,
+    SAMPLINGS,
+    LayerPrecision,
+    MemoryOptions,
+    Plan,
+    Sampling,
+    did_you_mean,
+    matches,
+)
+from dither.spec.engines import Verified
+from dither.spec.recipes import recipe
+
+
+@dataclass(frozen=True)
+class ConvertedLayer:
+    """One converted layer."""
+
+    name: str
+    out_features: int
+    in_features: int
+    precision: LayerPrecision
+    engines: tuple[str, ...]
+    """Engines of fprop, dgrad and wgrad; `torch` if nothing is cast."""
+    share: float
+    """Fraction of the multiplications of all linear layers."""
+    note: str = ""
+    """The reason why `fallback=` was used instead of the plan's casts, or ""."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, ready for JSON."""
+        engines = dict(zip(PRODUCTS, self.engines, strict=True))
+        return {**vars(self), "precision": self.precision.to_dict(), "engines": engines}
+
+
+@dataclass(frozen=True)
+class LeftAlone:
+    """A module with parameters that was not converted."""
+
+    name: str
+    reason: str
+    share: float
+    """Fraction of the multiplications of all linear layers; 0 for other modules."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, ready for JSON."""
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """The record of `convert` or `apply_plan`, layer by layer. Prints as a table, in which `*` stands for a number."""
+
+    plan: Plan
+    layers: tuple[ConvertedLayer, ...]
+    left_alone: tuple[LeftAlone, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, ready for JSON."""
+        return {
+            "plan": self.plan.to_dict(),
+            "layers": [layer.to_dict() for layer in self.layers],
+            "left_alone": [module.to_dict() for module in self.left_alone],
+        }
+
+    def __rich__(self) -> Group:
+        table = Table("layers", "count", "out x in", *OPERANDS, "engines", "share", box=box.SIMPLE_HEAD)
+        rest = [f"compute {self.plan.compute}; parameters {self.plan.parameters or 'as they were'}"]
+        for pattern, layers in alike(self.layers, name_of, lambda a: (a.out_features, a.in_features, a.precision, a.engines)):
+            first = layers[0]
+            casts = (first.precision.cell(operand) for operand in OPERANDS)
+            engines = first.engines[0] if len(set(first.engines)) == 1 else ", ".join(first.engines)
+            size = f"{first.out_features} x {first.in_features}"
+            table.add_row(pattern, str(len(layers)), size, *casts, engines, f"{sum(layer.share for layer in layers):.1%}")
+            instead = "runs uncast" if first.precision.uncast else "multiplies in float32"
+            rest += [f"{instead}: {pattern} ({len(layers)}): {first.note}"] * bool(first.note)
+        for pattern, modules in alike(self.left_alone, name_of, lambda module: module.reason):
+            share = f", {sum(module.share for module in modules):.1%}" if modules[0].share else ""
+            rest.append(f"left alone: {pattern} ({len(modules)}{share}): {modules[0].reason}")
+        return Group(table, *rest)
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=1000, color_system=None, highlight=False, markup=False)
+        console.print(self)
+        text: str = console.file.getvalue()  # type: ignore[attr-defined]
+        return "\n".join(line.rstrip() for line in text.splitlines()).strip("\n")
+
+
+def alike(entries: Iterable[Any], name: Callable[[Any], str], key: Callable[[Any], object]) -> Iterator[tuple[str, list[Any]]]:
+    """Yield (pattern, entries) of entries with the same key whose names differ only in numbers."""
+    groups: dict[object, list[Any]] = {}
+    for entry in entries:
+        numberless = tuple("*" if part.isdigit() else part for part in name(entry).split("."))
+        groups.setdefault((numberless, key(entry)), []).append(entry)
+    for group in groups.values():
+        parts = zip(*(name(entry).split(".") for entry in group), strict=True)
+        yield ".".join(part[0] if len(set(part)) == 1 else "*" for part in parts), group
+
+
+def name_of(entry: Any) -> str:
+    """Return the name of an entry, as a key for `alike`."""
+    return str(entry.name)
+
+
+def convert(
+    model: nn.Module,
+    plan: Plan | str,
+    *,
+    skip: str | Iterable[str] = (),
+    only: str | Iterable[str] = (),
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    fallback: Fallback = "error",
+    all_layers: bool = False,
+    seed: int = 0,
+    emulate: bool = False,
+    engines: Verified | str | Path | None = None,
+    memory: MemoryOptions | None = None,
+) -> Conversion:
+    """Convert a model's linear layers to low precision in place, and return a record of the conversion.
+
+    Parameters stay the same objects under the same names. If any layer fails, nothing is changed.
+
+    Args:
+        model: The model that holds the layers.
+        plan: A Plan or the name of a recipe.
+        skip: Patterns of layer names to leave alone, as in a plan's rules.
+        only: Patterns of layer names to convert.
+        filter_fn: A function (module, name) -> bool that returns True to convert a layer, as in torchao.
+        fallback: Treatment of a layer that no matrix units of the GPU can run with the plan's casts: "error", "bf16" to run it
+            uncast, or "emulate" to multiply dequantized numbers in float32. The record has the reason.
+        all_layers: Convert the output layer, adapters, routers and other narrow layers too. By default they are left alone
+            unless the plan or `only` names them.
+        seed: The seed of stochastic casts.
+        emulate: Multiply dequantized numbers in float32 in all layers.
+        engines: Native units that passed the self-test on this machine, or the file in which `dither doctor --engines FILE`
+            recorded them. Units that this project has tested need no record.
+        memory: Choice of the tensors that layers keep between forward and backward; by default `MemoryOptions()`. Its option
+            swiglu="fp8" replaces feed-forward layers of transformers by `dither.nn.GatedMLP`, with the same names.
+
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
+    >>> record = convert(model, "fp8-block", skip="2")
+    >>> [layer.name for layer in record.layers], [(module.name, module.reason) for module in record.left_alone]
+    (['0'], [('2', "skip='2'")])
+    """
+    plan = recipe(plan) if isinstance(plan, str) else plan
+    _check_arguments(model, plan, fallback)
+    if memory is not None and not isinstance(memory, MemoryOptions):
+        raise UserError(f"memory= takes a dither.MemoryOptions, not {memory!r}.")
+    if _itself(model) is not model:
+        raise UserError(
+            "dither.convert takes the model itself, not what torch.compile returned: first dither.convert(model, plan), then "
+            "dither.compile(model) or torch.compile(model)."
+        )
+    if converted := converted_layers(model):
+        raise UserError(
+            f"{type(model).__name__} is converted already: {next(iter(converted))!r} is a dither layer; "
+            "change its precision with dither.apply_plan(model, plan)."
+        )
+    sites = find_sites(model)
+    skip, only = _patterns("skip", skip, sites), _patterns("only", only, sites)
+    reasons = _reasons(model, plan, sites, skip, only, all_layers, filter_fn)
+    chosen = {site.name: plan.for_layer(site.name) or LayerPrecision() for site in sites if site.name not in reasons}
+    _check_parts(plan, chosen)
+    verified = _verified(model, engines)
+    adopted = {site.name: site.adopt(seed, emulate, verified, fallback) for site in sites if site.name in chosen}
+    if not adopted and (plan.default is not None or any(precision is not None for _, precision in plan.layers)):
+        raise UserError(f"{type(model).__name__} has no layer to convert: {_why_nothing(sites, reasons)}.")
+    memory = memory or MemoryOptions()
+    if memory.swiglu == "fp8":
+        check_gated(model)
+    for layer in adopted.values():
+        layer.set_memory(memory)
+    notes = _switch(adopted, chosen, None, plan.compute)
+    if plan.parameters is not None:
+        cast_parameters(model, DTYPES[plan.parameters], all_norms=plan.master)
+    for site in sites:
+        if site.name in adopted:
+            site.install(model, adopted[site.name])
+            for linear in _all(adopted[site.name]):
+                linear.belong_to(model)
+    if memory.swiglu == "fp8":
+        adopt_gated(model)
+    watch_guidance(model)
+    record = _record(model, plan, sites, adopted, notes, reasons)
+    if any(linear_of(layer).weight.is_cuda for layer in adopted.values()):
+        cast = [layer for layer in record.layers if not layer.precision.uncast]
+        hints.slow_engines([(layer.out_features, layer.in_features, layer.engines, layer.share) for layer in cast])
+    return record
+
+
+def apply_plan(model: nn.Module, plan: Plan | str, *, fallback: Fallback | None = None) -> Conversion:
+    """Switch a converted model to another plan, between steps. Weights do not change.
+
+    A layer that the plan leaves alone runs uncast. A plan with another dtype of parameters is an error.
+
+    Args:
+        model: A model that `convert` has converted.
+        plan: A Plan or the name of a recipe.
+        fallback: As in `convert`; by default the one that was given there.
+
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
+    >>> _ = convert(model, "fp8-block")
+    >>> print(apply_plan(model, "mxfp4").layers[0].precision.weight)
+    e2m1 tile(32) pow2 nearest
+    """
+    plan = recipe(plan) if isinstance(plan, str) else plan
+    _check_arguments(model, plan, fallback)
+    model = _itself(model)
+    layers = _between_steps(model)
+    sites = find_sites(model)
+    chosen = _fitting(model, plan, layers)
+    notes = _switch(layers, chosen, fallback, plan.compute)
+    reasons = {site.name: "it was not converted" for site in sites if site.name not in layers}
+    return _record(model, plan, sites, layers, notes, reasons)
+
+
+def prepare_plans(model: nn.Module, plans: Iterable[Plan | str]) -> None:
+    """Prepare a converted model for later plans, so that `apply_plan` does not lead to recompilation.
+
+    Casts with the same groups, scales and matrix units, such as FP8, FP6 and FP4 in tiles of 128, share one compiled graph. A
+    number on the device selects the cast of a layer, and `apply_plan` writes that number. Without this function, the model is
+    compiled again when a plan has a cast that the model has not had before.
+
+    A plan that the model's device cannot run is an error that names the layer, and nothing is changed.
+
+    Args:
+        model: A model that `convert` has converted.
+        plans: Plans or names of recipes.
+
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.ReLU(), torch.nn.Linear(128, 128))
+    >>> _ = convert(model, "fp8-block")
+    >>> prepare_plans(model, ["fp8-block", "fp4-block"])
+    >>> model[0].levels[:, 0].tolist()
+    [1, 1, 1, 1, 1, 1]
+    """
+    model = _itself(model)
+    layers = _between_steps(model)
+    known = _known_precisions(layers)
+    for plan in plans:
+        plan = recipe(plan) if isinstance(plan, str) else plan
+        _check_arguments(model, plan, None)
+        chosen = _fitting(model, plan, layers)
+        for name, layer in layers.items():
+            _obstructed(layer, chosen[name], None, plan.compute)
+        known |= set(chosen.values())
+    for layer in layers.values():
+        layer.prepare_levels(known)
+
+
+def plan_of_stage(plan: Plan, model: nn.Module, layers: list[str]) -> Plan:
+    """Return the part of a plan that concerns a stage of a pipeline.
+
+    Args:
+        plan: The plan of the whole model. A rule that matches none of `layers` is an error.
+        model: The stage, converted.
+        layers: The names of the converted layers of all stages.
+    """
+    for pattern, precision in plan.layers:
+        if precision is not None:
+            _check_pattern("The plan's rule", pattern, layers, "converted layer")
+    return plan.for_layers(converted_names(model))
+
+
+def planned_otherwise(model: nn.Module, plan: Plan) -> bool:
+    """Return True if a converted model has another plan: if any layer was given another precision than `plan` has for it.
+
+    A layer that runs uncast or emulated because of `fallback` counts with the precision that it was given.
+    """
+    layers = _between_steps(_itself(model))
+    return any(linear_of(layer).planned != (plan.for_layer(name) or LayerPrecision()) for name, layer in layers.items())
+
+
+def converted_names(model: nn.Module) -> list[str]:
+    """Return the names of the converted layers of a model, as plans use them."""
+    return list(converted_layers(_itself(model)))
+
+
+def _itself(model: nn.Module) -> nn.Module:
+    """Return the model that torch.compile was given, whose layers have the names that plans use; any other model unchanged."""
+    compiled = _loaded("torch._dynamo.eval_frame", "OptimizedModule")
+    return model._orig_mod if compiled is not None and isinstance(model, compiled) else model
+
+
+def _between_steps(model: nn.Module) -> dict[str, Layer]:
+    """Return the converted layers by name. Raise if there are none, or if a step is active."""
+    layers = converted_layers(model)
+    if not layers:
+        raise UserError(f"{type(model).__name__} has no converted layer: dither.convert(model, plan) comes first.")
+    if active := next((name for name, layer in layers.items() if linear_of(layer).step_state.active), None):
+        raise UserError(
+            f"The layer {active!r} is inside a step_context, and plans change between steps: call this before the step_context "
+            "or after it."
+        )
+    return layers
+
+
+def _fitting(model: nn.Module, plan: Plan, layers: dict[str, Layer]) -> dict[str, LayerPrecision]:
+    """Return the precision of each converted layer in a plan; raise if the plan does not fit the model."""
+    wide = {id(bitwidth) for bitwidth in sampling_parameters(model)}  # these stay float32, and so do some norms
+    wide |= wide_parameters(model, all_norms=plan.master)
+    for parameter_name, parameter in model.named_parameters():
+        changes = plan.parameters is not None and parameter.is_floating_point() and id(parameter) not in wide
+        if changes and parameter.dtype != DTYPES[plan.parameters]:  # type: ignore[index]
+            raise UserError(
+                f"dither.apply_plan does not convert parameters: the plan has {plan.parameters} parameters, and "
+                f"{parameter_name!r} is {parameter.dtype}. Convert them yourself, or set the plan's parameters to None."
+            )
+    for pattern, precision in plan.layers:
+        if precision is not None:
+            _check_pattern("The plan's rule", pattern, list(layers), "converted layer")
+    chosen = {name: plan.for_layer(name) or LayerPrecision() for name in layers}
+    _check_parts(plan, chosen)
+    return chosen
+
+
+# Choices --------------------------------------------------------------------------------------------------------------
+
+
+def _verified(model: nn.Module, engines: Verified | str | Path | None) -> tuple[str, ...]:
+    """Return the native units of a record; raise unless it was made on a GPU like that of the model."""
+    if engines is None:
+        return ()
+    record = engines if isinstance(engines, Verified) else Verified.load(engines)
+    for device in {parameter.device for parameter in model.parameters()}:
+        here = backend.describe(device)
+        if here is None:
+            raise UserError(f"The engines are those of {record.gpu}, and the model is on {str(device)!r}: leave engines= out.")
+        record.check(here)
+    return record.engines
+
+
+def _check_arguments(model: nn.Module, plan: Plan, fallback: str | None) -> None:
+    if not isinstance(model, nn.Module):
+        raise UserError(f"A model is a torch.nn.Module, not {type(model).__name__}.")
+    if isinstance(model, nn.Linear):
+        raise UserError(
+            "A single linear layer cannot be replaced in place: convert the module that holds it, or build a dither.Linear."
+        )
+    if not isinstance(plan, Plan):
+        raise UserError(f"A plan is a dither.Plan or the name of a recipe, not {plan!r}.")
+    if fallback is not None and fallback not in FALLBACKS:
+        raise UserError(f"fallback is {', '.join(map(repr, FALLBACKS[:-1]))} or {FALLBACKS[-1]!r}, not {fallback!r}.")
+
+
+def _reasons(
+    model: nn.Module,
+    plan: Plan,
+    sites: list[Site],
+    skip: Sequence[str],
+    only: Sequence[str],
+    all_layers: bool = False,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+) -> dict[str, str]:
+    """Return {layer: reason} of the layers that are left alone; the others are converted."""
+    for pattern, precision in plan.layers:
+        _check_pattern("The plan's rule", pattern, [site.name for site in sites])
+        named = [site for site in sites if matches(pattern, site.name)]
+        if precision is not None and all(site.obstacle for site in named):
+            raise UserError(
+                f"The plan's rule {pattern!r} names no layer that can be converted: {named[0].name!r}: {named[0].obstacle}."
+            )
+    special = {} if only or all_layers else _special(model, sites)
+    reasons = {}
+    for site in sites:
+        ruled = any(matches(pattern, site.name) for pattern, _ in plan.layers)
+        if by := [pattern for pattern in skip if matches(pattern, site.name)]:
+            reasons[site.name] = f"skip={by[0]!r}"
+        elif only and not any(matches(pattern, site.name) for pattern in only):
+            reasons[site.name] = "only= names others"
+        elif filter_fn is not None and not filter_fn(site.module, site.name):
+            reasons[site.name] = "filter_fn returns False"
+        elif plan.for_layer(site.name) is None:
+            reasons[site.name] = "the plan leaves it alone"
+        elif site.obstacle:
+            reasons[site.name] = site.obstacle
+        elif site.name in special and not ruled:
+            reasons[site.name] = special[site.name]
+    return reasons
+
+
+def _patterns(argument: str, names: str | Iterable[str], sites: list[Site]) -> tuple[str, ...]:
+    patterns = (names,) if isinstance(names, str) else tuple(names)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise UserError(f"{argument}= takes patterns of layer names, such as '*.down_proj', not {pattern!r}.")
+        _check_pattern(f"{argument}=", pattern, [site.name for site in sites])
+    return patterns
+
+
+def _check_pattern(source: str, pattern: str, names: list[str], kind: str = "linear layer") -> None:
+    if any(matches(pattern, name) for name in names):
+        return
+    wider = [other for other in (f"{pattern}.*", f"*.{pattern}", f"*{pattern}*") if any(matches(other, name) for name in names)]
+    hint = f" (did you mean {wider[0]!r}?)" if wider else did_you_mean(pattern, names)
+    raise UserError(f"{source} {pattern!r} matches no {kind}{hint}: there are {_listed(names)}.")
+
+
+def _listed(names: list[str]) -> str:
+    """Return the names of layers as text, at most twelve. Names that differ only in numbers become one pattern."""
+    patterns = [pattern for pattern, _ in alike(names, str, lambda _: None)]
+    if patterns == ["*"]:  # the layers of an nn.Sequential have numbers for names
+        patterns = names
+    more = f" and {len(patterns) - 12} more" if len(patterns) > 12 else ""
+    return ", ".join(patterns[:12]) + more if patterns else "none"
+
+
+def _check_parts(plan: Plan, chosen: dict[str, LayerPrecision]) -> None:
+    """Raise if the `parts` of a sampling match none of the converted layers."""
+    for precision in (*(precision for _, precision in plan.layers), plan.default):
+        for field in SAMPLINGS if precision and chosen else ():
+            sampling: Sampling | None = getattr(precision, field)
+            if sampling is not None and not any(sampling == getattr(other, field) for other in chosen.values()):
+                raise UserError(
+                    f"The plan has a {field} with parts={sampling.parts!r} that match no layer: parts are {', '.join(PARTS)}, "
+                    f"or a pattern of names, and there are {_listed(list(chosen))}."
+                )
+
+
+def _switch(
+    layers: dict[str, Layer], chosen: dict[str, LayerPrecision], fallback: Fallback | None, compute: str
+) -> dict[str, str]:
+    """Apply all precisions, or none if any of them fails. Return {layer: reason for its fallback, or ""}."""
+    notes = {name: _obstructed(layer, chosen[name], fallback, compute) for name, layer in layers.items()}
+    uncast = {name for name, layer in layers.items() if notes[name] and (fallback or linear_of(layer).fallback) == "bf16"}
+    precisions = {name: LayerPrecision() if name in uncast else chosen[name] for name in layers}
+    known = _known_precisions(layers) | set(precisions.values())
+    for name, layer in layers.items():
+        one = linear_of(layer)
+        treatment = fallback or one.fallback
+        emulates = bool(notes[name]) and treatment == "emulate"
+        changed = (precisions[name], emulates) != (one.precision, one.emulates_here)
+        for linear in _all(layer):
+            linear.compute, linear.fallback, linear.emulates_here = compute, treatment, emulates  # type: ignore[assignment]
+            linear.planned = chosen[name]
+        if changed:
+            layer.set_precision(precisions[name], others=known)
+        else:  # an unchanged layer keeps its state
+            layer.prepare_levels(known)
+    return notes
+
+
+def _known_precisions(layers: dict[str, Layer]) -> set[LayerPrecision]:
+    """Return all precisions that layers have, have had, or were prepared for."""
+    return set().union(*(linear_of(layer).known_precisions for layer in layers.values()))
+
+
+def _obstructed(layer: Layer, precision: LayerPrecision, fallback: Fallback | None, compute: str) -> str:
+    """Return the reason why a layer cannot run in a precision on its device, or "". Raise it if `fallback` is "error"."""
+    one = linear_of(layer)
+    treatment = fallback or one.fallback
+    try:
+        if isinstance(layer, ExpertsLinear) and precision.sampled:
+            raise UserError(
+                f"The layer {layer.name!r} has its experts in one parameter of 3 dimensions, and only matrices can be sampled."
+            )
+    except UserError as error:
+        reason = str(error).rstrip(".")
+        if treatment != "bf16":  # multiplying in float32 would not help
+            raise UserError(f"{reason}; or skip={layer.name!r}, or fallback='bf16' to run it uncast.") from None
+        return reason
+    try:
+        _try_engines(one, precision, layer.name, compute)
+    except UserError as error:
+        reason = str(error).rstrip(".")
+        if treatment == "error":
+            raise UserError(
+                f"{reason}; or skip={layer.name!r}, or fallback='emulate' to do so in this layer, or 'bf16' to run it uncast."
+            ) from None
+        return reason.partition("; emulate=True")[0]
+    return ""
+
+
+def _try_engines(one: Linear, precision: LayerPrecision, name: str, compute: str) -> None:
+    # A layer of the same size on the meta device, so that the layer itself does not change.
+    options: dict[str, Any] = {"emulate": one.emulate, "verified": one.verified, "compute": compute}
+    trial = Linear(one.in_features, one.out_features, False, "meta", precision=precision, name=name, **options)
+    trial.transposed = one.transposed
+    trial.engines(one.weight.device)
+
+
+# The record -----------------------------------------------------------------------------------------------------------
+
+
+def _record(
+    model: nn.Module,
+    plan: Plan,
+    sites: list[Site],
+    layers: dict[str, Layer],
+    notes: dict[str, str],
+    reasons: dict[str, str],
+) -> Conversion:
+    total = sum(site.work for site in sites)
+    converted, left = [], []
+    for site in sites:
+        share = site.work / total if total else 0.0
+        if site.name in reasons:
+            left.append(LeftAlone(site.name, reasons[site.name], share))
+            continue
+        layer = linear_of(layers[site.name])
+        by_product = dict.fromkeys(PRODUCTS, "torch") if layer.precision.uncast else layer.engines(layer.weight.device)
+        engines = tuple(by_product[product] for product in PRODUCTS)
+        size = site.out_features, site.in_features
+        converted.append(ConvertedLayer(site.name, *size, layer.precision, engines, share, notes[site.name]))
+    linear = {id(site.module) for site in sites} | {id(layer) for layer in layers.values()}
+    for name, module in model.named_modules():
+        if id(module) not in linear and any(True for _ in module.parameters(recurse=False)):
+            kind = "an embedding" if isinstance(module, nn.Embedding) else f"{type(module).__name__} is not a linear layer"
+            left.append(LeftAlone(name, kind, 0.0))
+    return Conversion(plan, tuple(converted), tuple(left))
+
+
+def _why_nothing(sites: list[Site], reasons: dict[str, str]) -> str:
+    if not sites:
+        return "it has no linear layer"
+    return "; ".join(f"{name!r}: {reason}" for name, reason in list(reasons.items())[:3]) + (
+        "; ..." if len(reasons) > 3 else ""
+    )

@@ -1,0 +1,389 @@
+"""The definition of an AdamW step (Loshchilov and Hutter, 2019): float32 arithmetic in a fixed order, then one rounding each
+of weight and moments.
+
+    g = grad * scale                       the gradient, divided by the loss scale and clipped; negated to maximize
+    m = beta1 m + (1 - beta1) g
+    v = beta2 v + (1 - beta2) g g
+    w = decay w - size * (m / (sqrt(v) * root + eps))
+
+with decay = 1 - lr * weight_decay, size = lr / (1 - beta1^t) and root = 1 / sqrt(1 - beta2^t). The update uses m and v before
+they are rounded. Each operation is exactly rounded, so that all devices agree; powers are products of float64 numbers. The
+quotient is computed as 2^48 m / (...), and `size` includes the factor 2^-48: the quotient is then a normal number for every m,
+without a special case for small ones. A second moment that overflowed gives NaN instead of a weight that never moves.
+
+Adam-mini (Zhang et al., 2024) has one v per run of rows: g g above is then the mean over the run.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from dither.ops.reference import philox, rounding, state_maps
+from dither.ops.reference import scales as scaling
+from dither.spec import Rounding, Scale
+from dither.spec.formats import TABLE, Format
+from dither.spec.optimizer import BITS, CONSTANTS, ODD_FACTOR, Piece, Update
+from dither.spec.random import Draw
+
+LOW = {"split": torch.int16, "split24": torch.int8}
+"""The dtype of the bits beside the weight, by kind of master."""
+
+
+def split(master: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (bfloat16 weight, int16 low bits, bool tie) of float32 masters.
+
+    >>> weight, low, tie = split(torch.tensor([1.0, 1.0 + 2**-20, 1.0 + 2**-7 - 2**-20, 1.0 + 2**-8]))
+    >>> weight.tolist(), low.tolist(), tie.tolist()
+    ([1.0, 1.0, 1.0078125, 1.0], [0, 8, -8, -32768], [False, False, False, True])
+    """
+    bits = master.view(torch.int32)
+    upper = torch.where(master.isnan(), bits, bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    low = torch.where(master.isnan(), 0, bits - (upper << 16))
+    weight = torch.where(master.isnan(), 0x7FC0, upper).to(torch.int16).view(torch.bfloat16)
+    return weight, low.to(torch.int16), low == 0x8000
+
+
+def join(weight: Tensor, low: Tensor, tie: Tensor) -> Tensor:
+    """Return the float32 masters that `split` divided.
+
+    >>> join(torch.tensor([1.0]).bfloat16(), torch.tensor([-32768]).short(), torch.tensor([True])) == 1 + 2**-8
+    tensor([True])
+    """
+    return ((weight.view(torch.int16).int() << 16) + low.int() + (tie.int() << 16)).view(torch.float32)
+
+
+def split24(master: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (bfloat16 weight, int8 low bits) of float32 masters, rounded to 24 bits.
+
+    >>> weight, low = split24(torch.tensor([1.0, 1.0 + 2**-15, 1.0 + 2**-8]))
+    >>> weight.tolist(), low.tolist()
+    ([1.0, 1.0, 1.0078125], [0, 1, -128])
+    """
+    bits = master.view(torch.int32)
+    rounded = (bits + 0x7F + (bits >> 8 & 1)) >> 8 << 8
+    upper = rounded + 0x8000 >> 16
+    low = torch.where(master.isnan(), 0, rounded - (upper << 16) >> 8)
+    weight = torch.where(master.isnan(), 0x7FC0, upper).to(torch.int16).view(torch.bfloat16)
+    return weight, low.to(torch.int8)
+
+
+def join24(weight: Tensor, low: Tensor) -> Tensor:
+    """Return the float32 values of masters that `split24` divided.
+
+    >>> join24(torch.tensor([1.0078125]).bfloat16(), torch.tensor([-128]).to(torch.int8))
+    tensor([1.0039])
+    """
+    return ((weight.view(torch.int16).int() << 16) + (low.int() << 8)).view(torch.float32)
+
+
+def wide_weight(weight: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+    """Return the float32 weight of a parameter's state: its master, the weight plus what is kept beside it, or the weight.
+
+    All tensors are local ones in the orientation of `weight`.
+
+    >>> wide_weight(torch.ones(1).bfloat16(), {"remainder": torch.full((1,), 2.0**-9).bfloat16()})
+    tensor([1.0020])
+    """
+    if "master" in state:
+        return state["master"]
+    if "master_low" in state:
+        low = state["master_low"]
+        if low.dtype == torch.int8:
+            return join24(weight.contiguous(), low)
+        return join(weight.contiguous(), low, state["exp_avg_sq"].signbit())
+    return weight.float() + state["remainder"].float() if "remainder" in state else weight.float()
+
+
+FORMATS = {torch.float32: TABLE["fp32"], torch.bfloat16: TABLE["bf16"], torch.float16: TABLE["fp16"]}
+
+
+def prepare(
+    hyper: Tensor,
+    steps: Tensor,
+    skipped: Tensor,
+    squares: Tensor | None,
+    loss_scale: Tensor | None,
+    found_inf: Tensor | None,
+    max_norm: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (constants, norm, skip) of a step, and count it in `steps` or in `skipped`.
+
+    hyper: float64[rows, 7], see `dither.spec.optimizer.HYPER`.
+    steps: int64[rows]; active rows grow by one unless the step is skipped.
+    skipped: 0-d int64; grows by one if the step is skipped.
+    squares: 0-d float64, the sum of squares of the gradients, still multiplied by the loss scale; None if it is not needed.
+    loss_scale, found_inf: 0-d float32, as `torch.amp.GradScaler` sets them, or None.
+    max_norm: the norm to clip to; 0 does not clip.
+
+    The results are constants (float32[rows, 10], see `dither.spec.optimizer.CONSTANTS`), norm (0-d float32, divided by the loss
+    scale and before clipping; 0 without `squares`) and skip (0-d int32). A step is skipped (skip is 1) if `squares` is not
+    finite, if `found_inf` is not 0, or if an active row has a negative or infinite lr or a beta outside [0, 1). Numbers on a
+    device are checked here, where it costs nothing.
+    """
+    inverse = torch.ones((), dtype=torch.float32, device=hyper.device)
+    if loss_scale is not None:
+        inverse = torch.div(inverse, loss_scale)
+    norm, factor, bad = torch.zeros_like(inverse), inverse, torch.zeros((), dtype=torch.bool, device=hyper.device)
+    if squares is not None:
+        bad = ~torch.isfinite(squares)
+        norm = (squares.sqrt() * inverse.double()).float()
+        if max_norm:
+            limit = torch.full_like(norm, max_norm)
+            factor = torch.minimum(torch.div(limit, norm + 1e-6), torch.ones_like(norm)) * inverse
+    if found_inf is not None:
+        bad = bad | (found_inf != 0)
+    lr, beta1, beta2, eps, weight_decay, active, sign = hyper.unbind(1)
+    sound = (lr >= 0) & (lr < torch.inf) & (beta1 >= 0) & (beta1 < 1) & (beta2 >= 0) & (beta2 < 1)
+    skip = (bad | ((active != 0) & ~sound).any()).int()
+    steps += active.long() * (1 - skip)
+    skipped += skip
+    t = steps.clamp(min=1)  # rows that are not active are not used
+    size = torch.div(lr.float(), (1 - _power(beta1, t)).float()) * 2.0**-48
+    root = _sqrt((1 - _power(beta2, t)).float())
+    columns = [
+        factor * sign.float(),
+        beta1,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        1 - lr * weight_decay,
+        lr * weight_decay,
+        size,
+        torch.div(torch.ones_like(root), root),
+        eps,
+    ]
+    return torch.stack([column.float() for column in columns], dim=1), norm, skip
+
+
+def _power(base: Tensor, exponent: Tensor) -> Tensor:
+    """Return base^exponent by squaring: products of float64 numbers round alike everywhere, unlike `pow`."""
+    result, exponent = torch.ones_like(base), exponent.clone()
+    for _ in range(32):
+        result = torch.where(exponent & 1 == 1, result * base, result)
+        base, exponent = base * base, exponent >> 1
+    return result
+
+
+class Batch:
+    """Pieces that are updated alike; `step` changes them in place."""
+
+    def __init__(self, pieces: Sequence[Piece], update: Update) -> None:
+        self.pieces = tuple(pieces)
+        self.update = update
+
+    def square_sum(self, grads: Sequence[Tensor]) -> Tensor:
+        """Return the sum of the squares of the gradients, 0-d float64; it is finite if and only if all of them are."""
+        return torch.stack([grad.double().square().sum() for grad in grads]).sum()
+
+    def step(self, grads: Sequence[Tensor], constants: Tensor, step: Tensor, skip: Tensor) -> None:
+        """Take one AdamW step with `grads` (contiguous, in the shapes of the weights), unless `skip` is 1.
+
+        constants: float32[rows, 10], from `prepare`. step: 0-d int64, which random bits depend on. skip: 0-d int32.
+        """
+        if bool(skip):
+            return
+        update = self.update
+        for piece, grad in zip(self.pieces, grads, strict=True):
+            c = dict(zip(CONSTANTS, constants[piece.constants], strict=True))
+            g = grad.float() * c["scale"]
+            m = c["beta1"] * load_state(piece.m, piece.m_scale, update, True) + c["rest1"] * g
+            v = c["beta2"] * load_state(piece.v, piece.v_scale, update, False) + c["rest2"] * (g * g)
+            tie = _move(piece, _direction(m, v, c), c, step, update)
+            v = v if tie is None else torch.where(tie, -v, v)
+            _store(piece, piece.m, piece.m_scale, m, step, update, 1)
+            _store(piece, piece.v, piece.v_scale, v, step, update, 2)
+
+
+class MiniBatch(Batch):
+    """Pieces that Adam-mini updates alike."""
+
+    def run_squares(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """Return, per piece, the sums of squares over the part of each run that it holds: float64[runs]."""
+        sums = []
+        for piece, grad in zip(self.pieces, grads, strict=True):
+            run = (torch.arange(grad.shape[0], device=grad.device) + piece.lead) // piece.run
+            sums.append(torch.zeros_like(piece.v, dtype=torch.float64).index_add_(0, run, grad.double().square().sum(1)))
+        return sums
+
+    def step(self, grads: Sequence[Tensor], constants: Tensor, step: Tensor, skip: Tensor, *, moved: bool = False) -> None:
+        """Take one step, unless `skip` is 1. `moved` says that the second moments are already those after the step."""
+        if bool(skip):
+            return
+        if not moved:
+            for piece, sums in zip(self.pieces, self.run_squares(grads), strict=True):
+                share = torch.full_like(sums, piece.share)
+                piece.v.copy_(second_moment(piece.v, sums, share, constants[piece.constants]))
+        for piece, grad in zip(self.pieces, grads, strict=True):
+            c = dict(zip(CONSTANTS, constants[piece.constants], strict=True))
+            run = (torch.arange(grad.shape[0], device=grad.device) + piece.lead) // piece.run
+            m = c["beta1"] * load_state(piece.m, None, self.update, True) + c["rest1"] * (grad.float() * c["scale"])
+            _move(piece, _direction(m, piece.v[run][:, None], c), c, step, self.update)
+            _store(piece, piece.m, None, m, step, self.update, 1)
+
+
+def second_moment(v: Tensor, sums: Tensor, share: Tensor, constants: Tensor) -> Tensor:
+    """Return Adam-mini's second moments after a step: beta2 * v + rest2 * scale^2 * sums / share.
+
+    v: float32[runs]. sums: float64[runs], sums of squares of the unscaled gradients. share: float64[runs], elements per run.
+    """
+    c: dict[str, Tensor] = dict(zip(CONSTANTS, constants, strict=True))
+    factor = c["scale"].double()
+    mean = torch.div(sums, share)
+    return c["beta2"] * v + c["rest2"] * (mean * (factor * factor)).float()
+
+
+def _direction(m: Tensor, v: Tensor, c: dict[str, Tensor]) -> Tensor:
+    """Return 2^48 m / (sqrt(v) * root + eps); 0 if its magnitude is below 2^-100, NaN if it or v is infinite."""
+    root = _root(v)
+    quotient = torch.div(m * 2.0**48, root * c["root"] + c["eps"])
+    quotient = torch.where(quotient.abs() < torch.inf, quotient, torch.nan)
+    return torch.where(quotient.abs() < 2.0**-100, 0.0, quotient)
+
+
+def _root(v: Tensor) -> Tensor:
+    """Return sqrt(v); NaN if v is infinite."""
+    return torch.where(v < torch.inf, _sqrt(v), torch.nan)
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """Return the square root of float32 `x`, rounded once.
+
+    torch's own is not correctly rounded everywhere: on x86 it comes from a library that is accurate to about an ulp. In float64
+    it has more than twice the bits, so that even one that is an ulp off rounds to the right float32 number.
+    """
+    return x.double().sqrt().float()
+
+
+def _move(piece: Piece, direction: Tensor, c: dict[str, Tensor], step: Tensor, update: Update) -> Tensor | None:
+    """Move the weights along `direction`, 2^48 m / (sqrt(v) * root + eps), and round them as `update` says.
+
+    Return which masters are ties, bool, if they are split: the sign of the second moment keeps that.
+    """
+    format = FORMATS[piece.w.dtype]
+    move = c["size"] * direction
+    if update.master in LOW:
+        assert piece.extra is not None
+        if update.master == "split24":
+            w, low = split24(join24(piece.w, piece.extra) * c["decay"] - move)
+            tie = None
+        else:
+            master = join(piece.w, piece.extra, piece.v.signbit())
+            w, low, tie = split(master * c["decay"] - move)
+        piece.w.copy_(w)
+        piece.extra.copy_(low)
+        return tie
+    if update.master:
+        assert piece.extra is not None
+        master = piece.extra * c["decay"] - move
+        piece.extra.copy_(master)
+        piece.w.copy_(_nearest(master, format))
+    elif format.bits == 32:
+        piece.w.copy_(piece.w * c["decay"] - move)
+    elif update.weights == "kahan":
+        assert piece.extra is not None
+        w = piece.w.float()
+        # The change includes the error of earlier roundings; the error of this one is kept.
+        change = piece.extra.float() - (c["shrink"] * w + move)
+        rounded = _nearest(w + change, format)
+        piece.w.copy_(rounded)
+        piece.extra.copy_(_nearest(change - (rounded - w), format))
+    else:
+        w = piece.w.float() * c["decay"] - move
+        stochastic = update.weights == "stochastic"
+        random = _random(piece, step, piece.keys[0]) if stochastic else None
+        rule = Rounding("stochastic", BITS) if stochastic else Rounding("nearest")
+        piece.w.copy_(rounding.round_values(w, format, rule, False, random))
+    return None
+
+
+def _nearest(x: Tensor, format: Format) -> Tensor:
+    """Round float32 `x` to the nearest value of the format; overflow becomes Inf."""
+    return rounding.round_values(x, format, Rounding("nearest"), False, None)
+
+
+def _random(piece: Piece, step: Tensor, key: int) -> Tensor:
+    """Return 16 random bits per element of a piece, int32[rows, columns]."""
+    rows, columns = piece.w.shape
+    return philox.random_bits(Draw(key, step, piece.row, piece.column), rows, columns, BITS)
+
+
+def load_state(state: Tensor, scale: Tensor | None, update: Update, signed: bool) -> Tensor:
+    """Return a stored moment as float32[rows, columns]."""
+    if not update.in_blocks:
+        return state.float().abs() if update.master == "split" and not signed else state.float()
+    assert scale is not None
+    scales = scale.repeat_interleave(update.block, 1)[:, : state.shape[1]]
+    if update.states == "companded8":
+        return state_maps.first_values(state.view(torch.int8).int()) * scales if signed else (state.float() * scales).square()
+    values = state_maps.decode(state, signed) if update.format is None else rounding.decode(state.int(), update.format)
+    return values * scales
+
+
+def _store(piece: Piece, state: Tensor, scale: Tensor | None, value: Tensor, step: Tensor, update: Update, which: int) -> None:
+    """Round the first or second moment (`which` is 1 or 2), float32, into its storage."""
+    random = _random(piece, step, piece.keys[1]) if update.draws_states else None
+    if random is not None and which == 2:
+        random = random * ODD_FACTOR & 0xFFFF
+    stored, restore = store_state(value, update, which == 1, random)
+    state.copy_(stored)
+    if scale is not None and restore is not None:
+        scale.copy_(restore)
+
+
+def store_state(value: Tensor, update: Update, signed: bool, random: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Return (stored values, scales) of a float32[rows, columns] moment, rounded by `random` bits, or to nearest without them.
+
+    Formats without blocks return float32 numbers that the storage holds exactly, and None for the scales.
+    """
+    if update.states == "fp32":
+        return value, None  # nothing to round; a CPU would spend two thirds of the step on it
+    rule = Rounding("nearest") if random is None else Rounding("stochastic", BITS)
+    if not update.in_blocks:
+        assert update.format is not None
+        return rounding.round_values(value, update.format, rule, False, random), None
+    rows, columns = value.shape
+    count = math.ceil(columns / update.block)
+    if update.states == "companded8" and not signed:
+        value = _root(value)
+    padded = torch.nn.functional.pad(value.abs(), (0, count * update.block - columns))
+    amax = padded.reshape(rows, count, update.block).amax(2)
+    if update.states == "companded8":
+        return _companded(value, torch.where(amax < torch.inf, amax, torch.nan), update.block, signed)
+    format = update.format or UNIT
+    known = scaling.factors(amax, None, format, Scale("fp32"), rule)
+    scaled = value * known.multiply.repeat_interleave(update.block, 1)[:, :columns]
+    if update.format is None:
+        codes = state_maps.encode(scaled, signed)
+    else:
+        codes = rounding.encode(rounding.round_values(scaled, format, rule, True, random), format)
+    return codes.to(torch.uint8), known.restore
+
+
+def _companded(value: Tensor, amax: Tensor, block: int, signed: bool) -> tuple[Tensor, Tensor]:
+    """Return (codes, scales) of first moments, or of roots of second moments, whose largest magnitudes per block are `amax`."""
+    if signed:
+        codes = state_maps.first_codes(value, amax.repeat_interleave(block, 1)[:, : value.shape[1]])
+        return codes.to(torch.int8).view(torch.uint8), amax
+    most = torch.full_like(amax, 255.0)
+    multiply = torch.where(amax > 0, torch.div(most, amax), 0.0)
+    codes = state_maps.second_codes(value, multiply.repeat_interleave(block, 1)[:, : value.shape[1]])
+    return codes.to(torch.uint8), torch.div(amax, most)
+
+
+UNIT = Format("unit", 8, 0, 0, 0, 1.0)
+"""A stand-in for the dynamic map where only its largest value, 1, matters."""
+
+
+def zero_state(shape: tuple[int, int], update: Update, signed: bool, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Return (storage, scales) of a moment before the first step: all zeros."""
+    if not update.in_blocks:
+        dtype = torch.float32 if update.states == "fp32" else torch.bfloat16
+        return torch.zeros(shape, dtype=dtype, device=device), None
+    code = state_maps.ZERO if update.states == "dynamic8" and signed else 0
+    blocks = math.ceil(shape[1] / update.block)
+    return (
+        torch.full(shape, code, dtype=torch.uint8, device=device),
+        torch.ones((shape[0], blocks), dtype=torch.float32, device=device),
+    )

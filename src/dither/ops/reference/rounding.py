@@ -1,0 +1,113 @@
+"""Rounding float32 to any format, and codes of the rounded values: integer arithmetic on the bits, on any device.
+
+A float32 magnitude is `significand * 2^(exponent - 23)` with a significand below 2^24. Rounding drops the bits below the
+format's spacing at that magnitude, and adds one to the kept bits if the rounding goes up.
+"""
+
+import torch
+from torch import Tensor
+
+from dither.ops.reference import philox
+from dither.spec import Rounding
+from dither.spec.formats import Format
+from dither.spec.random import Draw, matrix_size
+
+MAGNITUDE = 0x7FFFFFFF
+INFINITY = 0x7F800000
+SIGN = -0x80000000
+
+
+def round_to(x: Tensor, format: Format, rounding: Rounding, saturate: bool, draw: Draw | None) -> Tensor:
+    """Round `x` of any shape (float32, bfloat16 or float16) to values of `format`, as float32 of the same shape.
+
+    Finite overflow becomes the largest value if `saturate`, else Inf, or NaN, if the format has one. NaN stays NaN. Inf stays
+    Inf, or becomes NaN if the format has no Inf. Example: 2.6 in e2m1 is 3 (its neighbours are 2 and 3).
+    """
+    random = None
+    if draw is not None:
+        random = philox.random_bits(draw, *matrix_size(x), rounding.width).reshape(x.shape)
+    return round_values(x.float(), format, rounding, saturate, random)
+
+
+def round_values(x: Tensor, format: Format, rounding: Rounding, saturate: bool, random: Tensor | None) -> Tensor:
+    """Round float32 `x` as `round_to`, with `random` bits given: int32 in x's shape; the low `rounding.bits` are used."""
+    bits = x.view(torch.int32)
+    magnitude = bits & MAGNITUDE
+    biased = magnitude >> 23
+    significand = (magnitude & 0x7FFFFF) | ((biased > 0).int() << 23)
+    exponent = biased.clamp(min=1) - 127
+    # The value is significand * 2^(exponent - 23), and the format's spacing there is 2^spacing.
+    spacing = exponent.clamp(min=format.min_exponent) - format.mantissa_bits
+    drop = (spacing - (exponent - 23)).clamp(min=0)
+    kept = significand >> drop.clamp(max=31)
+    fraction = significand - (kept << drop.clamp(max=31))  # of 2^drop
+    if rounding.kind == "nearest":
+        half = torch.ones_like(drop) << (drop.clamp(1, 31) - 1)
+        up = (drop > 0) & (drop < 26) & ((fraction > half) | ((fraction == half) & (kept & 1 == 1)))
+    elif rounding.kind == "stochastic":
+        assert random is not None
+        n = rounding.bits
+        # The first n bits of the fraction, floor(fraction / 2^drop * 2^n), against n random bits.
+        leading = (fraction >> (drop - n).clamp(0, 31)) << (n - drop).clamp(0, n)
+        up = leading + (random & ((1 << n) - 1)) >= 1 << n
+    else:
+        up = torch.zeros_like(kept, dtype=torch.bool)
+    value = _ldexp((kept + up.int()).float(), spacing)
+
+    limited = value.clamp(max=format.max)
+    if not saturate and rounding.kind != "toward_zero":  # rounding toward zero never leaves the finite range
+        beyond = torch.inf if format.inf else torch.nan if format.nan else format.max
+        limited = torch.where(value > format.max, beyond, limited)
+    limited = torch.where(magnitude == INFINITY, torch.inf if format.inf else torch.nan, limited)
+    limited = torch.where(magnitude > INFINITY, torch.nan, limited)
+    if format.is_integer:  # no -0.0
+        bits = torch.where(limited == 0, 0, bits)
+    # On the bits: a minus may or may not change the sign of NaN.
+    return (limited.view(torch.int32) | (bits & SIGN)).view(torch.float32)
+
+
+def encode(values: Tensor, format: Format) -> Tensor:
+    """Return the int32 codes of float32 `values` that are values of `format`, with the sign in the top bit, as stored.
+
+    NaN loses its sign. A format without NaN uses the code of its largest magnitude instead; the scale, or the check in
+    `dither.quantize`, then reports the NaN. Example: -3 in e2m1 is 0b1101.
+    """
+    bits = values.view(torch.int32)
+    magnitude = bits & MAGNITUDE
+    if format.is_integer:
+        code = values.abs().nan_to_num(nan=format.max).int()
+        return torch.where(bits < 0, -code, code) & ((1 << format.bits) - 1)
+    m = format.mantissa_bits
+    biased, fraction = magnitude >> 23, magnitude & 0x7FFFFF
+    # Below the smallest normal number the code counts spacings; above, it has exponent and mantissa fields.
+    subnormal = _ldexp(values.abs(), torch.full_like(bits, m - format.min_exponent))
+    normal = ((biased - 127 + format.bias) << m) + (fraction >> (23 - m))
+    code = torch.where(values.abs() < format.min_normal, subnormal.nan_to_num(posinf=0.0).int(), normal)
+    code = torch.where(magnitude == INFINITY, format.max_code + 1, code)
+    code = torch.where(magnitude > INFINITY, format.max_code, code)
+    code = code | ((bits < 0).int() << (format.bits - 1))
+    return torch.where(magnitude > INFINITY, format.nan_code, code) if format.nan else code
+
+
+def decode(codes: Tensor, format: Format) -> Tensor:
+    """Return the float32 values of int32 `codes`: the inverse of `encode`."""
+    if format.is_integer:
+        shift = 32 - format.bits
+        return ((codes << shift) >> shift).float()  # sign extension
+    m = format.mantissa_bits
+    magnitude = codes & format.magnitude_mask
+    exponent, mantissa = magnitude >> m, magnitude & ((1 << m) - 1)
+    significand = mantissa | ((exponent > 0).int() << m)
+    value = _ldexp(significand.float(), exponent.clamp(min=1) - format.bias - m)
+    if format.inf:
+        value = torch.where(magnitude == format.max_code + 1, torch.inf, value)
+    if format.nan:
+        value = torch.where(magnitude > format.max_code + int(format.inf), torch.nan, value)
+    negative = codes & (1 << (format.bits - 1)) != 0
+    return torch.where(negative, -value, value)
+
+
+def _ldexp(x: Tensor, exponent: Tensor) -> Tensor:
+    """Return x * 2^exponent for -252 <= exponent <= 254, exact if the result is a float32 number (torch.ldexp is not)."""
+    half = exponent >> 1
+    return x * ((half + 127) << 23).view(torch.float32) * ((exponent - half + 127) << 23).view(torch.float32)

@@ -1,0 +1,743 @@
+"""The operators `torch.ops.dither.cross_entropy_*`; see `dither.ops.torch_ops`."""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dither.errors import UserError
+from dither.ops.reference.loss import gradients_like
+from dither.ops.reference.matmul import Operand
+from dither.spec import Cast, Rounding, groups
+from dither.spec.formats import Format
+from dither.spec.random import Draw
+
+
+@functools.cache
+def _kernels_exist() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _use_kernel(device: torch.device, backend: str) -> bool:
+    if backend == "reference" or (backend == "auto" and device.type != "cuda"):
+        return False
+    if not _kernels_exist():
+        raise UserError(
+            "The kernels need Triton, which is not installed: install the triton package, or pass backend='reference'."
+        )
+    if device.type != "cuda":
+        from dither.ops.triton import interpreted
+
+        if not interpreted():
+            raise UserError(
+                f"Kernels run on CUDA tensors, not on {device.type}; pass backend='reference', or set TRITON_INTERPRET=1 "
+                "before importing triton to run them slowly on the CPU."
+            )
+    return True
+
+
+def implementation(name: str, device: torch.device, backend: str) -> ModuleType:
+    """Return `dither.ops.triton.NAME` or `dither.ops.reference.NAME`, which have the same functions."""
+    return _module("triton" if _use_kernel(device, backend) else "reference", name)
+
+
+@functools.cache
+def _module(package: str, name: str) -> ModuleType:
+    return importlib.import_module(f"dither.ops.{package}.{name}")
+
+
+def _draw_of(key: int, step: Tensor | None, row: int, column: int) -> Draw | None:
+    return None if step is None else Draw(key, step, row, column)
+
+
+@functools.cache
+def _casts(text: str) -> tuple[Cast, ...]:
+    """Return the casts of a text with bars between them."""
+    return tuple(map(Cast.parse, text.split("|")))
+
+
+def _container(name: str, cast: Cast) -> Format:
+    return Format.parse(name) if name else cast.element
+
+
+_LIBRARY = torch.library.Library("dither", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def _operator(function: Callable[..., Any], mutates: tuple[str, ...] = ()) -> Any:
+    """Register a function `_NAME_op` without a gradient as `torch.ops.dither.NAME`. It changes the arguments named `mutates`.
+
+    torch.library.custom_op would add 80 us per call, which is more than the kernels of a layer take.
+    """
+    name = function.__name__.removeprefix("_").removesuffix("_op")
+    schema = torch.library.infer_schema(function, mutates_args=mutates)
+    _LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    return getattr(torch.ops.dither, name)
+
+
+def _fake_of(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that registers the fake implementation of an operator, for tensors without data."""
+    register: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.library.register_fake(f"dither::{name}", lib=_LIBRARY)
+    return register
+
+
+def check_finite(x: Tensor, cast: Cast, nan_passes: bool, inf_passes: bool) -> None:
+    """Raise if `x` holds a NaN or Inf that may not pass; the message has the position of the first one."""
+    wrong = torch.zeros_like(x, dtype=torch.bool)
+    if not nan_passes:
+        wrong |= x.isnan()
+    if not inf_passes:
+        wrong |= x.isinf()
+    if bool(wrong.any()):
+        first = tuple(wrong.nonzero()[0].tolist())
+        value = x[first].item()
+        reason = f"{cast.element} has no NaN" if value != value else "a scaled or saturating cast cannot hold an infinity"
+        raise UserError(
+            f"The tensor of shape {tuple(x.shape)} holds {int(wrong.sum())} value(s) that {str(cast)!r} cannot represent, "
+            f"the first {value} at {list(first)}: {reason}."
+        )
+
+
+def _check_hidden_nan(x: Tensor, cast: Cast, amax: Tensor | None) -> None:
+    """Check `x` for NaN if neither the codes nor a measured scale can hold one. Compiled code checks too."""
+    if not cast.element.nan and (cast.group.kind == "none" or (cast.group.kind == "tensor" and amax is not None)):
+        check_finite(x, cast, nan_passes=False, inf_passes=False)
+
+
+@torch.library.custom_op("dither::random_bits", mutates_args=())
+def _random_bits_op(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, width: int, backend: str) -> Tensor:
+    code = implementation("philox", step.device, backend)
+    return code.random_bits(Draw(key, step, row, column), rows, columns, width)  # type: ignore[no-any-return]
+
+
+@_random_bits_op.register_fake
+def _(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, width: int, backend: str) -> Tensor:
+    return step.new_empty((rows, columns), dtype=torch.int32)
+
+
+@torch.library.custom_op("dither::round_to", mutates_args=())
+def _round_to_op(
+    x: Tensor,
+    format: str,
+    rounding: str,
+    saturate: bool,
+    key: int,
+    step: Tensor | None,
+    row: int,
+    column: int,
+    backend: str,
+) -> Tensor:
+    code = implementation("rounding", x.device, backend)
+    draw = _draw_of(key, step, row, column)
+    return code.round_to(x, Format.parse(format), Rounding.parse(rounding), saturate, draw)  # type: ignore[no-any-return]
+
+
+@_round_to_op.register_fake
+def _(x: Tensor, *_: object, **__: object) -> Tensor:
+    return x.new_empty(x.shape, dtype=torch.float32)
+
+
+@torch.library.custom_op("dither::amax", mutates_args=())
+def _amax_op(x: Tensor, backend: str) -> Tensor:
+    return implementation("quantize", x.device, backend).amax(x)  # type: ignore[no-any-return]
+
+
+@_amax_op.register_fake
+def _(x: Tensor, backend: str) -> Tensor:
+    return x.new_empty((), dtype=torch.float32)
+
+
+@_operator
+def _product_op(
+    a: Tensor,
+    a_scale: Tensor | None,
+    a_tensor: Tensor | None,
+    a_cast: str,
+    b: Tensor,
+    b_scale: Tensor | None,
+    b_tensor: Tensor | None,
+    b_cast: str,
+    length: int,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    fast: bool,
+    emulate: bool,
+    where: str,
+    verified: str = "",
+) -> Tensor:
+    """Return A B^T + bias in `dtype`, for A [P, L] and B [Q, L] as `Operand` describes them; the cast "" means uncast."""
+    code = implementation("matmul", a.device, "auto")
+    left = _operand(a, a_scale, a_tensor, a_cast, length)
+    right = _operand(b, b_scale, b_tensor, b_cast, length)
+    options = {"fast": fast, "emulate": emulate, "where": where, "verified": verified}
+    return code.product(left, right, bias, dtype, **options)  # type: ignore[no-any-return]
+
+
+@_fake_of("product")
+def _(
+    a: Tensor,
+    a_scale: Tensor | None,
+    a_tensor: Tensor | None,
+    a_cast: str,
+    b: Tensor,
+    b_scale: Tensor | None,
+    b_tensor: Tensor | None,
+    b_cast: str,
+    length: int,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    fast: bool,
+    emulate: bool,
+    where: str,
+    verified: str = "",
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+
+
+def _operand(values: Tensor, scale: Tensor | None, tensor: Tensor | None, text: str, length: int) -> Operand:
+    if not text:
+        return Operand(values, length=length)
+    cast = Cast.parse(text)
+    if cast.group.kind == "none":
+        scale = None
+    elif scale is not None and scale.dtype != groups.scale_dtype(cast):
+        scale = scale.view(groups.scale_dtype(cast))
+    return Operand(values, scale, tensor if cast.scaling.kind == "nvfp4" else None, cast, length)
+
+
+@_operator
+def _quantize_op(
+    x: Tensor,
+    cast: str,
+    axis: int,
+    amax: Tensor | None,
+    container: str,
+    key: int,
+    step: Tensor | None,
+    row: int,
+    column: int,
+    backend: str,
+    level: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes and scales of one layout. With `level`, int32[1], `cast` is several casts with bars between them."""
+    draw = _draw_of(key, step, row, column)
+    if level is not None:
+        code = implementation("levels", x.device, backend)
+        return code.quantize(x, _casts(cast), level, axis, draw, amax, Format.parse(container))  # type: ignore[no-any-return]
+    parsed = Cast.parse(cast)
+    _check_hidden_nan(x, parsed, amax)
+    code = implementation("quantize", x.device, backend)
+    return code.quantize(x, parsed, axis, draw, amax, _container(container, parsed))  # type: ignore[no-any-return]
+
+
+@_fake_of("quantize")
+def _(
+    x: Tensor, cast: str, axis: int, amax: Tensor | None, container: str, *_: object, **__: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    parsed = _casts(cast)[0]
+    values, scale = groups.empty_outputs(x, parsed, axis, _container(container, parsed))
+    return values, scale, x.new_empty(() if parsed.scaling.kind == "nvfp4" else (0,), dtype=torch.float32)
+
+
+@torch.library.custom_op("dither::dequantize", mutates_args=())
+def _dequantize_op(
+    values: Tensor,
+    scale: Tensor,
+    tensor_scale: Tensor,
+    cast: str,
+    shape: list[int],
+    axis: int,
+    dtype: torch.dtype,
+    backend: str,
+) -> Tensor:
+    parsed = Cast.parse(cast)
+    code = implementation("quantize", values.device, backend)
+    scale = scale.view(groups.scale_dtype(parsed))
+    return code.dequantize(values, scale, tensor_scale, parsed, tuple(shape), axis, dtype)  # type: ignore[no-any-return]
+
+
+@_dequantize_op.register_fake
+def _(
+    values: Tensor,
+    scale: Tensor,
+    tensor_scale: Tensor,
+    cast: str,
+    shape: list[int],
+    axis: int,
+    dtype: torch.dtype,
+    backend: str,
+) -> Tensor:
+    return values.new_empty(shape, dtype=dtype)
+
+
+@torch.library.custom_op("dither::fake_quantize", mutates_args=())
+def _fake_quantize_op(
+    x: Tensor,
+    cast: str,
+    axis: int,
+    amax: Tensor | None,
+    key: int,
+    step: Tensor | None,
+    row: int,
+    column: int,
+    backend: str,
+) -> Tensor:
+    code = implementation("quantize", x.device, backend)
+    return code.fake_quantize(x, Cast.parse(cast), axis, _draw_of(key, step, row, column), amax)  # type: ignore[no-any-return]
+
+
+@_fake_quantize_op.register_fake
+def _(x: Tensor, cast: str, axis: int, *_: object, **__: object) -> Tensor:
+    layout = groups.values_layout(tuple(x.shape), Cast.parse(cast), axis)
+    return layout.restore(torch.empty_like(layout.matrices(x)))
+
+
+def _straight_through(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return (grad, *[None] * 8)
+
+
+_fake_quantize_op.register_autograd(_straight_through)
+
+
+@_operator
+def _quantize_both_op(
+    x: Tensor,
+    cast: str,
+    amax: Tensor | None,
+    container: str,
+    key: int,
+    step: Tensor | None,
+    row: int,
+    column: int,
+    backend: str,
+    level: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return codes and scales of both layouts; see `quantize` for `level`."""
+    draw = _draw_of(key, step, row, column)
+    if level is not None:
+        code = implementation("levels", x.device, backend)
+        return code.quantize_both(x, _casts(cast), level, draw, amax, Format.parse(container))  # type: ignore[no-any-return]
+    parsed = Cast.parse(cast)
+    _check_hidden_nan(x, parsed, amax)
+    code = implementation("quantize", x.device, backend)
+    return code.quantize_both(x, parsed, draw, amax, _container(container, parsed))  # type: ignore[no-any-return]
+
+
+@_fake_of("quantize_both")
+def _(
+    x: Tensor, cast: str, amax: Tensor | None, container: str, *_: object, **__: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    parsed = _casts(cast)[0]
+    stored = _container(container, parsed)
+    measured = x.new_empty(() if parsed.scaling.kind == "delayed" else (0,), dtype=torch.float32)
+    return (*groups.empty_outputs(x, parsed, 1, stored), *groups.empty_outputs(x, parsed, 0, stored), measured)
+
+
+@functools.partial(_operator, mutates=("largest",))
+def _quantize_both_measured_op(
+    x: Tensor,
+    cast: str,
+    amax: Tensor | None,
+    container: str,
+    key: int,
+    step: Tensor | None,
+    row: int,
+    column: int,
+    backend: str,
+    largest: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Quantize along both axes with delayed scaling, and raise `largest` (0-d) to the largest magnitude of x."""
+    parsed = Cast.parse(cast)
+    _check_hidden_nan(x, parsed, amax)
+    code = implementation("quantize", x.device, backend)
+    draw = _draw_of(key, step, row, column)
+    *outputs, _ = code.quantize_both(x, parsed, draw, amax, _container(container, parsed), largest=largest)
+    return tuple(outputs)
+
+
+@_fake_of("quantize_both_measured")
+def _(
+    x: Tensor, cast: str, amax: Tensor | None, container: str, *_: object, **__: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    parsed = Cast.parse(cast)
+    stored = _container(container, parsed)
+    return (*groups.empty_outputs(x, parsed, 1, stored), *groups.empty_outputs(x, parsed, 0, stored))
+
+
+def quantize_both_into(
+    x: Tensor,
+    cast: str,
+    amax: Tensor | None,
+    container: str,
+    step: Tensor | None,
+    largest: Tensor | None,
+    out: tuple[Tensor, Tensor, Tensor, Tensor],
+    level: Tensor | None = None,
+    at: tuple[int, int] = (0, 0),
+) -> None:
+    """Write the results of `quantize_both` into `out`. This is not an operator, since it is never traced."""
+    if level is not None:
+        code = implementation("levels", x.device, "auto")
+        code.quantize_both(x, _casts(cast), level, _draw_of(0, step, *at), amax, Format.parse(container), out)
+        return
+    parsed = Cast.parse(cast)
+    _check_hidden_nan(x, parsed, amax)
+    code = implementation("quantize", x.device, "auto")
+    code.quantize_both(x, parsed, _draw_of(0, step, *at), amax, _container(container, parsed), out, largest)
+
+
+# Sampled weights -------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("dither::noise", mutates_args=())
+def _noise_op(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, kind: str, backend: str) -> Tensor:
+    """Return the noise R of a weight, float32[rows, columns]; see `dither.ops.reference.sampling`."""
+    code = implementation("sampling", step.device, backend)
+    return code.noise(Draw(key, step, row, column), rows, columns, kind)  # type: ignore[no-any-return]
+
+
+@_noise_op.register_fake
+def _(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, kind: str, backend: str) -> Tensor:
+    return step.new_empty((rows, columns), dtype=torch.float32)
+
+
+@torch.library.custom_op("dither::packed_noise", mutates_args=())
+def _packed_noise_op(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, kind: str, backend: str) -> Tensor:
+    """Return the same R with 4 bits per value, sign and magnitude: int32[rows, ceil(columns / 8)]."""
+    code = implementation("sampling", step.device, backend)
+    return code.packed_noise(Draw(key, step, row, column), rows, columns, kind)  # type: ignore[no-any-return]
+
+
+@_packed_noise_op.register_fake
+def _(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, kind: str, backend: str) -> Tensor:
+    return step.new_empty((rows, (columns + 7) // 8), dtype=torch.int32)
+
+
+def _corner(key: int, step: Tensor, row: int, column: int, block: int) -> Draw:
+    """Return the draw of a shard; raise unless it begins at a block. Rows that only the device knows do."""
+    if row % block or column % block:
+        raise UserError(f"A shard of a sampled weight begins at a multiple of its block, {block}, not at {(row, column)}.")
+    return Draw(key, step, row, column)
+
+
+@torch.library.custom_op("dither::sample", mutates_args=())
+def _sample_op(
+    w: Tensor,
+    b_t: Tensor,
+    key: int,
+    step: Tensor,
+    row: int,
+    column: int,
+    kind: str,
+    block: int,
+    dtype: torch.dtype,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Return w_hat [N, K] in `dtype`, and the largest magnitude of each block in float32."""
+    code = implementation("sampling", w.device, backend)
+    w_hat, amax = code.sample(w, b_t, _corner(key, step, row, column, block), kind, block, dtype)
+    # An operator must not return its argument.
+    return w_hat.clone() if w_hat is w else w_hat, amax
+
+
+@_sample_op.register_fake
+def _(
+    w: Tensor,
+    b_t: Tensor,
+    key: int,
+    step: Tensor,
+    row: int,
+    column: int,
+    kind: str,
+    block: int,
+    dtype: torch.dtype,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    return w.new_empty(w.shape, dtype=dtype), torch.empty_like(b_t)
+
+
+def sample_into(w: Tensor, b_t: Tensor, step: Tensor, kind: str, block: int, out: tuple[Tensor, Tensor]) -> None:
+    """Write the results of `sample` into `out`; the first tensor has the dtype of w_hat."""
+    implementation("sampling", w.device, "auto").sample(w, b_t, Draw(0, step), kind, block, out[0].dtype, out)
+
+
+@_operator
+def _resample_op(w: Tensor, b_t: Tensor, step: Tensor, kind: str, block: int, dtype: torch.dtype, after: Tensor) -> Tensor:
+    """Sample w_hat again in backward. `after`, a gradient, is not read: it keeps a compiler from merging this with forward."""
+    w_hat: Tensor = _sample_op(w, b_t, 0, step, 0, 0, kind, block, dtype, "auto")[0]
+    return w_hat
+
+
+@_fake_of("resample")
+def _(w: Tensor, b_t: Tensor, step: Tensor, kind: str, block: int, dtype: torch.dtype, after: Tensor) -> Tensor:
+    return w.new_empty(w.shape, dtype=dtype)
+
+
+@_operator
+def _bitwidths_op(bitwidth: Tensor, b_init: float, b_target: float, limit: float) -> Tensor:
+    """Return b_t. It is an operator because compiled code would fuse the product and the sum, and round only once."""
+    return bitwidth.mul(b_init - b_target).add_(b_target).clamp_(max=limit)
+
+
+@_fake_of("bitwidths")
+def _(bitwidth: Tensor, b_init: float, b_target: float, limit: float) -> Tensor:
+    return torch.empty_like(bitwidth)
+
+
+@_operator
+def _sample_backward_op(
+    grad: Tensor,
+    amax: Tensor,
+    b_t: Tensor,
+    key: int,
+    step: Tensor,
+    row: int,
+    column: int,
+    kind: str,
+    block: int,
+    dtype: torch.dtype,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of w, in `dtype`, and of b_t, from that of w_hat. If dtypes agree, `bitwidth_grad` saves a copy."""
+    code = implementation("sampling", grad.device, backend)
+    grad_w, grad_b_t = code.sample_backward(grad, amax, b_t, _corner(key, step, row, column, block), kind, block, dtype)
+    return grad_w.clone(memory_format=torch.contiguous_format) if grad_w is grad else grad_w, grad_b_t
+
+
+@_fake_of("sample_backward")
+def _(
+    grad: Tensor,
+    amax: Tensor,
+    b_t: Tensor,
+    key: int,
+    step: Tensor,
+    row: int,
+    column: int,
+    kind: str,
+    block: int,
+    dtype: torch.dtype,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    return grad.new_empty(grad.shape, dtype=dtype), torch.empty_like(b_t)
+
+
+@_operator
+def _bitwidth_grad_op(
+    grad: Tensor,
+    amax: Tensor,
+    b_t: Tensor,
+    key: int,
+    step: Tensor,
+    row: int,
+    column: int,
+    kind: str,
+    block: int,
+    backend: str,
+) -> Tensor:
+    """Return the gradient of b_t only, for the case that the gradient of w is that of w_hat."""
+    code = implementation("sampling", grad.device, backend)
+    return code.bitwidth_grad(grad, amax, b_t, _corner(key, step, row, column, block), kind, block)  # type: ignore[no-any-return]
+
+
+@_fake_of("bitwidth_grad")
+def _(grad: Tensor, amax: Tensor, b_t: Tensor, *_: object, **__: object) -> Tensor:
+    return torch.empty_like(b_t)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    w, b_t, ctx.key, step, ctx.row, ctx.column, ctx.kind, ctx.block, _, ctx.backend = inputs
+    ctx.dtype = w.dtype
+    ctx.save_for_backward(output[1], b_t, step)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _sample_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    amax, b_t, step = ctx.saved_tensors
+    rest = (ctx.key, step, ctx.row, ctx.column, ctx.kind, ctx.block)
+    if grad.dtype == ctx.dtype:
+        grad_w, grad_b_t = grad, _bitwidth_grad_op(grad, amax, b_t, *rest, ctx.backend)
+    else:
+        grad_w, grad_b_t = _sample_backward_op(grad, amax, b_t, *rest, ctx.dtype, ctx.backend)
+    return (grad_w, grad_b_t, *[None] * 8)
+
+
+_sample_op.register_autograd(_sample_gradients, setup_context=_keep_for_backward)
+
+
+def _quantize_apart_op(x: Tensor, along: str, across: str, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return codes and scales by `along` along axis 1, and by `across` along axis 0; see `reference.quantize`."""
+    casts = Cast.parse(along), Cast.parse(across)
+    for cast in casts:
+        _check_hidden_nan(x, cast, None)
+    code = implementation("quantize", x.device, backend)
+    return code.quantize_apart(x, *casts)  # type: ignore[no-any-return]
+
+
+_operator(_quantize_apart_op)
+
+
+@_fake_of("quantize_apart")
+def _(x: Tensor, along: str, across: str, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    one, other = Cast.parse(along), Cast.parse(across)
+    return (*groups.empty_outputs(x, one, 1, one.element), *groups.empty_outputs(x, other, 0, other.element))
+
+
+@_operator
+def _tensor_factors_op(amax: Tensor, cast: str) -> tuple[Tensor, Tensor]:
+    """Return (factor that elements are multiplied by, stored scale), 0-d float32 each, of a tensor with one float32 scale."""
+    return implementation("scales", amax.device, "auto").tensor_factors(amax, Cast.parse(cast))  # type: ignore[no-any-return]
+
+
+@_fake_of("tensor_factors")
+def _(amax: Tensor, cast: str) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(amax), torch.empty_like(amax)
+
+
+@_operator
+def _transposed_op(codes: Tensor, after: Tensor | None) -> Tensor:
+    """Return the transpose of a matrix of codes or scales, contiguous."""
+    return implementation("quantize", codes.device, "auto").transposed(codes)  # type: ignore[no-any-return]
+
+
+@_fake_of("transposed")
+def _(codes: Tensor, after: Tensor | None) -> Tensor:
+    return codes.new_empty((codes.shape[1], codes.shape[0]))
+
+
+@_operator
+def _scales_later_op(exponents: Tensor, after: Tensor) -> Tensor:
+    """Return the float32 values of E8M0 scales, which come as uint8."""
+    return exponents.view(torch.float8_e8m0fnu).float()
+
+
+@_fake_of("scales_later")
+def _(exponents: Tensor, after: Tensor) -> Tensor:
+    return torch.empty_like(exponents, dtype=torch.float32)
+
+
+@_operator
+def _quantize_later_op(
+    x: Tensor,
+    cast: str,
+    axis: int,
+    amax: Tensor | None,
+    container: str,
+    step: Tensor | None,
+    row: int,
+    column: int,
+    level: Tensor | None,
+    after: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `quantize` does, in backward."""
+    codes: tuple[Tensor, Tensor, Tensor] = _quantize_op(x, cast, axis, amax, container, 0, step, row, column, "auto", level)
+    return codes
+
+
+@_fake_of("quantize_later")
+def _(
+    x: Tensor, cast: str, axis: int, amax: Tensor | None, container: str, *_: object, **__: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    parsed = _casts(cast)[0]
+    values, scale = groups.empty_outputs(x, parsed, axis, _container(container, parsed))
+    return values, scale, x.new_empty(() if parsed.scaling.kind == "nvfp4" else (0,), dtype=torch.float32)
+
+
+def quantize_into(
+    x: Tensor,
+    cast: str,
+    axis: int,
+    amax: Tensor | None,
+    container: str,
+    step: Tensor | None,
+    out: tuple[Tensor, Tensor],
+    level: Tensor | None = None,
+    at: tuple[int, int] = (0, 0),
+) -> None:
+    """Write codes and scales of one layout into `out`. This is not an operator, since it is never traced."""
+    draw = _draw_of(0, step, *at)
+    if level is not None:
+        code = implementation("levels", x.device, "auto")
+        code.quantize(x, _casts(cast), level, axis, draw, amax, Format.parse(container), out)
+        return
+    parsed = Cast.parse(cast)
+    _check_hidden_nan(x, parsed, amax)
+    code = implementation("quantize", x.device, "auto")
+    code.quantize(x, parsed, axis, draw, amax, _container(container, parsed), out)
+
+
+@_operator
+def _cross_entropy_forward_op(logits: Tensor, targets: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    """Return losses [N] of logits [N, V], and the parts of their logsumexp [2, N]; see `dither.ops.reference.loss`."""
+    return implementation("loss", logits.device, backend).forward(logits, targets)  # type: ignore[no-any-return]
+
+
+@_fake_of("cross_entropy_forward")
+def _(logits: Tensor, targets: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    rows = logits.shape[0]
+    return logits.new_empty(rows, dtype=torch.float32), logits.new_empty((2, rows), dtype=torch.float32)
+
+
+@_operator
+def _cross_entropy_backward_op(logits: Tensor, targets: Tensor, parts: Tensor, weights: Tensor, backend: str) -> Tensor:
+    """Return the gradient of the logits, from `weights` [N], the gradient of the losses."""
+    return implementation("loss", logits.device, backend).backward(logits, targets, parts, weights)  # type: ignore[no-any-return]
+
+
+@_fake_of("cross_entropy_backward")
+def _(logits: Tensor, targets: Tensor, parts: Tensor, weights: Tensor, backend: str) -> Tensor:
+    return gradients_like(logits)
+
+
+def empty_codes(rows: int, words: int, cast: Cast, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return memory for the codes [V, M] and scales along the rows of all gradients of a batch, as products read them."""
+    like = torch.empty((rows, words), device="meta")
+    values, scale = groups.empty_outputs(like, cast, 0, cast.element)
+    values, scale = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device) for x in (values, scale))
+    return values.T, scale.T if scale.dim() == 2 else scale
+
+
+@_operator
+def _empty_gradient_codes_op(logits: Tensor, cast: str) -> tuple[Tensor, Tensor]:
+    """Return `empty_codes` for the gradient of logits; an operator, so that compiled code need not trace the parser."""
+    rows, words = logits.shape
+    return empty_codes(rows, words, Cast.parse(cast), logits.device)
+
+
+@_fake_of("empty_gradient_codes")
+def _(logits: Tensor, cast: str) -> tuple[Tensor, Tensor]:
+    parsed = Cast.parse(cast)
+    values, scale = groups.empty_outputs(logits, parsed, 0, parsed.element)
+    return values.T, scale.T if scale.dim() == 2 else scale
+
+
+@functools.partial(_operator, mutates=("values_t", "scale_t"))
+def _cross_entropy_codes_op(
+    logits: Tensor,
+    targets: Tensor,
+    parts: Tensor,
+    weights: Tensor,
+    amax: Tensor,
+    cast: str,
+    first: int,
+    values_t: Tensor,
+    scale_t: Tensor,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Return the codes and scales of the gradient of some logits; write those of its transpose to `values_t` and `scale_t`."""
+    code = implementation("loss", logits.device, backend)
+    result: tuple[Tensor, Tensor] = code.backward_codes(
+        logits, targets, parts, weights, amax, Cast.parse(cast), first, (values_t, scale_t)
+    )
+    return result
+
+
+@_fake_of("cross_entropy_codes")
+def _(
+    logits: Tensor, targets: Tensor, parts: Tensor, weights: Tensor, amax: Tensor, cast: str, *_: object, **__: object
+) -> tuple[Tensor, Tensor]:
+    parsed = Cast.parse(cast)
+    return groups.empty_outputs(logits, parsed, 1, parsed.element)

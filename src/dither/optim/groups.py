@@ -1,0 +1,212 @@
+"""Options of parameter groups: their valid values, other libraries' names for them, and the numbers that each step reads."""
+
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dither.errors import UserError
+from dither.spec.optimizer import MASTERS, Update
+from dither.spec.random import Stream
+
+
+def names_of(groups: Sequence[Mapping[str, Any]], number: int) -> list[str]:
+    """Return the names of the parameters of group `number`: its own, or names by position.
+
+    >>> names_of([{"params": ["a"], "param_names": ["weight"]}, {"params": ["b", "c"]}], 1)
+    ['group 1, parameter 0', 'group 1, parameter 1']
+    """
+    group = groups[number]
+    own = group.get("param_names")
+    if own is None:
+        return [f"group {number}, parameter {index}" for index in range(len(group["params"]))]
+    if len(own) != len(group["params"]):
+        raise UserError(
+            f"Parameter group {number} has {len(group['params'])} parameters and {len(own)} names: "
+            "change its 'params' and 'param_names' together."
+        )
+    return list(own)
+
+
+def check_names(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise if a name or a parameter occurs twice."""
+    names: set[str] = set()
+    parameters: dict[int, str] = {}
+    for number, group in enumerate(groups):
+        for name, parameter in zip(names_of(groups, number), group["params"], strict=True):
+            if id(parameter) in parameters:
+                raise UserError(
+                    f"The parameter {name!r} is the same tensor as {parameters[id(parameter)]!r}, and would be updated twice: "
+                    "list it once."
+                )
+            if name in names:
+                raise UserError(
+                    f"Two parameters are called {name!r}, and would draw the same random bits: give each a unique name."
+                )
+            names.add(name)
+            parameters[id(parameter)] = name
+
+
+def names_from(model: nn.Module | Iterable[tuple[str, Tensor]], groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the names that a model has for the parameters of each group."""
+    named = model.named_parameters() if isinstance(model, nn.Module) else model
+    known = {id(parameter): name for name, parameter in named}
+    for number, group in enumerate(groups):
+        for name, parameter in zip(names_of(groups, number), group["params"], strict=True):
+            if id(parameter) not in known:
+                raise UserError(
+                    f"The parameter {name!r} of shape {tuple(parameter.shape)} is not one of the model's: "
+                    "pass the model that the optimizer was created for."
+                )
+    return [[known[id(parameter)] for parameter in group["params"]] for group in groups]
+
+
+NONFINITE = ("raise", "skip", "unchecked")
+"""The choices for NaN or Inf in a gradient; see `AdamW`."""
+
+MEANING = ("weights", "states", "state_rounding", "block", "master", "seed", "min_8bit_size")
+"""Options that decide what saved numbers mean. A state is loaded only if these agree."""
+
+NUMBERS = ("lr", "betas", "eps", "weight_decay")
+"""Options that every step reads again. Loading a state overwrites them."""
+
+IMPLEMENTATIONS = ("foreach", "fused", "capturable")
+"""torch's choices of implementation. They have no effect here: there is one implementation."""
+
+WATCHED = (*MEANING, "maximize", "amsgrad", "differentiable", "bf16_stochastic_round")
+"""Options that a step compares with the last one's, to notice an edited group."""
+
+NEWER = {"min_8bit_size": 0, "maximize": False}
+"""Options that groups saved by earlier versions lack, with the values that these versions meant."""
+
+PREVIOUS = "previous_squares"
+"""The key of saved groups with the squared norm of the last step's gradients; only if steps clip by it."""
+
+MOST_NORM = torch.finfo(torch.float32).max
+"""The largest valid `max_norm`: norms are float32."""
+
+
+@functools.lru_cache(maxsize=1024)
+def update_for(
+    weights: str,
+    states: str | None,
+    state_rounding: str | None,
+    block: int,
+    master: str | None,
+    dtype: torch.dtype,
+    small: bool,
+) -> Update:
+    """Return the update that a group's options mean for a parameter of `dtype`.
+
+    A `small` parameter (a norm, a bias) has fp32 moments where others have 8-bit ones.
+
+    >>> update_for("stochastic", None, None, 128, None, torch.bfloat16, False).states
+    'bf16'
+    """
+    chosen = states or ("fp32" if dtype == torch.float32 else "bf16")
+    update = Update(weights, chosen, state_rounding or "", block, master or "")  # type: ignore[arg-type]
+    if dtype == torch.float32 and update.master != "fp32":  # nothing to split
+        update = Update(update.weights, update.states, update.state_rounding, update.block)
+    # Norms and biases are small and sensitive, and FSDP may split them anywhere.
+    return Update(update.weights, "fp32", "", update.block, update.master) if update.in_blocks and small else update
+
+
+def rounding_of(weights: str | None, bf16_stochastic_round: bool | None, master: str | None = None) -> str | None:
+    """Return `weights`, or the rounding that torchao's `bf16_stochastic_round` means; None if neither is given.
+
+    >>> rounding_of(None, False)
+    'nearest'
+    """
+    if bf16_stochastic_round is None:
+        return weights
+    if not isinstance(bf16_stochastic_round, bool):
+        raise UserError(f"bf16_stochastic_round is True or False, not {bf16_stochastic_round!r}.")
+    meant = "stochastic" if bf16_stochastic_round else "nearest"
+    if weights not in (None, meant):
+        raise UserError(
+            f"bf16_stochastic_round={bf16_stochastic_round} means weights={meant!r}, and weights={weights!r} was given too: "
+            "choose one of them."
+        )
+    if bf16_stochastic_round and master is not None:
+        raise UserError(
+            f"bf16_stochastic_round=True rounds bfloat16 weights stochastically, and master={master!r} keeps wider weights, "
+            "which are rounded to nearest: choose one of them."
+        )
+    return meant
+
+
+def check_optimizer(max_norm: Any, nonfinite: Any) -> None:
+    """Raise if an option of the whole optimizer is invalid."""
+    if nonfinite not in NONFINITE:
+        raise UserError(f"nonfinite={nonfinite!r} is unknown: choose from {', '.join(map(repr, NONFINITE))}.")
+    if max_norm is not None and not (isinstance(max_norm, int | float) and 0 < max_norm <= MOST_NORM):
+        raise UserError(f"max_norm is a positive number, or None for no clipping, and at most {MOST_NORM:g}, not {max_norm!r}.")
+
+
+def check_group(group: Mapping[str, Any], *, wait: bool = True) -> None:
+    """Raise if an option of a group is invalid. `wait` reads numbers on a device. Formats are checked with the parameters."""
+    check_numbers(read_numbers(group, wait=wait))
+    check_torchs(group)
+    if group["master"] not in (None, *MASTERS):
+        raise UserError(f"master is None, {', '.join(map(repr, MASTERS[:-1]))} or {MASTERS[-1]!r}, not {group['master']!r}.")
+    least = group["min_8bit_size"]
+    if not isinstance(least, int) or isinstance(least, bool) or least < 0:
+        raise UserError(f"min_8bit_size is a number of elements from 0 on, not {least!r}.")
+    Stream(group["seed"], "", "")  # raises if the seed is invalid
+    if not group["params"]:
+        raise UserError("A parameter group is empty.")
+
+
+def check_torchs(group: Mapping[str, Any]) -> None:
+    """Raise if an option of torch's AdamW is set that this optimizer does not support."""
+    if group.get("amsgrad"):
+        raise UserError("amsgrad=True keeps the largest second moments, which this optimizer does not: use torch.optim.AdamW.")
+    if group.get("differentiable"):
+        raise UserError(
+            "differentiable=True needs a step that autograd records, and this one is a kernel: use torch.optim.AdamW."
+        )
+    if not isinstance(group.get("maximize"), bool):
+        raise UserError(f"maximize is True or False, not {group.get('maximize')!r}.")
+    if group.get("bf16_stochastic_round") is not None:
+        raise UserError(
+            "bf16_stochastic_round is another name for weights when an optimizer is made: set the group's 'weights'."
+        )
+    for key in IMPLEMENTATIONS:
+        if group.get(key) not in (None, True, False):
+            raise UserError(f"{key} is True, False or None, not {group[key]!r}.")
+
+
+def read_numbers(group: Mapping[str, Any], *, wait: bool = False) -> list[Any]:
+    """Return [lr, beta1, beta2, eps, weight_decay]: numbers, or tensors on a device, which are read only if `wait`."""
+    betas = group["betas"]
+    if not isinstance(betas, Sequence) or len(betas) != 2:
+        raise UserError(f"betas are two numbers from 0 to below 1, such as (0.9, 0.999), not {betas!r}.")
+    numbers = [group["lr"], *betas, group["eps"], group["weight_decay"]]
+    for index, value in enumerate(numbers):
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                what = ("A learning rate", "A beta", "A beta", "eps", "weight_decay")[index]
+                raise UserError(f"{what} is one number, not a tensor of shape {tuple(value.shape)}.")
+            if wait or value.device.type == "cpu":
+                numbers[index] = float(value)
+    return numbers
+
+
+def check_numbers(numbers: Sequence[Any]) -> None:
+    """Raise if a learning rate, beta, eps or decay is invalid. Tensors on a device pass here; `prepare` checks them."""
+    lr, beta1, beta2, eps, decay = numbers
+    if not _number(lr) or (not isinstance(lr, Tensor) and not 0 <= lr < math.inf):
+        raise UserError(f"The learning rate is a number from 0 on, such as 1e-3, not {lr!r}.")
+    if not all(_number(beta) and (isinstance(beta, Tensor) or 0 <= beta < 1) for beta in (beta1, beta2)):
+        raise UserError(f"betas are two numbers from 0 to below 1, such as (0.9, 0.999), not {(beta1, beta2)!r}.")
+    if not _number(eps) or (not isinstance(eps, Tensor) and not 1e-30 <= eps <= 1e30):
+        raise UserError(f"eps is a number from 1e-30 to 1e30, such as 1e-8, not {eps!r}: it prevents a division by zero.")
+    if not _number(decay) or (not isinstance(decay, Tensor) and not 0 <= decay < math.inf):
+        raise UserError(f"weight_decay is a number from 0 on, such as 0.01, not {decay!r}.")
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float | Tensor) and not isinstance(value, bool)

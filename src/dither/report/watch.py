@@ -1,0 +1,331 @@
+"""Serve the page of a run on this machine while it trains.
+
+The server listens on 127.0.0.1 only, answers GET and HEAD for two paths, and writes nothing. Requests with another host name
+are refused, so that a website whose name was pointed at this machine cannot read the page.
+"""
+
+import itertools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dither import files
+from dither.report.charts import duration, fixed, short
+from dither.report.layers import problems_of
+from dither.report.run_folder import number, observed_status, of_kinds, parsed, read_briefly, why_not
+from dither.report.run_table import printable
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+import json
+import threading
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
+
+from dither.errors import UserError
+from dither.report.page import Report
+from dither.report.run_folder import OPTIONAL, read
+
+BARS = "▁▂▃▄▅▆▇█"
+MOST_LOSSES, MOST_EVENTS = 4096, 6
+CHUNK = 32 << 20
+"""Bytes that are read at once: more than the longest line."""
+
+KINDS = ("train", "eval", "start", "end", "guard", "plan", "save", "numerics")
+"""Kinds of lines that the view shows."""
+
+
+class Follower:
+    """Read lines of metrics as they are written, each once.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> follower = Follower(folder)
+    >>> _ = (folder / "metrics.jsonl").write_text('{"kind": "save", "step": 1}\\n{"kind": "sa')
+    >>> follower.new(), follower.new()
+    ([{'kind': 'save', 'step': 1}], [])
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self._at = folder / "metrics.jsonl", 0
+
+    def new(self) -> list[Mapping[str, Any]]:
+        """Return the whole lines since the last call; all lines again if the file has become shorter."""
+        found: list[Mapping[str, Any]] = []
+        try:
+            with files.open_plainly(self.path) as file:
+                if file.seek(0, os.SEEK_END) < self._at:
+                    self._at = 0
+                file.seek(self._at)
+                while data := file.read(CHUNK):
+                    whole = data.rpartition(b"\n")[0]
+                    if not whole:
+                        break
+                    found += parsed(b"\n".join([*of_kinds(whole, *KINDS), b""]), [])
+                    self._at += len(whole) + 1
+                    file.seek(self._at)
+        except (files.Refused, OSError):
+            return found  # it is not written yet
+        return found
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """Return values as a line of bars, each the mean of a stretch.
+
+    >>> sparkline([8.0, 6.0, 4.0, 2.0, 1.0, 1.0], 3)
+    '█▃▁'
+    """
+    if not values or width < 1:
+        return ""
+    count = min(width, len(values))
+    cuts = [len(values) * at // count for at in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(cuts)]
+    low, high = min(means), max(means)
+    return "".join(BARS[round((len(BARS) - 1) * (mean - low) / (high - low))] if high > low else BARS[0] for mean in means)
+
+
+class TerminalView:
+    """The state of a run as the terminal shows it."""
+
+    def __init__(self, folder: Path) -> None:
+        run = read_briefly(folder)  # raises if it is not a run
+        section = run.config.get("run")
+        steps = section.get("steps") if isinstance(section, dict) else None
+        self.folder, self.name = folder, printable(run.name)
+        self.planned = steps if type(steps) is int and steps > 0 else None
+        self.losses: list[float] = []
+        self.events: list[str] = []
+        self.train: Mapping[str, Any] = {}
+        self.held_out: float | None = None
+        self._follower = Follower(folder)
+
+    def update(self) -> list[str]:
+        """Read new lines of metrics, and return them as plain texts."""
+        texts = []
+        for line in self._follower.new():
+            loss = number(line.get("loss"))
+            if line["kind"] == "train":
+                self.train = line
+                self.losses += [] if loss is None else [loss]
+                texts.append(self.progress())
+            elif line["kind"] == "eval":
+                self.held_out = loss
+                texts.append(f"step {line['step']:,}  held-out loss {fixed(loss)}")
+            elif event := _event(line):
+                self.events = [*self.events, event][-MOST_EVENTS:]
+                texts.append(event)
+        self.losses = self.losses[-MOST_LOSSES:]
+        return texts
+
+    def state(self) -> str:
+        """Return the state of the run; "" if it is not known."""
+        state = observed_status(self.folder, []).get("state")
+        return state if isinstance(state, str) else ""
+
+    def ended(self) -> str:
+        """Return a sentence if the run has ended or was removed, or if its status cannot be read, else ""."""
+        if problem := why_not(self.folder):
+            return printable(problem)
+        problems: list[str] = []
+        status = observed_status(self.folder, problems)
+        state, why = status.get("state"), status.get("why")
+        if state == "running" or not (self.folder / "status.json").exists():  # a run that begins has none yet
+            return ""
+        if not isinstance(state, str):
+            reason = problems[0] if problems else "status.json has no state."
+            return printable(f"It is unknown whether the run {self.name} goes on: {reason}")
+        at = f" at step {status['step']:,}" if type(status.get("step")) is int else ""
+        return printable(f"The run {self.name} has ended{at}: {state}." + (f" {why}" if isinstance(why, str) and why else ""))
+
+    def progress(self) -> str:
+        """Return the last line of training as text."""
+        step = self.train.get("step", 0)
+        words = [f"step {step:,}" + ("" if self.planned is None else f" of {self.planned:,}")]
+        if self.train:
+            words.append(f"loss {fixed(number(self.train.get('loss')))}")
+        rate, tokens = number(self.train.get("tokens_per_s")), number(self.train.get("tokens"))
+        if rate:
+            words.append(f"{short(rate)} tokens/s")
+            if self.planned is not None and tokens and 0 < step < self.planned:
+                words.append(f"{duration(tokens / step * (self.planned - step) / rate)} left")
+        return "  ".join(words)
+
+    def render(self, width: int) -> "RenderableType":
+        """Return the view for rich."""
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        step = self.train.get("step", 0)
+        held_out = "" if self.held_out is None else f"  held-out loss {fixed(self.held_out)}"
+        parts: list[RenderableType] = [Text(f"{self.name}: {printable(self.state()) or 'unknown'}", style="bold", no_wrap=True)]
+        if self.planned is not None:
+            grid = Table.grid()  # ends the line, which a bar alone does not
+            grid.add_row(ProgressBar(total=self.planned, completed=min(step, self.planned), width=min(width, 80)))
+            parts.append(grid)
+        parts.append(Text(self.progress() + held_out))
+        if self.losses:
+            parts.append(Text(f"loss  {sparkline(self.losses, min(width - 6, 74))}", style="cyan", no_wrap=True))
+        return Group(*parts, *(Text(event, style="dim", no_wrap=True, overflow="ellipsis") for event in self.events))
+
+
+def _event(line: Mapping[str, Any]) -> str:
+    """Return an event as a line of text; "" for lines that are none."""
+    match line["kind"]:
+        case "start":
+            text = "started" if line.get("resumed_from") is None else f"resumed from {line['resumed_from']}"
+        case "end":
+            text = f"ended: {line.get('how')}"
+        case "guard":
+            text = str(line.get("text"))
+        case "plan":
+            # The line of the first plan does not say whether it is new.
+            text = f"{'a new plan' if line.get('changed', True) else 'the same plan'}: {line.get('reason')}"
+        case "save":
+            text = "saved"
+        case "numerics" if problems := problems_of(line):
+            text = f"numerics: {' '.join(problems)}"
+        case _:
+            return ""
+    return printable(f"step {line['step']:,}  {text}"[:300])
+
+
+HOSTS = ("127.0.0.1", "localhost")
+
+REST = 9.0
+"""After a page was built, the next is built this many times later: the watch takes a tenth of a core at most."""
+
+FILES = ("config.toml", "plan.json", "conversion.json", "environment.json", "metrics.jsonl", "status.json", *OPTIONAL)
+
+
+class LivePage:
+    """The page of a run folder, built again on a request after a file of the folder has changed.
+
+    Args:
+        folder: The run folder.
+        clock: Returns seconds.
+    """
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.folder, self.clock = folder, clock
+        self._lock = threading.Lock()
+        self._stamp, self._html, self._next = "", "", 0.0
+        read(folder)  # raises if it is not a run
+
+    def current(self) -> tuple[str, str]:
+        """Return (stamp, page) of the newest state that may be built now. Raise a UserError if the run was removed."""
+        if problem := why_not(self.folder):
+            raise UserError(problem)
+        with self._lock:
+            stamp = self._state()
+            began = self.clock()
+            if stamp != self._stamp and (not self._html or began >= self._next):
+                self._html = Report([read(self.folder)]).html(stamp)
+                self._stamp = stamp
+                self._next = self.clock() + REST * (self.clock() - began)
+            return self._stamp, self._html
+
+    def text(self) -> str:
+        """Return a sentence about the state of the run."""
+        status = observed_status(self.folder, [])
+        state, step = status.get("state"), status.get("step")
+        if state == "running" or not isinstance(state, str):
+            return "Live: renewed while the run trains."
+        return f"The run has ended: {state}" + (f" at step {step:,}." if type(step) is int else ".")
+
+    def _state(self) -> str:
+        """Return a text that changes with the files of the folder."""
+        found = [str(observed_status(self.folder, []).get("state"))[:20]]  # a killed process changes no file
+        for name in FILES:
+            try:
+                about = (self.folder / name).lstat()
+                found.append(f"{about.st_mtime_ns:x}.{about.st_size:x}")
+            except OSError:
+                found.append("")
+        return "-".join(found)
+
+
+class LiveServer(ThreadingHTTPServer):
+    """The server of `dither watch`.
+
+    Args:
+        folder: The run folder.
+        port: The port on 127.0.0.1; 0 takes a free one.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path, port: int = 0) -> None:
+        if not 0 <= port < 1 << 16:
+            raise UserError(f"A port is from 0 to 65535, and 0 takes a free one, not {port}.")
+        self.page = LivePage(folder)
+        try:
+            super().__init__(("127.0.0.1", port), _Handler)
+        except OSError as error:
+            raise UserError(
+                f"The port {port} of 127.0.0.1 cannot be used: {error.strerror}. Choose another with --port."
+            ) from None
+
+    @property
+    def address(self) -> str:
+        """Return the address of the page."""
+        return f"http://127.0.0.1:{self.server_address[1]}/"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: LiveServer
+    server_version, sys_version = "dither", ""
+    timeout = 30  # seconds that a slow client may take
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        if self._host() not in HOSTS:
+            return self._send(HTTPStatus.FORBIDDEN, "text/plain", "This page is served to 127.0.0.1 and localhost only.\n")
+        if url.path not in ("/", "/update.json"):
+            return self._send(HTTPStatus.NOT_FOUND, "text/plain", "There is no such page: the page of the run is at /.\n")
+        try:
+            stamp, html = self.server.page.current()
+        except UserError as error:  # the folder was removed
+            if url.path == "/":
+                return self._send(HTTPStatus.NOT_FOUND, "text/plain", f"{error}\n")
+            return self._send(HTTPStatus.OK, "application/json", json.dumps({"stamp": "", "html": None, "text": str(error)}))
+        if url.path == "/":
+            return self._send(HTTPStatus.OK, "text/html", html)
+        since = parse_qs(url.query).get("since", [""])[0]
+        update = {"stamp": stamp, "html": None if since == stamp else html, "text": self.server.page.text()}
+        return self._send(HTTPStatus.OK, "application/json", json.dumps(update))
+
+    def do_HEAD(self) -> None:
+        self.do_GET()  # `_send` leaves out the body
+
+    def _host(self) -> str:
+        """Return the name in the Host header, without the port, which a tunnel may change."""
+        hosts = self.headers.get_all("Host") or []
+        return hosts[0].rpartition(":")[0] or hosts[0] if len(hosts) == 1 else ""
+
+    def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
+        data = text.encode()
+        self.send_response(status)
+        headers = {
+            "Content-Type": f"{kind}; charset=utf-8",
+            "Content-Length": str(len(data)),
+            "Cache-Control": "no-store",
+            # The page itself names the hashes of its script and style.
+            "Content-Security-Policy": "frame-ancestors 'none'" if kind == "text/html" else "default-src 'none'",
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Referrer-Policy": "no-referrer",
+            "X-Content-Type-Options": "nosniff",
+        }
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Print nothing: a request every two seconds is no news."""

@@ -1,0 +1,209 @@
+"""Options of a layer: one cast per operand, in all combinations of a few levels that matrix units can multiply.
+
+>>> [option.name for option in options("fp8,fp4")][:3]
+['fp8/fp8/fp8', 'fp8/fp8/fp4', 'fp8/fp4/fp8']
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import NamedTuple
+
+from dither.errors import UserError
+from dither.spec import OPERANDS, PRODUCTS, Cast, LayerPrecision, Override, did_you_mean
+from dither.spec.engines import engines_of
+from dither.spec.recipes import RECIPES, recipe_name
+
+LEVELS: Mapping[str, LayerPrecision] = MappingProxyType(
+    {
+        "bf16": LayerPrecision(),
+        "fp8": RECIPES["fp8-block"].plan.default or LayerPrecision(),
+        "fp6": LayerPrecision.of("e2m3 tile(128)", "e2m3 block(128)", "e2m3 tile(128)"),
+        "fp4": RECIPES["fp4-block"].plan.default or LayerPrecision(),
+    }
+)
+"""Levels by their short names; names of recipes work as well."""
+
+HOPPER = (9, 0)
+"""Compute capability that decides which mixtures run: Hopper multiplies the most pairs of formats.
+
+It is fixed, so that options do not depend on the machine."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One cast per operand of a layer; None leaves an operand uncast."""
+
+    name: str
+    """Levels of input, weight and gradient, such as "fp4/fp8/fp4", or the name of a level whose casts differ by product."""
+    input: Cast | None
+    weight: Cast | None
+    grad: Cast | None
+    overrides: tuple[Override, ...] = ()
+    """Casts of single operands in single products that differ from the above."""
+
+    @property
+    def casts(self) -> dict[str, Cast | None]:
+        """Return the casts by operand, without overrides."""
+        return {operand: getattr(self, operand) for operand in OPERANDS}
+
+    @cached_property
+    def precision(self) -> LayerPrecision:
+        """Return the option as a LayerPrecision, as plans have it."""
+        return LayerPrecision(self.input, self.weight, self.grad, overrides=self.overrides)
+
+    def cast(self, product: str, operand: str) -> Cast | None:
+        """Return the cast of an operand in a product."""
+        return self.precision.cast(product, operand)
+
+    @property
+    def runs(self) -> bool:
+        """Return True if a Hopper GPU's matrix units multiply all three products, given dimensions that are multiples of 128.
+
+        A mixture that Hopper can only run on 16-bit units with group scales saves nothing there and does not count: these
+        units are for GPUs without FP8.
+        """
+        try:
+            found = engines_of(self.precision, (128, 128, 128), HOPPER)
+        except UserError:
+            return False
+        return not any(engine.name in ("bf16", "fp16") and engine.scaling == "group" for engine in found.values())
+
+
+def options(given: "str | Iterable[str | LayerPrecision | Option]") -> tuple[Option, ...]:
+    """Return the combinations of levels for input, weight and gradient, the first level first: FP8 and FP4 give 8 options.
+
+    Levels are mixed only if matrix units multiply the mixture. For example, an uncast operand next to one with float32 group
+    scales, such as "fp8", is no faster than two uncast ones, so "bf16,fp8" gives two options. A level whose casts differ by
+    product, such as "fp4-forward", is one option and is not mixed.
+
+    Args:
+        given: Names separated by commas, or a list of names (`bf16`, `fp8`, `fp6`, `fp4`, or a recipe's) and LayerPrecisions.
+            A list of Option is returned as it is. Casts that two levels share count once: "fp4-fp8grad" casts gradients
+            as "fp8" does, so the two give 2 x 2 x 1 options.
+
+    >>> len(options("fp8,fp6,fp4")), len(options(["fp8", "fp4-fp8grad"])), len(options("bf16,fp8,fp4"))
+    (27, 4, 9)
+    >>> [option.name for option in options("fp8,fp4-forward")]
+    ['fp8/fp8/fp8', 'fp4-forward']
+    >>> print(options("bf16,fp4")[1].grad)
+    e2m1 tile(128) fp32 stochastic(16)
+    """
+    listed = [part.strip() for part in given.split(",")] if isinstance(given, str) else list(given)
+    if listed and all(isinstance(each, Option) for each in listed):
+        made: tuple[Option, ...] = tuple(listed)  # type: ignore[arg-type]
+    else:
+        every = [_level(each) for each in listed]
+        levels = [level for level in every if not level[1].overrides]
+        choices: list[list[tuple[str, Cast | None]]] = []
+        for operand in OPERANDS:
+            found: dict[Cast | None, str] = {}
+            for label, precision in levels:
+                cast = getattr(precision, operand)
+                found.setdefault(cast, label or ("bf16" if cast is None else cast.format))
+            names = list(found.values())
+            # Two levels of one format, such as e2m1 in tiles of 32 and of 128, are named by the whole cast.
+            clear = {cast: str(cast) if names.count(name) > 1 else name for cast, name in found.items()}
+            choices.append([(name, cast) for cast, name in clear.items()])
+        all_of_them = (
+            Option("/".join(names), x, w, dy)
+            for names, (x, w, dy) in (zip(*chosen, strict=True) for chosen in itertools.product(*choices))
+        )
+        whole = [LayerPrecision(level.input, level.weight, level.grad) for _, level in levels]
+        made = tuple(option for option in all_of_them if option.precision in whole or option.runs) if levels else ()
+        made += tuple(
+            Option(label or _formats(level), level.input, level.weight, level.grad, level.overrides)
+            for label, level in dict.fromkeys(every)
+            if level.overrides
+        )
+    if len(made) < 2:
+        raise UserError(f"There is nothing to choose between in {given!r}: give at least two levels, such as 'fp8,fp4'.")
+    if len({option.name for option in made}) < len(made):
+        raise UserError(f"Two options have the same name among {', '.join(option.name for option in made)}: give each its own.")
+    return made
+
+
+def _level(given: "str | LayerPrecision | Option") -> tuple[str, LayerPrecision]:
+    """Return a level's name ("" for a LayerPrecision) and its casts."""
+    if isinstance(given, LayerPrecision):
+        precision: LayerPrecision | None = given
+        label = ""
+    elif isinstance(given, str):
+        label = given
+        precision = LEVELS.get(given) or (RECIPES[name].plan.default if (name := recipe_name(given)) in RECIPES else None)
+        if precision is None:
+            known = (*LEVELS, *(name for name, each in RECIPES.items() if each.plan.default and not each.plan.default.uncast))
+            raise UserError(f"There is no level {given!r}{did_you_mean(given, known)}: choose from {', '.join(known)}.")
+    else:
+        raise UserError(f"A level is a name such as 'fp8' or a LayerPrecision, not {given!r}.")
+    assert precision is not None
+    if precision.sampled:
+        raise UserError(
+            f"The level {label or str(precision)!r} uses sampling, and options only cast: give a level without sampling."
+        )
+    return label, precision
+
+
+def _formats(precision: LayerPrecision) -> str:
+    """Return the formats of input, weight and gradient; both formats if an operand's two products differ."""
+    found = []
+    for operand in OPERANDS:
+        names = ["bf16" if cast is None else cast.format for cast in precision.casts_of(operand)]
+        found.append("|".join(dict.fromkeys(names)))
+    return "/".join(found)
+
+
+def casts_of(given: Iterable[Option]) -> dict[str, tuple[Cast, ...]]:
+    """Return the distinct casts of each operand over both of its products, in the order of the options.
+
+    >>> {operand: len(casts) for operand, casts in casts_of(options("bf16,fp8,fp4")).items()}
+    {'input': 2, 'weight': 2, 'grad': 2}
+    """
+    given = tuple(given)
+    return {
+        operand: tuple(
+            dict.fromkeys(cast for option in given for cast in option.precision.casts_of(operand) if cast is not None)
+        )
+        for operand in OPERANDS
+    }
+
+
+class Slot(NamedTuple):
+    """An operand in both of its products, or in one of them if options cast it differently in the other."""
+
+    operand: str
+    products: tuple[str, ...]
+
+    @property
+    def forward(self) -> bool:
+        """Return True if its cast changes the loss."""
+        return "forward" in self.products
+
+    def cast(self, option: Option) -> Cast | None:
+        """Return the cast that an option gives it."""
+        return option.cast(self.products[0], self.operand)
+
+    def precision(self, cast: Cast | None) -> LayerPrecision:
+        """Return the precision of a layer with this cast alone."""
+        if len(self.products) == 2:
+            return LayerPrecision(**{self.operand: cast})  # type: ignore[arg-type]
+        return LayerPrecision(overrides=(Override(self.products[0], self.operand, cast),))  # type: ignore[arg-type]
+
+
+def slots_of(options: Sequence[Option]) -> list[Slot]:
+    """Return the operands to try one at a time: the gradient first, those in the forward product last.
+
+    >>> from dither.snip.options import options as levels
+    >>> [slot.operand for slot in slots_of(levels("fp8,fp4"))]
+    ['grad', 'input', 'weight']
+    >>> [slot.products for slot in slots_of(levels("fp8,fp4-forward"))][1:]
+    [('weight_grad',), ('input_grad',), ('forward',), ('forward',)]
+    """
+    found = []
+    for operand in ("grad", "input", "weight"):
+        products = tuple(product for product, pair in PRODUCTS.items() if operand in pair)
+        alike = all(first == second for first, second in (option.precision.casts_of(operand) for option in options))
+        found += [Slot(operand, products)] if alike else [Slot(operand, (product,)) for product in products]
+    return sorted(found, key=lambda slot: slot.forward)

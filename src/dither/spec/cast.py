@@ -1,0 +1,254 @@
+"""Cast: the format, granularity, scale and rounding of a tensor, as frozen data and as text."""
+
+import functools
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+from dither.errors import UserError
+from dither.spec.checks import checked_keys, did_you_mean
+from dither.spec.formats import Format
+
+
+@dataclass(frozen=True)
+class Granularity:
+    """The elements that share a scale: all (`tensor`), a row, n x n (`block`) or 1 x n along the contraction axis (`tile`)."""
+
+    kind: Literal["none", "tensor", "row", "block", "tile"]
+    size: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> "Granularity":
+        """Parse `none`, `tensor`, `row`, `block(n)` or `tile(n)`."""
+        return _parse_granularity(_text("granularity", text))
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The rule for a group's scale, given its largest magnitude. `history`, `margin` and `algo` belong to `delayed`."""
+
+    kind: Literal["none", "fp32", "pow2", "pow2_ceil", "nvfp4", "delayed"]
+    history: int = 0
+    margin: int = 0
+    algo: Literal["max", "most_recent"] = "max"
+
+    def __str__(self) -> str:
+        if self.kind != "delayed":
+            return self.kind
+        options = [self.margin, self.algo] if self.algo != "max" else [self.margin] if self.margin else []
+        return f"delayed({','.join(map(str, [self.history, *options]))})"
+
+    @classmethod
+    def parse(cls, text: str) -> "Scale":
+        """Parse `none`, `fp32`, `pow2`, `pow2_ceil`, `nvfp4` or `delayed(history[,margin[,algo]])`."""
+        return _parse_scale(_text("scale", text))
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """`nearest` (ties to even), `toward_zero`, or `stochastic` with a number of random bits."""
+
+    kind: Literal["nearest", "toward_zero", "stochastic"]
+    bits: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> "Rounding":
+        """Parse `nearest`, `toward_zero` or `stochastic(bits)`."""
+        return _parse_rounding(_text("rounding", text))
+
+    @property
+    def width(self) -> int:
+        """Return the number of bits that an element uses of its row's random bits: 8, 16 or 32."""
+        return 8 if self.bits <= 8 else 16 if self.bits <= 16 else 32
+
+
+@dataclass(frozen=True)
+class Cast:
+    """The cast of a tensor to few bits: four strings, each with one canonical spelling.
+
+    Example: `Cast("e4m3", "tile(128)", "fp32")` scales each 1 x 128 tile so that its largest magnitude becomes 448.
+    """
+
+    format: str
+    """A number format: see `dither formats`."""
+    granularity: str = "none"
+    """The elements that share a scale: none, tensor, row, block(n) or tile(n)."""
+    scale: str = "none"
+    """none, fp32 (any scale), pow2 (OCP MX), pow2_ceil (MX that never clips), nvfp4, or delayed(history)."""
+    rounding: str = "nearest"
+    """nearest, stochastic(bits) or toward_zero."""
+
+    # Parsed once, so that compiled code reads them as constants.
+    element: Format = field(init=False, repr=False, compare=False)
+    """The parsed `format`."""
+    group: Granularity = field(init=False, repr=False, compare=False)
+    """The parsed `granularity`."""
+    scaling: Scale = field(init=False, repr=False, compare=False)
+    """The parsed `scale`."""
+    round: Rounding = field(init=False, repr=False, compare=False)
+    """The parsed `rounding`."""
+
+    def __post_init__(self) -> None:
+        element, group = Format.parse(self.format), Granularity.parse(self.granularity)
+        scale, rounding = Scale.parse(self.scale), Rounding.parse(self.rounding)
+        for name, parsed in (("element", element), ("group", group), ("scaling", scale), ("round", rounding)):
+            object.__setattr__(self, name, parsed)
+        for text, canonical in ((self.format, element.name), (self.scale, str(scale))):
+            if text != canonical:  # so that equal casts are equal strings
+                raise UserError(f"Write {canonical!r} for {text!r} in a Cast; Cast.parse takes other spellings too.")
+        if not element.signed:
+            raise UserError(f"{element} holds scales, not values: cast to a signed format such as 'e4m3'.")
+        if (group.kind == "none") != (scale.kind == "none"):
+            raise UserError(
+                f"A cast is either unscaled (granularity='none', scale='none') or has both a granularity and a scale; "
+                f"given were granularity={self.granularity!r} and scale={self.scale!r}."
+            )
+        if scale.kind == "nvfp4" and group.kind not in ("tile", "block"):
+            raise UserError(f"scale='nvfp4' scales small groups: use granularity='tile(16)', not {self.granularity!r}.")
+        if scale.kind == "nvfp4" and element.bits > 8:
+            raise UserError(f"scale='nvfp4' is for formats of at most 8 bits, such as 'e2m1', not for {element}.")
+        if scale.kind == "delayed" and not element.nan:
+            # A scale from earlier steps cannot be NaN when this step's tensor holds one, so the codes must hold it.
+            raise UserError(f"Delayed scaling needs a format with NaN, such as 'e4m3' or 'e5m2', not {element}.")
+        if scale.kind == "delayed" and not 0 <= scale.margin <= element.max_exponent:
+            raise UserError(f"The margin of {self.scale!r} for {element} is from 0 to {element.max_exponent} powers of two.")
+        if scale.kind == "delayed" and group.kind != "tensor":
+            raise UserError(f"Delayed scaling has one scale per tensor: use granularity='tensor', not {self.granularity!r}.")
+        if group.kind != "none" and element.exponent_bits == 8:
+            raise UserError(f"{element} has float32's range and needs no scale: use granularity='none' and scale='none'.")
+        # Rounding works on 30 bits: the mantissa and the random bits below it must fit.
+        limit = min(24, 30 - element.mantissa_bits)
+        if rounding.bits > limit:
+            raise UserError(
+                f"{self.rounding!r} asks for more random bits than {element} can use: at most {limit}, "
+                f"such as 'stochastic({min(limit, 16)})'."
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> "Cast":
+        """Parse a cast: `format [granularity [scale]] [rounding]`, or `name [rounding]`.
+
+        Names are `mxfp8`, `mxfp6`, `mxfp4` and `nvfp4`. The default scale of a granularity is `fp32`. A stochastic MX cast has
+        the scale `pow2_ceil`, because clipping would bias it.
+
+        >>> print(Cast.parse("mxfp4 stochastic(16)"))
+        e2m1 tile(32) pow2_ceil stochastic(16)
+        """
+        return _parse_cast(_text("cast", text))
+
+    def to_dict(self) -> dict[str, str]:
+        """Return the four fields as strings, ready for JSON."""
+        return {name: getattr(self, name) for name in FIELDS}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, str]) -> "Cast":
+        """Return the cast of a dictionary, the inverse of `to_dict`. Unknown and missing keys are errors."""
+        if "format" not in checked_keys("cast", data, FIELDS):
+            raise UserError("A cast needs the key 'format', such as 'e4m3'.")
+        return cls(**data)
+
+    def to_json(self) -> str:
+        """Return the cast as one line of JSON."""
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_json(cls, text: str) -> "Cast":
+        """Return the cast of a JSON text, the inverse of `to_json`."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise UserError(f"This is not JSON, so it cannot be read as a cast: {error}.") from None
+        return cls.from_dict(data)
+
+    def __str__(self) -> str:
+        scaled = [] if self.granularity == "none" else [self.granularity, self.scale]
+        return " ".join([self.format, *scaled, self.rounding])
+
+
+FIELDS = ("format", "granularity", "scale", "rounding")
+"""The fields that define a cast; the others are derived."""
+
+EXAMPLES = {"granularity": "tile(128)", "scale": "fp32", "rounding": "nearest", "cast": "e4m3 tile(128) fp32 nearest"}
+
+NAMED_CASTS = {
+    "mxfp8": ("e4m3", "tile(32)", "pow2"),
+    "mxfp6": ("e2m3", "tile(32)", "pow2"),
+    "mxfp4": ("e2m1", "tile(32)", "pow2"),
+    "nvfp4": ("e2m1", "tile(16)", "nvfp4"),
+}
+"""Usual names of a format with its scaling."""
+
+GROUP_SIZES = {"tile": (4, 1024), "block": (4, 128)}
+"""The smallest and largest group of each kind. Sizes are powers of two, as GPU reductions need them."""
+
+
+def _text(kind: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise UserError(f"A {kind} is written as text, such as {EXAMPLES[kind]!r}, not as {value!r}.")
+    return value
+
+
+@functools.cache
+def _parse_granularity(text: str) -> Granularity:
+    if text in ("none", "tensor", "row"):
+        return Granularity(text)  # type: ignore[arg-type]
+    if match := re.fullmatch(r"(block|tile)\(([1-9]\d{0,18})\)", text):
+        kind, size = match[1], int(match[2])
+        low, high = GROUP_SIZES[kind]
+        if low <= size <= high and size & (size - 1) == 0:
+            return Granularity(kind, size)  # type: ignore[arg-type]
+        raise UserError(f"{text!r} is impossible: the size of a {kind} is a power of two from {low} to {high}.")
+    raise UserError(
+        f"There is no granularity {text!r}{did_you_mean(str(text), ['none', 'tensor', 'row', 'block(128)', 'tile(128)'])}: "
+        "choose 'none', 'tensor', 'row', 'block(n)' or 'tile(n)'."
+    )
+
+
+@functools.cache
+def _parse_scale(text: str) -> Scale:
+    if text in ("none", "fp32", "pow2", "pow2_ceil", "nvfp4"):
+        return Scale(text)  # type: ignore[arg-type]
+    delayed = r"delayed\(([1-9]\d{0,18})(?:,(-?\d{1,18})(?:,(max|most_recent))?)?\)"
+    if isinstance(text, str) and (match := re.fullmatch(delayed, text)):
+        return Scale("delayed", int(match[1]), int(match[2] or 0), match[3] or "max")  # type: ignore[arg-type]
+    raise UserError(
+        f"There is no scale {text!r}{did_you_mean(str(text), ['fp32', 'pow2', 'pow2_ceil', 'nvfp4'])}: "
+        "choose 'none', 'fp32', 'pow2', 'pow2_ceil', 'nvfp4', 'delayed(history)' or 'delayed(history,margin,max|most_recent)'."
+    )
+
+
+@functools.cache
+def _parse_rounding(text: str) -> Rounding:
+    if text in ("nearest", "toward_zero"):
+        return Rounding(text)  # type: ignore[arg-type]
+    if (match := re.fullmatch(r"stochastic\(([1-9]\d?)\)", text)) and int(match[1]) <= 24:
+        return Rounding("stochastic", int(match[1]))
+    raise UserError(
+        f"There is no rounding {text!r}{did_you_mean(str(text), ['nearest', 'stochastic(16)', 'toward_zero'])}: "
+        "choose 'nearest', 'toward_zero', or 'stochastic(bits)' with 1 to 24 bits."
+    )
+
+
+@functools.cache
+def _parse_cast(text: str) -> Cast:
+    if not text.split():
+        raise UserError(f"A cast is written like 'e4m3 tile(128) fp32 nearest' or 'mxfp4', not {text!r}.")
+    words = text.split()
+    rounding = words.pop() if len(words) > 1 and re.match(r"nearest|toward_zero|stochastic", words[-1]) else "nearest"
+    if len(words) == 1 and words[0] in NAMED_CASTS:
+        element, granularity, scale = NAMED_CASTS[words[0]]
+        if scale == "pow2" and rounding.startswith("stochastic"):
+            scale = "pow2_ceil"
+        return Cast(element, granularity, scale, rounding)
+    element = Format.parse(words[0]).name
+    if len(words) == 1:
+        return Cast(element, rounding=rounding)
+    if len(words) == 2:
+        return Cast(element, words[1], "none" if words[1] == "none" else "fp32", rounding)
+    if len(words) == 3:
+        return Cast(element, words[1], str(Scale.parse(words[2])), rounding)
+    raise UserError(
+        f"A cast is written 'format [granularity [scale]] [rounding]', such as 'e4m3 tile(128) fp32 nearest'; "
+        f"given was {text!r}."
+    )

@@ -1,0 +1,377 @@
+"""The choice of matrix units that multiply operands without changing a value. Nothing here imports torch.
+
+Every product is A B^T, with A [P, L] and B [Q, L] both stored along the contraction axis L. All engines multiply the same
+numbers; only the order and the width of the additions differ.
+
+`engine_for` is a pure function. Units that this project has tested are chosen by the GPU's compute capability. Others are used
+only if they passed the self-test of `dither doctor` on the user's machine, which `Verified` records.
+"""
+
+import json
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dither.errors import UserError
+from dither.files import Refused, from_json, read_text
+from dither.spec import PRODUCTS, Cast, LayerPrecision, did_you_mean
+from dither.spec.recipes import RECIPES
+
+CONTAINED = ("e2m1", "e2m3", "e3m2")
+"""Formats whose values are all E4M3 values: FP8 units multiply them unchanged."""
+
+FP8_GROUPS = 128
+"""Size of the tiles and blocks that FP8 units scale."""
+
+ALIGNMENT = 16
+"""FP8 units multiply matrices whose L and Q are multiples of this."""
+
+SHORTEST_GROUP = 16
+"""BF16 and FP16 units sum at least this many elements at once, so they cannot apply float32 scales of shorter groups."""
+
+INT8_CAPABILITY = (7, 5)
+"""Compute capability of the first GPUs with INT8 matrix units: Turing."""
+
+SIXTEEN_BITS: dict[Literal["bf16", "fp16"], tuple[int, int]] = {"bf16": (8, 0), "fp16": (7, 0)}
+"""Compute capabilities of the first GPUs with 16-bit units: Ampere and Volta. The first units that hold both operands win."""
+
+VERIFIABLE = ("fp8-tensor", "fp8-row", "fp8-group", "mxfp8", "mxfp4", "nvfp4")
+"""Native units that are used only if they were tested: by this project, or by `dither doctor` on the user's machine."""
+
+TRIED = {(9, 0): ("fp8-tensor", "fp8-row", "fp8-group")}
+"""Native units that this project has compared with the reference, by compute capability: those of an H200."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The matrix units of a product, and how they scale.
+
+    - `fp8`: FP8 units, which apply the scales. `fp8-container`: the same, with FP4 or FP6 values stored as E4M3 codes.
+    - `mxfp8`, `mxfp4`, `nvfp4`: units that scale groups of 32 or 16 themselves.
+    - `int8`: exact integer sums, scaled afterwards.
+    - `bf16`, `fp16`: 16-bit units on values that these formats hold exactly. Scales of tensors and rows are applied to the
+      product, float32 scales of groups (`scaling="group"`) to the float32 sum of each group.
+    - `fp32`: dequantized numbers, multiplied in float32.
+    - `torch`: torch's own product of two uncast operands.
+    """
+
+    name: Literal["torch", "fp8", "fp8-container", "mxfp8", "mxfp4", "nvfp4", "int8", "bf16", "fp16", "fp32"]
+    scaling: Literal["", "tensor", "row", "group"] = ""
+    """Scaling of FP8 units: per tensor, per row, or per group of 128 along L; "group" of 16-bit units scales group sums."""
+
+    def __str__(self) -> str:
+        return f"{self.name}-group" if self.name in ("bf16", "fp16") and self.scaling else self.name
+
+
+def container(cast: Cast) -> str:
+    """Return the format in which a GPU stores the codes of `cast`: e4m3 for FP4 and FP6 that FP8 units can scale, else its own.
+
+    >>> container(Cast.parse("e2m1 tile(128)")), container(Cast.parse("mxfp4"))
+    ('e4m3', 'e2m1')
+    """
+    return "e4m3" if cast.format in CONTAINED and _fp8_scaling(cast) else cast.format
+
+
+def engine_for(
+    a: Cast | None,
+    b: Cast | None,
+    size: tuple[int, int, int],
+    capability: tuple[int, int] | None,
+    plain: str = "bf16",
+    verified: Collection[str] = (),
+) -> Engine:
+    """Choose the engine of the product A B^T. This is a pure function.
+
+    The first units that multiply the operands unchanged are chosen: INT8 units, native FP8 or FP4 units, BF16 units, or FP16
+    units if there are no BF16 units. The CPU multiplies in float32. Raise a UserError if no units of the GPU fit.
+
+    Args:
+        a: The cast of A [P, L], or None if it is not cast.
+        b: The cast of B [Q, L], or None if it is not cast.
+        size: (P, Q, L).
+        capability: Compute capability of the CUDA device; None means the CPU.
+        plain: Format of an operand that is not cast: bf16, fp16 or fp32.
+        verified: Native units that passed the self-test on this machine, out of VERIFIABLE.
+
+    >>> fp4, fp8 = Cast.parse("e2m1 tile(128)"), Cast.parse("e4m3 block(128)")
+    >>> str(engine_for(fp4, fp8, (4096, 512, 1024), (9, 0))), str(engine_for(fp4, fp8, (4096, 512, 1024), (8, 0)))
+    ('fp8-container', 'bf16-group')
+    >>> mxfp4 = Cast.parse("mxfp4")
+    >>> [engine_for(mxfp4, mxfp4, (4096, 512, 1024), (10, 0), verified=ok).name for ok in ([], ["mxfp4"])]
+    ['bf16', 'mxfp4']
+    """
+    if a is None and b is None:
+        return Engine("torch")
+    integers = a is not None and b is not None and _takes_int8(a) and _takes_int8(b)
+    if integers and (capability is None or capability >= INT8_CAPABILITY):
+        return Engine("int8")
+    if capability is None or (plain == "fp32" and (a is None or b is None)):
+        return Engine("fp32")
+    if a is not None and b is not None:
+        native = _native(a, b, size, {*TRIED.get(capability, ()), *verified})
+        if native is not None:
+            return native
+    for units, first in SIXTEEN_BITS.items():
+        plain_fits = plain == units or (a is not None and b is not None)
+        if plain_fits and capability >= first and all(cast is None or _exact(cast, units) for cast in (a, b)):
+            inside = any(cast is not None and scales_inside(cast, units) for cast in (a, b))
+            return Engine(units, "group" if inside else "")
+    gpu = f"a GPU of compute capability {capability[0]}.{capability[1]}"
+    raise UserError(
+        f"no matrix units of {gpu} multiply {_described(a, plain)} by {_described(b, plain)} exactly: "
+        + _supported(capability)
+        + "; emulate=True multiplies in float32"
+    )
+
+
+def engines_of(
+    precision: LayerPrecision,
+    size: tuple[int, int, int],
+    capability: tuple[int, int] | None,
+    plain: str = "bf16",
+    verified: Collection[str] = (),
+    transposed: bool = False,
+) -> dict[str, Engine]:
+    """Return the engine of each product of a layer with `size` (M tokens, N outputs, K inputs).
+
+    `transposed` means that the weight is stored as [K, N]; the other arguments are those of `engine_for`.
+
+    >>> fp8 = LayerPrecision.of("e4m3 tile(128)", "e4m3 block(128)", "e4m3 tile(128)")
+    >>> {product: str(engine) for product, engine in engines_of(fp8, (64, 128, 256), (8, 9)).items()}
+    {'forward': 'bf16-group', 'input_grad': 'bf16-group', 'weight_grad': 'bf16-group'}
+    """
+    M, N, K = size
+    sizes = {"forward": (M, N, K), "input_grad": (M, K, N), "weight_grad": (K, N, M) if transposed else (N, K, M)}
+    engines = {}
+    for product in PRODUCTS:
+        a, b = precision.casts(product)
+        if product == "weight_grad" and transposed:
+            a, b = b, a
+        try:
+            engines[product] = engine_for(a, b, sizes[product], capability, plain, verified)
+        except UserError as error:
+            raise UserError(f"{product.replace('_', ' ')} product: {error}") from None
+    return engines
+
+
+def scales_inside(cast: Cast, units: str) -> bool:
+    """Return True if 16-bit units apply this cast's scales to sums of groups: float32 scales, and powers of two in FP16.
+
+    BF16 has float32's range, so a code times a power of two is a BF16 number. FP16 has a smaller range.
+    """
+    grouped = cast.group.kind in ("tile", "block") and cast.scaling.kind != "nvfp4"
+    return grouped and (units == "fp16" or cast.scaling.kind == "fp32")
+
+
+def _takes_int8(cast: Cast) -> bool:
+    return cast.format == "int8" and cast.group.kind in ("none", "tensor", "row")
+
+
+def _native(a: Cast, b: Cast, size: tuple[int, int, int], usable: Collection[str]) -> Engine | None:
+    """Return the engine of the native units that scale these operands themselves at this size, or None."""
+    _, q, length = size
+    kinds = {_mx_kind(a), _mx_kind(b)}
+    kind = kinds.pop()
+    # Two FP4 codes share a byte, and units read 16 bytes at a time.
+    if kind and not kinds and kind in usable and not (q % ALIGNMENT or length % (2 * ALIGNMENT)):
+        return Engine(kind)
+    scaling = _joint_scaling(a, b)
+    if scaling and f"fp8-{scaling}" in usable and not (q % ALIGNMENT or length % ALIGNMENT):
+        return Engine("fp8-container" if {a.format, b.format} & set(CONTAINED) else "fp8", scaling)
+    return None
+
+
+def _mx_kind(cast: Cast) -> Literal["", "mxfp8", "mxfp4", "nvfp4"]:
+    """Return which of Blackwell's formats a cast is, or "". Their scales are per row: 16 x 16 blocks repeat theirs."""
+    scale = "pow2" if cast.scaling.kind == "pow2_ceil" else cast.scaling.kind
+    known: dict[tuple[str, str, str], Literal["mxfp8", "mxfp4", "nvfp4"]] = {
+        ("e4m3", "tile(32)", "pow2"): "mxfp8",
+        ("e2m1", "tile(32)", "pow2"): "mxfp4",
+        ("e2m1", "tile(16)", "nvfp4"): "nvfp4",
+        ("e2m1", "block(16)", "nvfp4"): "nvfp4",
+    }
+    return known.get((cast.format, cast.granularity, scale), "")
+
+
+def _fp8_scaling(cast: Cast) -> str:
+    """Return the scaling of an operand on FP8 units: "tensor", "row", "tile", "block", or "" if they cannot scale it."""
+    kind, size = cast.group.kind, cast.group.size
+    if cast.format not in ("e4m3", "e5m2", *CONTAINED) or cast.scaling.kind == "nvfp4":
+        return ""
+    if kind in ("none", "tensor"):
+        return "tensor"
+    if kind == "row":
+        return "row"
+    # PyTorch's scaled_mm takes 128-element groups of E4M3 only.
+    return kind if size == FP8_GROUPS and cast.format != "e5m2" else ""
+
+
+def _joint_scaling(a: Cast, b: Cast) -> Literal["", "tensor", "row", "group"]:
+    kinds = {_fp8_scaling(a), _fp8_scaling(b)}
+    if a.format == b.format == "e5m2":  # a pair that no NVIDIA GPU multiplies
+        return ""
+    if kinds == {"tensor"}:
+        return "tensor"
+    if kinds <= {"tensor", "row"}:
+        return "row"
+    return "group" if kinds <= {"tile", "block"} else ""
+
+
+def _exact(cast: Cast, units: str) -> bool:
+    """Return True if 16-bit units hold an operand exactly: its codes, times the scales that are multiplied in."""
+    element = cast.element
+    bits = element.bits - 1 if element.is_integer else element.mantissa_bits + 1
+    largest, smallest = element.max, element.min_subnormal
+    if cast.scaling.kind == "nvfp4":  # an E4M3 scale has four significant bits, and a range from 2^-9 to 448
+        bits, largest, smallest = bits + 4, largest * 448, smallest * 2.0**-9
+    if scales_inside(cast, units) and cast.group.size < SHORTEST_GROUP:
+        return False
+    return bits <= 8 if units == "bf16" else bits <= 11 and largest <= 65504 and smallest >= 2.0**-24
+
+
+def _supported(capability: tuple[int, int]) -> str:
+    """Return a clause that says which operands a GPU multiplies, for an error message."""
+    if capability < SIXTEEN_BITS["fp16"]:
+        return f"matrix units begin with compute capability {_shown(SIXTEEN_BITS['fp16'])}"
+    units, bits = ("BF16", 8) if capability >= SIXTEEN_BITS["bf16"] else ("FP16", 11)
+    return f"{units} units take formats of up to {bits} significant bits in groups of {SHORTEST_GROUP} or more"
+
+
+def _described(cast: Cast | None, plain: str) -> str:
+    return f"uncast {plain}" if cast is None else repr(str(cast))
+
+
+# Units that passed a self-test ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The native units that passed the self-test of `dither doctor`, and the machine on which they did."""
+
+    gpu: str
+    """Name of the GPU, such as NVIDIA B200."""
+    capability: tuple[int, int]
+    torch: str
+    """Version of torch, whose code calls the units."""
+    cuda: str
+    dither: str
+    engines: tuple[str, ...]
+    """Out of VERIFIABLE."""
+
+    def __post_init__(self) -> None:
+        for name in self.engines:
+            if name not in VERIFIABLE:
+                raise UserError(
+                    f"There are no matrix units {name!r} to verify{did_you_mean(name, VERIFIABLE)}: "
+                    f"choose from {', '.join(VERIFIABLE)}."
+                )
+
+    def check(self, here: "Verified") -> None:
+        """Raise unless this was recorded on a machine like `here`. The engines of `here` are ignored."""
+        for field in ("gpu", "capability", "torch", "cuda", "dither"):
+            then, now = getattr(self, field), getattr(here, field)
+            if then != now:
+                raise UserError(
+                    f"These engines passed their self-test with {field} {_shown(then)}, and here it is {_shown(now)}: "
+                    "run `dither doctor --engines FILE` again on this machine."
+                )
+
+    def to_json(self) -> str:
+        """Return the record as JSON."""
+        return json.dumps({"version": VERIFIED_VERSION, **asdict(self)}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Verified":
+        """Return the record of a JSON text, the inverse of `to_json`.
+
+        >>> here = Verified("NVIDIA B200", (10, 0), "2.11.0", "12.8", "0.1.0", ("mxfp8",))
+        >>> Verified.from_json(here.to_json()) == here
+        True
+        """
+        try:
+            data: Any = from_json(text.encode())
+        except (Refused, UnicodeEncodeError) as error:
+            raise UserError(f"This cannot be read as a list of engines: {error}.") from None
+        texts = ("gpu", "torch", "cuda", "dither")
+        known = {"version", "capability", "engines", *texts}
+        whole = isinstance(data, dict) and set(data) == known and data["version"] == VERIFIED_VERSION
+        whole = whole and all(isinstance(data[name], str) for name in texts)
+        whole = whole and _is_list(data["engines"], str) and _is_list(data["capability"], int) and len(data["capability"]) == 2
+        if not whole:
+            raise UserError("This is not a list of engines: `dither doctor --engines FILE` writes one.")
+        major, minor = data["capability"]
+        return cls(data["gpu"], (major, minor), data["torch"], data["cuda"], data["dither"], tuple(data["engines"]))
+
+    def save(self, path: str | Path) -> None:
+        """Write the record to a file as JSON."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Verified":
+        """Read a record that `save` wrote."""
+        try:
+            return cls.from_json(read_text(path))
+        except Refused as error:
+            raise UserError(f"The engines {str(path)!r} cannot be read: {error}.") from None
+        except UserError as error:
+            raise UserError(f"In {str(path)!r}: {error}") from None
+
+
+VERIFIED_VERSION = 1
+
+
+def _is_list(value: object, kind: type) -> bool:
+    return isinstance(value, list) and all(isinstance(item, kind) and not isinstance(item, bool) for item in value)
+
+
+def _shown(value: object) -> str:
+    return ".".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+# The support matrix ---------------------------------------------------------------------------------------------------
+
+CAPABILITIES: dict[tuple[int, int] | None, str] = {
+    None: "CPU",
+    (7, 0): "7.0 Volta",
+    (7, 5): "7.5 Turing",
+    (8, 0): "8.0 Ampere",
+    (8, 9): "8.9 Ada",
+    (9, 0): "9.0 Hopper",
+    (10, 0): "10.0 Blackwell",
+    (12, 0): "12.0 Blackwell",
+}
+"""Columns of the support matrix."""
+
+
+HAVE: dict[tuple[int, int], tuple[str, ...]] = {
+    (8, 9): ("fp8-tensor", "fp8-row"),
+    (10, 0): ("fp8-tensor", "fp8-row", "mxfp8", "mxfp4", "nvfp4"),
+    (12, 0): ("fp8-tensor", "fp8-row", "mxfp8", "mxfp4", "nvfp4"),
+}
+"""Native units that other GPUs have according to NVIDIA, and that may pass the self-test there."""
+
+
+def support(*, verified: bool = False) -> str:
+    """Return a Markdown table of engines: one row per recipe with casts, one column per compute capability.
+
+    Sizes are multiples of 128. A cell has the engines of fprop, dgrad and wgrad, or one name if all three are the same. With
+    `verified`, the table is for GPUs whose native units have all passed the self-test.
+
+    >>> print(support().splitlines()[2])
+    | `fp8-delayed` | fp32 | fp16 | fp16 | bf16 | bf16 | fp8 | bf16 | bf16 |
+    """
+    columns = [capability for capability in CAPABILITIES if not verified or capability in HAVE]
+    lines = [["recipe", *(CAPABILITIES[capability] for capability in columns)], ["---"] * (len(columns) + 1)]
+    for name, recipe in RECIPES.items():
+        precision = recipe.plan.default
+        if precision is not None and not precision.uncast:
+            lines.append([f"`{name}`", *(_cell(precision, capability, verified) for capability in columns)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(precision: LayerPrecision, capability: tuple[int, int] | None, verified: bool) -> str:
+    passed = HAVE[capability] if verified and capability is not None else ()
+    plain = "bf16" if capability is None or capability >= SIXTEEN_BITS["bf16"] else "fp16"
+    names = [str(engine) for engine in engines_of(precision, (1024, 1024, 1024), capability, plain, passed).values()]
+    return names[0] if len(set(names)) == 1 else ", ".join(names)

@@ -1,0 +1,260 @@
+"""LayerPrecision: the casts and samplings of the operands of one linear layer."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+from dither.errors import UserError
+from dither.spec.cast import Cast
+from dither.spec.checks import checked_keys, did_you_mean
+from dither.spec.sampling import Sampling
+
+Save = Literal["codes", "input"]
+Hold = Literal["both", "one", "none"]
+SwiGLU = Literal["exact", "fp8"]
+
+SWIGLU_CAST = Cast.parse("e4m3 tile(128) pow2_ceil")
+"""Cast of the inputs of SwiGLU. A code times a power of two is a bfloat16 number, and nothing is clipped."""
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """Choice of the tensors that a layer keeps between the forward and the backward pass of its products.
+
+    >>> MemoryOptions(save="input").hold
+    'both'
+    """
+
+    save: Save = "codes"
+    """The weight gradient reads the transposed codes of the input (codes), or the input itself, which backward casts again
+    (input). A compiled block that can compute the input again, as a norm or a product of activations, saves neither."""
+    hold: Hold = "both"
+    """Layouts of the weight's codes that a step_context holds: both, the forward product's alone (one), or none. The layout of
+    the input gradient is then made in backward: by transposing codes, or by another cast of the weight."""
+
+    swiglu: SwiGLU = "exact"
+    """Inputs of SwiGLU, silu(gate) * up: backward reads them as they are (exact), or as FP8 codes with scales of 1 x 128 (fp8).
+    From these codes it also makes the input of the next layer again. This changes gradients, and no forward pass."""
+
+    def __post_init__(self) -> None:
+        for name, choices in (("save", get_args(Save)), ("hold", get_args(Hold)), ("swiglu", get_args(SwiGLU))):
+            if (given := getattr(self, name)) not in choices:
+                raise UserError(f"{name} is {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}, not {given!r}.")
+
+
+@dataclass(frozen=True)
+class Override:
+    """A different cast of one operand in one of its two products."""
+
+    product: Literal["forward", "input_grad", "weight_grad"]
+    operand: Literal["input", "weight", "grad"]
+    cast: Cast | None = None
+    """None: the operand is not cast for this product."""
+
+    def __post_init__(self) -> None:
+        if self.product not in PRODUCTS:
+            hint = did_you_mean(self.product, PRODUCTS) if isinstance(self.product, str) else ""
+            raise UserError(f"There is no product {self.product!r}{hint}: choose one of {', '.join(PRODUCTS)}.")
+        if self.operand not in PRODUCTS[self.product]:
+            raise UserError(
+                f"The {self.product} product takes {' and '.join(PRODUCTS[self.product])}, not {self.operand!r}: "
+                f"override one of these."
+            )
+        if not isinstance(self.cast, Cast | None):
+            raise UserError(f"An Override takes a Cast or None, not {self.cast!r}; LayerPrecision.of takes strings.")
+        if self.cast is not None and self.cast.scaling.kind == "delayed":
+            raise UserError(
+                f"The override of {self.place} has delayed scaling, which keeps one history per operand: use it for the "
+                f"operand itself, or scale the override by its own tensor: {self.cast.format + ' tensor'!r}."
+            )
+
+    @property
+    def place(self) -> str:
+        """Return the product and the operand, such as input_grad.weight."""
+        return f"{self.product}.{self.operand}"
+
+    def __str__(self) -> str:
+        return f"{self.place} {self.cast or 'uncast'}"
+
+
+PRODUCTS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {"forward": ("input", "weight"), "input_grad": ("grad", "weight"), "weight_grad": ("grad", "input")}
+)
+"""The products of a linear layer in the order of computation, and the operands of each: fprop, dgrad and wgrad."""
+
+UNCAST = ("uncast", "plain", "bf16")
+"""Words for no cast in an override: the operand is multiplied in the format of the plan's `compute`."""
+
+
+@dataclass(frozen=True)
+class LayerPrecision:
+    """The casts and samplings of a linear layer's operands: its input X, its weight W and the gradient dY of its output.
+
+    Each of the three products has two of them: forward or fprop (X, W), input gradient or dgrad (dY, W), weight gradient or
+    wgrad (dY, X). An operand has the same cast in both of its products, unless `overrides` has another one.
+    Example: `LayerPrecision(input=Cast.parse("e4m3 tile(128)"))` casts the input and leaves the other two uncast.
+    """
+
+    input: Cast | None = None
+    """The cast of X, or None."""
+    weight: Cast | None = None
+    """The cast of W, or None."""
+    grad: Cast | None = None
+    """The cast of dY, or None."""
+    sampling: Sampling | None = None
+    """The sampling of the weight, before its cast, or None."""
+    input_sampling: Sampling | None = None
+    """The sampling of the input, with one bitwidth per `block` features, or None."""
+    overrides: tuple[Override, ...] = ()
+    """Casts of single operands in single products, in the products' order. Those that change nothing are dropped."""
+
+    def __post_init__(self) -> None:
+        for name in OPERANDS:
+            if not isinstance(value := getattr(self, name), Cast | None):
+                raise UserError(
+                    f"LayerPrecision takes a Cast or None as {name}, not {value!r}; LayerPrecision.of takes strings."
+                )
+        for name in SAMPLINGS:
+            if not isinstance(value := getattr(self, name), Sampling | None):
+                raise UserError(f"LayerPrecision takes a Sampling or None as {name}, not {value!r}.")
+        self._check_overrides()
+        if self.sampling is not None and self.sampling.recompute and not self.uncast:
+            raise UserError(
+                "A Sampling with recompute=True keeps no copy of the weight, but products of cast operands do: "
+                "use recompute=False with casts."
+            )
+        if self.input_sampling is not None and self.input_sampling.recompute:
+            raise UserError("An input_sampling keeps no copy of the input besides that of the products: use recompute=False.")
+
+    def _check_overrides(self) -> None:
+        """Sort overrides and drop those that repeat the operand's own cast, so that equal precisions compare equal."""
+        overrides = self.overrides
+        if not isinstance(overrides, tuple | list) or not all(isinstance(item, Override) for item in overrides):
+            raise UserError(
+                f"LayerPrecision takes a tuple of Override, not overrides={overrides!r}; LayerPrecision.of takes a dictionary."
+            )
+        if twice := [place for place, count in Counter(override.place for override in overrides).items() if count > 1]:
+            raise UserError(f"There are two overrides of {twice[0]}: keep one.")
+        order = [f"{product}.{operand}" for product, pair in PRODUCTS.items() for operand in pair]
+        kept = [override for override in overrides if override.cast != getattr(self, override.operand)]
+        object.__setattr__(self, "overrides", tuple(sorted(kept, key=lambda override: order.index(override.place))))
+
+    @classmethod
+    def of(
+        cls,
+        input: "Cast | str | None" = None,
+        weight: "Cast | str | None" = None,
+        grad: "Cast | str | None" = None,
+        overrides: "Mapping[str, Cast | str | None] | None" = None,
+    ) -> "LayerPrecision":
+        """Build a LayerPrecision from the texts of its casts.
+
+        Args:
+            input: The cast of X: a Cast, a text such as "e4m3 tile(128)", or None.
+            weight: The cast of W.
+            grad: The cast of dY.
+            overrides: Casts by product and operand, such as "input_grad.weight", or by product for both of its operands.
+                None, "uncast", "plain" and "bf16" mean that the operand is not cast in that product.
+
+        >>> print(LayerPrecision.of(input="e4m3 tile(128)", weight="e4m3 block(128)"))
+        input e4m3 tile(128) fp32 nearest, weight e4m3 block(128) fp32 nearest
+        >>> print(LayerPrecision.of("e4m3 row", "e4m3 row", "e4m3 row", overrides={"weight_grad": "bf16"}).casts("weight_grad"))
+        (None, None)
+        """
+        casts = {"input": input, "weight": weight, "grad": grad}
+        parsed: dict[str, Any] = {name: Cast.parse(cast) if isinstance(cast, str) else cast for name, cast in casts.items()}
+        return cls(**parsed, overrides=_overrides({} if overrides is None else overrides))
+
+    def cast(self, product: str, operand: str) -> Cast | None:
+        """Return the cast of an operand in a product.
+
+        >>> forward = LayerPrecision.of("mxfp4", "mxfp4", overrides={"input_grad.weight": "mxfp8"})
+        >>> [forward.cast(product, "weight").format for product in ("forward", "input_grad")]
+        ['e2m1', 'e4m3']
+        """
+        own: Cast | None = getattr(self, operand)
+        return next((item.cast for item in self.overrides if (item.product, item.operand) == (product, operand)), own)
+
+    def casts(self, product: str) -> tuple[Cast | None, Cast | None]:
+        """Return the casts of a product's two operands, in the order of PRODUCTS."""
+        first, second = PRODUCTS[product]
+        return self.cast(product, first), self.cast(product, second)
+
+    def casts_of(self, operand: str) -> tuple[Cast | None, Cast | None]:
+        """Return the casts of an operand in its two products, in the products' order."""
+        first, second = (self.cast(product, operand) for product, pair in PRODUCTS.items() if operand in pair)
+        return first, second
+
+    @property
+    def uncast(self) -> bool:
+        """Return True if nothing is cast."""
+        return self.input is self.weight is self.grad is None and not self.overrides
+
+    @property
+    def sampled(self) -> bool:
+        """Return True if the weight or the input is sampled."""
+        return self.sampling is not None or self.input_sampling is not None
+
+    @property
+    def plain(self) -> bool:
+        """Return True if nothing is cast or sampled, so that the layer computes what nn.Linear does."""
+        return self == PLAIN
+
+    def on(self, name: str) -> "LayerPrecision":
+        """Return the precision of the layer called `name`: without samplings whose `parts` do not include it."""
+        dropped: dict[str, Any] = {
+            field: None for field in SAMPLINGS if (sampling := getattr(self, field)) and not sampling.takes(name)
+        }
+        return replace(self, **dropped) if dropped else self
+
+    def cell(self, operand: str) -> str:
+        """Return an operand's cast and sampling as the text of a table cell."""
+        sampling = {"input": self.input_sampling, "weight": self.sampling}.get(operand)
+        words = [str(getattr(self, operand) or "uncast")] + ([] if sampling is None else [f"sampled {sampling}"])
+        words += [f"{item.product}: {item.cast or 'uncast'}" for item in self.overrides if item.operand == operand]
+        return ", ".join(words)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return casts as strings and samplings as dictionaries, ready for JSON."""
+        casts = {name: None if (cast := getattr(self, name)) is None else str(cast) for name in OPERANDS}
+        casts |= {name: (sampling := getattr(self, name)) and sampling.to_dict() for name in SAMPLINGS}
+        overrides = {item.place: None if item.cast is None else str(item.cast) for item in self.overrides}
+        return casts | ({"overrides": overrides} if overrides else {})
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "LayerPrecision":
+        """Return the precision of a dictionary, the inverse of `to_dict`. Keys may be missing; unknown keys are errors."""
+        data = checked_keys("layer's precision", data, (*OPERANDS, *SAMPLINGS, "overrides"))
+        fields: dict[str, Any] = {name: None if data.get(name) is None else Cast.parse(data[name]) for name in OPERANDS}
+        fields |= {name: None if data.get(name) is None else Sampling.from_dict(data[name]) for name in SAMPLINGS}
+        return cls(**fields, overrides=_overrides(data.get("overrides", {})))
+
+    def __str__(self) -> str:
+        parts = [f"{name} {part}" for name in (*OPERANDS, *SAMPLINGS) if (part := getattr(self, name)) is not None]
+        return ", ".join([*parts, *map(str, self.overrides)]) or "uncast"
+
+
+OPERANDS = ("input", "weight", "grad")
+"""The operands of a linear layer's three products."""
+
+SAMPLINGS = ("sampling", "input_sampling")
+"""The fields of samplings: of the weight and of the input."""
+
+PLAIN = LayerPrecision()
+"""The precision that casts and samples nothing."""
+
+
+def _overrides(casts: Any) -> tuple[Override, ...]:
+    """Return overrides from casts by product and operand, such as "weight_grad.input", or by product."""
+    if not isinstance(casts, Mapping):
+        raise UserError(f"Overrides are casts by operand, such as {{'weight_grad.input': 'e4m3 row'}}, not {casts!r}.")
+    overrides = []
+    for place, cast in casts.items():
+        product, dot, operand = str(place).partition(".")
+        if isinstance(cast, str):
+            cast = None if cast in UNCAST else Cast.parse(cast)
+        operands = (operand,) if dot else PRODUCTS.get(product, ("",))
+        overrides += [Override(product, name, cast) for name in operands]  # type: ignore[arg-type]
+    return tuple(overrides)

@@ -1,0 +1,181 @@
+"""The storage of an optimizer's numbers, as frozen data: rounding of weights, format of states, tensors of a piece.
+
+>>> Update(weights="stochastic", states="bf16").state_rounding
+'stochastic'
+"""
+
+import difflib
+import warnings
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from dither.errors import UserError
+from dither.spec.formats import TABLE, Format
+
+BITS = 16
+"""Random bits per stochastic rounding of a weight or state: float32 has 16 more mantissa bits than bfloat16."""
+
+ODD_FACTOR = 0x6255
+"""The second moment is rounded with the first one's random bits times this factor, modulo 2^16: uniform, and nearly
+uncorrelated with them."""
+
+WHOLE = ("fp32", "bf16")
+"""State formats with float32's range: stored without scales, one number per element."""
+
+MAPS = ("dynamic8", "companded8")
+"""8-bit states whose values are not those of a number format: see `dither.ops.reference.state_maps` and `companded`."""
+
+BLOCKS = (*MAPS, *(name for name, row in TABLE.items() if row.bits == 8 and row.signed))
+"""8-bit state formats: stored as codes, with one float32 scale per block of neighbours in a row."""
+
+MOST_BLOCK = 2048
+"""The largest block of an 8-bit state, which is that of the first 8-bit optimizers."""
+
+WEIGHTS = ("stochastic", "nearest", "kahan")
+"""Roundings of 16-bit weights, see `Update.weights`."""
+
+MASTERS = ("fp32", "split", "split24")
+"""Kinds of master weights, see `Update.master`."""
+
+LOSSLESS = frozenset({"fp32", "split"})
+"""Kinds of master weights that hold the same numbers, so that a state can be converted from one to the other."""
+
+
+RENAMED_MODES = {"bf16": "bf16-rn"}
+"""Earlier names of modes: `bf16` is also a recipe, which means autocast."""
+
+
+def current_mode(name: str) -> str:
+    """Return the current name of a mode, with a DeprecationWarning if `name` is an earlier one; other names as they are.
+
+    >>> current_mode("bf16-sr")
+    'bf16-sr'
+    """
+    if name not in RENAMED_MODES:
+        return name
+    new = RENAMED_MODES[name]
+    warnings.warn(
+        f"The mode {name!r} is now {new!r} (bfloat16 weights, rounded to nearest): {name!r} alone is the recipe, which is "
+        "autocast. The earlier name will be removed.",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return new
+
+
+@dataclass(frozen=True)
+class Update:
+    """Rounding and storage of weights and moments. The arithmetic is always float32."""
+
+    weights: Literal["stochastic", "nearest", "kahan"] = "stochastic"
+    """Rounding of 16-bit weights: stochastic (unbiased), to nearest, or to nearest with the error kept (Kahan)."""
+    states: str = "bf16"
+    """Format of both moments: fp32, bf16, or with one scale per block: dynamic8 (bitsandbytes' map), companded8 (FlashOptim's),
+    int8, e4m3, e5m2, e3m4."""
+    state_rounding: str = ""
+    """stochastic or nearest; by default stochastic for bf16 and nearest for 8 bits, whose scales follow a decay."""
+    block: int = 128
+    """Number of neighbours in a row that share the scale of an 8-bit state."""
+    master: Literal["", "fp32", "split", "split24"] = ""
+    """Master weights, of which the parameter is the nearest value: none, float32 (mixed precision O2), float32 split into the
+    bfloat16 parameter and 16 more bits, or 24 bits split into the parameter and 8 more; see `dither.ops.reference.adamw`."""
+
+    format: Format | None = field(init=False, repr=False, compare=False)
+    """`states`, parsed; None for dynamic8 and companded8, which are no formats."""
+
+    def __post_init__(self) -> None:
+        known = (*WHOLE, *BLOCKS)
+        if self.states not in known:
+            raise UserError(
+                f"There is no state format {self.states!r}{_hint(self.states, known)}: choose from {', '.join(known)}."
+            )
+        if self.weights not in WEIGHTS:
+            raise UserError(
+                f"weights={self.weights!r}{_hint(self.weights, WEIGHTS)} is unknown: choose from {', '.join(WEIGHTS)}."
+            )
+        if not self.state_rounding:
+            object.__setattr__(self, "state_rounding", "stochastic" if self.states == "bf16" else "nearest")
+        if self.state_rounding not in ("stochastic", "nearest"):
+            raise UserError(f"state_rounding is 'stochastic' or 'nearest', not {self.state_rounding!r}.")
+        if self.states in MAPS and self.state_rounding == "stochastic":
+            raise UserError(f"{self.states} states are rounded to the nearest value of a map: use state_rounding='nearest'.")
+        if not isinstance(self.block, int) or not 16 <= self.block <= MOST_BLOCK or self.block & (self.block - 1):
+            raise UserError(f"The block of an 8-bit state is a power of two from 16 to {MOST_BLOCK}, not {self.block!r}.")
+        if self.master and self.master not in MASTERS:
+            raise UserError(f"master={self.master!r} is unknown: choose from {', '.join(MASTERS)}, or None.")
+        if self.master and self.weights == "kahan":
+            raise UserError(
+                f"weights='kahan' keeps what a rounding loses, and so does master={self.master!r}: choose one of them."
+            )
+        if self.master == "split" and self.in_blocks:
+            raise UserError(
+                f"master='split' keeps one bit in the sign of the second moment, which states={self.states!r} do not have: "
+                "use states='fp32' or 'bf16', or master='split24'."
+            )
+        object.__setattr__(self, "format", None if self.states in MAPS else TABLE[self.states])
+
+    @property
+    def in_blocks(self) -> bool:
+        """Return True if the moments are 8-bit codes with scales."""
+        return self.states not in WHOLE
+
+    @property
+    def draws_states(self) -> bool:
+        """Return True if rounding the moments takes random bits."""
+        return self.state_rounding == "stochastic" and self.states != "fp32"
+
+
+HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "active", "sign")
+"""Columns of the hyperparameters, float64, one row per parameter. `active` is 1 if the parameter has a gradient in this step,
+else 0; `sign` is 1, or -1 to maximize."""
+
+CONSTANTS = ("scale", "beta1", "rest1", "beta2", "rest2", "decay", "shrink", "size", "root", "eps")
+"""Columns of the constants of a step, float32, one row per row of hyperparameters; t is the number of the step.
+
+    scale     sign * clipping factor / loss scale: what a gradient is multiplied by
+    beta1, rest1, beta2, rest2     the betas and 1 - beta
+    decay, shrink     1 - lr * weight_decay, and lr * weight_decay
+    size      2^-48 lr / (1 - beta1^t)
+    root      1 / sqrt(1 - beta2^t)
+    eps       eps
+
+`dither.ops.reference.adamw` has the update in these terms."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A matrix of a parameter with its states, all contiguous, which a step changes in place.
+
+    `w`, `m` and `v` are [rows, columns], the moments in the states' format. 8-bit moments have scales [rows, blocks per row].
+    Adam-mini's `v` is float32[runs].
+    """
+
+    w: Tensor
+    m: Tensor
+    v: Tensor
+    m_scale: Tensor | None
+    v_scale: Tensor | None
+    extra: Tensor | None
+    """The float32 master weights, the low bits of split ones, or Kahan's remainder; None if there is none of them."""
+    row: int
+    """Row of the first element in the whole parameter."""
+    column: int
+    """Column of the first element in the whole parameter."""
+    keys: tuple[int, int]
+    """Keys of the random streams of the weights and of the moments."""
+    constants: int
+    """The row of the constants that this piece uses."""
+    run: int = 0
+    """Adam-mini: number of rows that share one second moment (a run)."""
+    lead: int = 0
+    """Adam-mini: number of rows of the first run that lie before this piece, on another shard."""
+    share: int = 0
+    """Adam-mini: number of elements of the whole parameter in one run."""
+
+
+def _hint(name: object, known: tuple[str, ...]) -> str:
+    """Return " (did you mean 'x'?)" for the known name closest to `name`, or ""."""
+    near = difflib.get_close_matches(str(name), known, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""

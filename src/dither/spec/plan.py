@@ -1,0 +1,355 @@
+"""Plan: the precision of every linear layer of a model, with its JSON form."""
+
+import fnmatch
+import functools
+import glob
+import json
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from dither.errors import UserError
+from dither.files import Refused, from_json, read_text
+from dither.spec.checks import checked_keys
+from dither.spec.layer import OPERANDS, PRODUCTS, SAMPLINGS, LayerPrecision, Override
+from dither.spec.patterns import literal, matches
+from dither.spec.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The precision of every linear layer of a model, and the dtypes of the rest of the model.
+
+    A rule's pattern is a layer's name, a glob in which `*` crosses dots, or `re:` and a regular expression. It must match the
+    whole name. The first rule that matches is used.
+
+    >>> fp8 = LayerPrecision.of("e4m3 tile(128)", "e4m3 block(128)", "e4m3 tile(128)")
+    >>> plan = Plan(layers=(("*.down_proj", None),), default=fp8, compute="bf16")
+    >>> plan.for_layer("model.layers.0.mlp.up_proj") == fp8
+    True
+    >>> print(plan.for_layer("model.layers.0.mlp.down_proj"))
+    None
+    """
+
+    layers: tuple[tuple[str, LayerPrecision | None], ...] = ()
+    """Rules: pairs of a pattern and a precision. None leaves a layer unchanged."""
+    default: LayerPrecision | None = None
+    """The precision of layers that no rule matches. None leaves them unchanged."""
+    compute: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """The dtype of uncast operations: `bf16` and `fp16` by autocast, `fp32` without it."""
+    parameters: Literal["fp32", "bf16", "fp16"] | None = None
+    """The dtype of the model's parameters; None does not change it."""
+    master: bool = False
+    """True if the optimizer keeps fp32 master weights."""
+    loss_scaling: bool = False
+    """True if the loss is scaled so that small gradients do not underflow, as with `torch.amp.GradScaler`."""
+    provenance: Mapping[str, str | int | float | bool | None] = field(default_factory=dict, hash=False)
+    """The origin of the plan in plain values, such as the name of a recipe. For information only."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layers, tuple | list):
+            raise UserError(
+                f"A plan's layers are a tuple of pairs, a pattern and a LayerPrecision or None, not {self.layers!r}."
+            )
+        patterns = [rule[0] for rule in self.layers if isinstance(rule, tuple) and rule and isinstance(rule[0], str)]
+        # First, since checking that many would take long.
+        if (size := sum(len(pattern) for pattern in patterns if literal(pattern) is None)) > MOST_WILDCARDS:
+            raise UserError(
+                f"A plan's patterns with wildcards have {size:,} characters in all, and {MOST_WILDCARDS:,} are the most: write "
+                "names, or fewer patterns."
+            )
+        rules = tuple(_rule(rule) for rule in self.layers)
+        if twice := [pattern for pattern, count in Counter(pattern for pattern, _ in rules).items() if count > 1]:
+            raise UserError(f"A plan has two rules for {twice[0]!r}, of which the second would never be used: keep one.")
+        if not isinstance(self.default, LayerPrecision | None):
+            raise UserError(f"A plan's default is a LayerPrecision or None, not {self.default!r}.")
+        for name, choices in (("compute", COMPUTE), ("parameters", (*COMPUTE, None))):
+            if (value := getattr(self, name)) not in choices:
+                raise UserError(f"A plan's {name} is one of {', '.join(map(repr, choices))}, not {value!r}.")
+        for name in ("master", "loss_scaling"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise UserError(f"A plan's {name} is true or false, not {value!r}.")
+        if self.master and self.parameters in ("fp32", None):
+            raise UserError(
+                "A plan with master=True keeps an fp32 copy of parameters='bf16' or 'fp16'; "
+                f"given was parameters={self.parameters!r}."
+            )
+        if not isinstance(self.provenance, Mapping):
+            raise UserError(f"A plan's provenance is a dictionary of plain values, not {self.provenance!r}.")
+        for key, value in self.provenance.items():
+            plain = isinstance(key, str) and isinstance(value, str | int | float | None)
+            if not plain or (isinstance(value, float) and not math.isfinite(value)):
+                raise UserError(
+                    f"A plan's provenance holds strings, finite numbers, true, false and null, not {key!r}: {value!r}."
+                )
+        object.__setattr__(self, "layers", rules)
+        object.__setattr__(self, "provenance", MappingProxyType(dict(self.provenance)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plan.from_dict, (self.to_dict(),)  # a mapping proxy cannot be pickled or copied
+
+    @property
+    def uncast(self) -> bool:
+        """Return True if neither the default nor any rule casts an operand."""
+        return all(each is None or each.uncast for each in (self.default, *(precision for _, precision in self.layers)))
+
+    def for_layer(self, name: str) -> LayerPrecision | None:
+        """Return the precision of the layer called `name`, without samplings of other `parts`; None: unchanged."""
+        names, patterns = self._index
+        exact = names.get(name, len(self.layers))
+        first = next((place for place in patterns if place < exact and matches(self.layers[place][0], name)), exact)
+        chosen = self.layers[first][1] if first < len(self.layers) else self.default
+        return chosen and chosen.on(name)
+
+    def for_layers(self, names: Collection[str]) -> "Plan":
+        """Return the plan with the rules that match any of these layers, such as those of a stage of a pipeline.
+
+        >>> plan = Plan(layers=(("blocks.0.*", None), ("blocks.1.*", None)))
+        >>> plan.for_layers(["blocks.1.down"]).layers
+        (('blocks.1.*', None),)
+        """
+        return replace(self, layers=tuple(rule for rule in self.layers if any(matches(rule[0], name) for name in names)))
+
+    @functools.cached_property
+    def _index(self) -> tuple[dict[str, int], list[int]]:
+        """The place of the first rule for each name that is written out, and the places of the rules with wildcards."""
+        literals = [literal(pattern) for pattern, _ in self.layers]
+        names = {name: place for place, name in reversed(list(enumerate(literals))) if name is not None}
+        return names, [place for place, name in enumerate(literals) if name is None]
+
+    def with_sampling(self, sampling: Sampling | None, *, input_sampling: Sampling | None = None) -> "Plan":
+        """Return the plan with these samplings in the default and in every rule that has a precision.
+
+        >>> print(Plan(compute="bf16").with_sampling(Sampling(parts="od")).for_layer("model.layers.0.mlp.down_proj"))
+        sampling rounded_normal(32) 6 to 4 decay(0.1) parts='od'
+        """
+
+        def sampled(precision: LayerPrecision) -> LayerPrecision:
+            return replace(precision, sampling=sampling, input_sampling=input_sampling)
+
+        rules = tuple((pattern, precision and sampled(precision)) for pattern, precision in self.layers)
+        return replace(self, layers=rules, default=sampled(self.default or LayerPrecision()))
+
+    def with_output(self, precision: LayerPrecision | None = None, *, layer: str = "*lm_head") -> "Plan":
+        """Return the plan with a rule for the output layer, which plans leave alone unless a rule names it.
+
+        Args:
+            precision: The precision of the output layer; by default that of the plan's other layers.
+            layer: The name of the output layer, or a pattern.
+
+        >>> fp8 = LayerPrecision.of("e4m3 tile(128)", "e4m3 block(128)", "e4m3 tile(128)")
+        >>> Plan(default=fp8).with_output().layers == (("*lm_head", fp8),)
+        True
+        """
+        chosen = self.default if precision is None else precision
+        if chosen is None:
+            raise UserError("This plan has no default precision: name that of the output layer, with_output(precision).")
+        return replace(self, layers=((layer, chosen), *(rule for rule in self.layers if rule[0] != layer)))
+
+    def diff(self, other: "Plan") -> dict[str, tuple[str, str]]:
+        """Return the differences between two plans: {entry: (text in this plan, text in the other)}.
+
+        >>> Plan(compute="bf16").diff(Plan(default=LayerPrecision.of(weight="mxfp8")))
+        {'default': ('left alone', 'weight e4m3 tile(32) pow2 nearest'), 'compute': ('bf16', 'fp32')}
+        """
+        mine, theirs = self._entries(), other._entries()
+        names = dict.fromkeys((*mine, *theirs))  # an ordered set
+        pairs = {name: (mine.get(name, "absent"), theirs.get(name, "absent")) for name in names}
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+    def _entries(self) -> dict[str, str]:
+        """Return the entries of the plan as texts, for comparison."""
+        rules = {f"layers {pattern}": str(precision or "left alone") for pattern, precision in self.layers}
+        order = {"layers": ", ".join(pattern for pattern, _ in self.layers)} if rules else {}
+        fields = {name: str(getattr(self, name)) for name in ("compute", "parameters", "master", "loss_scaling")}
+        origin = {f"provenance {key}": str(value) for key, value in self.provenance.items()}
+        return {**order, **rules, "default": str(self.default or "left alone"), **fields, **origin}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, ready for JSON."""
+        return {
+            "version": PLAN_VERSION,
+            "layers": [[pattern, precision and precision.to_dict()] for pattern, precision in self.layers],
+            "default": self.default and self.default.to_dict(),
+            "compute": self.compute,
+            "parameters": self.parameters,
+            "master": self.master,
+            "loss_scaling": self.loss_scaling,
+            "provenance": dict(self.provenance),
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "Plan":
+        """Return the plan of a dictionary, the inverse of `to_dict`. Only the version is required; unknown keys are errors."""
+        version = data.get("version") if isinstance(data, dict) else None
+        if isinstance(version, int) and version > PLAN_VERSION:  # first, since a newer plan may have any keys
+            raise UserError(
+                f"This plan has version {version}, and this Dither reads versions up to {PLAN_VERSION}: use a newer one."
+            )
+        data = checked_keys("plan", data, PLAN_KEYS)
+        if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+            raise UserError(f"A plan in JSON has the key 'version' with the number {PLAN_VERSION}, not {version!r}.")
+        rules = data.get("layers", [])
+        if not isinstance(rules, list) or not all(isinstance(rule, list) and len(rule) == 2 for rule in rules):
+            raise UserError(f"A plan's layers in JSON are a list of [pattern, precision], not {rules!r}.")
+        fields = {key: value for key, value in data.items() if key not in ("version", "layers", "default")}
+        return cls(
+            layers=tuple((pattern, _precision(precision, version)) for pattern, precision in rules),
+            default=_precision(data.get("default"), version),
+            **fields,
+        )
+
+    def to_json(self) -> str:
+        """Return JSON with one line per rule."""
+        fields = self.to_dict()
+        rules = ",\n    ".join(json.dumps(rule) for rule in fields["layers"])
+        lines = {key: json.dumps(value) for key, value in fields.items()} | (
+            {"layers": f"[\n    {rules}\n  ]"} if rules else {}
+        )
+        return "{\n" + ",\n".join(f'  "{key}": {line}' for key, line in lines.items()) + "\n}\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """Return the plan of a JSON text, the inverse of `to_json`."""
+        try:
+            data = from_json(text.encode())
+        except (Refused, UnicodeEncodeError) as error:
+            raise UserError(f"This cannot be read as a plan: {error}.") from None
+        return cls.from_dict(data)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a file as JSON."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """Read a plan that `save` wrote."""
+        try:
+            text = read_text(path)
+        except Refused as error:
+            hint = "name a file that `dither plan RUN -o FILE` wrote, or the plan.json of a run"
+            raise UserError(f"The plan {str(path)!r} cannot be read: {error}; {hint}.") from None
+        try:
+            return cls.from_json(text)
+        except UserError as error:
+            raise UserError(f"In the plan {str(path)!r}: {error}") from None
+
+    def __str__(self) -> str:
+        """Return a table with a line per rule, the default, and the rest of the model."""
+        rows = [("layers", *OPERANDS), *((pattern, *_cells(precision)) for pattern, precision in self.layers)]
+        rows.append(("all others" if self.layers else "all", *_cells(self.default)))
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        rest = [f"compute {self.compute}", f"parameters {self.parameters or 'as they are'}"]
+        rest += ["fp32 master copy"] * self.master + ["loss scaling"] * self.loss_scaling
+        rest += [f"{key}: {value}" for key, value in self.provenance.items()]
+        return "\n".join([*lines, "; ".join(rest)])
+
+
+PLAN_VERSION = 3
+"""The version of plans in JSON. It increases with every change that older versions of Dither would misread.
+
+2: samplings. 3: overrides; a sampling without the key `beyond` warns, where in versions 1 and 2 it clamps.
+"""
+
+MOST_WILDCARDS = 10_000
+"""Most characters of all patterns of a plan with wildcards. Rules for single layers, perhaps thousands, are plain names."""
+
+PLAN_KEYS = ("version", "layers", "default", "compute", "parameters", "master", "loss_scaling", "provenance")
+
+COMPUTE = ("fp32", "bf16", "fp16")
+
+
+def _rule(rule: object) -> tuple[str, LayerPrecision | None]:
+    if not isinstance(rule, tuple) or len(rule) != 2 or not isinstance(rule[0], str) or not rule[0]:
+        raise UserError(f"A plan's layers are pairs of a pattern and a LayerPrecision or None, not {rule!r}.")
+    pattern, precision = rule
+    if not isinstance(precision, LayerPrecision | None):
+        raise UserError(f"The plan's rule for {pattern!r} is a LayerPrecision or None, not {precision!r}.")
+    matches(pattern, "")  # so that a wrong regular expression is found here
+    return pattern, precision
+
+
+def _precision(data: Any, version: int) -> LayerPrecision | None:
+    """Return a layer's precision from a plan of that version; None leaves the layer unchanged."""
+    if version < 3 and isinstance(data, dict):  # the default of `beyond` was "clamp" when these were written
+        old = {name: data[name] for name in SAMPLINGS if isinstance(data.get(name), dict)}
+        data = data | {name: {"beyond": "clamp"} | sampling for name, sampling in old.items()}
+    return None if data is None else LayerPrecision.from_dict(data)
+
+
+def _cells(precision: LayerPrecision | None) -> tuple[str, ...]:
+    if precision is None:
+        return ("left alone", "", "")
+    return tuple(precision.cell(name) for name in OPERANDS)
+
+
+def with_forward_casts(plan: Plan, forward: Plan) -> Plan:
+    """Return `plan` with the forward products of its layers cast as in `forward`.
+
+    Backward products, samplings and everything that is not about layers stay those of `plan`. A layer that `plan` leaves alone
+    stays so. A layer that `forward` leaves alone has an uncast forward product.
+
+    >>> from dither.spec.recipes import recipe
+    >>> late = with_forward_casts(recipe("fp4-block"), recipe("fp8-block"))
+    >>> [str(late.default.cast(product, "weight")).split()[0] for product in ("forward", "input_grad")]
+    ['e4m3', 'e2m1']
+    """
+    rules: dict[str, LayerPrecision | None] = {}
+    # Names first: each is looked up in both plans. Then pairs of patterns, in an order that keeps the first match of both.
+    for pattern, _ in (*forward.layers, *plan.layers):
+        if _is_name(pattern):
+            name = _name_of(pattern)
+            rules.setdefault(pattern, _joined(plan.for_layer(name), forward.for_layer(name)))
+    ours, theirs = ([rule for rule in each.layers if not _is_name(rule[0])] for each in (plan, forward))
+    for pattern, casts in theirs:
+        for other, precision in ours:
+            if pattern != other:
+                both = f"re:(?={_expression(pattern)})(?={_expression(other)}).*"
+                rules.setdefault(both, _joined(precision, casts))
+            else:
+                rules.setdefault(pattern, _joined(precision, casts))
+        rules.setdefault(pattern, _joined(plan.default, casts))
+    for pattern, precision in ours:
+        rules.setdefault(pattern, _joined(precision, forward.default))
+    return replace(plan, layers=tuple(rules.items()), default=_joined(plan.default, forward.default))
+
+
+def _joined(precision: LayerPrecision | None, forward: LayerPrecision | None) -> LayerPrecision | None:
+    """Return `precision` with the casts of the forward product of `forward`."""
+    if precision is None:
+        return None
+    source = forward or LayerPrecision()
+    own = {operand: getattr(precision, operand) for operand in OPERANDS}
+    overrides = []
+    for product, operands in PRODUCTS.items():
+        for operand in operands:
+            cast = (source if product == "forward" else precision).cast(product, operand)
+            if product == "forward" and cast is not None and cast.scaling.kind == "delayed":
+                own[operand] = cast  # an override cannot be delayed, so the backward product has the override
+            if cast != own[operand]:
+                overrides.append(Override(product, operand, cast))  # type: ignore[arg-type]
+    return replace(precision, **own, overrides=tuple(overrides))
+
+
+def _is_name(pattern: str) -> bool:
+    return not pattern.startswith("re:") and glob.escape(_name_of(pattern)) == pattern
+
+
+def _name_of(pattern: str) -> str:
+    """Return the name that `glob.escape` made a pattern of, or the pattern itself."""
+    name = pattern
+    for character in "*?[":
+        name = name.replace(f"[{character}]", character)
+    return name
+
+
+def _expression(pattern: str) -> str:
+    """Return the regular expression of a pattern, which is to match a whole name."""
+    if pattern.startswith("re:"):
+        return f"(?:{pattern[3:]})\\Z"
+    return fnmatch.translate(pattern)

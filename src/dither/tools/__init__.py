@@ -1,0 +1,1 @@
+"""Tools around training: memory, advice, scaling, the doctor, inspection, bisection."""

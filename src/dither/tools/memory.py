@@ -1,0 +1,771 @@
+"""Layouts of a model over many GPUs, and the memory of the fullest GPU, part by part."""
+
+import functools
+import itertools
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from dither.errors import UserError
+from dither.files import Refused, from_json, read
+from dither.models import PRESETS, parameter_count
+from dither.models.presets import Config
+from dither.parallel.layout import Layout
+from dither.spec import SWIGLU_CAST, Cast, LayerPrecision, MemoryOptions, did_you_mean
+from dither.spec.engines import container
+from dither.spec.formats import TABLE, Format
+from dither.spec.optimizer import BLOCKS, WHOLE, current_mode
+
+GIB = 2**30
+
+ALIGNED = 64
+"""Alignment of the rows of logits, in numbers, if the vocabulary has an odd size: see `dither.nn.output`."""
+
+WORKSPACE = 64 * 2**20
+"""Bytes of workspaces of matrix products. Peaks on an H200 are 70 to 110 MiB above the sum of all other parts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The sizes of a decoder-only transformer that its memory depends on.
+
+    >>> Shape(width=2048, layers=22, heads=32, feed_forward=5632, vocab=32000).parameters
+    1261529088
+    """
+
+    width: int
+    """d, the width of the residual stream."""
+    layers: int
+    """L, number of blocks."""
+    heads: int
+    """Number of query heads."""
+    feed_forward: int
+    """f, the width of the feed-forward layers."""
+    vocab: int
+    """V, size of the vocabulary."""
+    head_size: int | None = None
+    """Width of one head; None means width / heads."""
+    key_value_heads: int | None = None
+    """Number of key heads and of value heads; None means as many as query heads."""
+    gated: bool = True
+    """True if the feed-forward layer has a gate besides its two matrices (SwiGLU, as in Llama), and norms are RMSNorm."""
+    biases: bool = False
+    """True if linear layers and norms have biases, as in GPT-2."""
+    positions: int = 0
+    """Number of learned position vectors."""
+    tied: bool = False
+    """True if the output layer shares the embedding's weight."""
+    counted: int | None = None
+    """Number of parameters if it is known; None computes it from the sizes above."""
+
+    def __post_init__(self) -> None:
+        for name in ("width", "layers", "heads", "feed_forward", "vocab"):
+            given = getattr(self, name)
+            if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+                raise UserError(f"The {name} of a model is a positive integer, not {given!r}.")
+
+    @property
+    def query_width(self) -> int:
+        """Return q, the width of all query heads together."""
+        return self.heads * (self.head_size or self.width // self.heads)
+
+    @property
+    def key_width(self) -> int:
+        """Return k, the width of all key heads together, and of all value heads."""
+        return (self.key_value_heads or self.heads) * (self.head_size or self.width // self.heads)
+
+    @functools.cached_property
+    def block_weights(self) -> int:
+        """Return the number of weights of the linear layers of all blocks, which recipes cast."""
+        attention = 2 * self.width * (self.query_width + self.key_width)
+        return self.layers * (attention + (3 if self.gated else 2) * self.width * self.feed_forward)
+
+    @property
+    def output_weights(self) -> int:
+        """Return the number of weights of the output layer, tied or not."""
+        return self.vocab * self.width
+
+    @functools.cached_property
+    def parameters(self) -> int:
+        """Return P, the number of all weights; a tied output layer counts once."""
+        if self.counted is not None:
+            return self.counted
+        norms = (2 * self.layers + 1) * self.width * (2 if self.biases else 1)
+        ups = 2 if self.gated else 1
+        biases = self.query_width + 2 * self.key_width + 2 * self.width + ups * self.feed_forward if self.biases else 0
+        embeddings = self.output_weights * (1 if self.tied else 2) + self.positions * self.width
+        return self.block_weights + self.layers * biases + norms + embeddings
+
+
+def llama_of(parameters: float, *, vocab: int = 32000) -> Shape:
+    """Return the shape of a Llama of about that many parameters: width / 128 blocks, a feed-forward width of 8/3 of the width.
+
+    >>> llama_of(7e9).width, llama_of(7e9).layers, round(llama_of(7e9).parameters / 1e9, 1)
+    (4160, 32, 6.9)
+    """
+    if not 1e6 <= parameters <= 1e13:
+        raise UserError(f"A number of parameters is from 1e6 to 1e13, such as 7e9, not {parameters:g}.")
+
+    def of(step: int) -> Shape:
+        width = 64 * step
+        feed_forward = 128 * math.ceil(8 * width / 3 / 128)
+        return Shape(
+            width=width, layers=max(2, width // 128), heads=max(1, width // 128), feed_forward=feed_forward, vocab=vocab
+        )
+
+    return min((of(step) for step in range(1, 2048)), key=lambda shape: abs(shape.parameters - parameters))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """Formats in which a mode stores its numbers; `STORAGE` has those of all modes."""
+
+    parameters: str = "fp32"
+    """Format of the weights that products read."""
+    compute: str = "bf16"
+    """Format of products; autocast if it is narrower than the parameters."""
+    master: int = 0
+    """Bytes per parameter that the optimizer keeps of master weights: 4, or those beside the weights if masters are split."""
+    compensation: bool = False
+    """True if it keeps a Kahan compensation, as wide as a parameter."""
+    gradients: str = "fp32"
+    """Format of gradients."""
+    states: str = "fp32"
+    """Format of the optimizer's moments."""
+
+    @property
+    def autocast(self) -> bool:
+        """Return True if products read narrower copies of the parameters."""
+        return format_bytes(self.compute) < format_bytes(self.parameters)
+
+
+_NARROW = {"parameters": "bf16", "gradients": "bf16", "states": "bf16"}
+
+STORAGE: Mapping[str, Storage] = MappingProxyType(
+    {
+        "fp32": Storage(compute="fp32"),
+        "o1": Storage(),
+        "o2": Storage(parameters="bf16", master=4),
+        "o2-split": Storage(parameters="bf16", master=2),
+        "bf16-rn": Storage(**_NARROW),  # type: ignore[arg-type]
+        "bf16-sr": Storage(**_NARROW),  # type: ignore[arg-type]
+        "bf16-kahan": Storage(**_NARROW, compensation=True),  # type: ignore[arg-type]
+        "bf16-24": Storage(**_NARROW, master=1),  # type: ignore[arg-type]
+        "fp16": Storage(compute="fp16"),
+        "fp16-o2": Storage(parameters="fp16", compute="fp16", master=4),
+    }
+)
+"""Formats by mode, as in `dither.optim.training`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Settings of a training that its memory depends on."""
+
+    mode: str = "o1"
+    """A precision mode: fp32, o1, o2, o2-split, bf16-rn, bf16-sr, bf16-kahan, bf16-24, fp16 or fp16-o2."""
+    precision: LayerPrecision | None = None
+    """Casts of linear layers in blocks, such as `recipe("fp8-current").default`; None means no casts."""
+    states: str | None = None
+    """Format of the optimizer's moments, such as dynamic8; None takes the mode's."""
+    state_block: int = 128
+    """Number of elements that share the scale of an 8-bit state."""
+    gradients: str | None = None
+    """Format of gradients, fp32 or bf16; None takes the mode's."""
+    optimizer: Literal["adamw", "adam-mini"] = "adamw"
+    """adamw has two moments per parameter; adam-mini has one, and almost nothing for the second."""
+    sampling: Literal["none", "kept", "recomputed"] = "none"
+    """Sampled weights (GaussWS, DiffQ): none, kept from forward to backward, or recomputed in backward."""
+    checkpointing: bool = False
+    """True if each block keeps only its input and is recomputed in backward (`torch.utils.checkpoint`)."""
+    compiled: bool = True
+    """True if each block is compiled separately, as `dither train` does on a GPU."""
+    accumulate: bool = False
+    """True if a step has several backward passes (gradient accumulation), so that gradients and activations coexist."""
+    released: bool = False
+    """True if backward updates each block and frees its gradients (`dither.optim.release_gradients`)."""
+    residual: str | None = None
+    """Format of the residual stream, as FSDP2's mixed precision sets it; None means that of the parameters."""
+    memory: MemoryOptions = MemoryOptions()  # noqa: RUF009 (frozen)
+    """Choice of the tensors that cast layers keep between forward and backward."""
+    float_logits: bool = False
+    """True if the loss keeps float32 logits and their gradients too; dither's own cross entropy does not."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mode", current_mode(self.mode))
+        _choose("mode", self.mode, STORAGE)
+        if self.states is not None:
+            _choose("format of optimizer states", self.states, (*WHOLE, *BLOCKS))
+        if self.gradients is not None:
+            _choose("format of gradients", self.gradients, ("fp32", "bf16"))
+        _choose("optimizer", self.optimizer, ("adamw", "adam-mini"))
+        _choose("kind of sampling", self.sampling, ("none", "kept", "recomputed"))
+        if self.released and self.accumulate:
+            raise UserError(
+                "released=True uses gradients in the backward pass, and accumulate=True keeps them: choose one of them."
+            )
+        if self.residual is not None:
+            _choose("format of the residual stream", self.residual, WHOLE)
+
+    @functools.cached_property
+    def casts_weight(self) -> bool:
+        """Return True if products read codes of weights."""
+        return self.precision is not None and self.precision.casts_of("weight") != (None, None)
+
+    @functools.cached_property
+    def residual_bytes(self) -> int:
+        """Return the bytes per number of the residual stream."""
+        return format_bytes(self.residual or self.storage.parameters)
+
+    @functools.cached_property
+    def logit_bytes(self) -> int:
+        """Return the bytes per logit of logits and their gradients."""
+        return 2 * format_bytes(self.storage.compute) + (8 if self.float_logits else 0)
+
+    @functools.cached_property
+    def storage(self) -> Storage:
+        """Return the formats in which everything is stored."""
+        found = STORAGE[self.mode]
+        found = found if self.states is None else replace(found, states=self.states)
+        return found if self.gradients is None else replace(found, gradients=self.gradients)
+
+
+PARTS = MappingProxyType(
+    {
+        "weights": "parameters",
+        "masters": "float32 copies that the optimizer keeps, the low bits of split ones, or Kahan's compensation",
+        "gradients": "gradients of all parameters",
+        "states": "the optimizer's moments",
+        "weight_codes": "codes of weights, or their 16-bit copies for autocast or sampling",
+        "activations": "tensors that blocks keep for backward, besides codes",
+        "input_codes": "codes of the inputs of linear layers",
+        "logits": "logits and their gradients",
+        "temporaries": "the last norm, the current block, workspaces of products",
+    }
+)
+"""The parts of an estimate and their descriptions."""
+
+MOMENTS = ("loss", "recompute", "update")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of each part at each moment of a step that may be its peak."""
+
+    moments: Mapping[str, Mapping[str, int]]
+    """{moment: {part: bytes}}."""
+
+    @functools.cached_property
+    def moment(self) -> str:
+        """Return the moment of the peak."""
+        return max(self.moments, key=lambda moment: sum(self.moments[moment].values()))
+
+    @property
+    def parts(self) -> Mapping[str, int]:
+        """Return the bytes of each part at the peak."""
+        return self.moments[self.moment]
+
+    @functools.cached_property
+    def peak(self) -> int:
+        """Return the bytes of all parts at the peak."""
+        return sum(self.parts.values())
+
+
+def estimate(shape: Shape, setting: Setting, *, batch: int, sequence: int) -> Estimate:
+    """Estimate the memory of a training step on one GPU; `batch` is the number of sequences per forward pass.
+
+    >>> shape = Shape(width=2048, layers=22, heads=32, feed_forward=5632, vocab=32000)
+    >>> round(estimate(shape, Setting(mode="o1"), batch=8, sequence=2048).peak / GIB, 1)  # an H200 measures 42.42
+    42.4
+    >>> round(estimate(shape, Setting(mode="bf16-sr"), batch=8, sequence=2048).peak / GIB, 1)  # 31.7
+    31.7
+    """
+    for name, given in (("batch", batch), ("sequence", sequence)):
+        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+            raise UserError(f"The {name} is a positive integer, not {given!r}.")
+    storage, tokens = setting.storage, batch * sequence
+    still = resident(shape, setting)
+    counted = max(shape.output_weights, shape.block_weights // shape.layers) if setting.released else shape.parameters
+    gradients = round(counted * format_bytes(storage.gradients))
+    kept, codes = (tokens * each for each in block_activations(shape, setting))
+    copies = weight_code_bytes(shape, setting)
+    held = copies if setting.casts_weight else 0  # codes stay in buffers; backward frees copies
+    logits = tokens * math.ceil(shape.vocab / ALIGNED) * ALIGNED * setting.logit_bytes
+    last = tokens * last_norm(shape, setting)
+    while_forward = {**still, "gradients": gradients if setting.accumulate else 0, "weight_codes": copies}
+    everything = {"activations": shape.layers * kept, "input_codes": shape.layers * codes}
+    moments = {}
+    if setting.checkpointing:
+        inputs = tokens * shape.layers * shape.width * setting.residual_bytes
+        # A compiled block recreates its copies of weights; autocast without compilation keeps them all.
+        copies = copies if held or not setting.compiled else copies // shape.layers
+        again = {**while_forward, "weight_codes": copies, "activations": inputs, "input_codes": codes, "logits": 0}
+        again["gradients"] = max(again["gradients"], shape.output_weights * format_bytes(storage.gradients))
+        moments["recompute"] = {**again, "temporaries": kept + WORKSPACE}
+        everything = {"activations": inputs, "input_codes": 0}
+        while_forward["weight_codes"] = copies
+    moments["loss"] = {**while_forward, **everything, "logits": logits, "temporaries": last + WORKSPACE}
+    # The last gradient is computed in the format of products before it is converted to its own; during the backward pass of
+    # the first block, all gradients but its own exist.
+    widest = shape.output_weights * format_bytes(storage.compute)
+    first = kept + codes - format_bytes(storage.gradients) * shape.block_weights / shape.layers
+    nothing = {"activations": 0, "input_codes": 0, "logits": 0, "temporaries": max(widest, first) + WORKSPACE}
+    moments["update"] = {**still, "gradients": gradients, "weight_codes": held, **nothing}
+    rounded = {
+        moment: MappingProxyType({part: round(moments[moment][part]) for part in PARTS})
+        for moment in MOMENTS
+        if moment in moments
+    }
+    return Estimate(MappingProxyType(rounded))
+
+
+def largest_batch(shape: Shape, setting: Setting, *, sequence: int, memory: int, most: int = 1024) -> int:
+    """Return the largest power of two of sequences whose estimate is within `memory` bytes; 0 if not even one fits.
+
+    >>> largest_batch(llama_of(1e9), Setting(mode="bf16-sr"), sequence=2048, memory=80 * GIB)
+    16
+    """
+    batch = 0
+    while 2 * batch <= most and estimate(shape, setting, batch=max(1, 2 * batch), sequence=sequence).peak <= memory:
+        batch = max(1, 2 * batch)
+    return batch
+
+
+def code_bytes(cast: Cast, rows: int, columns: int) -> float:
+    """Return the bytes of one code of a [rows, columns] matrix on a GPU, with its share of the scales.
+
+    FP4 and FP6 that run on FP8 units are stored in E4M3 codes; others are packed. A scale takes 4 bytes, E8M0 and E4M3 one.
+
+    >>> [code_bytes(Cast.parse(text), 4096, 4096) for text in ("e4m3 tile(128)", "e2m1 tile(128)", "mxfp4")]
+    [1.03125, 1.03125, 0.53125]
+    """
+    kept: Format = TABLE.get(container(cast)) or Format.parse(container(cast))
+    scale = 4 if cast.scaling.kind in ("fp32", "delayed") else 1
+    size = cast.group.size
+    share = {"tensor": rows * columns, "row": columns, "block": size * size, "tile": size}.get(cast.group.kind)
+    return kept.bits / 8 + (scale / share if share else 0.0)
+
+
+# The parts -------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def resident(shape: Shape, setting: Setting) -> dict[str, int]:
+    """Return the bytes of weights, masters and states, which persist between steps."""
+    storage, count = setting.storage, shape.parameters
+    own = storage.master or (format_bytes(storage.parameters) if storage.compensation else 0)
+    moments = 1 if setting.optimizer == "adam-mini" else 2
+    one = format_bytes(storage.states) if storage.states in WHOLE else 1 + 4 / setting.state_block
+    return {
+        "weights": round(count * format_bytes(storage.parameters)),
+        "masters": round(count * own),
+        "states": round(count * moments * one),
+    }
+
+
+@functools.cache
+def block_activations(shape: Shape, setting: Setting, *, tp: int = 1) -> tuple[float, float]:
+    """Return (activations, codes of inputs) that one block keeps, in bytes per token.
+
+    With tensor parallelism of `tp` ranks and sequence parallelism, a compiled block shards everything but the inputs of q, k, v
+    and of gate and up, which are gathered.
+    """
+    storage, precision = setting.storage, setting.precision
+    p, c = setting.residual_bytes, format_bytes(storage.compute)
+    d, q, k, f = shape.width, shape.query_width, shape.key_width, shape.feed_forward
+    cast = precision.cast("weight_grad", "input") if precision is not None else None  # in the layout that backward needs
+    attention = c * (q + 2 * k) + c * q + 4 * shape.heads  # queries, keys and values, the output, log-sum-exp
+    ups = 2 if shape.gated else 1
+    coded = shape.gated and setting.memory.swiglu == "fp8"  # gate and up are codes, from which the input of down is made again
+    down = 0 if coded else f
+    if setting.compiled:
+        # The block's input, and the residual stream after attention; norms are recomputed.
+        residual = p * d + c * d
+        up = 2 * f * code_bytes(SWIGLU_CAST, d, f) if coded else ups * c * f
+        inputs = 0 if cast is not None else 2 * c * d + c * down / tp  # of q, k, v; of gate and up; of down
+        codes = 0.0
+        if cast is not None and setting.memory.save == "codes":  # else norms and products of activations are recomputed
+            codes = (2 * d + q / tp) * code_bytes(cast, d, d) + down / tp * code_bytes(cast, d, f)
+        return (residual + attention + up) / tp + inputs, codes
+    # Two norms. RMSNorm, uncompiled, keeps x in float32 and the quotient in the dtype of x; LayerNorm keeps x.
+    residual = 2 * (max(4, p) + p) * d + 8 if shape.gated else 2 * p * d + 4 * p
+    # Gate, silu(gate), up and their product, or before and after GELU; or the codes of gate and up.
+    up = 2 * f * code_bytes(SWIGLU_CAST, d, f) if coded else 2 * ups * c * f
+    readers = (3, 2) if shape.gated else (1, 1)  # layers that read the first and the second norm
+    if cast is not None and setting.memory.save == "codes":
+        # Each layer casts its own input; the output of attention is kept for attention itself.
+        codes = (sum(readers) * d + q) * code_bytes(cast, d, d) + down * code_bytes(cast, d, f)
+        return residual + attention + up - c * down, codes
+    # The inputs themselves: under autocast each layer converts its own, else layers share the output of a norm.
+    return residual + attention + up + c * d * (sum(readers) if storage.autocast else 2), 0.0
+
+
+@functools.cache
+def weight_code_bytes(shape: Shape, setting: Setting) -> float:
+    """Return the bytes of codes of weights in the layouts that are held, or of their narrower copies."""
+    storage, weights = setting.storage, shape.block_weights
+    copies = format_bytes(storage.compute) if storage.autocast else 0
+    output = shape.output_weights * copies
+    if setting.casts_weight:
+        assert setting.precision is not None
+        held = {"both": (1, 1), "one": (1, 0), "none": (0, 0)}[setting.memory.hold]  # forward product, input gradient
+        layouts = (
+            copies if cast is None else number * code_bytes(cast, shape.width, shape.width)
+            for cast, number in zip(setting.precision.casts_of("weight"), held, strict=True)
+        )
+        return weights * sum(layouts) + output
+    if setting.sampling != "none":
+        return output + (weights * format_bytes(storage.compute) if setting.sampling == "kept" else 0)
+    return output + weights * copies
+
+
+def last_norm(shape: Shape, setting: Setting) -> int:
+    """Return the bytes per token of the last norm, which is not compiled, and of the output layer's input."""
+    p, c = setting.residual_bytes, format_bytes(setting.storage.compute)
+    norm = max(4, p) + p if shape.gated else p
+    return shape.width * (norm + c)
+
+
+def format_bytes(name: str) -> int:
+    """Return the bytes per number of a format of 8 bits or more."""
+    return TABLE[name].bits // 8
+
+
+def _choose(what: str, given: object, known: Mapping[str, object] | tuple[str, ...]) -> None:
+    if given not in known:
+        hint = did_you_mean(given, known) if isinstance(given, str) else ""
+        raise UserError(f"There is no {what} {given!r}{hint}: choose from {', '.join(known)}.")
+
+
+CONFIG = "config.json"
+
+UNGATED = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "phi", "starcoder2", "falcon")
+"""Architectures of Hugging Face whose feed-forward layers have no gate; their linear layers have biases."""
+
+NAMES = {
+    "width": ("hidden_size", "n_embd", "d_model"),
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "heads": ("num_attention_heads", "n_head", "num_heads"),
+    "feed_forward": ("intermediate_size", "n_inner", "ffn_dim"),
+    "vocab": ("vocab_size",),
+    "key_value_heads": ("num_key_value_heads",),
+    "head_size": ("head_dim",),
+}
+"""Names of each size in Hugging Face configs."""
+
+
+def shape_of(config: Config | Mapping[str, Any]) -> Shape:
+    """Return the sizes of one of dither's configs, or of a Hugging Face config as a dictionary.
+
+    >>> from dither.models import PRESETS
+    >>> shape_of(PRESETS["gpt2-124m"]).parameters
+    124439808
+    """
+    if isinstance(config, Mapping):
+        data: Mapping[str, Any] = config
+    else:
+        known = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "num_key_value_heads")
+        more = ("vocab_size", "tie_word_embeddings", "max_position_embeddings")
+        data = {name: getattr(config, name) for name in (*known, *more) if hasattr(config, name)}
+        data |= {"model_type": config.model_type}
+    kind = str(data.get("model_type", ""))
+    if data.get("num_local_experts") or data.get("num_experts") or data.get("n_routed_experts"):
+        raise UserError(
+            f"The model {kind!r} has experts, which are not supported here: give --params, the parameters without experts."
+        )
+    found: dict[str, Any] = {}
+    for size, names in NAMES.items():
+        value = next((data[name] for name in names if data.get(name) is not None), None)
+        if value is not None:
+            found[size] = value
+    if "width" in found:
+        found.setdefault("feed_forward", 4 * found["width"])
+    if missing := [size for size in ("width", "layers", "heads", "vocab") if size not in found]:
+        raise UserError(f"The model's config does not say its {missing[0]}: add {' or '.join(NAMES[missing[0]])}.")
+    ungated = kind in UNGATED
+    positions = int(data.get("n_positions") or data.get("max_position_embeddings") or 0) if kind in ("gpt2", "gpt_neo") else 0
+    tied = bool(data.get("tie_word_embeddings", kind in ("gpt2", "gpt_neo")))
+    shape = Shape(**found, gated=not ungated, biases=ungated, positions=positions, tied=tied)
+    if isinstance(config, Mapping):
+        return shape
+    exact = parameter_count(config)  # architectures differ in a few biases
+    return shape if exact == shape.parameters else replace(shape, counted=exact)
+
+
+LLAMAS = tuple(
+    Shape(width=width, layers=layers, heads=width // 128, feed_forward=feed_forward, vocab=128_256, key_value_heads=8)
+    for width, layers, feed_forward in (
+        (2048, 16, 8192),
+        (3072, 28, 8192),
+        (4096, 32, 14336),
+        (8192, 80, 28672),
+        (16384, 126, 53248),
+    )
+)
+"""The proportions of Llama 3 from 1.5B to 405B parameters, with heads of 128 and an output layer of its own."""
+
+
+def llama3_of(parameters: float) -> Shape:
+    """Return the shape of a Llama of about that many parameters, in the proportions of Llama 3.
+
+    Within 5 % of one of `LLAMAS` it is that one. Between them the logarithm of the width is interpolated over that of the
+    number of parameters, to a multiple of 1024. The feed-forward width is 3.5 times as large, and the number of blocks follows
+    from the parameters. Below 1.5B it is the shape of `llama_of`.
+
+    >>> [(shape.width, shape.layers) for shape in map(llama3_of, (8e9, 30e9, 70e9, 405e9))]
+    [(4096, 32), (6144, 59), (8192, 80), (16384, 126)]
+    """
+    if not LLAMAS[0].parameters * 0.95 <= parameters <= 1e13:
+        return llama_of(parameters)
+    for shape in LLAMAS:
+        if abs(shape.parameters / parameters - 1) < 0.05:
+            return shape
+    pairs = list(itertools.pairwise(LLAMAS))
+    low, high = next((pair for pair in pairs if parameters < pair[1].parameters), pairs[-1])
+    share = math.log(parameters / low.parameters) / math.log(high.parameters / low.parameters)
+    width = max(1, round(low.width * (high.width / low.width) ** share / 1024)) * 1024
+    one = replace(low, width=width, heads=width // 128, feed_forward=round(3.5 * width), layers=1)
+    block = replace(one, layers=2).parameters - one.parameters
+    return replace(one, layers=max(1, round((parameters - one.parameters) / block) + 1))
+
+
+def model_shape(model: str | None, parameters: float | None = None) -> Shape:
+    """Return the sizes of a preset or a folder with a config.json, or those of a Llama of that many parameters.
+
+    >>> model_shape("llama-1b").layers
+    22
+    """
+    if (model is None) == (parameters is None):
+        raise UserError("Give a model (a preset, a Hugging Face folder or a run) or --params, and not both.")
+    if parameters is not None:
+        return llama_of(parameters)
+    assert model is not None
+    if model in PRESETS:
+        return shape_of(PRESETS[model])
+    path = Path(model)
+    if path.is_dir() and not (path / CONFIG).is_file():
+        raise UserError(f"The folder {model} has no {CONFIG}: give the folder of a Hugging Face model, or a preset.")
+    path = path / CONFIG if path.is_dir() else path
+    if not path.is_file():
+        raise UserError(
+            f"There is no model {model!r}{did_you_mean(model, PRESETS)}: give a preset ({', '.join(PRESETS)}), a Hugging Face "
+            "folder, or a run."
+        )
+    return shape_of(_config(path))
+
+
+def _config(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    try:
+        found = from_json(read(Path(path), follow=True))
+    except Refused as error:
+        raise UserError(f"{path} is not JSON that can be read: {error}.") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} does not hold a model's config.")
+    return found
+
+
+Checkpointing = Literal["none", "selective", "half", "full"]
+"""Recomputation in backward. none: nothing beyond what the compiler recomputes. selective: all but products and attention.
+half: also every second product, as torchtitan's per-op option does. full: whole blocks."""
+
+SCHEDULES = MappingProxyType({"1f1b": 1, "interleaved-1f1b": 2})
+"""Pipeline schedules and their stages per GPU."""
+
+
+@dataclass(frozen=True)
+class ScheduledLayout(Layout):
+    """A layout with the schedule of its pipeline.
+
+    >>> layout = ScheduledLayout(dp_shard=8, tp=8)
+    >>> layout.ranks, str(layout)
+    (64, 'dp_shard 8, tp 8')
+    """
+
+    schedule: str = "1f1b"
+    """Order of the passes in a pipeline."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.schedule not in SCHEDULES:
+            raise UserError(f"There is no schedule {self.schedule!r}: choose from {', '.join(SCHEDULES)}.")
+
+    @property
+    def virtual(self) -> int:
+        """Return the number of stages per GPU."""
+        return SCHEDULES[self.schedule]
+
+    def __str__(self) -> str:
+        names = ("dp_replicate", "dp_shard", "tp", "pp")
+        text = ", ".join(f"{name} {self.sizes[name]}" for name in names if self.sizes[name] > 1) or "one GPU"
+        return text if self.virtual == 1 else f"{text} interleaved"
+
+
+def layouts(shape: Shape, gpus: int, *, node: int = 8) -> Iterator[ScheduledLayout]:
+    """Yield the layouts worth trying: tp inside a node, and replicas only of whole nodes or of whole models.
+
+    Sizes that heads, features, blocks of 128 or layers do not allow are left out.
+
+    >>> len(list(layouts(Shape(width=4096, layers=32, heads=32, feed_forward=14336, vocab=128256), 8)))
+    25
+    """
+    heads = math.gcd(shape.heads, shape.key_value_heads or shape.heads)
+    for tp in (size for size in range(1, min(node, gpus) + 1) if gpus % size == 0 and node % size == 0):
+        if heads % tp or shape.vocab % tp or (tp > 1 and not splits_evenly(shape, tp)):
+            continue
+        for pp in (size for size in range(1, min(shape.layers, gpus // tp) + 1) if gpus // tp % size == 0):
+            data = gpus // tp // pp
+            shards = sorted({1, data, min(data, node // tp)} if data % min(data, node // tp) == 0 else {1, data})
+            for schedule, virtual in SCHEDULES.items():
+                if virtual > 1 and (pp == 1 or virtual * pp > shape.layers):
+                    continue
+                for dp_shard in shards:
+                    yield ScheduledLayout(dp_replicate=data // dp_shard, dp_shard=dp_shard, tp=tp, pp=pp, schedule=schedule)
+
+
+def splits_evenly(shape: Shape, tp: int, block: int = 128) -> bool:
+    """Return True if tensor parallelism leaves whole blocks of scales to each GPU, or whole features if blocks never fit."""
+    sizes = (shape.query_width, shape.key_width, shape.feed_forward)
+    return all(size % (tp * (block if size % block == 0 else 1)) == 0 for size in sizes)
+
+
+def stage_layers(shape: Shape, layout: ScheduledLayout, *, last: bool) -> int:
+    """Return the number of blocks of the first or the last stage; the first stages have one more if they do not divide."""
+    return shape.layers // layout.pp if last and layout.pp > 1 else math.ceil(shape.layers / layout.pp)
+
+
+def stage_parameters(shape: Shape, layout: ScheduledLayout, *, last: bool) -> float:
+    """Return the parameters of a stage per rank of tensor parallelism, before they are sharded by FSDP2."""
+    embedding = shape.output_weights + shape.positions * shape.width
+    output = 0 if shape.tied else shape.output_weights
+    blocks = (shape.parameters - embedding - output) * stage_layers(shape, layout, last=last) / shape.layers
+    if layout.pp == 1:
+        return shape.parameters / layout.tp
+    return (blocks + (shape.output_weights if last else embedding)) / layout.tp
+
+
+def in_flight(layout: ScheduledLayout, passes: int, *, last: bool) -> float:
+    """Return the number of micro-batches whose activations a stage holds at once."""
+    if layout.pp == 1:
+        return 1.0
+    if layout.virtual == 1:
+        return 1.0 if last else float(min(passes, layout.pp))
+    chunks = (layout.virtual - 1) * layout.pp + 1 + (0 if last else 2 * (layout.pp - 1))
+    return min(chunks, passes * layout.virtual) / layout.virtual
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passes:
+    """The forward passes of a step: their number, size and recomputation."""
+
+    micro: int = 1
+    """Sequences per forward pass and GPU."""
+    sequence: int = 8192
+    """Tokens per sequence."""
+    number: int = 1
+    """Forward passes per step and GPU."""
+    checkpointing: Checkpointing = "none"
+    """Recomputation in backward."""
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens per forward pass."""
+        return self.micro * self.sequence
+
+
+def memory_per_gpu(shape: Shape, setting: Setting, layout: ScheduledLayout, passes: Passes) -> Estimate:
+    """Estimate the memory of the fullest GPU of a layout, in the first or in the last stage.
+
+    >>> from dither.tools.memory import GIB, llama_of
+    >>> alone = memory_per_gpu(llama_of(8e9), Setting(), ScheduledLayout(), Passes())
+    >>> sharded = memory_per_gpu(llama_of(8e9), Setting(), ScheduledLayout(dp_shard=8), Passes())
+    >>> round(alone.peak / GIB), round(sharded.peak / GIB)
+    (144, 53)
+    """
+    first = _stage(shape, setting, layout, passes, last=layout.pp == 1)
+    if layout.pp == 1:
+        return first
+    return max(first, _stage(shape, setting, layout, passes, last=True), key=lambda found: found.peak)
+
+
+def kept_per_token(shape: Shape, setting: Setting, checkpointing: Checkpointing, tp: int) -> tuple[float, float]:
+    """Return (activations, codes of inputs) that one block keeps until backward, in bytes per token."""
+    if checkpointing == "none":
+        return block_activations(shape, setting, tp=tp)
+    own = setting.residual_bytes * shape.width / tp
+    if checkpointing == "full":
+        return own, 0.0
+    c, d, q, k, f = format_bytes(setting.storage.compute), shape.width, shape.query_width, shape.key_width, shape.feed_forward
+    ups = 2 if shape.gated else 1
+    # Results of q, k, v, out, gate and up, down, or every second of them; attention keeps its output and log-sum-exp.
+    products = q + 2 * k + 2 * d + ups * f if checkpointing == "selective" else q + k + d + f
+    return own + (c * (products + q) + 4 * shape.heads) / tp, 0.0
+
+
+def _stage(shape: Shape, setting: Setting, layout: ScheduledLayout, passes: Passes, *, last: bool) -> Estimate:
+    """Estimate the memory of one GPU of a stage; `estimate` of `dither.tools.memory` is the case of one GPU."""
+    storage, tokens, tp = setting.storage, passes.tokens, layout.tp
+    layers = stage_layers(shape, layout, last=last)
+    whole = stage_parameters(shape, layout, last=last)
+    held = whole / layout.dp_shard
+    sharded, pipeline = layout.dp_shard > 1, layout.pp > 1
+    c, g = format_bytes(storage.compute), format_bytes(storage.gradients)
+    weights = shape.block_weights * layers / shape.layers / tp
+    output = shape.output_weights / tp if last else 0.0
+    still = _persistent(shape, setting, held)
+
+    narrow = c if storage.autocast else 0
+    per_weight = (weight_code_bytes(shape, setting) - shape.output_weights * narrow) / shape.block_weights
+    codes_held = setting.casts_weight
+    copies = per_weight * weights / layout.dp_shard if codes_held or not sharded else 0.0
+    copies += 0.0 if sharded else narrow * output
+    gathered = 0.0
+    gradients = held * g
+    if sharded:
+        # Blocks are gathered one ahead and freed again; a pipeline keeps its stage gathered, and its gradients unsharded.
+        block, one = weights / layers, per_weight / 2 if codes_held else c
+        gathered = weights * 2 * one if pipeline and codes_held else weights * one if pipeline else 2 * block * one
+        gathered += max(output, shape.output_weights / tp) * c + (0.0 if pipeline else block * (c + g))
+        gradients = whole * g if pipeline else gradients
+
+    kept, codes = (tokens * each for each in kept_per_token(shape, setting, passes.checkpointing, tp))
+    block_kept, block_codes = (tokens * each for each in block_activations(shape, setting, tp=tp))
+    flight = in_flight(layout, passes.number, last=last)
+    columns = math.ceil(shape.vocab / ALIGNED) * ALIGNED / tp
+    logits = tokens * columns * setting.logit_bytes if last else 0.0
+    ending = tokens * last_norm(shape, setting) / tp if last else 0.0
+    accumulated = gradients if passes.number > 1 else 0.0
+    forward = {**still, "gradients": accumulated, "weight_codes": copies}
+    everything = {"activations": flight * layers * kept, "input_codes": flight * layers * codes}
+    moments = {}
+    if passes.checkpointing != "none":
+        forward["weight_codes"] = copies if codes_held or not setting.compiled else copies / layers
+        again = {**forward, **everything, "logits": 0.0, "temporaries": block_kept + WORKSPACE + gathered}
+        again["input_codes"] = block_codes
+        again["gradients"] = max(accumulated, output / layout.dp_shard * g)
+        moments["recompute"] = again
+    moments["loss"] = {**forward, **everything, "logits": logits, "temporaries": ending + WORKSPACE + gathered}
+    widest = (output or shape.output_weights / tp) * c
+    first = block_kept + block_codes - gradients * weights / whole / layers
+    nothing = {"activations": 0.0, "input_codes": 0.0, "logits": 0.0, "temporaries": max(widest, first) + WORKSPACE + gathered}
+    moments["update"] = {
+        **still,
+        "gradients": gradients,
+        "weight_codes": copies if codes_held else 0.0,
+        **nothing,
+    }
+    rounded = {
+        moment: MappingProxyType({part: round(moments[moment][part]) for part in PARTS})
+        for moment in MOMENTS
+        if moment in moments
+    }
+    return Estimate(MappingProxyType(rounded))
+
+
+def _persistent(shape: Shape, setting: Setting, held: float) -> dict[str, float]:
+    """Return the bytes of the weights, masters and states of `held` parameters."""
+    share = held / shape.parameters
+    return {part: size * share for part, size in resident(shape, setting).items()}

@@ -1,0 +1,378 @@
+"""Evaluate models on held-out text and on tasks, also with other casts and against other models."""
+
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dither import files
+from dither.checkpoint import write
+from dither.console import Stage, silent
+from dither.data import Corpus, Tokenizer, is_prepared, load_tokenizer, open_tokens, prepare
+from dither.errors import UserError
+from dither.evaluate.estimates import Estimate, paired
+from dither.evaluate.held_out import Perplexity, TaskScore, perplexity
+from dither.models import CausalLM, HuggingFace, hf, load_pretrained
+from dither.models.folder_files import is_in_few_bits, load_dequantized
+from dither.nn.convert import convert
+from dither.nn.deployment import Deployment, deploy, evaluating, plan_from_bitwidths, replaced, weight_cast
+from dither.spec import Cast, LayerPrecision, Plan
+from dither.spec.recipes import recipe
+from dither.train import weights
+from dither.train.config import Config, RunSettings, loads
+from dither.train.files import CONFIG
+from dither.train.lora import merged_model
+from dither.train.ranks import Ranks, joined
+from dither.train.trainer import Trainer, open_corpus
+
+LEARNED = "learned"
+"""The cast of each sampled layer to the narrowest format that carries its learned bitwidths."""
+
+SLACK = 0.05
+"""Bits by which learned bitwidths may exceed the capacity of a format, as in `dither export --format auto`."""
+
+SEQUENCE = 1024
+"""Tokens per sequence for a Hugging Face model."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to evaluate, and the context of its forward pass."""
+
+    name: str
+    folder: Path
+    """The checkpoint or the Hugging Face folder."""
+    step: int | None
+    """Number of training steps; None for a Hugging Face model."""
+    model: CausalLM
+    tokenizer: Tokenizer
+    corpus: Corpus | None
+    sequence: int
+    batch: int
+    """Sequences per forward pass."""
+    forward: Callable[[], AbstractContextManager[None]] = nullcontext
+    adapted: bool = False
+    """True if the model has adapters on a base that exists as codes only."""
+
+    def castable(self) -> CausalLM:
+        """Return the model if its weights can be cast; adapters are merged with their base first."""
+        return merged_model(self.model) if self.adapted else self.model
+
+    def plain(self) -> CausalLM:
+        """Return another copy of the model, in float32 and not converted."""
+        if self.adapted:
+            return merged_model(self.model)
+        device = next(self.model.parameters()).device
+        if self.step is None:
+            return _of_folder(self.folder, device)
+        return load_pretrained(self.folder, device=device, dtype=torch.float32)
+
+
+Score = Callable[[Subject], tuple[TaskScore, ...]]
+"""A function that answers the questions of tasks, with the model in eval mode."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The results of a model, of the same model with other casts, or of another model."""
+
+    label: str
+    kind: str
+    """model, cast, plan or against."""
+    held_out: Perplexity | None
+    bits: float | None = None
+    """Bits per weight of the linear layers whose weights are cast."""
+    tasks: tuple[TaskScore, ...] = ()
+
+    def loss_change(self, base: "Variant") -> Estimate | None:
+        """Return the difference of held-out losses with its standard error over batches; None if the tokens differ."""
+        if self.held_out is None or base.held_out is None:
+            return None
+        difference = self.held_out.minus(base.held_out)
+        return None if difference is None else Estimate(*difference, len(self.held_out.batches))
+
+    def task_change(self, task: TaskScore, base: "Variant") -> Estimate | None:
+        """Return the mean difference per question with its standard error; None without numbers per question.
+
+        That of a perplexity is the increase of the negative log likelihood per question, in nats.
+        """
+        same = [each for each in base.tasks if (each.task, each.metric) == (task.task, task.metric)]
+        if not same or not task.by_question or len(same[0].by_question) != len(task.by_question):
+            return None
+        if task.logarithmic:
+            return paired(same[0].by_question, task.by_question)
+        return paired(task.by_question, same[0].by_question)
+
+    def to_dict(self, base: "Variant") -> dict[str, Any]:
+        """Return plain values for JSON."""
+        found: dict[str, Any] = {"label": self.label, "kind": self.kind, "bits": self.bits}
+        found["held_out"] = None if self.held_out is None else _plain(self.held_out)
+        if self is not base:
+            found["loss_change"] = _estimated(self.loss_change(base))
+        changes = [{} if self is base else {"change": _estimated(self.task_change(each, base))} for each in self.tasks]
+        found["tasks"] = [_finite(each.to_dict()) | change for each, change in zip(self.tasks, changes, strict=True)]
+        return found
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The evaluation of a model, and what it is compared with. The first variant is the model itself."""
+
+    model: str
+    step: int | None
+    """Number of training steps; None for a Hugging Face model."""
+    data: str
+    variants: tuple[Variant, ...]
+
+    @property
+    def base(self) -> Variant:
+        """Return the results of the model as it is."""
+        return self.variants[0]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        found: dict[str, Any] = {"model": self.model, "step": self.step, "data": self.data}
+        found |= {} if self.base.held_out is None else _plain(self.base.held_out)
+        cast = next((each for each in self.variants if each.kind == "cast" and each.held_out is not None), None)
+        if cast is not None and cast.held_out is not None:
+            found["cast"] = {**_plain(cast.held_out), "bits": cast.bits}
+        found["variants"] = [each.to_dict(self.base) for each in self.variants]
+        return found
+
+
+def parse_cast(text: str) -> Cast:
+    """Parse a cast of weights from the command line: colons replace spaces, and a format alone means blocks of 32 x 32.
+
+    >>> str(parse_cast("e2m1")), str(parse_cast("e4m3:row"))
+    ('e2m1 block(32) fp32 nearest', 'e4m3 row fp32 nearest')
+    """
+    words = text.replace(":", " ").split()
+    alone = len(words) == 1 and not words[0].startswith(("mx", "nv"))
+    return weight_cast(words[0]) if alone else Cast.parse(" ".join(words))
+
+
+@dataclass(frozen=True)
+class Variants:
+    """The casts, plans and other models that a model is compared with."""
+
+    casts: tuple[str, ...] = ()
+    """Casts of weights as `parse_cast` reads them, or "learned"."""
+    plans: tuple[str, ...] = ()
+    """Recipes or files of plans, which cast the operands of products."""
+    against: tuple[str, ...] = ()
+    """Other runs, checkpoints or folders."""
+
+    def __post_init__(self) -> None:
+        for cast in self.casts:
+            if cast != LEARNED:
+                parse_cast(cast)
+        for plan in self.plans:
+            parse_plan(plan)
+
+
+def run(
+    model: str | Path,
+    data: tuple[str, ...] = (),
+    *,
+    variants: Variants | None = None,
+    score: Score | None = None,
+    sequence: int | None = None,
+    sequences: int = 0,
+    device: str = "auto",
+    stage: Stage = silent,
+) -> Evaluated:
+    """Evaluate a model on held-out text and on tasks.
+
+    Args:
+        model: A run, whose newest whole checkpoint is evaluated, a checkpoint, or a folder of a Hugging Face model.
+        data: Other text, all of which is read, or a prepared folder, whose held-out part is read; by default that of the run.
+        variants: Casts, plans and other models to compare with.
+        score: Answers the questions of tasks. With it, a Hugging Face model is not evaluated on text unless `data` names some.
+        sequence: Tokens per sequence of held-out text; by default as in training, or 1024.
+        sequences: Number of sequences, evenly spaced over the text; 0 means all.
+        device: auto, cpu, cuda, or cuda:N.
+        stage: Shows the stages of the evaluation.
+    """
+    if sequences < 0 or (sequence is not None and sequence < 1):
+        raise UserError(f"--sequence is at least 1 token and --sequences at least 0, not {sequence} and {sequences}.")
+    RunSettings(device=device)  # checks it
+    chosen = variants or Variants()
+    count = 1 + len(chosen.casts) + len(chosen.plans) + len(chosen.against)
+
+    def measured(label: str, kind: str, subject: Subject, bits: float | None = None) -> Variant:
+        held_out: Perplexity | None = None
+        tasks: tuple[TaskScore, ...] = ()
+        with evaluating(subject.model), subject.forward():
+            if subject.corpus is not None:
+                tokens, length = subject.corpus.held_out, subject.sequence
+                which = f" ({len(done) + 1} of {count})" if count > 1 else ""
+                with stage(f"Evaluating {label}{which}") as tick:
+                    held_out = perplexity(
+                        subject.model, tokens, length, count=sequences or None, batch=subject.batch, tick=tick
+                    )
+            if score is not None:
+                tasks = score(subject)
+        return Variant(label, kind, held_out, bits, tasks)
+
+    done: list[Variant] = []
+    with ExitStack() as stack:
+        with stage(f"Reading {model}"):
+            ranks = stack.enter_context(joined(device))
+            text = data or (() if score is not None else ("stdlib",))
+            subject = stack.enter_context(opened(Path(model), data, text, sequence, ranks))
+        done += [measured("as trained" if subject.step is not None else "as it is", "model", subject)]
+        for cast in chosen.casts:
+            whole = subject.castable()
+            deployment = deployed(whole, cast)
+            with replaced(whole, deployment.weights):
+                done.append(measured(f"weights in {cast}", "cast", replace(subject, model=whole), deployment.bits))
+        for plan in chosen.plans:
+            plain = subject.plain()
+            convert(plain, parse_plan(plan), emulate=True)
+            done.append(measured(f"plan {plan}", "plan", replace(subject, model=plain)))
+        for path in chosen.against:
+            with ExitStack() as reading:
+                with stage(f"Reading {path}"):
+                    other = reading.enter_context(opened(Path(path), data, data, sequence, ranks))
+                done.append(measured(path, "against", _on_text_of(subject, other)))
+        sources = () if subject.corpus is None else subject.corpus.sources
+        return Evaluated(subject.name, subject.step, ", ".join(data or sources), tuple(done))
+
+
+def deployed(model: nn.Module, cast: str) -> Deployment:
+    """Return the cast weights of a model: by a cast of the command line, or by learned bitwidths."""
+    plan = plan_from_bitwidths(model, slack=SLACK) if cast == LEARNED else Plan(default=LayerPrecision(weight=parse_cast(cast)))
+    return deploy(model, plan)
+
+
+def parse_plan(text: str) -> Plan:
+    """Return the plan of a file, or a recipe.
+
+    >>> parse_plan("fp8-block") == recipe("fp8-block")
+    True
+    """
+    return Plan.load(text) if os.path.isfile(text) else recipe(text)
+
+
+def _on_text_of(subject: Subject, other: Subject) -> Subject:
+    """Return another model with the text of the first one, if both have the same tokens."""
+    if _same_tokens(subject.tokenizer, other.tokenizer) and subject.corpus is not None:
+        return replace(other, corpus=subject.corpus, sequence=subject.sequence, batch=subject.batch)
+    return other
+
+
+def _same_tokens(first: Tokenizer, second: Tokenizer) -> bool:
+    if (first.vocab_size, first.end) != (second.vocab_size, second.end):
+        return False
+    # A run with tokens of bytes has no tokenizer.json, and its exported folder has one that gives the same tokens.
+    probe = "".join(map(chr, range(256)))
+    return first.sha256 == second.sha256 or (first.vocab_size == 257 and first.encode(probe) == second.encode(probe))
+
+
+@contextmanager
+def opened(
+    path: Path, data: tuple[str, ...], folder_data: tuple[str, ...], sequence: int | None, ranks: Ranks
+) -> Iterator[Subject]:
+    """Yield a model with the text to read. Temporary tokens are removed afterwards.
+
+    Args:
+        path: A run, whose newest whole checkpoint is opened, a checkpoint, or a folder of a Hugging Face model.
+        data: Text to read in place of that of a run.
+        folder_data: Text to read with a Hugging Face model; empty for none.
+        sequence: Tokens per sequence, or None for that of training.
+        ranks: The ranks.
+    """
+    with tempfile.TemporaryDirectory(prefix="dither-eval-") as folder:
+        scratch = Path(folder)
+        if os.path.isfile(path / "config.json"):
+            tokenizer = _tokenizer_of(path)
+            text = _other(folder_data, scratch / "other", tokenizer, whole=bool(data)) if folder_data else None
+            model = _of_folder(path, ranks.device)
+            if model.embedding.num_embeddings < tokenizer.vocab_size:
+                raise UserError(
+                    f"The model {str(path)!r} has {model.embedding.num_embeddings} tokens, and its tokenizer has "
+                    f"{tokenizer.vocab_size}: replace its tokenizer.json."
+                )
+            yield Subject(str(path), path, None, model, tokenizer, text, sequence or SEQUENCE, 1)
+            return
+        where = checkpoint_of(path)
+        config = _config_of(where)
+        home = where.parent.parent
+        own = open_corpus(config, home if os.path.isfile(home / CONFIG) else scratch, ranks)
+        trainer = Trainer(replace(config, run=replace(config.run, compile=False)), own, ranks, initial=False)
+        step = trainer.restore(where).step
+        corpus = _other(data, scratch / "other", own.tokenizer, whole=True) if data else own
+        batch = max(1, config.data.batch // trainer.parts)
+        length = sequence or config.data.sequence
+        forward, adapted = trainer.training.forward, config.lora.rank is not None
+        yield Subject(str(where), where, step, trainer.model, own.tokenizer, corpus, length, batch, forward, adapted)
+
+
+def _of_folder(path: Path, device: torch.device) -> CausalLM:
+    """Return the model of a Hugging Face folder in float32; weights in few bits are dequantized."""
+    if is_in_few_bits(path):
+        return HuggingFace(load_dequantized(path).to(device))
+    return hf(str(path), device=device, dtype=torch.float32)
+
+
+def checkpoint_of(path: Path) -> Path:
+    """Return the checkpoint at a path, or the newest whole one of a run; print why newer ones were passed over."""
+    found, skipped = weights.checkpoint_of(path)
+    for why in skipped:
+        print(why, file=sys.stderr)
+    return found
+
+
+def _config_of(path: Path) -> Config:
+    """Return the config in a checkpoint. Its hash is checked later, by `Trainer.restore`."""
+    try:
+        plain, _ = files.read_json(path / write.PLAIN)
+    except files.Refused as error:
+        raise UserError(f"The checkpoint {str(path)!r} is refused: {error}.") from None
+    others = plain.get("others") if isinstance(plain, dict) else None
+    text = others.get("config") if isinstance(others, dict) else None
+    if not isinstance(text, str):
+        raise UserError(f"The checkpoint {str(path)!r} was not made by `dither train`: it has no config.")
+    return loads(text, f"config of {path.name}")
+
+
+def _tokenizer_of(path: Path) -> Tokenizer:
+    if not (path / "tokenizer.json").is_file():
+        raise UserError(f"The model {str(path)!r} has no tokenizer.json, which is needed to tokenize text for it.")
+    return load_tokenizer(path / "tokenizer.json")
+
+
+def _other(data: tuple[str, ...], folder: Path, tokenizer: Tokenizer, whole: bool) -> Corpus:
+    """Return tokens of other text than that of the run: the held-out part of a prepared folder, or all of a text."""
+    if len(data) == 1 and is_prepared(data[0]):
+        corpus = open_tokens(data[0])
+        if corpus.tokenizer.sha256 != tokenizer.sha256:
+            raise UserError(
+                f"The tokens in {data[0]!r} were made by another tokenizer than that of the model: name the text itself."
+            )
+        return corpus
+    return prepare(data, folder, tokenizer, held_out=data if whole else 0.05)
+
+
+def _plain(found: Perplexity) -> dict[str, Any]:
+    plain = {name: value for name, value in asdict(found).items() if name != "batches"}
+    return _finite({**plain, "standard_error": found.standard_error, "perplexity": found.perplexity})
+
+
+def _estimated(found: Estimate | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return _finite({"mean": found.mean, "standard_error": found.error, "decided": found.decided})
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values for JSON, which has no infinity and no NaN: they become None."""
+    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()}

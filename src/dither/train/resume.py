@@ -1,0 +1,135 @@
+"""Changes of the config of a run that are allowed when it resumes."""
+
+import json
+import os
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+
+from dither import files
+from dither.data import is_prepared
+from dither.data.tokenizer import TOKENIZER
+from dither.errors import UserError
+from dither.spec.recipes import recipe_name
+from dither.train.config import Config
+from dither.train.fields import hints
+
+FREE = (
+    "data.sources",
+    "data.micro_batch",
+    "precision.emulate",
+    "precision.fallback",
+    "precision.engines",
+    "precision.save",
+    "precision.hold",
+    "precision.times",
+    "guard",
+    "monitor",
+    "parallel",
+    "run",
+)
+"""Sections and fields that may change when a run resumes: they do not affect the steps done. A corpus has a SHA-256."""
+
+RATES = ("optim.lr", "optim.min_lr", "optim.schedule", "optim.warmup", "optim.decay", "run.steps")
+"""The fields of the learning rate. They may change: the steps to come have the new rate, and the change is recorded."""
+
+SAME_NUMBERS = ({"o2", "o2-split"},)
+"""Modes that store the same numbers in other ways: a run may change from one to the other, and its checkpoint is converted."""
+
+PLANS = ("precision.recipe", "precision.plan", "precision.schedule")
+"""The fields of plans by step. They may change if the steps done would have had the same plans."""
+
+
+def resolved(config: Config) -> Config:
+    """Return the config with its implicit choices written out: the default preset, and the tokenizer of a prepared folder.
+
+    >>> Config().model.preset, resolved(Config()).model.preset
+    (None, 'tiny')
+    """
+    config = replace(config, model=replace(config.model, preset=config.model.size))
+    sources = config.data.sources
+    if config.data.tokenizer == "bytes" and len(sources) == 1 and is_prepared(sources[0]):
+        tokenizer = Path(sources[0]) / TOKENIZER
+        if os.path.isfile(tokenizer):
+            config = replace(config, data=replace(config.data, tokenizer=str(tokenizer)))
+    return config
+
+
+def fixed_changes(saved: Config, now: Config, done: int) -> list[str]:
+    """Return the changed fields, with both values, that prevent a run of `done` steps from resuming with the config `now`.
+
+    >>> from dither.train.config import Optim, RunSettings
+    >>> fixed_changes(Config(), Config(optim=Optim(lr=2e-3, eps=1e-6), run=RunSettings(log_every=5)), done=10)
+    ['optim.eps from 1e-08 to 1e-06']
+    """
+    saved, now = resolved(saved), resolved(now)
+    # The SHA-256 of prepared tokens covers their tokenizer, wherever its file is.
+    prepared = len(now.data.sources) == 1 and is_prepared(now.data.sources[0])
+    entries = [_entries(config, done) for config in (saved, now)]
+    free = {"run.seed": False, "data.tokenizer": prepared} | dict.fromkeys(FREE, True) | dict.fromkeys(RATES, True)
+    free |= dict.fromkeys(PLANS, entries[0] == entries[1])
+    free["precision.mode"] = {saved.precision.mode, now.precision.mode} in SAME_NUMBERS
+    found = []
+    for section in hints(Config):
+        old, new = getattr(saved, section), getattr(now, section)
+        for each in fields(old):
+            path, pair = f"{section}.{each.name}", (getattr(old, each.name), getattr(new, each.name))
+            if pair[0] != pair[1] and not free.get(path, free.get(section, False)):
+                found.append(f"{path} from {pair[0]!s} to {pair[1]!s}")
+    if entries[0] != entries[1] and not any(change.startswith(PLANS) for change in found):
+        # Shares of another number of steps.
+        found.append(f"the steps of precision.schedule from {_said(entries[0])} to {_said(entries[1])}")
+    return found
+
+
+def changes_of(saved: Config, now: Config) -> dict[str, list[str]]:
+    """Return {field: [old, new]} of the fields that differ, with values as text; the folder of the run does not count.
+
+    >>> from dither.train.config import Optim
+    >>> changes_of(Config(), Config(optim=Optim(lr=1e-4)))
+    {'optim.lr': ['0.003', '0.0001']}
+    """
+    saved, now = resolved(saved), resolved(now)
+    return {
+        f"{section}.{each.name}": [str(old), str(new)]
+        for section in hints(Config)
+        for each in fields(getattr(saved, section))
+        if (section, each.name) != ("run", "out")
+        and (old := getattr(getattr(saved, section), each.name)) != (new := getattr(getattr(now, section), each.name))
+    }
+
+
+def record_changes(path: Path, step: int, changes: Mapping[str, Sequence[str]]) -> None:
+    """Append a line to the record of changes: the step from which on they hold, the time, and both values of each field."""
+    line = json.dumps({"step": step, "time": round(time.time(), 3), "changes": changes})
+    try:
+        before = files.read(path) if os.path.lexists(path) else b""
+        files.replace(path, before + line.encode() + b"\n")
+    except (OSError, files.Refused) as error:
+        raise UserError(f"The record of changes {str(path)!r} cannot be written: {error}.") from None
+
+
+def _entries(config: Config, done: int) -> list[tuple[int, str]]:
+    """Return the plans that began in the first `done` steps, with their first steps; the first plan always counts."""
+    precision = config.precision
+    begins = precision.beginnings(config.run.steps)
+    texts = [recipe_name(text) for _, text in precision.entries]
+    return [entry for entry in zip(begins, texts, strict=True) if entry[0] < max(done, 1)]
+
+
+def _said(entries: list[tuple[int, str]]) -> str:
+    return ", ".join(f"{text} at {step}" for step, text in entries)
+
+
+def check_changes(saved: Config, now: Config, done: int, folder: str) -> None:
+    """Raise a UserError unless the run in `folder`, which has done `done` steps, can resume with another config."""
+    if now.run.steps < done:
+        raise UserError(f"run.steps={now.run.steps} is less than the {done} steps that the run has done.")
+    if changed := fixed_changes(saved, now, done):
+        command = f"dither train --from {shlex.quote(folder)} --out NEW_FOLDER"
+        new_run = f"start a new run from these weights: {command} with the same --set"
+        if any(change.startswith("model.") for change in changed):
+            new_run = "train in another folder with --out"
+        raise UserError(f"A run cannot resume after a change of {', '.join(changed)}: keep the saved value, or {new_run}.")
