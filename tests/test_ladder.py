@@ -10,9 +10,8 @@ import pytest
 
 from dither import cli
 from dither.errors import UserError
-from dither.evaluate.ladder import LadderReport, Law, Result, fit_law, read_result
-from dither.report.ladder import write_ladder
-from dither.train import ladder as ladders
+from dither.report.ladder import LadderReport, Law, Result, fit_law, read_result, write_ladder
+from dither.tools import ladder as ladders
 
 PLANTED = Law(E=1.7, A=400.0, a=0.34, B=410.0, b=0.28, residual=0.0, points=0)
 SIZES, RATIOS = (3e6, 5e6, 1e7, 3.4e7), (5, 10, 20)

@@ -33,9 +33,9 @@ def ladder(
         tiny: Try the file with a tiny model on Python's source code, in minutes on a CPU.
     """
     from dither.errors import UserError
-    from dither.experiments.trials import prepare_once
     from dither.report.ladder import write_ladder
-    from dither.train import ladder as ladders
+    from dither.tools import ladder as ladders
+    from dither.tools.trials import prepare_once
 
     if jobs < 1 or (minutes is not None and not minutes > 0):
         raise UserError("--jobs is an integer of at least 1, and --minutes a positive number.")

@@ -23,14 +23,14 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from dither import safe_files
+from dither import files
 from dither.data import BYTES, is_prepared, load_tokenizer, open_tokens
 from dither.data.text import STDLIB
 from dither.errors import UserError
-from dither.evaluate.ladder import LadderReport, Result, read_result
-from dither.experiments.arms import SHARED, Arm, find_field
-from dither.experiments.trials import POLL, _last_line, _stop_without_parent
 from dither.models import PRESETS, parameter_count, preset
+from dither.report.ladder import LadderReport, Result, read_result
+from dither.tools.arms import SHARED, Arm, find_field
+from dither.tools.trials import POLL, _last_line, _stop_without_parent
 from dither.train import config as configs
 from dither.train.config import Config
 from dither.train.fields import check_at_least, check_choice, check_types
@@ -109,7 +109,7 @@ class Ladder:
 def load(path: Path) -> Ladder:
     """Read a ladder from a TOML file. A UserError names the key that is wrong."""
     try:
-        data = configs.parse(safe_files.read_text(path))
+        data = configs.parse(files.read_text(path))
         section = data.pop("ladder", {})
         tables = section.pop("rungs", []) if isinstance(section, dict) else []
         if not isinstance(tables, list):
@@ -118,7 +118,7 @@ def load(path: Path) -> Ladder:
         common = {"rungs": rungs, "config": configs._config(data)}
         ladder: Ladder = configs._section("ladder", Ladder, {**section, **common} if isinstance(section, dict) else section)
         return ladder
-    except safe_files.Refused as error:
+    except files.Refused as error:
         raise UserError(f"The ladder {str(path)!r} cannot be read: {error}.") from None
     except UserError as error:
         raise UserError(f"In the ladder {str(path)!r}: {error}") from None
@@ -286,7 +286,7 @@ def run_all(
     end = None if minutes is None else time.monotonic() + 60 * minutes
     known = list(results.values())
     context: Any = multiprocessing.get_context("forkserver")  # CUDA survives no fork; modules are imported once for all runs
-    context.set_forkserver_preload(["dither.train.ladder"])
+    context.set_forkserver_preload(["dither.tools.ladder"])
     if jobs > 1:
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each process starts one compiler per core
     running: dict[Any, tuple[str, Any, float]] = {}
@@ -363,9 +363,9 @@ def _measured(outcome: Outcome) -> dict[str, Any]:
     """Return what the folder of a run says about it."""
     if outcome.how == "signal":
         raise UserError(outcome.why)
-    lines = [safe_files.from_json(line) for line in (outcome.folder / "metrics.jsonl").read_bytes().splitlines()]
+    lines = [files.from_json(line) for line in (outcome.folder / "metrics.jsonl").read_bytes().splitlines()]
     trained = [line for line in lines if line["kind"] == "train"]
-    facts = safe_files.read_json(outcome.folder / "environment.json")[0]
+    facts = files.read_json(outcome.folder / "environment.json")[0]
     machine = {name: facts.get(name) for name in ("device", "torch", "python", "dither")}
     machine |= {"commit": os.environ.get("DITHER_COMMIT") or facts.get("git"), "corpus": facts.get("corpus_sha256")}
     per_step = trained[-1]["tokens"] // trained[-1]["step"] if trained else 0
@@ -386,7 +386,7 @@ def _measured(outcome: Outcome) -> dict[str, Any]:
 
 
 def _write(path: Path, result: Result) -> None:
-    safe_files.replace(path, safe_files.to_json(result.to_dict(), path.name))
+    files.replace(path, files.to_json(result.to_dict(), path.name))
 
 
 def report(ladder: Ladder, out: Path) -> LadderReport:
