@@ -26,7 +26,7 @@ class Estimate:
         >>> round(Estimate(mean=0.0, error=1.0, count=3).interval, 3)
         4.303
         """
-        from scipy.special import stdtrit  # a quarter of a second
+        from scipy.special import stdtrit  # type: ignore[import-untyped] # a quarter of a second
 
         return None if self.error is None else float(stdtrit(self.count - 1, 0.975)) * self.error
 

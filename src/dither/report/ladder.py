@@ -91,7 +91,7 @@ class Result:
             raise files.Refused("it is not a result of `dither ladder`")
         if data.get("version") != VERSION:
             raise files.Refused(f"it has version {data.get('version')!r:.20}, and this is version {VERSION}")
-        given = {name: data.get(name) for name in (each.name for each in fields(cls))}
+        given: dict[str, Any] = {each.name: data.get(each.name) for each in fields(cls)}
         numbers, optional = ("ratio", "parameters", "tokens", "seconds"), ("loss", "bits_per_byte", "tokens_per_s", "memory")
         sound = all(_number(given[name]) for name in numbers) and all(given[n] is None or _number(given[n]) for n in optional)
         sound &= all(isinstance(given[name], str) for name in ("arm", "model", "kind", "status", "why"))
@@ -148,7 +148,7 @@ class Law:
         (4000000.0, inf)
         """
         rest = loss - self.loss(parameters, math.inf)
-        return (self.B / rest) ** (1 / self.b) if rest > 0 and self.B > 0 else math.inf
+        return math.pow(self.B / rest, 1 / self.b) if rest > 0 and self.B > 0 else math.inf
 
     def __str__(self) -> str:
         terms = [f"{self.E:.4g}"]
@@ -181,7 +181,7 @@ def fit_law(points: Sequence[tuple[float, float, float]]) -> Law | str:
 def _least_squares(points: Sequence[tuple[float, float, float]], *, of_size: bool, of_tokens: bool) -> Law:
     """Fit E, A, B >= 0 by least squares for each pair of exponents, and search for the exponents."""
     import numpy as np
-    from scipy.optimize import minimize, nnls
+    from scipy.optimize import minimize, nnls  # type: ignore[import-untyped]
 
     sizes, tokens, losses = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
     centre_n, centre_d = np.exp(np.log(sizes).mean()), np.exp(np.log(tokens).mean())  # for well-conditioned columns
@@ -334,13 +334,13 @@ class LadderReport:
                 return law.tokens_for(row.parameters, base - difference) / row.tokens
 
             mean, half = row.difference.mean, row.difference.interval
-            ends = (None, None) if half is None else (factor(mean - half), factor(mean + half))
+            low, high = (None, None) if half is None else (factor(mean - half), factor(mean + half))
             own, other = alone.get((row.model, row.arm)), alone.get((row.model, self.baseline))
             both = own is not None and other is not None
             if not both:
                 own, other = row.tokens_per_s, speeds.get((row.model, row.tokens, self.baseline))
             speed = own / other if own and other else None
-            found.append(EqualQuality(row.model, row.tokens, row.arm, factor(mean), *ends, speed, both))
+            found.append(EqualQuality(row.model, row.tokens, row.arm, factor(mean), low, high, speed, both))
         return found
 
     # Outputs -----------------------------------------------------------------------------------------------------------
@@ -370,8 +370,15 @@ class LadderReport:
                  "" if each.at_equal_quality is None else f"{each.at_equal_quality:.3f}")
                 for each in self.equal_quality
             ]  # fmt: skip
-            header = ("model", "tokens", "arm", "tokens for the baseline's loss", "tokens per second", "speed at equal quality")
-            parts += [_table(header, rows), f"All three are relative to `{self.baseline}`."]
+            columns = (
+                "model",
+                "tokens",
+                "arm",
+                "tokens for the baseline's loss",
+                "tokens per second",
+                "speed at equal quality",
+            )
+            parts += [_table(columns, rows), f"All three are relative to `{self.baseline}`."]
         machines = sorted({", ".join(f"{k} {v}" for k, v in run.machine.items() if v) for run in self.runs()})
         return "\n\n".join(part for part in (*parts, *machines) if part) + "\n"
 

@@ -36,6 +36,7 @@ from dither.train.config import Config
 from dither.train.fields import check_at_least, check_choice, check_types
 from dither.train.guard import Signals
 from dither.train.loop import Outcome, train
+from dither.train.toml_text import parse
 
 LOGS, WORK, TOKENS = "logs", "work", "tokens"
 """Folders beside the results: output of the runs, runs in progress, and tokens."""
@@ -109,7 +110,7 @@ class Ladder:
 def load(path: Path) -> Ladder:
     """Read a ladder from a TOML file. A UserError names the key that is wrong."""
     try:
-        data = configs.parse(files.read_text(path))
+        data = parse(files.read_text(path))
         section = data.pop("ladder", {})
         tables = section.pop("rungs", []) if isinstance(section, dict) else []
         if not isinstance(tables, list):
