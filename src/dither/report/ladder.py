@@ -138,7 +138,7 @@ class Law:
 
     def loss(self, parameters: float, tokens: float) -> float:
         """Return the loss of a model of so many parameters after so many tokens."""
-        return self.E + self.A / parameters**self.a + self.B / tokens**self.b
+        return self.E + self.A / math.pow(parameters, self.a) + self.B / math.pow(tokens, self.b)
 
     def tokens_for(self, parameters: float, loss: float) -> float:
         """Return the tokens after which a model has that loss; infinity if it never has.
