@@ -86,6 +86,9 @@ def _preset(hidden: int, layers: int, heads: int, intermediate: int, **fields: A
 PRESETS: Mapping[str, LlamaConfig] = MappingProxyType(
     {
         "tiny": _preset(128, 2, 4, 384, num_key_value_heads=2, vocab_size=256),
+        "llama-3m": _preset(128, 4, 2, 384, vocab_size=8192),
+        "llama-5m": _preset(192, 5, 3, 512, vocab_size=8192),
+        "llama-10m": _preset(256, 8, 4, 704, vocab_size=8192),
         "llama-34m": _preset(512, 8, 8, 1408, vocab_size=8192),
         "llama-134m": _preset(768, 12, 12, 2048),
         "llama-360m": _preset(1024, 24, 16, 2688),
@@ -94,7 +97,7 @@ PRESETS: Mapping[str, LlamaConfig] = MappingProxyType(
         "llama-8b": _preset(4096, 32, 32, 14336, num_key_value_heads=8),
     }
 )
-"""Sizes by name. Output layers are untied; the vocabulary is 32,000 except for `tiny` (256) and `llama-34m` (8192)."""
+"""Sizes by name. Output layers are untied; the vocabulary is 32,000 except for `tiny` (256) and those of 3M to 34M (8192)."""
 
 
 class RMSNorm(nn.Module):
