@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dither.errors import UserError
+from dither.spec.modes import MOST_NORM
 from dither.spec.optimizer import MASTERS, Update
 from dither.spec.random import Stream
 
@@ -84,9 +85,6 @@ NEWER = {"min_8bit_size": 0, "maximize": False}
 
 PREVIOUS = "previous_squares"
 """The key of saved groups with the squared norm of the last step's gradients; only if steps clip by it."""
-
-MOST_NORM = torch.finfo(torch.float32).max
-"""The largest valid `max_norm`: norms are float32."""
 
 
 @functools.lru_cache(maxsize=1024)
