@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dither.models.sizes import GPT2Config as GPT2Config
     from dither.models.sizes import GPTNeoConfig as GPTNeoConfig
     from dither.models.sizes import LlamaConfig as LlamaConfig
+    from dither.models.sizes import ModelConfig as ModelConfig
     from dither.models.sizes import preset as preset
     from dither.models.transformers_models import HuggingFace as HuggingFace
     from dither.models.transformers_models import hf as hf
@@ -35,7 +36,7 @@ __getattr__ = lazily(
         "hub": "load_pretrained save_pretrained",
         "llama": "Llama",
         "presets": "build flops_per_token parameter_count",
-        "sizes": "PRESETS GPT2Config GPTNeoConfig LlamaConfig preset",
+        "sizes": "PRESETS GPT2Config GPTNeoConfig LlamaConfig ModelConfig preset",
         "transformers_models": "HuggingFace hf",
         "dither.nn": "compile_blocks",
     },
