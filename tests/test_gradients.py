@@ -18,7 +18,6 @@ from dither.nn.norms import cast_parameters
 from dither.optim import GRADIENTS, MODES, AdamW, LossScaler, LossScaling, training
 from dither.tools.arms import precision_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # torch's, on processors without bfloat16
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-sr": torch.bfloat16}
 
 

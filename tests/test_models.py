@@ -198,7 +198,17 @@ def test_gpt2_written_out():
 
 @pytest.mark.parametrize(
     ("name", "millions"),
-    [("llama-34m", 34), ("llama-134m", 134), ("llama-360m", 364), ("llama-1b", 1262), ("llama-3b", 3368), ("llama-8b", 7242)],
+    [
+        ("llama-3m", 3),
+        ("llama-5m", 5),
+        ("llama-10m", 11),
+        ("llama-34m", 34),
+        ("llama-134m", 134),
+        ("llama-360m", 364),
+        ("llama-1b", 1262),
+        ("llama-3b", 3368),
+        ("llama-8b", 7242),
+    ],
 )
 def test_presets_have_the_sizes_they_are_named_for(name, millions):
     config = PRESETS[name]
@@ -238,6 +248,9 @@ def test_gpt_neo_presets_have_the_sizes_of_the_published_models(name, count):
 def test_presets_of_the_measured_sizes():
     """(d, layers, heads, ffn), by which benchmarks are quoted."""
     sizes = {
+        "llama-3m": (128, 4, 2, 384),
+        "llama-5m": (192, 5, 3, 512),
+        "llama-10m": (256, 8, 4, 704),
         "llama-34m": (512, 8, 8, 1408),
         "llama-134m": (768, 12, 12, 2048),
         "llama-1b": (2048, 22, 32, 5632),

@@ -232,6 +232,9 @@ def _llama(hidden: int, layers: int, heads: int, intermediate: int, **fields: An
 
 PRESETS: dict[str, ModelConfig] = {
     "tiny": _llama(128, 2, 4, 384, num_key_value_heads=2, vocab_size=256),
+    "llama-3m": _llama(128, 4, 2, 384, vocab_size=8192),
+    "llama-5m": _llama(192, 5, 3, 512, vocab_size=8192),
+    "llama-10m": _llama(256, 8, 4, 704, vocab_size=8192),
     "llama-34m": _llama(512, 8, 8, 1408, vocab_size=8192),
     "llama-134m": _llama(768, 12, 12, 2048),
     "llama-360m": _llama(1024, 24, 16, 2688),
@@ -248,9 +251,9 @@ PRESETS: dict[str, ModelConfig] = {
 }
 """Sizes by name.
 
-Llamas: output layers are untied; the vocabulary is 32,000 except for `tiny` (256) and `llama-34m` (8192). GPT-2: a tiny one for
-tests, GPT-2, medium and large, with 1024 positions. GPT-Neo: the published ones, with 2048 positions and windows of 256 tokens.
-Both have a vocabulary of 50,257 and tied output layers.
+Llamas: output layers are untied; the vocabulary is 32,000 except for `tiny` (256) and those of 3M to 34M (8192). GPT-2: a tiny
+one for tests, GPT-2, medium and large, with 1024 positions. GPT-Neo: the published ones, with 2048 positions and windows of 256
+tokens. Both have a vocabulary of 50,257 and tied output layers.
 """
 
 

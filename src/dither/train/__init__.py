@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from dither.train.guard import Guard as Guard
     from dither.train.guard import Policy as Policy
     from dither.train.guard import Signals as Signals
-    from dither.train.guard import Status as Status
     from dither.train.loop import Outcome as Outcome
     from dither.train.loop import train as train
-    from dither.train.metrics import Progress as Progress
+    from dither.train.records import Progress as Progress
+    from dither.train.run_folder import Status as Status
 
 __getattr__ = lazily(
     __name__,
@@ -29,8 +29,9 @@ __getattr__ = lazily(
         "dither.checkpoint.state": "Resumed pack pack_sharded unpack",
         "dither.checkpoint.write": "Saver",
         "config": "Config Parallel schedule",
-        "guard": "Guard Policy Signals Status",
+        "guard": "Guard Policy Signals",
         "loop": "Outcome train",
-        "metrics": "Progress",
+        "records": "Progress",
+        "run_folder": "Status",
     },
 )
