@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dither.errors import UserError
 from dither.nn.bitwidths import sampling_parameters
-from dither.nn.linear import HoldingLayer
+from dither.nn.linear import Linear
 from dither.optim.adamw import AdamW, NonFiniteError
 from dither.optim.slots import Slot
 
@@ -67,9 +67,9 @@ class ReleasedGradients:
         clip_norm: Literal["previous"] | None,
     ) -> None:
         self.optimizer, self.clip_norm = optimizer, clip_norm
-        self._layers: dict[int, list[HoldingLayer]] = {}
+        self._layers: dict[int, list[Linear]] = {}
         for layer in model.modules():
-            if isinstance(layer, HoldingLayer):
+            if isinstance(layer, Linear):
                 self._layers.setdefault(id(layer.learned_weight()), []).append(layer)
         self._kept = units  # so that no other parameter takes the id of one of these
         self.units = {unit: tuple(map(id, parameters)) for unit, parameters in units.items()}
