@@ -20,8 +20,8 @@ from dither.errors import UserError
 from dither.nn.linear import Linear
 from dither.nn.norms import wide_parameters
 from dither.ops import ranks
-from dither.optim.groups import NEWER, PREVIOUS
-from dither.optim.states import States
+from dither.optim.adamw import AdamW
+from dither.optim.groups import PREVIOUS
 from dither.spec import Plan
 
 
@@ -466,7 +466,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, stored: Stored, saved: An
         if indices is None:
             raise UserError(f"Parameter group {number} of the checkpoint does not hold the parameters of the optimizer's.")
         for key, value in own.items():
-            if key in ("params", "param_names") or (key in (*NEWER, PREVIOUS) and key not in theirs):
+            if key in ("params", "param_names") or (key == PREVIOUS and key not in theirs):
                 continue
             if key not in theirs or (_kind(theirs[key]) != _kind(value) and None not in (theirs[key], value)):
                 raise UserError(
@@ -500,7 +500,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, stored: Stored, saved: An
         if found is not None:
             found.numbers |= numbers if isinstance(numbers, dict) else {"": numbers}
     # torch's own optimizers take dictionaries only.
-    lazy = isinstance(optimizer, States)
+    lazy = isinstance(optimizer, AdamW)
     return {"state": {index: each if lazy else dict(each) for index, each in state.items()}, "param_groups": groups}
 
 

@@ -1,20 +1,20 @@
 """Optimizers that keep weights and states in few bits: see docs/optimizers.md."""
 
-from dither.optim.adam_mini import AdamMini as AdamMini
+from dither.optim.adamw import AdamMini as AdamMini
 from dither.optim.adamw import AdamW as AdamW
+from dither.optim.adamw import AdamW8bit as AdamW8bit
 from dither.optim.adamw import NonFiniteError as NonFiniteError
-from dither.optim.adamw8bit import AdamW8bit as AdamW8bit
-from dither.optim.export import bitsandbytes_state_dict as bitsandbytes_state_dict
-from dither.optim.export import torch_state_dict as torch_state_dict
-from dither.optim.gradients import GRADIENTS as GRADIENTS
+from dither.optim.foreign import bitsandbytes_state_dict as bitsandbytes_state_dict
+from dither.optim.foreign import torch_state_dict as torch_state_dict
 from dither.optim.gradients import Gradients as Gradients
 from dither.optim.released import ReleasedGradients as ReleasedGradients
 from dither.optim.released import release_gradients as release_gradients
 from dither.optim.roles import Role as Role
 from dither.optim.roles import roles as roles
-from dither.optim.training import MODES as MODES
 from dither.optim.training import LossScaler as LossScaler
-from dither.optim.training import LossScaling as LossScaling
-from dither.optim.training import Mode as Mode
 from dither.optim.training import Training as Training
 from dither.optim.training import training as training
+from dither.spec.modes import GRADIENTS as GRADIENTS
+from dither.spec.modes import MODES as MODES
+from dither.spec.modes import LossScaling as LossScaling
+from dither.spec.modes import Mode as Mode

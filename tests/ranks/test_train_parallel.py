@@ -1,0 +1,428 @@
+"""Training by ranks that share a model (gloo): the same samples, random bits and numbers as one process, in every layout.
+
+Sums over ranks are exact where they have the order of one process: two ranks that each have one micro-batch add two gradients,
+and the stages of a pipeline accumulate micro-batches in order. Tensor parallelism adds partial products in another order. Its
+losses are held to the spread of one process whose initial weights are perturbed by one unit in the last place of the dtype that
+ranks add in.
+"""
+
+import contextlib
+import dataclasses
+import io
+import json
+import shutil
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from made_once import made_once
+from worlds import Forked, environment, free_port, needs_gloo, start, wait
+
+from dither import UserError, cli
+from dither.checkpoint import write
+from dither.data import Loader
+from dither.models import PRESETS, LlamaConfig
+from dither.train import Config, Parallel, Status, train
+from dither.train import config as configs
+from dither.train import trainer as trainers
+from dither.train.goals import check_layout
+from dither.train.layout import RankLayout
+from dither.train.pipeline import blocks_per_stage
+from dither.train.ranks import TIMEOUT, Ranks
+
+pytestmark = needs_gloo
+
+FP32 = ("precision.mode=fp32",)
+FP8 = (*FP32, "precision.recipe=fp8-block")
+
+METHODS: dict[str, Sequence[str]] = {
+    "fp8-block": FP8,
+    "fp4-block": (*FP32, "precision.recipe=fp4-block"),
+    "mxfp8": (*FP32, "precision.recipe=mxfp8"),
+    "gaussws": (*FP32, "precision.recipe=fp32", "precision.sampling.noise=rounded_normal"),
+    "bf16-sr": ("precision.mode=bf16-sr",),
+    "dynamic8": (*FP32, "precision.states=dynamic8"),
+    "adam-mini": (*FP32, "optim.optimizer=adam-mini"),
+    "snip": (
+        *FP8,
+        "snip.target=0.5",
+        "snip.start=1",
+        "snip.delay=1",
+        "snip.probe=direct",
+        "snip.tokens=32",
+        "snip.stages=[1, 1]",
+    ),
+}
+
+LAYOUTS: dict[str, tuple[int, int, Sequence[str]]] = {
+    "DDP": (2, 2, ()),
+    "FSDP2": (2, 2, ("parallel.dp_shard=2",)),
+    "TP": (2, 2, ("parallel.tp=2",)),
+    "PP": (2, 2, ("parallel.pp=2",)),
+    "FSDP2 x TP": (4, 2, ("parallel.dp_shard=2", "parallel.tp=2")),
+    "FSDP2 x PP": (4, 4, ("parallel.dp_shard=2", "parallel.pp=2")),
+    "TP x PP": (4, 2, ("parallel.tp=2", "parallel.pp=2")),
+    "FSDP2 x TP x PP": (8, 4, ("parallel.dp_shard=2", "parallel.tp=2", "parallel.pp=2")),
+}
+"""Ranks, sequences per step of one token row each, and settings."""
+
+EXACT = ("DDP", "FSDP2", "PP")
+"""Layouts that add up in the order of one process."""
+
+WATCHED = (
+    "run.sample_every=2",
+    "run.sample_tokens=3",
+    "run.eval_sequences=3",
+    "monitor.every=2",
+    "guard.recompute_every=2",
+    "guard.compare_every=1",
+)
+
+
+def settings(folder: Path, out: str, batch: int, *more: str) -> Config:
+    small = ["model.preset=wide", "data.sequence=16", "data.micro_batch=1", "run.eval_every=0", "run.sample_every=0"]
+    small += ["run.log_every=1", "run.save_every=0", "run.keep_last=9", "run.eval_sequences=1", "run.device=cpu"]
+    # With a large eps the update is nearly proportional to the gradient, so that a rounding stays as small as it was.
+    small += ["optim.eps=1.0", "optim.lr=0.1", f"data.batch={batch}"]
+    return configs.override(Config(), [f'data.sources=["{folder / "text"}"]', f'run.out="{folder / out}"', *small, *more])
+
+
+@contextlib.contextmanager
+def wide_preset() -> Any:
+    """Add a preset whose shards of 2 ranks are multiples of 128, the size of scale groups, and some that they cannot share."""
+    wide = LlamaConfig(hidden_size=256, num_hidden_layers=2, num_attention_heads=2, intermediate_size=256, vocab_size=256)
+    odd = {
+        "three-heads": dataclasses.replace(wide, hidden_size=96, num_attention_heads=3),
+        "odd-features": dataclasses.replace(wide, intermediate_size=33),
+        "one-layer": dataclasses.replace(wide, num_hidden_layers=1),
+    }
+    known = {"wide": wide, **odd}
+    with mock.patch.dict(PRESETS, known):
+        yield
+
+
+def losses(out: Path, kind: str = "train") -> list[float]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in {line["step"]: line for line in lines if line["kind"] == kind}.values()]
+
+
+def _ranks(rank: int, world: int, port: int, folder: Path, runs: list[tuple[str, int, list[str], bool]]) -> None:
+    """Train several runs, one after the other: starting processes takes longest."""
+    environment(rank, world, port)
+    if world > 1:
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+    with wide_preset():
+        for out, batch, more, resume in runs:
+            train(settings(folder, out, batch, *more), resume=resume)
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def in_ranks(world: int, folder: Path, *runs: tuple[str, int, list[str], bool]) -> None:
+    wait(start(_ranks, (world, free_port(), folder, list(runs)), world), 1200)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("parallel")
+    write_text(made)
+    return made
+
+
+def write_text(folder: Path) -> None:
+    (folder / "text").mkdir()
+    for number in range(60):
+        (folder / "text" / f"{number}.txt").write_text(f"{number} bottles of beer on the wall, take {number % 7} down. " * 5)
+
+
+UNITS = {"bf16-sr": 2.0**-8}
+"""The relative size of perturbations by method, if it is not that of float32."""
+
+
+def alone(folder: Path, out: str, batch: int, *more: str, perturbed: int = 0, unit: float = 2.0**-23) -> list[float]:
+    """Train in this process, unless that was done; return the losses. `perturbed` is the seed of a perturbation, or 0."""
+    original, threads = trainers._model, torch.get_num_threads()
+
+    def perturb(*arguments: Any) -> Any:
+        model, generator = original(*arguments), torch.Generator().manual_seed(perturbed)
+        for parameter in model.parameters():
+            sign = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+            parameter.data.mul_(1 + sign * unit)
+        return model
+
+    if not (folder / out / "metrics.jsonl").exists():
+        torch.set_num_threads(1)
+        with wide_preset(), mock.patch.object(trainers, "_model", perturb if perturbed else original):
+            train(settings(folder, out, batch, *more))
+        torch.set_num_threads(threads)
+    return losses(folder / out)
+
+
+def check_like_one(folder: Path, layout: str, method: str, steps: int) -> tuple[float, float]:
+    """Compare the losses of a run in a layout with those of one process. Return the largest difference, and its bound."""
+    batch = LAYOUTS[layout][1]
+    more = [*METHODS[method], f"run.steps={steps}"]
+    one = alone(folder, f"one {method} {batch} {steps}", batch, *more)
+    found = losses(folder / f"{layout} {method} {steps}")
+    assert len(found) == steps
+    assert one[-1] < one[0]
+    if layout in EXACT:
+        assert found == one, (layout, method)
+        return 0.0, 0.0
+    spread = [0.0] * steps
+    for seed in (1, 2):
+        out, unit = f"one {method} {batch} {steps} perturbed {seed}", UNITS.get(method, 2.0**-23)
+        other = alone(folder, out, batch, *more, perturbed=seed, unit=unit)
+        spread = [max(before, abs(a - b)) for before, a, b in zip(spread, one, other, strict=True)]
+    # The spread grows with the steps, and two perturbations may come out small by chance at one of them.
+    bounds = [8 * max(spread[: step + 1]) + 1e-6 * one[step] for step in range(steps)]
+    far = [(a, b, bound) for a, b, bound in zip(one, found, bounds, strict=True) if abs(a - b) > bound]
+    assert not far, (layout, method, far)
+    return max(abs(a - b) for a, b in zip(one, found, strict=True)), max(bounds)
+
+
+# The layouts ----------------------------------------------------------------------------------------------------------
+
+THIN = (("FSDP2", "snip", 3), ("TP", "gaussws", 2), ("PP", "snip", 3))
+"""Layouts, methods and steps that ordinary tests train; the others are exhaustive. SNIP changes the plan at step 2."""
+
+
+@pytest.fixture(scope="module")
+def thin(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All runs of two ranks; one of them with all that a run does besides its steps."""
+    runs = [
+        (f"{layout} {method} {steps}", LAYOUTS[layout][1], [*METHODS[method], *LAYOUTS[layout][2], f"run.steps={steps}"], False)
+        for layout, method, steps in THIN
+    ]
+    zero_bubble = [*FP8, "parallel.pp=2", "parallel.schedule=zero-bubble", "run.steps=2"]
+    watched = [*METHODS["gaussws"], "parallel.tp=2", *WATCHED, "run.steps=2", "parallel.checkpointing=full"]
+    runs += [("PP zero-bubble", 2, zero_bubble, False), ("watched", 2, watched, False)]
+
+    def train_all(made: Path) -> None:
+        write_text(made)
+        in_ranks(2, made, *runs)
+
+    made = made_once(tmp_path_factory, "thin", train_all)
+    for out, *_ in runs:
+        shutil.copytree(made / out, folder / out)
+    return folder
+
+
+@pytest.mark.parametrize(("layout", "method", "steps"), THIN)
+def test_ranks_train_as_one_process(thin: Path, layout: str, method: str, steps: int) -> None:
+    check_like_one(thin, layout, method, steps)
+
+
+def test_a_schedule_of_pipelines_changes_no_bit(thin: Path) -> None:
+    assert losses(thin / "PP zero-bubble") == alone(thin, "one fp8-block 2 2", 2, *FP8, "run.steps=2")
+
+
+def test_outputs_of_a_model_that_is_cut(thin: Path) -> None:
+    """Samples, bitwidths, monitor and evaluation, with activation checkpointing, are those of one process."""
+    more = [*METHODS["gaussws"], *WATCHED, "run.steps=2"]
+    alone(thin, "one watched", 2, *more)
+    kinds: dict[str, list[list[dict[str, Any]]]] = {}
+    for out in ("watched", "one watched"):
+        lines = [json.loads(line) for line in (thin / out / "metrics.jsonl").read_text().splitlines()]
+        for kind in ("eval", "sample", "bitwidths", "numerics", "train"):
+            kinds.setdefault(kind, []).append([line for line in lines if line["kind"] == kind])
+    assert all(found and len(found) == len(expected) for found, expected in kinds.values())
+    assert [line["text"] for line in kinds["sample"][0]] == [line["text"] for line in kinds["sample"][1]]
+    assert [line["layers"].keys() for line in kinds["bitwidths"][0]] == [
+        line["layers"].keys() for line in kinds["bitwidths"][1]
+    ]
+    for kind in ("eval", "train"):
+        found, expected = ([line["loss"] for line in lines] for lines in kinds[kind])
+        assert found == pytest.approx(expected, rel=1e-6)
+    blocks, whole = (json.loads((thin / out / "bitwidths.json").read_text()) for out in ("watched", "one watched"))
+    assert blocks["step"] == whole["step"] == 2
+    assert {name: layer["blocks"] for name, layer in blocks["layers"].items()} == {
+        name: layer["blocks"] for name, layer in whole["layers"].items()
+    }
+    for name, layer in whole["layers"].items():
+        for row, expected in zip(blocks["layers"][name]["values"], layer["values"], strict=True):
+            assert row == pytest.approx(expected, abs=0.0011), name  # rounded to 0.001 bits
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_method_in_every_layout(folder: Path, layout: str) -> None:
+    world, batch, more = LAYOUTS[layout]
+    runs = [(f"{layout} {method} 20", batch, [*METHODS[method], *more, "run.steps=20"], False) for method in METHODS]
+    in_ranks(world, folder, *runs)
+    for method in METHODS:
+        difference, bound = check_like_one(folder, layout, method, 20)
+        print(f"{layout:<16} {method:<10} {difference:.1e} of {bound:.1e}")  # the table of docs/parallel.md, by pytest -s
+
+
+# Checkpoints ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_resumes_in_another_layout(folder: Path) -> None:
+    """Saved by 4 ranks (FSDP2 x TP) after a step, and resumed by 1, by 3, and by a pipeline of 2: the same second step."""
+    more, three = [*FP8, "precision.states=dynamic8", "run.steps=2", "run.save_every=1"], ["data.micro_batch=3"]
+    in_ranks(4, folder, ("saved", 6, [*more, *three, "parallel.dp_shard=2", "parallel.tp=2"], False))
+    outs = {
+        "one": (1, three),
+        "two": (2, [*three, "parallel.pp=2"]),
+        "three": (3, ["data.micro_batch=2", "parallel.dp_shard=3"]),
+    }
+    for out, (world, layout) in outs.items():
+        shutil.copytree(folder / "saved", folder / out)
+        write.drop(folder / out / "checkpoints", after=1)
+        in_ranks(world, folder, (out, 6, [*more, *layout], True))
+    saved, _ = write.load(folder / "saved" / "checkpoints" / "step-00000001")
+    assert any(name.endswith("exp_avg_scale") for name in saved)
+    found = {out: losses(folder / out) for out in outs}
+    assert {each[0] for each in found.values()} == {losses(folder / "saved")[0]}
+    # Only the sums of gradients have another order after it.
+    assert found["two"] == found["one"]
+    assert found["three"] == pytest.approx(found["one"], rel=1e-6)
+
+
+# Data -----------------------------------------------------------------------------------------------------------------
+
+
+def _samples(rank: int, world: int, port: int, folder: Path) -> None:
+    environment(rank, world, port)
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    original, seen = Loader.batch, []
+
+    def batch(self: Loader, step: int, *arguments: Any, **named: Any) -> Any:
+        found = original(self, step, *arguments, **named)
+        seen.append((step, found.first, found.tokens.tolist()))
+        return found
+
+    Loader.batch = batch  # type: ignore[method-assign]
+    with wide_preset():
+        more = [*FP32, "parallel.tp=2", "run.steps=2", "run.eval_sequences=1", "run.save_every=0"]
+        train(settings(folder, "samples", 4, *more, "data.micro_batch=2"))
+    (folder / f"samples-{rank}.json").write_text(json.dumps(sorted(seen)))
+    dist.destroy_process_group()
+
+
+def test_ranks_of_a_tensor_parallel_group_see_the_same_samples(folder: Path) -> None:
+    wait(start(_samples, (4, free_port(), folder), 4))
+    seen = [json.loads((folder / f"samples-{rank}.json").read_text()) for rank in range(4)]
+    assert seen[0] == seen[1] != seen[2] == seen[3]
+    assert [first for step, first, _ in seen[0] + seen[2] if step == 0] == [0, 2]
+
+
+# Bad input ------------------------------------------------------------------------------------------------------------
+
+
+def _refused(rank: int, port: int, folder: Path) -> None:
+    environment(rank, 2, port)
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    cases = {
+        "ranks": ["parallel.dp_shard=2", "parallel.tp=2"],
+        "heads": ["model.preset=three-heads", "parallel.tp=2"],
+        "features": ["model.preset=odd-features", "parallel.tp=2"],
+        "groups": ["model.preset=tiny", "parallel.tp=2", "precision.recipe=fp8-block"],
+        "layers": ["model.preset=one-layer", "parallel.pp=2"],
+        "stages": ["model.preset=tiny", "parallel.pp=2", "parallel.schedule=interleaved-1f1b"],
+        "micro": ["model.preset=tiny", "parallel.pp=2", "data.batch=1"],
+        "mode": ["parallel.dp_shard=2", "precision.mode=o2"],
+        "differs": [f"optim.lr=0.0{rank + 1}", "parallel.dp_shard=2"],
+    }
+    found = {}
+    for name, more in cases.items():
+        said = io.StringIO()
+        words = [
+            "train",
+            "--data",
+            str(folder / "text"),
+            "--out",
+            str(folder / "refused"),
+            "--set",
+            "run.device=cpu",
+            "run.steps=2",
+        ]
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()), wide_preset():
+            code = cli.main([*words, "data.sequence=16", "data.batch=4", *more])
+        found[name] = [code, said.getvalue()]
+    (folder / f"refused-{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def test_mistakes_are_one_sentence_of_one_rank(folder: Path) -> None:
+    wait(start(_refused, (free_port(), folder), 2))
+    first, second = (json.loads((folder / f"refused-{rank}.json").read_text()) for rank in (0, 1))
+    said = {
+        "ranks": "parallel.dp_shard=2 x parallel.tp=2 needs a multiple of 4 ranks, and there are 2",
+        "heads": "3 attention heads cannot be divided by tp=2",
+        "features": "has 33 outputs, which tp=2 cannot divide",
+        "groups": "shards must be multiples of 128, so that none splits a scale group",
+        "layers": "1 layer cannot be divided into pp=2 stages",
+        "stages": "has 4 stages, and the model has 2 layers",
+        "micro": "needs a multiple of 2 micro-batches per step, and there is 1",
+        "mode": "use the mode o1, fp32, bf16-rn, bf16-sr or bf16-kahan",
+        "differs": "The ranks differ: optim.lr is 0.01 on rank 0, and 0.02 on rank 1",
+    }
+    for name, words in said.items():
+        assert first[name][0] == second[name][0] == 2, name
+        assert second[name][1] == "", name
+        assert words in first[name][1], name
+        assert first[name][1].count("\n") == 1, name
+    assert not (folder / "refused").exists()
+
+
+def test_sizes_of_a_layout() -> None:
+    assert Parallel(tp=2).sizes(8) == {"pp": 1, "dp_replicate": 4, "dp_shard": 1, "tp": 2}
+    with pytest.raises(UserError, match=r"parallel.dp_replicate=2 x parallel.tp=2 needs 4 ranks, and there is 1"):
+        Parallel(dp_replicate=2, tp=2).sizes(1)
+    with pytest.raises(UserError, match=r"parallel.pp is an integer of at least 1, not 0"):
+        Parallel(pp=0)
+    with pytest.raises(UserError, match=r"parallel.schedule='zero-bubble' is the order of a pipeline: set parallel.pp"):
+        Parallel(schedule="zero-bubble")
+    assert blocks_per_stage(7, 3) == (3, 2, 2)
+
+    whole = RankLayout.of(Config(), Ranks(torch.device("cpu")))
+    assert (whole.cut, whole.counted, whole.replicas) == (False, 1.0, [[0]])
+
+
+# The launcher ---------------------------------------------------------------------------------------------------------
+
+
+def test_nproc_starts_ranks_passes_signals_on_and_keeps_the_exit_code(folder: Path) -> None:
+    more = ["run.device=cpu", "run.steps=100000", "data.sequence=16", "data.batch=4", "parallel.dp_shard=2", "run.log_every=1"]
+    words = ["train", "--nproc", "2", "--data", str(folder / "text"), "--out", str(folder / "launched"), "--set", *more]
+    process = Forked(cli.main, words)
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("step "):
+            process.send_signal(signal.SIGTERM)
+            break
+    rest = process.communicate()
+    assert process.returncode == 143, rest
+    assert "on cpu with 2 ranks (dp_shard=2)." in "".join(lines)
+    assert rest.count("Received SIGTERM; step ") == 1  # rank 0 alone prints
+    assert Status.load(folder / "launched").state == "interrupted"
+    assert write.newest(folder / "launched" / "checkpoints")[0] is not None
+
+
+def test_nproc_refuses_before_any_rank_starts(folder: Path) -> None:
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        code = cli.main(["train", "--nproc", "2", "--out", str(folder / "never"), "--set", "parallel.tp=4"])
+    assert code == 2
+    assert said.getvalue().startswith(
+        "dither: error: parallel.tp=4 needs a multiple of 4 ranks, and there are 2: start as many"
+    )
+
+
+def test_exchanges_that_do_not_fit() -> None:
+    with pytest.raises(UserError, match=r"parallel.reduce='bf16' are exchanges of FSDP2: set parallel.dp_shard"):
+        Parallel(reduce="bf16")
+    coded = configs.override(Config(), ["parallel.dp_shard=2", "parallel.gather=codes", "monitor.every=5"])
+    with pytest.raises(UserError, match=r"gather='codes' leaves no whole weights, which monitor.every needs"):
+        check_layout(coded, 2)
+    odd = configs.override(Config(), ["parallel.tp=2", "data.sequence=15", "precision.mode=fp32"])
+    with pytest.raises(UserError, match=r"In \[parallel\]: data.sequence=15 cannot be divided by tp=2"):
+        check_layout(odd, 2)
