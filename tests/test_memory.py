@@ -133,6 +133,7 @@ def kept_by_autograd(config, mode: str, what: str | None, memory: MemoryOptions)
     return totals[1] - totals[0]
 
 
+@pytest.mark.sampled(cover=1)
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize(
     ("mode", "what", "memory"),

@@ -291,6 +291,7 @@ class Net(nn.Module):
         return self.down(self.up(x).relu())
 
 
+@pytest.mark.sampled(only=["both", "recomputed", "input cast"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_compiled_and_checkpointed_training_is_eager_training(name: str) -> None:
     torch._dynamo.reset()
@@ -309,6 +310,7 @@ def test_recomputed_training_is_kept_training() -> None:
     assert same(run(Net(VARIANTS["sampled"])), run(Net(VARIANTS["recomputed"])))
 
 
+@pytest.mark.sampled(only=["both"])
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles C++ for the CPU")
 @pytest.mark.parametrize("name", ["recomputed", "both"])
 def test_inductor(name: str) -> None:

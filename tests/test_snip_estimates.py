@@ -116,6 +116,7 @@ def same(a: object, b: object) -> bool:
     return torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
 
 
+@pytest.mark.sampled(cover=1)
 @pytest.mark.parametrize("probe", PROBES)
 @pytest.mark.parametrize("plan", ["fp8-delayed", "fp4-block", Plan(default=LayerPrecision())])
 def test_a_probe_leaves_everything_as_it_was(probe, plan):
@@ -738,6 +739,7 @@ def test_spread_estimates_continue_after_a_resume():
     assert other.state_dict()["begun"] is None
 
 
+@pytest.mark.exhaustive
 def test_all_layers_at_once_rank_as_one_at_a_time():
     model, optimizer, batch = trained_by()
     how = {"stream": Stream(0, "snip", "")}

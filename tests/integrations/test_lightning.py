@@ -13,7 +13,7 @@ from dither import UserError
 from dither.nn import Linear, convert, param_groups, step_context
 from dither.spec import Sampling
 
-lightning = Lazy("lightning", "lightning is not installed: pip install -e '.[test]'")
+lightning = Lazy("lightning")
 integration = Lazy("dither.integrations.lightning")
 
 REMARKS = (
