@@ -13,13 +13,8 @@ from dither import files
 from dither.errors import UserError
 from dither.nn.compile import block_variants
 from dither.nn.convert import Conversion, apply_plan, plan_of_stage, prepare_plans
-<<<<<<< HEAD
-from dither.nn.plan_schedule import PlanSchedule, split_forward
-from dither.snip.controller import Snip
-=======
 from dither.nn.plan_schedule import PlanSchedule
-from dither.snip import Snip, Times
->>>>>>> main
+from dither.snip.controller import Snip
 from dither.snip.fp8_auto import RECIPES, candidates_of, choice_table, choose_by_time, layer_shapes, plan_of, times_of
 from dither.snip.planning import choice_record
 from dither.snip.savings import LayerTimes, Shape
