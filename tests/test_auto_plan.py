@@ -10,8 +10,7 @@ import torch
 from runs import config_of, write_bottles
 
 import dither
-from dither import LayerPrecision, Plan, UserError, recipe
-from dither.checkpoint import write
+from dither import LayerPrecision, Plan, UserError, checkpoint, recipe
 from dither.cli import main
 from dither.models import build
 from dither.snip import Times, auto_plan, read_times
@@ -134,7 +133,7 @@ def test_a_run_measures_once(plans, text, tmp_path):
     last = tmp_path / "run" / "checkpoints" / "step-00000004"
     stored = json.loads((tmp_path / "run" / "plans.json").read_text())["plans"]["fp8-auto"]
     assert Plan.from_dict(stored).for_layer("model.layers.0.mlp.down_proj").uncast
-    assert write.load(last)[1]["plan"] == stored
+    assert checkpoint.load(last)[1]["plan"] == stored
     path.unlink()
     shutil.rmtree(last)
     assert train(run, resume=True).loss == straight.loss

@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import dither
 from dither import Sampling, UserError
-from dither.checkpoint.state import pack, unpack
+from dither.checkpoint import pack, unpack
 from dither.models import GPT2, GPT2Config
 from dither.nn.norms import cast_parameters
 from dither.optim import GRADIENTS, MODES, AdamW, LossScaler, LossScaling, training

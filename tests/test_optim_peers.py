@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import dither
 from dither import UserError
-from dither.checkpoint.state import pack, unpack
+from dither.checkpoint import pack, unpack
 from dither.optim import AdamMini, AdamW, AdamW8bit, Role, bitsandbytes_state_dict, torch_state_dict
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dither.checkpoint import write
-from dither.checkpoint.write import Saver
+from dither import checkpoint
+from dither.checkpoint import Saver
 from dither.data import Tokenizer
 from dither.train import Status, corpora, evaluating, guard, passes, ranks, train
 from dither.train import config as configs
@@ -44,8 +44,8 @@ def term(*_):
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
-    path, _ = write.newest(out / "checkpoints")
-    return write.load(path)[0]
+    path, _ = checkpoint.newest(out / "checkpoints")
+    return checkpoint.load(path)[0]
 
 
 @pytest.mark.parametrize("phase", ["tokenizing", "verifying", "building"])
@@ -138,8 +138,8 @@ def test_a_phase_is_left_and_the_step_is_saved(phase, text, tmp_path, monkeypatc
     assert (outcome.code, outcome.how) == (143, "signal"), outcome
     assert len(calls) <= 2  # of one, or one more for what was already on its way
     assert Status.load(out).state == "interrupted"
-    path, _ = write.newest(out / "checkpoints")
-    assert write.step_of(path) == outcome.step == Status.load(out).step
+    path, _ = checkpoint.newest(out / "checkpoints")
+    assert checkpoint.step_of(path) == outcome.step == Status.load(out).step
     assert 2 <= outcome.step <= 4
     monkeypatch.undo()
     assert train(config(text, out, *PHASES[phase]), resume=True).code == 0
@@ -163,6 +163,6 @@ def test_a_step_that_does_not_end_is_abandoned(text, tmp_path, monkeypatch):
     outcome = train(config(text, tmp_path / "run", "run.save_every=3"))
     assert (outcome.code, outcome.step) == (143, 4)
     assert "step 5 did not end within 10 s and was abandoned" in outcome.why
-    path, _ = write.newest(tmp_path / "run" / "checkpoints")
-    assert write.step_of(path) == 3
+    path, _ = checkpoint.newest(tmp_path / "run" / "checkpoints")
+    assert checkpoint.step_of(path) == 3
     assert Status.load(tmp_path / "run").state == "interrupted"

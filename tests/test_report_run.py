@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dither import report
-from dither.checkpoint import write
+from dither import checkpoint, report
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +37,7 @@ def test_seconds_of_all_parts_are_those_of_the_run(report_run):
 
 def test_memory_of_the_parts(report_run):
     (line,) = metrics(report_run, "memory")
-    tensors, _ = write.load(write.newest(report_run / "checkpoints")[0])
+    tensors, _ = checkpoint.load(checkpoint.newest(report_run / "checkpoints")[0])
     parameters = json.loads((report_run / "environment.json").read_text())["parameters"]
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     assert line["parts"]["weights"] == sum(size for name, size in sizes.items() if name.startswith("model"))

@@ -1,13 +1,5 @@
 """Training runs: configuration, loop, checkpoints and guard."""
 
-from dither.checkpoint import sharded as sharded
-from dither.checkpoint import write as write
-from dither.checkpoint.sharded import ShardedSaver as ShardedSaver
-from dither.checkpoint.state import Resumed as Resumed
-from dither.checkpoint.state import pack as pack
-from dither.checkpoint.state import pack_sharded as pack_sharded
-from dither.checkpoint.state import unpack as unpack
-from dither.checkpoint.write import Saver as Saver
 from dither.train import config as config
 from dither.train import guard as guard
 from dither.train.config import Config as Config

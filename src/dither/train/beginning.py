@@ -9,10 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
-from dither import files, run_lock
-from dither.checkpoint import write
-from dither.checkpoint.sharded import ShardedSaver
-from dither.checkpoint.write import Saver
+from dither import checkpoint, files, run_lock
+from dither.checkpoint import Saver
+from dither.checkpoint.format import STEP, step_path
 from dither.errors import UserError
 from dither.train import agreement, config
 from dither.train.config import Config, dumps
@@ -86,11 +85,16 @@ class RunBeginning(RunRecorder):
             f"{self.ranks.device}" + layout.describe()
         )
         run = self.config.run
-        if self.ranks.main or layout.cut:  # ranks with parts of the model write their parts
-            kind = ShardedSaver if layout.cut else Saver
-            every = run.keep_every or None
-            saver = kind(self.folder / CHECKPOINTS, last=run.keep_last, every=every, beneath=self.folder)
-            self.saver = stack.enter_context(saver)
+        self.saver = stack.enter_context(
+            Saver(
+                self.folder / CHECKPOINTS,
+                last=run.keep_last,
+                every=run.keep_every or None,
+                beneath=self.folder,
+                group=layout.saving_group,
+                active=self.ranks.main or layout.cut,  # ranks with parts of the model write their parts
+            )
+        )
         if self.ranks.main:
             Status.reserve(self.folder)
             stack.callback((self.folder / Status.RESERVE).unlink, missing_ok=True)
@@ -130,11 +134,11 @@ class RunBeginning(RunRecorder):
         trainer, folder, found = self.the_trainer, self.folder / CHECKPOINTS, -1
         with self.ranks.shared_errors():
             if self.ranks.main:
-                path, skipped = write.newest(folder, before=before)
+                path, skipped = checkpoint.newest(folder, before=before)
                 for _, why in skipped:
                     self.say(why)
-                found = -1 if path is None else write.step_of(path)
-                if path is None and (broken := [why for each, why in skipped if write.STEP.fullmatch(each.name)]):
+                found = -1 if path is None else checkpoint.step_of(path)
+                if path is None and (broken := [why for each, why in skipped if STEP.fullmatch(each.name)]):
                     self.say(f"None of the {len(broken)} checkpoints is complete.")
                     # Not the result of a kill: starting from scratch would discard what might be repaired.
                     raise UserError(
@@ -146,7 +150,7 @@ class RunBeginning(RunRecorder):
             self.say("There is no checkpoint yet: the run starts from the beginning.")
             return None
         with self.ranks.shared_errors():
-            trainer.restore(folder / f"step-{found:08d}")
+            trainer.restore(step_path(folder, found))
         self.say(f"Resuming from step {found}.")
         return found
 

@@ -13,8 +13,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from dither import files
-from dither.checkpoint import write
+from dither import checkpoint, files
 from dither.data import Batch, Prefetch
 from dither.errors import DitherError, UserError
 from dither.train import agreement, trackers
@@ -217,7 +216,7 @@ class _RunLoop(RunBeginning):
         numbers = trainer.step(batch, SIGNALS.get(self.signals.received, 0.0) if several else 0.0)
         self.stepping = False
         self.pending.append((trainer.done, *_to_host(numbers)))
-        if self.saver is not None and run.save_every and trainer.done == 1 + (self.resumed or 0):  # now all states exist
+        if self.saver.active and run.save_every and trainer.done == 1 + (self.resumed or 0):  # now all states exist
             self.saver.prepare(trainer.pack(dumps(self.config), self.seconds)[0])
         due = {name: every and trainer.done % every == 0 for name, every in self.intervals().items()}
         last = trainer.done == run.steps
@@ -293,8 +292,7 @@ class _RunLoop(RunBeginning):
     def roll_back(self, number: int, since: int) -> None:
         """Restore the last checkpoint before a spike, and skip the batches that led to it."""
         trainer = self.the_trainer
-        if self.saver is not None:
-            self.saver.wait()
+        self.saver.wait()
         self.pending.clear()
         offset = trainer.offset
         found = self.restore(since)
@@ -302,7 +300,7 @@ class _RunLoop(RunBeginning):
         trainer.offset = offset + number - found
         self.evaluation = None
         if self.ranks.main:
-            write.drop(self.folder / CHECKPOINTS, after=found)
+            checkpoint.drop(self.folder / CHECKPOINTS, after=found)
         self.logged, self.logged_step, self.paused = time.monotonic(), found, 0.0
 
     # The end -----------------------------------------------------------------------------------------------------------
@@ -310,16 +308,14 @@ class _RunLoop(RunBeginning):
     def interrupted(self, received: str) -> Outcome:
         """Save a checkpoint after a signal, and return the outcome."""
         self.save()
-        if self.saver is not None:
-            self.saver.wait()
+        self.saver.wait()
         code: Literal[130, 143] = 143 if received == "SIGTERM" else 130
         return self.end(code, "signal", f"Received {received}; step {self.the_trainer.done} is saved.", "interrupted")
 
     def abandoned(self, received: str) -> Outcome:
         """End the run in the middle of a step, such as one that compiles. It may have changed histories, so it is not saved."""
         self.ranks.ends_after(received)
-        if self.saver is not None:
-            self.saver.wait()
+        self.saver.wait()
         why = f"Received {received}; step {self.the_trainer.done + 1} did not end within {GRACE:g} s and was abandoned."
         return self.end(143 if received == "SIGTERM" else 130, "signal", why, "interrupted")
 
@@ -336,8 +332,7 @@ class _RunLoop(RunBeginning):
             self.evaluate()
             if trainer.done != self.resumed:  # else it is saved already
                 self.save()
-        if self.saver is not None:
-            self.saver.wait()
+        self.saver.wait()
         self.write_seconds()
         loss, bits = (None, None) if self.evaluation is None else self.evaluation[1][:2]
         skipped, overflows = trainer.guard.skips, trainer.guard.overflows

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from dither import files, run_lock
-from dither.checkpoint.write import Saver
+from dither.checkpoint import Saver
 from dither.console import Tick, silent
 from dither.data import Batch
 from dither.errors import DitherError, UserError
@@ -47,6 +47,8 @@ from dither.versions import version
 class RunRecorder:
     """The outputs of a run in its folder. Rank 0 writes them."""
 
+    saver: Saver
+
     def __init__(self, config: Config, folder: Path, ranks: Ranks, progress: Progress | None) -> None:
         self.config, self.folder, self.ranks = config, folder, ranks
         self.progress = progress if ranks.main else None
@@ -61,7 +63,6 @@ class RunRecorder:
         self.last = Numbers(0, math.nan, math.nan, 0.0, 1.0)
         self.evaluation: tuple[int, Evaluation] | None = None
         self.metrics: Metrics | None = None
-        self.saver: Saver | None = None
         self.trainer: Trainer | None = None
         self.lock: run_lock.RunLock | None = None
         self.resuming = False
@@ -164,7 +165,7 @@ class RunRecorder:
     def save(self) -> None:
         """Save a checkpoint in the background; the metric `seconds` is the time that training waited for it."""
         trainer, began = self.the_trainer, time.monotonic()
-        if self.saver is None:
+        if not self.saver.active:
             return
         with self.pause("checkpoints", counts=True):
             tensors, plain = trainer.pack(dumps(self.config), self.seconds)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dither.checkpoint.read import SavedTensors
-from dither.checkpoint.state import Resumed, pack, pack_sharded, plan_of, unpack
+from dither.checkpoint import SavedTensors
+from dither.checkpoint.state import Resumed, pack, plan_of, unpack
 from dither.data import Batch, Corpus, Loader, held_out
 from dither.errors import UserError
 from dither.models import CausalLM, build, compile_blocks, flops_per_token, hf, preset
@@ -248,8 +248,8 @@ class Trainer(Passes):
             **({} if self.base is None else {"base": self.base}),
         }
         optimizer, scaler = self.training.optimizer, self.training.scaler
-        packed = pack_sharded if self.layout.cut else pack
-        return packed(self.model, optimizer, step=self.done, plan=self.plan, scaler=scaler, others=others)
+        group = self.layout.saving_group
+        return pack(self.model, optimizer, step=self.done, plan=self.plan, scaler=scaler, others=others, group=group)
 
     def restore(self, path: Path) -> Resumed:
         """Restore a checkpoint of this run. One of another model, corpus or config raises a UserError and changes nothing."""
