@@ -17,7 +17,7 @@ from dither.checkpoint.read import LoadedTensors, TensorSource
 from dither.errors import UserError
 from dither.nn.linear import Linear
 from dither.ops import ranks
-from dither.optim import AdamW
+from dither.optim.adamw import AdamW
 from dither.optim.groups import PREVIOUS
 from dither.spec import Plan
 
