@@ -7,7 +7,6 @@ import json
 import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -24,7 +23,7 @@ import dither
 from dither import checkpoint
 from dither.checkpoint import SavedTensors, Saver, pack, unpack
 from dither.data import open_tokens
-from dither.models import llama, presets
+from dither.models import PRESETS, LlamaConfig
 from dither.nn.sharded.tensor_parallel import local
 from dither.train import Config
 from dither.train import config as configs
@@ -37,7 +36,7 @@ from dither.train.trainer import Trainer
 
 pytestmark = needs_gloo
 
-DEEP = llama.LlamaConfig(hidden_size=64, num_hidden_layers=32, num_attention_heads=4, intermediate_size=64, vocab_size=256)
+DEEP = LlamaConfig(hidden_size=64, num_hidden_layers=32, num_attention_heads=4, intermediate_size=64, vocab_size=256)
 """Many blocks, so that one that FSDP2 has gathered is a small part of the model, as in large models."""
 RANKS = 4
 
@@ -90,8 +89,8 @@ class Allocations(TorchDispatchMode):
 
 @contextlib.contextmanager
 def deep_preset() -> Iterator[None]:
-    known = MappingProxyType({**presets.PRESETS, "deep": DEEP})
-    with mock.patch.object(presets, "PRESETS", known), mock.patch.object(configs, "PRESETS", known):
+    known = {"deep": DEEP}
+    with mock.patch.dict(PRESETS, known):
         yield
 
 

@@ -39,7 +39,6 @@ from soak import (
 )
 
 from dither import UserError, checkpoint
-from dither.checkpoint import write
 from dither.data import prepare
 from dither.run_lock import RunLock
 from dither.train import Status, agreement, ranks, run_folder
