@@ -39,6 +39,7 @@ from soak import (
 )
 
 from dither import UserError, checkpoint
+from dither.checkpoint import write as writing
 from dither.data import prepare
 from dither.run_lock import RunLock
 from dither.train import Status, agreement, ranks, run_folder
@@ -357,7 +358,7 @@ def phases(text: Path, folder: Path, count: int) -> list[Score]:
         "sampling": (Trainer, "sample"),
         "measuring": (Trainer, "look"),
         "recomputing": (agreement, "recompute"),
-        "saving": (write, "_write"),
+        "saving": (writing, "_write"),
         "restoring": (Trainer, "restore"),
         "ending": (loop.Run, "evaluate"),
     }
