@@ -15,12 +15,12 @@ from dither.models import (
     GPT2,
     PRESETS,
     CausalLM,
-    Config,
     GPT2Config,
     GPTNeo,
     GPTNeoConfig,
     Llama,
     LlamaConfig,
+    ModelConfig,
     build,
     compile_blocks,
     flops_per_token,
@@ -54,7 +54,7 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def make(config: Config, seed: int = 0) -> CausalLM:
+def make(config: ModelConfig, seed: int = 0) -> CausalLM:
     """A model whose norms are not all ones, nor all alike, or their weights would not be tested."""
     family = {GPT2Config: GPT2, GPTNeoConfig: GPTNeo, LlamaConfig: Llama}[type(config)]
     model, generator = family(config, generator=seeded(seed)), seeded(seed + 1)
@@ -67,11 +67,11 @@ def make(config: Config, seed: int = 0) -> CausalLM:
     return model
 
 
-def tokens_of(config: Config, shape: tuple[int, int] = (2, 19), seed: int = 2) -> torch.Tensor:
+def tokens_of(config: ModelConfig, shape: tuple[int, int] = (2, 19), seed: int = 2) -> torch.Tensor:
     return torch.randint(config.vocab_size, shape, generator=seeded(seed))
 
 
-def hugging_face(config: Config):
+def hugging_face(config: ModelConfig):
     transformers = pytest.importorskip("transformers", reason="compares with transformers, which is not installed")
     fields = dataclasses.asdict(config)
     if isinstance(config, GPT2Config):
