@@ -229,8 +229,7 @@ def resting_bitwidths(model: nn.Module) -> Iterator[tuple[str, Linear, str]]:
     """Yield (name, layer, key) of the bitwidths of disabled samplings, which are not in the state_dict."""
     for name, layer in converted_linears(model):
         for key in layer.resting_bitwidths:
-            if layer._parameters.get(key) is None:
-                yield name, layer, key
+            yield name, layer, key
 
 
 def check_same_layers(ours: Mapping[str, Any], saved: Mapping[str, Any], what: str, stage: bool = False) -> None:

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from dither.checkpoint.state import check_same_layers, converted_linears, resting_bitwidths
 from dither.errors import UserError
 from dither.nn.convert import apply_plan, planned_otherwise
-from dither.nn.linear import BITWIDTHS, Linear
+from dither.nn.linear import Linear
+from dither.nn.sampling import BITWIDTHS
 from dither.nn.sites import converted_layers, linear_of
 from dither.spec import OPERANDS, LayerPrecision, Plan
 
