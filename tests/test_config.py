@@ -395,16 +395,6 @@ def test_plans(tmp_path):
         assert Precision(mode=name, recipe=mode.recipe).load_plan() == mode.plan
 
 
-def test_a_stored_config_with_the_earlier_name_of_a_mode_resumes():
-    new = loads('[precision]\nmode = "bf16-rn"')
-    with pytest.warns(DeprecationWarning, match="The mode 'bf16' is now 'bf16-rn'") as warned:
-        old = loads('[precision]\nmode = "bf16"')
-    assert len(warned) == 1
-    assert old == new
-    assert fixed_changes(old, new, 1) == []
-    assert 'mode = "bf16-rn"' in dumps(old)
-
-
 def test_plans_by_step():
     text = '[precision]\nmode = "o1"\nschedule = [[0, "blockwise"], [0.8, "fp8-row forward"], [499, "bf16"]]'
     config = loads(text)

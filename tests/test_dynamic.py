@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from dither.ops.reference import adamw, state_maps
-from dither.spec.optimizer import Piece, Update
+from dither.ops.reference.adamw import Piece
+from dither.spec.optimizer import Update
 
 CODES = torch.arange(256).to(torch.uint8)
 

@@ -16,9 +16,9 @@ from dither.checkpoint.state import pack, unpack
 from dither.models import GPT2, GPT2Config
 from dither.nn.norms import cast_parameters
 from dither.optim import GRADIENTS, MODES, AdamW, LossScaler, LossScaling, training
+from dither.spec.formats import TABLE
+from dither.spec.groups import storage_dtype
 from dither.tools.arms import precision_of
-from dither.tools.memory import Setting
-from dither.train.config import Precision
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-sr": torch.bfloat16}
 
@@ -161,7 +161,7 @@ def test_every_mode_trains_with_every_type_of_gradients(mode: str, kind: str) ->
         net = nn.Sequential(nn.Linear(6, 12), nn.LayerNorm(12), nn.Linear(12, 3))
         return training(net, mode, lr=3e-2, weight_decay=0.0, max_norm=1.0, gradients=kind)
 
-    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(5)).to(MODES[mode].parameters)
+    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(5)).to(storage_dtype(TABLE[MODES[mode].parameters]))
 
     def step(run: dither.optim.Training) -> float:
         total = 0.0
@@ -342,24 +342,6 @@ def test_scales_that_cannot_be(fields: dict[str, Any], words: str) -> None:
 def test_a_mode_without_a_scale_takes_no_settings_of_it() -> None:
     with pytest.raises(UserError, match="the mode 'o2' does not scale losses: fp16, fp16-o2 do"):
         weight_of_ones("o2", loss_scaling=LossScaling())
-
-
-def test_bf16_is_an_earlier_name_of_the_mode_bf16_rn() -> None:
-    """One warning each, and the same mode; the recipe `bf16` is another thing, autocast."""
-    with pytest.warns(DeprecationWarning, match="The mode 'bf16' is now 'bf16-rn'") as warned:
-        run = training(nn.Linear(4, 4), "bf16", 1e-3)
-    assert len(warned) == 1
-    assert run.mode is MODES["bf16-rn"]
-    with pytest.warns(DeprecationWarning, match="is now 'bf16-rn'") as warned:
-        assert MODES["bf16"] is MODES["bf16-rn"]
-    assert len(warned) == 1
-    assert "bf16" not in list(MODES)
-    with pytest.raises(KeyError, match="bf17"):
-        MODES["bf17"]
-    for make in (Precision, Setting):
-        with pytest.warns(DeprecationWarning, match="is now 'bf16-rn'") as warned:
-            assert make(mode="bf16") == make(mode="bf16-rn")
-        assert len(warned) == 1
 
 
 def test_every_mode_can_be_compared() -> None:

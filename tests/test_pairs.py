@@ -21,10 +21,11 @@ from dither.ops.reference import levels as reference_levels
 from dither.ops.reference import matmul as reference_matmul
 from dither.ops.reference import quantize as reference_quantize
 from dither.ops.reference import scales as reference_scaling
+from dither.ops.reference.adamw import Piece
 from dither.spec import levels
 from dither.spec.engines import Engine
 from dither.spec.formats import Format
-from dither.spec.optimizer import Piece, Update
+from dither.spec.optimizer import Update
 from dither.tools import doctor
 
 triton = pytest.importorskip("triton", reason="the kernels need Triton")

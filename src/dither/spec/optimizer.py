@@ -4,15 +4,15 @@
 'stochastic'
 """
 
-import difflib
-import warnings
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torch import Tensor
-
 from dither.errors import UserError
+from dither.spec.checks import did_you_mean
 from dither.spec.formats import TABLE, Format
+
+MOST_NORM = TABLE["fp32"].max
+"""The largest valid `max_norm`: norms are float32."""
 
 BITS = 16
 """Random bits per stochastic rounding of a weight or state: float32 has 16 more mantissa bits than bfloat16."""
@@ -43,28 +43,6 @@ LOSSLESS = frozenset({"fp32", "split"})
 """Kinds of master weights that hold the same numbers, so that a state can be converted from one to the other."""
 
 
-RENAMED_MODES = {"bf16": "bf16-rn"}
-"""Earlier names of modes: `bf16` is also a recipe, which means autocast."""
-
-
-def current_mode(name: str) -> str:
-    """Return the current name of a mode, with a DeprecationWarning if `name` is an earlier one; other names as they are.
-
-    >>> current_mode("bf16-sr")
-    'bf16-sr'
-    """
-    if name not in RENAMED_MODES:
-        return name
-    new = RENAMED_MODES[name]
-    warnings.warn(
-        f"The mode {name!r} is now {new!r} (bfloat16 weights, rounded to nearest): {name!r} alone is the recipe, which is "
-        "autocast. The earlier name will be removed.",
-        DeprecationWarning,
-        stacklevel=3,
-    )
-    return new
-
-
 @dataclass(frozen=True)
 class Update:
     """Rounding and storage of weights and moments. The arithmetic is always float32."""
@@ -88,13 +66,11 @@ class Update:
     def __post_init__(self) -> None:
         known = (*WHOLE, *BLOCKS)
         if self.states not in known:
-            raise UserError(
-                f"There is no state format {self.states!r}{_hint(self.states, known)}: choose from {', '.join(known)}."
-            )
+            hint = did_you_mean(str(self.states), known)
+            raise UserError(f"There is no state format {self.states!r}{hint}: choose from {', '.join(known)}.")
         if self.weights not in WEIGHTS:
-            raise UserError(
-                f"weights={self.weights!r}{_hint(self.weights, WEIGHTS)} is unknown: choose from {', '.join(WEIGHTS)}."
-            )
+            hint = did_you_mean(str(self.weights), WEIGHTS)
+            raise UserError(f"weights={self.weights!r}{hint} is unknown: choose from {', '.join(WEIGHTS)}.")
         if not self.state_rounding:
             object.__setattr__(self, "state_rounding", "stochastic" if self.states == "bf16" else "nearest")
         if self.state_rounding not in ("stochastic", "nearest"):
@@ -142,40 +118,3 @@ CONSTANTS = ("scale", "beta1", "rest1", "beta2", "rest2", "decay", "shrink", "si
     eps       eps
 
 `dither.ops.reference.adamw` has the update in these terms."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A matrix of a parameter with its states, all contiguous, which a step changes in place.
-
-    `w`, `m` and `v` are [rows, columns], the moments in the states' format. 8-bit moments have scales [rows, blocks per row].
-    Adam-mini's `v` is float32[runs].
-    """
-
-    w: Tensor
-    m: Tensor
-    v: Tensor
-    m_scale: Tensor | None
-    v_scale: Tensor | None
-    extra: Tensor | None
-    """The float32 master weights, the low bits of split ones, or Kahan's remainder; None if there is none of them."""
-    row: int
-    """Row of the first element in the whole parameter."""
-    column: int
-    """Column of the first element in the whole parameter."""
-    keys: tuple[int, int]
-    """Keys of the random streams of the weights and of the moments."""
-    constants: int
-    """The row of the constants that this piece uses."""
-    run: int = 0
-    """Adam-mini: number of rows that share one second moment (a run)."""
-    lead: int = 0
-    """Adam-mini: number of rows of the first run that lie before this piece, on another shard."""
-    share: int = 0
-    """Adam-mini: number of elements of the whole parameter in one run."""
-
-
-def _hint(name: object, known: tuple[str, ...]) -> str:
-    """Return " (did you mean 'x'?)" for the known name closest to `name`, or ""."""
-    near = difflib.get_close_matches(str(name), known, n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""

@@ -18,7 +18,7 @@ from dither.parallel.layout import Layout
 from dither.spec import SWIGLU_CAST, Cast, LayerPrecision, MemoryOptions, did_you_mean
 from dither.spec.engines import container
 from dither.spec.formats import TABLE, Format
-from dither.spec.optimizer import BLOCKS, WHOLE, current_mode
+from dither.spec.optimizer import BLOCKS, WHOLE
 
 GIB = 2**30
 
@@ -196,7 +196,6 @@ class Setting:
     """True if the loss keeps float32 logits and their gradients too; dither's own cross entropy does not."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "mode", current_mode(self.mode))
         _choose("mode", self.mode, STORAGE)
         if self.states is not None:
             _choose("format of optimizer states", self.states, (*WHOLE, *BLOCKS))

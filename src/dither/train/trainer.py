@@ -24,12 +24,12 @@ from dither.nn.plan_schedule import PlanSchedule
 from dither.numerics import Monitor, Report
 from dither.ops.ranks import gather
 from dither.optim import MODES, Training, roles, training
-from dither.optim.groups import MOST_NORM
 from dither.optim.roles import Role
 from dither.parallel.apply import allocate
 from dither.snip import Snip, TrainingSetup
 from dither.snip.controller import is_ready
 from dither.spec import Plan
+from dither.spec.optimizer import MOST_NORM
 from dither.spec.random import Stream
 from dither.train.config import Config, loads
 from dither.train.corpora import open_corpus as open_corpus
