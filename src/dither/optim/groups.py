@@ -20,7 +20,8 @@ from dither.nn.sharded.geometry import shards
 from dither.nn.sharded.tensor_parallel import local
 from dither.ops.reference.adamw import FORMATS, LOW
 from dither.optim.roles import Role, role_of, sections
-from dither.spec.optimizer import MASTERS, MOST_BLOCK, MOST_NORM, Update
+from dither.spec.modes import MOST_NORM
+from dither.spec.optimizer import MASTERS, MOST_BLOCK, Update
 from dither.spec.random import Stream
 
 NONFINITE = ("raise", "skip", "unchecked")

@@ -1,4 +1,4 @@
-"""Training in a mode of `dither.spec.modes`: a model with its optimizer, autocast, gradients and loss scaling."""
+"""A model with the optimizer, autocast, gradients and loss scaling of a mode (see `dither.spec.modes`)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -102,6 +102,17 @@ def _long(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in SHORT else value
 
 
+def parameter_dtype(mode: Mode) -> torch.dtype:
+    """Return the dtype of the parameters of a mode."""
+    assert mode.plan.parameters is not None
+    return storage_dtype(TABLE[mode.plan.parameters])
+
+
+def autocast_dtype(mode: Mode) -> torch.dtype | None:
+    """Return the autocast dtype of products in a mode, or None if it is that of the parameters."""
+    return None if mode.plan.compute == mode.plan.parameters else storage_dtype(TABLE[mode.plan.compute])
+
+
 BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
 """The optimizer's defaults in `training`: the usual choice for language models."""
 
@@ -137,7 +148,7 @@ class Training:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Return the context manager for the forward pass and the loss."""
-        autocast = None if self.mode.autocast is None else storage_dtype(TABLE[self.mode.autocast])
+        autocast = autocast_dtype(self.mode)
         with self._products(), torch.autocast(self.device.type, autocast, enabled=autocast is not None):
             yield
 
@@ -156,7 +167,8 @@ class Training:
 
         On other devices, and if a module is compiled, the context does nothing.
         """
-        if self.device.type != "cpu" or {self.mode.parameters, self.mode.autocast} <= {"fp32", None}:
+        short = parameter_dtype(self.mode) in SHORT or autocast_dtype(self.mode) in SHORT
+        if self.device.type != "cpu" or not short:
             return nullcontext()
         compiled = any(module._compiled_call_impl is not None for module in self.model.modules())
         return nullcontext() if compiled else Float32Products()
@@ -228,7 +240,7 @@ def training(
     if first is None:
         raise UserError(f"{type(model).__name__} has no parameters to train.")
     bitwidths = {id(bitwidth) for bitwidth in sampling_parameters(model)}  # these stay float32
-    cast_parameters(model, storage_dtype(TABLE[chosen.parameters]), all_norms=chosen.plan.master, skip=bitwidths)
+    cast_parameters(model, parameter_dtype(chosen), all_norms=chosen.plan.master, skip=bitwidths)
     settings: dict[str, Any] = {"weights": chosen.weights, "states": chosen.states, "master": chosen.master}
     others = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in bitwidths]
     params = [{"params": others}, *bitwidth_groups(model)] if groups is None else [dict(group) for group in groups]

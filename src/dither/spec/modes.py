@@ -1,4 +1,4 @@
-"""Training modes by name: the dtypes of parameters, products and gradients, and the optimizer's rounding and states.
+"""Training modes by name: the formats of parameters, products and gradients, and the optimizer's rounding and states.
 
 The paper on stochastic rounding compares four of them: o1 (float32 parameters, autocast), o2 (bfloat16 parameters with
 float32 master weights, norms and gradients), bf16-rn (bfloat16, rounded to nearest) and bf16-sr (bfloat16, rounded
@@ -6,7 +6,9 @@ stochastically). A mode is not a recipe: the recipe `bf16` is the mode o1, the r
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from dither.errors import UserError
 from dither.spec.formats import TABLE
@@ -15,6 +17,9 @@ from dither.spec.recipes import recipe
 
 GRADIENTS = ("fp32", "bf16", "bf16-sr")
 """Kinds of gradients: float32, bfloat16 with sums rounded to nearest, or bfloat16 with sums rounded stochastically."""
+
+MOST_NORM = TABLE["fp32"].max
+"""The largest valid `max_norm`: norms are float32."""
 
 
 @dataclass(frozen=True)
@@ -41,30 +46,21 @@ class Mode:
         """Return the recipe's plan."""
         return recipe(self.recipe)
 
-    @property
-    def parameters(self) -> str:
-        """Return the format of the parameters."""
-        assert self.plan.parameters is not None
-        return self.plan.parameters
 
-    @property
-    def autocast(self) -> str | None:
-        """Return the format of products under autocast, or None if it is that of the parameters."""
-        return None if self.plan.compute == self.plan.parameters else self.plan.compute
-
-
-MODES = {
-    "fp32": Mode("fp32"),
-    "o1": Mode("bf16"),
-    "o2": Mode("bf16-o2"),
-    "o2-split": Mode("bf16-o2", split="split"),
-    "bf16-rn": Mode("bf16-pure", states="bf16", gradients="bf16"),
-    "bf16-sr": Mode("bf16-pure", weights="stochastic", states="bf16", gradients="bf16"),
-    "bf16-kahan": Mode("bf16-pure", weights="kahan", states="bf16", gradients="bf16"),
-    "bf16-24": Mode("bf16-pure", states="bf16", gradients="bf16", split="split24"),
-    "fp16": Mode("fp16"),
-    "fp16-o2": Mode("fp16-o2"),
-}
+MODES: Mapping[str, Mode] = MappingProxyType(
+    {
+        "fp32": Mode("fp32"),
+        "o1": Mode("bf16"),
+        "o2": Mode("bf16-o2"),
+        "o2-split": Mode("bf16-o2", split="split"),
+        "bf16-rn": Mode("bf16-pure", states="bf16", gradients="bf16"),
+        "bf16-sr": Mode("bf16-pure", weights="stochastic", states="bf16", gradients="bf16"),
+        "bf16-kahan": Mode("bf16-pure", weights="kahan", states="bf16", gradients="bf16"),
+        "bf16-24": Mode("bf16-pure", states="bf16", gradients="bf16", split="split24"),
+        "fp16": Mode("fp16"),
+        "fp16-o2": Mode("fp16-o2"),
+    }
+)
 """Modes by name."""
 
 

@@ -11,9 +11,6 @@ from dither.errors import UserError
 from dither.spec.checks import did_you_mean
 from dither.spec.formats import TABLE, Format
 
-MOST_NORM = TABLE["fp32"].max
-"""The largest valid `max_norm`: norms are float32."""
-
 BITS = 16
 """Random bits per stochastic rounding of a weight or state: float32 has 16 more mantissa bits than bfloat16."""
 

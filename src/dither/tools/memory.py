@@ -13,7 +13,7 @@ from typing import Any, Literal
 from dither.errors import UserError
 from dither.files import Refused, from_json, read
 from dither.models import PRESETS, parameter_count
-from dither.models.presets import Config
+from dither.models.sizes import ModelConfig
 from dither.parallel.layout import Layout
 from dither.spec import SWIGLU_CAST, Cast, LayerPrecision, MemoryOptions, did_you_mean
 from dither.spec.engines import container
@@ -457,7 +457,7 @@ NAMES = {
 """Names of each size in Hugging Face configs."""
 
 
-def shape_of(config: Config | Mapping[str, Any]) -> Shape:
+def shape_of(config: ModelConfig | Mapping[str, Any]) -> Shape:
     """Return the sizes of one of dither's configs, or of a Hugging Face config as a dictionary.
 
     >>> from dither.models import PRESETS

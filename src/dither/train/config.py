@@ -20,8 +20,7 @@ from dither.models import PRESETS
 from dither.snip import options
 from dither.snip.settings import Estimator, Goal, Schedule, check_budget, check_weights, pins
 from dither.spec import Sampling, did_you_mean
-from dither.spec.modes import MODES, LossScaling
-from dither.spec.optimizer import MOST_NORM
+from dither.spec.modes import MODES, MOST_NORM, LossScaling
 from dither.train.fields import check_at_least, check_choice, check_seed, check_types, check_within, hints, sentences, type_name
 from dither.train.guard import Policy
 from dither.train.lora_settings import Lora as Lora

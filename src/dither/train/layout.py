@@ -20,10 +20,9 @@ from dither.errors import UserError
 from dither.nn.bitwidths import sampling_parameters
 from dither.nn.norms import cast_parameters
 from dither.optim import MODES, Training
+from dither.optim.training import parameter_dtype
 from dither.parallel import Layout, parallelize
 from dither.parallel.apply import recompute_blocks
-from dither.spec.formats import TABLE
-from dither.spec.groups import storage_dtype
 from dither.train.config import Config
 from dither.train.ranks import Ranks
 
@@ -138,7 +137,7 @@ class RankLayout:
             self.layout.check(model)
         mode = MODES[config.precision.mode]
         skip = {id(bitwidth) for bitwidth in sampling_parameters(model)}
-        cast_parameters(model, storage_dtype(TABLE[mode.parameters]), all_norms=mode.plan.master, skip=skip)
+        cast_parameters(model, parameter_dtype(mode), all_norms=mode.plan.master, skip=skip)
         for part in stages or [model]:
             parallelize(
                 part,
@@ -197,12 +196,12 @@ def check_mode(config: Config) -> None:
             "use a bfloat16 mode or fp32, or dp_replicate alone."
         )
     kind = precision.gradients or mode.gradients
-    if kind != mode.parameters:
-        dtype = str(storage_dtype(TABLE[mode.parameters])).removeprefix("torch.")
+    dtype = torch.float32 if kind == "fp32" else torch.bfloat16
+    if kind == "bf16-sr" or dtype != parameter_dtype(mode):
         raise UserError(
             f"precision.mode={precision.mode!r} with precision.gradients={kind!r} keeps gradients in another form than "
-            f"{dtype} parameters, and a model that is sharded by [parallel] has those of its parameters: "
-            "use the mode o1, fp32, bf16-rn, bf16-sr or bf16-kahan with its own gradients."
+            f"{str(parameter_dtype(mode)).removeprefix('torch.')} parameters, and a model that is sharded by [parallel] has "
+            "those of its parameters: use the mode o1, fp32, bf16-rn, bf16-sr or bf16-kahan with its own gradients."
         )
 
 

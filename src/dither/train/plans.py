@@ -13,12 +13,13 @@ from dither import files
 from dither.errors import UserError
 from dither.nn.compile import block_variants
 from dither.nn.convert import Conversion, apply_plan, plan_of_stage, prepare_plans
-from dither.nn.plan_schedule import PlanSchedule, split_forward
+from dither.nn.plan_schedule import PlanSchedule
 from dither.snip import Snip, Times
 from dither.snip.fp8_auto import RECIPES, candidates_of, choice_table, choose_by_time, layer_shapes, plan_of, times_of
 from dither.snip.savings import Shape, choice_record
 from dither.spec import Plan
 from dither.spec.recipes import MEASURED, recipe
+from dither.spec.schedule import split_forward
 from dither.train.config import Config
 from dither.train.files import PLANS
 from dither.train.ranks import Ranks, everywhere
