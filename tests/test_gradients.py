@@ -17,6 +17,7 @@ from dither.models import GPT2, GPT2Config
 from dither.nn.norms import cast_parameters
 from dither.optim import GRADIENTS, MODES, AdamW, LossScaler, LossScaling, NonFiniteError, Role, release_gradients, training
 from dither.optim.released import unit_of
+from dither.optim.training import parameter_dtype
 from dither.snip import Goal, Snip
 from dither.tools.arms import precision_of
 
@@ -139,7 +140,7 @@ def test_every_mode_trains_with_every_type_of_gradients(mode: str, kind: str) ->
         net = nn.Sequential(nn.Linear(6, 12), nn.LayerNorm(12), nn.Linear(12, 3))
         return training(net, mode, lr=3e-2, weight_decay=0.0, max_norm=1.0, gradients=kind)
 
-    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(5)).to(MODES[mode].parameters)
+    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(5)).to(parameter_dtype(MODES[mode]))
 
     def step(run: dither.optim.Training) -> float:
         total = 0.0

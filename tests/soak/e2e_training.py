@@ -415,7 +415,7 @@ def perturb(model: nn.Module, combination: Combination, seed: int) -> None:
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         moved = parameter * (1 + unit(combination) * noise)
-        if MODES[combination.mode].parameters == torch.bfloat16:
+        if MODES[combination.mode].plan.parameters == "bf16":
             bits = torch.randint(1 << 16, moved.shape, generator=generator, dtype=torch.int32)
             moved = ((moved.view(torch.int32) + bits) & ~0xFFFF).view(torch.float32)
         parameter.copy_(moved)
