@@ -14,7 +14,7 @@ from worlds import in_processes, needs_gloo, spread
 
 from dither import UserError
 from dither.nn import Linear, bitwidth_loss, convert, sampling_parameters, step_context
-from dither.nn.convert import apply_plan
+from dither.nn.convert import Conversion
 from dither.spec import BitwidthLoss, LayerPrecision, Plan, Sampling
 
 pytestmark = needs_gloo
@@ -78,7 +78,7 @@ def check_fully_sharded() -> None:
         assert_same(whole, cut, options)
         assert torch.equal(cut.up.bitwidths(), whole.up.bitwidths())
         with pytest.raises(UserError, match="'up' is sharded already"):
-            apply_plan(cut, Plan(default=LayerPrecision(sampling=Sampling(block=16))))
+            Conversion.of(cut).switch(Plan(default=LayerPrecision(sampling=Sampling(block=16))))
 
 
 def check_tensor_parallel() -> None:

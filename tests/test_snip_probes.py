@@ -151,7 +151,7 @@ def test_measured_scores_are_what_happens():
 
     def next_weights(plan: Plan) -> tuple[float, nn.Module]:
         other = copy.deepcopy(model)
-        dither.apply_plan(other, plan)
+        dither.Conversion.of(other).switch(plan)
         plain = torch.optim.AdamW(other.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
         for p, q in zip(model.parameters(), other.parameters(), strict=True):
             state = optimizer.state[p]

@@ -119,7 +119,9 @@ def plan(
     snip = {"probe": found.probe, "power": power, **weights_said(loss_weight, update_weight)}
     ways: dict[str, dict[str, Any]] = {"snip": snip, "random": {"seed": seed}}
     said = ways.get(method, {})
-    chosen = plan_of(found.layers, given, solution, opened.job.plan, method=method, step=found.step, **said, **goal.provenance)
+    chosen = plan_of(
+        found.layers, given, solution, opened.job.conversion.plan, method=method, step=found.step, **said, **goal.provenance
+    )
     _write(output, chosen.to_json())
     _write(scores, found.to_json() + "\n")
     print(picture(chosen))

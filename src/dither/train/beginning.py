@@ -95,7 +95,7 @@ class RunBeginning(RunRecorder):
             Status.reserve(self.folder)
             stack.callback((self.folder / Status.RESERVE).unlink, missing_ok=True)
             if resumed is None:
-                write_file(self.folder / PLAN, trainer.plan.to_json().encode())
+                write_file(self.folder / PLAN, trainer.conversion.plan.to_json().encode())
                 if trainer.sources:
                     write_file(self.folder / PLANS, plans_file(trainer.sources))
                 if (origin := trainer.base or origin_of(self.config.model)) is not None:
@@ -120,7 +120,7 @@ class RunBeginning(RunRecorder):
                 self.metrics.listeners.append(self.progress.show)
             self.write("start", resumed_from=resumed)
             if resumed is None:
-                self.write("plan", plan=trainer.plan.to_dict(), reason="the run begins")
+                self.write("plan", plan=trainer.conversion.plan.to_dict(), reason="the run begins")
         self.status("running")
         if resumed is None and self.config.guard.spike == "rollback":
             self.save()  # so that there is always a checkpoint to roll back to

@@ -6,11 +6,11 @@ from types import MappingProxyType
 from typing import Literal
 
 from dither.errors import UserError
-from dither.nn.plan_schedule import beginnings, check_name, is_file, split_forward
 from dither.optim import GRADIENTS, MODES
 from dither.spec import MemoryOptions, Plan, Sampling
 from dither.spec.optimizer import BLOCKS, current_mode
 from dither.spec.recipes import ALIASES, MEASURED, RECIPES, recipe, recipe_name
+from dither.spec.schedule import beginnings, check_name, is_file, split_forward
 from dither.train.fields import check_choice, check_types
 
 

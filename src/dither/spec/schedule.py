@@ -6,12 +6,9 @@ from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field, replace
 from typing import Literal
 
-from torch import nn
-
 from dither.errors import UserError
-from dither.nn.convert import Conversion, apply_plan, converted_names, planned_otherwise, prepare_plans
-from dither.spec import SAMPLINGS, LayerPrecision, Plan, did_you_mean
-from dither.spec.plan import with_forward_casts
+from dither.spec.checks import did_you_mean
+from dither.spec.plan import Plan, with_forward_casts
 from dither.spec.recipes import ALIASES, MEASURED, RECIPES, recipe
 
 FORWARD = "forward"
@@ -96,33 +93,6 @@ class PlanSchedule:
         """Return the entry that begins at a step after the first, or None."""
         return next((change for change in self.changes[1:] if change.step == step), None)
 
-    def prepare(self, model: nn.Module, own: Callable[[Plan], Plan] = lambda plan: plan) -> None:
-        """Prepare a converted model for all plans of the schedule, as `dither.prepare_plans` does.
-
-        A plan that the model or its device cannot run is an error that names the entry and the layer. `own` returns the part of
-        a plan that concerns the model, if it is a stage of a pipeline.
-        """
-        for change in self.changes:
-            try:
-                check_samplings(model, self.changes[0].plan, change.plan)
-                prepare_plans(model, [own(change.plan)])
-            except UserError as error:
-                raise UserError(f"The schedule's entry {change.text!r} at step {change.step}: {error}") from None
-
-    def before_step(self, model: nn.Module, step: int) -> Conversion | None:
-        """Apply the plan of a step to a converted model, unless the model has it already.
-
-        Call it before every step, outside of `step_context`. After a resume it applies the plan of the resumed step.
-
-        Returns:
-            The record of `dither.apply_plan`, or None if the plan was in force.
-        """
-        plan = self.at(step)
-        if not planned_otherwise(model, plan):
-            return None
-        check_samplings(model, self.changes[0].plan, plan)
-        return apply_plan(model, plan)
-
 
 def beginnings(given: list[int | float], steps: int | None) -> list[int]:
     """Return the first step of each entry; raise unless they begin at 0, ascend, and lie within `steps`.
@@ -188,23 +158,6 @@ def plan_named(name: str) -> Plan:
     """Return the plan of a recipe or of a file."""
     check_name(name)
     return Plan.load(name) if is_file(name) else recipe(name)
-
-
-def check_samplings(model: nn.Module, first: Plan, later: Plan) -> None:
-    """Raise if a later plan samples a layer that the first does not: its bitwidths would not be parameters of the optimizer."""
-
-    def block(precision: LayerPrecision | None, kind: str) -> int | None:
-        sampling = None if precision is None else getattr(precision, kind)
-        return None if sampling is None else int(sampling.block)
-
-    for name in converted_names(model):
-        for kind in SAMPLINGS:
-            before, after = (block(plan.for_layer(name), kind) for plan in (first, later))
-            if after is not None and after != before:
-                raise UserError(
-                    f"The plan has a {kind} of the layer {name!r} that the first plan does not have, and the optimizer does "
-                    "not know its bitwidths: give the first plan the same sampling."
-                )
 
 
 def _later(changes: list[PlanChange], source: Plan, forward: bool, text: str, *, own_compute: bool) -> Plan:
