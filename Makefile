@@ -4,15 +4,18 @@ PYTHON ?= python3
 VENV := .venv
 JOBS ?= 1
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, (os.cpu_count() or 1) + 1))')
-INSTALLED := $(VENV)/.installed
+PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check
+PACKAGE := $(VENV)/.package
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-exhaustive e2e check docs soak fuzz gpu-test gpu-e2e
+.PHONY: help demo test test-integrations test-kernels test-exhaustive e2e check docs soak fuzz gpu-test gpu-e2e
 
 help:
 	@echo 'make demo      set up $(VENV) and train a tiny model on real text, in minutes on two CPU cores, with a report'
 	@echo 'make test      set up $(VENV) and run the tests'
-	@echo 'make test-exhaustive  the sweeps over every combination, which make test samples'
+	@echo 'make test-integrations  with other packages: transformers, accelerate, trl, lightning, torchtitan, lm-eval, trackers, a browser'
+	@echo 'make test-kernels       compile every kernel for an H200, without a GPU'
+	@echo 'make test-exhaustive    the sweeps over every combination, which make test samples'
 	@echo 'make e2e       all methods together in tiny runs on a CPU: resumed bits, losses, refusals, a table (E2E="--only 3": one)'
 	@echo 'make check     ruff and mypy'
 	@echo 'make docs      build the documentation site into site/, strictly and without a network'
@@ -22,48 +25,59 @@ help:
 	@echo 'make gpu-e2e   all methods together on a GPU, compared with the CPU: a table, in eight minutes with JOBS=16'
 
 # A folder of its own each time: a demo shows training, and no run is ever overwritten.
-demo: $(INSTALLED)
+demo: $(PACKAGE)
 	out=runs/demo-$$(date +%Y%m%d-%H%M%S) && $(VENV)/bin/dither train --out $$out && $(VENV)/bin/dither report $$out
 
 # One process per core and one more, since tests also wait for processes of their own; each with one thread, or they would fight
-# over the cores. The goal is eight minutes on two idle cores. tests/expensive.py names cases that are left to test-exhaustive.
+# over the cores. The goal is eight minutes on two idle cores; cases marked `exhaustive` are left to test-exhaustive.
 # PYTHONDONTWRITEBYTECODE is emptied: without bytecode on disk, each process would spend 15 seconds on pytest's rewritten asserts.
-# With --complete no test is skipped silently: tests/conftest.py lists what may be missing, and why.
-test: $(INSTALLED)
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal --durations=15 --complete
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
-test-exhaustive: $(INSTALLED)
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= DITHER_EXHAUSTIVE=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m exhaustive
+test: $(PACKAGE)-test
+	$(PYTEST) --durations=15 --ignore=tests/integrations --ignore=tests/kernels
+
+test-integrations: $(PACKAGE)-test-integrations
+	$(PYTEST) --durations=15 tests/integrations
+
+test-kernels: $(PACKAGE)-test
+	$(VENV)/bin/python -m pytest tests/kernels
+
+test-exhaustive: $(PACKAGE)-test-integrations
+	DITHER_EXHAUSTIVE=1 $(PYTEST) -m exhaustive
 
 # Compiled blocks take minutes on a CPU, and longer where its 16-bit products are slow.
-e2e: $(INSTALLED)
-	$(VENV)/bin/python tests/e2e.py --device cpu --steps 8 --jobs $(JOBS) --timeout 3000 --minutes 600 $(E2E)
+e2e: $(PACKAGE)-test
+	$(VENV)/bin/python tests/soak/e2e.py --device cpu --steps 8 --jobs $(JOBS) --timeout 3000 --minutes 600 $(E2E)
 
-check: $(INSTALLED)
+check: $(PACKAGE)-test-integrations $(PACKAGE)-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-docs: $(INSTALLED)
+docs: $(PACKAGE)-docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 	! grep -rE '<(script|link|img)[^>]* (src|href)="?https?://' --include='*.html' site  # nothing is loaded from elsewhere
 
-soak: $(INSTALLED)
-	$(VENV)/bin/python tests/soak.py $(SOAK)
+soak: $(PACKAGE)-test
+	$(VENV)/bin/python tests/soak/soak.py $(SOAK)
 
-fuzz: $(INSTALLED)
-	$(VENV)/bin/python tests/fuzz.py $(FUZZ)
+fuzz: $(PACKAGE)-test
+	$(VENV)/bin/python tests/soak/fuzz.py $(FUZZ)
 
 gpu-test:
 	seq $(JOBS) | PYTHONPATH=src xargs -P $(JOBS) -I{} env OMP_NUM_THREADS=1 DITHER_SHARE={}/$(JOBS) $(PYTHON) -m pytest -q -m gpu tests/gpu
 
 gpu-e2e:
-	PYTHONPATH=src $(PYTHON) tests/e2e.py --device cuda --jobs $(JOBS) --minutes 8 $(E2E)
+	PYTHONPATH=src $(PYTHON) tests/soak/e2e.py --device cuda --jobs $(JOBS) --minutes 8 $(E2E)
 
-# torch comes first and by its exact version, the one that is tested; the second line then keeps it. The stamp is written
-# last, so that an interrupted installation starts again.
-$(INSTALLED): pyproject.toml
+# torch comes first and by its exact version, the one that is tested; the second line then keeps it. A stamp is written last,
+# so that an interrupted installation starts again. `make demo` needs the package alone; $(PACKAGE)-EXTRA adds an extra to it.
+$(PACKAGE): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --disable-pip-version-check torch==2.13.0
-	$(VENV)/bin/python -m pip install --disable-pip-version-check -e '.[test,dev,docs]'
+	$(PIP) torch==2.13.0
+	$(PIP) -e .
+	touch $@
+
+$(PACKAGE)-%: $(PACKAGE)
+	$(PIP) -e '.[$*]'
 	touch $@

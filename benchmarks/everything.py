@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from dither.train import config, loop
-from dither.train.metrics import Progress
+from dither.train.records import Progress
 
 ARMS = ("o1", "everything")
 LEFT = 0.01

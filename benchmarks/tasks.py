@@ -188,7 +188,7 @@ def answer(arguments: argparse.Namespace) -> None:
 
     from dither.evaluate import TaskScore, log_likelihoods
     from dither.train import config, evaluation, loop
-    from dither.train.metrics import Progress
+    from dither.train.records import Progress
 
     with np.load(arguments.requests) as file:
         stored = {name: file[name] for name in ("tokens", "lengths")}

@@ -18,8 +18,8 @@ CASES = {
     "[fp32, fp8-block, dynamic8 states, inputs, snip, eager, x3, huggingface]": 8,
     "test_e2e.py::test_bounds_contain_one_more_perturbed_run_and_not_another_recipe": 4,
     "test_hub.py::test_a_wrapped_model_is_converted_compiled_trained_and_saved": 5,
-    "test_integrations_transformers.py::test_a_resumed_run_with_everything_on_is_the_straight_run[callback]": 7,
-    "test_integrations_transformers.py::test_optimizer_cls_and_kwargs_with_stochastic_rounding[False]": 4,
+    "test_transformers.py::test_a_resumed_run_with_everything_on_is_the_straight_run[callback]": 7,
+    "test_transformers.py::test_optimizer_cls_and_kwargs_with_stochastic_rounding[False]": 4,
     "test_linear.py::test_blocks_compiled_one_by_one": 3,
     "test_linear.py::test_inductor": 5,
     "test_loop.py::test_released_gradients_change_no_bit": 3,
@@ -183,7 +183,7 @@ COVERED = {
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark these cases as exhaustive. A name that a collected file no longer has is an error."""
-    ours = {item.nodeid.rpartition("tests/")[2]: item for item in items}
+    ours = {f"{item.path.name}::{item.nodeid.partition('::')[2]}": item for item in items}
     if EVERYTHING:
         for item in items:
             if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):

@@ -122,7 +122,6 @@ def config(text: Path, out: Path, *more: str) -> Config:
     return config_of(text, out, small, "run.eval_sequences=2", "run.device=cpu", more)
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize(
     "plans", ["precision.recipe=fp8-auto", "precision.schedule=[[0, 'fp4-block'], [3, 'fp8-auto']]"], ids=["recipe", "schedule"]
 )

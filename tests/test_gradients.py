@@ -20,7 +20,6 @@ from dither.tools.arms import precision_of
 from dither.tools.memory import Setting
 from dither.train.config import Precision
 
-pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # torch's, on processors without bfloat16
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-sr": torch.bfloat16}
 
 

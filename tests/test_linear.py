@@ -62,7 +62,6 @@ PRECISIONS = {
 }
 DELAYED = ("e4m3 tensor delayed(4)", "e4m3 tensor delayed(4)", "e5m2 tensor delayed(4)")
 SIZES = [(21, 40, 24), (130, 144, 160)]
-SLOW_BF16 = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 """torch says so where a CPU has no instructions for bfloat16."""
 SEED, NAME, STEP, ROW = 3, "layers.0.up", 7, 1000
 
@@ -221,7 +220,6 @@ def test_no_tokens_give_no_gradient(name: str) -> None:
     assert not db.any()
 
 
-@SLOW_BF16
 def test_without_casts_the_layer_is_nn_linear_bit_for_bit() -> None:
     x, w, b, dy = data(*SIZES[1])
     layer, plain = layer_of(LayerPrecision(), w, b), nn.Linear(*w.shape[::-1])
@@ -234,7 +232,6 @@ def test_without_casts_the_layer_is_nn_linear_bit_for_bit() -> None:
         assert same(run(layer, x, dy), run(plain, x, dy))
 
 
-@SLOW_BF16
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)])
 def test_autocast_decides_the_dtype_of_input_and_result_and_of_what_is_not_cast(dtype: torch.dtype, rounding: float) -> None:
     x, w, b, dy = data(*SIZES[0])
@@ -255,7 +252,6 @@ def test_autocast_decides_the_dtype_of_input_and_result_and_of_what_is_not_cast(
         assert bool(((found.double() - wanted).abs() <= rounding * wanted.abs() + 2.0**-16 * (a.abs() @ c.abs().T)).all())
 
 
-@SLOW_BF16
 @pytest.mark.parametrize(
     ("kind", "name"),
     [("linear", "fp8-delayed"), *itertools.product(("linear", "frozen", "output loss"), ("fp8-current", "fp8-block"))],
@@ -642,7 +638,6 @@ def test_checkpointing_computes_the_same_bits_again(name: str, reentrant: bool) 
     assert same(train(plain, plain, 3, 2), train(saved, call, 3, 2))
 
 
-@SLOW_BF16
 @pytest.mark.parametrize(("name", "share"), [("fp8-block", 0.52), ("fp8-row", 0.52), ("fp4-block", 0.27), ("mxfp4", 0.27)])
 def test_what_waits_for_backward_is_quantized(name: str, share: float) -> None:
     """One byte an element (half a byte in FP4) and scales, where nn.Linear keeps the bfloat16 input and weight."""

@@ -23,7 +23,7 @@ from dither.optim.roles import Role
 from dither.spec import Cast, Sampling
 from dither.train import Config, train
 from dither.train import config as configs
-from dither.train.metrics import Progress
+from dither.train.records import Progress
 
 FP8 = Plan(default=LayerPrecision.of("e4m3 tile(8)", "e4m3 block(8)", "e5m2 tile(8)"))
 

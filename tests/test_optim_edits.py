@@ -91,16 +91,16 @@ def test_batches_are_kept_while_nothing_changes(make: Any) -> None:
     params = parameters(torch.bfloat16)
     optimizer = make(params.items(), lr=1e-2)
     train(params.values(), optimizer, range(1))
-    held = optimizer._arranged[""]
+    held = optimizer._batches.arranged[""]
     optimizer.param_groups[0].update(lr=1e-3, betas=(0.8, 0.9))
     optimizer.state[params["bias"]]["exp_avg"].zero_()
     params["bias"].data.zero_()
     optimizer.state_dict()
     train(params.values(), optimizer, range(1, 3))
-    assert optimizer._arranged[""] is held
+    assert optimizer._batches.arranged[""] is held
     optimizer.state[params["bias"]]["exp_avg"] = torch.zeros_like(optimizer.state[params["bias"]]["exp_avg"])
     train(params.values(), optimizer, range(3, 4))
-    assert optimizer._arranged[""] is not held
+    assert optimizer._batches.arranged[""] is not held
 
 
 # Parameters -----------------------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def test_options_that_change_take_effect(first: dict[str, Any], then: dict[str, 
     params = parameters(torch.bfloat16)
     optimizer = AdamW(params.items(), lr=1e-2, **first)
     train(params.values(), optimizer, range(3))
-    moments = {slot.name: optimizer._moments(slot) for slot in optimizer._stored_slots()}
+    moments = {name: optimizer.moments(p) for name, p in params.items()}
     extras = {
         name: {k: optimizer.state[p][k] for k in ("master", "remainder") if k in optimizer.state[p]}
         for name, p in params.items()
@@ -221,8 +221,8 @@ def test_options_that_change_take_effect(first: dict[str, Any], then: dict[str, 
     optimizer.param_groups[0].update(then)
     saved = optimizer.state_dict()
     for name, p in others.items():
-        step, m, v = moments[name]
-        fresh.state[p] = {"step": step.clone(), "exp_avg": m.clone(), "exp_avg_sq": v.clone(), **extras[name]}
+        old = moments[name]
+        fresh.state[p] = {"step": old.step.clone(), "exp_avg": old.m.clone(), "exp_avg_sq": old.v.clone(), **extras[name]}
     third = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
     again = AdamW(third.items(), **{"lr": 1.0, **first, **then})
     again.load_state_dict(saved)
@@ -350,7 +350,7 @@ def test_a_resumed_run_has_the_names_that_it_had() -> None:
     other = AdamW(net.parameters(), lr=1e-2)
     other.load_state_dict(named.state_dict())
     assert other.param_groups[0]["param_names"] == ["weight", "bias"]
-    assert [slot.name for slot in other._slots_of(0, 0)] == ["weight", "bias"]
+    assert [member.name for member in other.members()] == ["weight", "bias"]
 
 
 def test_adam_mini_takes_names() -> None:

@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from test_torch_optim import MAKERS, every, parameters, same, train
+from test_torch_optim import MAKERS, every, parameters, train
 from torch import Tensor, nn
 
-import dither
 from dither import UserError
-from dither.checkpoint.state import pack, unpack
 from dither.optim import AdamMini, AdamW, AdamW8bit, Role, bitsandbytes_state_dict, torch_state_dict
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -72,18 +70,19 @@ def test_every_format_takes_a_state_of_torch(make: Any) -> None:
     ours = make(params.items(), master="fp32")
     ours.load_state_dict(theirs.state_dict())
     params["matrix"].data.mul_(2)
-    for slot in ours._stored_slots():
-        step, m, v = ours._moments(slot)
-        expected = theirs.state[slot.parameter]
-        assert int(step) == 3
-        bound = {"bf16": 2**-8, "fp32": 0.0}.get(slot.update.states, 0.04) * expected["exp_avg"].float().abs().max()
-        assert (m - expected["exp_avg"].float()).abs().max() <= bound
+    ours.state_dict()  # brings states to their formats
+    for member in ours.members():
+        moments = ours.moments(member.parameter)
+        expected = theirs.state[member.parameter]
+        assert int(moments.step) == 3
+        bound = {"bf16": 2**-8, "fp32": 0.0}.get(member.update.states, 0.04) * expected["exp_avg"].float().abs().max()
+        assert (moments.m - expected["exp_avg"].float()).abs().max() <= bound
         second = expected["exp_avg_sq"].float()
         if make is MAKERS["mini"]:
-            torch.testing.assert_close(v, second.mean().expand_as(v))
+            torch.testing.assert_close(moments.v, second.mean().expand_as(moments.v))
         else:
-            assert (v - second).abs().max() <= 0.04 * second.abs().max()
-        assert torch.equal(ours.state[slot.parameter]["master"].view(slot.parameter.shape), slot.parameter.float())
+            assert (moments.v - second).abs().max() <= 0.04 * second.abs().max()
+        assert torch.equal(ours.state[member.parameter]["master"].view(member.parameter.shape), member.parameter.float())
     train(params.values(), ours, range(3, 4))
 
 
@@ -98,13 +97,14 @@ def test_every_format_goes_back_to_torch(make: Any) -> None:
     assert theirs.param_groups[0]["betas"] == (0.9, 0.999)
     again = make(params.items())
     again.load_state_dict(saved)
-    for slot, other in zip(ours._stored_slots(), again._stored_slots(), strict=True):
-        if slot.update.in_blocks:  # but for a block's largest number if it is negative: the map has 1, and no -1
-            for expected, found in zip(ours._moments(slot)[1:], again._moments(other)[1:], strict=True):
+    for member in ours.members():
+        if member.update.in_blocks:  # but for a block's largest number if it is negative: the map has 1, and no -1
+            before, after = ours.moments(member.parameter), again.moments(member.parameter)
+            for expected, found in ((before.m, after.m), (before.v, after.v)):
                 assert (found - expected).abs().max() <= STEP / 2 * 1.001 * expected.abs().max()
             continue
-        for key, value in ours.state[slot.parameter].items():
-            assert torch.equal(again.state[slot.parameter][key], value), key  # what a format holds it takes back as it was
+        for key, value in ours.state[member.parameter].items():
+            assert torch.equal(again.state[member.parameter][key], value), key  # what a format holds it takes back as it was
     train(params.values(), theirs, range(3, 4))
 
 
@@ -250,54 +250,3 @@ def test_states_of_bitsandbytes_that_are_refused() -> None:
     maximizing = AdamW(params.values(), maximize=True)
     with pytest.raises(UserError, match="no maximize=True"):
         bitsandbytes_state_dict(maximizing)
-
-
-# Earlier versions -----------------------------------------------------------------------------------------------------
-
-ROLES = {"0.weight": Role.rows_each(2), "0.bias": Role.whole(), "1.weight": Role.whole(), "1.bias": Role.whole()}
-
-
-@pytest.mark.parametrize("kind", ["stochastic", "kahan", "e4m3", "master", "mini"])
-def test_states_of_the_first_version_go_on(kind: str) -> None:
-    """Two steps on from a state that it saved are the two that it took, bit for bit."""
-    tensors, metadata = read("optimizer-states-1.safetensors")
-    groups = json.loads(metadata[kind])
-    mine = {name.removeprefix(f"{kind}/"): value for name, value in tensors.items() if name.startswith(f"{kind}/")}
-    net = nn.Sequential(nn.Linear(24, 4), nn.LayerNorm(4)).to(torch.bfloat16)
-    net.load_state_dict({name.removeprefix("before/"): value for name, value in mine.items() if name.startswith("before/")})
-    options = {key: groups[0][key] for key in ("weights", "states", "state_rounding", "block", "master")}
-    named = list(net.named_parameters())
-    split = [{"params": named[:1]}, {"params": named[1:]}]
-    optimizer = AdamMini(split, ROLES, max_norm=1.0, **options) if kind == "mini" else AdamW(split, max_norm=1.0, **options)
-    state: dict[int, dict[str, Tensor]] = {}
-    for name, value in mine.items():
-        if name.startswith("state/"):
-            _, index, key = name.split("/")
-            state.setdefault(int(index), {})[key] = value
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
-    assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
-    assert optimizer.param_groups[0]["kept"] == "custom"
-    for step in range(3, 5):
-        generator = torch.Generator().manual_seed(1000 + step)
-        for p in net.parameters():
-            p.grad = (torch.randint(-127, 128, p.shape, generator=generator) / 16).to(p.dtype)
-        optimizer.step()
-    for name, p in net.named_parameters():
-        assert torch.equal(p.detach(), mine[f"after/{name}"]), name
-
-
-def test_checkpoints_whose_groups_lack_newer_options() -> None:
-    net = nn.Linear(8, 4).bfloat16()
-    optimizer = dither.optim.AdamW(net.named_parameters(), lr=1e-2)
-    train(net.parameters(), optimizer, range(2))
-    tensors, plain = pack(net, optimizer, step=2)
-    tensors = {name: value.clone() for name, value in tensors.items()}
-    for group in plain["optimizer"]["groups"]:
-        del group["maximize"], group["min_8bit_size"]
-    other = nn.Linear(8, 4).bfloat16()
-    again = dither.optim.AdamW(other.named_parameters(), lr=0.5)
-    unpack(other, again, tensors, plain)
-    assert same([p.detach() for p in net.parameters()], [p.detach() for p in other.parameters()])
-    del plain["optimizer"]["groups"][0]["eps"]
-    with pytest.raises(UserError, match="eps=None"):
-        unpack(other, again, tensors, plain)

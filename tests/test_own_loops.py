@@ -41,7 +41,6 @@ PLANS = {
 }
 CHECKPOINTS = {"none": None, "non-reentrant": {"use_reentrant": False}, "reentrant": {"use_reentrant": True}}
 REMARKS = [
-    "ignore:mkldnn_matmul failed",
     "ignore:The .grad attribute of a Tensor that is not a leaf",  # Dynamo looks at it
     "ignore:.*use_reentrant parameter should be passed explicitly",
     "ignore:None of the inputs have requires_grad=True",

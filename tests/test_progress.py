@@ -23,7 +23,7 @@ from dither.report.watch import Follower
 from dither.tools.trials import Trial, _Running
 from dither.train.config import Config, override
 from dither.train.loop import train
-from dither.train.metrics import Progress
+from dither.train.records import Progress
 
 
 class Terminal:

@@ -20,7 +20,7 @@ from dither.run_lock import RunLock
 from dither.train import Status, agreement, ranks, train
 from dither.train import config as configs
 from dither.train.config import Config
-from dither.train.metrics import Metrics
+from dither.train.records import Metrics
 from dither.train.trainer import Trainer
 
 SMALL = ("data.sequence=8", "data.batch=2", "run.steps=2", "run.eval_every=0", "run.sample_every=0", "run.log_every=1")

@@ -32,7 +32,6 @@ from dither.spec import BitwidthLoss, LayerPrecision, Plan, Sampling, WeightDeca
 NAME, SEED, STEP, ROW = "layers.0.up", 3, 7, 1000
 EPSILON = 2.0**-24
 """Half a unit in the last place of float32, relative."""
-SLOW_BF16 = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 """torch says so where a CPU has no instructions for bfloat16."""
 
 GAUSS = Sampling()
@@ -356,7 +355,6 @@ def test_layers_that_differ_in_name_share_a_compiled_graph() -> None:
     assert count.frame_count == 1
 
 
-@SLOW_BF16
 def test_without_noise_a_sampled_layer_is_nn_linear_bit_for_bit() -> None:
     """float32 weights under autocast to bfloat16, and bfloat16 weights without it."""
     autocast = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
@@ -390,7 +388,6 @@ def test_without_noise_a_sampled_layer_is_nn_linear_bit_for_bit() -> None:
             assert not made.bitwidth.grad.any()
 
 
-@SLOW_BF16
 def test_autocast_samples_straight_into_its_type() -> None:
     """One rounding to bfloat16, inside a step and outside; the gradient arrives in float32."""
     made = layer(bias=False, compute="bf16")
@@ -708,7 +705,6 @@ def test_one_warning_names_all_layers_with_bitwidths_beyond_the_safe_range() -> 
         pass
 
 
-@SLOW_BF16
 def test_the_type_of_a_step_is_that_of_the_plan() -> None:
     made = layer()
     with (

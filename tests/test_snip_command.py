@@ -19,8 +19,8 @@ from dither.snip.planning import choice_of
 from dither.snip.statistics import Collector
 from dither.train import Config, train
 from dither.train import config as configs
-from dither.train.metrics import Progress
 from dither.train.ranks import joined
+from dither.train.records import Progress
 from dither.train.trainer import Trainer, _for_estimates, open_corpus
 
 LEVELS = "bf16,fp4"  # what is cast takes long on a CPU: most layers stay as they are

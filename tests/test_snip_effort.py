@@ -13,7 +13,7 @@ from torch import nn
 import dither
 from dither import Stream, UserError
 from dither.models import PRESETS, Llama
-from dither.optim.shards import Shard
+from dither.nn.sharded.geometry import Shard
 from dither.snip import Estimator, Goal, Schedule, Snip, options, score
 from dither.snip.dry_run import DryRun, SampledRows
 from dither.snip.effort import PASS, choose_effort

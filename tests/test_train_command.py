@@ -12,7 +12,7 @@ from dither.commands.train import resolve, summary
 from dither.train import config as configs
 from dither.train.config import Config, describe
 from dither.train.loop import Outcome
-from dither.train.metrics import Progress
+from dither.train.records import Progress
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from dither.errors import UserError
 from dither.nn.linear import Linear
 from dither.nn.norms import wide_parameters
 from dither.ops import ranks
-from dither.optim.groups import NEWER, PREVIOUS
-from dither.optim.states import States
+from dither.optim.adamw import AdamW
+from dither.optim.groups import PREVIOUS
 from dither.spec import Plan
 
 
@@ -263,7 +263,7 @@ def unpack(
     """Restore the state that `pack` returned into a model, optimizer and scaler that were built like the saved ones.
 
     Everything is checked first: a UserError names what does not fit, and no weight has changed then. If the plan changed during
-    training, apply the saved one, `plan_of(plain)`, with `dither.apply_plan` before.
+    training, apply the saved one, `plan_of(plain)`, with `Conversion.switch` before.
 
     The layout may be another one than that of the saved training: parameters may be DTensors, and the optimizer may have its
     parameters in another order if they have names.
@@ -397,7 +397,7 @@ def _check_layers(model: nn.Module, saved: Any, stage: bool) -> None:
                 theirs = saved[name].get(key) if isinstance(saved[name], dict) else saved[name]
                 raise UserError(
                     f"The {key} of the layer {name!r} was {theirs!r} when it was saved and is {value!r} now: "
-                    "convert the model as the saved one was, or bring it to the saved plan by dither.apply_plan."
+                    "convert the model as the saved one was, or bring it to the saved plan by conversion.switch."
                 )
 
 
@@ -467,7 +467,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, stored: Stored, saved: An
         if indices is None:
             raise UserError(f"Parameter group {number} of the checkpoint does not hold the parameters of the optimizer's.")
         for key, value in own.items():
-            if key in ("params", "param_names") or (key in (*NEWER, PREVIOUS) and key not in theirs):
+            if key in ("params", "param_names") or (key == PREVIOUS and key not in theirs):
                 continue
             if key not in theirs or (_kind(theirs[key]) != _kind(value) and None not in (theirs[key], value)):
                 raise UserError(
@@ -501,7 +501,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, stored: Stored, saved: An
         if found is not None:
             found.numbers |= numbers if isinstance(numbers, dict) else {"": numbers}
     # torch's own optimizers take dictionaries only.
-    lazy = isinstance(optimizer, States)
+    lazy = isinstance(optimizer, AdamW)
     return {"state": {index: each if lazy else dict(each) for index, each in state.items()}, "param_groups": groups}
 
 

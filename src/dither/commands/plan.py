@@ -38,7 +38,7 @@ from dither.spec.random import Stream
 from dither.train import config
 from dither.train.files import CHECKPOINTS, CONFIG, VERIFICATION
 from dither.train.ranks import joined
-from dither.train.recorder import write_file
+from dither.train.run_folder import write_file
 from dither.train.trainer import Trainer, open_corpus
 
 Probe = Literal["measure", "layer", "last", "direct"]

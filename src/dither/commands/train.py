@@ -23,7 +23,7 @@ from dither.train.config import Config, Model
 from dither.train.files import CONFIG, TOKENS
 from dither.train.loop import Outcome
 from dither.train.loop import train as run
-from dither.train.metrics import Progress, duration
+from dither.train.records import Progress, duration
 from dither.train.weights import checkpoint_of
 
 Words = tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]]

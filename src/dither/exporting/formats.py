@@ -1,7 +1,7 @@
 """Formats of exported weights as data: the cast of a weight, its tensors, and its entry in `quantization_config`.
 
 `fp8-block` is the format of DeepSeek's checkpoints (`quant_method` "fp8"). The others are those of compressed-tensors. Names,
-shapes and dtypes are the ones that transformers and vLLM look up; `tests/test_export_engines.py` holds them to both.
+shapes and dtypes are the ones that transformers and vLLM look up: `tests/integrations/test_export_engines.py`.
 """
 
 from collections.abc import Mapping

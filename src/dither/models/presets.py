@@ -17,8 +17,8 @@ from dither.models.causal import PlainLM
 from dither.models.gpt2 import GPT2, GPT2Config
 from dither.models.gpt_neo import GPTNeo, GPTNeoConfig
 from dither.models.llama import Llama, LlamaConfig
+from dither.nn.sharded.geometry import shards
 from dither.nn.sites import find_sites
-from dither.optim.shards import shards
 from dither.spec import did_you_mean
 from dither.spec.random import Stream
 

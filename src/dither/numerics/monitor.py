@@ -22,11 +22,9 @@ from dither.numerics import counts as numerics
 from dither.numerics.counts import COUNTS, EXPONENTS, UpdateCounts, required_factor, update_counts
 from dither.numerics.report import KEPT, OPERANDS, STAGNANT, LayerNumerics, LossScale, Operand, Report, WeightUpdate, percent
 from dither.ops.reference import scales as scaling
-from dither.ops.reference.adamw import FORMATS, wide_weight
+from dither.ops.reference.adamw import FORMATS
 from dither.optim.adamw import AdamW
-from dither.optim.states import EXTRA
 from dither.snip.statistics import cut_by_tensor_parallelism
-from dither.snip.update_rules import read_moments
 from dither.spec import Cast
 from dither.spec.formats import TABLE
 from dither.spec.groups import storage_dtype
@@ -257,19 +255,19 @@ def weight_and_update(
 
     For a sharded parameter, these are those of this rank's shard.
     """
-    state = optimizer.state[parameter]
-    found = read_moments(optimizer, parameter, group, number)
-    w = local(parameter.detach())
-    v = local(state["max_exp_avg_sq"]).float() if group.get("amsgrad") else found.v
-    rounding = "nearest"
-    if found.update is not None and found.update.master:
-        own = {key: local(state[key]) for key in (*EXTRA, "exp_avg_sq") if key in state}
-        w = as_stored(wide_weight(as_stored(w, found.transposed), own), found.transposed)
-    elif found.update is not None and w.dtype != torch.float32:
-        rounding = found.update.weights
+    state, w, rounding = optimizer.state[parameter], local(parameter.detach()), "nearest"
+    if isinstance(optimizer, AdamW):
+        moments, stored = optimizer.moments(parameter), optimizer.member(parameter).update
+        m, v = moments.m, moments.v
+        if stored.master:
+            w = optimizer.wide_weight(parameter)
+        elif w.dtype != torch.float32:
+            rounding = stored.weights
+    else:
+        m, v = (local(state[key]).float() for key in ("exp_avg", "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"))
     t, lr = (on_device(each, w.device) for each in (state["step"], group["lr"]))
     rest1, rest2 = (1 - torch.pow(beta, t) for beta in group["betas"])
-    update = (lr / rest1).float() * found.m / (v.sqrt() / rest2.sqrt().float() + group["eps"])
+    update = (lr / rest1).float() * m / (v.sqrt() / rest2.sqrt().float() + group["eps"])
     decoupled = isinstance(optimizer, torch.optim.AdamW | AdamW)
     if decoupled and group["weight_decay"]:
         update += (lr * group["weight_decay"]).float() * w.float()
@@ -281,11 +279,6 @@ def on_device(value: Tensor | float, device: torch.device) -> Tensor:
     if isinstance(value, Tensor) and value.device == device:
         return value.detach().double()
     return torch.full((), float(value), dtype=torch.float64, device=device)
-
-
-def as_stored(x: Tensor, transposed: bool) -> Tensor:
-    """Return a state in the orientation of its weight."""
-    return x.T if transposed else x
 
 
 UPDATE = 3

@@ -1,11 +1,11 @@
 """Optimizers that keep weights and states in few bits: see docs/optimizers.md."""
 
-from dither.optim.adam_mini import AdamMini as AdamMini
+from dither.optim.adamw import AdamMini as AdamMini
 from dither.optim.adamw import AdamW as AdamW
+from dither.optim.adamw import AdamW8bit as AdamW8bit
 from dither.optim.adamw import NonFiniteError as NonFiniteError
-from dither.optim.adamw8bit import AdamW8bit as AdamW8bit
-from dither.optim.export import bitsandbytes_state_dict as bitsandbytes_state_dict
-from dither.optim.export import torch_state_dict as torch_state_dict
+from dither.optim.foreign import bitsandbytes_state_dict as bitsandbytes_state_dict
+from dither.optim.foreign import torch_state_dict as torch_state_dict
 from dither.optim.gradients import GRADIENTS as GRADIENTS
 from dither.optim.gradients import Gradients as Gradients
 from dither.optim.released import ReleasedGradients as ReleasedGradients

@@ -1,68 +1,27 @@
-"""Options of parameter groups: their valid values, other libraries' names for them, and the numbers that each step reads."""
+"""Parameter groups: their options, the names of their parameters, and the `Member` that each parameter is.
+
+Names come from `model.named_parameters()`, or from a model that is given later. They determine the random bits that a parameter
+draws, so they must be unique. Unnamed parameters are named by position: "group 0, parameter 3". Saved states identify unnamed
+parameters by position too, so a resumed run draws the same bits.
+"""
 
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
-from dither.spec.optimizer import MASTERS, Update
+from dither.nn.sharded.geometry import shards
+from dither.nn.sharded.tensor_parallel import local
+from dither.ops.reference.adamw import FORMATS, LOW
+from dither.optim.roles import Role, role_of, sections
+from dither.spec.optimizer import MASTERS, MOST_BLOCK, Update
 from dither.spec.random import Stream
-
-
-def names_of(groups: Sequence[Mapping[str, Any]], number: int) -> list[str]:
-    """Return the names of the parameters of group `number`: its own, or names by position.
-
-    >>> names_of([{"params": ["a"], "param_names": ["weight"]}, {"params": ["b", "c"]}], 1)
-    ['group 1, parameter 0', 'group 1, parameter 1']
-    """
-    group = groups[number]
-    own = group.get("param_names")
-    if own is None:
-        return [f"group {number}, parameter {index}" for index in range(len(group["params"]))]
-    if len(own) != len(group["params"]):
-        raise UserError(
-            f"Parameter group {number} has {len(group['params'])} parameters and {len(own)} names: "
-            "change its 'params' and 'param_names' together."
-        )
-    return list(own)
-
-
-def check_names(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise if a name or a parameter occurs twice."""
-    names: set[str] = set()
-    parameters: dict[int, str] = {}
-    for number, group in enumerate(groups):
-        for name, parameter in zip(names_of(groups, number), group["params"], strict=True):
-            if id(parameter) in parameters:
-                raise UserError(
-                    f"The parameter {name!r} is the same tensor as {parameters[id(parameter)]!r}, and would be updated twice: "
-                    "list it once."
-                )
-            if name in names:
-                raise UserError(
-                    f"Two parameters are called {name!r}, and would draw the same random bits: give each a unique name."
-                )
-            names.add(name)
-            parameters[id(parameter)] = name
-
-
-def names_from(model: nn.Module | Iterable[tuple[str, Tensor]], groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return the names that a model has for the parameters of each group."""
-    named = model.named_parameters() if isinstance(model, nn.Module) else model
-    known = {id(parameter): name for name, parameter in named}
-    for number, group in enumerate(groups):
-        for name, parameter in zip(names_of(groups, number), group["params"], strict=True):
-            if id(parameter) not in known:
-                raise UserError(
-                    f"The parameter {name!r} of shape {tuple(parameter.shape)} is not one of the model's: "
-                    "pass the model that the optimizer was created for."
-                )
-    return [[known[id(parameter)] for parameter in group["params"]] for group in groups]
-
 
 NONFINITE = ("raise", "skip", "unchecked")
 """The choices for NaN or Inf in a gradient; see `AdamW`."""
@@ -79,14 +38,139 @@ IMPLEMENTATIONS = ("foreach", "fused", "capturable")
 WATCHED = (*MEANING, "maximize", "amsgrad", "differentiable", "bf16_stochastic_round")
 """Options that a step compares with the last one's, to notice an edited group."""
 
-NEWER = {"min_8bit_size": 0, "maximize": False}
-"""Options that groups saved by earlier versions lack, with the values that these versions meant."""
-
 PREVIOUS = "previous_squares"
 """The key of saved groups with the squared norm of the last step's gradients; only if steps clip by it."""
 
 MOST_NORM = torch.finfo(torch.float32).max
 """The largest valid `max_norm`: norms are float32."""
+
+
+# Members ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """A parameter of an optimizer, how it is stored, and its row in the tables of hyperparameters and step counts."""
+
+    index: int
+    group: dict[str, Any]
+    name: str
+    parameter: Tensor
+    update: Update
+    role: Role | None = None
+    """Adam-mini: which rows share a second moment; None if each element has its own."""
+
+    @property
+    def draws(self) -> bool:
+        """Return whether a step of this parameter draws random bits."""
+        rounds = self.parameter.itemsize < 4 and not self.update.master and self.update.weights == "stochastic"
+        return rounds or self.update.draws_states
+
+    @property
+    def keys(self) -> tuple[int, int]:
+        """Return the keys of the random streams of the weights and of the moments."""
+        seed = self.group["seed"]
+        return Stream(seed, "optimizer weight", self.name).key, Stream(seed, "optimizer moments", self.name).key
+
+    @property
+    def transposed(self) -> bool:
+        """Return True if the update works on the transposed parameter, so that outputs are rows."""
+        return self.role is not None and self.role.transposed
+
+    def oriented(self, part: Tensor) -> Tensor:
+        """Return the local part of the parameter or of its gradient in the orientation that the update works in, or back."""
+        return part.t() if self.transposed else part
+
+    @property
+    def sections(self) -> list[tuple[int, int, int]]:
+        """Return (first row, end, rows per second moment) of each section of the whole parameter, as oriented."""
+        assert self.role is not None
+        shape = self.parameter.shape
+        rows = shape[1] if self.transposed else self.parameter.numel() // max(shape[-1], 1) if len(shape) else 1
+        return sections(self.role, rows, self.name)
+
+    @property
+    def runs(self) -> int:
+        """Return the number of second moments that rows share."""
+        return sum((end - start) // run for start, end, run in self.sections)
+
+    def run_of_row(self, device: torch.device) -> Tensor:
+        """Return the number of the second moment of each row of the whole parameter, as oriented: int64[rows]."""
+        lengths = [torch.full(((end - start) // run,), run, device=device) for start, end, run in self.sections]
+        return torch.arange(self.runs, device=device).repeat_interleave(torch.cat(lengths))
+
+    def refreshed(self) -> "Member":
+        """Return the member with the update that its parameter takes now, checked; its dtype may have changed."""
+        update = update_of(self.group, self.parameter)
+        member = self if update is self.update else replace(self, update=update)
+        member.check()
+        return member
+
+    def check(self) -> None:
+        """Raise if the dtype is not supported, a shard boundary splits a block of an 8-bit state, or the role does not fit."""
+        parameter, update = self.parameter, self.update
+        if parameter.dtype not in FORMATS:
+            raise UserError(
+                f"Parameters are float32, bfloat16 or float16, and the parameter {self.name!r} is {parameter.dtype}."
+            )
+        if update.master in LOW and parameter.dtype != torch.bfloat16:
+            raise UserError(
+                f"master={update.master!r} splits masters into bfloat16 weights and more bits, and the parameter {self.name!r} "
+                f"is {parameter.dtype}: use master='fp32'."
+            )
+        if update.in_blocks:
+            for shard in shards(parameter):
+                end = shard.column + local(parameter).shape[-1]
+                if shard.column % update.block or (end % update.block and end != parameter.shape[-1]):
+                    fits = math.gcd(shard.column, end) & -math.gcd(shard.column, end)  # the largest power of two in both
+                    raise UserError(
+                        f"The parameter {self.name!r} is sharded at columns {shard.column} to {end}, inside a block of "
+                        f"{update.block} that shares a scale: "
+                        + (f"use block={min(fits, MOST_BLOCK)}, or shard" if fits >= 16 else "shard")
+                        + f" at multiples of {update.block}."
+                    )
+        if self.role is not None:
+            self._check_role()
+
+    def _check_role(self) -> None:
+        if self.update.in_blocks:
+            raise UserError(
+                f"Adam-mini keeps its first moments in fp32 or bf16, not in states={self.update.states!r}: its second moments "
+                "are few already; use AdamW for 8-bit states."
+            )
+        if self.update.master == "split":
+            raise UserError(
+                "master='split' keeps one bit in the sign of each weight's second moment, and Adam-mini shares second moments: "
+                "use master='fp32' or 'split24'."
+            )
+        if self.transposed and (self.parameter.dim() != 2 or isinstance(self.parameter, DTensor)):
+            raise UserError(
+                f"The parameter {self.name!r} has a transposed role, which takes an unsharded matrix: "
+                "convert the model to one with [outputs, inputs] weights, or use AdamW."
+            )
+        _ = self.sections  # raises if the role does not fit
+
+
+def members_of(groups: Sequence[dict[str, Any]], share: Mapping[str, Role] | None = None) -> list[Member]:
+    """Return the members of all groups; with roles (`share`), those of Adam-mini."""
+    members: list[Member] = []
+    for number, group in enumerate(groups):
+        if share is not None and group.get("param_names") is None:
+            raise UserError("Adam-mini finds roles by name: pass model.named_parameters() instead of model.parameters().")
+        for name, parameter in zip(names_of(groups, number), group["params"], strict=True):
+            role = None if share is None else role_of(share, name)
+            members.append(Member(len(members), group, name, parameter, update_of(group, parameter), role))
+    return members
+
+
+def update_of(group: Mapping[str, Any], parameter: Tensor) -> Update:
+    """Return the update that a group's options mean for a parameter."""
+    small = parameter.dim() < 2 or parameter.numel() < group["min_8bit_size"]
+    options = [group[key] for key in ("weights", "states", "state_rounding", "block", "master")]
+    return update_for(*options, parameter.dtype, small)
+
+
+# Options --------------------------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=1024)
@@ -210,3 +294,57 @@ def check_numbers(numbers: Sequence[Any]) -> None:
 
 def _number(value: object) -> bool:
     return isinstance(value, int | float | Tensor) and not isinstance(value, bool)
+
+
+# Names ----------------------------------------------------------------------------------------------------------------
+
+
+def names_of(groups: Sequence[Mapping[str, Any]], number: int) -> list[str]:
+    """Return the names of the parameters of group `number`: its own, or names by position.
+
+    >>> names_of([{"params": ["a"], "param_names": ["weight"]}, {"params": ["b", "c"]}], 1)
+    ['group 1, parameter 0', 'group 1, parameter 1']
+    """
+    group = groups[number]
+    own = group.get("param_names")
+    if own is None:
+        return [f"group {number}, parameter {index}" for index in range(len(group["params"]))]
+    if len(own) != len(group["params"]):
+        raise UserError(
+            f"Parameter group {number} has {len(group['params'])} parameters and {len(own)} names: "
+            "change its 'params' and 'param_names' together."
+        )
+    return list(own)
+
+
+def check_names(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise if a name or a parameter occurs twice."""
+    names: set[str] = set()
+    parameters: dict[int, str] = {}
+    for number, group in enumerate(groups):
+        for name, parameter in zip(names_of(groups, number), group["params"], strict=True):
+            if id(parameter) in parameters:
+                raise UserError(
+                    f"The parameter {name!r} is the same tensor as {parameters[id(parameter)]!r}, and would be updated twice: "
+                    "list it once."
+                )
+            if name in names:
+                raise UserError(
+                    f"Two parameters are called {name!r}, and would draw the same random bits: give each a unique name."
+                )
+            names.add(name)
+            parameters[id(parameter)] = name
+
+
+def names_from(model: nn.Module | Iterable[tuple[str, Tensor]], groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the names that a model has for the parameters of each group."""
+    named = model.named_parameters() if isinstance(model, nn.Module) else model
+    known = {id(parameter): name for name, parameter in named}
+    for number, group in enumerate(groups):
+        for name, parameter in zip(names_of(groups, number), group["params"], strict=True):
+            if id(parameter) not in known:
+                raise UserError(
+                    f"The parameter {name!r} of shape {tuple(parameter.shape)} is not one of the model's: "
+                    "pass the model that the optimizer was created for."
+                )
+    return [[known[id(parameter)] for parameter in group["params"]] for group in groups]

@@ -9,8 +9,7 @@ import re
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from dither.errors import UserError
 from dither.nn.bitwidths import sampling_parameters
 from dither.nn.linear import HoldingLayer
-from dither.optim.adamw import AdamW, NonFiniteError
-from dither.optim.slots import Slot
+from dither.optim.adamw import AdamW, Step
+from dither.optim.groups import Member
 
 REST = ""
 """The unit of the parameters that `step` updates: bitwidths, whose gradients may come from several backward passes."""
@@ -37,36 +36,14 @@ def unit_of(name: str) -> str:
     return found.group() if found else name
 
 
-@dataclass
-class _Step:
-    """The step that is under way."""
-
-    constants: Tensor
-    skip: Tensor
-    """0-d int32: 1 from the first unit on whose gradients are not finite."""
-    first_skip: Tensor
-    """0-d int32: 1 if the first unit already was not, so that nothing has changed."""
-    total: Tensor | None
-    """Sum of the squares of the gradients so far, 0-d float64; None if it is not needed."""
-    updated: set[int]
-    """Indices of the parameters updated so far."""
-
-
 class ReleasedGradients:
     """Updates parameters in backward passes, and frees their gradients; made by `release_gradients`."""
 
     enabled: bool = True
     """False lets backward passes accumulate gradients as usual: for passes whose gradients are only looked at."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: AdamW,
-        units: dict[str, list[Tensor]],
-        *,
-        clip_norm: Literal["previous"] | None,
-    ) -> None:
-        self.optimizer, self.clip_norm = optimizer, clip_norm
+    def __init__(self, model: nn.Module, optimizer: AdamW, units: dict[str, list[Tensor]]) -> None:
+        self.optimizer = optimizer
         self._layers: dict[int, list[HoldingLayer]] = {}
         for layer in model.modules():
             if isinstance(layer, HoldingLayer):
@@ -76,9 +53,8 @@ class ReleasedGradients:
         """Identities of the parameters of each unit."""
         self._unit = {number: unit for unit, numbers in self.units.items() for number in numbers}
         self._left = {unit: set(numbers) for unit, numbers in self.units.items()}
-        self._at: _Step | None = None
-        self._slots: dict[str, list[Slot]] = {}
-        self._counts: list[Any] = []
+        self._step: Step | None = None  # the one under way
+        self._members: dict[str, list[Member]] = {}
         reference = weakref.ref(self)  # a parameter keeps its hooks alive, and this keeps the parameters
 
         def complete(parameter: Tensor) -> None:
@@ -107,8 +83,6 @@ class ReleasedGradients:
             handle.remove()
         self.optimizer.released = None
 
-    # One step ----------------------------------------------------------------------------------------------------------
-
     def _complete(self, parameter: Tensor) -> None:
         """Note that a gradient is complete, and update its unit if it was the last one."""
         unit = self._unit[id(parameter)]
@@ -125,111 +99,32 @@ class ReleasedGradients:
     @torch.no_grad()
     def _update(self, unit: str) -> None:
         """Update those parameters of a unit that have gradients, and free these."""
-        optimizer = self.optimizer
-        if self._at is None:
-            optimizer._look()
-            self._slots = self._slots_of_units()
-        active, gradients = optimizer._gradients(self._slots[unit])
-        if not active:
-            return
-        if self._at is None:
-            self._begin()
-        matrices = optimizer._matrices(active, gradients)
-        arranged = optimizer._arrange(active, matrices, f"unit {unit}", counted=True)
-        squares = None
-        if optimizer.max_norm or optimizer.nonfinite != "unchecked":
-            zero = torch.zeros((), dtype=torch.float64, device=optimizer._hyper.device)
-            squares = sum((each.batch.square_sum(each.gradients(matrices)) for each in arranged.batches), zero)
-        at = self._advance(squares)
-        optimizer._change(active, matrices, arranged, at.constants, at.skip)
-        at.updated.update(slot.index for slot in active)
-        for slot in active:
-            slot.parameter.grad = None
-            for layer in self._layers.get(id(slot.parameter), ()):
+        if self._step is None:
+            members = self.optimizer.members()
+            self._members = {each: [] for each in (*self.units, REST)}
+            for member in members:  # parameters that joined the optimizer later are updated by `step`
+                self._members[self._unit.get(id(member.parameter), REST)].append(member)
+            self._step = self.optimizer.begin([member for member in members if member.parameter.requires_grad])
+        for member in self._step.add(self._members[unit], f"unit {unit}"):
+            member.parameter.grad = None
+            for layer in self._layers.get(id(member.parameter), ()):
                 layer.accept_update()
-
-    def _slots_of_units(self) -> dict[str, list[Slot]]:
-        """Return the optimizer's slots by unit. Parameters that joined it later are updated by `step`."""
-        found: dict[str, list[Slot]] = {unit: [] for unit in (*self.units, REST)}
-        for slot in self.optimizer._slots:
-            found[self._unit.get(id(slot.parameter), REST)].append(slot)
-        return found
-
-    def _begin(self) -> None:
-        """Bring the tables of the optimizer up to date, as for a step in which every parameter has a gradient."""
-        optimizer = self.optimizer
-        numbers = optimizer._numbers()
-        slots = [slot for slot in optimizer._slots if slot.parameter.requires_grad]
-        optimizer._ready(slots)
-        optimizer._activate([slot.index for slot in slots])
-        optimizer._write_hyper(numbers)
-        states = [optimizer.state.get(slot.parameter) for slot in slots]
-        counts = [optimizer._counted, *(state["step"] if state and "step" in state else None for state in states)]
-        if list(map(id, counts)) == list(map(id, self._counts)):
-            return
-        # Counts that lie elsewhere move into the table before it counts this step; parameters without a state start at zero.
-        for slot, state in zip(slots, states, strict=True):
-            if state:
-                kept = optimizer._settle(optimizer._up_to_date(slot))
-                kept["step"] = optimizer._counted_at(slot.index, kept["step"])
-            else:
-                optimizer._counted[slot.index] = 0
-        known = [optimizer.state[slot.parameter]["step"] if state else None for slot, state in zip(slots, states, strict=True)]
-        self._counts = [optimizer._counted, *known]
-
-    def _advance(self, squares: Tensor | None) -> _Step:
-        """Return the step with the squares of another unit; the first unit begins it."""
-        optimizer = self.optimizer
-        if self._at is None:
-            bad = None if squares is None else (squares - squares != 0).float()  # NaN - NaN and Inf - Inf are NaN
-            before = optimizer.previous_squares if optimizer.max_norm else None
-            before = None if before is None else before.to(optimizer._hyper.device)
-            constants, _, skip = optimizer._code.prepare(
-                optimizer._hyper, optimizer._counted, optimizer.skipped, before, None, bad, float(optimizer.max_norm or 0.0)
-            )
-            self._at = _Step(constants, skip, skip, squares, set())
-        elif squares is not None:
-            assert self._at.total is not None
-            self._at.total = self._at.total + squares
-            self._at.skip = self._at.skip | (squares - squares != 0)
-        return self._at
 
     @torch.no_grad()
     def finish(self) -> None:
         """End the step: update what is left, count, and keep the norm. `AdamW.step` calls this."""
-        optimizer = self.optimizer
-        if getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None:
+        if getattr(self.optimizer, "found_inf", None) is not None or getattr(self.optimizer, "grad_scale", None) is not None:
             raise UserError(
                 "A GradScaler unscales gradients after the backward pass, and release_gradients has used them by then: train "
                 "in bfloat16, or remove one of them."
             )
         for unit in (*self.units, REST):  # parameters that the loss did not depend on, and those without hooks
-            if unit == REST or self._left[unit] or self._at is None:
+            if unit == REST or self._left[unit]:
                 self._update(unit)
-        at, self._at = self._at, None
+        step, self._step = self._step, None
         self._left = {unit: set(numbers) for unit, numbers in self.units.items()}
-        if at is None:
-            return
-        idle = [index for index in optimizer._active or () if index not in at.updated]
-        if idle:
-            optimizer._counted[idle] -= (1 - at.first_skip).long()
-        optimizer.grad_norm = None if at.total is None else at.total.sqrt().float()
-        if at.total is None:
-            return
-        optimizer.skipped += at.skip - at.first_skip
-        if self.clip_norm is not None:
-            before = at.total if optimizer.previous_squares is None else optimizer.previous_squares.to(at.total.device)
-            optimizer.previous_squares = torch.where(at.total.isfinite(), at.total, before)
-        if optimizer.nonfinite == "raise" and bool(at.skip):
-            partly = (
-                "no weight was changed"
-                if bool(at.first_skip)
-                else ("the weights whose gradients came before it in the backward pass were changed, and the others were not")
-            )
-            raise NonFiniteError(
-                f"Step {int(optimizer.steps) + int(at.first_skip)}: a gradient holds NaN or Inf, and {partly}; use "
-                "nonfinite='skip' to skip such steps."
-            )
+        if step is not None:
+            step.finish()
 
 
 def release_gradients(
@@ -282,7 +177,7 @@ def release_gradients(
                 f"The parameter {name!r} is sharded, and its gradient is reduced over ranks after backward has computed it: "
                 "release_gradients is for parameters that one process holds."
             )
-    released = optimizer.released = ReleasedGradients(model, optimizer, found, clip_norm=clip_norm)
+    released = optimizer.released = ReleasedGradients(model, optimizer, found)
     return released
 
 

@@ -1,21 +1,30 @@
-"""The state that an optimizer keeps per parameter: its tensors, their formats, and changes of format between steps."""
+"""The state that an optimizer keeps per parameter: its tensors, their formats, and changes of format between steps.
+
+A state has the entries `step`, `exp_avg` and `exp_avg_sq`, for 8-bit moments also `exp_avg_scale` and `exp_avg_sq_scale`, and
+`master`, `master_low` or `remainder`. Every tensor is a DTensor placed as its parameter, if that is one. The second moments of
+Adam-mini are one per run of rows, and whole on every rank.
+"""
 
 import math
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
+from dither.nn.sharded.geometry import as_matrix, like, shards
 from dither.nn.sharded.tensor_parallel import local
-from dither.ops.reference.adamw import LOW, load_state, split, split24, store_state, wide_weight, zero_state
-from dither.optim.members import Members
-from dither.optim.peers import Moments
-from dither.optim.shards import as_matrix, like
-from dither.optim.slots import Slot
+from dither.ops.reference import adamw as reference
+from dither.ops.reference.adamw import load_state, store_state, zero_state
+from dither.optim.groups import Member
 from dither.spec.optimizer import Update
 from dither.spec.random import matrix_size
+
+MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
+"""The entries of both moments, and whether they are signed."""
 
 EXTRA = ("master", "master_low", "remainder")
 """The entries beside the moments: float32 masters, low bits of split ones, or Kahan's remainder. A state has one at most."""
@@ -23,180 +32,231 @@ EXTRA = ("master", "master_low", "remainder")
 OWN = ("step", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", *EXTRA)
 """The entries that this optimizer may keep in a parameter's state. Other entries belong to the user and are left alone."""
 
+State = dict[str, Any]
 
-class States(Members):
-    """An optimizer's states: created at a parameter's first gradient, and converted when its group's options change."""
 
-    skipped: Tensor
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """A state without a storage format: the number of steps, and both moments as float32 in the parameter's local shape."""
 
-    def _new_state(self, slot: Slot) -> dict[str, Tensor]:
-        """Return the state of a parameter before its first step."""
-        part, update = local(slot.parameter), slot.update
-        state = {"step": torch.zeros((), dtype=torch.int64, device=part.device)}
-        for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-            values, scale = zero_state(matrix_size(part), update, signed, part.device)
-            state |= self._as_state(slot, key, values, scale)
-        return state | self._extra_state(slot, {})
+    step: Any
+    m: Tensor
+    v: Tensor
+    runs: Tensor | None = None
+    """Adam-mini: the number of the second moment of each row, int64[rows]; None if each element has its own."""
+    transposed: bool = False
+    """Adam-mini: True if rows are those of the transposed parameter."""
 
-    def _as_state(self, slot: Slot, key: str, values: Tensor, scale: Tensor | None) -> dict[str, Tensor]:
-        """Return the storage of a moment, a matrix and its scales, in the parameter's shape and placement."""
-        part = local(slot.parameter)
-        state = {key: like(slot.parameter, values.view(part.shape))}
-        if scale is not None:
-            blocks = math.ceil(slot.parameter.shape[-1] / slot.update.block)
-            state[f"{key}_scale"] = like(slot.parameter, scale.view(*part.shape[:-1], scale.shape[-1]), blocks)
-        return state
 
-    def _extra_state(self, slot: Slot, old: dict[str, Tensor], v: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the master weights, their low bits or Kahan's remainder, if the parameter has any.
+def layout(member: Member) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """Return the dtype and local shape of every tensor of a parameter's state, but for the count of steps."""
+    update, shape = member.update, member.oriented(local(member.parameter)).shape
+    dtype = torch.uint8 if update.in_blocks else torch.float32 if update.states == "fp32" else torch.bfloat16
+    entries = dict.fromkeys(MOMENTS, (dtype, shape))
+    if update.in_blocks:
+        scales = torch.Size((*shape[:-1], math.ceil(shape[-1] / update.block)))
+        entries |= dict.fromkeys((f"{key}_scale" for key in MOMENTS), (torch.float32, scales))
+    if member.role is not None:
+        entries["exp_avg_sq"] = (torch.float32, torch.Size((member.runs,)))
+    if update.master:
+        low = reference.LOW.get(update.master)
+        return entries | ({"master": (torch.float32, shape)} if low is None else {"master_low": (low, shape)})
+    kahan = update.weights == "kahan" and member.parameter.dtype != torch.float32
+    return entries | ({"remainder": (member.parameter.dtype, shape)} if kahan else {})
 
-        They are taken from the `old` state if possible. A parameter whose masters are split is set to their nearest value, and
-        ties are marked in `v`, the new second moment.
-        """
-        part, update = local(slot.parameter.detach()), slot.update
-        kept = {key: local(value) for key, value in old.items()}
-        if update.master:
-            wide = wide_weight(part, kept).contiguous()
-            if update.master == "fp32":
-                return {"master": like(slot.parameter, wide.clone())}
-            weight, low, *tie = split(wide) if update.master == "split" else split24(wide)
-            part.copy_(weight)
-            if tie and v is not None:
-                local(v).copy_(torch.where(tie[0], -local(v), local(v)))
-            return {"master_low": like(slot.parameter, low)}
-        if update.weights == "kahan" and part.dtype != torch.float32:
-            error = torch.zeros_like(part)
-            if "remainder" in kept:
-                error = kept["remainder"].to(part.dtype)
-            elif kept.keys() & set(EXTRA):
-                error = (wide_weight(part, kept) - part.float()).to(part.dtype)
-            return {"remainder": like(slot.parameter, error.clone(memory_format=torch.contiguous_format))}
-        return {}
 
-    def _moments(self, slot: Slot) -> Moments:
-        """Return the moments of a parameter that has a state, as float32."""
-        state = self.state[slot.parameter]
-        return self._decode(slot, state, self._formats.get(slot.parameter, slot.update))
+def new(member: Member) -> State:
+    """Return the state of a parameter before its first step."""
+    part = member.oriented(local(member.parameter))
+    state = {"step": torch.zeros((), dtype=torch.int64, device=part.device)}
+    for key, signed in MOMENTS.items():
+        if member.role is not None and key == "exp_avg_sq":
+            state[key] = torch.zeros(member.runs, device=part.device)
+        else:
+            state |= _placed(member, key, *zero_state(matrix_size(part), member.update, signed, part.device))
+    return state | _extra(member, {})
 
-    def _decode(self, slot: Slot, state: dict[str, Tensor], update: Update) -> Moments:
-        """Return the moments of a state that was written with `update`, as float32."""
-        moments = []
-        for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-            values, scale = local(state[key]), local(state.get(f"{key}_scale"))
-            if scale is not None and update.in_blocks:
-                moments.append(load_state(as_matrix(values), as_matrix(scale), update, signed).view(values.shape))
-            else:
-                moments.append(load_state(values, None, replace(update, states="fp32"), signed))
-        return Moments(state["step"], *moments)
 
-    def _encode(self, slot: Slot, moments: Moments) -> dict[str, Tensor]:
-        """Return the state of a parameter with these moments, rounded to nearest, without master weights or remainder."""
-        device = local(slot.parameter).device
-        state = {"step": count_of(moments.step, slot.name).to(device)}
-        for key, moment, signed in (("exp_avg", moments.m, True), ("exp_avg_sq", moments.v, False)):
-            storage, scale = zero_state(matrix_size(moment), slot.update, signed, device)
-            values, restore = store_state(as_matrix(moment.to(device).contiguous()), slot.update, signed)
-            storage.copy_(values)
-            state |= self._as_state(slot, key, storage, scale if restore is None else restore)
-        return state
+def decode(state: Mapping[str, Any], member: Member, update: Update) -> Moments:
+    """Return the moments of a state that was written with `update`, as float32, without waiting for the device."""
+    moments = []
+    for key, signed in MOMENTS.items():
+        values, scale = local(state[key]), local(state.get(f"{key}_scale"))
+        if member.role is not None and key == "exp_avg_sq":
+            break
+        if scale is not None and update.in_blocks:
+            moments.append(load_state(as_matrix(values), as_matrix(scale), update, signed).view(values.shape))
+        else:
+            moments.append(load_state(values, None, replace(update, states="fp32"), signed))
+    if member.role is None:
+        return Moments(state["step"], moments[0], moments[1])
+    m = moments[0]
+    if values.shape == member.parameter.shape != layout(member)["exp_avg_sq"][1]:  # torch's
+        return Moments(state["step"], member.oriented(m), values.float())
+    run_of_row = member.run_of_row(values.device)
+    held = [run_of_row[part.row : part.row + part.end - part.start] for part in shards(member.oriented(member.parameter))]
+    runs = torch.cat([run_of_row[:0], *held])
+    v = values.float()[runs][:, None].expand(matrix_size(m)).reshape(m.shape)
+    return Moments(state["step"], member.oriented(m), member.oriented(v), runs, member.transposed)
 
-    def _layout(self, slot: Slot) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """Return the dtype and local shape of every tensor of a parameter's state."""
-        part, update = local(slot.parameter), slot.update
-        dtype = torch.uint8 if update.in_blocks else torch.float32 if update.states == "fp32" else torch.bfloat16
-        layout = dict.fromkeys(("exp_avg", "exp_avg_sq"), (dtype, part.shape))
-        if update.in_blocks:
-            scales = torch.Size((*part.shape[:-1], math.ceil(part.shape[-1] / update.block)))
-            layout |= dict.fromkeys(("exp_avg_scale", "exp_avg_sq_scale"), (torch.float32, scales))
-        return layout | self._extra_layout(slot, part.shape)
 
-    def _extra_layout(self, slot: Slot, shape: torch.Size) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """Return the dtype and local shape of the master weights, low bits or Kahan's remainder, if the parameter has any."""
-        if slot.update.master in LOW:
-            return {"master_low": (LOW[slot.update.master], shape)}
-        if slot.update.master:
-            return {"master": (torch.float32, shape)}
-        kahan = slot.update.weights == "kahan" and slot.parameter.dtype != torch.float32
-        return {"remainder": (slot.parameter.dtype, shape)} if kahan else {}
+def encode(moments: Moments, member: Member) -> State:
+    """Return the state of a parameter with these moments, rounded to nearest, without master weights or remainder.
 
-    def _settle(self, slot: Slot) -> dict[str, Tensor]:
-        """Return the state of a parameter, created or converted to the format and device that it should have now.
+    The second moment of one of Adam-mini's runs is the mean over its elements, which is exact: a moving average of squares is
+    linear.
+    """
+    device = local(member.parameter).device
+    state: State = {"step": count_of(moments.step, member.name).to(device)}
+    for (key, signed), moment in zip(MOMENTS.items(), (moments.m, moments.v), strict=True):
+        if member.role is not None and key == "exp_avg_sq":
+            placed = like(member.parameter, moment)
+            whole = member.oriented(placed.full_tensor() if isinstance(placed, DTensor) else placed)
+            rows = whole.reshape(matrix_size(whole)).double()
+            means = [rows[start:end].reshape((end - start) // run, -1).mean(1) for start, end, run in member.sections]
+            state[key] = torch.cat(means).float().to(device)
+            continue
+        moment = member.oriented(moment.to(device)).contiguous()
+        storage, scale = zero_state(matrix_size(moment), member.update, signed, device)
+        values, restore = store_state(as_matrix(moment), member.update, signed)
+        storage.copy_(values)
+        state |= _placed(member, key, storage, scale if restore is None else restore)
+    return state
 
-        A state is created at the first gradient. It is converted if the group, the parameter or the state was edited since the
-        last step.
-        """
-        state: dict[str, Any] = self.state[slot.parameter]
-        device, before = local(slot.parameter).device, self._formats.get(slot.parameter, slot.update)
-        self._formats[slot.parameter] = slot.update
-        if not state:
-            state.update(self._new_state(slot))
-            return state
-        if "step" not in state:
+
+def _placed(member: Member, key: str, values: Tensor, scale: Tensor | None) -> dict[str, Tensor]:
+    """Return the storage of a moment, a matrix and its scales, in the parameter's shape and placement."""
+    shape = member.oriented(local(member.parameter)).shape
+    state = {key: like(member.parameter, values.view(shape))}
+    if scale is not None:
+        blocks = math.ceil(member.parameter.shape[-1] / member.update.block)
+        state[f"{key}_scale"] = like(member.parameter, scale.view(*shape[:-1], scale.shape[-1]), blocks)
+    return state
+
+
+def wide_weight(state: Mapping[str, Any], member: Member) -> Tensor:
+    """Return the float32 weight of a parameter in its local shape: its master, the weight and its remainder, or the weight."""
+    known = {key: local(state[key]) for key in (*EXTRA, "exp_avg_sq") if key in state}
+    return member.oriented(reference.wide_weight(member.oriented(local(member.parameter.detach())), known))
+
+
+def _extra(member: Member, old: Mapping[str, Any], v: Tensor | None = None) -> dict[str, Tensor]:
+    """Return the master weights, their low bits or Kahan's remainder, if the parameter has any.
+
+    They are taken from the `old` state if possible. A parameter whose masters are split is set to their nearest value, and
+    ties are marked in `v`, the new second moment.
+    """
+    part, update = local(member.parameter.detach()), member.update
+
+    def kept(x: Tensor) -> Tensor:
+        return like(member.parameter, member.oriented(x).clone(memory_format=torch.contiguous_format))
+
+    if update.master:
+        wide = wide_weight(old, member).contiguous()
+        if update.master == "fp32":
+            return {"master": kept(wide)}
+        weight, low, *tie = reference.split(wide) if update.master == "split" else reference.split24(wide)
+        part.copy_(weight)
+        if tie and v is not None:
+            local(v).copy_(torch.where(tie[0], -local(v), local(v)))
+        return {"master_low": kept(low)}
+    if update.weights == "kahan" and part.dtype != torch.float32:
+        if "remainder" in old:
+            return {"remainder": kept(member.oriented(local(old["remainder"])).to(part.dtype))}
+        known = any(key in old for key in EXTRA)
+        return {
+            "remainder": kept((wide_weight(old, member) - part.float()).to(part.dtype) if known else torch.zeros_like(part))
+        }
+    return {}
+
+
+# Edits between steps, and loading --------------------------------------------------------------------------------------
+
+
+def settle(state: State, member: Member, before: Update) -> None:
+    """Create a state, or convert it to the format and device that it should have now, in place.
+
+    A state is created at the first gradient. It is converted if the group, the parameter or the state was edited since the
+    last step; `before` is the update that it was written with.
+    """
+    update, device = member.update, local(member.parameter).device
+    if not state:
+        state.update(new(member))
+        return
+    if "step" not in state:
+        raise UserError(f"The state of {member.name} has {', '.join(map(str, state))} and no step: delete it to start afresh.")
+    for key in OWN:
+        if isinstance(state.get(key), Tensor) and state[key].device != device:
+            state[key] = state[key].to(device)
+    state["step"] = count_of(state["step"], member.name).to(device)
+    wanted = layout(member)
+    here = {key: (local(state[key]).dtype, local(state[key]).shape) for key in wanted if isinstance(state.get(key), Tensor)}
+    codes = update.in_blocks and (before.states, before.block) != (update.states, update.block)
+    if here == wanted and not codes and before.master == update.master:
+        for key in wanted:
+            if not local(state[key]).is_contiguous():
+                state[key] = state[key].contiguous()
+        for key in set(OWN) - set(wanted) - {"step"}:
+            state.pop(key, None)  # of an option that was switched off
+        return
+    old = {key: state[key] for key in OWN if key in state}
+    moments = [key for key in wanted if key.startswith("exp_avg")]
+    whole = not codes and all(here.get(key) == wanted[key] for key in moments)
+    fresh = {"step": state["step"], **{key: old[key] for key in moments}} if whole else _converted(old, member, before)
+    if whole and before.master == "split":
+        fresh["exp_avg_sq"] = fresh["exp_avg_sq"].abs()
+    fresh |= _extra(member, old, fresh["exp_avg_sq"])
+    for key in OWN:
+        state.pop(key, None)
+    state.update(fresh)
+
+
+def _converted(old: State, member: Member, before: Update) -> State:
+    """Return the moments of a state that was written in another format; `before` is how it was written."""
+    shape = member.oriented(local(member.parameter)).shape
+    for key in MOMENTS:
+        moment = old.get(key)
+        wrong = not isinstance(moment, Tensor) or (local(moment).shape != shape and key == "exp_avg")
+        if wrong or (moment is not None and moment.dtype == torch.uint8 and not before.in_blocks):
+            what = f"{moment.dtype} {tuple(moment.shape)}" if isinstance(moment, Tensor) else repr(moment)
             raise UserError(
-                f"The state of {slot.name} has {', '.join(map(str, state))} and no step: delete it to start afresh."
+                f"The state {key!r} of {member.name} is {what}, and the parameter is {member.parameter.dtype} "
+                f"{tuple(member.parameter.shape)}: delete its state to start afresh."
             )
-        for key in OWN:
-            if isinstance(state.get(key), Tensor) and state[key].device != device:
-                state[key] = state[key].to(device)
-        state["step"] = count_of(state["step"], slot.name).to(device)
-        layout = self._layout(slot)
-        here = {key: (local(state[key]).dtype, local(state[key]).shape) for key in layout if isinstance(state.get(key), Tensor)}
-        codes = slot.update.in_blocks and (before.states, before.block) != (slot.update.states, slot.update.block)
-        if here == layout and not codes and before.master == slot.update.master:
-            for key in layout:
-                if not local(state[key]).is_contiguous():
-                    state[key] = state[key].contiguous()
-            for key in set(OWN) - set(layout) - {"step"}:
-                state.pop(key, None)  # of an option that was switched off
-            return state
-        old = {key: state[key] for key in OWN if key in state}
-        fits = {key: old[key] for key in layout if key.startswith("exp_avg") and here.get(key) == layout[key]}
-        whole = len(fits) == sum(key.startswith("exp_avg") for key in layout) and not codes
-        fresh = {"step": state["step"], **fits} if whole else self._converted(slot, old, before)
-        if whole and before.master == "split":
-            fresh["exp_avg_sq"] = fresh["exp_avg_sq"].abs()
-        fresh |= self._extra_state(slot, old, fresh["exp_avg_sq"])
-        for key in OWN:
-            state.pop(key, None)
-        state.update(fresh)
-        return state
+    return encode(decode(old, member, before), member)
 
-    def _converted(self, slot: Slot, old: dict[str, Tensor], before: Update) -> dict[str, Tensor]:
-        """Return the moments of a state that was written in another format; `before` is how it was written."""
-        shape = self._moment_shape(slot)
-        for key in ("exp_avg", "exp_avg_sq"):
-            moment = old.get(key)
-            wrong = not isinstance(moment, Tensor) or (local(moment).shape != shape and key == "exp_avg")
-            if wrong or (moment is not None and moment.dtype == torch.uint8 and not before.in_blocks):
-                what = f"{moment.dtype} {tuple(moment.shape)}" if isinstance(moment, Tensor) else repr(moment)
-                raise UserError(
-                    f"The state {key!r} of {slot.name} is {what}, and the parameter is {slot.parameter.dtype} "
-                    f"{tuple(slot.parameter.shape)}: delete its state to start afresh."
-                )
-        return self._encode(slot, self._decode(slot, old, before))
 
-    def _moment_shape(self, slot: Slot) -> torch.Size:
-        """Return the local shape of the first moment."""
-        return local(slot.parameter).shape
+def loaded(saved: Mapping[str, Any], member: Member) -> State:
+    """Return a saved state of this library, copied into new tensors; keys, dtypes and shapes must agree."""
+    state = new(member)
+    if set(saved) != set(state):
+        raise UserError(
+            f"The state of {member.name} has {', '.join(sorted(map(str, saved)))}, "
+            f"and this optimizer keeps {', '.join(sorted(state))}."
+        )
+    state["step"].copy_(count_of(saved["step"], member.name))
+    for key, ours in state.items():
+        theirs = saved[key]
+        if key == "step":
+            continue
+        if not isinstance(theirs, Tensor) or (theirs.dtype, theirs.shape) != (ours.dtype, ours.shape):
+            what = f"{theirs.dtype} {tuple(theirs.shape)}" if isinstance(theirs, Tensor) else repr(theirs)
+            raise UserError(
+                f"The state {key!r} of {member.name} is {what}, and this optimizer keeps {ours.dtype} {tuple(ours.shape)}."
+            )
+        check_placed(member, key, theirs, ours)
+        ours.copy_(theirs)
+    return state
 
-    def _stored_slots(self) -> list[Slot]:
-        """Return the slots of the parameters that have a state, after converting states whose options changed."""
-        self._look()
-        stored = []
-        for index, slot in enumerate(self._slots):
-            if self.state.get(slot.parameter):
-                slot = self._slots[index] = self._up_to_date(slot)
-                self._settle(slot)
-                stored.append(slot)
-        return stored
 
-    def _up_to_date(self, slot: Slot) -> Slot:
-        """Return the slot with the update that its parameter takes now; the dtype may have changed."""
-        update = self._update_of(slot.group, slot.parameter)
-        matrix = self._is_matrix(slot.name, slot.parameter)
-        slot = slot if update is slot.update and matrix == slot.is_matrix else replace(slot, update=update, is_matrix=matrix)
-        self._check_slot(slot)
-        return slot
+def check_placed(member: Member, key: str, theirs: Tensor, ours: Tensor) -> None:
+    """Raise if one of the two tensors is a DTensor and the other is not."""
+    if isinstance(theirs, DTensor) != isinstance(ours, DTensor):
+        raise UserError(
+            f"The state {key!r} of {member.name} is "
+            f"{'a DTensor' if isinstance(theirs, DTensor) else 'one whole tensor'} and the optimizer's is not: load it "
+            "by torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
+        )
 
 
 def count_of(step: Any, name: str) -> Tensor:

@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dither.errors import UserError
 from dither.nn.bitwidths import bitwidth_groups, sampling_parameters
 from dither.nn.norms import cast_parameters
-from dither.optim.adam_mini import AdamMini
-from dither.optim.adamw import AdamW
+from dither.optim.adamw import AdamMini, AdamW
 from dither.optim.gradients import Gradients
 from dither.optim.released import release_gradients
 from dither.optim.roles import Role

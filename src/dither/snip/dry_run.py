@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
 from dither.nn.linear import Linear
+from dither.nn.sharded.geometry import Shard, as_matrix, reduce_cuts, shards, spread_over
 from dither.nn.sharded.tensor_parallel import local
 from dither.nn.step import StepContext, step_context
 from dither.ops.ranks import gather
-from dither.optim.shards import Shard, as_matrix, reduce_cuts, shards, spread_over
 from dither.snip.settings import TrainingSetup
 from dither.snip.statistics import Collector, Statistics, cut_by_fsdp, cut_by_tensor_parallelism, layers_of
 from dither.snip.update_rules import UpdateRule, update_rules_of

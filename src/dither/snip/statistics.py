@@ -23,9 +23,9 @@ from dither.nn.experts import ExpertLinear
 from dither.nn.functional import as_input
 from dither.nn.linear import Linear
 from dither.nn.sharded import tensor_parallel
+from dither.nn.sharded.geometry import like
 from dither.nn.sharded.tensor_parallel import Part, local
 from dither.ops.torch_ops import implementation
-from dither.optim.shards import like
 from dither.snip.options import Option, casts_of
 from dither.snip.update_rules import UpdateRule
 from dither.spec import Cast

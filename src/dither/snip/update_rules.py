@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,12 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
 from dither.nn.sharded.tensor_parallel import local
-from dither.ops.reference.adamw import load_state
-from dither.optim.adam_mini import AdamMini
 from dither.optim.adamw import AdamW
-from dither.optim.roles import role_of
-from dither.optim.shards import as_matrix
-from dither.spec.optimizer import Update
+from dither.optim.states import Moments
 
 _Rule = TypeVar("_Rule", bound="UpdateRule")
 
@@ -430,13 +426,12 @@ def update_rules_of(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tens
     0.1
     """
     places = {id(p): (group, number) for group in optimizer.param_groups for number, p in enumerate(group["params"])}
-    if isinstance(optimizer, AdamW):
-        optimizer._stored_slots()  # convert states to the formats that the groups have now
     read = _reader(optimizer)
+    shares = isinstance(optimizer, AdamW) and optimizer.share is not None
     found: dict[str, Callable[[], UpdateRule]] = {}
     for name, weight in weights.items():
-        if isinstance(weight, DTensor) and isinstance(optimizer, AdamMini | torch.optim.Muon):
-            shared = "second moments are" if isinstance(optimizer, AdamMini) else "update of each element is"
+        if isinstance(weight, DTensor) and (shares or isinstance(optimizer, torch.optim.Muon)):
+            shared = "second moments are" if shares else "update of each element is"
             raise UserError(
                 f"The weight of the layer {name!r} is sharded over ranks, and {type(optimizer).__name__}'s {shared} shared "
                 "between them: score an unsharded copy of the model."
@@ -563,46 +558,13 @@ def _muon(optimizer: torch.optim.Optimizer, weight: Tensor, state: dict[str, Any
     )
 
 
-class StoredMoments(NamedTuple):
-    """Moments of a weight as the optimizer stores them now: float32 in the shape of the weight (of this rank's shard)."""
-
-    m: Tensor
-    v: Tensor
-    runs: Tensor | None = None
-    """See `AdamRule.runs`."""
-    transposed: bool = False
-    """See `AdamRule.transposed`."""
-    update: Update | None = None
-    """Rounding of the optimizer, if it is one of dither's."""
-
-
-def read_moments(optimizer: torch.optim.Optimizer, weight: Tensor, group: dict[str, Any], number: int) -> StoredMoments:
-    """Read the moments of parameter `number` of a group, without synchronizing with the device."""
-    state = optimizer.state[weight]
-    if not isinstance(optimizer, AdamW):
-        return StoredMoments(local(state["exp_avg"]).float(), local(state["exp_avg_sq"]).float())
-    slot = optimizer._slots_of(next(i for i, each in enumerate(optimizer.param_groups) if each is group), 0)[number]
-    parts = {key: as_matrix(local(value)) for key, value in state.items() if key != "step"}
-    m = load_state(parts["exp_avg"], parts.get("exp_avg_scale"), slot.update, True)
-    if not isinstance(optimizer, AdamMini):
-        v = load_state(parts["exp_avg_sq"], parts.get("exp_avg_sq_scale"), slot.update, False)
-        shape = local(weight).shape
-        return StoredMoments(m.view(shape), v.view(shape), update=slot.update)
-    transposed = role_of(optimizer.roles, slot.name).transposed
-    runs, first = [], 0
-    for begin, end, run in optimizer._sections(slot):
-        runs.append(first + torch.arange(end - begin, device=m.device) // run)
-        first += (end - begin) // run
-    of_row = torch.cat(runs)
-    v = state["exp_avg_sq"][of_row][:, None].expand_as(m)
-    m, v = (m.T, v.T) if transposed else (m, v)
-    return StoredMoments(m, v, of_row, transposed, slot.update)
-
-
 def _adam(
     optimizer: torch.optim.Optimizer, weight: Tensor, state: dict[str, Any], group: dict[str, Any], number: int
 ) -> AdamRule:
-    found = read_moments(optimizer, weight, group, number)
+    if isinstance(optimizer, AdamW):
+        found = optimizer.moments(weight)
+    else:
+        found = Moments(state["step"], _some(state, "exp_avg"), _some(state, "exp_avg_sq"))
     t, lr, betas, eps = int(state["step"]) + 1, float(group["lr"]), tuple(group["betas"]), group["eps"]
     decay = largest = None
     if isinstance(optimizer, torch.optim.Adam):  # torch's AdamW is one, with decoupled decay

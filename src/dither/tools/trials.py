@@ -32,10 +32,12 @@ from dither.report.watch import Follower
 from dither.tools.arms import Arm, Sweep, axis_value, value_of
 from dither.train import config as configs
 from dither.train.config import Config, Data, Optim, RunSettings
-from dither.train.guard import Signals, Status
-from dither.train.loop import CONFIG, Outcome, train
-from dither.train.metrics import Progress
+from dither.train.files import CONFIG
+from dither.train.guard import Signals
+from dither.train.loop import Outcome, train
+from dither.train.records import Progress
 from dither.train.resume import resolved
+from dither.train.run_folder import Status
 
 BASE = Config(
     data=Data(sequence=128, batch=8),

@@ -16,7 +16,7 @@ from dither.train.config import schedule as schedule
 from dither.train.guard import Guard as Guard
 from dither.train.guard import Policy as Policy
 from dither.train.guard import Signals as Signals
-from dither.train.guard import Status as Status
 from dither.train.loop import Outcome as Outcome
 from dither.train.loop import train as train
-from dither.train.metrics import Progress as Progress
+from dither.train.records import Progress as Progress
+from dither.train.run_folder import Status as Status

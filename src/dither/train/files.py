@@ -3,6 +3,7 @@
 CONFIG, PLAN, CONVERSION, ENVIRONMENT = "config.toml", "plan.json", "conversion.json", "environment.json"
 PLANS = "plans.json"
 """The plans of a run that cannot be made again from its config alone: those of files, and of fp8-auto."""
+METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 ORIGIN, CHANGES = "origin.json", "changes.jsonl"
 """The origin of the initial weights; and the changes of the config when the run was resumed."""

@@ -1,6 +1,5 @@
 """Watch over a run: NaN, Inf and loss spikes, signals, and the file with its status."""
 
-import errno
 import math
 import os
 import signal
@@ -10,14 +9,12 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
 from torch import Tensor
 
-from dither import files, run_lock
 from dither.errors import UserError
 
 
@@ -352,93 +349,3 @@ class Signals:
 
 
 # Status ---------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Status:
-    """The status of a run: `status.json` in its folder.
-
-    >>> import tempfile
-    >>> folder = tempfile.mkdtemp()
-    >>> Status(state="interrupted", step=120, why="Received SIGTERM; step 120 is saved.").save(folder)
-    >>> Status.load(folder)
-    Status(state='interrupted', step=120, why='Received SIGTERM; step 120 is saved.')
-    """
-
-    state: Literal["running", "done", "stopped", "interrupted", "failed", "crashed"]
-    """running, done, stopped by the guard, interrupted by a signal, or failed. `observe` returns crashed for a killed run."""
-    step: int
-    """Number of steps done."""
-    why: str = ""
-    """The reason: that of the guard, the signal, or the error."""
-
-    FILE = "status.json"
-    RESERVE = ".status.reserve"
-
-    def __post_init__(self) -> None:
-        if self.state not in STATES:
-            raise UserError(f"The state of a run is one of {', '.join(STATES)}, not {self.state!r}.")
-        if type(self.step) is not int or self.step < 0 or not isinstance(self.why, str):
-            raise UserError(f"A status has a step from 0 on and a sentence, not {self.step!r} and {self.why!r}.")
-
-    def save(self, folder: str | Path) -> None:
-        """Write the file atomically. On a full disk the last status of a run uses the space that `reserve` took.
-
-        The status "running" does not use it: on a full disk it raises, and the space is left for the status that follows.
-        """
-        path = Path(folder) / self.FILE
-        try:
-            try:
-                files.replace(path, files.to_json(asdict(self), "status"))
-            except OSError as error:
-                if error.errno not in (*files.FULL, errno.EFBIG) or self.state == "running":
-                    raise
-                short = {**asdict(self), "why": self.why[: RESERVED // 8]}  # a character takes up to six bytes in JSON
-                files.replace_by(path.with_name(self.RESERVE), path, files.to_json(short, "status"))
-        except OSError as error:
-            raise UserError(f"The status {str(path)!r} cannot be written: {files.reason(error, path)}.") from None
-
-    @classmethod
-    def reserve(cls, folder: str | Path) -> None:
-        """Take the space that a last status needs if the disk is full then."""
-        path = Path(folder) / cls.RESERVE
-        try:
-            files.replace(path, b"\n" * RESERVED)
-        except OSError as error:
-            raise UserError(f"{str(path)!r} cannot be written: {files.reason(error, path)}.") from None
-
-    @classmethod
-    def observe(cls, folder: str | Path) -> "Status":
-        """Read the status, and find out if a run that is marked as running was killed: its state is "crashed" then.
-
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> Status(state="running", step=120).save(folder)
-        >>> (folder / "run.lock").touch()  # a killed process leaves its lock behind, and nothing holds it
-        >>> Status.observe(folder).state
-        'crashed'
-        """
-        status = cls.load(folder)
-        if status.state != "running" or not run_lock.is_abandoned(folder):
-            return status
-        was = run_lock.holder(folder)
-        who = "Its process" if was is None else f"Its process ({was.pid} on {was.host}, since {was.since})"
-        return cls(state="crashed", step=status.step, why=f"{who} ended without a word: continue with --resume.")
-
-    @classmethod
-    def load(cls, folder: str | Path) -> "Status":
-        """Read the status that `save` wrote."""
-        path = Path(folder) / cls.FILE
-        try:
-            data, _ = files.read_json(path)
-        except files.Refused as error:
-            raise UserError(f"The status {str(path)!r} is refused: {error}.") from None
-        if not isinstance(data, dict) or set(data) != {"state", "step", "why"}:
-            raise UserError(f"The status {str(path)!r} is refused: it has not just the keys state, step and why.")
-        return cls(**data)
-
-
-STATES = ("running", "done", "stopped", "interrupted", "failed", "crashed")
-
-RESERVED = 4096
-"""Bytes that are reserved for the last status of a run on a full disk."""

@@ -1,12 +1,14 @@
 """Train a model in a run folder, or resume the run: the steps, the decisions about them, and the end."""
 
+import functools
+import json
 import math
-import shutil
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -15,19 +17,22 @@ from torch import Tensor
 
 from dither import files
 from dither.checkpoint import write
+from dither.checkpoint.sharded import ShardedSaver
+from dither.checkpoint.write import Saver
+from dither.console import silent
 from dither.data import Batch, Prefetch
 from dither.errors import DitherError, UserError
 from dither.train import agreement, trackers
-from dither.train.beginning import RunBeginning
 from dither.train.config import Config, dumps
-from dither.train.files import CHECKPOINTS as CHECKPOINTS
-from dither.train.files import CONFIG as CONFIG
-from dither.train.files import TOKENS
+from dither.train.files import BITWIDTHS, CHECKPOINTS
+from dither.train.goals import check_chat, check_layout, check_snip
 from dither.train.guard import GRACE, Interrupted, Signals
-from dither.train.metrics import DrawLayers, Progress
+from dither.train.layout import RankLayout
 from dither.train.ranks import LostRankError, Ranks, joined
+from dither.train.records import DrawLayers, Metrics, Progress, Records
 from dither.train.resume import resolved
-from dither.train.trainer import Numbers
+from dither.train.run_folder import RunFolder, reason_of, write_file
+from dither.train.trainer import Evaluation, Numbers, Trainer, open_corpus, restore_newest, unigram_entropy
 
 SIGNALS = {"SIGINT": 1.0, "SIGTERM": 1024.0}
 """The number that a rank adds to the sum over ranks when it gets a signal: the sum shows if any of them was a SIGTERM."""
@@ -92,35 +97,113 @@ def train(
     >>> outcome.code, outcome.step, sorted(path.name for path in outcome.folder.iterdir())[:3]
     (0, 2, ['checkpoints', 'config.toml', 'conversion.json'])
     """
-    config, folder = resolved(config), Path(config.run.out)
+    config, began = resolved(config), time.monotonic()
     trackers.check_trackers(config.run.track)
     if resume not in (True, False, "auto"):
         raise UserError(f"resume is True, False or 'auto', not {resume!r:.40}.")
     with joined(config.run.device) as ranks, Signals() as signals, _own_generators(ranks.device), ExitStack() as stack:
-        run = _RunLoop(config, folder, ranks, signals, progress, draw)
+        progress = progress if ranks.main else None
+        folder = RunFolder(Path(config.run.out), ranks, _silent if progress is None else progress.say)
+        run: Run | None = None
         if ranks.heartbeat is not None:
             ranks.heartbeat.interrupted = lambda: bool(signals.received)
         try:
             if ranks.world > 1:
                 agreement.check_facts(ranks, agreement.facts_of_config(config))
-            run.claim(stack, resume)
+            folder.claim(stack, config, resume)
             with signals.abandoned():
-                run.build(stack, command)
-            return _told(ranks, tell, run.to_the_end())
+                trainer, resumed = _build(config, folder, ranks, signals, progress)
+                folder.describe(stack, trainer, resumed, command)
+                records = Records(trainer, _metrics(stack, folder, trainer, resumed, progress, draw), progress, began)
+                run = Run(trainer, folder, records, _saver(stack, folder, trainer), signals, resumed)
+                run.begin()
+            return _told(ranks, tell, run.run())
         except Interrupted as told:
             ranks.ends_after(str(told))
-            return _told(ranks, tell, _interrupted_early(run, str(told)))
+            return _told(ranks, tell, _interrupted_early(run, folder, str(told), began))
         except BaseException as error:
-            known = ranks.explained(_in_words(error, folder), 0 if run.trainer is None else run.trainer.done + 1)
+            known = ranks.explained(_in_words(error, folder.path), 0 if run is None else run.trainer.done + 1)
             if isinstance(known, LostRankError) and known.signal:  # one rank was told to end, and it ends the run of all
-                ended = run.abandoned(known.signal) if run.training else _interrupted_early(run, known.signal)
-                return _told(ranks, tell, ended)
-            run.failed(known)
+                if run is not None and run.training:
+                    return _told(ranks, tell, run.abandoned(known.signal))
+                return _told(ranks, tell, _interrupted_early(run, folder, known.signal, began))
+            if run is None:
+                folder.abandon(known)
+            else:
+                run.failed(known)
             if isinstance(known, DitherError) and known.everywhere:
                 _told(ranks, tell, known)
             if known is error:
                 raise
             raise known from None
+
+
+def _silent(text: str) -> None:
+    """Show nothing."""
+
+
+def _build(
+    config: Config, folder: RunFolder, ranks: Ranks, signals: Signals, progress: Progress | None
+) -> tuple[Trainer, int | None]:
+    """Build the data, the model and the optimizer, and restore a checkpoint if the run resumes.
+
+    Return the trainer, and the step from which it resumes.
+    """
+    stage = silent if progress is None else progress.stage
+    with ranks.shared_errors():
+        check_snip(config)
+        check_layout(config, ranks.world)
+    layout = RankLayout.of(config, ranks)
+    with ranks.shared_errors():
+        with stage("Reading the text") as tick:
+            corpus = open_corpus(config, folder.path, ranks, say=folder.say, tick=tick)
+        if corpus.template is not None:
+            check_chat(config.parallel)
+        saved = folder.resuming and any((folder.path / CHECKPOINTS).glob("step-*"))
+        with stage("Building the model"):
+            trainer = Trainer(config, corpus, ranks, layout=layout, initial=not saved, say=folder.say)
+    trainer.signals = signals
+    resumed = restore_newest(trainer, folder.path / CHECKPOINTS, folder.say) if folder.resuming else None
+    if ranks.world > 1:
+        agreement.check_facts(ranks, agreement.facts_of_trainer(trainer))
+    folder.say(
+        f"{trainer.parameters:,} parameters, {len(corpus.train):,} training tokens, {len(corpus.held_out):,} held-out tokens, "
+        f"on {ranks.device}" + layout.describe()
+    )
+    return trainer, resumed
+
+
+def _metrics(
+    stack: ExitStack,
+    folder: RunFolder,
+    trainer: Trainer,
+    resumed: int | None,
+    progress: Progress | None,
+    draw: DrawLayers | None,
+) -> Metrics | None:
+    """Open the metrics of a run on rank 0; the progress shows their lines."""
+    if not folder.ranks.main:
+        return None
+    metrics = Metrics(
+        folder.path,
+        track=trainer.config.run.track,
+        config=asdict(trainer.config),
+        resumed=resumed,
+        say=warnings.warn if progress is None else folder.say,
+        draw=None if draw is None else functools.partial(draw, tuple(layer.name for layer in trainer.conversion.layers)),
+    )
+    if progress is not None:
+        metrics.listeners.append(progress.show)
+    return stack.enter_context(metrics)
+
+
+def _saver(stack: ExitStack, folder: RunFolder, trainer: Trainer) -> Saver | None:
+    """Open the saver of checkpoints: on rank 0, and on all ranks if they hold parts of the model."""
+    if not (folder.ranks.main or trainer.layout.cut):
+        return None
+    run, kind = trainer.config.run, ShardedSaver if trainer.layout.cut else Saver
+    saver = kind(folder.path / CHECKPOINTS, last=run.keep_last, every=run.keep_every or None, beneath=folder.path)
+    return stack.enter_context(saver)
 
 
 Ended = TypeVar("Ended", bound=Outcome | DitherError)
@@ -151,27 +234,60 @@ def _in_words(error: BaseException, folder: Path) -> BaseException:
     return error
 
 
-class _RunLoop(RunBeginning):
-    """The steps of a run, and the decisions about them."""
+class Run:
+    """A run: its steps, the decisions about them, and its end. It is made when all its parts exist.
 
-    training = False
-    """False while the run is being built."""
-    stepping = False
-    """True while a step computes gradients, which may be abandoned."""
-    pending: deque[tuple[int, Tensor, torch.cuda.Event | None]]
+    Args:
+        trainer: The trainer, restored if the run resumes.
+        folder: The folder of the run.
+        records: The metrics, times and messages of the run.
+        saver: Saves checkpoints; None on ranks that hold nothing to save.
+        signals: The signals that end the run.
+        resumed: The step from which this process resumed; None for a new run.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        folder: RunFolder,
+        records: Records,
+        saver: Saver | None,
+        signals: Signals,
+        resumed: int | None,
+    ) -> None:
+        self.trainer, self.folder, self.records, self.saver = trainer, folder, records, saver
+        self.signals, self.resumed, self.config, self.ranks = signals, resumed, trainer.config, trainer.ranks
+        self.training = False
+        """False until the first step."""
+        self.stepping = False
+        """True while a step computes gradients, which may be abandoned."""
+        self.pending: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
+        """Steps whose numbers the host has not read: step, numbers, and the event at which they are complete."""
+        self.last = Numbers(0, math.nan, math.nan, 0.0, 1.0)
+        self.evaluation: tuple[int, Evaluation] | None = None
+        """The last evaluation, and its step."""
 
     @property
     def behind(self) -> int:
         """Return the number of steps by which the host may be ahead of what it has read from the device."""
         return BEHIND.get(self.ranks.device.type, 0)
 
+    def begin(self) -> None:
+        """Write the first lines and the status of the run."""
+        self.records.write("start", resumed_from=self.resumed)
+        if self.resumed is None:
+            self.records.write("plan", plan=self.trainer.conversion.plan.to_dict(), reason="the run begins")
+        self.folder.status("running", self.trainer.done)
+        if self.resumed is None and self.config.guard.spike == "rollback":
+            self.save()  # so that there is always a checkpoint to roll back to
+
     # The steps ---------------------------------------------------------------------------------------------------------
 
-    def to_the_end(self) -> Outcome:
+    def run(self) -> Outcome:
         """Train until all steps are done, the guard stops the run, or a signal arrives."""
-        trainer, steps = self.the_trainer, self.config.run.steps
-        self.training, self.pending = True, deque()
-        self.logged, self.logged_step = time.monotonic(), trainer.done  # building is not training
+        trainer, steps = self.trainer, self.config.run.steps
+        self.training = True
+        self.records.restart()  # building is not training
         outcome: Outcome | None = None
         while outcome is None and trainer.done < steps:  # repeated after each rollback
             with (
@@ -183,7 +299,7 @@ class _RunLoop(RunBeginning):
                     world=trainer.layout.data_world,
                     device=self.ranks.device,
                 ) as batches,
-                self.profiler() as tick,
+                self.records.profiler(self.folder.path) as tick,
             ):
                 for batch in batches:
                     offset = trainer.offset
@@ -199,7 +315,7 @@ class _RunLoop(RunBeginning):
         return outcome
 
     def one(self, batch: Batch) -> Outcome | None:
-        """Do one step, and what is due after it; a signal may end any of it."""
+        """Run one step and its scheduled work; signals may interrupt either."""
         try:
             return self._one(batch)
         except Interrupted as told:
@@ -207,18 +323,18 @@ class _RunLoop(RunBeginning):
             return outcome or (self.abandoned(str(told)) if self.stepping else self.interrupted(str(told)))
 
     def _one(self, batch: Batch) -> Outcome | None:
-        trainer, run = self.the_trainer, self.config.run
+        trainer, run = self.trainer, self.config.run
         several = self.ranks.world > 1
         self.choose(batch)
         if (every := self.config.guard.recompute_every) and (trainer.done + 1) % every == 0:
-            with self.pause("checks"):
+            with self.records.timed("checks"):
                 agreement.recompute(trainer)
         self.stepping = True
         numbers = trainer.step(batch, SIGNALS.get(self.signals.received, 0.0) if several else 0.0)
         self.stepping = False
         self.pending.append((trainer.done, *_to_host(numbers)))
         if self.saver is not None and run.save_every and trainer.done == 1 + (self.resumed or 0):  # now all states exist
-            self.saver.prepare(trainer.pack(dumps(self.config), self.seconds)[0])
+            self.saver.prepare(trainer.pack(dumps(self.config), self.records.seconds)[0])
         due = {name: every and trainer.done % every == 0 for name, every in self.intervals().items()}
         last = trainer.done == run.steps
         # The host checks all steps before it logs or saves anything of them.
@@ -228,12 +344,12 @@ class _RunLoop(RunBeginning):
             return outcome
         received = heard if several else self.signals.received
         if several and (due["compare"] or due["save"] or last or received):  # no checkpoint of weights that are not agreed on
-            with self.pause("checks"):
+            with self.records.timed("checks"):
                 agreement.compare_states(trainer)
         if due["numerics"]:
-            self.look(batch)
+            self.monitor(batch)
         if due["log"] or last:
-            self.log()
+            self.records.train_line(self.last)
         if received:
             outcome, _ = self.settle(0)
             return outcome or self.interrupted(received)
@@ -267,7 +383,7 @@ class _RunLoop(RunBeginning):
 
     def judge(self, numbers: Numbers) -> Outcome | None:
         """Let the guard check a step: continue, warn, skip, roll back, or return the outcome of a stopped run."""
-        trainer = self.the_trainer
+        trainer = self.trainer
         finite = math.isfinite(numbers.loss)
         sound = finite and (trainer.scaled or math.isfinite(numbers.grad_norm))  # overflows only lower the scale
         unchanged = self.behind == 0 or self.config.guard.nonfinite == "stop"  # the weights are still those of that step
@@ -283,7 +399,7 @@ class _RunLoop(RunBeginning):
             return None
         overflow = decision.action == "skip" and trainer.guard.overflows > overflows
         event = "overflow" if overflow else "spike" if decision.action == "warn" else decision.action
-        self.write("guard", step=numbers.number, event=event, text=decision.why, where=where)
+        self.records.write("guard", step=numbers.number, event=event, text=decision.why, where=where)
         if decision.action == "stop":
             return self.end(3, "guard", decision.why, "stopped")
         if decision.action == "rollback":
@@ -292,18 +408,80 @@ class _RunLoop(RunBeginning):
 
     def roll_back(self, number: int, since: int) -> None:
         """Restore the last checkpoint before a spike, and skip the batches that led to it."""
-        trainer = self.the_trainer
+        trainer, checkpoints = self.trainer, self.folder.path / CHECKPOINTS
         if self.saver is not None:
             self.saver.wait()
         self.pending.clear()
         offset = trainer.offset
-        found = self.restore(since)
+        found = restore_newest(trainer, checkpoints, self.records.say, before=since)
         assert found is not None  # step 0 was saved
         trainer.offset = offset + number - found
         self.evaluation = None
         if self.ranks.main:
-            write.drop(self.folder / CHECKPOINTS, after=found)
-        self.logged, self.logged_step, self.paused = time.monotonic(), found, 0.0
+            write.drop(checkpoints, after=found)
+        self.records.restart()
+
+    # Scheduled work ----------------------------------------------------------------------------------------------------
+
+    def choose(self, batch: Batch) -> None:
+        """Let the schedule and SNIP change the plan, if that is due, and write what they did."""
+        with self.records.timed("choice of precision"):
+            for found in self.trainer.choose(batch):
+                scores = {} if found.scores is None else {"scores": found.scores, "choice": found.choice}
+                self.records.write("plan", plan=found.plan.to_dict(), reason=found.reason, changed=found.changed, **scores)
+                plan = "a new plan" if found.changed else "the same plan"
+                self.records.say(f"Step {self.trainer.done}: {plan}: {found.reason}")
+
+    def monitor(self, batch: Batch) -> None:
+        """Write what the monitor measures after a step."""
+        with self.records.timed("monitor"):
+            if (report := self.trainer.look(batch)) is not None:
+                found = report.to_dict()
+                del found["step"]
+                self.records.write("numerics", lr=self.trainer.training.optimizer.param_groups[0]["lr"], **found)
+
+    def evaluate(self) -> None:
+        """Evaluate on the held-out text, at most once per step, and write learned bitwidths if there are any."""
+        trainer = self.trainer
+        if self.evaluation is not None and self.evaluation[0] == trainer.done:
+            return
+        with self.records.timed("evaluation"):
+            found = trainer.evaluate()
+            self.evaluation = trainer.done, found
+            self.records.write("eval", **found._asdict())
+            joins = self.ranks.main or trainer.layout.cut  # bitwidths of a sharded model are gathered
+            if joins and (bitwidths := trainer.bitwidths()) is not None:
+                self.records.write("bitwidths", layers=bitwidths)
+                blocks = {"version": 1, "step": trainer.done, "layers": trainer.block_bitwidths()}
+                if self.ranks.main:
+                    write_file(self.folder.path / BITWIDTHS, json.dumps(blocks).encode())
+            self.folder.status("running", trainer.done)
+        self.records.seconds_line()
+
+    def sample(self) -> None:
+        """Generate a sample of text, on rank 0 while the others wait, or on all ranks together if the model is sharded."""
+        trainer = self.trainer
+        if (self.ranks.main or trainer.layout.cut) and self.config.run.sample_tokens:
+            with self.records.timed("samples"):
+                try:
+                    text = trainer.sample()
+                except UserError as error:  # such as logits that are not finite, which the guard handles
+                    self.records.say(str(error))
+                else:
+                    self.records.write("sample", prompt=trainer.prompt, text=text)
+        self.ranks.together()
+
+    def save(self) -> None:
+        """Save a checkpoint in the background; the metric `seconds` is the time that training waited for it."""
+        trainer, began = self.trainer, time.monotonic()
+        if self.saver is None:
+            return
+        with self.records.timed("checkpoints", counts=True):
+            tensors, plain = trainer.pack(dumps(self.config), self.records.seconds)
+            self.saver.save(trainer.done, tensors=tensors, plain=plain)
+        seconds = round(time.monotonic() - began, 3)
+        self.records.write("save", path=f"{CHECKPOINTS}/step-{trainer.done:08d}", seconds=seconds)
+        self.folder.status("running", trainer.done)
 
     # The end -----------------------------------------------------------------------------------------------------------
 
@@ -312,16 +490,16 @@ class _RunLoop(RunBeginning):
         self.save()
         if self.saver is not None:
             self.saver.wait()
-        code: Literal[130, 143] = 143 if received == "SIGTERM" else 130
-        return self.end(code, "signal", f"Received {received}; step {self.the_trainer.done} is saved.", "interrupted")
+        why = f"Received {received}; step {self.trainer.done} is saved."
+        return self.end(_code(received), "signal", why, "interrupted")
 
     def abandoned(self, received: str) -> Outcome:
         """End the run in the middle of a step, such as one that compiles. It may have changed histories, so it is not saved."""
         self.ranks.ends_after(received)
         if self.saver is not None:
             self.saver.wait()
-        why = f"Received {received}; step {self.the_trainer.done + 1} did not end within {GRACE:g} s and was abandoned."
-        return self.end(143 if received == "SIGTERM" else 130, "signal", why, "interrupted")
+        why = f"Received {received}; step {self.trainer.done + 1} did not end within {GRACE:g} s and was abandoned."
+        return self.end(_code(received), "signal", why, "interrupted")
 
     def end(
         self,
@@ -331,40 +509,60 @@ class _RunLoop(RunBeginning):
         state: Literal["done", "stopped", "interrupted"],
     ) -> Outcome:
         """Write the last lines and, if the run is done, the last checkpoint. Return the outcome."""
-        trainer = self.the_trainer
+        trainer, records = self.trainer, self.records
         if how == "done":
             self.evaluate()
             if trainer.done != self.resumed:  # else it is saved already
                 self.save()
         if self.saver is not None:
             self.saver.wait()
-        self.write_seconds()
+        records.seconds_line()
         loss, bits = (None, None) if self.evaluation is None else self.evaluation[1][:2]
-        skipped, overflows = trainer.guard.skips, trainer.guard.overflows
-        self.write("end", how=how, loss=loss, bits_per_byte=bits, text=why, skipped=skipped, overflows=overflows)
-        self.status(state, why)
-        return Outcome(code, how, why, trainer.done, loss, bits, self.unigram, self.seconds, self.folder, skipped, overflows)
+        self._last_line(how, why, loss, bits)
+        self.folder.status(state, trainer.done, why)
+        unigram, guard = unigram_entropy(trainer.corpus), trainer.guard
+        seconds, folder = records.seconds, self.folder.path
+        return Outcome(code, how, why, trainer.done, loss, bits, unigram, seconds, folder, guard.skips, guard.overflows)
+
+    def failed(self, error: BaseException) -> None:
+        """Record the error that ends the run."""
+        if self.folder.lock is None:  # another rank
+            return
+        why = reason_of(error)
+        with suppress(UserError):  # the disk itself may have failed
+            self._last_line("error", why, None, None)
+        with suppress(UserError):
+            self.folder.status("failed", self.trainer.done, why)
+
+    def _last_line(self, how: str, why: str, loss: float | None, bits: float | None) -> None:
+        guard = self.trainer.guard
+        self.records.write(
+            "end", how=how, loss=loss, bits_per_byte=bits, text=why, skipped=guard.skips, overflows=guard.overflows
+        )
 
     def skips(self) -> str:
         """Return the number of skipped steps as the end of a sentence, or ""."""
-        guard = self.the_trainer.guard
+        guard = self.trainer.guard
         if not guard.skips:
             return ""
         return f", {guard.skips} of them skipped" + (f" ({guard.overflows} for overflows)" if guard.overflows else "")
 
 
-def _interrupted_early(run: _RunLoop, received: str) -> Outcome:
+def _code(received: str) -> Literal[130, 143]:
+    """Return the exit code after a signal."""
+    return 143 if received == "SIGTERM" else 130
+
+
+def _interrupted_early(run: Run | None, folder: RunFolder, received: str, began: float) -> Outcome:
     """End a run while it is being built. A new run leaves no files."""
-    why, step = f"Received {received} before the first step.", 0 if run.trainer is None else run.trainer.done
-    if run.metrics is not None:
-        run.status("interrupted", why)
+    why = f"Received {received} before the first step."
+    if run is not None:
+        folder.status("interrupted", run.trainer.done, why)
     else:
-        for left in run.folder.glob(f".{TOKENS}.*.partial") if run.ranks.main and not run.resuming else ():
-            shutil.rmtree(left, ignore_errors=True)
-        run.failed(Interrupted(received))
-    seconds = time.monotonic() - run.began
-    code: Literal[130, 143] = 143 if received == "SIGTERM" else 130
-    return Outcome(code, "signal", why, step, None, None, None, seconds, run.folder)
+        folder.remove_partial_tokens()
+        folder.abandon(Interrupted(received))
+    step = 0 if run is None else run.trainer.done
+    return Outcome(_code(received), "signal", why, step, None, None, None, time.monotonic() - began, folder.path)
 
 
 def _own_generators(device: torch.device) -> Any:

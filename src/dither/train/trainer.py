@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dither.checkpoint import write
 from dither.checkpoint.read import SavedTensors
 from dither.checkpoint.state import Resumed, pack, pack_sharded, plan_of, unpack
 from dither.data import Batch, Corpus, Loader, held_out
@@ -38,7 +39,6 @@ from dither.train.evaluating import evaluate, sample
 from dither.train.guard import Guard, Interrupted, Signals
 from dither.train.layout import RankLayout, check_stages
 from dither.train.lora import adapt, narrow_base
-from dither.train.metrics import smoothed
 from dither.train.origin import check_same, origin_of
 from dither.train.passes import GraphedPasses, Passes, StepClock, uses_graphs
 from dither.train.pipeline import Pipeline, check_micro_batches, check_pipeline, check_snip_stages
@@ -526,3 +526,45 @@ def _check_positions(sizes: Any, sequence: int) -> None:
     longest = getattr(sizes, "max_position_embeddings", None)
     if longest is not None and sequence > longest:
         raise UserError(f"data.sequence={sequence} is longer than the {longest} positions of the model.")
+
+
+def smoothed(average: float | None, loss: float, keep: float = 0.95) -> float:
+    """Return the moving average after another loss; None starts it.
+
+    >>> smoothed(smoothed(None, 4.0), 3.0)
+    3.95
+    """
+    return loss if average is None else keep * average + (1 - keep) * loss
+
+
+def restore_newest(trainer: Trainer, folder: Path, say: Callable[[str], None], *, before: int | None = None) -> int | None:
+    """Restore the newest whole checkpoint in a folder and return its step, or None if there is no checkpoint yet.
+
+    Args:
+        trainer: The trainer to restore. Rank 0 chooses the checkpoint for all ranks.
+        folder: The folder of checkpoints.
+        say: Called with the reasons for which checkpoints are passed over, and with the step.
+        before: Only checkpoints before this step count.
+    """
+    ranks, found = trainer.ranks, -1
+    with ranks.shared_errors():
+        if ranks.main:
+            path, skipped = write.newest(folder, before=before)
+            for _, why in skipped:
+                say(why)
+            found = -1 if path is None else write.step_of(path)
+            if path is None and (broken := [why for each, why in skipped if write.STEP.fullmatch(each.name)]):
+                say(f"None of the {len(broken)} checkpoints is complete.")
+                # Not the result of a kill: starting from scratch would discard what might be repaired.
+                raise UserError(
+                    f"No checkpoint in {str(folder)!r} can be resumed, for the reasons above: put a complete one there, or "
+                    "remove them to start from the beginning."
+                )
+    found = ranks.agree(found)
+    if found < 0:
+        say("There is no checkpoint yet: the run starts from the beginning.")
+        return None
+    with ranks.shared_errors():
+        trainer.restore(folder / f"step-{found:08d}")
+    say(f"Resuming from step {found}.")
+    return found

@@ -12,9 +12,7 @@ from torchtitan.components.optimizer.utils import init_optim_state, load_flat_op
 
 from dither.errors import UserError
 from dither.nn.bitwidths import bitwidth_groups
-from dither.optim.adam_mini import AdamMini
-from dither.optim.adamw import AdamW
-from dither.optim.adamw8bit import AdamW8bit
+from dither.optim.adamw import AdamMini, AdamW, AdamW8bit
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "dither.AdamW": AdamW,

@@ -16,7 +16,7 @@ from dither.report.charts import format_colour
 from dither.train import trackers
 from dither.train.config import Config, override
 from dither.train.loop import train
-from dither.train.metrics import Metrics, Progress
+from dither.train.records import Metrics, Progress
 from dither.train.trackers import Trackers
 
 

@@ -3,10 +3,10 @@
     make soak                                       # under twenty minutes on two cores
     make soak SOAK='--scale 10'                     # ten times as many of each
     make soak SOAK='--write docs/reliability.md'    # and write the scoreboard into the docs
-    python tests/soak.py kills --scale 0.1
-    python tests/soak.py kills=0.1 saves=0.5        # a scale of its own for each part
+    python tests/soak/soak.py kills --scale 0.1
+    python tests/soak/soak.py kills=0.1 saves=0.5        # a scale of its own for each part
 
-It lies beside the tests because it is one: `tests/test_faults.py` runs the same parts with small counts. Runs are real ones,
+It lies beside the tests because it is one: `test_faults.py` runs the same parts with small counts. Runs are real ones,
 `dither train` on a small model in a process of their own. They are forked from a process that has already trained a few steps,
 so that torch is loaded once and not for each. Seeds are fixed, so points are the same each time, but for kills by the clock,
 which hold at every moment or not at all. Exit code 1 when anything failed.
@@ -47,7 +47,7 @@ import dither
 from dither import UserError, cli, models
 from dither.checkpoint import write as checkpoint
 from dither.data import Batch
-from dither.train import Status, beginning, train
+from dither.train import Status, loop, train
 from dither.train import config as configs
 from dither.train.config import Config
 from dither.train.trainer import Trainer
@@ -224,7 +224,7 @@ def scored(what: str, count: int, faults: list[str]) -> Score:
 
 def at_call(number: int, act: Callable[[], None], training: bool) -> None:
     """Do something at call `number` of a function of Dither, from the first step on, or since the folder was claimed."""
-    calls, first = 0, (Trainer.step if training else beginning.RunBeginning.build).__code__
+    calls, first = 0, (Trainer.step if training else loop._build).__code__
 
     def look(frame: FrameType, event: str, argument: object) -> None:
         nonlocal calls
@@ -522,7 +522,7 @@ PARTS: dict[str, tuple[Callable[[Path, Path, int], list[Score]], int]] = {
     "bombs": (bombs, 2),
     "fuzzing": (fuzzing, 1_000_100),
 }
-"""What is tried, and how often when nothing is said. The parts of tests/soak_faults.py come on top."""
+"""What is tried, and how often when nothing is said. The parts of tests/soak/soak_faults.py come on top."""
 
 
 ORDER = ("faults", "kills", "differences", "restarts", "fuzzing", "hostility", "sharded", "saves", "lost", "phases", "disks")

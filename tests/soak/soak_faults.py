@@ -1,6 +1,6 @@
 """More parts of the soak: races for a folder, a real full disk, shards that change, signals in every phase, all faults at once.
 
-Processes are forked as in tests/soak.py. A full disk is a tmpfs in a mount namespace of the process, which needs either root or
+Processes are forked as in soak.py. A full disk is a tmpfs in a mount namespace of the process, which needs either root or
 user namespaces; without both the part fails and says so.
 """
 
@@ -42,9 +42,9 @@ from dither import UserError
 from dither.checkpoint import write as checkpoint
 from dither.data import prepare
 from dither.run_lock import RunLock
-from dither.train import Status, agreement, beginning, ranks
+from dither.train import Status, agreement, ranks, run_folder
 from dither.train import config as configs
-from dither.train.metrics import Metrics
+from dither.train.records import Metrics
 from dither.train.trainer import Trainer
 
 # Races for a folder ---------------------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ def races(text: Path, folder: Path, count: int) -> list[Score]:
             now = replace(usual, run=replace(usual.run, out=str(out)))
             how: Any = {"begin": False, "failing": False, "resume": True}.get(kind, "auto")
             try:
-                beginning._claim(out, now, how, lock, lambda _: None)
+                run_folder._claim(out, now, how, lock, lambda _: None)
                 os.write(back, b"1")
             except UserError as error:
                 os.write(
@@ -73,7 +73,7 @@ def races(text: Path, folder: Path, count: int) -> list[Score]:
                     b"0" if f"is in use by process {os.getpid()}" not in str(error) and "is in use by" in str(error) else b"?",
                 )
             os.read(to, 1)
-            if lock._file >= 0 and kind == "failing":  # as RunRecorder does with a run that never started
+            if lock._file >= 0 and kind == "failing":  # as RunFolder does with a run that never started
                 (out / "config.toml").unlink()
             lock.release()
             with suppress(OSError):
@@ -336,7 +336,7 @@ def phases(text: Path, folder: Path, count: int) -> list[Score]:
     """SIGTERM at the beginning of every phase of a run: saved or cleanly ended with 143, and resumed = straight."""
     from dither.data import preparation
     from dither.snip import Snip
-    from dither.train import recorder
+    from dither.train import loop
 
     more = (
         "snip.target=0.5",
@@ -360,7 +360,7 @@ def phases(text: Path, folder: Path, count: int) -> list[Score]:
         "recomputing": (agreement, "recompute"),
         "saving": (checkpoint, "_write"),
         "restoring": (Trainer, "restore"),
-        "ending": (recorder.RunRecorder, "evaluate"),
+        "ending": (loop.Run, "evaluate"),
     }
     chosen = (PHASES * count)[:count]
     for trial, phase in enumerate(chosen):

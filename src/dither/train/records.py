@@ -1,12 +1,14 @@
-"""Metrics of a run: one JSON object per line in a file, and optional trackers."""
+"""Records of a run: metrics.jsonl and trackers, the seconds of each part, and the progress on the screen."""
 
 import json
 import math
 import os
 import stat
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -21,7 +23,144 @@ from dither import files
 from dither.console import ProgressBars, Tick
 from dither.console import duration as duration
 from dither.errors import UserError
+from dither.nn import Linear
+from dither.nn.sharded.tensor_parallel import local
+from dither.train import config
+from dither.train.files import METRICS
+from dither.train.run_folder import write_file
 from dither.train.trackers import Trackers
+from dither.train.trainer import Numbers, Trainer
+
+
+class Records:
+    """Records what a run does: lines of metrics, and the seconds of its parts. Only rank 0 writes; all ranks take the time.
+
+    Args:
+        trainer: The trainer of the run.
+        metrics: The file of metrics; None on other ranks.
+        progress: Shows messages and metrics; None for none.
+        began: The time at which the process began the run, of `time.monotonic`.
+    """
+
+    def __init__(self, trainer: Trainer, metrics: "Metrics | None", progress: "Progress | None", began: float) -> None:
+        self.trainer, self.metrics, self.progress, self.began = trainer, metrics, progress, began
+        self.peak = peak_flops(trainer.ranks.device)
+        self.spent: dict[str, float] = {}
+        """Seconds by part since the last line about them."""
+        self.counted = began
+        """When that line was written."""
+        self.sized = False
+        """Whether the memory of each part is written."""
+        self.restart()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the run began, including those before a resume."""
+        return self.trainer.time + time.monotonic() - self.began
+
+    def restart(self) -> None:
+        """Count tokens per second from here on: after building, after a line of metrics, and after a rollback."""
+        self.logged, self.logged_step = time.monotonic(), self.trainer.done
+        self.paused = 0.0  # seconds since then that were not training
+
+    def write(self, kind: str, *, step: int | None = None, **values: Any) -> None:
+        """Write a line of metrics of a kind."""
+        if self.metrics is not None:
+            self.metrics.write(kind, self.trainer.done if step is None else step, self.seconds, **values)
+
+    def say(self, text: str) -> None:
+        """Show a message."""
+        if self.progress is not None:
+            self.progress.say(text)
+
+    def train_line(self, numbers: Numbers) -> None:
+        """Write the line of metrics about the last steps, of which `numbers` are those of the last one."""
+        trainer, ranks, data = self.trainer, self.trainer.ranks, self.trainer.config.data
+        seconds = time.monotonic() - self.logged - self.paused
+        rate = (trainer.done - self.logged_step) * data.batch * data.sequence / seconds if seconds > 0 else 0.0
+        self.write(
+            "train",
+            loss=numbers.loss,
+            loss_ema=trainer.loss_ema,
+            lr=config.schedule(trainer.config, trainer.done - 1),
+            grad_norm=numbers.grad_norm,
+            tokens=trainer.tokens,
+            tokens_per_s=round(rate, 1),
+            mfu=rate * trainer.flops / (self.peak * ranks.world) if self.peak else None,
+            memory=torch.cuda.max_memory_allocated(ranks.device) if ranks.device.type == "cuda" else None,
+            skipped=trainer.guard.skips,
+            loss_scale=numbers.loss_scale if trainer.scaled else None,
+            overflows=trainer.guard.overflows,
+        )
+        if not self.sized:  # the optimizer has its states now
+            self.write("memory", parts=memory_parts(trainer))
+            self.sized = True
+        self.restart()
+
+    @contextmanager
+    def timed(self, part: str, *, counts: bool = False) -> Iterator[None]:
+        """Count the time inside as that of a part of the run, and in tokens per second only if it `counts`."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            passed = time.monotonic() - began
+            self.paused += 0.0 if counts else passed
+            self.spent[part] = self.spent.get(part, 0.0) + passed
+
+    def seconds_line(self) -> None:
+        """Write the seconds of each part of the run since the last such line; the rest of training is data and launches."""
+        now = time.monotonic()
+        training = now - self.counted - sum(self.spent.values())
+        steps = self.trainer.clock.take()
+        parts = {**steps, "rest of training": max(0.0, training - sum(steps.values())), **self.spent}
+        self.write("seconds", parts={part: round(seconds, 3) for part, seconds in parts.items()})
+        self.spent, self.counted = {}, now
+
+    @contextmanager
+    def profiler(self, folder: Path) -> Iterator[Any]:
+        """Yield a function to call after each step; torch.profiler traces the steps of `run.profile`."""
+        trainer, window = self.trainer, self.trainer.config.run.profile
+        if not window or not trainer.ranks.main or trainer.done >= window[0]:
+            yield lambda: None
+            return
+        quiet = window[0] - 1 - trainer.done
+        rounds = torch.profiler.schedule(
+            wait=max(quiet - 1, 0), warmup=min(quiet, 1), active=window[1] - window[0] + 1, repeat=1
+        )
+        path = folder / f"profile-{window[0]}-{window[1]}.json"
+
+        def export(found: Any) -> None:
+            with tempfile.TemporaryDirectory(prefix="dither-profile-") as scratch:  # not through a link in the run folder
+                found.export_chrome_trace(f"{scratch}/trace.json")
+                write_file(path, Path(scratch, "trace.json").read_bytes())
+
+        with torch.profiler.profile(schedule=rounds, on_trace_ready=export) as found:
+            yield found.step
+
+
+def memory_parts(trainer: Trainer) -> dict[str, int]:
+    """Return the bytes of what stays in memory between steps on this rank, by part.
+
+    Activations come on top; on a GPU, peak memory shows them.
+    """
+    parameters, optimizer = list(trainer.model.parameters()), trainer.training.optimizer
+    found = {"weights": sum(local(p.detach()).nbytes for p in parameters)}
+    trained = sum(local(p.detach()).numel() for p in parameters if p.requires_grad)
+    found["gradients"] = trained * (4 if trainer.training.gradients.kind == "fp32" else 2)
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                names = {"master": "master weights", "master_low": "master weights", "remainder": "rounding errors"}
+                part = names.get(key, "optimizer states")
+                found[part] = found.get(part, 0) + local(value).nbytes
+    casts = sum(local(buffer).nbytes for buffer in trainer.model.buffers())
+    for layer in trainer.model.modules():
+        if isinstance(layer, Linear):
+            layouts = [layout for layout in layer.step_state.codes or () if layout is not None]
+            casts += sum(local(part).nbytes for layout in layouts for part in layout if part is not None)
+            casts += 0 if layer.step_state.w_hat is None else local(layer.step_state.w_hat).nbytes
+    return {**found, "casts and buffers": casts}
 
 
 class Progress:
@@ -112,8 +251,6 @@ def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4f}"
 
 
-FILE = "metrics.jsonl"
-
 Draw = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 """Returns images, uint8[height, width, 3], of a line of metrics by name."""
 
@@ -129,15 +266,6 @@ def peak_flops(device: torch.device) -> float | None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     # The longest name first: an L40S is not an L4.
     return next((PEAKS[part] for part in sorted(PEAKS, key=len, reverse=True) if part in name), None)
-
-
-def smoothed(average: float | None, loss: float, keep: float = 0.95) -> float:
-    """Return the moving average after another loss; None starts it.
-
-    >>> smoothed(smoothed(None, 4.0), 3.0)
-    3.95
-    """
-    return loss if average is None else keep * average + (1 - keep) * loss
 
 
 def finite(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,7 +304,7 @@ class Metrics:
         say: Callable[[str], object] = print,
         draw: Draw | None = None,
     ) -> None:
-        self.path, self._say, self._draw = folder / FILE, say, draw
+        self.path, self._say, self._draw = folder / METRICS, say, draw
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
         try:
             self._file = files.open_unlinked(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK)

@@ -2,7 +2,7 @@
 
 A case writes what it needs into a box of its own and says which arguments `dither` gets. Whatever it is, the answer is one line
 `dither: error: ...` and exit code 2 (0 or 3 where it may pass for a run): no traceback, nothing executed, nothing written
-outside the box, in bounded time and memory. `tests/test_faults.py` tries some of each kind, `tests/soak.py` all.
+outside the box, in bounded time and memory. `tests/soak/test_faults.py` tries some of each kind, `tests/soak/soak.py` all.
 """
 
 import contextlib

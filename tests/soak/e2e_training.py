@@ -26,7 +26,7 @@ from dither.snip import Estimator, Goal, Schedule, Scores, Snip, options
 from dither.spec import LayerPrecision, Plan, Sampling
 from dither.spec.recipes import recipe
 from dither.train import config, loop
-from dither.train.metrics import Progress
+from dither.train.records import Progress
 
 SAMPLINGS = {
     "gaussws-od": Sampling(parts="od", b_init=7, b_target=5),

@@ -1,9 +1,9 @@
 """Train every combination of the matrix, resume it, and compare its losses with those of a CPU: `make gpu-e2e`, `make e2e`.
 
-    PYTHONPATH=src python3 tests/e2e.py --device cuda --jobs 14 --minutes 8 --out FOLDER
-    PYTHONPATH=src python3 tests/e2e.py --device cpu --steps 8 --jobs 2 --out FOLDER   # tiny runs
-    PYTHONPATH=src python3 tests/e2e.py --device cuda --only 3,17 --out FOLDER         # two of the combinations
-    PYTHONPATH=src python3 tests/e2e.py --table FOLDER                                 # the table of a run, or of a part of one
+    PYTHONPATH=src python3 tests/soak/e2e.py --device cuda --jobs 14 --minutes 8 --out FOLDER
+    PYTHONPATH=src python3 tests/soak/e2e.py --device cpu --steps 8 --jobs 2 --out FOLDER   # tiny runs
+    PYTHONPATH=src python3 tests/soak/e2e.py --device cuda --only 3,17 --out FOLDER         # two of the combinations
+    PYTHONPATH=src python3 tests/soak/e2e.py --table FOLDER                           # the table of a run, or of a part of one
 
 Each combination has two processes. One trains on the device and resumes from the middle to the same bits, with torch's
 deterministic algorithms. The other trains on the CPU in eager code, once plainly and a few times from weights that are

@@ -1,4 +1,4 @@
-"""Read and write the states of other libraries' AdamW: torch's and bitsandbytes'.
+"""Convert states from and to other libraries' AdamW: torch's and bitsandbytes'.
 
 torch keeps `exp_avg` and `exp_avg_sq` in the parameter's shape and dtype. bitsandbytes keeps `state1` and `state2`: float32 in
 the parameter's shape, or 8-bit codes. `qmap1` and `qmap2` hold the value of each code, `absmax1` and `absmax2` the largest
@@ -6,15 +6,20 @@ magnitude of each 256 neighbours of the flattened tensor. Newer versions of bits
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
+from dither.nn.sharded.geometry import like
 from dither.nn.sharded.tensor_parallel import local
 from dither.ops.reference import state_maps
 from dither.ops.reference.adamw import store_state
+from dither.optim.groups import MEANING, PREVIOUS, Member
+from dither.optim.states import Moments, State, check_placed, count_of, encode
 from dither.spec.optimizer import Update
 
 BLOCK = 256
@@ -26,7 +31,7 @@ SMALLEST = 4096
 WRAPPED = "__bnb_optimizer_quant_state__"
 """bitsandbytes: the entry of a saved state that holds codes, maps and scales."""
 
-THEIRS = (
+OPTIONS = (
     "amsgrad",
     "foreach",
     "fused",
@@ -40,15 +45,7 @@ THEIRS = (
 """Group options that only other libraries have; they are dropped when their states are loaded."""
 
 
-class Moments(NamedTuple):
-    """A state without a storage format: the number of steps, and both moments as float32 in the parameter's local shape."""
-
-    step: Any
-    m: Tensor
-    v: Tensor
-
-
-def check_saved_group(group: Mapping[str, Any]) -> None:
+def check_group(group: Mapping[str, Any]) -> None:
     """Raise if the options of another library's group give its moments a different meaning."""
     if group.get("amsgrad"):
         raise UserError("The state was saved with amsgrad=True, whose largest second moments this optimizer does not keep.")
@@ -59,7 +56,20 @@ def check_saved_group(group: Mapping[str, Any]) -> None:
         )
 
 
-def read_moments(saved: Mapping[str, Any], shape: torch.Size, name: str) -> Moments:
+def loaded(saved: Mapping[str, Any], member: Member) -> State:
+    """Return another library's state of a parameter in the member's format. The next step creates master weights if needed."""
+    for key, theirs in saved.items():
+        if isinstance(theirs, Tensor) and key in ("exp_avg", "exp_avg_sq", "state1"):
+            check_placed(member, key, theirs, member.parameter)
+    part = local(member.parameter)
+    moments = _moments(saved, part.shape, member.name)
+    codes = None if isinstance(member.parameter, DTensor) else _same_codes(saved, part.shape, member.update)
+    if codes is None:
+        return encode(moments, member)
+    return {"step": count_of(moments.step, member.name), **{key: t.to(part.device, copy=True) for key, t in codes.items()}}
+
+
+def _moments(saved: Mapping[str, Any], shape: torch.Size, name: str) -> Moments:
     """Return the moments of a parameter from a state of torch's or bitsandbytes' AdamW."""
     entries = {**saved, **saved.get(WRAPPED, {})}
     if {"step", "exp_avg", "exp_avg_sq"} <= set(entries):
@@ -73,13 +83,13 @@ def read_moments(saved: Mapping[str, Any], shape: torch.Size, name: str) -> Mome
             f"The state of {name} has {', '.join(sorted(map(str, saved)))}, which is neither torch's AdamW's (step, exp_avg, "
             "exp_avg_sq) nor bitsandbytes' (step, state1, state2)."
         )
-    for moment in moments[1:]:
+    for moment in (moments.m, moments.v):
         if moment.shape != shape or not moment.is_floating_point():
             raise UserError(
                 f"The state of {name} has moments of {moment.dtype} {tuple(moment.shape)}, and the parameter is "
                 f"{tuple(shape)}: it belongs to another model."
             )
-    return moments._replace(m=moments.m.float(), v=moments.v.float())
+    return replace(moments, m=moments.m.float(), v=moments.v.float())
 
 
 def _decoded(entries: Mapping[str, Any], which: int, name: str) -> Tensor:
@@ -100,7 +110,7 @@ def _decoded(entries: Mapping[str, Any], which: int, name: str) -> Tensor:
     return decoded.view(codes.shape)
 
 
-def same_codes(saved: Mapping[str, Any], shape: torch.Size, update: Update) -> dict[str, Tensor] | None:
+def _same_codes(saved: Mapping[str, Any], shape: torch.Size, update: Update) -> dict[str, Tensor] | None:
     """Return bitsandbytes' codes and scales under this library's keys, or None if the two storages differ.
 
     They are the same for dynamic8 with blocks of 256 if rows are whole blocks: then blocks of the flattened tensor are blocks
@@ -124,7 +134,7 @@ def _alike(shape: torch.Size, update: Update) -> bool:
     return update.states == "dynamic8" and update.block == BLOCK and len(shape) > 1 and shape[-1] % BLOCK == 0
 
 
-def bitsandbytes_state(state: Mapping[str, Tensor], moments: Moments, update: Update) -> dict[str, Any]:
+def _bitsandbytes_state(state: Mapping[str, Tensor], moments: Moments, update: Update) -> dict[str, Any]:
     """Return bitsandbytes' state of a parameter: this library's codes if the storages agree, else rounded to nearest."""
     made: dict[str, Any] = {"step": int(moments.step)}
     for which, key, moment, signed in ((1, "exp_avg", moments.m, True), (2, "exp_avg_sq", moments.v, False)):
@@ -141,3 +151,89 @@ def bitsandbytes_state(state: Mapping[str, Tensor], moments: Moments, update: Up
         made[f"state{which}"], made[f"absmax{which}"] = codes, largest.clone()
         made[f"qmap{which}"] = state_maps.decode(torch.arange(256, device=codes.device), signed)
     return made
+
+
+class Exportable(Protocol):
+    """The part of `AdamW` that exports read."""
+
+    state: Any
+    param_groups: list[dict[str, Any]]
+
+    def members(self) -> list[Member]:
+        """Return all parameters with their names and formats."""
+
+    def moments(self, parameter: Tensor) -> Moments:
+        """Return the moments of a parameter as float32."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the groups, after bringing states to the groups' formats."""
+
+
+@torch.no_grad()
+def torch_state_dict(optimizer: Exportable) -> dict[str, Any]:
+    """Return the state for `torch.optim.AdamW.load_state_dict`, with both moments in float32.
+
+    torch casts them to the parameter's dtype when it loads them. Master weights, Kahan's remainders, the seed and the number
+    of skipped steps are left out: torch has no place for them.
+
+    >>> import dither, torch
+    >>> model = torch.nn.Linear(4, 4)
+    >>> optimizer = dither.optim.AdamW(model.named_parameters(), states="dynamic8")
+    >>> model(torch.ones(1, 4)).sum().backward()
+    >>> optimizer.step()
+    >>> other = torch.optim.AdamW(model.named_parameters())
+    >>> other.load_state_dict(dither.optim.torch_state_dict(optimizer))
+    >>> other.state[model.weight]["step"]
+    tensor(1.)
+    """
+    groups = _groups(optimizer)
+    state: dict[int, dict[str, Any]] = {}
+    for member in optimizer.members():
+        if optimizer.state.get(member.parameter):
+            moments = optimizer.moments(member.parameter)
+            state[member.index] = {
+                "step": torch.tensor(float(moments.step)),
+                "exp_avg": like(member.parameter, moments.m.clone()),
+                "exp_avg_sq": like(member.parameter, moments.v.clone()),
+            }
+    fixed = {"amsgrad": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None}
+    fixed["decoupled_weight_decay"] = True
+    return {"state": state, "param_groups": [group | fixed for group in groups]}
+
+
+@torch.no_grad()
+def bitsandbytes_state_dict(optimizer: Exportable) -> dict[str, Any]:
+    """Return the state for `bitsandbytes.optim.AdamW8bit.load_state_dict`.
+
+    With states="dynamic8", block=256 and rows of a multiple of 256 elements, the codes are copied as they are. All other states
+    are rounded to the nearest value of bitsandbytes' map. Tensors of fewer than 4096 elements have float32 moments, as in
+    bitsandbytes.
+
+    >>> import dither, torch
+    >>> model = torch.nn.Linear(512, 16)
+    >>> optimizer = dither.optim.AdamW8bit(model.named_parameters())
+    >>> model(torch.ones(1, 512)).sum().backward()
+    >>> optimizer.step()
+    >>> dither.optim.bitsandbytes_state_dict(optimizer)["state"][0]["state1"].dtype
+    torch.uint8
+    """
+    if any(group["maximize"] for group in optimizer.param_groups):
+        raise UserError("bitsandbytes' AdamW has no maximize=True: its moments would be those of the negated gradients.")
+    groups = _groups(optimizer)
+    state: dict[int, dict[str, Any]] = {}
+    for member in optimizer.members():
+        if isinstance(member.parameter, DTensor):
+            raise UserError(
+                f"The parameter {member.name!r} is a DTensor, and bitsandbytes' blocks run over whole tensors: gather it first."
+            )
+        if kept := optimizer.state.get(member.parameter):
+            state[member.index] = _bitsandbytes_state(kept, optimizer.moments(member.parameter), member.update)
+    fixed = {"alpha": 0.0, "t_alpha": None, "t_beta3": None}
+    return {"state": state, "param_groups": [{k: v for k, v in group.items() if k != "maximize"} | fixed for group in groups]}
+
+
+def _groups(optimizer: Exportable) -> list[dict[str, Any]]:
+    """Return the groups with the options that every AdamW has, and custom keys; states have the groups' formats then."""
+    own = (*MEANING, PREVIOUS, "steps", "skipped")
+    groups = [{k: v for k, v in group.items() if k not in own} for group in optimizer.state_dict()["param_groups"]]
+    return [group | {"betas": tuple(group["betas"])} for group in groups]

@@ -1,8 +1,8 @@
 """Coverage-guided fuzzing of every reader of bytes from elsewhere: no exception but a UserError, and no input that takes long.
 
     make fuzz                                # a minute
-    python tests/fuzz.py --executions 1000000
-    python tests/fuzz.py plans headers --seconds 300 --seed 7
+    python tests/soak/fuzz.py --executions 1000000
+    python tests/soak/fuzz.py plans headers --seconds 300 --seed 7
 
 Inputs begin with the seeds in tests/fixtures/fuzz and with what Dither itself writes. A mutation that reaches a new pair of
 consecutive lines of Dither or of tomllib joins the corpus. Every sixteenth execution is traced (`sys.settrace`), and so are the
@@ -48,9 +48,9 @@ from dither.spec.expressions import parse
 from dither.spec.recipes import RECIPES, recipe
 from dither.train import config as configs
 from dither.train.config import Config
-from dither.train.guard import Status
+from dither.train.run_folder import Status
 
-SEEDS = Path(__file__).parent / "fixtures" / "fuzz"
+SEEDS = Path(__file__).parents[1] / "fixtures" / "fuzz"
 TRACED = (str(Path(dither.__file__).parent), "tomllib")
 SECONDS = 5.0
 """The most CPU time of one input."""

@@ -45,7 +45,7 @@ def test_faults() -> None:
 def test_the_scoreboard_is_written_into_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import soak
 
-    docs, page = Path(__file__).parent.parent / "docs" / "reliability.md", tmp_path / "page.md"
+    docs, page = Path(__file__).parents[2] / "docs" / "reliability.md", tmp_path / "page.md"
     shutil.copy(docs, page)
     monkeypatch.setitem(soak.PARTS, "part", (lambda *_: [], 1))
     result = soak.Result("part", (soak.Score("a row", "0/9", "1/9", False),), 1.0, 2.0)

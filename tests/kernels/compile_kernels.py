@@ -1,7 +1,7 @@
 """Compiles every kernel for an H200 (sm_90) on a machine that has no GPU. Run as a program: it must not see the interpreter.
 
 Operations are called as usual, on CPU tensors, with a driver that names an sm_90 target and a launcher that stops after
-compiling. Prints one line per kernel; tests/test_kernels_build.py reads them. `--first` compiles only the first variant of each
+compiling. Prints one line per kernel, which test_kernels_build.py reads. `--first` compiles only the first variant of each
 kernel: a variant takes about a second if Triton's cache does not have it, and there are hundreds.
 """
 

@@ -21,7 +21,7 @@ STEPS = 4
 """Steps of a run here: a schedule and SNIP change the plan before and after the checkpoint in the middle."""
 
 ROWS = matrix.matrix()
-BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "everything.py"
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "everything.py"
 
 
 THIN = 4

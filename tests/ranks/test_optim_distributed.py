@@ -13,8 +13,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from worlds import in_processes, needs_gloo, spread
 
 from dither import UserError
+from dither.nn.sharded.geometry import reduce_cuts, shards
 from dither.optim import AdamMini, AdamW, NonFiniteError, Role
-from dither.optim.shards import reduce_cuts, shards
 
 pytestmark = needs_gloo
 

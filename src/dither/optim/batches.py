@@ -1,0 +1,293 @@
+"""The device tables of an optimizer, and the batches of pieces that its kernels update.
+
+Batches are rebuilt when anything that they were made of has moved: groups, states and parameters may be edited between any two
+steps.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dither.errors import UserError
+from dither.nn.sharded.geometry import as_matrix, reduce_cuts, shards, spread_over
+from dither.nn.sharded.tensor_parallel import local
+from dither.ops.reference.adamw import second_moment
+from dither.ops.torch_ops import implementation
+from dither.optim.groups import Member, check_numbers, read_numbers
+from dither.optim.states import EXTRA, OWN, State
+from dither.spec.optimizer import HYPER, Piece
+
+
+class GradientOf(NamedTuple):
+    """Where the gradient of a piece is."""
+
+    active: int
+    """The position of its parameter among those that have a gradient in this step."""
+    rows: slice | None
+    """Rows of the parameter's local matrix; None for all of it."""
+    run: int
+    """Adam-mini: the number of the piece's first run in the parameter."""
+
+
+@dataclass(frozen=True)
+class PieceBatch:
+    """Pieces that one kernel launch updates, and whose sums of squares are all-reduced over the same ranks."""
+
+    code: Any
+    """`Batch` or `MiniBatch` of `dither.ops.reference.adamw` or of `dither.kernels.adamw`."""
+    pieces: tuple[Piece, ...]
+    sources: tuple[GradientOf, ...]
+    parameter: Tensor
+    """One of the parameters; its placement says which ranks these are."""
+    shares: bool
+    """Adam-mini: rows share a second moment."""
+
+    def gradients(self, matrices: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradient of each piece, from the gradient matrices of the active parameters."""
+        return [matrices[active] if rows is None else matrices[active][rows] for active, rows, _ in self.sources]
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """The batches of parameters that are updated together, and what they were made of."""
+
+    signature: Any
+    """Backend, indices, dtypes and addresses: the batches serve as long as these are the same."""
+    batches: list[PieceBatch]
+    copies: list[tuple[Tensor, Tensor]]
+    """(Staging copy, parameter) of each parameter that is not contiguous."""
+    shared: dict[Member, Tensor]
+    """Adam-mini: the second moments of sharded parameters, which all their ranks update alike."""
+
+    def squares(self, active: Sequence[Member], matrices: Sequence[Tensor], zero: Tensor, stages: Any) -> Tensor:
+        """Return the sum of squares of the gradients over all ranks and pipeline stages, 0-d float64.
+
+        In float64 the order of the additions hardly ever changes the norm, which is float32.
+        """
+        # A rank that holds no part of some parameters contributes zero, so that every rank joins the all-reduce.
+        sums = {spread_over(member.parameter): (zero.clone(), member.parameter) for member in active}
+        for batch in self.batches:
+            sums[spread_over(batch.parameter)][0].add_(batch.code.square_sum(batch.gradients(matrices)))
+        for total, parameter in sums.values():
+            reduce_cuts(total, parameter)
+        whole = torch.stack([total for total, _ in sums.values()]).sum()
+        if stages is not None:
+            torch.distributed.all_reduce(whole, group=stages)
+        return whole
+
+    def update(
+        self, active: Sequence[Member], matrices: Sequence[Tensor], constants: Tensor, steps: Tensor, skip: Tensor
+    ) -> None:
+        """Update the active parameters and their states, unless `skip` is 1, and tell autograd."""
+        for staged, work in self.copies:
+            staged.copy_(work)
+        if self.shared:
+            self._update_shared(matrices, constants, skip)
+        for batch in self.batches:
+            moved = {"moved": isinstance(batch.parameter, DTensor)} if batch.shares else {}
+            batch.code.step(batch.gradients(matrices), constants, steps, skip, **moved)
+        for staged, work in self.copies:
+            work.copy_(staged)
+        # Kernels write through addresses, which autograd does not see: caches keyed by a weight's version must expire.
+        torch.autograd.graph.increment_version([member.parameter for member in active])
+
+    def _update_shared(self, matrices: Sequence[Tensor], constants: Tensor, skip: Tensor) -> None:
+        """Update second moments that rows of sharded parameters share: sum the squares of each run over its ranks."""
+        sums = {member.index: torch.zeros_like(v, dtype=torch.float64) for member, v in self.shared.items()}
+        for batch in self.batches:
+            if isinstance(batch.parameter, DTensor):
+                parts = batch.code.run_squares(batch.gradients(matrices))
+                for piece, source, squares in zip(batch.pieces, batch.sources, parts, strict=True):
+                    sums[piece.constants][source.run : source.run + squares.numel()] += squares
+        groups: dict[object, list[Member]] = {}
+        for member in self.shared:
+            groups.setdefault(spread_over(member.parameter), []).append(member)
+        for members in groups.values():
+            together = torch.cat([sums[member.index] for member in members])
+            reduce_cuts(together, members[0].parameter)
+            totals = torch.split(together, [sums[member.index].numel() for member in members])
+            for member, total in zip(members, totals, strict=True):
+                v, columns = self.shared[member], member.parameter.shape[-1] if member.parameter.dim() else 1
+                counts = [torch.full(((end - start) // run,), float(run * columns)) for start, end, run in member.sections]
+                share = torch.cat(counts).to(v.device, torch.float64)
+                v.copy_(torch.where(skip == 1, v, second_moment(v, total, share, constants[member.index])))
+
+
+class Batches:
+    """The tables of hyperparameters and step counts of an optimizer's members, and the batches that update these."""
+
+    def __init__(self, groups: Sequence[dict[str, Any]], members: list[Member]) -> None:
+        self.members = members
+        self.by_parameter = {id(member.parameter): member.index for member in members}
+        """Indices of members by the identity of their parameters, which members keep alive."""
+        self.sharded = any(isinstance(member.parameter, DTensor) for member in members)
+        self.arranged: dict[str, Arrangement] = {}
+        """The last arrangement of each unit of parameters that are updated together."""
+        self.hyper = torch.empty(0)
+        """float64[members + 1, 7], see `dither.spec.optimizer.HYPER`."""
+        self.counts = torch.empty(0, dtype=torch.int64)
+        """Steps of each member, of which `state[p]["step"]` are views; the last row counts the optimizer's own steps."""
+        self.code: Any = None
+        """The module of the kernels or of the reference."""
+        self.active: list[int] | None = None
+        """Indices of the members that take part in the step."""
+        self._groups = groups
+        self._rows = list(pairwise([0, *accumulate(len(group["params"]) for group in groups)]))
+        self._written: list[tuple[Any, ...]] = [() for _ in groups]
+
+    # Tables ------------------------------------------------------------------------------------------------------------
+
+    def ready(self, active: Sequence[Member], backend: str) -> torch.device:
+        """Make the tables on the device of the parameters, unless they are there; return the device."""
+        devices = {local(member.parameter).device for member in active}
+        if len(devices) > 1:
+            raise UserError(
+                f"The parameters of one optimizer lie on one device, and these lie on {', '.join(sorted(map(str, devices)))}: "
+                "create one optimizer per device."
+            )
+        (device,) = devices
+        if self.hyper.device != device or not self.hyper.numel():
+            self.counts = torch.zeros(len(self.members) + 1, dtype=torch.int64, device=device)
+            self.hyper = torch.zeros((len(self.members) + 1, len(HYPER)), dtype=torch.float64, device=device)
+            self.hyper[-1] = torch.tensor([1.0, 0.5, 0.5, 1.0, 0.0, 1.0, 1.0], dtype=torch.float64)
+            for group, (first, end) in zip(self._groups, self._rows, strict=True):
+                self.hyper[first:end, HYPER.index("sign")] = -1.0 if group["maximize"] else 1.0
+            self.active, self._written = None, [() for _ in self._groups]
+        self.code = implementation("adamw", device, backend)
+        return device
+
+    def count_at(self, index: int, count: Tensor) -> Tensor:
+        """Return row `index` of the step counts, after copying `count` into it if it lies elsewhere."""
+        entry = self.counts[index]
+        return count if count.data_ptr() == entry.data_ptr() else entry.copy_(count)
+
+    def activate(self, active: Sequence[Member]) -> None:
+        """Mark the members that take part in this step in the table."""
+        indices = [member.index for member in active]
+        if indices != self.active:
+            mask = torch.zeros(len(self.members), dtype=torch.float64)
+            mask[indices] = 1.0
+            self.hyper[:-1, HYPER.index("active")] = mask.to(self.hyper.device)
+            self.active = indices
+
+    def check(self) -> list[list[Any]]:
+        """Return [lr, beta1, beta2, eps, weight_decay] of each group; changed numbers on the host are checked."""
+        numbers = [read_numbers(group) for group in self._groups]
+        for group, written in zip(numbers, self._written, strict=True):
+            if written != _known(group):
+                check_numbers(group)
+        return numbers
+
+    def write(self, numbers: list[list[Any]]) -> None:
+        """Write changed hyperparameters to the device, one fill per number: no copy from the host."""
+        for number, (first, end) in enumerate(self._rows):
+            known, before = _known(numbers[number]), self._written[number]
+            if known == before and None not in known:
+                continue
+            rows = self.hyper[first:end]
+            for column, value in enumerate(numbers[number]):
+                if isinstance(value, Tensor):
+                    rows[:, column].copy_(value.reshape(()))
+                elif not before or before[column] != value:
+                    rows[:, column].fill_(value)
+            self._written[number] = known
+
+    # Batches -----------------------------------------------------------------------------------------------------------
+
+    def kept(self, unit: str, signature: Any) -> Arrangement | None:
+        """Return the unit's arrangement of its last step if its signature is the same, else forget it."""
+        arranged = self.arranged.get(unit)
+        if arranged is None or arranged.signature == signature:
+            return arranged
+        del self.arranged[unit]
+        return None
+
+    def signature(self, backend: str, active: list[Member], matrices: list[Tensor], tensors: Sequence[Any]) -> Any:
+        """Return what the batches of some members are made of: backend, indices, dtypes, and the addresses of tensors.
+
+        Batches keep the tensors they were made of alive, so that no other tensor can take the same address. Entries that a user
+        has put into a state may be something else than tensors.
+        """
+        if self.sharded:
+            tensors = [local(x) for x in tensors]
+        try:
+            addresses = list(map(Tensor.data_ptr, tensors))
+        except TypeError:
+            addresses = [x.data_ptr() if isinstance(x, Tensor) else id(x) for x in tensors]
+        return backend, [member.index for member in active], [matrix.dtype for matrix in matrices], addresses
+
+    def arrange(
+        self, unit: str, signature: Any, active: list[Member], matrices: list[Tensor], states: Mapping[Tensor, State]
+    ) -> Arrangement:
+        """Batch the pieces that share an update, dtypes and ranks. Parameters that are not contiguous get a staging copy."""
+        copies: list[tuple[Tensor, Tensor]] = []
+        kinds: dict[Any, list[tuple[GradientOf, Piece]]] = {}
+        for number, (member, matrix) in enumerate(zip(active, matrices, strict=True)):
+            work = member.oriented(local(member.parameter).detach())
+            if matrix.numel() != work.numel():
+                raise UserError(
+                    f"The gradient of {member.name} has {matrix.numel()} numbers and the parameter has {work.numel()}: "
+                    "it was computed before the parameter was replaced; run backward again."
+                )
+            if not work.is_contiguous():
+                staged = torch.empty_like(work, memory_format=torch.contiguous_format)
+                copies.append((staged, work))
+                work = staged
+            key = (member.update, work.dtype, matrix.dtype, spread_over(member.parameter), member.role is not None)
+            work = as_matrix(work)
+            for rows, run, piece in _pieces(member, work, states[member.parameter]) if work.numel() else ():
+                whole = rows.stop - rows.start == work.shape[0]
+                kinds.setdefault(key, []).append((GradientOf(number, None if whole else rows, run), piece))
+        batches = []
+        for (update, *_, shares), parts in kinds.items():
+            sources, pieces = zip(*parts, strict=True)
+            code = (self.code.MiniBatch if shares else self.code.Batch)(pieces, update)
+            batches.append(PieceBatch(code, pieces, sources, active[sources[0].active].parameter, shares))
+        shared = {
+            member: states[member.parameter]["exp_avg_sq"]
+            for member in active
+            if member.role is not None and isinstance(member.parameter, DTensor)
+        }
+        self.arranged[unit] = Arrangement(signature, batches, copies, shared)
+        return self.arranged[unit]
+
+
+def _pieces(member: Member, work: Tensor, state: State) -> Iterator[tuple[slice, int, Piece]]:
+    """Yield (rows, number of the first run, piece) of a member whose local matrix is `work`: its shards, cut by sections."""
+    tensors = {key: local(state[key]) for key in OWN if key in state and key != "step"}
+    second = tensors.pop("exp_avg_sq")
+    matrices = {key: as_matrix(tensor) for key, tensor in tensors.items()}
+    extra = next((matrices[key] for key in EXTRA if key in matrices), None)
+
+    def piece(rows: slice, v: Tensor, row: int, column: int, *shared: int) -> Piece:
+        m_scale, v_scale = (matrices[key][rows] if key in matrices else None for key in ("exp_avg_scale", "exp_avg_sq_scale"))
+        kept = None if extra is None else extra[rows]
+        place = row, column, member.keys, member.index
+        return Piece(work[rows], matrices["exp_avg"][rows], v, m_scale, v_scale, kept, *place, *shared)
+
+    for shard in shards(member.oriented(member.parameter)):
+        if member.role is None:
+            rows = slice(shard.start, shard.end)
+            yield rows, 0, piece(rows, as_matrix(second)[rows], shard.row, shard.column)
+            continue
+        first = 0  # the number of the section's first run
+        elements = member.oriented(member.parameter).shape[-1] if member.parameter.dim() else 1
+        for begin, end, run in member.sections:
+            low, high = max(begin, shard.row), min(end, shard.row + shard.end - shard.start)
+            if low < high:
+                start = shard.start + low - shard.row
+                rows = slice(start, start + high - low)
+                runs = slice(first + (low - begin) // run, first + -(-(high - begin) // run))
+                shared = run, (low - begin) % run, run * elements
+                yield rows, runs.start, piece(rows, second[runs], low, shard.column, *shared)
+            first += (end - begin) // run
+
+
+def _known(numbers: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the numbers, with None for each that is a tensor on a device."""
+    return tuple(None if isinstance(value, Tensor) else value for value in numbers)
