@@ -361,10 +361,8 @@ def test_the_record_has_every_layer_with_its_share(model):
     assert record.plan == recipe("fp8-block")
 
 
-def test_the_record_is_frozen_and_goes_to_json(model):
+def test_the_record_goes_to_json(model):
     record = convert(model, "fp8-block")
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        record.plan = None
     data = json.loads(json.dumps(record.to_dict()))
     assert data["plan"] == recipe("fp8-block").to_dict()
     assert data["layers"][1] == {
