@@ -21,14 +21,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from dither.models import llama, presets
+from dither.models import PRESETS, LlamaConfig
 from dither.train import Config, train
 from dither.train import config as configs
 from dither.train import trainer as trainers
@@ -78,9 +77,9 @@ def settings(data: str, out: Path, batch: int, steps: int, more: Sequence[str]) 
 @contextlib.contextmanager
 def wide_preset() -> Any:
     """Add a preset whose shards of two ranks are multiples of 128, the size of scale groups."""
-    wide = llama.LlamaConfig(hidden_size=256, num_hidden_layers=2, num_attention_heads=2, intermediate_size=256, vocab_size=256)
-    known = MappingProxyType({**presets.PRESETS, "wide": wide})
-    with mock.patch.object(presets, "PRESETS", known), mock.patch.object(configs, "PRESETS", known):
+    wide = LlamaConfig(hidden_size=256, num_hidden_layers=2, num_attention_heads=2, intermediate_size=256, vocab_size=256)
+    known = {"wide": wide}
+    with mock.patch.dict(PRESETS, known):
         yield
 
 

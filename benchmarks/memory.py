@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import dither
 from dither.models import PRESETS, build, compile_blocks
 from dither.optim import training
-from dither.optim.training import MODES
+from dither.spec.modes import MODES
 from dither.spec.optimizer import BLOCKS
 from dither.spec.recipes import RECIPES, recipe
 from dither.tools.memory import GIB, PARTS, STORAGE, Setting, Shape, estimate, shape_of

@@ -25,7 +25,7 @@ from torch import Tensor
 from triton.testing import do_bench_cudagraph
 
 import dither
-from dither.models.llama import PRESETS, Llama
+from dither.models import PRESETS, Llama
 from dither.optim import AdamMini, AdamW, Role, roles
 
 Named = list[tuple[str, Tensor]]

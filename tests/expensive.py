@@ -9,7 +9,7 @@ import pytest
 from sweeps import EVERYTHING, covering
 
 CASES = {
-    "test_auto_plan.py::test_a_run_measures_once[schedule]": 4,
+    "test_snip_command.py::test_a_run_measures_once[schedule]": 4,
     "test_compare.py::test_a_sweep_in_parallel": 26,
     "test_compare.py::test_the_script_for_machines_without_the_command_line": 5,
     "test_e2e.py::test_a_combination_trains_and_resumes[bf16-sr, nvfp4, Adam-mini, gaussws-od, eager, x3, gpt2]": 9,
@@ -54,14 +54,14 @@ CASES = {
     "test_progress.py::test_commands_have_bars_that_reach_their_end[plan frontier RUN --options bf16,fp8 --probe layer]": 3,
     "test_progress.py::test_commands_have_bars_that_reach_their_end"
     "[plan verify RUN --options bf16,fp8 --probe direct --batches 1 --loss-batches 1]": 3,
-    "test_quality_benchmark.py::test_runs_are_paired_written_down_and_not_repeated": 11,
+    "test_benchmarks.py::test_runs_are_paired_written_down_and_not_repeated": 11,
     "test_recipes.py::test_eight_bits_learn_as_well_as_bf16[fp8-block]": 6,
     "test_recipes.py::test_eight_bits_learn_as_well_as_bf16[fp8-delayed]": 7,
     "test_recipes.py::test_int8_learns_worse": 4,
     "test_report_browser.py::test_a_large_run": 17,
-    "test_snip_benchmarks.py::test_arms_part_at_one_place_whichever_process_trains_them": 11,
-    "test_snip_benchmarks.py::test_the_truth_takes_as_many_batches_as_there_is_time_for": 9,
-    "test_snip_effort.py::test_all_layers_at_once_rank_as_one_at_a_time": 4,
+    "test_benchmarks.py::test_arms_part_at_one_place_whichever_process_trains_them": 11,
+    "test_benchmarks.py::test_the_truth_takes_as_many_batches_as_there_is_time_for": 9,
+    "test_snip_estimates.py::test_all_layers_at_once_rank_as_one_at_a_time": 4,
     "test_snip_command.py::test_estimates_within_a_budget_are_spread_and_resumed": 12,
     "test_trl.py::test_sft_trainer_trains_and_resumes_a_converted_model": 6,
     "test_trl.py::test_sft_trainer_with_a_peft_config[False]": 2,
@@ -77,7 +77,7 @@ KEPT = {
         "torch",
         "dropout",
     ),
-    "test_division.py::test_one_correction_of_a_product_with_the_inverse_is_the_rounded_quotient": (
+    "test_quantize.py::test_one_correction_of_a_product_with_the_inverse_is_the_rounded_quotient": (
         "e4m3",
         "e2m1",
         "int8",
@@ -134,7 +134,7 @@ KEPT = {
         "bf16 none none",
     ),
     "test_quantize.py::test_stochastic_casts_are_unbiased": ("e4m3 tile(16) fp32 stochastic(16)", "nvfp4 stochastic(16)"),
-    "test_released.py::test_the_bits_are_those_of_the_ordinary_step_and_after_a_resume": (
+    "test_gradients.py::test_the_bits_are_those_of_the_ordinary_step_and_after_a_resume": (
         "bf16-sr-{}",
         "bf16-sr-{'states': 'companded8', 'block': 16}",
         "o2-split-{}",
@@ -161,21 +161,21 @@ COVERED = {
     "test_linear.py::test_gradients_are_those_of_the_cast_operands": 1,
     "test_loss.py::test_non_finite_logits_are_those_of_torch": 2,
     "test_loss.py::test_the_mean_is_that_of_torch": 1,
-    "test_masters.py::test_split_masters_take_the_steps_of_float32_masters": 1,
+    "test_adamw.py::test_split_masters_take_the_steps_of_float32_masters": 1,
     "test_matmul.py::test_scales_of_groups_lie_where_cublas_reads_them": 1,
     "test_matmul.py::test_units_of_16_bits_get_numbers_that_they_hold": 1,
     "test_memory.py::test_uncompiled_activations_are_what_autograd_keeps": 1,
     "test_models.py::test_one_graph": 1,
     "test_ops.py::test_quantize_operators_keep_the_rules_of_torch": 1,
-    "test_optim_edits.py::test_a_state_that_is_cleared_begins_anew": 1,
-    "test_optim_edits.py::test_tensors_of_a_state_that_are_replaced": 1,
+    "test_torch_optim.py::test_a_state_that_is_cleared_begins_anew": 1,
+    "test_torch_optim.py::test_tensors_of_a_state_that_are_replaced": 1,
     "test_pairs.py::test_cross_entropy": 1,
     "test_pairs.py::test_noise": 1,
     "test_pairs.py::test_prepare": 1,
     "test_quantize.py::test_fake_quantize_is_quantize_and_back_bit_for_bit": 1,
     "test_quantize.py::test_quantize_both_is_two_quantizes": 1,
     "test_sampling.py::test_nothing_is_correlated": 1,
-    "test_snip_probes.py::test_a_probe_leaves_everything_as_it_was": 1,
+    "test_snip_estimates.py::test_a_probe_leaves_everything_as_it_was": 1,
 }
 """Sweeps of which `make test` runs cases that cover every value of every parameter (1) or every pair of values (2)."""
 

@@ -3,17 +3,35 @@
 import json
 import subprocess
 import sys
+import tomllib
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from command_output import error_line
 
 from dither import UserError, cli
 from dither.models import PRESETS, build, save_pretrained
 from dither.tools import doctor
 from dither.tools.doctor import print_advice
-from dither.tools.gpus import LARGE, SMALL, advice_here
-from dither.tools.memory import GIB, Setting, estimate, llama_of, model_shape, shape_of
+from dither.tools.gpus import ACCELERATORS, LARGE, SMALL, Accelerator, advice_here
+from dither.tools.memory import (
+    GIB,
+    LLAMAS,
+    Passes,
+    ScheduledLayout,
+    Setting,
+    Shape,
+    estimate,
+    layouts,
+    llama3_of,
+    llama_of,
+    memory_per_gpu,
+    model_shape,
+    shape_of,
+)
 from dither.tools.recommend import GPUS, Advice, Gpu, advise, gpu_named, recommend, selection
+from dither.tools.scaling import CHOICES, Choice, Job, Step, gathering, rank, step_seconds
 from dither.train import Config
 from dither.train import config as configs
 
@@ -210,3 +228,369 @@ def test_doctor_needs_no_safetensors():
 
 def test_a_gpu_by_name():
     assert gpu_named("h200") is GPUS["h200"]
+
+
+# `dither advise` -------------------------------------------------------------------------------------------------------
+
+
+PAGE = (Path(__file__).parents[1] / "docs" / "scaling.md").read_text()
+
+H200 = ACCELERATORS["h200"]
+TORCHAO_CASTS = 1.75
+"""Passes of torchao's casts over their bytes: fitted on its rows below."""
+SHAPES = {
+    "134M": (shape_of(PRESETS["llama-134m"]), 24, 2048),
+    "134M, trainer": (replace(shape_of(PRESETS["llama-134m"]), vocab=8192), 48, 1024),
+    "360M": (shape_of(PRESETS["llama-360m"]), 16, 2048),
+    "1B": (shape_of(PRESETS["llama-1b"]), 8, 2048),
+    "3B": (shape_of(PRESETS["llama-3b"]), 3, 2048),
+    "8B, 4 blocks": (shape_of(replace(PRESETS["llama-8b"], num_hidden_layers=4)), 4, 2048),
+}
+"""(model, sequences per step, tokens per sequence)."""
+
+STEPS = [
+    # (size, precision, thousand tokens per second on an H200, peak GiB or None): docs/benchmarks.md and runs of the same kind
+    ("134M", Choice("o1"), 523.58, 22.36),
+    ("134M", Choice("bf16-sr", "fp8-current"), 583.06, None),
+    ("360M", Choice("o1"), 187.71, 34.38),
+    ("1B", Choice("o1"), 65.90, 42.42),
+    ("1B", Choice("o1", "fp8-current"), 85.00, 39.97),
+    ("1B", Choice("o1", "fp8-block"), 79.69, 40.10),
+    ("1B", Choice("bf16-sr"), 68.97, 31.71),
+    ("1B", Choice("bf16-sr", "fp8-current"), 90.85, 31.28),
+    ("3B", Choice("o1"), 24.29, 61.46),
+    ("3B", Choice("o1", "fp8-current"), 32.02, 59.66),
+    ("3B", Choice("o1", "fp8-block"), 30.09, 59.76),
+    ("3B", Choice("bf16-sr"), 26.98, 35.53),
+    ("3B", Choice("bf16-sr", "fp8-current"), 36.15, 39.63),
+    ("8B, 4 blocks", Choice("o1"), 87.77, 20.41),
+    ("8B, 4 blocks", Choice("o1", "fp8-current"), 117.74, 19.85),
+    ("8B, 4 blocks", Choice("o1", "fp8-block"), 107.74, 19.87),
+    ("8B, 4 blocks", Choice("bf16-sr"), 95.39, 11.89),
+    ("8B, 4 blocks", Choice("bf16-sr", "fp8-current"), 130.47, 12.95),
+]
+TORCHAO = [
+    # torchao's FP8 layers with tensor scales, which torchtitan's published runs have
+    ("1B", Choice("o1", "fp8-current"), 78.88),
+    ("3B", Choice("o1", "fp8-current"), 29.39),
+    ("8B, 4 blocks", Choice("o1", "fp8-current"), 110.41),
+]
+TRAINER = [
+    ("134M, trainer", Choice("o1"), 642.0, None),
+    ("134M, trainer", Choice("bf16-sr"), 673.0, None),
+    ("134M, trainer", Choice("bf16-sr", None, "dynamic8"), 674.0, None),
+]
+"""Runs of the trainer, which no constant was fitted on."""
+
+
+def step_row(
+    size: str, choice: Choice, speed: float, peak: float | None, gpu: Accelerator = H200
+) -> tuple[float, float | None, str]:
+    """Return the deviations of time and memory, and the row of the docs page."""
+    shape, batch, sequence = SHAPES[size]
+    passes = Passes(micro=batch, sequence=sequence)
+    predicted, measured = step_seconds(shape, choice.setting, gpu, passes), batch * sequence / speed / 1e3
+    time = predicted / measured - 1
+    row = f"| {size} | {choice} | {measured * 1e3:.1f} | {predicted * 1e3:.1f} | {100 * time:+.1f} % |"
+    if peak is None:
+        return time, None, row + " | | |"
+    gib = memory_per_gpu(shape, choice.setting, ScheduledLayout(), passes).peak / GIB
+    memory = gib / peak - 1
+    return time, memory, f"{row} {peak:.1f} | {gib:.1f} | {100 * memory:+.1f} % |"
+
+
+@pytest.mark.parametrize("row", [*STEPS, *TRAINER], ids=lambda row: f"{row[0]} {row[1]}")
+def test_predicted_steps_are_within_10_percent_of_measured_ones_and_in_the_docs(row):
+    time, memory, text = step_row(*row)
+    assert abs(time) < 0.06
+    assert memory is None or abs(memory) < 0.01
+    assert text in PAGE
+
+
+@pytest.mark.parametrize("row", TORCHAO, ids=lambda row: row[0])
+def test_torchao_takes_more_passes_to_cast(row):
+    time, _, _ = step_row(*row, None, replace(H200, cast_passes=TORCHAO_CASTS))
+    assert abs(time) < 0.03
+    assert f"{100 * time:+.1f} %" in PAGE
+
+
+# Published runs -------------------------------------------------------------------------------------------------------
+
+EIGHT, SEVENTY, LARGEST = LLAMAS[2:]
+POWER = 0.9
+"""Sustained rates of torchtitan's H100 of 500 W relative to one of 700 W: fitted on the first row."""
+H100_500W = replace(
+    ACCELERATORS["h100"],
+    gpu=Gpu("H100-96GB", (9, 0), 96 * 10**9),
+    bandwidth=2.4e12,
+    bf16=POWER * 989e12,
+    fp8=POWER * 1979e12,
+    cast_passes=TORCHAO_CASTS,
+)
+PLAIN = Setting(residual="bf16")
+FP8 = replace(Choice("o1", "fp8-current").setting, residual="bf16")
+HALF = Passes(micro=2, checkpointing="half")
+FULL = Passes(checkpointing="full")
+PUBLISHED = [
+    # (title, step, tokens per second and GPU, GiB): torchtitan's benchmarks of December 2024 (H100) and June 2025 (H200)
+    ("8B, 8 H100: dp_shard 8", EIGHT, PLAIN, ScheduledLayout(dp_shard=8), HALF, 6667, 77.0),
+    ("8B, 8 H100: dp_shard 8, FP8", EIGHT, FP8, ScheduledLayout(dp_shard=8), HALF, 8532, 76.8),
+    ("8B, 128 H100: dp_shard 128", EIGHT, PLAIN, ScheduledLayout(dp_shard=128), HALF, 6514, 62.0),
+    ("8B, 128 H100: dp_shard 128, FP8", EIGHT, FP8, ScheduledLayout(dp_shard=128), HALF, 8380, 61.8),
+    (
+        "8B, 8 H100: dp_shard 8, FP8, 32,768 tokens",
+        EIGHT,
+        FP8,
+        ScheduledLayout(dp_shard=8),
+        replace(FULL, sequence=32768),
+        3890,
+        83.9,
+    ),
+    (
+        "70B, 256 H100: dp_shard 32, tp 8, FP8",
+        SEVENTY,
+        FP8,
+        ScheduledLayout(dp_shard=32, tp=8),
+        replace(FULL, micro=16),
+        829,
+        71.9,
+    ),
+    ("the same, async TP", SEVENTY, FP8, ScheduledLayout(dp_shard=32, tp=8), replace(FULL, micro=16), 876, 67.6),
+    (
+        "405B, 512 H100: dp_shard 8, tp 8, pp 8, FP8, async TP",
+        LARGEST,
+        FP8,
+        ScheduledLayout(dp_shard=8, tp=8, pp=8),
+        replace(FULL, micro=4, number=8),
+        100,
+        82.5,
+    ),
+    (
+        "the same, interleaved, async TP",
+        LARGEST,
+        FP8,
+        ScheduledLayout(dp_shard=8, tp=8, pp=8, schedule="interleaved-1f1b"),
+        replace(FULL, micro=2, number=16),
+        128,
+        72.7,
+    ),
+    ("8B, 32 H200: dp_shard 32, FP8", EIGHT, FP8, ScheduledLayout(dp_shard=32), HALF, 10938, 47.96),
+    ("8B, 64 H200: dp_shard 64, FP8", EIGHT, FP8, ScheduledLayout(dp_shard=64), HALF, 10753, 46.97),
+]
+FITTED = ("8B, 8 H100: dp_shard 8", "8B, 32 H200: dp_shard 32, FP8")
+
+
+def published_row(title, shape, setting, layout, passes, speed, gib) -> tuple[float, str]:
+    """Return the deviation of the speed, and the row of the docs page."""
+    gpu = replace(H200, cast_passes=TORCHAO_CASTS) if "H200" in title else H100_500W
+    gather = 1.0 if "H200" in title else 2.0  # only those runs gather FP8
+    step = Step(
+        shape=shape,
+        setting=setting,
+        layout=layout,
+        passes=passes,
+        accelerator=gpu,
+        async_tp="async" in title,
+        gather_bytes=gather,
+    )
+    predicted = step.tokens_per_second / layout.ranks
+    wide = replace(step, setting=replace(setting, float_logits=True)).memory.peak / GIB
+    deviation = predicted / speed - 1
+    kind = "fitted" if title in FITTED else "predicted"
+    lean = step.memory.peak / GIB
+    cells = (title, kind, f"{speed:,}", f"{predicted:,.0f}", f"{100 * deviation:+.0f} %", f"{gib:.1f}")
+    memory = (f"{lean:.1f} ({100 * (lean / gib - 1):+.0f} %)", f"{wide:.1f} ({100 * (wide / gib - 1):+.0f} %)")
+    return deviation, f"| {' | '.join((*cells, *memory))} |"
+
+
+@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: row[0])
+def test_published_runs_deviate_as_the_docs_say(row):
+    deviation, text = published_row(*row)
+    assert abs(deviation) < (0.01 if row[0] in FITTED else 0.23)
+    assert text in PAGE
+
+
+# Memory and communication ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("again", "number"), [("none", 1), ("none", 4), ("full", 1), ("full", 4)])
+def test_on_one_gpu_the_estimate_is_that_of_dither_memory(again, number):
+    shape = shape_of(PRESETS["llama-1b"])
+    passes = Passes(micro=2, sequence=2048, number=number, checkpointing=again)
+    for choice in CHOICES:
+        setting = replace(choice.setting, checkpointing=again == "full", accumulate=number > 1)
+        own = memory_per_gpu(shape, choice.setting, ScheduledLayout(), passes)
+        theirs = estimate(shape, setting, batch=2, sequence=2048)
+        assert list(own.moments) == list(theirs.moments)
+        for moment, parts in theirs.moments.items():
+            for part, size in parts.items():
+                assert own.moments[moment][part] == pytest.approx(size, abs=shape.layers), (choice, moment, part)
+
+
+def test_shards_hold_their_part_and_gather_two_blocks():
+    alone, four = (
+        memory_per_gpu(EIGHT, Setting(), layout, Passes()).moments
+        for layout in (ScheduledLayout(), ScheduledLayout(dp_shard=4))
+    )
+    for part in ("weights", "gradients", "states"):
+        assert four["update"][part] == pytest.approx(alone["update"][part] / 4, rel=1e-6)
+    block = EIGHT.block_weights / EIGHT.layers
+    gathered = 2 * block * 2 + EIGHT.output_weights * 2 + block * (2 + 4)
+    assert four["loss"]["temporaries"] == pytest.approx(alone["loss"]["temporaries"] + gathered, rel=1e-6)
+    assert four["loss"]["weight_codes"] == 0  # gathered in 16 bits, and freed
+
+
+def test_a_pipeline_holds_as_many_micro_batches_as_stages_and_keeps_its_stage_gathered():
+    def parts(layout: ScheduledLayout, number: int):
+        return memory_per_gpu(EIGHT, Choice("bf16-sr").setting, layout, Passes(number=number)).moments["loss"]
+
+    one, four = parts(ScheduledLayout(), 8), parts(ScheduledLayout(pp=4), 8)
+    assert four["activations"] == one["activations"]  # a quarter of the blocks, for four micro-batches
+    assert parts(ScheduledLayout(pp=4), 4)["activations"] == one["activations"]
+    assert parts(ScheduledLayout(pp=4, schedule="interleaved-1f1b"), 8)["activations"] == pytest.approx(
+        one["activations"] * (4 + 1 + 6) / 8
+    )
+    sharded = parts(ScheduledLayout(pp=4, dp_shard=2), 8)
+    stage = (EIGHT.parameters - 2 * EIGHT.output_weights) / 4 + EIGHT.output_weights
+    assert sharded["gradients"] == pytest.approx(2 * stage, rel=1e-6)
+
+
+def test_traffic_counts_every_byte_once_per_link():
+    assert gathering(1e9, 1, 1).nvlink == 0
+    assert gathering(1e9, 4, 1).network == pytest.approx(0.75e9)  # one GPU per node: everything over its own network card
+    step = Step(
+        shape=EIGHT, setting=Choice("bf16-sr").setting, layout=ScheduledLayout(dp_shard=16), passes=Passes(), accelerator=H200
+    )
+    weights = step.traffic["weights"]
+    assert weights.nvlink == pytest.approx(2 * 2 * EIGHT.parameters * 15 / 16)  # twice, 2 bytes each
+    assert weights.network == pytest.approx(2 * 2 * EIGHT.parameters / 2 / 8)  # from one of two nodes, over eight cards
+    coded = replace(step, setting=Choice("bf16-sr", "fp8-current").setting).traffic["weights"]
+    assert coded.nvlink < 0.6 * weights.nvlink
+    replicas = replace(step, layout=ScheduledLayout(dp_replicate=2, dp_shard=8)).traffic["gradients"]
+    assert replicas.network == pytest.approx(2 * EIGHT.parameters / 8)  # an all-reduce of a shard: twice a half
+    pair = replace(step, layout=ScheduledLayout(tp=2)).traffic["tensor parallel"]
+    assert pair.nvlink == pytest.approx(32 * 8 * 8192 * 4096 * 2 / 2)
+
+
+def test_a_pipeline_idles_for_its_bubble():
+    step = Step(
+        shape=EIGHT,
+        setting=Choice("o1").setting,
+        layout=ScheduledLayout(pp=4),
+        passes=Passes(number=8),
+        accelerator=H200,
+    )
+    parts = step.seconds_by_part
+    assert parts["bubbles"] == pytest.approx(3 / 8 * (parts["compute"] + parts["waiting"]), rel=0.01)
+    again = replace(step, layout=ScheduledLayout(pp=4, schedule="interleaved-1f1b"))
+    assert again.seconds_by_part["bubbles"] == pytest.approx(parts["bubbles"] / 2, rel=0.01)
+    with pytest.raises(UserError, match="needs as many passes"):
+        replace(step, passes=Passes(number=3))
+
+
+# The search -----------------------------------------------------------------------------------------------------------
+
+
+def test_layouts_multiply_to_the_gpus_and_never_split_heads_or_blocks():
+    narrow = Shape(width=1024, layers=6, heads=8, feed_forward=2816, vocab=32000, key_value_heads=2)
+    found = list(layouts(narrow, 16))
+    assert found
+    assert all(layout.ranks == 16 and layout.tp <= 2 and layout.pp <= 6 for layout in found)
+    assert {layout.tp for layout in layouts(SEVENTY, 64)} == {1, 2, 4, 8}
+    assert {layout.tp for layout in layouts(SEVENTY, 64, node=4)} == {1, 2, 4}
+
+
+def test_options_fit_and_are_ranked_by_speed():
+    found = rank(Job(shape=EIGHT, accelerator=ACCELERATORS["h100"], gpus=8))
+    speeds = [option.step.tokens_per_second for option in found.options]
+    assert speeds == sorted(speeds, reverse=True)
+    assert {option.choice for option in (*found.options, *found.refused)} == set(CHOICES)
+    for option in found.options:
+        assert option.step.memory.peak <= found.job.usable
+        assert option.step.layout.ranks == 8
+        assert option.step.tokens == pytest.approx(2**22, rel=0.25)
+    assert found.best.step.tokens_per_second >= 0.98 * speeds[0]
+
+
+def test_a_gpu_without_fp8_units_gets_no_casts_and_too_little_memory_is_refused():
+    found = rank(Job(shape=llama3_of(13e9), accelerator=ACCELERATORS["a100"], gpus=2))
+    assert all(option.choice.recipe is None for option in (*found.options, *found.refused))
+    assert found.refused
+    assert "does not fit: needs" in found.refused[0].shortfall(found.job.usable)
+    with pytest.raises(UserError, match=r"No layout fits on 8 H100-80GB: the leanest, .* lacks \d+\.\d GiB per GPU"):
+        _ = rank(Job(shape=LARGEST, accelerator=ACCELERATORS["h100"], gpus=8)).best
+
+
+@pytest.mark.parametrize("billions", [1.5, 2, 5, 13, 30, 100, 200, 600])
+def test_interpolated_llamas_have_about_the_parameters_asked_for(billions):
+    shape = llama3_of(billions * 1e9)
+    assert shape.parameters == pytest.approx(billions * 1e9, rel=0.06)
+    assert shape.heads % 8 == 0
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+SHOWS = {
+    "70B": ["--params", "70e9", "--gpus", "64", "--gpu", "h200", "--tokens", "1.4e12", "--price", "2.5"],
+    "405B": ["--params", "405e9", "--gpus", "1024", "--gpu", "h100", "--tokens", "15e12", "--batch-tokens", "16777216"],
+}
+
+
+@pytest.mark.parametrize("name", SHOWS)
+def test_the_outputs_in_the_docs_are_those_of_the_command(name, capsys):
+    assert cli.main(["advise", *SHOWS[name]]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 120
+    assert f"$ dither advise {' '.join(SHOWS[name])}\n{text}" in PAGE
+
+
+def test_json_and_toml(capsys, tmp_path):
+    path = tmp_path / "run.toml"
+    words = ["--model", "llama-8b", "--gpus", "8", "--gpu", "h200", "--tokens", "1e11", "--price", "2", "--toml", str(path)]
+    assert cli.main(["advise", *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    best, text = found["recommended"], path.read_text()
+    assert found["toml"] == text
+    assert best["peak_bytes"] == sum(best["memory_bytes"].values())
+    assert best["step_seconds"] == pytest.approx(sum(best["seconds"].values()))
+    assert best["cost"] == pytest.approx(best["days"] * 24 * 8 * 2)
+    written = tomllib.loads(text)
+    parallel = written["parallel"]
+    assert parallel["dp_replicate"] * parallel["dp_shard"] * parallel["tp"] * parallel["pp"] == 8
+    assert written["model"] == {"preset": "llama-8b"}
+    assert written["data"]["batch"] * written["data"]["sequence"] == best["tokens_per_step"]
+    if "parallel" not in {field.name for field in fields(Config)}:
+        del written["parallel"]
+        path.write_text("\n\n".join(_section(name, values) for name, values in written.items()))
+    config = configs.load(path)
+    assert config.precision.recipe == best["precision"]["recipe"]
+    assert config.run.steps * best["tokens_per_step"] >= 1e11
+
+
+def _section(name: str, values: dict[str, object]) -> str:
+    return "\n".join((f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--params 7e9 --gpus 8 --gpu h300", "There is no GPU 'h300' (did you mean 'h200'?) in the list: a100, h100, h200"),
+        ("--params 7e9 --gpus 12 --gpu h100", "12 GPUs do not fill nodes of 8: choose a multiple, or change --node."),
+        ("--params 7e9 --gpus 0 --gpu h100", "--gpus is a positive integer, not 0."),
+        ("--gpus 8 --gpu h100", "Give either --model (a preset or a Hugging Face folder) or --params."),
+        ("--params 5 --gpus 8 --gpu h100", "A number of parameters is from 1e6 to 1e13, such as 7e9, not 5."),
+        ("--params nan --gpus 8 --gpu h100", "A number of parameters is from 1e6 to 1e13, such as 7e9, not nan."),
+        ("--params 7e9 --gpus 8 --gpu h100 --price 2", "--price gives a cost together with --tokens: give both."),
+        ("--params 7e9 --gpus 8 --gpu h100 --tokens -1", "--tokens is a positive number, not -1."),
+        ("--params 7e9 --gpus 8 --gpu h100 --network 0", "A network has a positive number of Gbit/s per GPU"),
+        ("--params 7e9 --gpus 8 --gpu h100 --batch-tokens 9", "A step has at least one sequence of 8192 tokens, not 9 tokens."),
+        ("--params 7e9 --gpus 512 --gpu h100 --batch-tokens 8192", "No layout of 512 GPUs divides a step of 8192 tokens"),
+        ("--model EMPTY --gpus 8 --gpu h100", "has no config.json: give the folder of a Hugging Face model, or a preset."),
+        ("--params 7e9 --gpus 8 --gpu h100 --toml EMPTY", "exists already: choose another name for --toml."),
+        ("--params 7e9 --gpus 1 --gpu h200 --toml EMPTY/no/run.toml", "cannot be written: No such file or directory."),
+        ("--params 405e9 --gpus 8 --gpu h100", "No layout fits on 8 H100-80GB"),
+    ],
+)
+def test_bad_input_is_one_sentence(words, said, capsys, tmp_path):
+    assert cli.main(["advise", *words.replace("EMPTY", str(tmp_path)).split()]) == 2
+    assert said in error_line(capsys.readouterr().err)

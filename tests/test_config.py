@@ -9,12 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sweeps import examples
+from torch import nn
 
-from dither import BitwidthLoss, Plan, Sampling, UserError, WeightDecay, recipe
+import dither
+from dither import BitwidthLoss, Plan, Sampling, UserError, WeightDecay, cli, recipe
 from dither.models import PRESETS
 from dither.optim import MODES
+from dither.snip import Goal, Snip
 from dither.spec.optimizer import BLOCKS
+from dither.train import corpora
 from dither.train import fields as fields_of
+from dither.train import trainer as trainers
 from dither.train.config import (
     Config,
     Data,
@@ -395,16 +400,6 @@ def test_plans(tmp_path):
         assert Precision(mode=name, recipe=mode.recipe).load_plan() == mode.plan
 
 
-def test_a_stored_config_with_the_earlier_name_of_a_mode_resumes():
-    new = loads('[precision]\nmode = "bf16-rn"')
-    with pytest.warns(DeprecationWarning, match="The mode 'bf16' is now 'bf16-rn'") as warned:
-        old = loads('[precision]\nmode = "bf16"')
-    assert len(warned) == 1
-    assert old == new
-    assert fixed_changes(old, new, 1) == []
-    assert 'mode = "bf16-rn"' in dumps(old)
-
-
 def test_plans_by_step():
     text = '[precision]\nmode = "o1"\nschedule = [[0, "blockwise"], [0.8, "fp8-row forward"], [499, "bf16"]]'
     config = loads(text)
@@ -459,3 +454,41 @@ def test_schedules():
     for step in (-1, 200, 1.0, True):
         with pytest.raises(UserError, match="are 0 to 199"):
             schedule(Config(run=RunSettings(steps=200)), step)
+
+
+# Goals that no plan can reach are refused before the model is built, and in a loop of one's own when Snip is made ------
+
+
+IMPOSSIBLE = {
+    "snip.pinned=['*.nothing=fp8']": "matches no layer",
+    "snip.pinned=['*.up_proj=fp3']": "is pinned to 'fp3'",
+    "snip.stages=[1,2]": "The stages 1,2 hold 3 blocks, and the model has",
+    "snip.pinned=['*=fp8']": "the largest feasible one is 0",
+    "snip.options='bf16,fp8' snip.target=0.9 snip.pinned=['*.down_proj=bf16']": "the largest feasible one is",
+}
+
+
+@pytest.mark.parametrize("settings", IMPOSSIBLE)
+def test_an_impossible_goal_is_an_error_before_the_model_is_built(settings, tmp_path, monkeypatch, capsys):
+    for module, name in ((trainers, "_model"), (corpora, "prepare"), (corpora, "open_tokens")):
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("too late"))
+    words = ["snip.target=0.5", "precision.recipe=fp8-block", *settings.split()]
+    assert cli.main(["train", "--out", str(tmp_path / "run"), "--set", *words]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("dither: error: In [snip]: ")
+    assert IMPOSSIBLE[settings] in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_impossible_goal_in_a_loop_of_ones_own():
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    dither.convert(model, "fp8-block")
+    optimizer = dither.optim.AdamW(model.named_parameters())
+    for goal, said in (
+        (Goal(target=0.5, pinned={"up": "fp8"}), "matches no layer"),
+        (Goal(target=0.9, pinned={"0": "fp8"}), "the largest feasible one is 0.5"),
+        (Goal(target=0.5, stages=(1, 1, 1, 1)), "they must cover it exactly"),
+    ):
+        with pytest.raises(UserError, match=said):
+            Snip(dither.Conversion.of(model), optimizer, goal=goal)
+    Snip(dither.Conversion.of(model), optimizer, goal=Goal(target=0.5, pinned={"0": "fp8"}))

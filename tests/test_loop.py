@@ -8,6 +8,8 @@ import os
 import random
 import shutil
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,14 @@ from worlds import Forked
 
 from dither import Plan, UserError, cli
 from dither.checkpoint import write
+from dither.checkpoint.write import Saver
 from dither.commands.train import summary
-from dither.data import Batch, prepare
+from dither.data import Batch, Tokenizer, prepare
 from dither.nn.step import StepContext
-from dither.train import Config, Progress, Status, loop, train
+from dither.train import Config, Progress, Status, corpora, evaluating, guard, loop, passes, ranks, train
 from dither.train import config as configs
+from dither.train import trainer as trainers
+from dither.train.passes import StepClock
 from dither.train.records import Metrics
 from dither.train.resume import resolved
 from dither.train.trainer import Trainer
@@ -712,3 +717,224 @@ def test_the_norm_is_that_of_unscaled_gradients_and_skips_are_told(text: Path, t
     # Weights have hardly moved yet: the first good step has other tokens, but a norm of the same size.
     assert 0.3 < found[overflowed.index(False)]["grad_norm"] / first["grad_norm"] < 3
     assert lines(tmp_path / "high", "end")[-1]["skipped"] == high.skipped
+
+
+# SIGTERM in every phase of a run ---------------------------------------------------------------------------------------
+
+
+WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs")
+
+
+@pytest.fixture(scope="module")
+def phase_text(tmp_path_factory):
+    folder, draw = tmp_path_factory.mktemp("text"), random.Random(0)
+    for number in range(60):
+        (folder / f"{number}.txt").write_text(" ".join(draw.choice(WORDS) for _ in range(60)))
+    return folder
+
+
+def config(phase_text: Path, out: Path, *more: str) -> Config:
+    small = ["data.sequence=8", "data.batch=2", "run.steps=6", "run.eval_every=0", "run.sample_every=0", "run.save_every=0"]
+    return configs.override(
+        Config(), [f'data.sources=["{text}"]', f'run.out="{out}"', *small, "run.eval_sequences=8", "run.device=cpu", *more]
+    )
+
+
+def term(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    path, _ = write.newest(out / "checkpoints")
+    return write.load(path)[0]
+
+
+@pytest.mark.parametrize("phase", ["tokenizing", "verifying", "building"])
+def test_before_the_first_step_nothing_is_kept(phase, phase_text, tmp_path, monkeypatch):
+    never = threading.Event()
+
+    def long(*_, **__):
+        term()
+        never.wait()
+
+    monkeypatch.setattr(ranks, "LEAVING", 0.1)
+    where = {"tokenizing": (Tokenizer, "encode_all"), "verifying": (corpora, "open_tokens"), "building": (trainers, "_model")}
+    monkeypatch.setattr(*where[phase], long)
+    outcome = train(config(phase_text, tmp_path / "run"))
+    assert (outcome.code, outcome.why, outcome.step) == (143, "Received SIGTERM before the first step.", 0)
+    assert not (tmp_path / "run").exists()
+    monkeypatch.undo()
+    assert train(config(phase_text, tmp_path / "run")).code == 0
+
+
+def test_a_signal_within_a_destructor_is_not_lost(phase_text, tmp_path, monkeypatch, capfd):
+    """Python ignores what a destructor raises, and prints it."""
+
+    class Last:
+        def __del__(self):
+            term()
+
+    def long(*_):
+        last = Last()
+        del last
+        threading.Event().wait()
+
+    monkeypatch.setattr(guard, "AGAIN", 0.1)
+    monkeypatch.setattr(trainers, "_model", long)
+    assert train(config(phase_text, tmp_path / "run")).code == 143
+    assert capfd.readouterr().err == ""
+
+
+def test_tokenizing_stops_between_two_batches(phase_text, tmp_path, monkeypatch):
+    stop, real = threading.Event(), Tokenizer.encode_all
+    monkeypatch.setattr(Tokenizer, "encode_all", lambda self, texts: (stop.set(), real(self, texts))[1])
+    with pytest.raises(InterruptedError):
+        corpora.prepare(str(phase_text), tmp_path / "tokens", stop=stop)
+    assert list(tmp_path.iterdir()) == []
+
+
+SNIP_EARLY = ("snip.target=0.2", "snip.start=2", "snip.delay=1", "snip.options='bf16,fp4'")
+"""Two options of which one casts nothing: casts take long on a CPU."""
+
+PHASES = {
+    "evaluating": ("run.eval_every=3",),
+    "planning": (*SNIP_EARLY, "snip.probe=measure"),
+    "sampling": ("run.sample_every=3", "run.sample_tokens=8"),
+    "saving": ("run.save_every=3",),
+    "solving": (*SNIP_EARLY, "snip.probe=direct"),
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_phase_is_left_and_the_step_is_saved(phase, phase_text, tmp_path, monkeypatch):
+    calls = []
+
+    def first(real):
+        def run(*args, **named):
+            calls.append(1)
+            if len(calls) == 1:
+                term()
+            return real(*args, **named)
+
+        return run
+
+    if phase == "evaluating":
+        monkeypatch.setattr(evaluating, "_summed_loss", first(evaluating._summed_loss))
+    elif phase == "planning":
+        monkeypatch.setattr(trainers, "_estimated_loss", first(trainers._estimated_loss))
+    elif phase == "sampling":
+        monkeypatch.setattr(evaluating, "sample_text", first(evaluating.sample_text))
+    elif phase == "saving":
+        monkeypatch.setattr(Saver, "save", first(Saver.save))
+    else:  # the solver never ends
+
+        def never(*_):
+            calls.append(1)
+            term()
+            threading.Event().wait()
+
+        monkeypatch.setattr("dither.snip.controller.choose", never)
+    out = tmp_path / "run"
+    outcome = train(config(phase_text, out, *PHASES[phase]))
+    assert (outcome.code, outcome.how) == (143, "signal"), outcome
+    assert len(calls) <= 2  # of one, or one more for what was already on its way
+    assert Status.load(out).state == "interrupted"
+    path, _ = write.newest(out / "checkpoints")
+    assert write.step_of(path) == outcome.step == Status.load(out).step
+    assert 2 <= outcome.step <= 4
+    monkeypatch.undo()
+    assert train(config(phase_text, out, *PHASES[phase]), resume=True).code == 0
+    assert train(config(phase_text, tmp_path / "straight", *PHASES[phase])).code == 0
+    resumed, straight = weights(out), weights(tmp_path / "straight")
+    assert all(torch.equal(resumed[name], straight[name]) for name in straight)
+
+
+def test_a_step_that_does_not_end_is_abandoned(phase_text, tmp_path, monkeypatch):
+    """Such as one that compiles for minutes: gradients are not complete, so nothing is saved but what was."""
+    real = passes.Passes.gradients
+
+    def gradients(self, batch, step):
+        if step == 4:
+            term()
+            threading.Event().wait()
+        return real(self, batch, step)
+
+    monkeypatch.setattr(passes.Passes, "gradients", gradients)
+    monkeypatch.setattr(trainers, "GRACE", 0.1)
+    outcome = train(config(phase_text, tmp_path / "run", "run.save_every=3"))
+    assert (outcome.code, outcome.step) == (143, 4)
+    assert "step 5 did not end within 10 s and was abandoned" in outcome.why
+    path, _ = write.newest(tmp_path / "run" / "checkpoints")
+    assert write.step_of(path) == 3
+    assert Status.load(tmp_path / "run").state == "interrupted"
+
+
+# The time of the parts of steps ----------------------------------------------------------------------------------------
+
+
+def test_seconds_of_parts_add_up_and_are_taken_once(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    clock = StepClock(torch.device("cpu"))
+    for seconds in (1.0, 2.0):
+        with clock.part("forward"):
+            now += seconds
+        now += 10  # in no part
+        with clock.part("backward"):
+            now += 0.5
+    assert clock.take() == {"forward": 3.0, "backward": 1.0}
+    assert clock.take() == {}
+
+
+def test_a_part_that_raises_is_not_counted():
+    clock = StepClock(torch.device("cpu"))
+    with pytest.raises(ValueError, match="broken"), clock.part("forward"):
+        raise ValueError("broken")
+    assert clock.take() == {}
+
+
+class Stream:
+    """A GPU that has done what was recorded up to `reached`: an event is its place in the queue, in milliseconds."""
+
+    def __init__(self) -> None:
+        self.queued, self.reached, self.made = 0.0, 0.0, 0
+        stream = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+                stream.made += 1
+
+            def record(self, where: object) -> None:
+                self.at = stream.queued
+
+            def query(self) -> bool:
+                return self.at <= stream.reached
+
+            def elapsed_time(self, end: "Event") -> float:
+                assert self.query()
+                assert end.query()
+                return end.at - self.at
+
+            def synchronize(self) -> None:
+                raise AssertionError("the host waits for the GPU")
+
+        self.event = Event
+
+
+def test_events_are_read_when_the_gpu_has_passed_them_and_used_again(monkeypatch):
+    stream = Stream()
+    monkeypatch.setattr(passes.torch.cuda, "Event", stream.event)
+    monkeypatch.setattr(passes.torch.cuda, "current_stream", lambda device: stream)
+    clock = StepClock(torch.device("cuda"))
+    for step in range(100):
+        with clock.part("forward"):
+            stream.queued += 2.0
+        with clock.part("backward"):
+            stream.queued += 4.0
+        stream.reached = 6.0 * step  # the GPU is one step behind
+    found = clock.take()
+    assert found == {"forward": pytest.approx(99 * 0.002), "backward": pytest.approx(99 * 0.004)}
+    stream.reached = stream.queued
+    assert clock.take() == {"forward": pytest.approx(0.002), "backward": pytest.approx(0.004)}
+    assert stream.made <= 12  # as many as two steps need, and not as many as there were

@@ -11,8 +11,8 @@ from dither.errors import UserError
 from dither.models import PRESETS, GPT2Config, LlamaConfig, build, parameter_count
 from dither.nn.linear import Linear
 from dither.nn.step import step_context
-from dither.optim.training import MODES
 from dither.spec import Cast, MemoryOptions
+from dither.spec.modes import MODES
 from dither.spec.recipes import recipe
 from dither.tools.memory import GIB, PARTS, STORAGE, Setting, Shape, code_bytes, estimate, largest_batch, llama_of, shape_of
 

@@ -15,12 +15,12 @@ from dither.models import (
     GPT2,
     PRESETS,
     CausalLM,
-    Config,
     GPT2Config,
     GPTNeo,
     GPTNeoConfig,
     Llama,
     LlamaConfig,
+    ModelConfig,
     build,
     compile_blocks,
     flops_per_token,
@@ -54,7 +54,7 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def make(config: Config, seed: int = 0) -> CausalLM:
+def make(config: ModelConfig, seed: int = 0) -> CausalLM:
     """A model whose norms are not all ones, nor all alike, or their weights would not be tested."""
     family = {GPT2Config: GPT2, GPTNeoConfig: GPTNeo, LlamaConfig: Llama}[type(config)]
     model, generator = family(config, generator=seeded(seed)), seeded(seed + 1)
@@ -67,11 +67,11 @@ def make(config: Config, seed: int = 0) -> CausalLM:
     return model
 
 
-def tokens_of(config: Config, shape: tuple[int, int] = (2, 19), seed: int = 2) -> torch.Tensor:
+def tokens_of(config: ModelConfig, shape: tuple[int, int] = (2, 19), seed: int = 2) -> torch.Tensor:
     return torch.randint(config.vocab_size, shape, generator=seeded(seed))
 
 
-def hugging_face(config: Config):
+def hugging_face(config: ModelConfig):
     transformers = pytest.importorskip("transformers", reason="compares with transformers, which is not installed")
     fields = dataclasses.asdict(config)
     if isinstance(config, GPT2Config):
@@ -198,7 +198,17 @@ def test_gpt2_written_out():
 
 @pytest.mark.parametrize(
     ("name", "millions"),
-    [("llama-34m", 34), ("llama-134m", 134), ("llama-360m", 364), ("llama-1b", 1262), ("llama-3b", 3368), ("llama-8b", 7242)],
+    [
+        ("llama-3m", 3),
+        ("llama-5m", 5),
+        ("llama-10m", 11),
+        ("llama-34m", 34),
+        ("llama-134m", 134),
+        ("llama-360m", 364),
+        ("llama-1b", 1262),
+        ("llama-3b", 3368),
+        ("llama-8b", 7242),
+    ],
 )
 def test_presets_have_the_sizes_they_are_named_for(name, millions):
     config = PRESETS[name]
@@ -238,6 +248,9 @@ def test_gpt_neo_presets_have_the_sizes_of_the_published_models(name, count):
 def test_presets_of_the_measured_sizes():
     """(d, layers, heads, ffn), by which benchmarks are quoted."""
     sizes = {
+        "llama-3m": (128, 4, 2, 384),
+        "llama-5m": (192, 5, 3, 512),
+        "llama-10m": (256, 8, 4, 704),
         "llama-34m": (512, 8, 8, 1408),
         "llama-134m": (768, 12, 12, 2048),
         "llama-1b": (2048, 22, 32, 5632),

@@ -5,7 +5,9 @@ On a machine with a GPU the same bodies run on it; `tests/gpu` holds what only a
 
 import itertools
 import operator
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pairs
@@ -21,6 +23,10 @@ from dither.ops.reference import levels as reference_levels
 from dither.ops.reference import matmul as reference_matmul
 from dither.ops.reference import quantize as reference_quantize
 from dither.ops.reference import scales as reference_scaling
+from dither.ops.triton import BoundKernel
+from dither.ops.triton import quantize as kernel_quantize
+from dither.ops.triton import quantize as kernel_transposing
+from dither.ops.triton import scales as kernel_scaling
 from dither.spec import levels
 from dither.spec.engines import Engine
 from dither.spec.formats import Format
@@ -35,10 +41,8 @@ from dither.ops.triton import adamw_tables, quantize  # noqa: E402
 from dither.ops.triton import levels as kernel_levels  # noqa: E402
 from dither.ops.triton import loss as kernel_loss  # noqa: E402
 from dither.ops.triton import matmul as kernel_matmul  # noqa: E402
-from dither.ops.triton import quantize as kernel_quantize  # noqa: E402
 from dither.ops.triton import quantize_128 as kernel_squares  # noqa: E402
 from dither.ops.triton import sampling as kernel_sampling  # noqa: E402
-from dither.ops.triton import scales as kernel_scaling  # noqa: E402
 from dither.ops.triton import state_maps as kernel_dynamic  # noqa: E402
 
 
@@ -702,3 +706,113 @@ def test_tensor_factors(amax):
     ):
         assert torch.equal(found.isnan(), expected.isnan())
         assert found.isnan() or found == expected
+
+
+# Casts of one layout into memory that is there, transposed codes and factors of a tensor -------------------------------
+
+
+@pytest.mark.parametrize("text", ["e4m3 tile(128)", "e4m3 row", "e2m1 block(32)", "e4m3 tensor", "e2m1 tile(32) pow2"])
+def test_one_layout_into_memory_that_is_there(text: str, device: str) -> None:
+    cast = Cast.parse(text)
+    old, new = (pairs.hard_values(40, 160, torch.float32, seed, device).nan_to_num(0, 9, -9) for seed in (21, 22))
+    for axis in (0, 1):
+        results = []
+        for code in (reference_quantize, kernel_quantize):
+            held = code.quantize(old, cast, axis, None, None, cast.element)[:2]
+            found = code.quantize(new, cast, axis, None, None, cast.element, held)[:2]
+            assert [part.data_ptr() for part in found] == [part.data_ptr() for part in held]
+            results.append(found)
+        fresh = reference_quantize.quantize(new, cast, axis, None, None, cast.element)[:2]
+        assert sum(map(pairs.differing, *results)) == sum(map(pairs.differing, fresh, results[0])) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.float32])
+@pytest.mark.parametrize("shape", [(256, 128), (130, 33), (1, 5), (0, 4)])
+def test_transposed_codes(dtype: torch.dtype, shape: tuple[int, int], device: str) -> None:
+    bits = torch.randint(0, 256, (shape[0], shape[1] * dtype.itemsize), generator=torch.Generator().manual_seed(0))
+    codes = bits.to(torch.uint8).view(dtype).to(device)
+    assert pairs.differing(reference_quantize.transposed(codes), kernel_transposing.transposed(codes)) == 0
+
+
+@pytest.mark.parametrize("text", ["e4m3 tensor", "e5m2 tensor"])
+def test_factors_of_a_tensor(text: str, device: str) -> None:
+    for value in (0.0, 1e-45, 1e-39, 1e-3, 3.7, 448.0, 3e38, torch.inf, torch.nan):
+        amax = torch.tensor(value, device=device)
+        both = reference_scaling.tensor_factors(amax, Cast.parse(text)), kernel_scaling.tensor_factors(amax, Cast.parse(text))
+        assert sum(map(pairs.differing, *both)) == 0, value
+
+
+# Kept launches ---------------------------------------------------------------------------------------------------------
+
+
+class Kernel:
+    """As much of a Triton kernel as a launch needs; it remembers what it was started with, and by whom."""
+
+    arg_names = ("x_ptr", "out_ptr", "row", "rows", "EVEN", "TILE")
+
+    def __init__(self) -> None:
+        self.bound: list[tuple[Any, ...]] = []
+        self.again: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., Any]:
+        def bind(*arguments: Any, **constants: Any) -> "Kernel.Compiled":
+            self.bound.append((grid, arguments, constants))
+            return Kernel.Compiled(self)
+
+        return bind
+
+    class Compiled:
+        def __init__(self, kernel: "Kernel") -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+            return lambda *arguments: self.kernel.again.append((grid, arguments))
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a CPU tensor's device
+    return Kernel()
+
+
+def launch_of(kernel: Kernel) -> BoundKernel:
+    return BoundKernel(kernel, 7, (64,), {"TILE": 128, "EVEN": True}, bits=(1,), num_warps=4)
+
+
+def test_the_second_start_needs_no_triton(kernel: Kernel) -> None:
+    launch, x, out = launch_of(kernel), torch.zeros(64), torch.zeros(64, dtype=torch.float8_e4m3fn)
+    launch(x, out, 0)
+    (((programs,), (first, codes, row, rows), constants),) = kernel.bound
+    assert (programs, row, rows) == (7, 0, 64)
+    assert first is x
+    assert (codes.dtype, codes.data_ptr()) == (torch.uint8, out.data_ptr())  # bits of codes
+    assert constants == {"TILE": 128, "EVEN": True, "num_warps": 4}
+    other = torch.zeros(64)
+    launch(other, out, 0)
+    assert len(kernel.bound) == 1
+    # All arguments in the order of the signature, constants included.
+    ((grid, arguments),) = kernel.again
+    assert grid == (7, 1, 1)
+    assert arguments[0] is other
+    assert arguments[1] is out
+    assert arguments[2:] == (0, 64, True, 128)
+
+
+def test_another_alignment_or_number_is_another_start(kernel: Kernel) -> None:
+    launch, x, out = launch_of(kernel), torch.zeros(65), torch.zeros(64, dtype=torch.int16)
+    launch(x[:64], out, 0)
+    launch(x[1:], out, 0)  # 4 bytes beyond a multiple of 16
+    launch(x[:64], out, 16)
+    assert len(kernel.bound) == 3
+    for given in ((x[:64], out, 0), (x[1:], out, 0), (x[:64], out, 16)):
+        launch(*given)
+    assert len(kernel.bound) == 3
+    assert len(kernel.again) == 3
+
+
+def test_numbers_without_end_do_not_fill_memory(kernel: Kernel) -> None:
+    launch, x, out = launch_of(kernel), torch.zeros(64), torch.zeros(64, dtype=torch.int16)
+    for row in range(1000):
+        launch(x, out, row)
+    assert len(kernel.bound) == 1000
+    assert len(launch.compiled) <= 256

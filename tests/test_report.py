@@ -7,6 +7,8 @@ import json
 import math
 import os
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from random import Random
@@ -17,9 +19,13 @@ from command_output import error_line
 from report_runs import EVIL, lines, make, seeds
 
 from dither import UserError, cli, report
+from dither.checkpoint import write
 from dither.report import charts, curves, figures, page, precision
+from dither.report.charts import format_colour
 from dither.report.comparison import Comparison, summarize
+from dither.report.figures import number_line
 from dither.report.page import section_of
+from dither.spec.formats import TABLE, Format
 from dither.spec.recipes import recipe
 
 
@@ -560,3 +566,215 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="no room"):
         report.write([folder])
     assert sorted(path.name for path in folder.iterdir()) == before
+
+
+# Reports of a real run -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def section(report_run):
+    return report.Report([report.read(report_run)]).sections[0]
+
+
+def metrics(run: Path, kind: str) -> list[dict]:
+    return [line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if line["kind"] == kind]
+
+
+def test_seconds_of_all_parts_are_those_of_the_run(report_run):
+    spent = [line["parts"] for line in metrics(report_run, "seconds")]
+    total = sum(seconds for parts in spent for seconds in parts.values())
+    begin, end = metrics(report_run, "start")[0]["time"], metrics(report_run, "end")[0]["time"]
+    assert begin < total <= end + 0.05
+    assert total > 0.9 * (end - begin)
+    assert {name for parts in spent for name in parts} == {
+        *("forward", "backward", "optimizer", "casts of weights", "rest of training"),
+        *("evaluation", "checkpoints", "samples", "monitor", "choice of precision"),
+    }
+    steps = {name: sum(parts.get(name, 0.0) for parts in spent) for name in ("forward", "backward", "optimizer")}
+    assert steps["backward"] > steps["forward"] / 2 > 0
+    assert steps["optimizer"] > 0
+
+
+def test_memory_of_the_parts(report_run):
+    (line,) = metrics(report_run, "memory")
+    tensors, _ = write.load(write.newest(report_run / "checkpoints")[0])
+    parameters = json.loads((report_run / "environment.json").read_text())["parameters"]
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+    assert line["parts"]["weights"] == sum(size for name, size in sizes.items() if name.startswith("model"))
+    assert line["parts"]["gradients"] == line["parts"]["weights"]
+    assert line["parts"]["optimizer states"] >= 2 * 4 * parameters
+
+
+def test_bitwidths_are_recorded_as_they_are(report_run, section):
+    blocks = json.loads((report_run / "bitwidths.json").read_text())
+    layers = metrics(report_run, "bitwidths")[-1]["layers"]
+    assert blocks["step"] == 8
+    assert list(blocks["layers"]) == list(layers)
+    for name, each in layers.items():
+        rows = blocks["layers"][name]["values"]
+        values = [value for row in rows for value in row]
+        assert [len(rows), len(rows[0])] == blocks["layers"][name]["blocks"]
+        assert each["mean"] == pytest.approx(sum(values) / len(values), abs=1e-3)  # all blocks are whole
+        assert (each["min"], each["max"]) == (pytest.approx(min(values), abs=1e-3), pytest.approx(max(values), abs=1e-3))
+        assert sum(share for _, share in each["bins"]) == pytest.approx(1)
+        assert each["bins"][0][0] <= each["min"] < each["bins"][0][0] + 0.25
+        assert sum(each["formats"].values()) == pytest.approx(1)
+    total = sum(each["weights"] for each in layers.values())
+    mean = sum(each["mean"] * each["weights"] for each in layers.values()) / total
+    assert section.bitwidths.mean == pytest.approx(mean)
+
+
+def test_the_plan_in_force_is_on_the_frontier_or_above(report_run, section):
+    last = metrics(report_run, "plan")[-1]
+    said = last["plan"]["provenance"]
+    least, chosen = section.snip.frontier.lines
+    assert chosen.x["share saved"][0] == pytest.approx(said["efficiency"])
+    assert chosen.y[0] == pytest.approx(said["harm"], rel=1e-6)
+    below = max(y for x, y in zip(least.x["share saved"], least.y, strict=True) if x <= chosen.x["share saved"][0] + 1e-9)
+    assert chosen.y[0] >= below - 1e-15
+    assert section.snip.frontier.marks == ((0.5, "target 0.5"),)
+
+
+def test_reasons_have_every_layer_once_and_its_option(report_run, section):
+    last = metrics(report_run, "plan")[-1]
+    rows = {row[0]: row for row in section.snip.reasons.rows}
+    assert set(rows) == set(last["scores"]["layers"])
+    for name, at in zip(last["scores"]["layers"], last["choice"]["chosen"], strict=True):
+        assert rows[name][1] == last["scores"]["options"][at]
+    wide = [row for row in rows.values() if row[1] == "fp8/fp8/fp8"]
+    assert all("kept wide" in row[5] for row in wide)
+
+
+def test_stages_of_the_pipeline_take_what_their_layers_cost(report_run, section):
+    last = metrics(report_run, "plan")[-1]
+    costs = [row[at] for row, at in zip(last["choice"]["costs"], last["choice"]["chosen"], strict=True)]
+    works = [
+        sum(cost for cost, name in zip(costs, last["scores"]["layers"], strict=True) if f"layers.{n}." in name) for n in (0, 1)
+    ]
+    spans = [row[1] for row in section.snip.pipeline.rows]
+    busy = [sum(end - begin for begin, end, _, _ in row) for row in spans]
+    assert busy[0] / busy[1] == pytest.approx(works[0] / works[1])
+
+
+def test_a_report_of_this_version_needs_no_torch(report_run, tmp_path):
+    """A page is written in a second, not after the seconds that torch takes to load."""
+    code = "import sys, dither.report as r; r.write([sys.argv[1]], sys.argv[2]); print('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(report.__file__).parents[2])}
+    arguments = [sys.executable, "-c", code, str(report_run), str(tmp_path / "page.html")]
+    assert subprocess.run(arguments, check=True, capture_output=True, text=True, env=environment).stdout == "False\n"
+
+
+def test_a_run_of_an_earlier_version_shows_the_same_choices(report_run, section, tmp_path):
+    """Without the new lines and fields, savings are computed again; what was never recorded is left out."""
+    old = tmp_path / "old"
+    old.mkdir()
+    for name in ("config.toml", "plan.json", "conversion.json", "environment.json", "status.json"):
+        (old / name).write_bytes((report_run / name).read_bytes())
+    kept = []
+    for line in map(json.loads, (report_run / "metrics.jsonl").read_text().splitlines()):
+        if line["kind"] in ("seconds", "memory"):
+            continue
+        if line["kind"] == "bitwidths":
+            for each in line["layers"].values():
+                for key in ("weights", "deviation", "bins", "formats"):
+                    del each[key]
+        kept.append({key: value for key, value in line.items() if key not in ("changed", "choice", "where")})
+    (old / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    found = report.Report([report.read(old)]).sections[0]
+    assert found.missing == ()
+    assert found.snip.frontier == section.snip.frontier
+    assert found.snip.reasons == section.snip.reasons
+    assert [state.cells for state in found.plans.states] == [state.cells for state in section.plans.states]
+    assert found.part_charts == ()
+    assert not any(found.bitwidths.blocks)
+
+
+# `dither formats --plot` -----------------------------------------------------------------------------------------------
+
+
+NAMES = [format.name for format in TABLE.values() if format.bits <= 8]
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    """The file of all formats: {id: (colours, x positions of the marks)}."""
+    path = tmp_path_factory.mktemp("plot") / "all.svg"
+    assert cli.main(["formats", "--plot", str(path)]) == 0
+    found = {}
+    for group in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}g"):
+        if re.match("(linear|log|subnormal)-", group.get("id", "")):
+            paths = list(group.iter("{http://www.w3.org/2000/svg}path"))
+            marks = [re.match(r"M ([\d.]+) [\d.]+ *\s*L ([\d.]+)", each.get("d")) for each in paths]
+            assert all(mark[1] == mark[2] for mark in marks)
+            styles = {re.search("stroke: (#[0-9a-f]+)", each.get("style"))[1] for each in paths}
+            found[group.get("id")] = styles, [float(mark[1]) for mark in marks]
+    return found
+
+
+def affine(name, positions, values):
+    """Assert that drawn positions are the values, moved and scaled."""
+    assert len(positions) == len(values), name
+    scale = (positions[-1] - positions[0]) / (values[-1] - values[0])
+    expected = [positions[0] + scale * (value - values[0]) for value in values]
+    assert positions == pytest.approx(expected, abs=0.01), name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_marks_are_the_values_in_the_colour_of_the_format(drawn, name):
+    format = Format.parse(name)
+    values = format.values()
+    colours, positions = drawn[f"linear-{name}"]
+    assert colours == {format_colour(name)}
+    affine(name, positions, values)
+    logs = [math.log2(value) for value in values if value > 0]
+    subnormal = [x for x in logs if not format.is_integer and x < math.log2(format.min_normal)]
+    normal = [x for x in logs if x not in subnormal]
+    if name == "e8m0":  # wider than the axis
+        normal = [x for x in normal if -18 < x < 17.5]
+    positions = [*drawn.get(f"subnormal-{name}", ((), []))[1], *drawn[f"log-{name}"][1]]
+    affine(name, positions, [*subnormal, *normal])
+    assert len(drawn.get(f"subnormal-{name}", ((), []))[1]) == len(subnormal)
+
+
+def test_drawing_shows_that_it_has_begun_before_matplotlib_is_imported(tmp_path):
+    (tmp_path / "matplotlib.py").write_text("raise SystemExit('matplotlib is imported')\n")
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(cli.__file__).parent.parent}"}
+    command = [sys.executable, "-m", "dither", "formats", "e4m3", "--plot", str(tmp_path / "a.svg")]
+    ended = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert ended.stderr.splitlines() == ["Drawing number lines ...", "matplotlib is imported"]
+    assert ended.stdout == ""
+
+
+def test_all_formats_share_the_logarithmic_axis(drawn):
+    at = {name: drawn[f"log-{name}"][1][-1] for name in ("e4m3", "e5m2", "int8", "int4")}
+    unit = (at["e5m2"] - at["int4"]) / math.log2(57344 / 7)
+    assert (at["e4m3"] - at["int4"]) / unit == pytest.approx(math.log2(448 / 7), abs=1e-3)
+    assert (at["int8"] - at["int4"]) / unit == pytest.approx(math.log2(127 / 7), abs=1e-3)
+
+
+def test_long_formats_are_bands_with_their_ranges(drawn):
+    assert not any(f"linear-{name}" in drawn for name in ("fp32", "fp16", "bf16"))
+    assert number_line(Format.parse("fp16")).about == "2^-24 to 65504, 1,024 per binade"
+    assert number_line(Format.parse("e8m0")).about == "2^-127 to 2^127, 1 per binade"
+    assert number_line(Format.parse("int8")).about == "1 to 127"
+
+
+def test_files_and_their_names(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["formats", "e2m1", "--plot"]) == 0
+    assert cli.main(["formats", "e4m10", "--plot", "a.PNG"]) == 0
+    assert capsys.readouterr().out == "e2m1.svg\na.PNG\n"
+    assert (tmp_path / "a.PNG").read_bytes()[:4] == b"\x89PNG"
+    first = (tmp_path / "e2m1.svg").read_bytes()
+    assert cli.main(["formats", "e2m1", "--plot"]) == 0
+    assert (tmp_path / "e2m1.svg").read_bytes() == first
+    wrong = {
+        ("--plot", "x.pdf"): ".svg or .png",
+        ("--plot", "a.svg", "b.svg"): "one file, not 2",
+        ("e9", "--plot"): "no number format",
+        ("--plot", "e2m1.svg/a.svg"): "cannot be written",
+    }
+    for arguments, words in wrong.items():
+        capsys.readouterr()
+        assert cli.main(["formats", *arguments]) == 2
+        assert words in capsys.readouterr().err

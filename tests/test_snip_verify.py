@@ -6,7 +6,7 @@ from itertools import chain
 import pytest
 import torch
 from lazily import Lazy
-from test_snip_probes import batches, everything, same, trained
+from test_snip_estimates import batches, everything, same, trained
 
 from dither import Stream, UserError
 from dither.snip import Verification, score, verify

@@ -38,6 +38,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command("train", "train", "Train a language model, or resume a run", long=True),
     "compare": Command("compare", "compare", "Train in several precisions and rank them by held-out loss", long=True),
+    "ladder": Command("ladder", "ladder", "Train a ladder of models in several precisions and fit scaling laws", long=True),
     "eval": Command("evaluate", "evaluate", "Evaluate a model on held-out text and on tasks, also with other casts", long=True),
     "export": Command("export", "export", "Write a trained model for transformers, vLLM or llama.cpp", long=True),
     "generate": Command("generate", "generate", "Continue a prompt with a trained model", long=True),
@@ -69,6 +70,7 @@ COMMANDS = {
 """The commands by the words that follow `dither`. A dash may replace the space, as in `dither plan-show`."""
 
 EXAMPLES = {
+    "ladder": "reproduce/stochastic-rounding/ladder.toml",
     "eval": "runs/latest --cast mxfp4",
     "export": "runs/latest -o exported",
     "generate": "runs/latest --prompt 'Once upon a time'",

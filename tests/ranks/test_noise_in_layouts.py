@@ -12,7 +12,6 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -27,7 +26,7 @@ from worlds import needs_gloo, spread
 import dither
 from dither import LayerPrecision, Plan
 from dither.data import open_tokens
-from dither.models import llama, presets
+from dither.models import PRESETS, LlamaConfig
 from dither.parallel import Layout
 from dither.train import Config
 from dither.train import config as configs
@@ -75,11 +74,11 @@ class Case:
     folder: Path
 
     @property
-    def sizes(self) -> llama.LlamaConfig:
+    def sizes(self) -> LlamaConfig:
         """The model: shards of its features are multiples of the groups, for the states of dynamic8 too."""
         tp = self.layout.tp
         width = 128 * tp if self.method == "dynamic8" and tp > 1 else 192
-        return llama.LlamaConfig(
+        return LlamaConfig(
             hidden_size=width,
             num_hidden_layers=max(2, self.layout.pp),
             num_attention_heads=width // 8,
@@ -107,8 +106,8 @@ class Case:
 
 @contextlib.contextmanager
 def preset_of(case: Case) -> Iterator[None]:
-    known = MappingProxyType({**presets.PRESETS, "narrow": case.sizes})
-    with mock.patch.object(presets, "PRESETS", known), mock.patch.object(configs, "PRESETS", known):
+    known = {"narrow": case.sizes}
+    with mock.patch.dict(PRESETS, known):
         yield
 
 

@@ -7,7 +7,6 @@ import json
 import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -26,7 +25,7 @@ from dither.checkpoint.read import SavedTensors
 from dither.checkpoint.sharded import ShardedSaver
 from dither.checkpoint.state import pack_sharded
 from dither.data import open_tokens
-from dither.models import llama, presets
+from dither.models import PRESETS, LlamaConfig
 from dither.nn.sharded.tensor_parallel import local
 from dither.train import Config, unpack
 from dither.train import config as configs
@@ -39,7 +38,7 @@ from dither.train.trainer import Trainer
 
 pytestmark = needs_gloo
 
-DEEP = llama.LlamaConfig(hidden_size=64, num_hidden_layers=32, num_attention_heads=4, intermediate_size=64, vocab_size=256)
+DEEP = LlamaConfig(hidden_size=64, num_hidden_layers=32, num_attention_heads=4, intermediate_size=64, vocab_size=256)
 """Many blocks, so that one that FSDP2 has gathered is a small part of the model, as in large models."""
 RANKS = 4
 
@@ -92,8 +91,8 @@ class Allocations(TorchDispatchMode):
 
 @contextlib.contextmanager
 def deep_preset() -> Iterator[None]:
-    known = MappingProxyType({**presets.PRESETS, "deep": DEEP})
-    with mock.patch.object(presets, "PRESETS", known), mock.patch.object(configs, "PRESETS", known):
+    known = {"deep": DEEP}
+    with mock.patch.dict(PRESETS, known):
         yield
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_monitor import check_ranks
-from test_snip_probes import FP4, STREAM, Net, batches, same
+from test_snip_estimates import FP4, STREAM, Net, batches, same
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

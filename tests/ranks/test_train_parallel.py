@@ -14,7 +14,6 @@ import shutil
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -27,7 +26,7 @@ from worlds import Forked, environment, free_port, needs_gloo, start, wait
 from dither import UserError, cli
 from dither.checkpoint import write
 from dither.data import Loader
-from dither.models import llama, presets
+from dither.models import PRESETS, LlamaConfig
 from dither.train import Config, Parallel, Status, train
 from dither.train import config as configs
 from dither.train import trainer as trainers
@@ -96,14 +95,14 @@ def settings(folder: Path, out: str, batch: int, *more: str) -> Config:
 @contextlib.contextmanager
 def wide_preset() -> Any:
     """Add a preset whose shards of 2 ranks are multiples of 128, the size of scale groups, and some that they cannot share."""
-    wide = llama.LlamaConfig(hidden_size=256, num_hidden_layers=2, num_attention_heads=2, intermediate_size=256, vocab_size=256)
+    wide = LlamaConfig(hidden_size=256, num_hidden_layers=2, num_attention_heads=2, intermediate_size=256, vocab_size=256)
     odd = {
         "three-heads": dataclasses.replace(wide, hidden_size=96, num_attention_heads=3),
         "odd-features": dataclasses.replace(wide, intermediate_size=33),
         "one-layer": dataclasses.replace(wide, num_hidden_layers=1),
     }
-    known = MappingProxyType({**presets.PRESETS, "wide": wide, **odd})
-    with mock.patch.object(presets, "PRESETS", known), mock.patch.object(configs, "PRESETS", known):
+    known = {"wide": wide, **odd}
+    with mock.patch.dict(PRESETS, known):
         yield
 
 

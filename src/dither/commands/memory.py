@@ -12,7 +12,6 @@ from dither.console import print_table
 from dither.data import is_prepared, load_tokenizer, open_tokens
 from dither.errors import UserError
 from dither.spec import LayerPrecision
-from dither.spec.optimizer import current_mode
 from dither.spec.recipes import MEASURED, recipe_name
 from dither.spec.recipes import recipe as recipe_named
 from dither.tools.gpus import gpus_here
@@ -167,7 +166,6 @@ def _columns(modes: Sequence[str], recipes: Sequence[str], states: Sequence[str]
         ]
     found = {} if own is None else {"this run": own}
     for mode, name, kept in asked:
-        mode = current_mode(mode)
         if mode not in STORAGE:
             raise UserError(f"There is no mode {mode!r}: choose from {', '.join(STORAGE)}.")
         precision = None if name is None else _casts(recipe_named(name).default)

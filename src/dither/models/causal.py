@@ -3,10 +3,8 @@
 Shapes: B sequences, S tokens in each, N = B * S tokens, V vocabulary.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -79,28 +77,8 @@ class _ShardedCrossEntropy(torch.autograd.Function):
 LOGITS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Dtypes of logits that `cross_entropy` takes; it computes in float32 for all of them."""
 
-LARGEST = 1 << 28
-"""Maximum of any size in a config: three times its square, in bytes of float32, still fits into 64 bits."""
-
 Draw = Callable[[str, Tensor, float], object]
 """(name, parameter, standard deviation) -> fills the parameter with normal numbers."""
-
-
-def check_fields(config: Any) -> None:
-    """Raise unless the integers of a config are positive, its floats positive and finite, and its switches booleans."""
-    for field in fields(config):
-        name, value = f"{type(config).__name__}.{field.name}", getattr(config, field.name)
-        if field.type is bool:
-            if not isinstance(value, bool):
-                raise UserError(f"{name} is true or false, not {value!r}.")
-        elif field.type is float:
-            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-                raise UserError(f"{name} is a positive number, not {value!r}.")
-        elif field.type is int or value is not None:
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UserError(f"{name} is a positive integer, not {value!r}.")
-            if value > LARGEST:
-                raise UserError(f"{name} is at most 2^28 = {LARGEST}, not {value}.")
 
 
 def normal_from(generator: torch.Generator | None) -> Draw:

@@ -4,101 +4,13 @@ Shapes: B sequences, S tokens in each, V vocabulary, D hidden, F feed-forward, H
 Matrices of linear layers are [in, out].
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dither.errors import UserError
-from dither.models.causal import check_fields
 from dither.models.gpt import GPT, MLP, Backbone, Block
+from dither.models.sizes import GPT2Config
 from dither.nn.layers import Conv1D
-
-
-@dataclass(frozen=True, kw_only=True)
-class GPT2Config:
-    """The sizes of a GPT-2; the fields have the names and meanings of Hugging Face's `GPT2Config`. There is no dropout.
-
-    >>> from dither.models import GPT2Config
-    >>> GPT2Config(n_embd=256, n_layer=2, n_head=4).intermediate_size
-    1024
-    """
-
-    model_type: ClassVar[str] = "gpt2"
-    """Name of the architecture at Hugging Face."""
-    n_embd: int
-    """Width of the residual stream."""
-    n_layer: int
-    """Number of blocks."""
-    n_head: int
-    """Number of attention heads, which split the width evenly."""
-    n_inner: int | None = None
-    """Width of the feed-forward layers; None makes it four times `n_embd`."""
-    vocab_size: int = 50257
-    """Size of the vocabulary."""
-    n_positions: int = 1024
-    """Maximum sequence length: each position has a learned vector."""
-    layer_norm_epsilon: float = 1e-5
-    """Added to the variance in each norm."""
-    tie_word_embeddings: bool = True
-    """True if the output layer shares the embedding's weight."""
-    initializer_range: float = 0.02
-    """Initial standard deviation of matrices; those that add to the residual stream have 1 / sqrt(2 n_layer) of it."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.n_embd % self.n_head:
-            raise UserError(
-                f"A width of {self.n_embd} (n_embd) does not split into {self.n_head} heads (n_head); "
-                f"{self.n_head * -(-self.n_embd // self.n_head)} would."
-            )
-
-    # The same sizes under the names of other models, as transformers has them too.
-
-    @property
-    def hidden_size(self) -> int:
-        """Return the width of the residual stream."""
-        return self.n_embd
-
-    @property
-    def intermediate_size(self) -> int:
-        """Return the width of the feed-forward layers."""
-        return 4 * self.n_embd if self.n_inner is None else self.n_inner
-
-    @property
-    def num_hidden_layers(self) -> int:
-        """Return the number of blocks."""
-        return self.n_layer
-
-    @property
-    def num_attention_heads(self) -> int:
-        """Return the number of attention heads."""
-        return self.n_head
-
-    @property
-    def max_position_embeddings(self) -> int:
-        """Return the maximum sequence length."""
-        return self.n_positions
-
-    @property
-    def head_dim(self) -> int:
-        """Return the size of a head."""
-        return self.n_embd // self.n_head
-
-
-PRESETS: Mapping[str, GPT2Config] = MappingProxyType(
-    {
-        "gpt2-tiny": GPT2Config(n_embd=128, n_layer=2, n_head=4, vocab_size=256),
-        "gpt2-124m": GPT2Config(n_embd=768, n_layer=12, n_head=12),
-        "gpt2-350m": GPT2Config(n_embd=1024, n_layer=24, n_head=16),
-        "gpt2-770m": GPT2Config(n_embd=1280, n_layer=36, n_head=20),
-    }
-)
-"""A tiny one for tests; GPT-2, GPT-2 medium and GPT-2 large: 1024 positions, a vocabulary of 50,257, tied output layers."""
 
 
 class Attention(nn.Module):

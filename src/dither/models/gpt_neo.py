@@ -4,91 +4,12 @@ Blocks alternate between global attention and local attention, which sees the la
 not divided by the root of the head size. Shapes: B sequences, S tokens in each, D hidden, H heads, E = D / H head size.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dither.errors import UserError
-from dither.models.causal import check_fields
 from dither.models.gpt import GPT, MLP, Backbone, Block
-
-
-@dataclass(frozen=True, kw_only=True)
-class GPTNeoConfig:
-    """The sizes of a GPT-Neo; the fields have the names and meanings of Hugging Face's `GPTNeoConfig`. There is no dropout.
-
-    >>> from dither.models import GPTNeoConfig
-    >>> GPTNeoConfig(hidden_size=64, num_layers=3, num_heads=4).attention_layers
-    ('global', 'local', 'global')
-    """
-
-    model_type: ClassVar[str] = "gpt_neo"
-    """Name of the architecture at Hugging Face."""
-    hidden_size: int
-    """Width of the residual stream."""
-    num_layers: int
-    """Number of blocks: the first, third and so on attend globally, the others locally."""
-    num_heads: int
-    """Number of attention heads, which split the hidden size evenly."""
-    intermediate_size: int | None = None
-    """Width of the feed-forward layers; None makes it four times `hidden_size`."""
-    window_size: int = 256
-    """Number of tokens that local attention sees, including the token itself."""
-    vocab_size: int = 50257
-    """Size of the vocabulary."""
-    max_position_embeddings: int = 2048
-    """Maximum sequence length: each position has a learned vector."""
-    layer_norm_epsilon: float = 1e-5
-    """Added to the variance in each norm."""
-    tie_word_embeddings: bool = True
-    """True if the output layer shares the embedding's weight."""
-    initializer_range: float = 0.02
-    """Initial standard deviation of every matrix; norms start at one, biases at zero."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.hidden_size % self.num_heads:
-            raise UserError(
-                f"A hidden size of {self.hidden_size} does not split into {self.num_heads} heads; "
-                f"{self.num_heads * -(-self.hidden_size // self.num_heads)} would."
-            )
-
-    @property
-    def attention_layers(self) -> tuple[str, ...]:
-        """Return the kind of attention of each block: "global" or "local"."""
-        return tuple(("global", "local")[layer % 2] for layer in range(self.num_layers))
-
-    # The same sizes under the names of other models, as transformers has them too.
-
-    @property
-    def num_hidden_layers(self) -> int:
-        """Return the number of blocks."""
-        return self.num_layers
-
-    @property
-    def num_attention_heads(self) -> int:
-        """Return the number of attention heads."""
-        return self.num_heads
-
-    @property
-    def head_dim(self) -> int:
-        """Return the size of a head."""
-        return self.hidden_size // self.num_heads
-
-
-PRESETS: Mapping[str, GPTNeoConfig] = MappingProxyType(
-    {
-        "gpt-neo-125m": GPTNeoConfig(hidden_size=768, num_layers=12, num_heads=12),
-        "gpt-neo-1.3b": GPTNeoConfig(hidden_size=2048, num_layers=24, num_heads=16),
-        "gpt-neo-2.7b": GPTNeoConfig(hidden_size=2560, num_layers=32, num_heads=20),
-    }
-)
-"""The published GPT-Neos: 2048 positions, windows of 256 tokens, a vocabulary of 50,257, tied output layers."""
+from dither.models.sizes import GPTNeoConfig
 
 
 class SelfAttention(nn.Module):

@@ -23,11 +23,9 @@ from torch.distributed.tensor import DTensor
 from dither.errors import UserError
 from dither.models.causal import CausalLM
 from dither.models.folder_files import CONFIG, INDEX, WEIGHTS, appearing, read_json, short, write_json
-from dither.models.gpt2 import GPT2Config
-from dither.models.gpt_neo import GPTNeoConfig
-from dither.models.llama import LlamaConfig
-from dither.models.presets import Config, check_place, empty, skeleton
+from dither.models.presets import check_place, empty, skeleton
 from dither.models.saved_runs import is_saved_run, load_saved
+from dither.models.sizes import GPT2Config, GPTNeoConfig, LlamaConfig, ModelConfig
 from dither.models.transformers_models import HuggingFace, stored_names
 from dither.nn.norms import wide_parameters
 
@@ -39,7 +37,7 @@ DTYPES = MappingProxyType({"F32": torch.float32, "BF16": torch.bfloat16, "F16": 
 class _Family:
     """The description of one of our models in transformers."""
 
-    config: type[Config]
+    config: type[ModelConfig]
     architecture: str
     prefix: str
     """Prefix of the names of weights; checkpoints of a model without its output layer omit it."""
@@ -161,7 +159,7 @@ def _write(model: CausalLM, place: Path, extra: dict[str, Any], shard_bytes: int
     write_json(place / CONFIG, huggingface_config(model.config) | {"dtype": dtypes.pop()} | extra)
 
 
-def huggingface_config(config: Config) -> dict[str, Any]:
+def huggingface_config(config: ModelConfig) -> dict[str, Any]:
     """Return a config in the format of transformers, without a dtype.
 
     >>> from dither.models import preset
@@ -267,7 +265,7 @@ def _compare(
     places: Mapping[str, tuple[str, str]],
     files: Mapping[str, Any],
     expected: Mapping[str, list[int]],
-    config: Config,
+    config: ModelConfig,
 ) -> None:
     """Raise unless the tensors match the config exactly."""
     free = {"lm_head.weight"} if config.tie_word_embeddings else set()
@@ -336,7 +334,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     return where
 
 
-def _read_config(folder: Path) -> tuple[_Family, Config]:
+def _read_config(folder: Path) -> tuple[_Family, ModelConfig]:
     path = folder / CONFIG
     data = read_json(path)
     kind = data.get("model_type")

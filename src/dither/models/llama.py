@@ -4,97 +4,14 @@ Shapes: B sequences, S tokens in each, N = B * S tokens, V vocabulary, D hidden,
 E = D / H the size of a head.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, ClassVar
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dither.errors import UserError
-from dither.models.causal import PlainLM, check_fields, normal_from
+from dither.models.causal import PlainLM, normal_from
+from dither.models.sizes import LlamaConfig
 from dither.nn.layers import GatedMLP
 from dither.nn.output import Output
-
-
-@dataclass(frozen=True, kw_only=True)
-class LlamaConfig:
-    """The sizes of a Llama; the fields have the names and meanings of Hugging Face's `LlamaConfig`.
-
-    >>> from dither.models import LlamaConfig
-    >>> LlamaConfig(hidden_size=256, intermediate_size=768, num_hidden_layers=2, num_attention_heads=4).head_dim
-    64
-    """
-
-    model_type: ClassVar[str] = "llama"
-    """Name of the architecture at Hugging Face."""
-    hidden_size: int
-    """Width of the residual stream."""
-    intermediate_size: int
-    """Width of the feed-forward layers."""
-    num_hidden_layers: int
-    """Number of blocks."""
-    num_attention_heads: int
-    """Number of query heads, which split the hidden size evenly; the size of a head must be even."""
-    num_key_value_heads: int | None = None
-    """Number of key/value heads, each shared by equally many query heads; None gives every query head its own."""
-    vocab_size: int = 32000
-    """Size of the vocabulary."""
-    max_position_embeddings: int = 2048
-    """Maximum sequence length; the model stores nothing per position."""
-    rope_theta: float = 10000.0
-    """Base of the rotary embeddings' wavelengths."""
-    rms_norm_eps: float = 1e-5
-    """Added to the mean square in each norm."""
-    tie_word_embeddings: bool = False
-    """True if the output layer shares the embedding's weight."""
-    initializer_range: float = 0.02
-    """Initial standard deviation of every matrix; norms start at one."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.hidden_size % (2 * self.num_attention_heads):
-            raise UserError(
-                f"A hidden size of {self.hidden_size} does not split into {self.num_attention_heads} heads of an even size; "
-                f"{2 * self.num_attention_heads * -(-self.hidden_size // (2 * self.num_attention_heads))} would."
-            )
-        if self.num_attention_heads % self.key_value_heads:
-            raise UserError(
-                f"{self.num_attention_heads} query heads cannot share {self.key_value_heads} key/value heads evenly; "
-                "num_key_value_heads must divide num_attention_heads."
-            )
-
-    @property
-    def head_dim(self) -> int:
-        """Return the size of a head."""
-        return self.hidden_size // self.num_attention_heads
-
-    @property
-    def key_value_heads(self) -> int:
-        """Return the number of key/value heads."""
-        return self.num_attention_heads if self.num_key_value_heads is None else self.num_key_value_heads
-
-
-def _preset(hidden: int, layers: int, heads: int, intermediate: int, **fields: Any) -> LlamaConfig:
-    return LlamaConfig(
-        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=intermediate, **fields
-    )
-
-
-PRESETS: Mapping[str, LlamaConfig] = MappingProxyType(
-    {
-        "tiny": _preset(128, 2, 4, 384, num_key_value_heads=2, vocab_size=256),
-        "llama-34m": _preset(512, 8, 8, 1408, vocab_size=8192),
-        "llama-134m": _preset(768, 12, 12, 2048),
-        "llama-360m": _preset(1024, 24, 16, 2688),
-        "llama-1b": _preset(2048, 22, 32, 5632),
-        "llama-3b": _preset(3072, 28, 24, 8192),
-        "llama-8b": _preset(4096, 32, 32, 14336, num_key_value_heads=8),
-    }
-)
-"""Sizes by name. Output layers are untied; the vocabulary is 32,000 except for `tiny` (256) and `llama-34m` (8192)."""
 
 
 class RMSNorm(nn.Module):

@@ -3,8 +3,6 @@
 import dataclasses
 import functools
 import statistics
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,46 +10,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
-from dither.models import gpt2, gpt_neo, llama
 from dither.models.causal import PlainLM
-from dither.models.gpt2 import GPT2, GPT2Config
-from dither.models.gpt_neo import GPTNeo, GPTNeoConfig
-from dither.models.llama import Llama, LlamaConfig
+from dither.models.gpt2 import GPT2
+from dither.models.gpt_neo import GPTNeo
+from dither.models.llama import Llama
+from dither.models.sizes import GPT2Config, LlamaConfig, ModelConfig, preset
 from dither.nn.sharded.geometry import shards
 from dither.nn.sites import find_sites
-from dither.spec import did_you_mean
 from dither.spec.random import Stream
-
-Config = LlamaConfig | GPT2Config | GPTNeoConfig
-
-PRESETS: Mapping[str, Config] = MappingProxyType({**llama.PRESETS, **gpt2.PRESETS, **gpt_neo.PRESETS})
-"""Configs by name."""
 
 DRAWN_AT_ONCE = 1 << 24
 """Number of elements that are drawn at once, which bounds the memory of their random bits."""
 
 
-def preset(name: str, **changes: Any) -> Config:
-    """Return the config of that name with some fields changed.
-
-    >>> from dither.models import preset
-    >>> preset("gpt2-124m", vocab_size=8192, n_positions=2048).vocab_size
-    8192
-    """
-    if not isinstance(name, str) or name not in PRESETS:
-        hint = did_you_mean(name, PRESETS) if isinstance(name, str) else ""
-        raise UserError(f"There is no model {name!r}{hint}: there are {', '.join(PRESETS)}.")
-    known = [field.name for field in dataclasses.fields(PRESETS[name])]
-    for change in changes:
-        if change not in known:
-            raise UserError(
-                f"The config of {name!r} has no field {change!r}{did_you_mean(change, known)}: it has {', '.join(known)}."
-            )
-    return dataclasses.replace(PRESETS[name], **changes)
-
-
 def build(
-    name_or_config: str | Config,
+    name_or_config: str | ModelConfig,
     *,
     vocab_size: int | None = None,
     seed: int = 0,
@@ -84,7 +57,7 @@ def build(
     return model
 
 
-def skeleton(config: Config) -> Llama | GPT2 | GPTNeo:
+def skeleton(config: ModelConfig) -> Llama | GPT2 | GPTNeo:
     """Return the model of a config on the meta device: names and shapes without memory."""
     with torch.device("meta"):
         if isinstance(_known(config), LlamaConfig):
@@ -92,7 +65,7 @@ def skeleton(config: Config) -> Llama | GPT2 | GPTNeo:
         return GPT2(config) if isinstance(config, GPT2Config) else GPTNeo(config)  # type: ignore[arg-type]
 
 
-def empty(config: Config, device: torch.device | str, dtype: torch.dtype) -> Llama | GPT2 | GPTNeo:
+def empty(config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> Llama | GPT2 | GPTNeo:
     """Return the model of a config with uninitialized parameters."""
     check_place(device, dtype)
     model = skeleton(config).to(dtype).to_empty(device=device)
@@ -100,7 +73,7 @@ def empty(config: Config, device: torch.device | str, dtype: torch.dtype) -> Lla
     return model
 
 
-def blank(config: Config, device: torch.device | str) -> Llama | GPT2 | GPTNeo:
+def blank(config: ModelConfig, device: torch.device | str) -> Llama | GPT2 | GPTNeo:
     """Return the model of a config on a device with parameters that take no memory: every element is the same zero.
 
     Ranks that share a model convert and shard it so, and then draw their own parts (`draw_parts`).
@@ -152,8 +125,8 @@ def check_place(device: torch.device | str, dtype: torch.dtype) -> None:
         raise UserError(f"The device {str(device)!r} needs a GPU, and torch finds none here: use 'cpu'.")
 
 
-def _known(config: Config) -> Config:
-    if not isinstance(config, Config):
+def _known(config: ModelConfig) -> ModelConfig:
+    if not isinstance(config, ModelConfig):
         raise UserError(
             f"A model is built from the name of a preset, a LlamaConfig, a GPT2Config or a GPTNeoConfig, not {config!r}."
         )
@@ -178,7 +151,7 @@ def _normal_quantiles() -> Tensor:
     return torch.tensor([-value for value in reversed(upper)] + upper, dtype=torch.float64)
 
 
-def parameter_count(config: Config) -> int:
+def parameter_count(config: ModelConfig) -> int:
     """Return the number of parameters of a config's model; a tied output layer counts once.
 
     >>> from dither.models import PRESETS, parameter_count
@@ -188,7 +161,7 @@ def parameter_count(config: Config) -> int:
     return sum(parameter.numel() for parameter in skeleton(config).parameters())
 
 
-def flops_per_token(model_or_config: nn.Module | Config, sequence: int) -> int:
+def flops_per_token(model_or_config: nn.Module | ModelConfig, sequence: int) -> int:
     """Return the floating-point operations per token, forward and backward, in a sequence of `sequence` tokens.
 
         6 * weights of linear layers + 12 * layers * width of all heads * sequence

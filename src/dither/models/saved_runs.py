@@ -14,7 +14,8 @@ from dither.checkpoint.manifest import MANIFEST
 from dither.checkpoint.read import SavedTensors
 from dither.errors import UserError
 from dither.models.causal import CausalLM
-from dither.models.presets import empty, preset
+from dither.models.presets import empty
+from dither.models.sizes import preset
 from dither.models.transformers_models import hf
 
 RUN, CHECKPOINTS = "config.toml", "checkpoints"

@@ -17,10 +17,8 @@ from torch.distributed.tensor import DTensor
 from dither.errors import UserError
 from dither.nn.bitwidths import sampling_parameters
 from dither.spec import did_you_mean
+from dither.spec.modes import GRADIENTS
 from dither.spec.random import Stream, matrix_size
-
-GRADIENTS = ("fp32", "bf16", "bf16-sr")
-"""Kinds of gradients: float32, bfloat16 with sums rounded to nearest, or bfloat16 with sums rounded stochastically."""
 
 Count = Callable[[], Tensor]
 """A function that returns the number of the optimizer step, 0-d int64."""

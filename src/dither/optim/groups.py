@@ -20,6 +20,7 @@ from dither.nn.sharded.geometry import shards
 from dither.nn.sharded.tensor_parallel import local
 from dither.ops.reference.adamw import FORMATS, LOW
 from dither.optim.roles import Role, role_of, sections
+from dither.spec.modes import MOST_NORM
 from dither.spec.optimizer import MASTERS, MOST_BLOCK, Update
 from dither.spec.random import Stream
 
@@ -40,9 +41,6 @@ WATCHED = (*MEANING, "maximize", "amsgrad", "differentiable", "bf16_stochastic_r
 
 PREVIOUS = "previous_squares"
 """The key of saved groups with the squared norm of the last step's gradients; only if steps clip by it."""
-
-MOST_NORM = torch.finfo(torch.float32).max
-"""The largest valid `max_norm`: norms are float32."""
 
 
 # Members ---------------------------------------------------------------------------------------------------------------

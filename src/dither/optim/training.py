@@ -1,14 +1,7 @@
-"""Training modes by name: the dtypes of parameters, products and gradients, and the optimizer's rounding and states.
+"""A model with the optimizer, autocast, gradients and loss scaling of a mode (see `dither.spec.modes`)."""
 
-The paper on stochastic rounding compares four of them: o1 (float32 parameters, autocast), o2 (bfloat16 parameters with
-float32 master weights, norms and gradients), bf16-rn (bfloat16, rounded to nearest) and bf16-sr (bfloat16, rounded
-stochastically). A mode is not a recipe: the recipe `bf16` is the mode o1, the recipe `bf16-pure` the mode bf16-rn.
-"""
-
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -22,47 +15,9 @@ from dither.optim.adamw import AdamMini, AdamW
 from dither.optim.gradients import Gradients
 from dither.optim.released import release_gradients
 from dither.optim.roles import Role
-from dither.spec import Plan
 from dither.spec.formats import TABLE
 from dither.spec.groups import storage_dtype
-from dither.spec.optimizer import current_mode
-from dither.spec.recipes import recipe
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossScaling:
-    """Settings of loss scaling. Only the modes fp16 and fp16-o2 scale losses.
-
-    >>> LossScaling(init_scale=1024).growth_interval
-    2000
-    """
-
-    init_scale: float = 65536.0
-    """The first scale."""
-    growth_factor: float = 2.0
-    """Factor applied to the scale after growth_interval consecutive steps without overflow."""
-    backoff_factor: float = 0.5
-    """Factor applied to the scale after an overflow. The step that overflowed is skipped."""
-    growth_interval: int = 2000
-    """Number of consecutive steps without overflow before the scale grows."""
-    max_scale: float = 2.0**24
-    """Largest scale."""
-
-    def __post_init__(self) -> None:
-        largest = torch.finfo(torch.float32).max
-        for name, low, high, words in (
-            ("max_scale", 0.0, largest, f"above 0 and at most {largest:g}, float32's largest"),
-            ("init_scale", 0.0, self.max_scale, f"above 0 and at most loss_scaling.max_scale={self.max_scale!r:.40}"),
-            ("growth_factor", 1.0, largest, "above 1"),
-        ):
-            if not _number(value := getattr(self, name)) or not low < value <= high:
-                raise UserError(f"loss_scaling.{name} is a number {words}, not {value!r:.40}.")
-        if not _number(self.backoff_factor) or not 0 < self.backoff_factor < 1:
-            raise UserError(f"loss_scaling.backoff_factor is a number above 0 and below 1, not {self.backoff_factor!r:.40}.")
-        if type(self.growth_interval) is not int or not 1 <= self.growth_interval < 1 << 31:
-            raise UserError(
-                f"loss_scaling.growth_interval is an integer of at least 1 and below 2^31, not {self.growth_interval!r:.40}."
-            )
+from dither.spec.modes import MODES, LossScaling, Mode
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -89,10 +44,6 @@ class LossScaler(torch.amp.GradScaler):
         super().update(new_scale)
         if self.is_enabled() and self._scale is not None:
             self._scale.clamp_(max=self.max_scale)
-
-
-def _number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
 
 
 aten = torch.ops.aten
@@ -151,67 +102,16 @@ def _long(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in SHORT else value
 
 
-@dataclass(frozen=True)
-class Mode:
-    """A recipe (dtypes of parameters and products) with the optimizer's rounding and the formats of states and gradients."""
-
-    recipe: str
-    weights: str = "nearest"
-    """Rounding of 16-bit weights: nearest, stochastic or kahan."""
-    states: str = "fp32"
-    """The format of the optimizer's moments."""
-    gradients: str = "fp32"
-    """The format that gradients are accumulated and all-reduced in: fp32, bf16 or bf16-sr."""
-    split: str = ""
-    """The split of masters into bfloat16 weights and more bits: "split", "split24", or "" for masters that are not split."""
-
-    @property
-    def master(self) -> str | None:
-        """Return the kind of master weights, None if there are none."""
-        return self.split or ("fp32" if self.plan.master else None)
-
-    @property
-    def plan(self) -> Plan:
-        """Return the recipe's plan."""
-        return recipe(self.recipe)
-
-    @property
-    def parameters(self) -> torch.dtype:
-        """Return the dtype of the parameters."""
-        assert self.plan.parameters is not None
-        return storage_dtype(TABLE[self.plan.parameters])
-
-    @property
-    def autocast(self) -> torch.dtype | None:
-        """Return the autocast dtype of products, or None if it is that of the parameters."""
-        return None if self.plan.compute == self.plan.parameters else storage_dtype(TABLE[self.plan.compute])
+def parameter_dtype(mode: Mode) -> torch.dtype:
+    """Return the dtype of the parameters of a mode."""
+    assert mode.plan.parameters is not None
+    return storage_dtype(TABLE[mode.plan.parameters])
 
 
-class Modes(dict[str, Mode]):
-    """Modes by name; an earlier name gives the mode and a DeprecationWarning."""
+def autocast_dtype(mode: Mode) -> torch.dtype | None:
+    """Return the autocast dtype of products in a mode, or None if it is that of the parameters."""
+    return None if mode.plan.compute == mode.plan.parameters else storage_dtype(TABLE[mode.plan.compute])
 
-    def __missing__(self, name: str) -> Mode:
-        new = current_mode(name) if isinstance(name, str) else name
-        if new == name:
-            raise KeyError(name)
-        return self[new]
-
-
-MODES = Modes(
-    {
-        "fp32": Mode("fp32"),
-        "o1": Mode("bf16"),
-        "o2": Mode("bf16-o2"),
-        "o2-split": Mode("bf16-o2", split="split"),
-        "bf16-rn": Mode("bf16-pure", states="bf16", gradients="bf16"),
-        "bf16-sr": Mode("bf16-pure", weights="stochastic", states="bf16", gradients="bf16"),
-        "bf16-kahan": Mode("bf16-pure", weights="kahan", states="bf16", gradients="bf16"),
-        "bf16-24": Mode("bf16-pure", states="bf16", gradients="bf16", split="split24"),
-        "fp16": Mode("fp16"),
-        "fp16-o2": Mode("fp16-o2"),
-    }
-)
-"""Modes by name."""
 
 BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
 """The optimizer's defaults in `training`: the usual choice for language models."""
@@ -248,7 +148,8 @@ class Training:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Return the context manager for the forward pass and the loss."""
-        with self._products(), torch.autocast(self.device.type, self.mode.autocast, enabled=self.mode.autocast is not None):
+        autocast = autocast_dtype(self.mode)
+        with self._products(), torch.autocast(self.device.type, autocast, enabled=autocast is not None):
             yield
 
     def backward(self, loss: Tensor) -> None:
@@ -266,7 +167,7 @@ class Training:
 
         On other devices, and if a module is compiled, the context does nothing.
         """
-        short = self.mode.parameters in SHORT or self.mode.autocast in SHORT
+        short = parameter_dtype(self.mode) in SHORT or autocast_dtype(self.mode) in SHORT
         if self.device.type != "cpu" or not short:
             return nullcontext()
         compiled = any(module._compiled_call_impl is not None for module in self.model.modules())
@@ -324,7 +225,6 @@ def training(
     >>> run.model.weight.dtype
     torch.bfloat16
     """
-    mode = current_mode(mode)
     if mode not in MODES:
         raise UserError(f"There is no mode {mode!r}: choose from {', '.join(MODES)}.")
     chosen = MODES[mode]
@@ -340,7 +240,7 @@ def training(
     if first is None:
         raise UserError(f"{type(model).__name__} has no parameters to train.")
     bitwidths = {id(bitwidth) for bitwidth in sampling_parameters(model)}  # these stay float32
-    cast_parameters(model, chosen.parameters, all_norms=chosen.plan.master, skip=bitwidths)
+    cast_parameters(model, parameter_dtype(chosen), all_norms=chosen.plan.master, skip=bitwidths)
     settings: dict[str, Any] = {"weights": chosen.weights, "states": chosen.states, "master": chosen.master}
     others = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in bitwidths]
     params = [{"params": others}, *bitwidth_groups(model)] if groups is None else [dict(group) for group in groups]

@@ -5,14 +5,14 @@
 """
 
 import difflib
-import warnings
 from dataclasses import dataclass, field
-from typing import Literal
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from dither.errors import UserError
 from dither.spec.formats import TABLE, Format
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BITS = 16
 """Random bits per stochastic rounding of a weight or state: float32 has 16 more mantissa bits than bfloat16."""
@@ -41,28 +41,6 @@ MASTERS = ("fp32", "split", "split24")
 
 LOSSLESS = frozenset({"fp32", "split"})
 """Kinds of master weights that hold the same numbers, so that a state can be converted from one to the other."""
-
-
-RENAMED_MODES = {"bf16": "bf16-rn"}
-"""Earlier names of modes: `bf16` is also a recipe, which means autocast."""
-
-
-def current_mode(name: str) -> str:
-    """Return the current name of a mode, with a DeprecationWarning if `name` is an earlier one; other names as they are.
-
-    >>> current_mode("bf16-sr")
-    'bf16-sr'
-    """
-    if name not in RENAMED_MODES:
-        return name
-    new = RENAMED_MODES[name]
-    warnings.warn(
-        f"The mode {name!r} is now {new!r} (bfloat16 weights, rounded to nearest): {name!r} alone is the recipe, which is "
-        "autocast. The earlier name will be removed.",
-        DeprecationWarning,
-        stacklevel=3,
-    )
-    return new
 
 
 @dataclass(frozen=True)
@@ -152,12 +130,12 @@ class Piece:
     Adam-mini's `v` is float32[runs].
     """
 
-    w: Tensor
-    m: Tensor
-    v: Tensor
-    m_scale: Tensor | None
-    v_scale: Tensor | None
-    extra: Tensor | None
+    w: "Tensor"
+    m: "Tensor"
+    v: "Tensor"
+    m_scale: "Tensor | None"
+    v_scale: "Tensor | None"
+    extra: "Tensor | None"
     """The float32 master weights, the low bits of split ones, or Kahan's remainder; None if there is none of them."""
     row: int
     """Row of the first element in the whole parameter."""

@@ -47,6 +47,7 @@ from dither.nn import bitwidth_loss, step_context
 from dither.nn.layers import Conv1D
 from dither.numerics.monitor import untouched
 from dither.numerics.report import finite
+from dither.optim.training import autocast_dtype
 from dither.train.trainer import Trainer
 
 DEVIATIONS, FACTOR, FLOOR, LOST = 10.0, 1.25, 2.0**-7, 0.5
@@ -276,7 +277,7 @@ class _Pair:
         scale = trainer.training.scaler.get_scale() if trainer.scaled else 1.0
         layers = [(name, pair[0] if trainer is self.a else pair[1]) for name, pair in self.layers.items()]
         with _watched(layers, partial(keep, scale)):
-            loss = trainer.loss(trainer.model, part)
+            loss = trainer.passes.loss(trainer.model, part)
             trainer.training.backward(loss / trainer.parts)
         return loss.detach()
 
@@ -339,7 +340,7 @@ def _watched(layers: Sequence[tuple[str, nn.Module]], keep: Callable[[str, Tenso
 def _products(trainer: Trainer, layer: nn.Module, operands: _Operands) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return y, dx and dw of a layer on given operands, in the compute dtype; dx and dw are None without dy."""
     weight: Tensor = layer.weight  # type: ignore[assignment]
-    x = operands.x if trainer.training.mode.autocast is not None else operands.x.to(weight.dtype)
+    x = operands.x if autocast_dtype(trainer.training.mode) is not None else operands.x.to(weight.dtype)
     x = x.clone().requires_grad_()
     scale = trainer.training.scaler.get_scale() if trainer.scaled else 1.0
     with torch.enable_grad(), trainer.training.forward():

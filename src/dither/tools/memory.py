@@ -13,12 +13,12 @@ from typing import Any, Literal
 from dither.errors import UserError
 from dither.files import Refused, from_json, read
 from dither.models import PRESETS, parameter_count
-from dither.models.presets import Config
+from dither.models.sizes import ModelConfig
 from dither.parallel.layout import Layout
 from dither.spec import SWIGLU_CAST, Cast, LayerPrecision, MemoryOptions, did_you_mean
 from dither.spec.engines import container
 from dither.spec.formats import TABLE, Format
-from dither.spec.optimizer import BLOCKS, WHOLE, current_mode
+from dither.spec.optimizer import BLOCKS, WHOLE
 
 GIB = 2**30
 
@@ -196,7 +196,6 @@ class Setting:
     """True if the loss keeps float32 logits and their gradients too; dither's own cross entropy does not."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "mode", current_mode(self.mode))
         _choose("mode", self.mode, STORAGE)
         if self.states is not None:
             _choose("format of optimizer states", self.states, (*WHOLE, *BLOCKS))
@@ -458,7 +457,7 @@ NAMES = {
 """Names of each size in Hugging Face configs."""
 
 
-def shape_of(config: Config | Mapping[str, Any]) -> Shape:
+def shape_of(config: ModelConfig | Mapping[str, Any]) -> Shape:
     """Return the sizes of one of dither's configs, or of a Hugging Face config as a dictionary.
 
     >>> from dither.models import PRESETS

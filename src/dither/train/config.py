@@ -17,11 +17,10 @@ from typing import Any, Literal, NamedTuple
 from dither.errors import UserError, renamed
 from dither.files import Refused, read_text
 from dither.models import PRESETS
-from dither.optim import MODES, LossScaling
-from dither.optim.groups import MOST_NORM
 from dither.snip import options
 from dither.snip.settings import Estimator, Goal, Schedule, check_budget, check_weights, pins
 from dither.spec import Sampling, did_you_mean
+from dither.spec.modes import MODES, MOST_NORM, LossScaling
 from dither.train.fields import check_at_least, check_choice, check_seed, check_types, check_within, hints, sentences, type_name
 from dither.train.guard import Policy
 from dither.train.lora_settings import Lora as Lora

@@ -20,6 +20,7 @@ from dither.errors import UserError
 from dither.nn.bitwidths import sampling_parameters
 from dither.nn.norms import cast_parameters
 from dither.optim import MODES, Training
+from dither.optim.training import parameter_dtype
 from dither.parallel import Layout, parallelize
 from dither.parallel.apply import recompute_blocks
 from dither.train.config import Config
@@ -136,7 +137,7 @@ class RankLayout:
             self.layout.check(model)
         mode = MODES[config.precision.mode]
         skip = {id(bitwidth) for bitwidth in sampling_parameters(model)}
-        cast_parameters(model, mode.parameters, all_norms=mode.plan.master, skip=skip)
+        cast_parameters(model, parameter_dtype(mode), all_norms=mode.plan.master, skip=skip)
         for part in stages or [model]:
             parallelize(
                 part,
@@ -196,11 +197,11 @@ def check_mode(config: Config) -> None:
         )
     kind = precision.gradients or mode.gradients
     dtype = torch.float32 if kind == "fp32" else torch.bfloat16
-    if kind == "bf16-sr" or dtype != mode.parameters:
+    if kind == "bf16-sr" or dtype != parameter_dtype(mode):
         raise UserError(
             f"precision.mode={precision.mode!r} with precision.gradients={kind!r} keeps gradients in another form than "
-            f"{str(mode.parameters).removeprefix('torch.')} parameters, and a model that is sharded by [parallel] has those of "
-            "its parameters: use the mode o1, fp32, bf16-rn, bf16-sr or bf16-kahan with its own gradients."
+            f"{str(parameter_dtype(mode)).removeprefix('torch.')} parameters, and a model that is sharded by [parallel] has "
+            "those of its parameters: use the mode o1, fp32, bf16-rn, bf16-sr or bf16-kahan with its own gradients."
         )
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 from dither.errors import UserError
 from dither.optim import GRADIENTS, MODES
 from dither.spec import MemoryOptions, Plan, Sampling
-from dither.spec.optimizer import BLOCKS, current_mode
+from dither.spec.optimizer import BLOCKS
 from dither.spec.recipes import ALIASES, MEASURED, RECIPES, recipe, recipe_name
 from dither.spec.schedule import beginnings, check_name, is_file, split_forward
 from dither.train.fields import check_choice, check_types
@@ -51,7 +51,6 @@ class Precision:
 
     def __post_init__(self) -> None:
         check_types("precision", self)
-        object.__setattr__(self, "mode", current_mode(self.mode))
         check_choice("precision.mode", self.mode, MODES)
         check_choice("precision.recipe", self.recipe, (*RECIPES, *ALIASES, *MEASURED))
         if self.recipe is not None:

@@ -1,0 +1,276 @@
+"""The sizes of models as frozen data: configs with Hugging Face's names, and presets by name. Nothing here imports torch."""
+
+import dataclasses
+import math
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from dither.errors import UserError
+from dither.spec import did_you_mean
+
+LARGEST = 1 << 28
+"""Maximum of any size in a config: three times its square, in bytes of float32, still fits into 64 bits."""
+
+
+def check_fields(config: Any) -> None:
+    """Raise unless the integers of a config are positive, its floats positive and finite, and its switches booleans."""
+    for field in fields(config):
+        name, value = f"{type(config).__name__}.{field.name}", getattr(config, field.name)
+        if field.type is bool:
+            if not isinstance(value, bool):
+                raise UserError(f"{name} is true or false, not {value!r}.")
+        elif field.type is float:
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+                raise UserError(f"{name} is a positive number, not {value!r}.")
+        elif field.type is int or value is not None:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UserError(f"{name} is a positive integer, not {value!r}.")
+            if value > LARGEST:
+                raise UserError(f"{name} is at most 2^28 = {LARGEST}, not {value}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """The sizes of a Llama; the fields have the names and meanings of Hugging Face's `LlamaConfig`.
+
+    >>> from dither.models import LlamaConfig
+    >>> LlamaConfig(hidden_size=256, intermediate_size=768, num_hidden_layers=2, num_attention_heads=4).head_dim
+    64
+    """
+
+    model_type: ClassVar[str] = "llama"
+    """Name of the architecture at Hugging Face."""
+    hidden_size: int
+    """Width of the residual stream."""
+    intermediate_size: int
+    """Width of the feed-forward layers."""
+    num_hidden_layers: int
+    """Number of blocks."""
+    num_attention_heads: int
+    """Number of query heads, which split the hidden size evenly; the size of a head must be even."""
+    num_key_value_heads: int | None = None
+    """Number of key/value heads, each shared by equally many query heads; None gives every query head its own."""
+    vocab_size: int = 32000
+    """Size of the vocabulary."""
+    max_position_embeddings: int = 2048
+    """Maximum sequence length; the model stores nothing per position."""
+    rope_theta: float = 10000.0
+    """Base of the rotary embeddings' wavelengths."""
+    rms_norm_eps: float = 1e-5
+    """Added to the mean square in each norm."""
+    tie_word_embeddings: bool = False
+    """True if the output layer shares the embedding's weight."""
+    initializer_range: float = 0.02
+    """Initial standard deviation of every matrix; norms start at one."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.hidden_size % (2 * self.num_attention_heads):
+            raise UserError(
+                f"A hidden size of {self.hidden_size} does not split into {self.num_attention_heads} heads of an even size; "
+                f"{2 * self.num_attention_heads * -(-self.hidden_size // (2 * self.num_attention_heads))} would."
+            )
+        if self.num_attention_heads % self.key_value_heads:
+            raise UserError(
+                f"{self.num_attention_heads} query heads cannot share {self.key_value_heads} key/value heads evenly; "
+                "num_key_value_heads must divide num_attention_heads."
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Return the size of a head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def key_value_heads(self) -> int:
+        """Return the number of key/value heads."""
+        return self.num_attention_heads if self.num_key_value_heads is None else self.num_key_value_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPT2Config:
+    """The sizes of a GPT-2; the fields have the names and meanings of Hugging Face's `GPT2Config`. There is no dropout.
+
+    >>> from dither.models import GPT2Config
+    >>> GPT2Config(n_embd=256, n_layer=2, n_head=4).intermediate_size
+    1024
+    """
+
+    model_type: ClassVar[str] = "gpt2"
+    """Name of the architecture at Hugging Face."""
+    n_embd: int
+    """Width of the residual stream."""
+    n_layer: int
+    """Number of blocks."""
+    n_head: int
+    """Number of attention heads, which split the width evenly."""
+    n_inner: int | None = None
+    """Width of the feed-forward layers; None makes it four times `n_embd`."""
+    vocab_size: int = 50257
+    """Size of the vocabulary."""
+    n_positions: int = 1024
+    """Maximum sequence length: each position has a learned vector."""
+    layer_norm_epsilon: float = 1e-5
+    """Added to the variance in each norm."""
+    tie_word_embeddings: bool = True
+    """True if the output layer shares the embedding's weight."""
+    initializer_range: float = 0.02
+    """Initial standard deviation of matrices; those that add to the residual stream have 1 / sqrt(2 n_layer) of it."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.n_embd % self.n_head:
+            raise UserError(
+                f"A width of {self.n_embd} (n_embd) does not split into {self.n_head} heads (n_head); "
+                f"{self.n_head * -(-self.n_embd // self.n_head)} would."
+            )
+
+    # The same sizes under the names of other models, as transformers has them too.
+
+    @property
+    def hidden_size(self) -> int:
+        """Return the width of the residual stream."""
+        return self.n_embd
+
+    @property
+    def intermediate_size(self) -> int:
+        """Return the width of the feed-forward layers."""
+        return 4 * self.n_embd if self.n_inner is None else self.n_inner
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Return the number of blocks."""
+        return self.n_layer
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Return the number of attention heads."""
+        return self.n_head
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Return the maximum sequence length."""
+        return self.n_positions
+
+    @property
+    def head_dim(self) -> int:
+        """Return the size of a head."""
+        return self.n_embd // self.n_head
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTNeoConfig:
+    """The sizes of a GPT-Neo; the fields have the names and meanings of Hugging Face's `GPTNeoConfig`. There is no dropout.
+
+    >>> from dither.models import GPTNeoConfig
+    >>> GPTNeoConfig(hidden_size=64, num_layers=3, num_heads=4).attention_layers
+    ('global', 'local', 'global')
+    """
+
+    model_type: ClassVar[str] = "gpt_neo"
+    """Name of the architecture at Hugging Face."""
+    hidden_size: int
+    """Width of the residual stream."""
+    num_layers: int
+    """Number of blocks: the first, third and so on attend globally, the others locally."""
+    num_heads: int
+    """Number of attention heads, which split the hidden size evenly."""
+    intermediate_size: int | None = None
+    """Width of the feed-forward layers; None makes it four times `hidden_size`."""
+    window_size: int = 256
+    """Number of tokens that local attention sees, including the token itself."""
+    vocab_size: int = 50257
+    """Size of the vocabulary."""
+    max_position_embeddings: int = 2048
+    """Maximum sequence length: each position has a learned vector."""
+    layer_norm_epsilon: float = 1e-5
+    """Added to the variance in each norm."""
+    tie_word_embeddings: bool = True
+    """True if the output layer shares the embedding's weight."""
+    initializer_range: float = 0.02
+    """Initial standard deviation of every matrix; norms start at one, biases at zero."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.hidden_size % self.num_heads:
+            raise UserError(
+                f"A hidden size of {self.hidden_size} does not split into {self.num_heads} heads; "
+                f"{self.num_heads * -(-self.hidden_size // self.num_heads)} would."
+            )
+
+    @property
+    def attention_layers(self) -> tuple[str, ...]:
+        """Return the kind of attention of each block: "global" or "local"."""
+        return tuple(("global", "local")[layer % 2] for layer in range(self.num_layers))
+
+    # The same sizes under the names of other models, as transformers has them too.
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Return the number of blocks."""
+        return self.num_layers
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Return the number of attention heads."""
+        return self.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Return the size of a head."""
+        return self.hidden_size // self.num_heads
+
+
+ModelConfig = LlamaConfig | GPT2Config | GPTNeoConfig
+
+
+def _llama(hidden: int, layers: int, heads: int, intermediate: int, **fields: Any) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=intermediate, **fields
+    )
+
+
+PRESETS: dict[str, ModelConfig] = {
+    "tiny": _llama(128, 2, 4, 384, num_key_value_heads=2, vocab_size=256),
+    "llama-3m": _llama(128, 4, 2, 384, vocab_size=8192),
+    "llama-5m": _llama(192, 5, 3, 512, vocab_size=8192),
+    "llama-10m": _llama(256, 8, 4, 704, vocab_size=8192),
+    "llama-34m": _llama(512, 8, 8, 1408, vocab_size=8192),
+    "llama-134m": _llama(768, 12, 12, 2048),
+    "llama-360m": _llama(1024, 24, 16, 2688),
+    "llama-1b": _llama(2048, 22, 32, 5632),
+    "llama-3b": _llama(3072, 28, 24, 8192),
+    "llama-8b": _llama(4096, 32, 32, 14336, num_key_value_heads=8),
+    "gpt2-tiny": GPT2Config(n_embd=128, n_layer=2, n_head=4, vocab_size=256),
+    "gpt2-124m": GPT2Config(n_embd=768, n_layer=12, n_head=12),
+    "gpt2-350m": GPT2Config(n_embd=1024, n_layer=24, n_head=16),
+    "gpt2-770m": GPT2Config(n_embd=1280, n_layer=36, n_head=20),
+    "gpt-neo-125m": GPTNeoConfig(hidden_size=768, num_layers=12, num_heads=12),
+    "gpt-neo-1.3b": GPTNeoConfig(hidden_size=2048, num_layers=24, num_heads=16),
+    "gpt-neo-2.7b": GPTNeoConfig(hidden_size=2560, num_layers=32, num_heads=20),
+}
+"""Sizes by name.
+
+Llamas: output layers are untied; the vocabulary is 32,000 except for `tiny` (256) and those of 3M to 34M (8192). GPT-2: a tiny
+one for tests, GPT-2, medium and large, with 1024 positions. GPT-Neo: the published ones, with 2048 positions and windows of 256
+tokens. Both have a vocabulary of 50,257 and tied output layers.
+"""
+
+
+def preset(name: str, **changes: Any) -> ModelConfig:
+    """Return the config of that name with some fields changed.
+
+    >>> from dither.models import preset
+    >>> preset("gpt2-124m", vocab_size=8192, n_positions=2048).vocab_size
+    8192
+    """
+    if not isinstance(name, str) or name not in PRESETS:
+        hint = did_you_mean(name, PRESETS) if isinstance(name, str) else ""
+        raise UserError(f"There is no model {name!r}{hint}: there are {', '.join(PRESETS)}.")
+    known = [field.name for field in dataclasses.fields(PRESETS[name])]
+    for change in changes:
+        if change not in known:
+            raise UserError(
+                f"The config of {name!r} has no field {change!r}{did_you_mean(change, known)}: it has {', '.join(known)}."
+            )
+    return dataclasses.replace(PRESETS[name], **changes)

@@ -1,0 +1,510 @@
+"""Results of `dither ladder`: read them, compare arms within seeds, fit a scaling law, write tables and figures.
+
+Losses are held-out, in nats per token. Arms of a seed share initial weights and the order of the text, so that differences are
+taken within seeds; their 95 % confidence intervals are those of Student's t.
+"""
+
+import importlib.util
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from dither import files
+from dither.errors import UserError
+from dither.evaluate.estimates import Estimate, estimate
+from dither.report.charts import PALETTE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FORMAT, VERSION = "dither-ladder-run", 1
+"""The format of a result's file; files of another version are refused."""
+
+EXPONENTS = (0.03, 3.0)
+"""Smallest and largest exponent of a fitted law."""
+
+
+# Results ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One run of a ladder, stored as a JSON file."""
+
+    arm: str
+    """The arm as the ladder's file names it."""
+    model: str
+    """Name of the preset."""
+    ratio: float
+    """Tokens per parameter."""
+    seed: int
+    """Seed of the initial weights and of the order of the text."""
+    kind: Literal["train", "speed"] = "train"
+    """A whole run, or a short one that had the device to itself, for its tokens per second."""
+    status: Literal["done", "diverged", "failed"]
+    """How it ended; a failed run is tried again."""
+    why: str = ""
+    """The reason, if it is not done."""
+    parameters: int
+    tokens: int
+    """Training tokens of the whole run."""
+    loss: float | None = None
+    """Held-out loss after the last step; None if the run is not done."""
+    bits_per_byte: float | None = None
+    held_out: tuple[tuple[int, float], ...] = ()
+    """Held-out losses during the run, each with the tokens before it."""
+    curve: tuple[tuple[int, float], ...] = ()
+    """Moving average of the training loss, with the tokens before it."""
+    tokens_per_s: float | None = None
+    """Median over the second half of the run."""
+    jobs: int = 1
+    """Number of runs that shared the device."""
+    seconds: float = 0.0
+    """Time of the whole run, with building and compiling the model."""
+    memory: int | None = None
+    """Peak memory of the device, in bytes."""
+    machine: dict[str, Any]
+    """Device, versions of torch, python and dither, the commit, and the SHA-256 of the tokens."""
+    config: dict[str, Any]
+    """The settings of the run that do not have their default values."""
+
+    @property
+    def final(self) -> bool:
+        """True if the run need not be repeated."""
+        return self.status != "failed"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the content of the file."""
+        curves = {name: [list(point) for point in getattr(self, name)] for name in ("held_out", "curve")}
+        return {"format": FORMAT, "version": VERSION, **asdict(self), **curves}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> "Result":
+        """Return the result of a file's content; raise `Refused` for anything else."""
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise files.Refused("it is not a result of `dither ladder`")
+        if data.get("version") != VERSION:
+            raise files.Refused(f"it has version {data.get('version')!r:.20}, and this is version {VERSION}")
+        given: dict[str, Any] = {each.name: data.get(each.name) for each in fields(cls)}
+        numbers, optional = ("ratio", "parameters", "tokens", "seconds"), ("loss", "bits_per_byte", "tokens_per_s", "memory")
+        sound = all(_number(given[name]) for name in numbers) and all(given[n] is None or _number(given[n]) for n in optional)
+        sound &= all(isinstance(given[name], str) for name in ("arm", "model", "kind", "status", "why"))
+        sound &= type(given["seed"]) is int and all(isinstance(given[name], dict) for name in ("machine", "config"))
+        sound &= given["status"] in ("diverged", "failed") or (given["status"] == "done" and _number(given["loss"]))
+        if not sound:
+            raise files.Refused("it is damaged: a value is missing or of another type")
+        try:
+            for name in ("held_out", "curve"):
+                given[name] = tuple((int(tokens), float(loss)) for tokens, loss in given[name])
+        except (TypeError, ValueError):
+            raise files.Refused("it is damaged: a curve is not a list of pairs of numbers") from None
+        return cls(**given)
+
+
+def _number(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def read_result(path: Path) -> Result | str:
+    """Return the result in a file, or a sentence that says why it cannot be used."""
+    try:
+        return Result.from_dict(files.read_json(path)[0])
+    except files.Refused as error:
+        return f"The result {path.name!r} is not used: {error}. Remove the file to train this run again."
+
+
+# The scaling law --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Law:
+    """A fitted loss L(N, D) = E + A / N^a + B / D^b of N parameters and D tokens; a term that was not fitted is 0."""
+
+    E: float
+    A: float
+    a: float
+    B: float
+    b: float
+    residual: float
+    """Root mean square of the residuals, in nats."""
+    points: int
+    """Number of fitted losses."""
+
+    def loss(self, parameters: float, tokens: float) -> float:
+        """Return the loss of a model of so many parameters after so many tokens."""
+        return self.E + self.A / math.pow(parameters, self.a) + self.B / math.pow(tokens, self.b)
+
+    def tokens_for(self, parameters: float, loss: float) -> float:
+        """Return the tokens after which a model has that loss; infinity if it never has.
+
+        >>> law = Law(E=2.0, A=0.0, a=1.0, B=1000.0, b=0.5, residual=0.0, points=3)
+        >>> law.tokens_for(1e6, law.loss(1e6, 4e6)), law.tokens_for(1e6, 1.9)
+        (4000000.0, inf)
+        """
+        rest = loss - self.loss(parameters, math.inf)
+        return math.pow(self.B / rest, 1 / self.b) if rest > 0 and self.B > 0 else math.inf
+
+    def __str__(self) -> str:
+        terms = [f"{self.E:.4g}"]
+        terms += [f"{self.A:.4g} / N^{self.a:.3f}"] if self.A else []
+        terms += [f"{self.B:.4g} / D^{self.b:.3f}"] if self.B else []
+        return f"L = {' + '.join(terms)}"
+
+
+def fit_law(points: Sequence[tuple[float, float, float]]) -> Law | str:
+    """Fit a law to points (N parameters, D tokens, loss); return a sentence if they are too few for any.
+
+    Both terms need 3 sizes, one of them with 3 numbers of tokens, and 6 points. Else one term is fitted: that of the tokens if
+    one size has 3 numbers of tokens, that of the parameters if there are 3 sizes.
+    """
+    sizes = sorted({size for size, _, _ in points})
+    counts = {size: len({tokens for n, tokens, _ in points if n == size}) for size in sizes}
+    longest = max(sizes, key=lambda size: (counts[size], size), default=0.0)
+    if len(sizes) >= 3 and counts[longest] >= 3 and len(points) >= 6:
+        return _least_squares(points, of_size=True, of_tokens=True)
+    if counts.get(longest, 0) >= 3:
+        return _least_squares([point for point in points if point[0] == longest], of_size=False, of_tokens=True)
+    if len(sizes) >= 3:
+        return _least_squares(points, of_size=True, of_tokens=False)
+    return (
+        "No law is fitted: E + A / N^a + B / D^b needs 3 sizes, one of them with 3 numbers of tokens, and 6 losses; "
+        "E + B / D^b needs one size with 3 numbers of tokens; E + A / N^a needs 3 sizes."
+    )
+
+
+def _least_squares(points: Sequence[tuple[float, float, float]], *, of_size: bool, of_tokens: bool) -> Law:
+    """Fit E, A, B >= 0 by least squares for each pair of exponents, and search for the exponents."""
+    import numpy as np
+    from scipy.optimize import minimize, nnls  # type: ignore[import-untyped]
+
+    sizes, tokens, losses = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
+    centre_n, centre_d = np.exp(np.log(sizes).mean()), np.exp(np.log(tokens).mean())  # for well-conditioned columns
+    low, high = np.log(EXPONENTS)
+
+    def solved(logs: Any) -> tuple[Any, float]:
+        a, b = np.exp(np.clip(logs, low, high))
+        columns = [np.ones_like(losses), (sizes / centre_n) ** -a * of_size, (tokens / centre_d) ** -b * of_tokens]
+        factors, norm = nnls(np.stack(columns, axis=1), losses)
+        return factors, float(norm)
+
+    def error(logs: Any) -> float:
+        return solved(logs)[1]
+
+    steps = np.linspace(low, high, 13)
+    starts = sorted(itertools.product(steps if of_size else [0.0], steps if of_tokens else [0.0]), key=error)[:3]
+    options = {"xatol": 1e-10, "fatol": 1e-14, "maxiter": 4000}
+    best = min((minimize(error, start, method="Nelder-Mead", options=options) for start in starts), key=lambda each: each.fun)
+    (E, A, B), norm = solved(best.x)
+    a, b = (float(each) for each in np.exp(np.clip(best.x, low, high)))
+    return Law(float(E), float(A * centre_n**a), a, float(B * centre_d**b), b, norm / math.sqrt(len(points)), len(points))
+
+
+# Comparison of arms -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """An arm on one rung: a model with a number of tokens."""
+
+    model: str
+    parameters: int
+    tokens: int
+    arm: str
+    loss: Estimate | None
+    """Held-out loss over the seeds that are done."""
+    difference: Estimate | None
+    """Loss minus that of the baseline, over the seeds that both have; None for the baseline itself."""
+    tokens_per_s: float | None
+    """Median over the seeds."""
+    note: str
+    """Runs that have no loss, and why."""
+
+
+@dataclass(frozen=True)
+class EqualQuality:
+    """What an arm's speed is worth on one rung, at the loss of the baseline.
+
+    The arm reaches the baseline's loss after `factor` times its tokens, so that its speed counts for 1 / factor. The factor
+    follows from the baseline's law, shifted by the difference of the losses.
+    """
+
+    model: str
+    tokens: int
+    arm: str
+    factor: float
+    """Tokens that the arm needs for the loss of the baseline, over those of the baseline; infinity if it never has it."""
+    low: float | None
+    """The factor at the lower end of the difference's confidence interval; None for a single seed."""
+    high: float | None
+    speed: float | None
+    """Tokens per second over those of the baseline; None if not measured."""
+    alone: bool
+    """True if both speeds were measured with one run on the device."""
+
+    @property
+    def at_equal_quality(self) -> float | None:
+        """The speed over that of the baseline, to the same loss."""
+        return None if self.speed is None else self.speed / self.factor
+
+
+@dataclass(frozen=True)
+class LadderReport:
+    """The tables and figures of a ladder."""
+
+    baseline: str
+    arms: tuple[str, ...]
+    results: tuple[Result, ...]
+    problems: tuple[str, ...] = ()
+    """Sentences about results that are not used."""
+    missing: int = 0
+    """Number of runs that are not trained yet."""
+
+    @cached_property
+    def rungs(self) -> list[tuple[int, str, int]]:
+        """The rungs as (parameters, model, tokens), from small to large."""
+        return sorted({(each.parameters, each.model, each.tokens) for each in self.runs()})
+
+    def runs(self, arm: str | None = None, rung: tuple[int, str, int] | None = None) -> list[Result]:
+        """Return the whole runs, of an arm and on a rung if these are given."""
+        return [
+            each
+            for each in self.results
+            if each.kind == "train" and arm in (None, each.arm) and rung in (None, (each.parameters, each.model, each.tokens))
+        ]
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """One row per rung and arm that has a run."""
+        found = []
+        for rung in self.rungs:
+            base = {run.seed: run.loss for run in self.runs(self.baseline, rung)}
+            for arm in self.arms:
+                if not (runs := self.runs(arm, rung)):
+                    continue
+                losses = {run.seed: run.loss for run in runs if run.loss is not None}
+                pairs = [loss - other for seed, loss in sorted(losses.items()) if (other := base.get(seed)) is not None]
+                speeds = [run.tokens_per_s for run in runs if run.tokens_per_s]
+                notes = [f"seed {run.seed} {run.status}: {run.why}" for run in runs if run.status != "done"]
+                difference = estimate(pairs) if arm != self.baseline else None
+                speed = statistics.median(speeds) if speeds else None
+                parameters, model, tokens = rung
+                found.append(
+                    Row(model, parameters, tokens, arm, estimate(list(losses.values())), difference, speed, "; ".join(notes))
+                )
+        return found
+
+    def law_of(self, model: str) -> Law | None:
+        """Return the baseline's law of a model's tokens: that of all sizes, or else the model's own."""
+        law = self.laws.get(self.baseline)
+        if not (isinstance(law, Law) and law.A and law.B):
+            law = fit_law(self.points(self.baseline, model))
+        return law if isinstance(law, Law) and law.B else None
+
+    def points(self, arm: str, model: str | None = None) -> list[tuple[float, float, float]]:
+        """Return (parameters, tokens, mean loss) of an arm on every rung that it has, for `fit_law`."""
+        return [
+            (float(row.parameters), float(row.tokens), row.loss.mean)
+            for row in self.rows
+            if row.arm == arm and row.loss is not None and model in (None, row.model)
+        ]
+
+    @cached_property
+    def laws(self) -> dict[str, Law | str]:
+        """The law of each arm, or a sentence that says what is missing."""
+        return {arm: fit_law(points) for arm in self.arms if (points := self.points(arm))}
+
+    @cached_property
+    def equal_quality(self) -> list[EqualQuality]:
+        """What each arm's speed is worth on each rung, where the baseline has a law of the tokens."""
+        found = []
+        speeds = {(row.model, row.tokens, row.arm): row.tokens_per_s for row in self.rows}
+        alone = {(run.model, run.arm): run.tokens_per_s for run in self.results if run.kind == "speed" and run.tokens_per_s}
+        for row in self.rows:
+            if row.difference is None or (law := self.law_of(row.model)) is None:
+                continue
+            base = law.loss(row.parameters, row.tokens)
+
+            def factor(difference: float, law: Law = law, row: Row = row, base: float = base) -> float:
+                return law.tokens_for(row.parameters, base - difference) / row.tokens
+
+            mean, half = row.difference.mean, row.difference.interval
+            low, high = (None, None) if half is None else (factor(mean - half), factor(mean + half))
+            own, other = alone.get((row.model, row.arm)), alone.get((row.model, self.baseline))
+            both = own is not None and other is not None
+            if not both:
+                own, other = row.tokens_per_s, speeds.get((row.model, row.tokens, self.baseline))
+            speed = own / other if own and other else None
+            found.append(EqualQuality(row.model, row.tokens, row.arm, factor(mean), low, high, speed, both))
+        return found
+
+    # Outputs -----------------------------------------------------------------------------------------------------------
+
+    def markdown(self) -> str:
+        """Return the tables as Markdown."""
+        header = ("model", "parameters", "tokens", "arm", "seeds", "held-out loss", f"minus {self.baseline}", "note")
+        parts = [
+            _table(header, [_cells(row) for row in self.rows]),
+            "± is the 95 % confidence interval by Student's t; differences are taken within seeds. Bold: it excludes 0.",
+        ]
+        if self.missing:
+            parts.append(f"{self.missing} runs of this ladder are not trained yet.")
+        parts += self.problems
+        parts.append("## Scaling law")
+        fitted = {arm: law for arm, law in self.laws.items() if isinstance(law, Law)}
+        laws = [(f"`{arm}`", str(law), str(law.points), f"{law.residual:.4f}") for arm, law in fitted.items()]
+        parts.append(_table(("arm", "N parameters, D tokens", "losses", "residual"), laws) if laws else "")
+        parts += list(dict.fromkeys(law for law in self.laws.values() if isinstance(law, str)))
+        parts.append("## Speed at equal quality")
+        if not self.equal_quality:
+            parts.append("It needs a law of the tokens: three numbers of tokens of the baseline on one size.")
+        else:
+            rows = [
+                (each.model, count(each.tokens), f"`{each.arm}`", _times(each.factor, each.low, each.high),
+                 "" if each.speed is None else f"{each.speed:.3f}" + ("" if each.alone else " (shared device)"),
+                 "" if each.at_equal_quality is None else f"{each.at_equal_quality:.3f}")
+                for each in self.equal_quality
+            ]  # fmt: skip
+            columns = (
+                "model",
+                "tokens",
+                "arm",
+                "tokens for the baseline's loss",
+                "tokens per second",
+                "speed at equal quality",
+            )
+            parts += [_table(columns, rows), f"All three are relative to `{self.baseline}`."]
+        machines = sorted({", ".join(f"{k} {v}" for k, v in run.machine.items() if v) for run in self.runs()})
+        return "\n\n".join(part for part in (*parts, *machines) if part) + "\n"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the tables as plain values; the runs are in their own files."""
+        laws = {arm: asdict(law) if isinstance(law, Law) else law for arm, law in self.laws.items()}
+        halves = [{"loss_interval": row.loss, "difference_interval": row.difference} for row in self.rows]
+        rows = [
+            {**asdict(row), **{name: value and value.interval for name, value in half.items()}}
+            for row, half in zip(self.rows, halves, strict=True)
+        ]
+        equal = [{**asdict(each), "at_equal_quality": each.at_equal_quality} for each in self.equal_quality]
+        for row in equal:  # JSON has no infinity
+            row.update({key: None for key, value in row.items() if value == math.inf})
+        tables = {"rows": rows, "laws": laws, "equal_quality": equal, "problems": list(self.problems), "missing": self.missing}
+        return {"format": "dither-ladder", "version": VERSION, "baseline": self.baseline, **tables}
+
+
+def count(number: float) -> str:
+    """Return a number of parameters or tokens.
+
+    >>> count(1536), count(2_950_272), count(680e6)
+    ('1.5 k', '3.0 M', '680 M')
+    """
+    return f"{number / 1e6:.0f} M" if number >= 1e8 else f"{number / 1e6:.1f} M" if number >= 1e6 else f"{number / 1e3:.1f} k"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    rung, seeds = (row.model, count(row.parameters), count(row.tokens)), str(row.loss.count if row.loss else 0)
+    return *rung, f"`{row.arm}`", seeds, _interval(row.loss, False), _interval(row.difference, True), row.note
+
+
+def _interval(value: Estimate | None, sign: bool) -> str:
+    """Return a mean with its 95 % confidence interval, in bold if it is a difference that the interval tells from 0."""
+    if value is None:
+        return ""
+    mean, half = f"{value.mean:{'+' if sign else ''}.4f}", value.interval
+    text = mean if half is None else f"{mean} ± {half:.4f}"
+    return f"**{text}**" if sign and half is not None and abs(value.mean) > half else text
+
+
+def _times(factor: float, low: float | None, high: float | None) -> str:
+    def text(value: float) -> str:
+        return "never" if math.isinf(value) else f"{value:.3f}"
+
+    return text(factor) if low is None or high is None else f"{text(factor)} ({text(low)} to {text(high)})"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines)
+
+
+# Files and figures --------------------------------------------------------------------------------------------------------
+
+
+def write_ladder(report: LadderReport, folder: Path) -> list[Path]:
+    """Write ladder.md, ladder.json and, if matplotlib is installed, losses.svg and differences.svg; return the paths."""
+    paths = [folder / "ladder.md", folder / "ladder.json"]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        files.replace(paths[0], report.markdown().encode())
+        files.replace(paths[1], files.to_json(report.to_dict(), "ladder.json"))
+    except OSError as error:
+        raise UserError(f"The report cannot be written into {str(folder)!r}: {files.reason(error, folder)}.") from None
+    if not report.rows or importlib.util.find_spec("matplotlib") is None:
+        return paths
+    from dither.report.figures import write_drawing
+
+    for name, draw in (("losses", draw_losses), ("differences", draw_differences)):
+        paths.append(folder / f"{name}.svg")
+        write_drawing(lambda figure, draw=draw: draw(report, figure), paths[-1], name, "svg")  # type: ignore[misc]
+    return paths
+
+
+def draw_losses(report: LadderReport, figure: "Figure") -> None:
+    """Draw final losses over tokens, a curve for each model and arm, and the baseline's law."""
+    axes = figure.add_subplot()
+    models = list(dict.fromkeys(model for _, model, _ in report.rungs))
+    for arm, colour in _colours(report).items():
+        for model in models:
+            points = report.points(arm, model)
+            tokens, losses = [point[1] for point in points], [point[2] for point in points]
+            axes.plot(
+                tokens, losses, "o-", color=colour, markersize=3, linewidth=0.8, label=arm if model == models[0] else None
+            )
+            if arm == report.baseline and points and (law := report.law_of(model)) is not None:
+                further = [tokens[0] * (2 * tokens[-1] / tokens[0]) ** (at / 40) for at in range(41)]
+                fitted = [law.loss(points[0][0], each) for each in further]
+                axes.plot(further, fitted, "--", color=colour, linewidth=0.8)
+                axes.annotate(model, (further[-1], fitted[-1]), fontsize=7)
+    axes.set(
+        xscale="log", xlabel="tokens", ylabel="held-out loss, nats per token", title="Final losses, and the baseline's law"
+    )
+    axes.legend()
+
+
+def draw_differences(report: LadderReport, figure: "Figure") -> None:
+    """Draw held-out losses minus those of the baseline during each model's longest runs, with 95 % confidence bands."""
+    longest = {model: (parameters, model, tokens) for parameters, model, tokens in report.rungs}
+    figure.set_size_inches(3.6 * len(longest) + 1.6, 3.2)
+    panels = figure.subplots(1, len(longest), squeeze=False)[0]
+    for axes, rung in zip(panels, longest.values(), strict=True):
+        for arm, colour in _colours(report).items():
+            _draw_difference(report, axes, arm, rung, colour)
+        axes.set(title=f"{rung[1]}, {count(rung[2])} tokens", xlabel="tokens")
+    panels[0].set_ylabel(f"held-out loss minus {report.baseline}")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center")
+
+
+def _draw_difference(report: LadderReport, axes: "Axes", arm: str, rung: tuple[int, str, int], colour: str) -> None:
+    base = {run.seed: dict(run.held_out) for run in report.runs(report.baseline, rung)}
+    pairs: dict[int, list[float]] = {}
+    for run in report.runs(arm, rung):
+        for tokens, loss in run.held_out:
+            if tokens in base.get(run.seed, {}):
+                pairs.setdefault(tokens, []).append(loss - base[run.seed][tokens])
+    most = max(map(len, pairs.values()), default=0)
+    means = {tokens: mean for tokens, values in sorted(pairs.items()) if len(values) == most and (mean := estimate(values))}
+    axes.plot(list(means), [mean.mean for mean in means.values()], color=colour, linewidth=1.1, label=arm)
+    if most > 1 and arm != report.baseline:
+        low = [mean.mean - (mean.interval or 0.0) for mean in means.values()]
+        high = [mean.mean + (mean.interval or 0.0) for mean in means.values()]
+        axes.fill_between(list(means), low, high, color=colour, alpha=0.12, linewidth=0)
+
+
+def _colours(report: LadderReport) -> dict[str, str]:
+    return {arm: PALETTE[number % len(PALETTE)] for number, arm in enumerate(report.arms)}

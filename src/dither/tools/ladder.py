@@ -1,0 +1,399 @@
+"""The runs of a ladder: models x tokens per parameter x arms x seeds of one TOML file, several at a time on one device.
+
+A file is a config of `dither train` with a section [ladder] and a table [[ladder.rungs]] for each model; see docs/comparing.md.
+Each finished run is a file of JSON in the results folder, so that a ladder may be interrupted at any time and continued on
+another day or machine. A run that is cut off starts again.
+"""
+
+import itertools
+import math
+import multiprocessing
+import os
+import shutil
+import signal
+import statistics
+import sys
+import threading
+import time
+import tomllib
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+from dither import files
+from dither.data import BYTES, is_prepared, load_tokenizer, open_tokens
+from dither.data.text import STDLIB
+from dither.errors import UserError
+from dither.models import PRESETS, parameter_count, preset
+from dither.report.ladder import LadderReport, Result, read_result
+from dither.tools.arms import SHARED, Arm, find_field
+from dither.tools.trials import POLL, _last_line, _stop_without_parent
+from dither.train import config as configs
+from dither.train.config import Config
+from dither.train.fields import check_at_least, check_choice, check_types
+from dither.train.guard import Signals
+from dither.train.loop import Outcome, train
+from dither.train.toml_text import parse
+
+LOGS, WORK, TOKENS = "logs", "work", "tokens"
+"""Folders beside the results: output of the runs, runs in progress, and tokens."""
+
+POINTS = 50
+"""Number of points of a training curve."""
+
+SPEED_STEPS = 80
+"""Steps of a run that measures speed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rung:
+    """A model and how long it trains."""
+
+    model: str = ""
+    """Name of a preset."""
+    tokens_per_parameter: tuple[float, ...] = ()
+    """Training tokens per parameter; each is a run of its own, with its own schedule."""
+    arms: tuple[str, ...] = ()
+    """Some of the ladder's arms; by default all of them."""
+    seeds: int | None = None
+    """Number of seeds, if not the ladder's."""
+    set: tuple[str, ...] = ()
+    """Settings of this model, such as optim.lr=2e-3."""
+
+    def __post_init__(self) -> None:
+        check_types("ladder.rungs", self)
+        check_choice("ladder.rungs.model", self.model, PRESETS)
+        check_at_least("ladder.rungs.seeds", self.seeds, 1)
+        if not self.tokens_per_parameter or min(self.tokens_per_parameter) <= 0:
+            raise UserError("ladder.rungs.tokens_per_parameter is a list of positive numbers, such as [5, 10, 20].")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ladder:
+    """The section [ladder] of a file, with the config that its runs have in common."""
+
+    arms: tuple[str, ...] = ()
+    """Arms as `dither compare` takes them."""
+    rungs: tuple[Rung, ...] = ()
+    """Models in the order in which they are trained."""
+    baseline: str = ""
+    """The arm that the others are compared with; by default the first."""
+    seeds: int = 3
+    """Number of runs per arm and rung: with the seeds of the config, and with the next ones."""
+    evaluations: int = 8
+    """Evaluations per run, the last one after its last step."""
+    out: str = "results"
+    """Folder of the results, beside the file."""
+    config: Config
+    """What all runs have in common: the other sections of the file."""
+
+    def __post_init__(self) -> None:
+        check_types("ladder", self)
+        for name in ("seeds", "evaluations"):
+            check_at_least(f"ladder.{name}", getattr(self, name), 1)
+        if not self.arms or not self.rungs:
+            raise UserError('A ladder has ladder.arms, such as ["o1", "bf16-sr"], and at least one [[ladder.rungs]].')
+        if twice := [name for name in self.arms if self.arms.count(name) > 1]:
+            raise UserError(f"The arm {twice[0]!r} is named twice: name it once.")
+        for name in (self.base, *(name for rung in self.rungs for name in rung.arms)):
+            check_choice("ladder.arms", name, self.arms)
+
+    @property
+    def base(self) -> str:
+        """The name of the baseline."""
+        return self.baseline or self.arms[0]
+
+
+def load(path: Path) -> Ladder:
+    """Read a ladder from a TOML file. A UserError names the key that is wrong."""
+    try:
+        data = parse(files.read_text(path))
+        section = data.pop("ladder", {})
+        tables = section.pop("rungs", []) if isinstance(section, dict) else []
+        if not isinstance(tables, list):
+            raise UserError("[[ladder.rungs]] are tables, one or more per model.")
+        rungs = [configs._section("ladder.rungs", Rung, table) for table in tables]
+        common = {"rungs": rungs, "config": configs._config(data)}
+        ladder: Ladder = configs._section("ladder", Ladder, {**section, **common} if isinstance(section, dict) else section)
+        return ladder
+    except files.Refused as error:
+        raise UserError(f"The ladder {str(path)!r} cannot be read: {error}.") from None
+    except UserError as error:
+        raise UserError(f"In the ladder {str(path)!r}: {error}") from None
+
+
+# The runs -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a ladder."""
+
+    arm: str
+    model: str
+    ratio: float
+    seed: int
+    parameters: int
+    sources: tuple[str, ...]
+    """The text as the ladder's file names it; that of the config may be the tokens made of it."""
+    config: Config
+    kind: str = "train"
+
+    @property
+    def tokens(self) -> int:
+        """Training tokens."""
+        return self.config.run.steps * self.config.data.batch * self.config.data.sequence
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that determine the result, without those that have their default value."""
+        default, found = (tomllib.loads(configs.dumps(each)) for each in (Config(), self.config))
+        found["data"]["sources"] = list(self.sources)
+        for name in ("out", "device", "log_every"):
+            del found["run"][name]
+        changed = {
+            section: {name: value for name, value in values.items() if default.get(section, {}).get(name) != value}
+            for section, values in found.items()
+        }
+        return {section: values for section, values in changed.items() if values}
+
+    def result(self, **values: Any) -> Result:
+        """Return the result of this run."""
+        given = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("config", "sources")}
+        return Result(**given, tokens=self.tokens, config=self.settings, **values)
+
+
+def plan(ladder: Ladder, out: Path) -> dict[str, Run]:
+    """Return the runs by name, in the order in which they start: rung by rung, seed by seed, short runs first, arm by arm."""
+    common, sources = ladder.config, ladder.config.data.sources or (STDLIB,)
+    prepared = len(sources) == 1 and is_prepared(sources[0])
+    if (vocab := common.model.vocab) is None:  # set model.vocab, so that tables of results need no text
+        tokenizer = open_tokens(sources[0], verify=False).tokenizer if prepared else load_tokenizer(common.data.tokenizer)
+        vocab = tokenizer.vocab_size
+    shared = replace(common, data=replace(common.data, sources=sources if prepared else (str(out / TOKENS),)))
+    arms = [Arm.parse(name) for name in ladder.arms]
+    found: dict[str, Run] = {}
+    for rung in ladder.rungs:
+        named = [(find_field(each.partition("=")[0].strip()), each.partition("=")[2]) for each in rung.set]
+        if taken := [path for path, _ in named if path in SHARED]:
+            raise UserError(f"A rung cannot set {taken[0]}: {SHARED[taken[0]]}.")
+        sized = configs.override(shared, [f"{path}={value}" for path, value in (*named, ("model.preset", rung.model))])
+        parameters = parameter_count(preset(rung.model, vocab_size=vocab))
+        chosen = [arm for arm in arms if not rung.arms or arm.text in rung.arms]
+        cases = itertools.product(range(rung.seeds or ladder.seeds), sorted(rung.tokens_per_parameter), chosen)
+        for number, ratio, arm in cases:
+            run = _run(ladder, arm, sized, parameters, ratio, number, out)
+            if (name := Path(run.config.run.out).name) in found:
+                raise UserError(f"The run {name!r} occurs twice: name each arm and number of tokens per parameter once.")
+            found[name] = run
+    return found
+
+
+def _run(ladder: Ladder, arm: Arm, sized: Config, parameters: int, ratio: float, number: int, out: Path) -> Run:
+    data, seed = sized.data, sized.run.seed + number
+    steps = max(1, round(ratio * parameters / (data.batch * data.sequence)))
+    timing = replace(sized.run, steps=steps, eval_every=-(-steps // ladder.evaluations), log_every=-(-steps // POINTS))
+    timed = replace(sized, run=replace(timing, seed=seed, save_every=0, sample_every=0, keep_last=1))
+    config = arm.config(replace(timed, data=replace(data, seed=data.seed + number)))
+    model = str(config.model.preset)
+    placed = out / WORK / f"{model}-{ratio:.4g}-{arm.folder(config)}-seed-{seed}"
+    config = replace(config, run=replace(config.run, out=str(placed)))
+    return Run(arm.text, model, float(ratio), seed, parameters, ladder.config.data.sources, config)
+
+
+def speed_runs(runs: dict[str, Run]) -> dict[str, Run]:
+    """Return a short run for each model and arm, to be trained alone."""
+    found = {}
+    for run in {(run.model, run.arm): run for run in reversed(runs.values())}.values():
+        path = Path(run.config.run.out)
+        path = path.with_name(f"speed-{path.name.partition('-seed-')[0]}")
+        short = replace(run.config.run, steps=SPEED_STEPS, eval_every=0, log_every=SPEED_STEPS // 8, out=str(path))
+        found[path.name] = replace(run, config=replace(run.config, run=short), kind="speed")
+    return found
+
+
+def tiny(ladder: Ladder) -> Ladder:
+    """Return the ladder with the tiny Llama on Python's standard library: minutes on a CPU, to try a file."""
+    config = ladder.config
+    data = replace(config.data, sources=(), tokenizer="bytes", sequence=32, batch=4, micro_batch=None)
+    few = replace(config, model=configs.Model(), data=data, run=replace(config.run, device="cpu", eval_sequences=8))
+    per_step = data.batch * data.sequence / parameter_count(preset("tiny", vocab_size=BYTES.vocab_size))
+    rung = Rung(model="tiny", tokens_per_parameter=(4 * per_step, 8 * per_step, 16 * per_step))
+    return replace(ladder, rungs=(rung,), seeds=min(ladder.seeds, 2), config=few, out=f"{ladder.out}-tiny")
+
+
+# Training ---------------------------------------------------------------------------------------------------------------------
+
+
+def open_results(runs: dict[str, Run], out: Path) -> tuple[dict[str, Result], dict[str, str]]:
+    """Return the results by name of run, and sentences about files that are no result of these runs."""
+    found: dict[str, Result] = {}
+    problems: dict[str, str] = {}
+    for name, run in runs.items():
+        if not os.path.lexists(path := out / f"{name}.json"):
+            continue
+        result = read_result(path)
+        if isinstance(result, str):
+            problems[name] = result
+        elif result.final and result.config != run.settings:
+            changed = ", ".join(_changes(result.config, run.settings))
+            problems[name] = (
+                f"The result {path.name!r} is not used: it has other settings ({changed}). Remove it, or restore them."
+            )
+        else:
+            found[name] = result
+    return found, problems
+
+
+def _changes(old: dict[str, Any], new: dict[str, Any], path: str = "") -> Iterator[str]:
+    for key in {**old, **new}:
+        one, two = old.get(key), new.get(key)
+        if isinstance(one, dict) and isinstance(two, dict):
+            yield from _changes(one, two, f"{path}{key}.")
+        elif one != two:
+            yield f"{path}{key} was {one!s:.40} and is {two!s:.40}"
+
+
+def seconds_for(run: Run, known: Sequence[Result], jobs: int) -> float | None:
+    """Return the predicted time of a run from those that are done, the most similar first; None if there is none."""
+
+    def distance(result: Result) -> tuple[bool, bool, float]:
+        return result.jobs != jobs, result.arm != run.arm, abs(result.parameters - run.parameters)
+
+    timed = [result for result in known if result.tokens_per_s and result.seconds and result.kind == "train"]
+    if not timed:
+        return None
+    like = min(timed, key=distance)
+    training = like.tokens / like.tokens_per_s if like.tokens_per_s else 0.0
+    return max(0.0, like.seconds - training) + training * run.tokens / like.tokens * max(1.0, run.parameters / like.parameters)
+
+
+def run_all(
+    runs: dict[str, Run], out: Path, *, jobs: int = 1, minutes: float | None = None, say: Callable[[str], None] = print
+) -> int:
+    """Train the runs that have no result, `jobs` at a time. Return 0, or the exit code of the signal that ended it.
+
+    A run that would not end within `minutes` is not started, and what still runs then is ended; both start again next time.
+    """
+    results, problems = open_results(runs, out)
+    for sentence in problems.values():
+        say(sentence)
+    waiting = [name for name in runs if name not in problems and not (name in results and results[name].final)]
+    final = sum(result.final for result in results.values())
+    say(f"{len(runs)} runs: {final} have a result, {len(waiting)} are to be trained.")
+    end = None if minutes is None else time.monotonic() + 60 * minutes
+    known = list(results.values())
+    context: Any = multiprocessing.get_context("forkserver")  # CUDA survives no fork; modules are imported once for all runs
+    context.set_forkserver_preload(["dither.tools.ladder"])
+    if jobs > 1:
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each process starts one compiler per core
+    running: dict[Any, tuple[str, Any, float]] = {}
+    for folder in (LOGS, WORK):
+        (out / folder).mkdir(parents=True, exist_ok=True)
+
+    def startable() -> str | None:
+        left = None if end is None else end - time.monotonic()
+        return next((name for name in waiting if left is None or (seconds_for(runs[name], known, jobs) or 0.0) < left), None)
+
+    with Signals() as signals:
+        try:
+            while not signals.received:
+                while len(running) < jobs and (name := startable()) is not None:
+                    waiting.remove(name)
+                    process = context.Process(target=_work, args=(runs[name], name, str(out), jobs), name=name)
+                    process.start()
+                    running[process.sentinel] = (name, process, time.monotonic())
+                if not running or (end is not None and time.monotonic() > end):
+                    break
+                for sentinel in connection.wait(list(running), timeout=POLL):
+                    name, process, began = running.pop(sentinel)
+                    process.join()
+                    result = _collect(runs[name], name, out, process.exitcode, time.monotonic() - began, jobs)
+                    known.append(result)
+                    done = "" if result.loss is None else f" held-out loss {result.loss:.4f} after {result.tokens:,} tokens,"
+                    say(f"{name}: {result.status},{done} {result.seconds:.0f} s. {result.why}".rstrip())
+        finally:
+            for _, process, _ in running.values():
+                process.kill()
+                process.join()
+            shutil.rmtree(out / WORK, ignore_errors=True)
+    left = len(waiting) + len(running)
+    if left:
+        say(f"{left} runs are left: the same command continues.")
+    return signals.exit_code if signals.received else 0
+
+
+def _collect(run: Run, name: str, out: Path, code: int | None, seconds: float, jobs: int) -> Result:
+    """Return the result that a process wrote, or write one that says how it died."""
+    result = read_result(out / f"{name}.json") if code == 0 else ""
+    if isinstance(result, Result):
+        return result
+    died = f"it was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"it ended with code {code}"
+    why = f"{_last_line(out / LOGS / f'{name}.txt') or 'no output'} ({died})"
+    failed = run.result(status="failed", why=why, seconds=seconds, jobs=jobs, machine={})
+    _write(out / f"{name}.json", failed)
+    return failed
+
+
+def _work(run: Run, name: str, out: str, jobs: int) -> None:
+    """Train one run in this process, and write its result."""
+    import torch
+
+    os.setpgid(0, 0)  # Ctrl-C on the terminal reaches only the parent
+    with open(Path(out) / LOGS / f"{name}.txt", "w", encoding="utf-8") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    threading.Thread(target=_stop_without_parent, daemon=True).start()
+    torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
+    began, folder = time.monotonic(), Path(run.config.run.out)
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        values = _measured(train(run.config, command=sys.argv))
+    except Exception as error:  # such as too little memory, or no GPU
+        traceback.print_exc()
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        values = {"status": "failed", "why": kind + str(error).partition("\n")[0], "machine": {}}
+    _write(Path(out) / f"{name}.json", run.result(**values, seconds=round(time.monotonic() - began, 1), jobs=jobs))
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _measured(outcome: Outcome) -> dict[str, Any]:
+    """Return what the folder of a run says about it."""
+    if outcome.how == "signal":
+        raise UserError(outcome.why)
+    lines = [files.from_json(line) for line in (outcome.folder / "metrics.jsonl").read_bytes().splitlines()]
+    trained = [line for line in lines if line["kind"] == "train"]
+    facts = files.read_json(outcome.folder / "environment.json")[0]
+    machine = {name: facts.get(name) for name in ("device", "torch", "python", "dither")}
+    machine |= {"commit": os.environ.get("DITHER_COMMIT") or facts.get("git"), "corpus": facts.get("corpus_sha256")}
+    per_step = trained[-1]["tokens"] // trained[-1]["step"] if trained else 0
+    done = outcome.how == "done" and outcome.loss is not None and math.isfinite(outcome.loss)
+    held_out = [(line["step"] * per_step, line["loss"]) for line in lines if line["kind"] == "eval"]
+    speeds = [line["tokens_per_s"] for line in trained[len(trained) // 2 :] if line["tokens_per_s"]]
+    return {
+        "status": "done" if done else "diverged",
+        "why": "" if done else outcome.why if outcome.how != "done" else "The held-out loss is not finite.",
+        "loss": outcome.loss if done else None,
+        "bits_per_byte": outcome.bits_per_byte if done else None,
+        "held_out": tuple((tokens, round(loss, 5)) for tokens, loss in held_out if loss is not None),
+        "curve": tuple((line["tokens"], round(line["loss_ema"], 4)) for line in trained if line["loss_ema"] is not None),
+        "tokens_per_s": statistics.median(speeds) if speeds else None,
+        "memory": max((line["memory"] for line in trained if line["memory"]), default=None),
+        "machine": machine,
+    }
+
+
+def _write(path: Path, result: Result) -> None:
+    files.replace(path, files.to_json(result.to_dict(), path.name))
+
+
+def report(ladder: Ladder, out: Path) -> LadderReport:
+    """Return the tables of the results that a ladder has so far."""
+    runs = plan(ladder, out)
+    both = {**runs, **speed_runs(runs)}
+    results, problems = open_results(both, out)
+    missing = sum(name not in results or not results[name].final for name in runs)
+    return LadderReport(ladder.base, ladder.arms, tuple(results.values()), tuple(problems.values()), missing)

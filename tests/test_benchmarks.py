@@ -1,0 +1,250 @@
+"""The modes of benchmarks/train.py: every mode that its docstring lists is parsed, and a wrong one is a sentence."""
+
+import ast
+import importlib
+import importlib.util
+import itertools
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def modes(monkeypatch):
+    """The module, which is beside the script."""
+    monkeypatch.syspath_prepend(FOLDER)
+    import train_modes
+
+    return train_modes
+
+
+def listed():
+    """The modes of the docstring, with examples for its capital words."""
+    about = ast.get_docstring(ast.parse((FOLDER / "train.py").read_text()), clean=False)
+    words = [line.split()[0] for line in about.partition("Modes:\n")[2].splitlines() if re.match(r"    \S+  ", line)]
+    examples = {
+        "NAME": ["fp8-block"], "PARTS": ["all", "od", "down"], "SR": ["bf16-sr", "recipe:fp8-block+output+sr"],
+        "RECIPE": ["recipe:mxfp8", "recipe:mxfp8+sr+dynamic8+release"], "MODE": ["o1", "diffq:up", "gaussws:all+recompute"],
+    }  # fmt: skip
+    for word in words:
+        capitals = re.findall("[A-Z]+", word)
+        for chosen in itertools.product(*(examples[capital] for capital in capitals)):
+            found = word
+            for capital, example in zip(capitals, chosen, strict=True):
+                found = found.replace(capital, example)
+            yield found
+
+
+def test_every_mode_of_the_docstring_is_parsed(modes):
+    texts = list(listed())
+    assert len(texts) > 20
+    found = [modes.parse_mode(text) for text in texts]
+    assert len(set(found)) == len(set(texts))
+    assert {mode.method for mode in found} == set(modes.FIELDS)
+
+
+def test_parts_are_fields(modes):
+    assert modes.parse_mode("recipe:fp8-block+output+sr+companded8+release+input+one+fsdp-codes") == modes.Mode(
+        "recipe", "fp8-block", output=True, sr=True, states="companded8", release=True, save="input", hold="one",
+        fsdp="fsdp-codes",
+    )  # fmt: skip
+    assert modes.parse_mode("gaussws:od+recompute+adam-mini") == modes.Mode(
+        "gaussws", "od", recompute=True, optimizer="adam-mini"
+    )
+    narrow = {text: modes.parse_mode(text).narrow for text in ("o1", "bf16-nearest", "bf16-sr", "recipe:a", "recipe:a+sr")}
+    assert [text for text, is_narrow in narrow.items() if is_narrow] == ["bf16-nearest", "bf16-sr", "recipe:a+sr"]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("o2", "There is no mode 'o2'"),
+        ("recipe:", "There is no mode 'recipe:'"),
+        ("gaussws:some", "There is no mode 'gaussws:some'"),
+        ("o1:x", "There is no mode 'o1:x'"),
+        ("o1+sr", r"\+sr is unknown: o1 takes \+adamw, \+adam-mini, \+fsdp, \+fsdp-codes, in this order"),
+        ("bf16-sr+", r"\+ is unknown"),
+        ("bf16-sr+fsdp+fsdp", r"\+fsdp is given twice or contradicts"),
+        ("recipe:a+input+one+none", r"\+none is given twice or contradicts"),
+        ("recipe:a+input+sr", r"\+sr is too late"),
+        ("recipe:a+release", r"8-bit states and \+release need \+sr"),
+    ],
+)
+def test_a_wrong_mode_is_one_sentence(text, sentence, modes):
+    with pytest.raises(ValueError, match=sentence) as raised:
+        modes.parse_mode(text)
+    assert str(raised.value).count(". ") == 0
+    assert str(raised.value).endswith(".")
+
+
+# The script that compares sampled with plain training runs as its page says, on a CPU in seconds -----------------------
+
+
+PATH = Path(__file__).parent.parent / "benchmarks" / "sampling_quality.py"
+
+
+@pytest.fixture
+def quality(monkeypatch):
+    """The script as a function of its arguments."""
+    spec = importlib.util.spec_from_file_location("sampling_quality", PATH)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", [str(PATH), *map(str, arguments)])
+        module.main()
+
+    run.module = module
+    return run
+
+
+def test_runs_are_paired_written_down_and_not_repeated(quality, tmp_path, capsys):
+    path = tmp_path / "quality.json"
+    arms = "bf16,gaussws:all,diffq:od/3@fp8-block,auto:all,inputs:all,both:od"
+    quality("--device", "cpu", "--tiny", "--json", path, "--seeds", "0")
+    first = json.loads(path.read_text())
+    assert [run["arm"] for run in first] == arms.split(",")
+    quality("--device", "cpu", "--tiny", "--json", path)
+    both = json.loads(path.read_text())
+    assert both[:6] == first
+    assert [(run["arm"], run["seed"]) for run in both[6:]] == [(arm, 1) for arm in arms.split(",")]
+    for run in both:
+        assert all(np.isfinite([run["loss"], run["operator_loss"], run["train_loss"], *run["cast"].values()]))
+        assert len(run["cast"]) == 12
+    by_arm = {run["arm"]: run for run in first}
+    assert "b_t" not in by_arm["bf16"]
+    # 1 % of the way from 6 to 4, and from 5 to 3, is left, give or take what six steps of the optimizer do.
+    assert by_arm["gaussws:all"]["b_t"]["mean"] == pytest.approx(4.02, abs=2 * 6e-3)
+    assert by_arm["diffq:od/3@fp8-block"]["b_t"]["mean"] == pytest.approx(3.02, abs=2 * 6e-3)
+    assert by_arm["auto:all"]["b_t"]["mean"] == pytest.approx(4.02, abs=2 * 6e-3)
+    assert by_arm["inputs:all"]["b_t"]["mean"] == pytest.approx(4.02, abs=2 * 6e-3)
+    assert len(by_arm["diffq:od/3@fp8-block"]["b_t_layers"]) == 2
+    text = capsys.readouterr().out
+    assert "loss - bf16" in text
+    assert "+0.0000 +- 0.0000" in text
+
+
+def test_no_run_begins_that_would_end_too_late(quality, tmp_path, capsys):
+    path = tmp_path / "quality.json"
+    quality("--device", "cpu", "--tiny", "--json", path, "--minutes", "0", "--arms", "bf16")
+    assert "stopped before bf16 of seed 0" in capsys.readouterr().out
+    assert not path.exists()
+
+
+def test_texts_become_tokens(quality, tmp_path):
+    pytest.importorskip("tokenizers")
+    text = tmp_path / "text.txt"
+    text.write_text("\n<|endoftext|>\n".join(f"the {i} cats and the {i % 7} dogs of number {i}" for i in range(300)))
+    train, held_out = tmp_path / "train.npy", tmp_path / "held_out.npy"
+    quality("--prepare", text, "--train", train, "--held-out", held_out, "--words", "300")
+    ids, kept = np.load(train), np.load(held_out)
+    assert ids.dtype == kept.dtype == np.uint16
+    assert (ids == 0).sum() == 297  # an end for each document, of which every hundredth is held out
+    assert (kept == 0).sum() == 3
+    quality("--prepare", text, "--train", train, "--held-out", held_out, "--words", "300", "--tokens", "500")
+    assert np.array_equal(np.load(train), ids[:500])
+
+
+@pytest.mark.parametrize("arm", ["gauss:all", "gaussws", "bf16:all", "gaussws:all/x", "bf16/3"])
+def test_unknown_arms(quality, arm):
+    with pytest.raises(SystemExit, match="there is no arm"):
+        quality("--device", "cpu", "--tiny", "--arms", arm)
+
+
+# The scripts that hold SNIP against the truth and against its rivals run as they say, on a CPU -------------------------
+
+
+FEW = ("--device", "cpu", "--tiny", "--layers", "1", "--before", "2", "--steps", "4", "--held-out-windows", "4")
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """A script as a function of its name and its arguments."""
+    monkeypatch.syspath_prepend(FOLDER)
+    known = set(sys.modules)
+
+    def run(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        importlib.import_module(name).main()
+
+    yield run
+    for name in {"sampling_quality", "snip_quality", "snip_truth"} - known:
+        sys.modules.pop(name, None)
+
+
+def test_arms_part_at_one_place_whichever_process_trains_them(script, tmp_path, capsys):
+    arms = ("--arms", "bf16,fp8,fp4,random@50")
+    script("snip_quality", *FEW, *arms, "--json", tmp_path / "alone.json")
+    script("snip_quality", *FEW, *arms, "--state", tmp_path / "state", "--prepare")
+    for number in (1, 2):
+        shared = ("--state", tmp_path / "state", "--share", f"{number}/2")
+        script("snip_quality", *FEW, *arms, *shared, "--json", tmp_path / f"share-{number}.json")
+    files = [tmp_path / name for name in ("alone.json", "share-1.json", "share-2.json")]
+    alone, *shares = (json.loads(path.read_text()) for path in files)
+    assert len(alone) == 8
+    for runs in (alone, [*shares[0], *shares[1]]):
+        for run in runs:
+            assert run.pop("seconds") > 0
+    order = lambda run: (run["arm"], run["seed"])  # noqa: E731
+    assert sorted(alone, key=order) == sorted([*shares[0], *shares[1]], key=order)
+    assert {len({run["parted"] for run in alone if run["seed"] == seed}) for seed in (0, 1)} == {1}
+    layers = {run["seed"]: run["layers"] for run in alone if run["arm"] == "random@50"}
+    assert layers[0] != layers[1]
+    assert all(np.isfinite([run["loss"], run["uncast"]]).all() for run in alone)
+    capsys.readouterr()
+    script("snip_quality", "--table", *files[1:], "--plot", tmp_path / "plans.svg")
+    text = capsys.readouterr().out
+    assert [line.split()[0] for line in text.splitlines() if "0." in line] == list(dict.fromkeys(r["arm"] for r in runs))
+    assert ">random<" in (tmp_path / "plans.svg").read_text()
+    part = [run | {"seconds": 1.0} for run in alone if run["arm"] != "fp4"]
+    files[0].write_text(json.dumps(part))
+    with pytest.raises(SystemExit, match="there is no run of fp4"):
+        script("snip_quality", "--table", files[0], "--plot", tmp_path / "plans.svg")
+
+
+def test_a_state_of_other_settings_is_refused(script, tmp_path):
+    script("snip_quality", *FEW, "--arms", "bf16", "--seeds", "0", "--state", tmp_path)
+    with pytest.raises(SystemExit, match="of other settings"):
+        script("snip_quality", *FEW, "--arms", "bf16", "--seeds", "0", "--state", tmp_path, "--lr", "1e-3")
+
+
+def test_the_truth_takes_as_many_batches_as_there_is_time_for(script, tmp_path, capsys):
+    path = tmp_path / "truth.json"
+    few = ("--device", "cpu", "--tiny", "--layers", "1", "--steps", "3", "--probes", "measure,direct", "--json", path)
+    script("snip_truth", *few, "--held-out-batches", "1", "--loss-batches", "2", "--minutes", "10")
+    found = json.loads(path.read_text())
+    assert (found["batches"], found["more_for_loss"]) == (1, 2)
+    assert [each["probe"] for each in found["estimates"][:3]] == ["measure", "direct", "direct by rows"]
+    script("snip_truth", *few, "--minutes", "0")
+    found = json.loads(path.read_text())
+    assert (found["batches"], found["more_for_loss"]) == (1, 0)
+    assert "loss of a batch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["snip_quality", "snip_truth"])
+def test_without_text_it_says_which_files_are_missing(script, name, capsys):
+    with pytest.raises(SystemExit):
+        script(name, "--device", "cpu")
+    assert "--train and --held-out name the files of token ids" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake", "sentence"),
+    [
+        ("snip_quality", ("--share", "3"), "--share is i/n"),
+        ("snip_quality", ("--share", "0/2"), "--share is i/n"),
+        ("snip_quality", ("--seeds", "a"), "--seeds are integers separated by commas"),
+        ("snip_truth", ("--held-out-batches", "0"), "--held-out-batches is at least 1, not 0"),
+        ("snip_truth", ("--tokens", "1,b"), "invalid integers value: '1,b'"),
+    ],
+)
+def test_a_mistake_is_a_sentence(script, name, mistake, sentence, capsys):
+    with pytest.raises(SystemExit):
+        script(name, "--device", "cpu", "--tiny", *mistake)
+    assert sentence in capsys.readouterr().err

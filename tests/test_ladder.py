@@ -1,0 +1,299 @@
+"""`dither ladder`: its file, its runs, and the laws and tables made of their results."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dither import cli
+from dither.errors import UserError
+from dither.report.ladder import LadderReport, Law, Result, fit_law, read_result, write_ladder
+from dither.tools import ladder as ladders
+
+PLANTED = Law(E=1.7, A=400.0, a=0.34, B=410.0, b=0.28, residual=0.0, points=0)
+SIZES, RATIOS = (3e6, 5e6, 1e7, 3.4e7), (5, 10, 20)
+
+FILE = """
+[ladder]
+arms = ["o1", "bf16-sr"]
+seeds = 2
+
+[[ladder.rungs]]
+model = "tiny"
+tokens_per_parameter = [0.0005, 0.001]
+set = ["lr=1e-3"]
+
+[data]
+sequence = 32
+batch = 4
+
+[run]
+device = "cpu"
+eval_sequences = 4
+"""
+
+
+def result(arm="o1", size=3e6, ratio=20, seed=0, **values):
+    loss = values.pop("loss", PLANTED.loss(size, size * ratio))
+    given = {"model": f"m{size:g}", "parameters": int(size), "tokens": int(size * ratio), "machine": {}, "config": {}}
+    return Result(arm=arm, ratio=ratio, seed=seed, **{"status": "done", "loss": loss, "tokens_per_s": 100.0, **given, **values})
+
+
+# The law ------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_fit_recovers_planted_numbers():
+    law = fit_law([(n, n * r, PLANTED.loss(n, n * r)) for n in SIZES for r in RATIOS])
+    found = [law.E, law.A, law.a, law.B, law.b]
+    assert found == pytest.approx([PLANTED.E, PLANTED.A, PLANTED.a, PLANTED.B, PLANTED.b], rel=1e-3)
+    assert law.residual < 1e-6
+    assert law.points == 12
+
+
+def test_one_size_gives_the_law_of_tokens_and_one_ratio_that_of_parameters():
+    of_tokens = fit_law([(3e6, 3e6 * r, 2.0 + 300 / (3e6 * r) ** 0.3) for r in (2, 5, 10, 20)])
+    assert (of_tokens.A, of_tokens.E, of_tokens.b) == (0.0, pytest.approx(2.0, rel=1e-3), pytest.approx(0.3, rel=1e-3))
+    of_size = fit_law([(n, 20 * n, 2.0 + 300 / n**0.4) for n in SIZES])
+    assert (of_size.B, of_size.E, of_size.a) == (0.0, pytest.approx(2.0, rel=1e-3), pytest.approx(0.4, rel=1e-3))
+
+
+def test_too_few_losses_are_a_sentence_that_names_what_is_needed():
+    assert "needs one size with 3 numbers of tokens" in fit_law([(3e6, 6e7, 4.0), (5e6, 1e8, 3.9)])
+    assert "No law" in fit_law([])
+
+
+def test_noise_moves_the_law_by_little():
+    noise = [0.002 * (-1) ** at for at in range(12)]
+    points = [(n, n * r) for n in SIZES for r in RATIOS]
+    law = fit_law([(n, d, PLANTED.loss(n, d) + e) for (n, d), e in zip(points, noise, strict=True)])
+    assert law.loss(1e7, 2e8) == pytest.approx(PLANTED.loss(1e7, 2e8), abs=0.003)
+    assert 0.0005 < law.residual < 0.003
+
+
+# Tables -------------------------------------------------------------------------------------------------------------------
+
+
+def planted(difference=0.01, **others):
+    runs = []
+    for size in SIZES[:3]:
+        for ratio in RATIOS:
+            for seed, luck in enumerate((-0.05, 0.0, 0.05)):
+                base = PLANTED.loss(size, size * ratio) + luck
+                runs.append(result(size=size, ratio=ratio, seed=seed, loss=base))
+                wobble = (-0.001, 0.0, 0.001)[seed]
+                runs.append(result("sr", size, ratio, seed, loss=base + difference + wobble, tokens_per_s=130.0))
+    return LadderReport("o1", ("o1", "sr"), tuple(runs), **others)
+
+
+def test_differences_are_paired_and_have_students_intervals():
+    row = next(row for row in planted().rows if row.arm == "sr")
+    assert row.difference.mean == pytest.approx(0.01)
+    assert row.loss.count == 3
+    assert row.difference.interval == pytest.approx(4.302653 * 0.001 / 3**0.5, rel=1e-5)
+    assert row.loss.interval > 20 * row.difference.interval  # the seeds' luck cancels in pairs only
+    assert "**+0.0100 ± 0.0025**" in planted().markdown()
+
+
+def test_speed_at_equal_quality_inverts_the_planted_law():
+    size, tokens = SIZES[2], int(SIZES[2] * 20)
+    row = next(each for each in planted().equal_quality if each.tokens == tokens and each.model == f"m{size:g}")
+    needed = PLANTED.tokens_for(size, PLANTED.loss(size, tokens) - 0.01) / tokens
+    assert needed > 1
+    assert row.factor == pytest.approx(needed, rel=2e-3)
+    assert row.low < row.factor < row.high
+    assert row.at_equal_quality == pytest.approx(1.3 / needed, rel=2e-3)
+    assert not row.alone
+    never = planted(difference=9.0).equal_quality[0]
+    assert never.factor == float("inf")
+    assert never.at_equal_quality == 0.0
+    assert "never" in planted(difference=9.0).markdown()
+
+
+def test_speeds_of_runs_alone_are_preferred():
+    report = planted()
+    alone = [result(arm, SIZES[0], kind="speed", tokens_per_s=speed) for arm, speed in (("o1", 10.0), ("sr", 11.0))]
+    found = LadderReport("o1", ("o1", "sr"), (*report.results, *alone)).equal_quality
+    assert [each.alone for each in found] == [each.model == f"m{SIZES[0]:g}" for each in found]
+    assert found[0].speed == pytest.approx(1.1)
+    assert len(found) == len(report.equal_quality)
+
+
+def test_a_row_says_what_is_missing_and_the_rest_goes_on(tmp_path):
+    runs = [
+        result(seed=0),
+        result(seed=1),
+        result("sr", seed=0),
+        result("sr", seed=1, status="diverged", loss=None, why="NaN."),
+    ]
+    report = LadderReport("o1", ("o1", "sr", "rn"), tuple(runs), ("The result 'x' is not used.",), missing=4)
+    text = report.markdown()
+    assert "seed 1 diverged: NaN." in text
+    assert "4 runs of this ladder are not trained yet." in text
+    assert "'x' is not used" in text
+    assert [row.loss.count for row in report.rows] == [2, 1]
+    paths = write_ladder(report, tmp_path / "new")
+    assert [path.name for path in paths] == ["ladder.md", "ladder.json", "losses.svg", "differences.svg"]
+    assert json.loads(paths[1].read_text())["rows"][1]["difference"]["count"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "not JSON"),
+        ("[]", "not a result of `dither ladder`"),
+        ('{"format": "dither-ladder-run", "version": 2}', "it has version 2, and this is version 1"),
+        ('{"format": "dither-ladder-run", "version": 1, "arm": "o1"}', "damaged"),
+    ],
+)
+def test_a_damaged_or_foreign_file_is_a_sentence(tmp_path, text, why):
+    path = tmp_path / "run.json"
+    path.write_text(text)
+    assert why in read_result(path)
+    assert "Remove the file" in read_result(path)
+
+
+def test_a_result_survives_its_file(tmp_path):
+    path, made = tmp_path / "run.json", result(curve=((1, 4.5),), held_out=((2, 4.25),))
+    path.write_text(json.dumps(made.to_dict()))
+    assert read_result(path) == made
+    path.write_text(json.dumps({**made.to_dict(), "curve": [1]}))
+    assert "a curve is not a list of pairs" in read_result(path)
+
+
+# The file -----------------------------------------------------------------------------------------------------------------
+
+
+def test_arms_of_a_seed_share_weights_text_and_steps(tmp_path):
+    path = tmp_path / "ladder.toml"
+    path.write_text(FILE)
+    runs = ladders.plan(ladders.load(path), tmp_path / "results")
+    names = list(runs)
+    assert len(runs) == 8
+    assert names[:3] == ["tiny-0.0005-o1-seed-0", "tiny-0.0005-bf16-sr-seed-0", "tiny-0.001-o1-seed-0"]
+    for one, two in zip(names[::2], names[1::2], strict=True):
+        first, second = runs[one].config, runs[two].config
+        assert (first.run.seed, first.data, first.run.steps) == (second.run.seed, second.data, second.run.steps)
+        assert first.optim == second.optim
+        assert first.optim.lr == 1e-3
+    assert {run.config.data.seed for run in runs.values()} == {0, 1}
+    assert runs[names[2]].tokens == pytest.approx(0.001 * runs[names[2]].parameters, abs=64)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("seeds = 2", "seed = 2", "[ladder] has no key 'seed' (did you mean 'seeds'?)"),
+        ("seeds = 2", "seeds = 0", "ladder.seeds is an integer of at least 1"),
+        ("seeds = 2", 'baseline = "o2"', "There is no ladder.arms='o2'"),
+        ('"bf16-sr"', '"bf16-sq"', "There is no precision 'bf16-sq'"),
+        ('"bf16-sr"', '"o1"', "The arm 'o1' is named twice"),
+        ('"bf16-sr"', '"bf16-sr@seed=4"', "several sections"),
+        ('model = "tiny"', 'model = "llama-4m"', "There is no ladder.rungs.model='llama-4m'"),
+        ('model = "tiny"', "", "There is no ladder.rungs.model=''"),
+        ("[data]", '[[ladder.rungs]]\nmodel = "tiny"\ntokens_per_parameter = [0.001]\n[data]', "occurs twice"),
+        ("[ladder]", "[[ladder]]", "[ladder] is a section"),
+        ("tokens_per_parameter = [0.0005, 0.001]", "tokens_per_parameter = []", "a list of positive numbers"),
+        ("tokens_per_parameter = [0.0005, 0.001]", "tokens_per_parameter = 20", "ladder.rungs.tokens_per_parameter is"),
+        ("tokens_per_parameter", "tokens_per_param", "did you mean 'tokens_per_parameter'?"),
+        ("lr=1e-3", "learn=1e-3", "A config has no field 'learn'"),
+        ("lr=1e-3", "run.seed=3", "A rung cannot set"),
+        ("[data]", "[date]", "A config has no section 'date' (did you mean 'data'?)"),
+        ("sequence = 32", "sequence = 0", "data.sequence is an integer of at least 1"),
+        ("[ladder]", "[ladder", "This is not TOML"),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_line_before_anything_starts(tmp_path, capsys, old, new, why):
+    path = tmp_path / "ladder.toml"
+    assert old in FILE
+    path.write_text(FILE.replace(old, new, 1))
+    assert cli.main(["ladder", str(path)]) == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if "importing PyTorch" not in line]
+    assert len(said) == 1
+    assert why in said[0]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_missing_file_is_one_line(tmp_path):
+    with pytest.raises(UserError, match=r"cannot be read: nowhere\.toml is missing"):
+        ladders.load(tmp_path / "nowhere.toml")
+
+
+def test_the_committed_ladders_are_valid(tmp_path):
+    files = sorted((Path(__file__).parent.parent / "reproduce").glob("*/*.toml"))
+    assert len(files) >= 2
+    for path in files:
+        small = ladders.tiny(ladders.load(path))
+        assert ladders.plan(small, tmp_path)
+
+
+# Training -----------------------------------------------------------------------------------------------------------------
+
+
+def test_runs_are_trained_once_and_failures_do_not_stop_the_others(tmp_path):
+    path, out = tmp_path / "ladder.toml", tmp_path / "results"
+    arms = '["o1", "o1@lr=1e30,max_norm=0,warmup=0", "o1@states=bf16"]'
+    path.write_text(FILE.replace('["o1", "bf16-sr"]', arms).replace("0.0005, ", "").replace("seeds = 2", "seeds = 1"))
+    out.mkdir()
+    (out / "tiny-0.001-o1@precision.states=bf16-seed-0.json").write_text("{")
+    (out / "work" / "tiny-0.001-o1-seed-0").mkdir(parents=True)  # a run that was cut off
+    (out / "work" / "tiny-0.001-o1-seed-0" / "config.toml").write_text("")
+    assert cli.main(["ladder", str(path), "--jobs", "2"]) == 0
+    first = out / "tiny-0.001-o1-seed-0.json"
+    good, before = read_result(first), first.stat().st_mtime_ns
+    assert good.status == "done"
+    assert good.loss > 0
+    assert good.tokens_per_s > 0
+    assert good.curve
+    assert good.jobs == 2
+    assert good.held_out[-1] == (good.tokens, round(good.loss, 5))
+    assert good.machine["torch"]
+    assert good.config["optim"]["lr"] == 1e-3
+    report = ladders.report(ladders.load(path), out)
+    assert "diverged" in report.markdown()
+    assert "it is not JSON" in report.markdown()
+    assert report.missing == 1
+    assert not (out / "work").exists()
+    assert cli.main(["ladder", str(path)]) == 0
+    assert first.stat().st_mtime_ns == before
+    # Other settings: the result is not used, and not overwritten either.
+    path.write_text(path.read_text().replace("lr=1e-3", "lr=2e-3"))
+    assert "optim.lr was 0.001 and is 0.002" in ladders.report(ladders.load(path), out).problems[0]
+
+
+@pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="needs a machine without a GPU")
+def test_without_a_gpu_the_row_says_so(tmp_path, capfd):
+    path = tmp_path / "ladder.toml"
+    path.write_text(FILE.replace('device = "cpu"', 'device = "cuda"').replace("0.0005, ", "").replace("seeds = 2", "seeds = 1"))
+    assert cli.main(["ladder", str(path), "--jobs", "2"]) == 0
+    assert "seed 0 failed:" in capfd.readouterr().out
+    assert ladders.report(ladders.load(path), tmp_path / "results").missing == 2  # a failed run is tried again
+
+
+def test_runs_that_would_not_end_in_time_are_not_started(tmp_path, capsys):
+    path, out = tmp_path / "ladder.toml", tmp_path / "results"
+    path.write_text(FILE)
+    runs = ladders.plan(ladders.load(path), out)
+    name, run = next(iter(runs.items()))
+    out.mkdir()
+    known = run.result(status="done", loss=4.0, machine={}, seconds=100.0, tokens_per_s=run.tokens / 90, jobs=1)
+    (out / f"{name}.json").write_text(json.dumps(known.to_dict()))
+    twice = runs["tiny-0.001-o1-seed-0"]
+    assert ladders.seconds_for(twice, [known], 1) == pytest.approx(10 + 90 * twice.tokens / run.tokens)
+    assert ladders.seconds_for(twice, [], 1) is None
+    assert ladders.run_all(runs, out, minutes=0.5) == 0
+    assert "7 runs are left" in capsys.readouterr().out
+
+
+def test_the_module_runs_without_the_packages_of_the_command_line(tmp_path):
+    path = tmp_path / "ladder.toml"
+    path.write_text(FILE)
+    code = (
+        "import sys, runpy; sys.modules['tyro'] = None; import dither.commands.ladder as it; assert 'torch' not in sys.modules;"
+        f"sys.argv = ['ladder', {str(path)!r}, '--table']; sys.exit(it.main())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "8 runs of this ladder are not trained yet." in done.stdout
