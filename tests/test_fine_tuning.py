@@ -20,7 +20,7 @@ from dither.train.config import loads
 from dither.train.lora import adapt, merged_model, narrow_base
 from dither.train.lora_settings import Lora
 
-peft, transformers = Lazy("peft", "peft is not installed: pip install -e '.[test]'"), Lazy("transformers")
+peft, transformers = Lazy("peft"), Lazy("transformers")
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|endoftext|>{% endfor %}"

@@ -28,6 +28,7 @@ from dither.nn import hints
 from dither.nn.bitwidths import sampling_parameters, watch_guidance
 from dither.nn.experts import ExpertsLinear
 from dither.nn.layers import adopt_gated, check_gated
+from dither.nn.linear import Choice
 from dither.nn.norms import cast_parameters, wide_parameters
 from dither.nn.sites import DTYPES, FALLBACKS, Layer, _all, _loaded, _special, linear_of
 from dither.nn.sites import Fallback as Fallback
@@ -47,7 +48,7 @@ from dither.spec import (
     did_you_mean,
     matches,
 )
-from dither.spec.engines import ALIGNMENT, Verified, engines_of
+from dither.spec.engines import Verified
 from dither.spec.recipes import recipe
 from dither.spec.schedule import PlanSchedule
 
@@ -120,9 +121,9 @@ class Conversion:
         model = _uncompiled(model)
         layers = _between_steps(model)
         firsts = {name: linear_of(layer) for name, layer in layers.items()}
-        rules = tuple((glob.escape(name), first.planned) for name, first in firsts.items())
-        plan = Plan(rules, compute=next(first.compute for first in firsts.values()))
-        notes = {name: _obstructed(layer, firsts[name].planned, None, plan.compute) for name, layer in layers.items()}
+        rules = tuple((glob.escape(name), first.choice.planned) for name, first in firsts.items())
+        plan = Plan(rules, compute=next(first.choice.compute for first in firsts.values()))
+        notes = {name: _obstructed(layer, firsts[name].choice.planned, None, plan.compute) for name, layer in layers.items()}
         sites = find_sites(model)
         reasons = {site.name: "it was not converted" for site in sites if site.name not in layers}
         return _record(model, plan, sites, layers, notes, reasons)
@@ -177,7 +178,8 @@ class Conversion:
         layers = self._between_steps()
         known |= _known_precisions(layers)
         for layer in layers.values():
-            layer.prepare_levels(known)
+            for linear in _all(layer):
+                linear.choose(linear.choice, known)
 
     def gather(self, group: dist.ProcessGroup | None) -> None:
         """Exchange the records of layers between the stages of a pipeline. Every rank of the group must call this."""
@@ -188,7 +190,9 @@ class Conversion:
     def has(self, plan: Plan) -> bool:
         """Return True if every layer has the precision of `plan`, or runs a fallback for it."""
         layers = self._between_steps()
-        return all(linear_of(layer).planned == (plan.for_layer(name) or LayerPrecision()) for name, layer in layers.items())
+        return all(
+            linear_of(layer).choice.planned == (plan.for_layer(name) or LayerPrecision()) for name, layer in layers.items()
+        )
 
     def follow(self, schedule: PlanSchedule, step: int) -> bool:
         """Switch to a schedule's plan of a step, unless the model has it. Return whether the plan changed.
@@ -384,7 +388,7 @@ def _between_steps(model: nn.Module) -> dict[str, Layer]:
     layers = converted_layers(model)
     if not layers:
         raise UserError(f"{type(model).__name__} has no converted layer: dither.convert(model, plan) comes first.")
-    if active := next((name for name, layer in layers.items() if linear_of(layer).step_state.active), None):
+    if active := next((name for name, layer in layers.items() if linear_of(layer).cache.active), None):
         raise UserError(
             f"The layer {active!r} is inside a step_context, and plans change between steps: call this before the step_context "
             "or after it."
@@ -516,21 +520,16 @@ def _switch(
 ) -> dict[str, str]:
     """Apply all precisions, or none if any of them fails. Return {layer: reason for its fallback, or ""}."""
     notes = {name: _obstructed(layer, chosen[name], fallback, compute) for name, layer in layers.items()}
-    uncast = {name for name, layer in layers.items() if notes[name] and (fallback or linear_of(layer).fallback) == "bf16"}
-    precisions = {name: LayerPrecision() if name in uncast else chosen[name] for name in layers}
-    known = _known_precisions(layers) | set(precisions.values())
+    choices = {}
     for name, layer in layers.items():
-        one = linear_of(layer)
-        treatment = fallback or one.fallback
+        treatment = fallback or linear_of(layer).choice.fallback
+        running = LayerPrecision() if notes[name] and treatment == "bf16" else chosen[name]
         emulates = bool(notes[name]) and treatment == "emulate"
-        changed = (precisions[name], emulates) != (one.precision, one.emulates_here)
+        choices[name] = Choice(chosen[name], running, compute, treatment, emulates)  # type: ignore[arg-type]
+    known = _known_precisions(layers) | {choice.running for choice in choices.values()}
+    for name, layer in layers.items():
         for linear in _all(layer):
-            linear.compute, linear.fallback, linear.emulates_here = compute, treatment, emulates  # type: ignore[assignment]
-            linear.planned = chosen[name]
-        if changed:
-            layer.set_precision(precisions[name], others=known)
-        else:  # an unchanged layer keeps its state
-            layer.prepare_levels(known)
+            linear.choose(choices[name], known)
     return notes
 
 
@@ -541,22 +540,20 @@ def _known_precisions(layers: dict[str, Layer]) -> set[LayerPrecision]:
 
 def _obstructed(layer: Layer, precision: LayerPrecision, fallback: Fallback | None, compute: str) -> str:
     """Return the reason why a layer cannot run in a precision on its device, or "". Raise it if `fallback` is "error"."""
-    one, name = linear_of(layer), layer.name
-    treatment = fallback or one.fallback
+    one = linear_of(layer)
+    treatment = fallback or one.choice.fallback
     if isinstance(layer, ExpertsLinear) and precision.sampled:
-        reason = f"The layer {name!r} has its experts in one parameter of 3 dimensions, and only matrices can be sampled"
+        reason = f"The layer {layer.name!r} has its experts in one parameter of 3 dimensions, and only matrices can be sampled"
         if treatment != "bf16":  # multiplying in float32 would not help
-            raise UserError(f"{reason}; or skip={name!r}, or fallback='bf16' to run it uncast.")
+            raise UserError(f"{reason}; or skip={layer.name!r}, or fallback='bf16' to run it uncast.")
         return reason
-    capability = None if one.emulate else backend.capability_of(one.weight.device)
-    size = (ALIGNMENT, one.out_features, one.in_features)
     try:
-        engines_of(precision, size, capability, "fp16" if compute == "fp16" else "bf16", one.verified, one.transposed)
+        one.engines_for(Choice(running=precision, compute=compute), one.device, name=layer.name)  # type: ignore[arg-type]
     except UserError as error:
-        reason = f"The layer {name!r}, {error}"
+        reason = str(error).rstrip(".")
         if treatment == "error":
             raise UserError(
-                f"{reason}; or skip={name!r}, or fallback='emulate' to do so in this layer, or 'bf16' to run it uncast."
+                f"{reason}; or skip={layer.name!r}, or fallback='emulate' to do so in this layer, or 'bf16' to run it uncast."
             ) from None
         return reason.partition("; emulate=True")[0]
     return ""
@@ -593,7 +590,7 @@ def _record(
 def _in_force(layer: Layer, note: str) -> dict[str, Any]:
     """Return the fields of `ConvertedLayer` that a plan decides."""
     one = linear_of(layer)
-    engines = dict.fromkeys(PRODUCTS, "torch") if one.precision.uncast else one.engines(one.weight.device)
+    engines = dict.fromkeys(PRODUCTS, "torch") if one.precision.uncast else one.engines(one.device)
     return {"precision": one.precision, "engines": tuple(engines[product] for product in PRODUCTS), "note": note}
 
 
