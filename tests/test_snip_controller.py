@@ -37,8 +37,7 @@ SIZES = dict.fromkeys(NAMES, (16, 16))
 def net():
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)) for _ in range(4)))
-    convert(model, "fp8-block")
-    return model
+    return convert(model, "fp8-block")
 
 
 class Fake:
@@ -57,11 +56,11 @@ class Fake:
         return Scores(step, "fake", NAMES, tuple(o.name for o in options), rows, zeros, Statistics(step, 1.0, layers))
 
 
-def make(model=None, estimate=None, **given):
+def make(conversion=None, estimate=None, **given):
     """Return a controller; what is no setting is an argument of `Snip`."""
     given = {"target": 0.5, "every": 10, "start": 3, "delay": 4, "power": 1, "score": estimate or Fake(), **given}
     settings = SnipSettings(**{key: given.pop(key) for key in list(given) if key in SnipSettings.__dataclass_fields__})
-    return Snip(dither.Conversion.of(model or net()), None, settings, **given)
+    return Snip(conversion or net(), None, settings, **given)
 
 
 def narrow(model):
@@ -387,8 +386,7 @@ def test_a_goal_that_cannot_be_reached_is_refused(given, message):
 
 def test_a_plan_for_another_model_harms_nothing():
     other = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-    convert(other, "fp8-block")
-    snip = make(model=other)
+    snip = make(convert(other, "fp8-block"))
     before = casts(other)
     train(snip, range(7))
     with pytest.warns(UserWarning, match="The plan's rule '0.0' matches no converted layer"):
