@@ -101,8 +101,8 @@ def main() -> None:
                     print(f"  {kernel['ms']:>9.3f} ms{kernel['calls']:>6} x  {kernel['name'][:120]}", flush=True)
     for every in filter(None, arguments.controller.split(",")):
         estimator = Estimator(step_tokens=text[:, 1:].numel())
-        schedule, plan = Schedule(start=1, every=int(every), delay=1), dither.recipe(arguments.mode.removeprefix("recipe:"))
-        snip = Snip(model, optimizer, plan, schedule=schedule, estimator=estimator, forward=loss)
+        schedule = Schedule(start=1, every=int(every), delay=1)
+        snip = Snip(dither.Conversion.of(model), optimizer, schedule=schedule, estimator=estimator, forward=loss)
         tokens, waits = snip.effort.tokens or 0, []
         rows, length = max(1, tokens // arguments.sequence), min(arguments.sequence, tokens)
         parts = text[:rows, : length + 1].chunk(math.ceil(rows / math.ceil(batch / 4)))

@@ -58,7 +58,7 @@ def settings(**given):
 
 def make(model=None, estimate=None, **given):
     given = {"target": 0.5, "every": 10, "start": 3, "delay": 4, "power": 1, "score": estimate or Fake(), **given}
-    return Snip(model or net(), None, "fp8-block", **settings(**given))
+    return Snip(dither.Conversion.of(model or net()), None, **settings(**given))
 
 
 def narrow(model):
@@ -94,7 +94,7 @@ def test_the_plan_is_the_best_for_the_target():
     decision = train(snip, range(8))[7]
     assert narrow(snip.model) == set(NAMES[3:7])  # half of them, the cheapest: from layer 3 on
     assert (decision.step, decision.measured, decision.changed) == (7, 3, True)
-    assert decision.plan == snip.plan
+    assert decision.plan == snip.conversion.plan
     assert dict(decision.plan.provenance) == {
         "method": "snip",
         "probe": "fake",
@@ -132,7 +132,7 @@ def test_squares_of_divergences_are_added_up_unless_told_otherwise(given, chosen
         zeros = tuple((0.0,) * len(options) for _ in rows)
         return Scores(step, "fake", tuple(sizes), tuple(o.name for o in options), rows, zeros, Statistics(step, 1.0, layers))
 
-    snip = Snip(model, None, "fp8-block", **settings(score=estimate, target=0.5, start=3, delay=4, **given))
+    snip = Snip(dither.Conversion.of(model), None, **settings(score=estimate, target=0.5, start=3, delay=4, **given))
     decision = train(snip, range(8))[7]
     assert narrow(model) == {str(n) for n in chosen}
     assert decision.plan.provenance["power"] == given.get("power", 2.0)
@@ -188,10 +188,10 @@ def test_an_error_in_the_solver_is_not_lost(monkeypatch):
 def test_without_a_gain_the_plan_and_the_layers_stay():
     snip = make(estimate=Fake(lambda step: 0))
     train(snip, range(8))
-    plan, precisions = snip.plan, casts(snip.model)
+    plan, precisions = snip.conversion.plan, casts(snip.model)
     decision = train(snip, range(8, 18))[17]
     assert not decision.changed
-    assert decision.plan is snip.plan is plan
+    assert decision.plan is snip.conversion.plan is plan
     assert casts(snip.model) == precisions
     assert decision.reason == "the plan is still the best, with a harm of 30"
 
@@ -408,7 +408,7 @@ def trained(steps, delay=3):
     convert(model, "fp8-block")
     optimizer = dither.optim.AdamW(model.named_parameters(), lr=1e-2)
     given = settings(target=0.65, every=5, start=2, delay=delay, probe="direct")
-    snip = Snip(model, optimizer, "fp8-block", forward=loss_of, **given)
+    snip = Snip(dither.Conversion.of(model), optimizer, forward=loss_of, **given)
     size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     generator, decisions = torch.Generator().manual_seed(1), []
     for step in range(steps):
@@ -522,7 +522,7 @@ def test_old_keywords_work_with_one_warning():
     old |= {"probe": None, "pinned": None, "max_norm": 1.0, "cost": "flops", "times": "t.json", "stages": [2, 2]}
     told = []
     with pytest.warns(DeprecationWarning, match=r"tell is now the attribute on_failure; .*every is now Schedule") as warned:
-        snip = Snip(net(), None, "fp8-block", estimate=Fake(), tell=told.append, **old)
+        snip = Snip(dither.Conversion.of(net()), None, estimate=Fake(), tell=told.append, **old)
     assert len(warned) == 1
     assert warned[0].filename == __file__
     assert snip.goal == Goal(target=0.5, times="t.json", stages=(2, 2))
@@ -535,7 +535,7 @@ def test_old_keywords_work_with_one_warning():
 
 def test_unknown_keywords_are_refused():
     with pytest.raises(TypeError, match=r"Snip\(\) got an unexpected keyword argument 'taget'"):
-        Snip(net(), None, "fp8-block", taget=0.5)
+        Snip(dither.Conversion.of(net()), None, taget=0.5)
 
 
 def test_old_keywords_of_score():

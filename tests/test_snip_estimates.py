@@ -188,7 +188,7 @@ def test_measured_scores_are_what_happens():
 
     def next_weights(plan: Plan) -> tuple[float, nn.Module]:
         other = copy.deepcopy(model)
-        dither.apply_plan(other, plan)
+        dither.Conversion.of(other).switch(plan)
         plain = torch.optim.AdamW(other.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
         for p, q in zip(model.parameters(), other.parameters(), strict=True):
             state = optimizer.state[p]
@@ -681,7 +681,7 @@ def timeless(scores):
 
 def snip_of(model, optimizer, **estimator):
     how = {"goal": Goal(target=0.5), "schedule": Schedule(start=2, every=1000, delay=2)}
-    return Snip(model, optimizer, "fp8-block", estimator=Estimator(**estimator), forward=loss_of, **how)
+    return Snip(dither.Conversion.of(model), optimizer, estimator=Estimator(**estimator), forward=loss_of, **how)
 
 
 SPREAD = {"probe": "measure", "budget": 1.0, "step_tokens": 150_000}  # two layers per step
@@ -731,7 +731,7 @@ def test_spread_estimates_continue_after_a_resume():
     again = [found for step in range(4, 20) if (found := resumed.before_step(step, [batch]))]
     assert [timeless(found.scores) for found in decided] == [timeless(found.scores) for found in again]
     assert [(found.step, found.plan) for found in decided] == [(found.step, found.plan) for found in again]
-    other = Snip(model, optimizer, "fp8-block", options="bf16,fp8", estimator=Estimator(**SPREAD), forward=loss_of)
+    other = Snip(dither.Conversion.of(model), optimizer, options="bf16,fp8", estimator=Estimator(**SPREAD), forward=loss_of)
     said = []
     other.on_failure = said.append
     other.load_state_dict(state)

@@ -69,7 +69,7 @@ def test_plans_by_time_while_a_model_trains():
 
     goal, schedule = Goal(target=0.3, cost="time"), Schedule(start=2, delay=2, every=10)
     given = {"goal": goal, "schedule": schedule, "estimator": Estimator(probe="direct"), "options": "bf16,fp8"}
-    snip = Snip(model, optimizer, "fp8-block", forward=loss, **given)
+    snip = Snip(dither.Conversion.of(model), optimizer, forward=loss, **given)
     decisions = {}
     for step in range(6):
         x = torch.randn(2048, 512, device="cuda")

@@ -142,9 +142,9 @@ def check_truth_and_plans() -> None:
     found = verify(model, mine, optimizer, scores, chosen, stream=STREAM, setup=setup, more_for_loss=mine)
     assert isinstance(model.up.weight, DTensor)
     assert all(row[0] == 0.0 < row[-1] for row in found.weights)
-    snip = Snip(model, optimizer, "fp8-block", goal=GOAL, schedule=AT_3)
+    snip = Snip(dither.Conversion.of(model), optimizer, goal=GOAL, schedule=AT_3)
     known = Estimator(score=lambda *given, **how: scored)
-    one = Snip(alone, its, "fp8-block", goal=GOAL, schedule=AT_3, estimator=known)
+    one = Snip(dither.Conversion.of(alone), its, goal=GOAL, schedule=AT_3, estimator=known)
     scored = from_first(score, alone, batches(size), its, one.options, stream=dither.Stream(0, "snip", "3"), step=3)
     one._group = dist.new_group([rank], use_local_synchronization=True)
     for step in range(3, 6):
@@ -242,7 +242,7 @@ def check_tensor_parallel() -> None:
     real = from_first(verify, alone, batches(1, seed=4), its, expected, TILES, **given)
     pairs = zip(chain(*truth.weights), chain(*real.weights), strict=True)
     assert all(a == pytest.approx(b, rel=2e-3, abs=1e-7) for a, b in pairs)
-    snip = Snip(model, optimizer, plan, goal=GOAL, schedule=AT_3, options=TILES)
+    snip = Snip(dither.Conversion.of(model), optimizer, goal=GOAL, schedule=AT_3, options=TILES)
     for step in range(3, 6):
         decision = snip.before_step(step, batches(2))
         assert (decision is not None) == (step == 4)
@@ -334,7 +334,8 @@ def check_pipeline(schedule: type, probes: Sequence[str]) -> None:
     assert torch.equal(model.calls, calls)
     assert all(torch.equal(p.grad, before[name]) for name, p in model.named_parameters())
     how = {"goal": GOAL, "schedule": AT_3, "forward": forward, "setup": TrainingSetup(pipeline=dist.group.WORLD)}
-    snip = Snip(model, optimizer, "fp8-block", **how)
+    conversion = dither.Conversion(model, dither.recipe("fp8-block"), (), (), stages=())
+    snip = Snip(conversion, optimizer, **how)
     for step in range(3, 6):
         decision = snip.before_step(step, whole)
         assert (decision is not None) == (step == 4)
@@ -347,9 +348,9 @@ def check_pipeline(schedule: type, probes: Sequence[str]) -> None:
         with dither.step_context(model, step=step):
             forward(model, whole[0])
         optimizer.step()
-    again = Snip(model, optimizer, "fp8-block", **how)
+    again = Snip(dither.Conversion(model, dither.recipe("fp8-block"), (), (), stages=()), optimizer, **how)
     again.load_state_dict(snip.state_dict())
-    assert again.plan == snip.plan
+    assert again.conversion.plan == snip.conversion.plan
 
 
 def check_pipeline_refused() -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from torch import Tensor, nn
 
-from dither.checkpoint import write
+from dither import checkpoint
 from dither.console import ProgressBars, counter, print_table
 from dither.data import Batch
 from dither.errors import UserError
@@ -119,7 +119,9 @@ def plan(
     snip = {"probe": found.probe, "power": power, **weights_said(loss_weight, update_weight)}
     ways: dict[str, dict[str, Any]] = {"snip": snip, "random": {"seed": seed}}
     said = ways.get(method, {})
-    chosen = plan_of(found.layers, given, solution, opened.job.plan, method=method, step=found.step, **said, **goal.provenance)
+    chosen = plan_of(
+        found.layers, given, solution, opened.job.conversion.plan, method=method, step=found.step, **said, **goal.provenance
+    )
     _write(output, chosen.to_json())
     _write(scores, found.to_json() + "\n")
     print(picture(chosen))
@@ -398,7 +400,7 @@ def _opened(path: str, device: str | None, emulate: bool, fallback: Fallback | N
         if ranks.world > 1:
             raise UserError("dither plan runs in one process: start it without torchrun.")
         with bars.stage(f"Reading {path}"):
-            point = given if folder != given else write.newest(folder / CHECKPOINTS)[0]
+            point = given if folder != given else checkpoint.newest(folder / CHECKPOINTS)[0]
             if point is None:
                 raise UserError(f"The run {path!r} has no whole checkpoint yet: train it for a while first.")
             job = Trainer(run, open_corpus(run, folder, ranks), ranks, initial=False)

@@ -20,7 +20,7 @@ from torch import distributed as dist
 from torch import nn
 
 from dither.errors import UserError
-from dither.nn.convert import apply_plan, prepare_plans
+from dither.nn.convert import Conversion
 from dither.ops.ranks import first_error, gather
 from dither.snip.divergence import Scores
 from dither.snip.dry_run import DryRun
@@ -96,13 +96,12 @@ class Estimates:
 
 
 class WithBasePlan:
-    """Base of `dither.snip.Snip` with its base plan and the plan in force."""
+    """Base of `dither.snip.Snip` with its base plan."""
 
     base: Plan
     """New plans change the casts of its layers and keep the rest."""
-    plan: Plan
-    """The plan in force."""
-    model: nn.Module
+    conversion: Conversion
+    """The model, with the plan in force."""
     schedule: Schedule
     rests: bool
     """True while no statistics are taken and nothing is chosen."""
@@ -110,12 +109,6 @@ class WithBasePlan:
     _chosen: bool
     _begun: Any
     _pending: Any
-    _setup: TrainingSetup
-
-    def begin_base(self, base: Plan | str) -> None:
-        """Set the first base, which the model has already."""
-        self.base = self.plan = recipe(base) if isinstance(base, str) else base
-        self.rests, self._again = False, False
 
     def rebase(self, base: Plan | str, *, chooses: bool | None = None) -> None:
         """Apply another base plan to the model, between steps, and choose on top of it from now on.
@@ -128,8 +121,8 @@ class WithBasePlan:
             chooses: False lets SNIP rest until the next `rebase`; None does so if the base casts nothing.
         """
         plan = recipe(base) if isinstance(base, str) else base
-        self._switch(plan)
-        self.base = self.plan = plan
+        self.conversion.switch(plan)
+        self.base = plan
         self.rests = plan.uncast if chooses is None else not chooses
         self._again, self._chosen, self._begun, self._pending = not self.rests, False, None, None
 
@@ -140,15 +133,6 @@ class WithBasePlan:
         due = self.schedule.measures_at(step) or (self._again and step >= self.schedule.start)
         self._again &= not due
         return due
-
-    def _switch(self, wanted: Plan) -> None:
-        """Apply a plan to the model; in a pipeline, the rules that match layers of this stage."""
-        if self._setup.pipeline is not None:
-            names = list(layers_of(self.model, some=False))
-            wanted = wanted.for_layers(names)
-            if not names:
-                return
-        apply_plan(self.model, wanted)
 
     def base_state(self) -> dict[str, Any]:
         """Return the base in plain values for a checkpoint."""
@@ -227,11 +211,11 @@ class Snip(WithBasePlan):
     >>> import torch, dither
     >>> from dither.snip import Estimator, Goal, Schedule
     >>> model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
-    >>> _ = dither.convert(model, "fp8-block")
+    >>> conversion = dither.convert(model, "fp8-block")
     >>> optimizer = dither.optim.AdamW(model.named_parameters())
     >>> loss = lambda model, x: (model(x) - x).square().mean()
     >>> goal, schedule, estimator = Goal(target=0.5), Schedule(start=1, delay=1), Estimator(probe="direct")
-    >>> snip = Snip(model, optimizer, "fp8-block", goal=goal, schedule=schedule, estimator=estimator, forward=loss)
+    >>> snip = Snip(conversion, optimizer, goal=goal, schedule=schedule, estimator=estimator, forward=loss)
     >>> for step in range(3):
     ...     x = torch.randn(8, 16)
     ...     if decision := snip.before_step(step, [x]):
@@ -245,9 +229,8 @@ class Snip(WithBasePlan):
 
     def __init__(
         self,
-        model: nn.Module,
+        conversion: Conversion,
         optimizer: Any,
-        base: Plan | str,
         *,
         options: "str | Iterable[Any]" = "fp8,fp4",
         goal: Goal | None = None,
@@ -260,10 +243,9 @@ class Snip(WithBasePlan):
         """Prepare to choose precisions for a model.
 
         Args:
-            model: A converted model, or in a pipeline the module of this rank's stage.
-            optimizer: Its optimizer.
-            base: The plan, or the name of the recipe, that the model was converted with. New plans change the casts of its
-                layers and keep the rest.
+            conversion: What `convert` returned for the model, or in a pipeline for the module of this rank's stage. New plans
+                change the casts of the layers of its plan and keep the rest.
+            optimizer: The optimizer of the model.
             options: Options of each layer, as `dither.snip.options` takes them.
             goal: What plans must reach.
             schedule: When to take statistics and when to change the plan.
@@ -286,12 +268,14 @@ class Snip(WithBasePlan):
                 "SNIP's estimates are backward passes that must change no weight, and this optimizer updates weights in them: "
                 "set optimizer.released.enabled = False except during training's own backward passes."
             )
-        self.model, self.optimizer = model, optimizer
-        self.begin_base(base)
-        layers_of(model, some=setup.pipeline is None)  # raises if the model was not converted
-        self.options = prepared(model, self.base, combinations(options))
+        self.conversion, self.optimizer, self.base = conversion, optimizer, conversion.plan
+        self.rests, self._again = False, False
+        if setup.pipeline is not None and conversion.stages is None:
+            conversion.stages = ()
+        model = conversion.model
+        layers_of(model, some=setup.pipeline is None)  # raises if there is nothing to choose for
+        self.options = prepared(conversion, combinations(options))
         self.goal, self.schedule, self.estimator = goal, schedule, estimator
-        self._setup = setup
         # With parts of the model on several ranks, all ranks share a choice; otherwise those of `group` do.
         self._partial = setup.pipeline is not None or cut_by_tensor_parallelism(model)
         self._group = None if self._partial else setup.group
@@ -352,7 +336,7 @@ class Snip(WithBasePlan):
 
     def _measure_times(self, scores: Scores) -> Times:
         shapes = [(layer.M, layer.N, layer.K) for layer in scores.statistics.layers]
-        return measure_times(shapes, self.options, path=self.goal.times, device=next(self.model.parameters()).device)
+        return measure_times(shapes, self.options, path=self.goal.times, device=next(self.conversion.model.parameters()).device)
 
     def _harm(self, scores: Scores) -> list[list[float]]:
         return scores.harm(self.estimator.loss_weight, self.estimator.update_weight, self.estimator.power)
@@ -362,7 +346,7 @@ class Snip(WithBasePlan):
         if self._rank != 0:
             return _Pending(scores, due, None)
         answer: Future[_Answer] = Future()
-        now = choice_of(scores.layers, self.options, self.plan) if self._chosen else None
+        now = choice_of(scores.layers, self.options, self.conversion.plan) if self._chosen else None
         harm = self._harm(scores)
 
         def think() -> None:
@@ -389,13 +373,13 @@ class Snip(WithBasePlan):
             if error := self._apply(scores, answer.solution):
                 return self._stay(step, scores.step, error, scores)
             self._chosen = True
-        return Decision(step, scores.step, self.plan, answer.solution is not None, answer.reason, scores)
+        return Decision(step, scores.step, self.conversion.plan, answer.solution is not None, answer.reason, scores)
 
     def _stay(self, step: int, measured: int, reason: str, scores: Scores | None) -> Decision:
         """Keep the plan because something went wrong, and report it."""
         if self._rank == 0:
             self.on_failure(f"snip keeps its plan at step {step}: {reason}")
-        return Decision(step, measured, self.plan, False, reason, scores)
+        return Decision(step, measured, self.conversion.plan, False, reason, scores)
 
     def _apply(self, scores: Scores, solution: Solution) -> str:
         """Apply the plan on every rank, or on none if it fails on one. Return the first rank's error, or ""."""
@@ -405,17 +389,15 @@ class Snip(WithBasePlan):
             **self.estimator.provenance,
             "step": scores.step,
         }
-        mine = ""
+        mine, before = "", self.conversion.plan
         try:
             chosen = build_plan(scores.layers, self.options, solution, self.base, **said, **self.goal.provenance)
-            self._switch(chosen)
+            self.conversion.switch(chosen)
         except UserError as problem:
             mine = str(problem)
         error = first_error(mine, self._group)
-        if not error:
-            self.plan = chosen
-        elif not mine:  # it failed on another rank
-            self._switch(self.plan)
+        if error and not mine:  # it failed on another rank
+            self.conversion.switch(before)
         return error
 
     @property
@@ -435,7 +417,7 @@ class Snip(WithBasePlan):
         return {
             "version": VERSION,
             "goal": _described_goal(self.goal, self.estimator, self.options),
-            "plan": self.plan.to_dict(),
+            "plan": self.conversion.plan.to_dict(),
             **self.base_state(),
             "chosen": self._chosen,
             "pending": answer,
@@ -446,8 +428,8 @@ class Snip(WithBasePlan):
         """Continue from a saved state: apply its plan to the model, and choose from its pending estimates."""
         described = _described_goal(self.goal, self.estimator, self.options)
         same, saved, begun, pending = _read(state, described, self.schedule.delay)
-        self._switch(saved)
-        self.plan, self._chosen = saved, bool(state["chosen"]) and same
+        self.conversion.switch(saved)
+        self._chosen = bool(state["chosen"]) and same
         self.load_base_state(state)
         self._begun, self._pending = None, None
         names = tuple(option.name for option in self.options)
@@ -472,17 +454,16 @@ def is_ready(snip: Snip, step: int, seconds: float = 0.0) -> bool:
     return bool(wait([pending.answer], timeout=seconds).done)
 
 
-def prepared(model: nn.Module, base: Plan, options: tuple[Option, ...]) -> tuple[Option, ...]:
+def prepared(conversion: Conversion, options: tuple[Option, ...]) -> tuple[Option, ...]:
     """Return the options, after preparing the layers for them, so that plans change without compiling again."""
-    names = layers_of(model, some=False)
+    names, base = layers_of(conversion.model, some=False), conversion.plan
     samplings = [precision.sampling for name in names if (precision := base.for_layer(name)) is not None]
     if any(each and each.recompute for each in samplings) and not all(option.precision.uncast for option in options):
         raise UserError(
             "A Sampling with recompute=True keeps no copy of the weight, but the casts that SNIP chooses do: use "
             "recompute=False with SNIP."
         )
-    if names:  # a stage of a pipeline may have none
-        prepare_plans(model, [replace(base, layers=(), default=option.precision) for option in options])
+    conversion.prepare(replace(base, layers=(), default=option.precision) for option in options)
     return options
 
 
