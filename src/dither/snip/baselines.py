@@ -25,7 +25,7 @@ from dither.snip.savings import efficiency
 from dither.snip.settings import Goal
 from dither.snip.solver import SLACK, Solution
 from dither.snip.statistics import Statistics
-from dither.spec import OPERANDS, PARTS, PRODUCTS, Cast, matches
+from dither.spec import OPERANDS, PARTS, PRODUCTS, Cast
 from dither.spec.random import Stream
 
 Baseline = Callable[[Statistics, Sequence[Option], Goal], Solution]
@@ -78,7 +78,7 @@ def layer_type(statistics: Statistics, options: Sequence[Option], goal: Goal) ->
     """Give attention the narrowest option first, then the MLP."""
     names = [layer.name for layer in statistics.layers]
     ranks = {"qkv": 0, "out": 0, "down": 1, "up": 2}
-    kinds = [next((rank for part, rank in ranks.items() if matches(PARTS[part], name)), None) for name in names]
+    kinds = [next((rank for part, rank in ranks.items() if PARTS[part].fullmatch(name)), None) for name in names]
     if None in kinds:
         raise UserError(
             f"E-layer-type needs to know the type of every layer, and {names[kinds.index(None)]!r} is none of "
