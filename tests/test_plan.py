@@ -261,7 +261,7 @@ def test_plans_need_no_torch():
     [
         (lambda: Plan((("a", FP8), ("a", None))), "two rules for 'a'"),
         (lambda: Plan((("re:(", FP8),)), "'re:(' is a regular expression, and patterns are globs: write a glob, such as"),
-        (lambda: Plan(((r"re:h\.[0-3]\..*", FP8),)), r"is a regular expression, .* write 'h\.\[0-3\]\.\*'\.$"),
+        (lambda: Plan(((r"re:h\.[0-3]\..*", FP8),)), "is a regular expression, and patterns are globs: write 'h.[0-3].*'."),
         (lambda: Plan((("*" + "a" * 1000, FP8),)), "has 1,001 characters, and 1,000 are the most"),
         (lambda: Plan((("a", "fp8"),)), "The plan's rule for 'a' is a LayerPrecision or None, not 'fp8'"),
         (lambda: Plan((("", FP8),)), "pairs of a pattern and a LayerPrecision or None, not ('', "),
