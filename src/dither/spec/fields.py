@@ -16,10 +16,12 @@ from dither.spec import did_you_mean
 
 @cache
 def sentences(cls: type) -> dict[str, str]:
-    """Return the sentence under each field, read from the source of the class."""
+    """Return the sentence under each field, read from the source of the class and of its parents."""
+    found = {
+        name: text for parent in reversed(cls.__bases__) if parent is not object for name, text in sentences(parent).items()
+    }
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(tree, ast.ClassDef)
-    found = {}
     for each, below in zip(tree.body, tree.body[1:], strict=False):
         if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name) and isinstance(below, ast.Expr):
             assert isinstance(below.value, ast.Constant)
