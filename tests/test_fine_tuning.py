@@ -12,10 +12,10 @@ import dither
 from dither import checkpoint, cli
 from dither.data import train_bpe
 from dither.errors import UserError
+from dither.evaluate.held_out import evaluating
 from dither.models import build, open_model
 from dither.models.lora import adapt, merged_model, narrow_base
 from dither.nn import FrozenLinear, freeze_base, thaw_base
-from dither.nn.deployment import evaluating
 from dither.nn.layers import Conv1D
 from dither.train.config import loads
 from dither.train.lora_settings import Lora

@@ -16,6 +16,7 @@ from dither.checkpoint.state import plan_of
 from dither.console import Stage, silent
 from dither.data import Corpus, Tokenizer, load_tokenizer
 from dither.errors import UserError
+from dither.evaluate.deploy import Evaluate, plan_from_bitwidths
 from dither.evaluate.held_out import perplexity
 from dither.exporting.folder import SLACK
 from dither.exporting.tokenizer_files import AnyTokenizer
@@ -23,7 +24,6 @@ from dither.models import CausalLM
 from dither.models.lora import merged_model
 from dither.models.open import find_model, open_model
 from dither.nn.convert import convert
-from dither.nn.deployment import Evaluate, plan_from_bitwidths
 from dither.spec import Plan
 from dither.train.config import Config, RunSettings
 from dither.train.evaluation import _other, config_of

@@ -17,9 +17,8 @@ from dither.errors import UserError
 from dither.models import preset
 from dither.models.open import find_model, open_model
 from dither.models.presets import skeleton
-from dither.nn.convert import _reasons
-from dither.nn.deployment import _weight
-from dither.nn.sites import find_sites
+from dither.nn.convert import reasons_left_alone
+from dither.nn.sites import find_sites, weight_of
 from dither.numerics.counts import COUNTS, SAMPLE, cast_counts, update_counts
 from dither.numerics.monitor import weight_and_update
 from dither.numerics.report import WeightUpdate, finite
@@ -133,10 +132,10 @@ def _all_inspected(weights: Sequence[_Weight], casts: Sequence[Cast], stage: Sta
 
 def _of_model(model: nn.Module) -> Iterator[_Weight]:
     sites = find_sites(model)
-    left = _reasons(model, Plan(default=LayerPrecision()), sites, (), ())
+    left = reasons_left_alone(model, Plan(default=LayerPrecision()), sites, (), ())
     for site in sites:
         if site.name not in left:
-            _, weight, axis = _weight(site)
+            _, weight, axis = weight_of(site)
             yield _Weight(site.name, weight.detach(), axis % weight.dim())
 
 

@@ -16,13 +16,13 @@ from torch import nn
 from dither.console import Stage, silent
 from dither.data import Corpus, Tokenizer, is_prepared, load_tokenizer, open_tokens, prepare
 from dither.errors import UserError
+from dither.evaluate.deploy import Deployment, deploy, plan_from_bitwidths, weight_cast
 from dither.evaluate.estimates import Estimate, paired
-from dither.evaluate.held_out import Perplexity, TaskScore, perplexity
+from dither.evaluate.held_out import Perplexity, TaskScore, evaluating, perplexity, replaced
 from dither.models import CausalLM
 from dither.models.lora import merged_model
 from dither.models.open import Found, find_model, open_model
 from dither.nn.convert import convert
-from dither.nn.deployment import Deployment, deploy, evaluating, plan_from_bitwidths, replaced, weight_cast
 from dither.spec import Cast, LayerPrecision, Plan
 from dither.spec.recipes import recipe
 from dither.train.config import Config, RunSettings, loads

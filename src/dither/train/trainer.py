@@ -23,7 +23,7 @@ from dither.models.lora import adapt, narrow_base
 from dither.models.open import check_same_base, load_weights, origin_of
 from dither.models.presets import blank, draw_parts
 from dither.nn import Conversion, Linear, bitwidth_loss, convert, effective_precision, param_groups, step_context
-from dither.nn.deployment import block_bitwidths
+from dither.nn.bitwidths import block_bitwidths
 from dither.numerics import Monitor, Report
 from dither.ops.ranks import gather
 from dither.optim import Training, roles, training
