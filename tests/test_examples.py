@@ -178,6 +178,7 @@ def test_nearest_never_arrives_and_every_update_is_below_half_the_spacing():
     assert moved[-1].item() == stagnation.GOAL  # larger ones do arrive
 
 
+@pytest.mark.exhaustive
 def test_float32_is_torchs_adam():
     """The whole loop as one would write it: the loss function, backward, torch.optim.Adam, a scheduler."""
     x = torch.nn.Parameter(torch.tensor(stagnation.START))

@@ -211,11 +211,9 @@ LAYOUTS = {
     8: [Layout(dp_shard=8), Layout(tp=8), Layout(dp_shard=4, tp=2), Layout(dp_replicate=2, dp_shard=2, tp=2)],
 }
 ORDINARY = {
-    (Layout(dp_shard=2), "gaussws-fp8", "codes"),
     (Layout(tp=2), "fp4-block", "weights"),
     (Layout(dp_shard=3), "mxfp8", "codes"),
     (Layout(dp_shard=2, tp=2), "gaussws-fp8", "codes"),
-    (Layout(dp_replicate=2), "fp4-block", "weights"),
 }
 CASES = [
     only((layout, method, gather), (layout, method, gather) in ORDINARY)
@@ -275,7 +273,7 @@ def check_training(layout: Layout, method: str, steps: int) -> None:
         only((layout, method, steps), kept)
         for layout in (Layout(dp_shard=2), Layout(tp=2), Layout(dp_shard=3), Layout(dp_shard=2, tp=2))
         for method in METHODS
-        for kept in ((layout.tp, layout.dp_shard, method) == (2, 2, "adam-mini"),)
+        for kept in ((layout, method) == (Layout(dp_shard=2), "adam-mini"),)
         for steps in (3 if kept else 8,)
     ],
     ids=str,
@@ -348,7 +346,7 @@ def check_bytes() -> None:
 def check_evaluation() -> None:
     """In evaluation, outside of a step_context, gathered codes and unsampled weights are those of whole weights."""
     text = tokens()[:2]
-    for method in ("fp4-block", "gaussws", "gaussws-fp8"):
+    for method in ("gaussws", "gaussws-fp8"):
         losses = []
         for gather in ("weights", "codes"):
             model = dither.parallelize(converted(method), Layout(dp_shard=2).mesh("cpu"), gather=gather)
@@ -415,7 +413,7 @@ def check_memory() -> None:
     known = dict(build(sizes, seed=3).named_parameters())
     weights = sum(p.nbytes for p in known.values())
     alone = 3 * weights  # with two moments in float32
-    for layout in (Layout(dp_shard=4), Layout(dp_shard=2, tp=2)):
+    for layout in (Layout(dp_shard=2, tp=2),):
         with Allocations() as seen:
             model = blank(sizes, "cpu")
             dither.convert(model, METHODS["fp8-block"][0])
@@ -469,12 +467,11 @@ def small(method: str) -> nn.Module:
 def check_one_rank() -> None:
     """FSDP2 over one rank, with codes that layers hold for the step, gives the bits of no FSDP2, also in another dtype."""
     mesh = Layout().mesh("cpu")["dp_shard"]
-    for method in ("fp4-block", "gaussws-fp8"):
-        model = small(method)
-        gather_codes(model, mesh, None)
-        shard_weights(model, mesh, reshard_after_forward=True)
-        assert set(gathered(model).values()) == {"codes"}
-        assert losses_of(model, Layout()) == losses_of(small(method), Layout()), method
+    model = small("gaussws-fp8")
+    gather_codes(model, mesh, None)
+    shard_weights(model, mesh, reshard_after_forward=True)
+    assert set(gathered(model).values()) == {"codes"}
+    assert losses_of(model, Layout()) == losses_of(small("gaussws-fp8"), Layout())
     narrow, every = MixedPrecisionPolicy(param_dtype=torch.bfloat16), []
     for coded in (False, True):
         model = small("fp8-block")
@@ -532,7 +529,7 @@ def hugging_face() -> nn.Module:
 def check_models() -> None:
     plan = Plan(default=LayerPrecision())  # no casts: sums in another order are the only difference
     for made in (gpt2, gpt_neo, hugging_face):
-        for options in ({}, {"sequence_parallel": False, "loss_parallel": False}):
+        for options in ({}, {"sequence_parallel": False, "loss_parallel": False})[: 2 if made is gpt2 else 1]:
             single, model = made(), made()
             dither.convert(model, plan)
             dither.parallelize(model, Layout(tp=2).mesh("cpu"), **options)

@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from sweeps import only
-from test_train_parallel import METHODS, in_ranks, settings, wide_preset
+from test_train_parallel import METHODS as SEPARATE
 from test_train_parallel import folder as folder  # a fixture
+from test_train_parallel import in_ranks, settings, wide_preset
 from torch import Tensor, nn
 from worlds import environment, free_port, needs_gloo, start, wait
 
@@ -34,6 +35,8 @@ from dither.train.trainer import Trainer
 
 pytestmark = needs_gloo
 
+EVERYTHING = (*SEPARATE["snip"], "precision.states=dynamic8", "precision.sampling.noise=rounded_normal")
+METHODS = {**SEPARATE, "everything": EVERYTHING}
 BATCH = 12
 """Sequences per step: each of 1, 2 or 3 data-parallel ranks has an even number of them, as pipelines of two ranks need."""
 LAYOUTS = {
@@ -86,18 +89,22 @@ def without_times(plain: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("method", "layout"),
+    ("method", "layouts"),
     [
-        only((method, layout), (method, layout) == ("snip", "PP 2"))
-        for method in ("gaussws", "bf16-sr", "dynamic8", "adam-mini", "snip")
-        for layout in LAYOUTS
+        ("everything", ("one", "FSDP2 3", "PP 2")),
+        *(only((method, tuple(LAYOUTS)), False) for method in ("gaussws", "bf16-sr", "dynamic8", "adam-mini", "snip")),
     ],
 )
-def test_a_checkpoint_is_restored_in_every_layout(folder: Path, method: str, layout: str) -> None:
+def test_a_checkpoint_is_restored_in_other_layouts(folder: Path, method: str, layouts: tuple[str, ...]) -> None:
     saved = folder / name_of(method)
-    if not saved.exists():
-        more = [*METHODS[method], f"run.steps={STEPS + 1}", f"run.save_every={STEPS}", f"data.micro_batch={BATCH // 2}"]
-        in_ranks(4, folder, (saved.name, BATCH, [*more, "parallel.dp_shard=2", "parallel.tp=2"], False))
+    more = [*METHODS[method], f"run.steps={STEPS}", f"run.save_every={STEPS}", f"data.micro_batch={BATCH // 2}"]
+    in_ranks(4, folder, (saved.name, BATCH, [*more, "parallel.dp_shard=2", "parallel.tp=2"], False))
+    for layout in layouts:
+        check_restored(folder, method, layout)
+
+
+def check_restored(folder: Path, method: str, layout: str) -> None:
+    saved = folder / name_of(method)
     world = LAYOUTS[layout][0]
     wait(start(_restored, (world, free_port(), folder, method, layout), world))
     path = f"step-{STEPS:08d}"

@@ -94,8 +94,8 @@ def check_same(found: Scores, expected: Scores, what: object) -> None:
 
 
 def check_scores() -> None:
-    """Every probe with FSDP2 over the whole model, and two of them over every layer."""
-    check_sharded({"root": PROBES, "up down out root": ("joint", "direct")})
+    """Two probes with FSDP2 over the whole model, and two over every layer."""
+    check_sharded({"root": ("direct", "measure"), "up down out root": ("joint", "direct")})
 
 
 def check_every_score() -> None:
@@ -300,14 +300,14 @@ def staged(schedule: type):
 
 
 def check_gpipe() -> None:
-    check_pipeline(ScheduleGPipe, ("last",))
-
-
-def check_gpipe_with_every_probe() -> None:
     check_pipeline(ScheduleGPipe, PROBES)
 
 
 def check_1f1b() -> None:
+    check_pipeline(Schedule1F1B, ("direct", "measure"))
+
+
+def check_1f1b_with_every_probe() -> None:
     check_pipeline(Schedule1F1B, PROBES)
 
 
@@ -386,11 +386,12 @@ def check_pipeline_refused() -> None:
     ("size", "check"),
     [
         *in_processes(2, check_truth_and_plans, check_refused),
-        *in_processes(2, check_tensor_parallel, check_gpipe, check_pipeline_refused),
-        *in_processes(3, check_scores, check_1f1b, check_ranks),
+        *in_processes(2, check_tensor_parallel, check_scores, check_pipeline_refused),
+        *in_processes(3, check_1f1b, check_ranks),
         *in_processes(2, check_fsdp_with_tensor_parallelism),
-        *in_processes(2, check_every_score, check_1f1b, check_gpipe_with_every_probe, marks=pytest.mark.exhaustive),
-        *in_processes(3, check_every_score, check_tensor_parallel, check_gpipe_with_every_probe, marks=pytest.mark.exhaustive),
+        *in_processes(2, check_every_score, check_1f1b_with_every_probe, check_gpipe, marks=pytest.mark.exhaustive),
+        *in_processes(3, check_every_score, check_1f1b_with_every_probe, check_gpipe, marks=pytest.mark.exhaustive),
+        *in_processes(3, check_tensor_parallel, marks=pytest.mark.exhaustive),
         *in_processes(4, check_fsdp_with_tensor_parallelism, marks=pytest.mark.exhaustive),
     ],
 )

@@ -188,7 +188,7 @@ def check_like_one(folder: Path, layout: str, method: str, steps: int) -> tuple[
 
 # The layouts ----------------------------------------------------------------------------------------------------------
 
-THIN = (("FSDP2", "snip", 3), ("TP", "gaussws", 2), ("PP", "snip", 3))
+THIN = (("FSDP2", "dynamic8", 2), ("TP", "gaussws", 2), ("PP", "snip", 3))
 """Layouts, methods and steps that ordinary tests train; the others are exhaustive. SNIP changes the plan at step 2."""
 
 
@@ -258,31 +258,6 @@ def test_every_method_in_every_layout(folder: Path, layout: str) -> None:
     for method in METHODS:
         difference, bound = check_like_one(folder, layout, method, 20)
         print(f"{layout:<16} {method:<10} {difference:.1e} of {bound:.1e}")  # the table of docs/parallel.md, by pytest -s
-
-
-# Checkpoints ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_run_resumes_in_another_layout(folder: Path) -> None:
-    """Saved by 4 ranks (FSDP2 x TP) after a step, and resumed by 1, by 3, and by a pipeline of 2: the same second step."""
-    more, three = [*FP8, "precision.states=dynamic8", "run.steps=2", "run.save_every=1"], ["data.micro_batch=3"]
-    in_ranks(4, folder, ("saved", 6, [*more, *three, "parallel.dp_shard=2", "parallel.tp=2"], False))
-    outs = {
-        "one": (1, three),
-        "two": (2, [*three, "parallel.pp=2"]),
-        "three": (3, ["data.micro_batch=2", "parallel.dp_shard=3"]),
-    }
-    for out, (world, layout) in outs.items():
-        shutil.copytree(folder / "saved", folder / out)
-        write.drop(folder / out / "checkpoints", after=1)
-        in_ranks(world, folder, (out, 6, [*more, *layout], True))
-    saved, _ = write.load(folder / "saved" / "checkpoints" / "step-00000001")
-    assert any(name.endswith("exp_avg_scale") for name in saved)
-    found = {out: losses(folder / out) for out in outs}
-    assert {each[0] for each in found.values()} == {losses(folder / "saved")[0]}
-    # Only the sums of gradients have another order after it.
-    assert found["two"] == found["one"]
-    assert found["three"] == pytest.approx(found["one"], rel=1e-6)
 
 
 # Data -----------------------------------------------------------------------------------------------------------------
