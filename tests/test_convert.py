@@ -568,7 +568,7 @@ def test_what_the_gpu_cannot_take(model, gpu, capability):
         assert layer.precision == plan.for_layer(layer.name)
     assert "multiplies in float32: blocks.*.up (2): " in str(record)
     apply_plan(emulated, Plan(default=LayerPrecision.of("mxfp8", "mxfp8", "mxfp8")) if capability >= (7, 0) else Plan())
-    assert not any(module.emulates_here for module in emulated.modules() if isinstance(module, Linear))
+    assert not any(module.choice.emulates for module in emulated.modules() if isinstance(module, Linear))
 
     record = convert(model, plan, fallback="bf16")
     assert names(record) == LAYERS

@@ -474,7 +474,7 @@ def test_held_codes_stay_where_they_are() -> None:
     addresses = []
     for step in range(2):
         with step_context(net, step=step), torch.no_grad():
-            codes = net.up.step_state.codes
+            codes = net.up.cache.codes
             addresses.append([codes.along.values.data_ptr(), codes.across.scale.data_ptr()])
         with torch.no_grad():
             net.up.weight.mul_(3)
@@ -540,8 +540,8 @@ def test_a_layer_that_was_not_used_goes_on_measuring() -> None:
     net = Net(precision("fp8-delayed"))
     with step_context(net, step=0):
         net.up(torch.randn(4, 32)).sum().backward()
-    assert not net.up.measures_now
-    assert net.down.measures_now
+    assert not net.up.delayed.measures_now
+    assert net.down.delayed.measures_now
 
 
 def test_histories_are_saved_and_loaded() -> None:

@@ -725,7 +725,8 @@ def phase_text(tmp_path_factory):
 def config(phase_text: Path, out: Path, *more: str) -> Config:
     small = ["data.sequence=8", "data.batch=2", "run.steps=6", "run.eval_every=0", "run.sample_every=0", "run.save_every=0"]
     return configs.override(
-        Config(), [f'data.sources=["{text}"]', f'run.out="{out}"', *small, "run.eval_sequences=8", "run.device=cpu", *more]
+        Config(),
+        [f'data.sources=["{phase_text}"]', f'run.out="{out}"', *small, "run.eval_sequences=8", "run.device=cpu", *more],
     )
 
 

@@ -461,7 +461,7 @@ def test_an_optimizer_inside_ends_the_step(make):
     with step_context(layer, step=1):  # the optimizer of other weights ends nothing
         other = make(nn.Linear(2, 2).named_parameters(), lr=0.1)
         other.step()
-        assert layer.step_state.holds_weight
+        assert layer.cache.ready
 
 
 def test_an_optimizer_inside_moves_histories_on_once():
@@ -499,7 +499,7 @@ def test_steps_inside_steps():
     assert same(found, wanted)
     with step_context(layer, step=7):
         assert torch.equal(gradient(layer, x), inner)
-    assert not layer.step_state.active
+    assert not layer.cache.active
 
 
 def test_errors_and_evaluation_leave_nothing_behind():
@@ -508,7 +508,7 @@ def test_errors_and_evaluation_leave_nothing_behind():
         wanted = [gradient(layer, x) for _ in range(2)]
     with contextlib.suppress(RuntimeError), step_context(layer, step=0):
         raise RuntimeError
-    assert not layer.step_state.active
+    assert not layer.cache.active
     with step_context(layer, step=0):
         found = [gradient(layer, x)]
         layer.eval()
@@ -530,8 +530,8 @@ def test_copies_inside_a_step_are_outside(method):
         gradient(model, x)
         copies = [copy.deepcopy(model), torch.optim.swa_utils.AveragedModel(model).module, pickle.loads(pickle.dumps(model))]
     for made in copies:
-        assert not made[0].step_state.active
-        assert not made[0].step_state.holds_weight
+        assert not made[0].cache.active
+        assert not made[0].cache.ready
         assert made[0].draws is not model[0].draws
         assert made[0].draw_handle != model[0].draw_handle
         with step_context(made, step=4), step_context(model, step=4):
@@ -683,7 +683,7 @@ def test_places_are_found_where_torch_keeps_them():
 
 def test_a_cast_that_rounds_to_nearest_asks_for_no_place():
     layer = Linear(32, 32, precision=LayerPrecision(input=Cast.parse("e4m3 tile(32)")))
-    assert layer._drawn_at(8) is None
+    assert layer._place(8) is None
 
 
 # Captured passes of own loops without a GPU ----------------------------------------------------------------------------

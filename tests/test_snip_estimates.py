@@ -106,8 +106,9 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
         found |= {f"state {name} {key}": value.clone() for key, value in optimizer.state[p].items()}
     for name, module in model.named_modules():
         if isinstance(module, dither.Linear):
-            found[f"layer {name}"] = (module.precision, module.seed, module.emulate, module.measures_now, module._seen_version)
-            found[f"settings {name}"] = module._settings
+            found[f"layer {name}"] = (module.choice, module.seed, module.emulate)
+            found[f"delayed {name}"] = (module.delayed.measures_now, module.delayed.seen_version)
+            found[f"settings {name}"] = module.program
     return found | {"generator": torch.get_rng_state(), "training": model.training, "version": model.up.weight._version}
 
 

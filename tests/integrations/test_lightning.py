@@ -62,7 +62,7 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
 
 
 def is_active(model: nn.Module) -> bool:
-    return any(module.step_state.active for module in model.modules() if isinstance(module, Linear))
+    return any(module.cache.active for module in model.modules() if isinstance(module, Linear))
 
 
 @functools.cache

@@ -221,7 +221,7 @@ def test_an_error_leaves_no_step_open(tmp_path):
     trainer = integration.DitherTrainer(model, arguments(tmp_path), **given)
     with pytest.raises(RuntimeError, match="stop here"):
         train(trainer)
-    assert not any(module.step_state.active for module in model.modules() if isinstance(module, Linear))
+    assert not any(module.cache.active for module in model.modules() if isinstance(module, Linear))
 
 
 # Logs -------------------------------------------------------------------------------------------------------------------
@@ -393,7 +393,7 @@ def test_optimizer_steps_need_an_accelerator():
     with pytest.raises(RuntimeError, match="stop here"), steps:
         raise RuntimeError("stop here")
     assert steps.step == 0
-    assert not any(module.step_state.active for module in model.modules() if isinstance(module, Linear))
+    assert not any(module.cache.active for module in model.modules() if isinstance(module, Linear))
 
 
 def test_a_missing_library_is_named(monkeypatch):
