@@ -35,7 +35,7 @@ from dither.train.trainer import Trainer
 
 pytestmark = needs_gloo
 
-EVERYTHING = (*SEPARATE["snip"], "precision.states=dynamic8", "precision.sampling.noise=rounded_normal")
+EVERYTHING = (*SEPARATE["snip"], "precision.states=dynamic8", "precision.sampling.parts=qkv")
 METHODS = {**SEPARATE, "everything": EVERYTHING}
 BATCH = 12
 """Sequences per step: each of 1, 2 or 3 data-parallel ranks has an even number of them, as pipelines of two ranks need."""
