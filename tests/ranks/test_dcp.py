@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from worlds import needs_gloo, spread
+from worlds import ranks
 
 from dither import UserError
 from dither.checkpoint import foreign
@@ -63,9 +63,8 @@ def save_sharded(folder: Path) -> None:
     dcp.save(plain, storage_writer=HuggingFaceStorageWriter(str(folder / "hf"), save_distributed=True))
 
 
-@needs_gloo
 def test_what_ranks_saved_is_read_as_torch_reads_it(tmp_path):
-    spread(2, functools.partial(save_sharded, tmp_path))
+    ranks(2, save_sharded, tmp_path)
     wanted = {name: torch.zeros(x.shape, dtype=x.dtype) for name, x in tensors().items()}
     dcp.load({"model": wanted}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     with DcpTensors(tmp_path / "dcp") as source:
