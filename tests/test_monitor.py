@@ -14,7 +14,7 @@ from worlds import on_ranks
 
 import dither
 from dither import LayerPrecision, Plan, UserError
-from dither.checkpoint import write as checkpoints
+from dither import checkpoint as checkpoints
 from dither.nn.experts import ExpertsLinear
 from dither.numerics import Monitor
 from dither.numerics.counts import COUNTS, cast_counts, summary

@@ -1,4 +1,4 @@
-"""Loops of accelerate, transformers and Lightning: however they recompute and accumulate, the bits are those of the plain run."""
+"""Loops of accelerate, transformers and Lightning: however they recompute and accumulate, the bits are those of a plain run."""
 
 import contextlib
 import functools

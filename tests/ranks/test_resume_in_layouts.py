@@ -16,14 +16,11 @@ from torch import Tensor, nn
 from worlds import ranks
 
 import dither
-from dither import UserError
-from dither.checkpoint import sharded, write
-from dither.checkpoint.read import SavedTensors
-from dither.checkpoint.state import Stored, pack_sharded
+from dither import UserError, checkpoint
+from dither.checkpoint import SavedTensors, pack, unpack
 from dither.data import open_tokens
 from dither.models import build
-from dither.nn.plan_schedule import PlanSchedule
-from dither.train import unpack
+from dither.spec.schedule import PlanSchedule
 from dither.train.config import dumps
 from dither.train.files import TOKENS
 from dither.train.layout import RankLayout
@@ -67,10 +64,9 @@ def restored(folder: Path, method: str, layout: str) -> tuple[int, int, Any]:
         trainer.restore(saved / "checkpoints" / f"step-{STEPS:08d}")
     batches = [trainer.loader.batch(trainer.done + trainer.offset + n, place.data_rank, place.data_world) for n in range(3)]
     tensors, plain = trainer.pack(dumps(config), 0.0)
-    if place.cut:
-        sharded.save(folder / f"again {method} {layout}", STEPS, tensors=tensors, plain=plain)
-    elif rank == 0:
-        write.save(folder / f"again {method} {layout}", STEPS, tensors=tensors, plain=plain)
+    if place.cut or rank == 0:
+        again = folder / f"again {method} {layout}"
+        checkpoint.save(again, STEPS, tensors=tensors, plain=plain, group=place.saving_group)
     return place.data_rank, place.data_world, [batch.tokens.tolist() for batch in batches]
 
 
@@ -100,8 +96,8 @@ def check_restored(folder: Path, method: str, layout: str) -> None:
     world = LAYOUTS[layout][0]
     found_by = ranks(world, restored, folder, method, layout) if world > 1 else [restored(folder, method, layout)]
     path = f"step-{STEPS:08d}"
-    tensors, plain = write.load(saved / "checkpoints" / path)
-    found, values = write.load(folder / f"again {method} {layout}" / path)
+    tensors, plain = checkpoint.load(saved / "checkpoints" / path)
+    found, values = checkpoint.load(folder / f"again {method} {layout}" / path)
     assert without_times(values) == without_times(plain)
     assert found.keys() == tensors.keys()
     assert any("exp_avg" in name for name in tensors)
@@ -135,33 +131,34 @@ def test_a_checkpoint_that_cannot_be_read_changes_nothing(tmp_path: Path) -> Non
         return model, optimizer
 
     model, optimizer = trained(2)
-    tensors, plain = pack_sharded(model, optimizer, step=2)
-    path = sharded.save(tmp_path, 2, tensors=tensors, plain=plain)
+    tensors, plain = pack(model, optimizer, step=2)
+    path = checkpoint.save(tmp_path, 2, tensors=tensors, plain=plain)
     other, its = trained(1)
-    before = {name: tensor.clone() for name, tensor in pack_sharded(other, its, step=1)[0].items()}
-    read = Stored.read
+    before = {name: tensor.clone() for name, tensor in pack(other, its, step=1)[0].items()}
+    read = SavedTensors.read
 
-    def broken(stored: Stored, name: str, like: Tensor | None = None) -> Tensor:
+    def broken(source: SavedTensors, name: str, like: Tensor | None = None) -> Tensor:
         if name == "model:1.bias":
             raise UserError("its SHA-256 is not the saved one")
-        return read(stored, name, like)
+        return read(source, name, like)
 
     with SavedTensors(path) as saved:
-        with mock.patch.object(Stored, "read", broken), pytest.raises(UserError, match="its SHA-256"):
+        with mock.patch.object(SavedTensors, "read", broken), pytest.raises(UserError, match="its SHA-256"):
             unpack(other, its, saved, saved.plain)
-        assert all(torch.equal(tensor, before[name]) for name, tensor in pack_sharded(other, its, step=1)[0].items())
+        assert all(torch.equal(tensor, before[name]) for name, tensor in pack(other, its, step=1)[0].items())
         unpack(other, its, saved, saved.plain)
-    assert all(torch.equal(tensor, tensors[name]) for name, tensor in pack_sharded(other, its, step=2)[0].items())
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in pack(other, its, step=2)[0].items())
 
 
 def test_a_stage_takes_the_rules_of_its_layers() -> None:
     model = build("tiny")
-    names = [layer.name for layer in dither.convert(model, "fp8-block").layers]
+    conversion = dither.convert(model, "fp8-block")
     stage = stage_of(model, [1])
+    conversion = conversion.stage(stage)
     fp4 = dither.recipe("fp4-block").default
     first = dither.recipe("fp8-block")
     later = replace(first, layers=(("model.layers.0.*", fp4), ("model.layers.1.mlp.*", fp4)))
-    plans = RunPlans(stage, PlanSchedule([(0, first), (2, later)], 4), None, compiled=False, say=lambda _: None, layers=names)
+    plans = RunPlans(conversion, PlanSchedule([(0, first), (2, later)], 4), None, compiled=False, say=lambda _: None)
     assert [event.plan for event in plans.before_step(2, list, lambda: None)] == [later]
     assert stage.blocks[1].mlp.down_proj.precision == fp4
     assert stage.blocks[1].self_attn.q_proj.precision == first.default

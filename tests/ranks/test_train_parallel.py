@@ -23,8 +23,7 @@ import torch.distributed as dist
 from made_once import made_once
 from worlds import Forked, ranks
 
-from dither import UserError, cli
-from dither.checkpoint import write
+from dither import UserError, checkpoint, cli
 from dither.data import Loader
 from dither.models import PRESETS, LlamaConfig
 from dither.train import Config, Parallel, Status, train
@@ -361,7 +360,7 @@ def test_nproc_starts_ranks_passes_signals_on_and_keeps_the_exit_code(folder: Pa
     assert "on cpu with 2 ranks (dp_shard=2)." in "".join(lines)
     assert rest.count("Received SIGTERM; step ") == 1  # rank 0 alone prints
     assert Status.load(folder / "launched").state == "interrupted"
-    assert write.newest(folder / "launched" / "checkpoints")[0] is not None
+    assert checkpoint.newest(folder / "launched" / "checkpoints")[0] is not None
 
 
 def test_nproc_refuses_before_any_rank_starts(folder: Path) -> None:
