@@ -246,7 +246,9 @@ def test_hostile_metadata_is_refused_at_once_and_in_one_line(data, message, tmp_
     assert loads(pickle.dumps(OrderedDict(a=torch.Size((2,)))), METADATA_NAMES)["a"].arguments == ((2,),)
 
 
-@pytest.mark.parametrize("value", [nested(30), DEEP, b"(" + nested(30) + b"t", b"K\x01"], ids=["nested", "deep", "in a tuple", "a number"])
+@pytest.mark.parametrize(
+    "value", [nested(30), DEEP, b"(" + nested(30) + b"t", b"K\x01"], ids=["nested", "deep", "in a tuple", "a number"]
+)
 def test_hostile_values_in_metadata_are_refused_at_once_and_in_one_line(value, tmp_path):
     info = _StorageInfo("__0_0.distcp", 0, 1000)
     chunk = ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((2, 2)))
