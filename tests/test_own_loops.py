@@ -21,8 +21,9 @@ from torch.utils.checkpoint import checkpoint
 import dither
 from dither import UserError
 from dither.models import build as build_preset
-from dither.nn import GraphedPasses, Linear, convert, draws, hints, param_groups, step_context
+from dither.nn import GraphedPasses, Linear, convert, draws, linear, param_groups, step_context
 from dither.nn.bitwidths import watch_guidance
+from dither.nn.convert import ConvertedLayer, _warn_of_slow_engines
 from dither.spec import Cast, LayerPrecision, Plan, Sampling
 
 transformers = Lazy("transformers")
@@ -532,33 +533,36 @@ def test_bitwidths_in_the_wrong_group_are_noticed_once():
 
 
 def test_slow_autocast_is_said_once(monkeypatch):
-    monkeypatch.setattr(hints, "slowdown", lambda dtype: 300.0)
-    hints._warn_of_autocast.cache_clear()
+    monkeypatch.setattr(linear, "slowdown", lambda dtype: 300.0)
+    linear._warn_of_dtype.cache_clear()
     layer = Linear(32, 32)
     with torch.autocast("cpu", torch.bfloat16):
         with pytest.warns(dither.PerformanceWarning, match="about 300 times slower than in float32"):
             layer(inputs(1)[0])
         layer(inputs(1)[0])
-    hints._warn_of_autocast.cache_clear()
-    monkeypatch.setattr(hints, "slowdown", lambda dtype: 1.0)
+    linear._warn_of_dtype.cache_clear()
+    monkeypatch.setattr(linear, "slowdown", lambda dtype: 1.0)
     run = dither.optim.training(nn.Sequential(layer), "o1", lr=1e-3)
     with run.forward(), torch.autocast("cpu", torch.bfloat16):
         layer(inputs(1)[0])
-    assert hints._warn_of_autocast.cache_info().currsize == 0  # dither.optim's own way is not slow
-    assert hints.slowdown(torch.float32) < 20
+    assert linear._warn_of_dtype.cache_info().currsize == 0  # dither.optim's own way is not slow
+    assert linear.slowdown(torch.float32) < 20
 
 
 def test_engines_that_save_no_time_are_said():
-    fp8, bf16 = ("fp8",) * 3, ("bf16",) * 3
+
+    def layer(size: int, engine: str, share: float) -> ConvertedLayer:
+        return ConvertedLayer("", size, size, LayerPrecision(), (engine,) * 3, share)
+
     with pytest.warns(
         dither.PerformanceWarning, match="100% of the model's multiplications are in layers with fewer than 1024"
     ):
-        hints.slow_engines([(768, 768, fp8, 1.0)])
+        _warn_of_slow_engines([layer(768, "fp8", 1.0)])
     with pytest.warns(
         dither.PerformanceWarning, match="60% .* in formats that this GPU multiplies on BF16 units or in float32"
     ):
-        hints.slow_engines([(4096, 4096, bf16, 0.6), (4096, 4096, fp8, 0.4)])
-    hints.slow_engines([(2048, 2048, fp8, 1.0)])
+        _warn_of_slow_engines([layer(4096, "bf16", 0.6), layer(4096, "fp8", 0.4)])
+    _warn_of_slow_engines([layer(2048, "fp8", 1.0)])
 
 
 def test_places_are_found_where_torch_keeps_them():
