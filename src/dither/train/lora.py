@@ -14,9 +14,9 @@ from dither.models.presets import empty
 from dither.nn.frozen import FrozenLinear, freeze_base
 from dither.nn.layers import Conv1D
 from dither.nn.linear import Linear
+from dither.ops.storage import storage_dtype
 from dither.optim import MODES
 from dither.spec.formats import TABLE
-from dither.spec.groups import storage_dtype
 from dither.train.lora_settings import Lora
 
 ADAPTER = "default"
