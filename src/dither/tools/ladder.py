@@ -29,11 +29,11 @@ from dither.data.text import STDLIB
 from dither.errors import UserError
 from dither.models import PRESETS, parameter_count, preset
 from dither.report.ladder import LadderReport, Result, read_result
+from dither.spec.fields import check_at_least, check_choice, check_types
 from dither.tools.arms import SHARED, Arm, find_field
 from dither.tools.trials import POLL, last_line, stop_without_parent
 from dither.train import config as configs
 from dither.train.config import Config
-from dither.train.fields import check_at_least, check_choice, check_types
 from dither.train.guard import Signals
 from dither.train.loop import Outcome, train
 from dither.train.toml_text import parse

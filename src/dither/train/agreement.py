@@ -18,8 +18,8 @@ from dither.errors import DitherError, UserError
 from dither.nn import step_context
 from dither.nn.sharded.tensor_parallel import local
 from dither.numerics.monitor import untouched
+from dither.spec.fields import hints
 from dither.train.config import Config
-from dither.train.fields import hints
 from dither.train.ranks import Ranks, everywhere
 from dither.train.trainer import Trainer
 from dither.versions import version

@@ -19,16 +19,18 @@ from dither.data import Batch, Corpus, Loader, held_out
 from dither.errors import UserError
 from dither.models import CausalLM, build, compile_blocks, flops_per_token, hf, preset
 from dither.models.causal import PlainLM
+from dither.models.lora import adapt, narrow_base
+from dither.models.open import check_same_base, load_weights, origin_of
 from dither.models.presets import blank, draw_parts
 from dither.nn import Conversion, Linear, bitwidth_loss, convert, effective_precision, param_groups, step_context
-from dither.nn.deployment import block_bitwidths
+from dither.nn.bitwidths import block_bitwidths
 from dither.numerics import Monitor, Report
 from dither.ops.ranks import gather
 from dither.optim import Training, roles, training
 from dither.optim.roles import Role
 from dither.parallel.apply import allocate
-from dither.snip import Snip, TrainingSetup
-from dither.snip.controller import is_ready
+from dither.snip.controller import Snip
+from dither.snip.dry_run import TrainingSetup
 from dither.spec import Plan
 from dither.spec.modes import MODES, MOST_NORM
 from dither.spec.random import Stream
@@ -40,8 +42,6 @@ from dither.train.evaluating import Evaluation as Evaluation
 from dither.train.evaluating import evaluate, sample
 from dither.train.guard import GRACE, Guard, Interrupted, Signals
 from dither.train.layout import RankLayout, check_stages
-from dither.train.lora import adapt, narrow_base
-from dither.train.origin import check_same, origin_of
 from dither.train.passes import GraphedPasses, Passes, uses_graphs
 from dither.train.pipeline import Pipeline, check_micro_batches, check_pipeline, check_snip_stages
 from dither.train.plans import PlanEvent, RunPlans, known_plans, make_schedule, steps_for_snip, with_measured
@@ -49,7 +49,6 @@ from dither.train.ranks import Ranks
 from dither.train.replay import nonfinite_weight, replay, warm_up
 from dither.train.resume import check_changes
 from dither.train.samples import prompt_of
-from dither.train.weights import load_weights
 
 
 class Numbers(NamedTuple):
@@ -197,7 +196,7 @@ class Trainer:
     def choose(self, batch: Batch) -> list[PlanEvent]:
         """Apply the plans of the schedule and of SNIP that are due before the step on a batch, and return them."""
         snip = self.plans.snip
-        while snip is not None and not is_ready(snip, self.done, seconds=0.5):
+        while snip is not None and not snip.is_ready(self.done, seconds=0.5):
             if self.told:
                 raise Interrupted(self.told)
         estimates = functools.partial(_for_estimates, self, batch, (snip and snip.effort.tokens) or 0)
@@ -372,7 +371,7 @@ def _check_saved(path: Path, plain: Mapping[str, Any], trainer: Trainer) -> dict
         )
     saved = loads(others["config"], f"config of {path.name}")
     check_changes(saved, config, int(plain.get("step", 0)), str(path.parent.parent))
-    check_same(others.get("base"), trainer.base, path)
+    check_same_base(others.get("base"), trainer.base, path)
     return others
 
 
@@ -412,7 +411,7 @@ def _adapt(config: Config, model: CausalLM, say: Callable[[str], None]) -> dict[
     if config.lora.rank is None:
         return None
     say(str(adapt(model, config.lora, config.run.seed)))
-    return origin_of(config.model)
+    return origin_of(config.model.weights, config.model.hf)
 
 
 def guided_share(model: nn.Module, stages: Any) -> float:
@@ -453,7 +452,6 @@ def _make_snip(trainer: Trainer, planned: PlanSchedule, say: Callable[[str], Non
     snip = trainer.config.snip
     if snip.target is None:
         return None
-    goal, setup = snip.goal, TrainingSetup()
     if trainer.pipeline is not None:
         if len(trainer.pipeline.stages) > 1:
             raise UserError(
@@ -461,22 +459,25 @@ def _make_snip(trainer: Trainer, planned: PlanSchedule, say: Callable[[str], Non
                 f"{trainer.config.parallel.schedule!r} has two: use '1f1b' or 'zero-bubble', or no snip.target."
             )
         check_snip_stages(snip.stages, trainer.pipeline.sizes)
-        goal = replace(goal, stages=trainer.pipeline.sizes)
-    if trainer.layout.cut:
-        groups = {"group": trainer.layout.data_group, "pipeline": trainer.layout.pipeline_group}
-        setup = TrainingSetup(**groups, adds_gradients=True)
+        snip = replace(snip, stages=tuple(trainer.pipeline.sizes))
+    cut = trainer.layout.cut
+    setup = TrainingSetup(
+        group=trainer.layout.data_group if cut else None,
+        pipeline=trainer.layout.pipeline_group if cut else None,
+        adds_gradients=cut,
+        step_tokens=trainer.config.data.batch * trainer.config.data.sequence,
+        steps=steps_for_snip(planned, snip.start, trainer.config.run.steps),
+    )
     made = Snip(
         trainer.conversion,
         trainer.training.optimizer,
-        options=snip.options,
-        goal=goal,
-        schedule=snip.schedule(steps_for_snip(planned, snip.start, trainer.config.run.steps)),
-        estimator=snip.estimator(trainer.config.run.seed, trainer.config.data.batch * trainer.config.data.sequence),
-        setup=setup,
+        snip,
         forward=functools.partial(_estimated_loss, trainer),
+        setup=setup,
+        seed=trainer.config.run.seed,
+        on_failure=lambda _: None,  # the loop reports what became of the estimates
     )
-    made.on_failure = lambda _: None  # the loop reports what became of the statistics
-    say(made.effort.describe(made.schedule))
+    say(made.effort.describe())
     return made
 
 
