@@ -626,7 +626,7 @@ def test_damaged_checkpoints_are_passed_over_or_refused(run, tmp_path):
     data[read_header(file)[0]["model:model.norm.weight@0"].begin] ^= 1
     file.write_bytes(data)
     assert torch.equal(open_model(copy).model.embedding.weight, open_model(first).model.embedding.weight)
-    with pytest.raises(UserError, match="its SHA-256 at byte .* is not the saved one"):
+    with pytest.raises(UserError, match=r"its SHA-256 at byte .* is not the saved one"):
         open_model(last)
     (first / "plain.json").unlink()
     with pytest.raises(UserError, match="has no whole checkpoint"):
