@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import dither
 from dither.models import build
-from dither.snip import Estimator, Goal, Schedule, Snip
+from dither.snip import Snip, SnipSettings
 from dither.snip.planning import picture
 
 
@@ -44,9 +44,7 @@ def main() -> None:
         model,
         optimizer,
         "fp8-block",
-        goal=Goal(target=options.target),
-        schedule=Schedule(start=options.steps // 3, delay=2),
-        estimator=Estimator(probe="last"),
+        SnipSettings(target=options.target, start=options.steps // 3, delay=2, probe="last"),
         forward=loss_of,
     )
 

@@ -498,7 +498,7 @@ def test_plan_lists_its_subcommands_and_its_own_options(capsys):
     with pytest.raises(SystemExit):
         cli.main(["plan", "--help"])
     shown = capsys.readouterr().out
-    assert all(word in shown for word in ("plan show", "plan diff", "plan verify", "plan frontier", "--target"))
+    assert all(word in shown for word in ("plan show", "plan diff", "plan auto", "plan frontier", "--target"))
 
 
 def test_shell_completion_names_every_command(capsys):

@@ -21,8 +21,8 @@ from dither.exporting.formats import format_of
 from dither.exporting.gguf import _mxfp4
 from dither.exporting.record import load
 from dither.models import LlamaConfig, build, generate, hf, load_pretrained, save_pretrained
+from dither.models.settings import Model
 from dither.spec import Cast, LayerPrecision, Sampling
-from dither.train.config import Model
 from dither.train.weights import load_weights
 
 transformers = Lazy("transformers")

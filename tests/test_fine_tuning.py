@@ -14,11 +14,11 @@ from dither.checkpoint import write
 from dither.data import train_bpe
 from dither.errors import UserError
 from dither.models import build, load_pretrained
+from dither.models.settings import Lora
 from dither.nn import FrozenLinear, freeze_base, thaw_base
 from dither.nn.layers import Conv1D
 from dither.train.config import loads
 from dither.train.lora import adapt, merged_model, narrow_base
-from dither.train.lora_settings import Lora
 
 peft, transformers = Lazy("peft", "peft is not installed: pip install -e '.[test]'"), Lazy("transformers")
 

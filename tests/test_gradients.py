@@ -18,7 +18,7 @@ from dither.models import GPT2, GPT2Config
 from dither.nn.norms import cast_parameters
 from dither.optim import GRADIENTS, MODES, AdamW, LossScaler, LossScaling, NonFiniteError, Role, release_gradients, training
 from dither.optim.released import unit_of
-from dither.snip import Goal, Snip
+from dither.snip import Snip, SnipSettings
 from dither.tools.arms import precision_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-sr": torch.bfloat16}
@@ -600,7 +600,7 @@ def test_what_cannot_go_together() -> None:
     with pytest.raises(UserError, match="already releases gradients"):
         release_gradients(model, optimizer)
     with pytest.raises(UserError, match="SNIP's estimates are backward passes that must change no weight"):
-        Snip(model, optimizer, "fp8-block", goal=Goal(target=0.5))
+        Snip(model, optimizer, "fp8-block", SnipSettings(target=0.5))
     model(tokens(0), True).backward()
     with pytest.raises(UserError, match=r"A second backward pass came before optimizer.step\(\)"):
         model(tokens(0), True).backward()

@@ -17,7 +17,7 @@ from dither.models import build
 from dither.nn.compile import block_variants, compile_blocks
 from dither.ops import backend
 from dither.report import read, render
-from dither.snip import Estimator, Goal, Schedule, Snip
+from dither.snip import Snip, SnipSettings
 from dither.spec.plan import with_forward_casts
 from dither.train import Config, train, trainer
 from dither.train.plans import RunPlans
@@ -264,9 +264,8 @@ def test_orders_that_cannot_work():
 
 
 def snip_of(model: nn.Module, optimizer: torch.optim.Optimizer, base: Plan) -> Snip:
-    settings = {"goal": Goal(target=0.5), "schedule": Schedule(start=1, every=100, delay=1)}
-    loss = lambda model, x: model(x).square().mean()  # noqa: E731
-    return Snip(model, optimizer, base, **settings, estimator=Estimator(probe="direct"), forward=loss)
+    settings = SnipSettings(target=0.5, start=1, every=100, delay=1, probe="direct")
+    return Snip(model, optimizer, base, settings, forward=lambda model, x: model(x).square().mean())
 
 
 def test_snip_chooses_anew_on_another_base_and_rests_on_one_without_casts():

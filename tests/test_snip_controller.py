@@ -15,7 +15,18 @@ import dither
 from dither import LayerPrecision, Plan, UserError, convert, recipe
 from dither.files import check_plain
 from dither.nn.sites import converted_layers
-from dither.snip import Estimator, Goal, LayerStatistics, Schedule, Scores, Snip, Statistics, TrainingSetup, options, score
+from dither.snip import (
+    Goal,
+    LayerStatistics,
+    LayerTimes,
+    Scores,
+    Snip,
+    SnipSettings,
+    Statistics,
+    TrainingSetup,
+    options,
+    score,
+)
 from dither.snip.planning import choice_of
 
 BOTH = options("fp8,fp4")
@@ -46,19 +57,11 @@ class Fake:
         return Scores(step, "fake", NAMES, tuple(o.name for o in options), rows, zeros, Statistics(step, 1.0, layers))
 
 
-def settings(**given):
-    """Sort settings into the objects that have them."""
-    kinds = {"goal": Goal, "schedule": Schedule, "estimator": Estimator, "setup": TrainingSetup}
-    made = {
-        name: kind(**{key: given.pop(key) for key in list(given) if key in kind.__dataclass_fields__})
-        for name, kind in kinds.items()
-    }
-    return {**made, **given}
-
-
 def make(model=None, estimate=None, **given):
+    """Return a controller; what is no setting is an argument of `Snip`."""
     given = {"target": 0.5, "every": 10, "start": 3, "delay": 4, "power": 1, "score": estimate or Fake(), **given}
-    return Snip(model or net(), None, "fp8-block", **settings(**given))
+    settings = SnipSettings(**{key: given.pop(key) for key in list(given) if key in SnipSettings.__dataclass_fields__})
+    return Snip(model or net(), None, "fp8-block", settings, **given)
 
 
 def narrow(model):
@@ -86,7 +89,7 @@ def test_statistics_at_s_and_a_plan_at_exactly_s_plus_delay():
         decision = snip.before_step(step, lambda: ["batch"])
         assert (decision is not None) == (step in (7, 17, 27, 37)), step
         assert (casts(snip.model) != before) == (decision is not None), step
-    assert estimate.calls == [(step, ["batch"], ()) for step in (3, 13, 23, 33)]
+    assert [(step, batches) for step, batches, _ in estimate.calls] == [(step, ["batch"]) for step in (3, 13, 23, 33)]
 
 
 def test_the_plan_is_the_best_for_the_target():
@@ -132,7 +135,8 @@ def test_squares_of_divergences_are_added_up_unless_told_otherwise(given, chosen
         zeros = tuple((0.0,) * len(options) for _ in rows)
         return Scores(step, "fake", tuple(sizes), tuple(o.name for o in options), rows, zeros, Statistics(step, 1.0, layers))
 
-    snip = Snip(model, None, "fp8-block", **settings(score=estimate, target=0.5, start=3, delay=4, **given))
+    settings = SnipSettings(target=0.5, start=3, delay=4, **given)
+    snip = Snip(model, None, "fp8-block", settings, score=estimate)
     decision = train(snip, range(8))[7]
     assert narrow(model) == {str(n) for n in chosen}
     assert decision.plan.provenance["power"] == given.get("power", 2.0)
@@ -165,7 +169,8 @@ def test_training_goes_on_while_the_solver_thinks(monkeypatch):
     snip = make()
     assert train(snip, range(7)) == {}  # to the last step before it is due, with a solver that has not answered
     assert asked.wait(30)
-    assert snip.state_dict()["pending"]["answer"] is None  # nor does saving wait
+    assert not snip.is_ready(7)
+    assert snip.state_dict()["pending"]["due"] == 7  # nor does saving wait
     go.set()
     assert train(snip, range(7, 8))[7].changed
 
@@ -237,12 +242,15 @@ def test_a_resume_at_any_step_gives_the_same_decisions(at):
     assert casts(second.model) == casts(straight.model)
 
 
-def test_a_solver_that_had_not_answered_is_asked_again(monkeypatch):
-    first = make()
+def test_measured_times_are_saved_with_the_estimates_that_wait_for_a_choice():
+    """A resumed run measures nothing again, and chooses by the same times."""
+    seconds = {str(option.precision): 1.0 / (1 + option.name.count("fp4")) for option in BOTH}
+    times = LayerTimes("a GPU", "2.13", {(32, 16, 16): seconds})
+    first = make(cost="time", times=times)
     train(first, range(5))
-    saved = first.state_dict()
-    saved["pending"]["answer"] = None
-    second = make()
+    saved = json.loads(json.dumps(first.state_dict()))
+    assert LayerTimes.from_dict(saved["pending"]["times"]) == times
+    second = make(cost="time", times=LayerTimes("another GPU", "2.13", {}))
     second.load_state_dict(saved)
     assert train(second, range(5, 8))[7] == train(first, range(5, 8))[7]
 
@@ -264,9 +272,10 @@ def test_statistics_of_other_options_are_dropped():
         lambda state: state | {"version": 2},
         lambda state: {key: value for key, value in state.items() if key != "pending"},
         lambda state: state | {"plan": {"version": 99}},
-        lambda state: state | {"pending": {"scores": {}, "answer": None}},
+        lambda state: state | {"pending": state["pending"] | {"scores": {}}},
         lambda state: state | {"pending": {"scores": 1}},
-        lambda state: state | {"pending": state["pending"] | {"answer": {"solution": {}}}},
+        lambda state: state | {"pending": state["pending"] | {"times": {"device": "a GPU"}}},
+        lambda state: {key: value for key, value in state.items() if key != "base"},
         lambda state: state | {"plan": Plan(layers=(("other.layer", LayerPrecision()),)).to_dict()},  # of another model
     ],
 )
@@ -289,23 +298,25 @@ def test_a_state_that_is_none_is_refused_and_changes_nothing(spoil):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"target": 1.5}, "A target is a share from 0 to 1, such as 0.75, not 1.5"),
-        ({"target": math.nan}, "A target is a share"),
+        ({"target": 1.5}, "snip.target is a number of at least 0 and at most 1, not 1.5"),
+        ({"target": math.nan}, "snip.target is a finite number, not nan"),
+        ({"target": None}, "snip.target is not set"),
         ({"options": "fp8,fp5"}, "There is no level 'fp5'"),
         ({"options": "fp8"}, "nothing to choose between"),
-        ({"every": 0}, "snip's every is a number of steps, at least 1, not 0"),
-        ({"start": 0}, "snip's start is"),
-        ({"delay": -1}, "snip's delay is"),
-        ({"delay": 1.5}, "snip's delay is"),
-        ({"delay": 10}, "delay of 10 steps is not below every=10"),
-        ({"hysteresis": -0.1}, "snip's hysteresis is"),
-        ({"update_weight": math.inf}, "snip's update_weight is"),
-        ({"loss_weight": -1.0}, "snip's loss_weight is"),
+        ({"every": 0}, "snip.every is an integer of at least 1, not 0"),
+        ({"start": 0}, "snip.start is"),
+        ({"delay": -1}, "snip.delay is an integer of at least 0"),
+        ({"delay": 1.5}, "snip.delay is an integer, not 1.5"),
+        ({"delay": 10}, "snip.delay=10 is not below snip.every=10"),
+        ({"hysteresis": -0.1}, "snip.hysteresis is"),
+        ({"update_weight": math.inf}, "snip.update_weight is a finite number"),
+        ({"loss_weight": -1.0}, "snip.loss_weight is a number of at least 0"),
         ({"loss_weight": 0.0, "update_weight": 0}, "both 0: nothing would be left"),
-        ({"rows": 1}, "snip's rows is True or False, not 1"),
-        ({"power": 0.5}, "snip's power is at least 1"),
-        ({"stages": (0,)}, "Stages are numbers of blocks"),
-        ({"cost": "money"}, "A cost is"),
+        ({"rows": 1}, "snip.rows is true or false, not 1"),
+        ({"power": 0.5}, "snip.power is a number of at least 1"),
+        ({"stages": (0,)}, "Each of snip.stages is an integer of at least 1, not 0"),
+        ({"cost": "money"}, "snip.cost is one of flops, time, not 'money'"),
+        ({"budget": 0.5}, "A budget needs dither's own estimates"),
     ],
 )
 def test_bad_settings_are_refused_before_training(given, message):
@@ -363,9 +374,9 @@ def test_a_bug_in_an_estimate_is_not_swallowed():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"target": 1.0, "pinned": {"0.*": "fp8"}}, r"No choice reaches a target of 1: the largest feasible one is 0\.75"),
+        ({"target": 1.0, "pinned": ("0.*=fp8",)}, r"No choice reaches a target of 1: the largest feasible one is 0\.75"),
         ({"stages": (6, 6, 6, 4)}, "The stages 6,6,6,4 hold 22 blocks, and the model has 4"),
-        ({"pinned": {"9.*": "fp8"}}, "matches no layer"),
+        ({"pinned": ("9.*=fp8",)}, "matches no layer"),
     ],
 )
 def test_a_goal_that_cannot_be_reached_is_refused(given, message):
@@ -406,8 +417,8 @@ def trained(steps, delay=3):
     model = nn.Sequential(*(Block(32) for _ in range(3)))
     convert(model, "fp8-block")
     optimizer = dither.optim.AdamW(model.named_parameters(), lr=1e-2)
-    given = settings(target=0.65, every=5, start=2, delay=delay, probe="direct")
-    snip = Snip(model, optimizer, "fp8-block", forward=loss_of, **given)
+    settings = SnipSettings(target=0.65, every=5, start=2, delay=delay, probe="direct")
+    snip = Snip(model, optimizer, "fp8-block", settings, forward=loss_of)
     size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     generator, decisions = torch.Generator().manual_seed(1), []
     for step in range(steps):
@@ -507,78 +518,10 @@ def test_statistics_alone_change_nothing():
 def test_it_takes_what_score_takes():
     """The keywords that the controller gives are those of `score`."""
     fake = Fake()
-    snip = make(estimate=fake, forward=loss_of, probe="last", max_norm=1.0)
+    snip = make(estimate=fake, forward=loss_of, probe="last", setup=TrainingSetup(max_norm=1.0))
     train(snip, range(4))
-    assert fake.calls == [(3, ["batch"], ("forward", "probe", "setup"))]
-    assert {"forward", "probe", "rows", "setup", "stream", "step"} <= set(score.__kwdefaults__ or {}) | {"stream"}
-
-
-# The previous release --------------------------------------------------------------------------------------------------
-
-
-def test_old_keywords_work_with_one_warning():
-    old = {"target": 0.5, "every": 10, "start": 3, "delay": 4, "power": 1, "hysteresis": 0.1, "rows": True, "seed": 7}
-    old |= {"probe": None, "pinned": None, "max_norm": 1.0, "cost": "flops", "times": "t.json", "stages": [2, 2]}
-    told = []
-    with pytest.warns(DeprecationWarning, match=r"tell is now the attribute on_failure; .*every is now Schedule") as warned:
-        snip = Snip(net(), None, "fp8-block", estimate=Fake(), tell=told.append, **old)
-    assert len(warned) == 1
-    assert warned[0].filename == __file__
-    assert snip.goal == Goal(target=0.5, times="t.json", stages=(2, 2))
-    assert snip.schedule == Schedule(every=10, start=3, delay=4, hysteresis=0.1)
-    assert snip.estimator == Estimator(power=1, rows=True, seed=7, score=snip.estimator.score)
-    assert snip._setup == TrainingSetup(max_norm=1.0)
-    snip._stay(1, 1, "because", None)
-    assert told == ["snip keeps its plan at step 1: because"]
-
-
-def test_unknown_keywords_are_refused():
-    with pytest.raises(TypeError, match=r"Snip\(\) got an unexpected keyword argument 'taget'"):
-        Snip(net(), None, "fp8-block", taget=0.5)
-
-
-def test_old_keywords_of_score():
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    batch = torch.randn(32, 16)
-    loss_of(model, batch).backward()
-    optimizer.step()
-    given = {"probe": "direct", "stream": dither.Stream(0, "snip", ""), "forward": loss_of}
-    with pytest.warns(DeprecationWarning, match=r"max_norm is now TrainingSetup\(max_norm=...\)"):
-        old = score(model, [batch], optimizer, BOTH, max_norm=1e-3, **given)
-    new = score(model, [batch], optimizer, BOTH, setup=TrainingSetup(max_norm=1e-3), **given)
-    assert (old.loss, old.weights) == (new.loss, new.weights)
-
-
-def test_old_names_of_harm():
-    scores = Fake()(None, [], None, BOTH, stream=None, step=3)
-    with pytest.warns(DeprecationWarning, match=r"Scores.quality is now Scores.harm"):
-        assert scores.quality() == scores.harm()
-    layers = scores.statistics.layers
-    new = dither.snip.choose(scores.harm(), layers, BOTH, Goal(target=0.5))
-    with pytest.warns(DeprecationWarning, match="choose's quality= is now harm="):
-        assert dither.snip.choose(quality=scores.harm(), layers=layers, options=BOTH, goal=Goal(target=0.5)) == new
-    with pytest.warns(DeprecationWarning, match=r"Solution.quality is now Solution.harm"):
-        assert new.quality == new.harm
-
-
-@pytest.mark.parametrize(("old", "new"), [("Moments", "AdamRule"), ("moments_of", "update_rules_of"), ("plan", "build_plan")])
-def test_old_names(old, new):
-    with pytest.warns(DeprecationWarning, match=f"dither.snip.{old} is now dither.snip.{new}"):
-        assert getattr(dither.snip, old) is getattr(dither.snip, new)
-
-
-def test_a_state_of_the_previous_release_goes_on():
-    """It calls the harm of a solution its quality."""
-    first = make()
-    train(first, range(5))
-    first._pending.answer.result()
-    state = json.loads(json.dumps(first.state_dict()))
-    solution = state["pending"]["answer"]["solution"]
-    solution["quality"] = solution.pop("harm")
-    second = make()
-    second.load_state_dict(state)
-    assert train(first, range(5, 8))[7].plan == train(second, range(5, 8))[7].plan
+    assert fake.calls == [(3, ["batch"], ("forward", "only", "probe", "rows", "setup"))]
+    assert {"forward", "only", "probe", "rows", "setup", "step"} == set(score.__kwdefaults__)
 
 
 def test_times_have_to_be_measured_before_a_choice():

@@ -15,7 +15,6 @@ import types
 import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
-from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from dither.errors import UserError
@@ -155,14 +154,17 @@ class Field(NamedTuple):
     sentence: str
 
 
-@cache
+_TYPES: dict[type, dict[str, Any]] = {}
+
+
 def types_of(cls: type) -> dict[str, Any]:
     """Return the type of each field of a dataclass, with its limits."""
-    hints = typing.get_type_hints(cls, include_extras=True)
-    return {each.name: hints[each.name] for each in fields(cls)}  # type: ignore[arg-type]
+    if cls not in _TYPES:
+        hints = typing.get_type_hints(cls, include_extras=True)
+        _TYPES[cls] = {each.name: hints[each.name] for each in fields(cls)}
+    return _TYPES[cls]
 
 
-@cache
 def sentences(cls: type) -> dict[str, str]:
     """Return the sentence under each field, read from the source of the class and of those that it extends."""
     found = {}
@@ -176,16 +178,16 @@ def sentences(cls: type) -> dict[str, str]:
     return found
 
 
-def describe(cls: type, path: str = "") -> list[Field]:
+def fields_of(cls: type, path: str = "") -> list[Field]:
     """Return the path, type, default and sentence of every field: those of a section after the other fields beside it."""
     sections = {name: section for name, hint in types_of(cls).items() if (section := _section(hint)) is not None}
     found = [
         Field(f"{path}{each.name}", type_name(types_of(cls)[each.name]), _default(each), sentences(cls)[each.name])
-        for each in fields(cls)  # type: ignore[arg-type]
+        for each in fields(cls)
         if each.name not in sections
     ]
     for name, section in sections.items():
-        found += describe(section, f"{path}{name}.")
+        found += fields_of(section, f"{path}{name}.")
     return found
 
 
@@ -288,7 +290,7 @@ def from_table(cls: type[S], table: object, path: str = "", base: S | None = Non
             raise UserError(f"{what} {key!r:.80}{did_you_mean(key, known)}: it has {', '.join(known)}.")
     given: dict[str, Any] = {}
     for name, value in table.items():
-        if (section := _section(known[name])) is not None:
+        if (section := _section(known[name])) is not None and not isinstance(value, section):
             given[name] = from_table(section, value, f"{path}.{name}".lstrip("."), getattr(base, name, None))
         else:
             given[name] = _converted(_parsed(value, known[name]) if isinstance(value, Text) else value, known[name])
@@ -300,23 +302,33 @@ def from_table(cls: type[S], table: object, path: str = "", base: S | None = Non
     return cls(**given) if base is None else replace(base, **given)  # type: ignore[type-var]
 
 
-def override(settings: S, changes: Iterable[str]) -> S:
+def override(settings: S, changes: Iterable[str] = (), values: Mapping[str, Any] | None = None) -> S:
     """Return settings with some fields changed, each given as `section.field=value`, and checked together.
 
+    `values` by path, such as {"run.out": "runs/a"}, are set first, as they are.
+
     The type of the field says what the value means: a text needs no quotes, and a list takes TOML or a single item.
+
+    >>> from dither.train.config import Config
+    >>> config = override(Config(), ["optim.lr=3e-4", "precision.recipe=fp8-block", "run.track=tensorboard"])
+    >>> config.optim.lr, config.run.track
+    (0.0003, ('tensorboard',))
     """
     changes, table = list(changes), dict[str, Any]()
+    pairs = [(path, path, value) for path, value in (values or {}).items()]
     for change in changes:
         path, equals, text = change.partition("=")
-        *sections, name = path.strip().split(".")
-        if not equals or not sections or not all((*sections, name)):
+        if not equals or "." not in path or not all(path.strip().split(".")):
             raise UserError(f"A setting is written section.field=value, as in optim.lr=3e-4, not {change!r:.80}.")
+        pairs.append((change, path.strip(), Text(text.strip())))
+    for change, path, value in pairs:
+        *sections, name = path.split(".")
         at = table
         for key in sections:
             at = at.setdefault(key, {})
             if not isinstance(at, dict):
                 raise UserError(f"In the setting {change!r:.80}, {key!r} is not a section: it has no fields.")
-        at[name] = Text(text.strip())
+        at[name] = value
     try:
         return from_table(type(settings), table, base=settings)
     except UserError as error:

@@ -19,7 +19,7 @@ from dither import PlanSchedule, UserError
 from dither.integrations.accelerate import OptimizerSteps
 from dither.integrations.layer_states import FILE, load_state, save_state, state_names
 from dither.nn import Linear, convert, param_groups, step_context
-from dither.snip import Estimator, Goal, Schedule, Snip
+from dither.snip import Snip, SnipSettings
 from dither.spec import Plan, Sampling
 
 transformers = Lazy("transformers", "transformers is not installed: pip install -e '.[test]'")
@@ -158,8 +158,8 @@ def test_the_best_model_comes_with_its_bitwidths(tmp_path):
 def test_snip_in_the_trainer_resumes_between_its_estimates_and_its_choice(tmp_path):
     def choose(model, optimizer):
         return Snip(
-            model, optimizer, "fp8-block", goal=Goal(target=0.5), schedule=Schedule(start=1, delay=2),
-            estimator=Estimator(probe="direct"), forward=lambda model, batch: model(**batch).loss,
+            model, optimizer, "fp8-block", SnipSettings(target=0.5, start=1, delay=2, probe="direct"),
+            forward=lambda model, batch: model(**batch).loss,
         )  # fmt: skip
 
     def trainer():

@@ -30,8 +30,7 @@ from dither.models import PRESETS, LlamaConfig
 from dither.train import Config, Parallel, Status, train
 from dither.train import config as configs
 from dither.train import trainer as trainers
-from dither.train.goals import check_layout
-from dither.train.layout import RankLayout
+from dither.train.layout import RankLayout, check_layout
 from dither.train.pipeline import blocks_per_stage
 from dither.train.ranks import TIMEOUT, Ranks
 

@@ -22,7 +22,7 @@ from dither.data.text import STDLIB
 from dither.models import build, preset
 from dither.nn import param_groups
 from dither.optim import MODES, roles, training
-from dither.snip import Estimator, Goal, Schedule, Scores, Snip, options
+from dither.snip import Scores, Snip, SnipSettings, options
 from dither.spec import LayerPrecision, Plan, Sampling
 from dither.spec.recipes import recipe
 from dither.train import config, loop
@@ -61,10 +61,11 @@ class Setup:
         return self.steps // 2
 
     @property
-    def snip(self) -> Schedule:
-        """Return a schedule with at least two changes of plan, one of them after the checkpoint."""
+    def snip(self) -> SnipSettings:
+        """Return settings with at least two changes of plan, one of them after the checkpoint."""
         every = max(2, self.steps // 4)
-        return Schedule(start=max(1, self.steps // 6), every=every, delay=min(2, every - 1))
+        start = max(1, self.steps // 6)
+        return SnipSettings(target=0.5, start=start, every=every, delay=min(2, every - 1), probe="last")
 
 
 @dataclass
@@ -274,10 +275,9 @@ class OwnLoop:
             self.model,
             self.run.optimizer,
             self.plan,
-            goal=Goal(target=0.5),
-            schedule=self.setup.snip,
-            estimator=Estimator(probe="last", seed=self.setup.seed),
+            self.setup.snip,
             forward=lambda _, batch: self.loss(batch),
+            seed=self.setup.seed,
         )
 
     def _schedule(self) -> Any:

@@ -24,6 +24,7 @@ from dither.exporting.tokenizer_files import AnyTokenizer
 from dither.models import CausalLM, HuggingFace, hf, load_pretrained
 from dither.models.folder_files import CONFIG as MODEL_CONFIG
 from dither.models.folder_files import read_json
+from dither.models.settings import Lora
 from dither.nn.convert import convert
 from dither.nn.deployment import Evaluate, plan_from_bitwidths
 from dither.spec import Plan
@@ -31,7 +32,6 @@ from dither.train.config import Config, RunSettings
 from dither.train.evaluation import _config_of, _other, checkpoint_of
 from dither.train.files import CONFIG, TOKENIZER_FILES
 from dither.train.lora import merged_model
-from dither.train.lora_settings import Lora
 from dither.train.ranks import joined
 from dither.train.trainer import Trainer, open_corpus
 

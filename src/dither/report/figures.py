@@ -22,7 +22,6 @@ from dither.report.charts import (
     LayerGrid,
     LineChart,
     PartChart,
-    ScatterChart,
     TimelineChart,
 )
 from dither.report.comparison import Comparison
@@ -203,14 +202,6 @@ def _figure_of(chart: Chart) -> "Callable[[Figure], None]":
                 axes.set_xticks([])
                 axes.margins(x=0.2)
                 axes.spines["bottom"].set_visible(False)
-            case ScatterChart():
-                axes.scatter([x for x, _, _ in chart.points], [y for _, y, _ in chart.points], s=8, color=PALETTE[0])
-                ends = [value for x, y, _ in chart.points for value in (x, y)]
-                axes.plot([min(ends), max(ends)], [min(ends), max(ends)], "--", color=INK, linewidth=0.8)
-                axes.set_xscale("log")
-                axes.set_yscale("log")
-                axes.set_xlabel(chart.x)
-                axes.set_ylabel(chart.y)
             case TimelineChart():
                 _timeline(axes, chart)
 

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from dither.checkpoint.write import Saver as Saver
     from dither.train.config import Config as Config
     from dither.train.config import Parallel as Parallel
+    from dither.train.config import Policy as Policy
     from dither.train.config import schedule as schedule
     from dither.train.guard import Guard as Guard
-    from dither.train.guard import Policy as Policy
     from dither.train.guard import Signals as Signals
     from dither.train.loop import Outcome as Outcome
     from dither.train.loop import train as train
@@ -28,8 +28,8 @@ __getattr__ = lazily(
         "dither.checkpoint.sharded": "ShardedSaver",
         "dither.checkpoint.state": "Resumed pack pack_sharded unpack",
         "dither.checkpoint.write": "Saver",
-        "config": "Config Parallel schedule",
-        "guard": "Guard Policy Signals",
+        "config": "Config Parallel Policy schedule",
+        "guard": "Guard Signals",
         "loop": "Outcome train",
         "records": "Progress",
         "run_folder": "Status",

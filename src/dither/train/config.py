@@ -15,13 +15,18 @@ from typing import Annotated, Literal
 from dither.errors import UserError
 from dither.files import Refused, read_text
 from dither.models.settings import Lora, Model
-from dither.settings import AtLeast, Count, Interval, OneOf, Seed, Share, Within, check, from_table, parse
+from dither.settings import AtLeast, Count, Field, Interval, OneOf, Seed, Share, Within, check, fields_of, from_table, parse
+from dither.settings import dumps as dumps
+from dither.settings import override as override
 from dither.snip.settings import SnipSettings
 from dither.spec import MemoryOptions, Plan, Sampling
 from dither.spec.modes import GRADIENTS, MODES, MOST_NORM, LossScaling
 from dither.spec.optimizer import BLOCKS, WHOLE
 from dither.spec.recipes import ALIASES, MEASURED, RECIPES, recipe, recipe_name
 from dither.spec.schedule import beginnings, check_name, is_file, split_forward
+
+SAMPLING_KEY = "precision.sampling"
+"""An optional section of its own."""
 
 Beta = Annotated[float, Within(0, 1, open_above=True)]
 
@@ -618,3 +623,12 @@ def loads(text: str, name: str = "") -> Config:
         return from_table(Config, parse(text))
     except UserError as error:
         raise UserError(f"In the config {name!r}: {error}" if name else str(error)) from None
+
+
+def describe() -> list[Field]:
+    """Return the path, type, default and sentence of every field of a config.
+
+    >>> next(each for each in describe() if each.path == "data.sequence")
+    Field(path='data.sequence', type='int', default=128, sentence='Tokens per sequence.')
+    """
+    return fields_of(Config)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from dither.errors import UserError
+from dither.train.config import Policy
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from dither.errors import UserError
 from dither.models import CausalLM, HuggingFace
 from dither.models.presets import empty
+from dither.models.settings import Lora
 from dither.nn.frozen import FrozenLinear, freeze_base
 from dither.nn.layers import Conv1D
 from dither.nn.linear import Linear
 from dither.optim import MODES
 from dither.spec.formats import TABLE
 from dither.spec.groups import storage_dtype
-from dither.train.lora_settings import Lora
 
 ADAPTER = "default"
 """The name of the adapter, as PEFT calls it."""

@@ -11,7 +11,7 @@ from dither.checkpoint import write
 from dither.data.chat import FILES
 from dither.data.tokenizer import TOKENIZER
 from dither.errors import UserError
-from dither.train.config import Model
+from dither.models.settings import Model
 from dither.train.files import CHANGES, ORIGIN
 from dither.train.weights import checkpoint_of
 

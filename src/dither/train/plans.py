@@ -14,9 +14,10 @@ from dither.errors import UserError
 from dither.nn.compile import block_variants
 from dither.nn.convert import Conversion, apply_plan, plan_of_stage, prepare_plans
 from dither.nn.plan_schedule import PlanSchedule
-from dither.snip import Snip, Times
+from dither.snip.controller import Snip
 from dither.snip.fp8_auto import RECIPES, candidates_of, choice_table, choose_by_time, layer_shapes, plan_of, times_of
-from dither.snip.savings import Shape, choice_record
+from dither.snip.planning import choice_record
+from dither.snip.savings import LayerTimes, Shape
 from dither.spec import Plan
 from dither.spec.recipes import MEASURED, recipe
 from dither.spec.schedule import split_forward
@@ -196,7 +197,7 @@ def measured_plan(config: Config, model: nn.Module, ranks: Ranks, tokens: int, s
     say("Measuring the layers for fp8-auto ...")
     options, shapes = candidates_of(RECIPES), layer_shapes(model, tokens)
     rows: dict[Shape, dict[str, float]] = {}
-    times = Times("", "", rows)
+    times = LayerTimes("", "", rows)
     for shape, layers in shapes.items():  # one exchange per shape, so that no rank waits long
         text, error = "", ""
         try:
@@ -208,7 +209,7 @@ def measured_plan(config: Config, model: nn.Module, ranks: Ranks, tokens: int, s
         if error := ranks.first_error(error):
             raise everywhere(UserError(error))
         device, version, rows[shape] = json.loads(ranks.gather(text)[0])
-        times = Times(device, version, rows)
+        times = LayerTimes(device, version, rows)
     choices = choose_by_time(shapes, times, options)
     say(choice_table(choices, times.device))
     return plan_of(choices, times, tokens)

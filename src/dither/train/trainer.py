@@ -26,8 +26,8 @@ from dither.ops.ranks import gather
 from dither.optim import Training, roles, training
 from dither.optim.roles import Role
 from dither.parallel.apply import allocate
-from dither.snip import Snip, TrainingSetup
-from dither.snip.controller import is_ready
+from dither.snip.controller import Snip
+from dither.snip.dry_run import TrainingSetup
 from dither.spec import Plan
 from dither.spec.modes import MODES, MOST_NORM
 from dither.spec.random import Stream
@@ -148,7 +148,7 @@ class Trainer(Passes):
     def choose(self, batch: Batch) -> list[PlanEvent]:
         """Apply the plans of the schedule and of SNIP that are due before the step on a batch, and return them."""
         snip = self.plans.snip
-        while snip is not None and not is_ready(snip, self.done, seconds=0.5):
+        while snip is not None and not snip.is_ready(self.done, seconds=0.5):
             if self.told:
                 raise Interrupted(self.told)
         estimates = functools.partial(_for_estimates, self, batch, (snip and snip.effort.tokens) or 0)
@@ -408,7 +408,6 @@ def _make_snip(trainer: Trainer, planned: PlanSchedule, say: Callable[[str], Non
     snip = trainer.config.snip
     if snip.target is None:
         return None
-    goal, setup = snip.goal, TrainingSetup()
     if trainer.pipeline is not None:
         if len(trainer.pipeline.stages) > 1:
             raise UserError(
@@ -416,23 +415,26 @@ def _make_snip(trainer: Trainer, planned: PlanSchedule, say: Callable[[str], Non
                 f"{trainer.config.parallel.schedule!r} has two: use '1f1b' or 'zero-bubble', or no snip.target."
             )
         check_snip_stages(snip.stages, trainer.pipeline.sizes)
-        goal = replace(goal, stages=trainer.pipeline.sizes)
-    if trainer.layout.cut:
-        groups = {"group": trainer.layout.data_group, "pipeline": trainer.layout.pipeline_group}
-        setup = TrainingSetup(**groups, adds_gradients=True)
+        snip = replace(snip, stages=tuple(trainer.pipeline.sizes))
+    cut = trainer.layout.cut
+    setup = TrainingSetup(
+        group=trainer.layout.data_group if cut else None,
+        pipeline=trainer.layout.pipeline_group if cut else None,
+        adds_gradients=cut,
+        step_tokens=trainer.config.data.batch * trainer.config.data.sequence,
+        steps=steps_for_snip(planned, snip.start, trainer.config.run.steps),
+    )
     made = Snip(
         trainer.model,
         trainer.training.optimizer,
         planned.changes[0].plan,
-        options=snip.options,
-        goal=goal,
-        schedule=snip.schedule(steps_for_snip(planned, snip.start, trainer.config.run.steps)),
-        estimator=snip.estimator(trainer.config.run.seed, trainer.config.data.batch * trainer.config.data.sequence),
-        setup=setup,
+        snip,
         forward=functools.partial(_estimated_loss, trainer),
+        setup=setup,
+        seed=trainer.config.run.seed,
+        on_failure=lambda _: None,  # the loop reports what became of the estimates
     )
-    made.on_failure = lambda _: None  # the loop reports what became of the statistics
-    say(made.effort.describe(made.schedule))
+    say(made.effort.describe())
     return made
 
 

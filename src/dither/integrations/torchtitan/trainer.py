@@ -26,9 +26,9 @@ from dither.nn.bitwidths import bitwidth_loss
 from dither.nn.convert import apply_plan, planned_otherwise
 from dither.nn.sites import _all, converted_layers, linear_of
 from dither.snip.controller import Snip
-from dither.snip.settings import TrainingSetup
+from dither.snip.dry_run import TrainingSetup
+from dither.snip.settings import SnipSettings
 from dither.spec import Plan
-from dither.train.config import Snip as SnipSettings
 
 Batch = tuple[dict[str, Tensor], Tensor]
 """Inputs and labels, as torchtitan's data loaders return them."""
@@ -179,12 +179,15 @@ class DitherTrainer(Trainer):  # type: ignore[misc]
             model,
             optimizers[0],
             plan_of(model),
-            options=config.snip.options,
-            goal=config.snip.goal,
-            schedule=config.snip.schedule(config.training.steps),
-            estimator=config.snip.estimator(seed, tokens * self._batch_ranks()),
-            setup=TrainingSetup(max_norm=config.training.max_norm or None, group=torch.distributed.group.WORLD),
+            config.snip,
             forward=self._snip_loss,
+            setup=TrainingSetup(
+                max_norm=config.training.max_norm or None,
+                group=torch.distributed.group.WORLD,
+                step_tokens=tokens * self._batch_ranks(),
+                steps=config.training.steps,
+            ),
+            seed=seed,
         )
 
     def _before_step(self, snip: Snip, data_iterator: Iterator[Batch]) -> Iterator[Batch]:
