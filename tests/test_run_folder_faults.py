@@ -20,8 +20,8 @@ from dither.run_lock import RunLock
 from dither.train import Status, agreement, ranks, train
 from dither.train import config as configs
 from dither.train.config import Config
+from dither.train.passes import Passes
 from dither.train.records import Metrics
-from dither.train.trainer import Trainer
 
 SMALL = ("data.sequence=8", "data.batch=2", "run.steps=2", "run.eval_every=0", "run.sample_every=0", "run.log_every=1")
 SMALL += ("run.save_every=1", "run.eval_sequences=1", "run.device=cpu", "guard.spike=ignore")
@@ -248,14 +248,14 @@ def test_recomputation_changes_nothing_and_finds_other_bits(
         train(settings(text, tmp_path / name, *more, f"guard.recompute_every={every}"))
     ours, theirs = (checkpoint.load(tmp_path / name / "checkpoints" / "step-00000002")[0] for name in ("with", "without"))
     assert [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])] == []
-    real, calls = Trainer.loss, []
+    real, calls = Passes.loss, []
 
-    def loss(self: Trainer, *given: Any) -> torch.Tensor:
+    def loss(self: Passes, *given: Any) -> torch.Tensor:
         calls.append(1)
         found = real(self, *given)
         return found * (1 + 2**-20) if len(calls) == 4 else found
 
-    monkeypatch.setattr(Trainer, "loss", loss)
+    monkeypatch.setattr(Passes, "loss", loss)
     with pytest.raises(agreement.DisagreementError, match="Before step 2 a check of the hardware failed: the process computes"):
         train(settings(text, tmp_path / "wrong", *more, "guard.recompute_every=1"))
     assert Status.load(tmp_path / "wrong").state == "failed"

@@ -527,4 +527,4 @@ def test_it_takes_what_score_takes():
 def test_times_have_to_be_measured_before_a_choice():
     scores = Fake()(None, [], None, BOTH, stream=None, step=3)
     with pytest.raises(UserError, match="Times have to be measured first"):
-        dither.snip.choose(scores.harm(), scores.statistics.layers, BOTH, Goal(cost="time"))
+        dither.snip.choose(scores.harm(), scores.statistics.layers, BOTH, Goal(target=0.5, cost="time"))

@@ -985,9 +985,8 @@ def test_stages_by_share_and_by_the_slowest():
     [
         ((6, 6), "The stages 6,6 hold 12 blocks, and the model has 3"),
         ((1, 1), "The stages 1,1 hold 2 blocks"),
-        ((), "Stages are numbers of blocks"),
-        ((3, 0), "Stages are numbers of blocks"),
-        (("1", "2"), "Stages are numbers of blocks"),
+        ((3, 0), "Each of snip.stages is an integer of at least 1, not 0"),
+        (("1", "2"), "snip.stages is a list of integers"),
     ],
 )
 def test_stages_that_do_not_cover_the_model(stages, message):

@@ -274,7 +274,7 @@ class _Opened:
             add = counter(tick, passes)
 
             def forward(model: nn.Module, part: Batch) -> Tensor:
-                loss = self.job.loss(model, part)
+                loss = self.job.passes.loss(model, part)
                 add(1)
                 return loss
 

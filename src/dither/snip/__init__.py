@@ -3,9 +3,9 @@
 Settings and options are imported at once; the other names when they are first used, since they need torch.
 """
 
-import importlib
 from typing import TYPE_CHECKING
 
+from dither.lazy import lazily
 from dither.snip.options import Option as Option
 from dither.snip.options import options as options
 from dither.snip.settings import PROBES as PROBES
@@ -37,30 +37,18 @@ if TYPE_CHECKING:
     from dither.snip.statistics import collecting as collecting
     from dither.snip.update_rules import update_rules_of as update_rules_of
 
-_MODULES = {
-    "controller": ("Decision", "Snip"),
-    "divergence": ("Scores",),
-    "dry_run": ("TrainingSetup", "pipelined"),
-    "fp8_auto": ("auto_plan",),
-    "planning": ("build_plan", "choose"),
-    "probes": ("score",),
-    "savings": ("LayerTimes", "efficiency", "measure_times", "read_times"),
-    "solver": ("Solution", "frontier", "largest_target", "solve"),
-    "statistics": ("LayerStatistics", "Statistics", "collecting"),
-    "update_rules": ("update_rules_of",),
-}
-"""The module of each name above: the same imports, for use at run time."""
-
-_HOME = {name: module for module, names in _MODULES.items() for name in names}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(f"dither.snip.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+__getattr__ = lazily(
+    __name__,
+    {
+        "controller": "Decision Snip",
+        "divergence": "Scores",
+        "dry_run": "TrainingSetup pipelined",
+        "fp8_auto": "auto_plan",
+        "planning": "build_plan choose",
+        "probes": "score",
+        "savings": "LayerTimes efficiency measure_times read_times",
+        "solver": "Solution frontier largest_target solve",
+        "statistics": "LayerStatistics Statistics collecting",
+        "update_rules": "update_rules_of",
+    },
+)

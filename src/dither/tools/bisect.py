@@ -277,7 +277,7 @@ class _Pair:
         scale = trainer.training.scaler.get_scale() if trainer.scaled else 1.0
         layers = [(name, pair[0] if trainer is self.a else pair[1]) for name, pair in self.layers.items()]
         with _watched(layers, partial(keep, scale)):
-            loss = trainer.loss(trainer.model, part)
+            loss = trainer.passes.loss(trainer.model, part)
             trainer.training.backward(loss / trainer.parts)
         return loss.detach()
 

@@ -226,39 +226,29 @@ def recompute(trainer: Trainer) -> None:
     process, and ranks that hold parts of the model, compute it twice. A difference raises a DisagreementError that names the
     rank.
     """
-    ranks = trainer.ranks
-    if trainer.layout.cut:
-        _recompute_parts(trainer)
+    ranks, sharded = trainer.ranks, trainer.layout.cut
+    once = _computed_by_all(trainer)
+    if ranks.world > 1 and not sharded and len(set(once)) == 1:
         return
-    rounds = [_computed(trainer)] + [_computed(trainer)] * (ranks.world == 1)
-    found = [int(text) for text in ranks.gather(str(rounds[0]))] if ranks.world > 1 else rounds
-    if len(set(found)) == 1:
+    again = _computed_by_all(trainer)
+    unsteady = [rank for rank, pair in enumerate(zip(once, again, strict=True)) if pair[0] != pair[1]]
+    if not unsteady and (sharded or ranks.world == 1):  # of parts, a wrong bit of one rank may reach all of them
         return
-    said = "the process computes other bits when it repeats"
-    if ranks.world > 1:
-        again = [int(text) for text in ranks.gather(str(_computed(trainer)))]
-        unsteady = [rank for rank, pair in enumerate(zip(found, again, strict=True)) if pair[0] != pair[1]]
-        said = f"{name_ranks(unsteady)} computed other bits in two passes over" if unsteady else f"{_culprits(found)} in"
-    failed = DisagreementError(
-        f"Before step {trainer.done + 1} a check of the hardware failed: {said} the same micro-batch with the same weights. "
-        "Take the device out of service, and resume with --resume from a checkpoint that you trust."
-    )
-    raise everywhere(failed)
-
-
-def _recompute_parts(trainer: Trainer) -> None:
-    """Compute a micro-batch twice on ranks that hold parts of the model. A wrong bit of one rank may reach all of them."""
-    ranks = trainer.ranks
-    rounds = [[int(text) for text in ranks.gather(str(_computed(trainer)))] for _ in range(2)]
-    wrong = [rank for rank, pair in enumerate(zip(*rounds, strict=True)) if pair[0] != pair[1]]
-    if wrong:
-        raise everywhere(
-            DisagreementError(
-                f"Before step {trainer.done + 1} a check of the hardware failed: {name_ranks(wrong)} computed other bits in "
-                "two passes over the same micro-batch with the same weights. Take the device out of service, and resume with "
-                "--resume from a checkpoint that you trust."
-            )
+    said = f"{name_ranks(unsteady)} computed other bits in two passes over" if unsteady else f"{_culprits(once)} in"
+    if ranks.world == 1:
+        said = "the process computes other bits when it repeats"
+    raise everywhere(
+        DisagreementError(
+            f"Before step {trainer.done + 1} a check of the hardware failed: {said} the same micro-batch with the same "
+            "weights. Take the device out of service, and resume with --resume from a checkpoint that you trust."
         )
+    )
+
+
+def _computed_by_all(trainer: Trainer) -> list[int]:
+    """Return what `_computed` gives on every rank."""
+    own = _computed(trainer)
+    return [int(text) for text in trainer.ranks.gather(str(own))] if trainer.ranks.world > 1 else [own]
 
 
 def _computed(trainer: Trainer) -> int:
@@ -272,9 +262,9 @@ def _computed(trainer: Trainer) -> int:
         with step_context(trainer.model, step=trainer.done) as at:
             at.row(batch.first * data.sequence)
             if trainer.layout.cut:  # FSDP2 hands out gradients in backward only
-                loss, gradients = trainer.pass_aside(batch), [parameter.grad for parameter in parameters]
+                loss, gradients = trainer.passes.aside(batch), [parameter.grad for parameter in parameters]
             else:
-                loss = trainer.loss(trainer.model, batch)
+                loss = trainer.passes.loss(trainer.model, batch)
                 gradients = list(torch.autograd.grad(loss, parameters, allow_unused=True))
             found = digests([loss, *(local(gradient) for gradient in gradients if gradient is not None)])
     return int((found * _odd_numbers(0, found.numel(), found.device)).sum())

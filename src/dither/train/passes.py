@@ -1,4 +1,4 @@
-"""The passes of an optimizer step over its micro-batches, and the step itself."""
+"""The passes of an optimizer step over its micro-batches, and the time that their parts take."""
 
 import time
 from collections import deque
@@ -11,11 +11,9 @@ from torch import Tensor, nn
 from dither.data import Batch
 from dither.errors import UserError
 from dither.models import CausalLM
-from dither.nn import bitwidth_loss, step_context
+from dither.nn import step_context
 from dither.nn.compile import GraphedPasses as GraphedPasses
 from dither.optim import Training
-from dither.train.config import Config, schedule
-from dither.train.guard import GRACE, Signals
 from dither.train.layout import RankLayout
 from dither.train.pipeline import Pipeline
 from dither.train.ranks import Ranks
@@ -108,77 +106,44 @@ def _untimed(part: str) -> AbstractContextManager[None]:
 
 
 class Passes:
-    """Computes the gradients of a step, on one rank or many, and updates the weights."""
+    """The forward and backward passes of a step over this rank's micro-batches.
 
-    config: Config
-    ranks: Ranks
-    layout: RankLayout
-    parts: int
-    """Micro-batches per step on this rank."""
-    model: CausalLM
-    training: Training
-    pipeline: Pipeline | None
-    """The stages of this rank; None if there is no pipeline."""
-    graphs: GraphedPasses | None
-    clock: StepClock
-    """The time of the parts of steps."""
-    signals: Signals | None
-    """Signals that end evaluations, estimates and samples early, and steps after some time, with `Interrupted`."""
-    guided: float
-    """This rank's share of the blocks whose bitwidths a loss guides; 0 if there are none."""
-    done: int
-    """Number of steps done, including skipped ones."""
-    _dropout: int
-    _sound: Tensor
-    _share: Tensor
-    """The weight of the current micro-batch of this rank in the mean loss, where CUDA graphs read it."""
+    Args:
+        model: The model, or the stages of this rank.
+        training: The optimizer, the loss scaling and the compute dtype.
+        layout: How ranks share the batches and the model.
+        pipeline: The stages of this rank; None if there is no pipeline.
+        parts: Micro-batches per step on this rank.
+        sequence: Tokens per sequence.
+        device: The device of the model.
+    """
 
-    @property
-    def lr(self) -> float:
-        """Learning rate of the next step, or of the last one."""
-        return schedule(self.config, min(self.done, self.config.run.steps - 1))
+    def __init__(
+        self,
+        model: CausalLM,
+        training: Training,
+        layout: RankLayout,
+        *,
+        pipeline: Pipeline | None,
+        parts: int,
+        sequence: int,
+        device: torch.device,
+    ) -> None:
+        self.model, self.training, self.layout, self.pipeline = model, training, layout, pipeline
+        self.parts, self.sequence, self.clock = parts, sequence, StepClock(device)
+        self.graphs: GraphedPasses | None = None
+        """Replays passes as CUDA graphs; None if they run one operation after the other."""
+        self.sound = torch.ones((), dtype=torch.bool, device=device)
+        """False makes all gradients NaN, so that the optimizer skips the step."""
+        self._share = torch.ones((), device=device)
+        """The weight of the current micro-batch of this rank in the mean loss, where CUDA graphs read it."""
 
-    def step(self, batch: Batch, signal: float = 0.0) -> Tensor:
-        """Do one optimizer step. Return float32[4] on the device: mean loss, gradient norm, sum of all signals, loss scale.
-
-        A loss or gradient that is not finite changes no weight: it makes all gradients NaN, and the optimizer skips the step.
-        If the guard stops such runs, later steps change no weight either: a GPU begins the next step before the host knows.
-        """
-        optimizer = self.training.optimizer
-        for group in optimizer.param_groups:
-            group["lr"] = self.lr
-        torch.manual_seed((self._dropout + self.done) % (1 << 63))
-        released = nullcontext() if optimizer.released is None else optimizer.released.enabling()
-        with nullcontext() if self.signals is None else self.signals.abandoned(GRACE), released:
-            total = self._gradients(batch)
-        with self.clock.part("gradients of ranks") if self.ranks.world > 1 else nullcontext():
-            self.layout.reduce_gradients(self.training)
-        if self.guided:  # after the sum over ranks, so that additions have the same order with any number of them
-            with self.clock.part("backward"):
-                self.training.backward(bitwidth_loss(self.model) * self.guided)
-        with self.clock.part("optimizer"):
-            self.training.step()
-        norm = torch.zeros_like(total) if optimizer.grad_norm is None else optimizer.grad_norm
-        scale = torch.ones_like(total) if self.training.loss_scale is None else self.training.loss_scale
-        numbers = self.ranks.add(torch.stack([total * self.layout.counted, torch.full_like(total, signal)]))
-        numbers = torch.stack([numbers[0], norm, numbers[1], scale])
-        if self.config.guard.nonfinite == "stop":
-            # Scaled gradients may overflow: the scale is lowered then, and the run continues.
-            self._sound &= numbers[0].isfinite() if self.scaled else numbers.isfinite().all()
-        self.done += 1
-        return numbers
-
-    @property
-    def scaled(self) -> bool:
-        """True if losses are scaled: overflows of gradients then lower the scale and do not concern the guard."""
-        return self.training.scaler.is_enabled()
-
-    def _gradients(self, batch: Batch) -> Tensor:
-        """Accumulate this rank's share of the gradients, and return its share of the mean loss."""
-        total = torch.zeros((), device=self.ranks.device)
+    def gradients(self, batch: Batch, step: int) -> Tensor:
+        """Accumulate this rank's share of the gradients of a step, and return its share of the mean loss."""
+        total = torch.zeros_like(self._share)
         with ExitStack() as stack:
             with self.clock.part("casts of weights"):
-                at = stack.enter_context(step_context(self.model, step=self.done, group=self.layout.data_group))
+                at = stack.enter_context(step_context(self.model, step=step, group=self.layout.data_group))
             if self.pipeline is not None:
                 self._share.fill_(self._even_share)
                 with self.clock.part(BOTH):
@@ -186,7 +151,7 @@ class Passes:
                 return sum((loss * self._share for loss in losses), total)
             for number, part in enumerate(batch.split(self.parts)):
                 self.layout.synchronize(self.model, last=number == self.parts - 1)
-                at.row(part.first * self.config.data.sequence)
+                at.row(part.first * self.sequence)
                 self._share.copy_(torch.full_like(total, self._even_share) if part.weight is None else part.weight)
                 total += self._pass(part.inputs, part.targets, first=number == 0) * self._share
         return total
@@ -199,13 +164,12 @@ class Passes:
     def _pass(self, inputs: Tensor, targets: Tensor, *, first: bool) -> Tensor:
         """Accumulate the gradients of one micro-batch, and return its mean loss."""
         if self.graphs is None:
-            return self._eager_pass(inputs, targets, self.clock.part)
+            return self.eager(inputs, targets, self.clock.part)
         with self.clock.part(BOTH):  # a graph has no events inside
             return self.graphs(inputs, targets, first=first)
 
-    def _eager_pass(
-        self, inputs: Tensor, targets: Tensor, part: Callable[[str], AbstractContextManager[None]] = _untimed
-    ) -> Tensor:
+    def eager(self, inputs: Tensor, targets: Tensor, part: Callable[[str], AbstractContextManager[None]] = _untimed) -> Tensor:
+        """Accumulate the gradients of one micro-batch operation by operation, and return its mean loss."""
         with part("forward"):
             loss = self._forward(self.model, inputs, targets)
         with part("backward"):
@@ -214,13 +178,13 @@ class Passes:
 
     def _weighed(self, loss: Tensor) -> Tensor:
         """Return a micro-batch's share of the mean loss; NaN gradients let the optimizer skip the step."""
-        return loss * torch.where(loss.detach().isfinite() & self._sound, self._share, torch.nan)
+        return loss * torch.where(loss.detach().isfinite() & self.sound, self._share, torch.nan)
 
-    def pass_aside(self, part: Batch) -> Tensor:
+    def aside(self, part: Batch) -> Tensor:
         """Run a micro-batch forward and backward, and return its loss; its gradients, reduced over ranks, are left to read."""
         if self.pipeline is not None:
             found = self.pipeline.estimate(part, self.training)
-            return torch.zeros((), device=self.ranks.device) if found is None else found
+            return torch.zeros_like(self._share) if found is None else found
         self.layout.synchronize(self.model, last=True)
         loss = self.loss(self.model, part)
         self.training.backward(loss)

@@ -112,7 +112,7 @@ class Records:
         """Write the seconds of each part of the run since the last such line; the rest of training is data and launches."""
         now = time.monotonic()
         training = now - self.counted - sum(self.spent.values())
-        steps = self.trainer.clock.take()
+        steps = self.trainer.passes.clock.take()
         parts = {**steps, "rest of training": max(0.0, training - sum(steps.values())), **self.spent}
         self.write("seconds", parts={part: round(seconds, 3) for part, seconds in parts.items()})
         self.spent, self.counted = {}, now

@@ -74,10 +74,10 @@ def warm_up(trainer: Any, batch: Batch) -> None:
     with suppress(_Replayed), magnitudes_kept(trainer.model), step_context(trainer.model, step=trainer.done) as at:
         at.row(part.first * trainer.config.data.sequence)
         if trainer.layout.cut:
-            trainer.pass_aside(part)
+            trainer.passes.aside(part)
             trainer.training.optimizer.zero_grad()
         else:
-            torch.autograd.grad(trainer.loss(trainer.model, part), parameters, allow_unused=True)
+            torch.autograd.grad(trainer.passes.loss(trainer.model, part), parameters, allow_unused=True)
         raise _Replayed
 
 

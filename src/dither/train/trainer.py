@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from dither.errors import UserError
 from dither.models import CausalLM, build, compile_blocks, flops_per_token, hf, preset
 from dither.models.causal import PlainLM
 from dither.models.presets import blank, draw_parts
-from dither.nn import Conversion, Linear, convert, effective_precision, param_groups, step_context
+from dither.nn import Conversion, Linear, bitwidth_loss, convert, effective_precision, param_groups, step_context
 from dither.nn.deployment import block_bitwidths
 from dither.nn.plan_schedule import PlanSchedule
 from dither.numerics import Monitor, Report
@@ -31,16 +32,16 @@ from dither.snip.dry_run import TrainingSetup
 from dither.spec import Plan
 from dither.spec.modes import MODES, MOST_NORM
 from dither.spec.random import Stream
-from dither.train.config import Config, loads
+from dither.train.config import Config, loads, schedule
 from dither.train.corpora import open_corpus as open_corpus
 from dither.train.corpora import unigram_entropy as unigram_entropy
 from dither.train.evaluating import Evaluation as Evaluation
 from dither.train.evaluating import evaluate, sample
-from dither.train.guard import Guard, Interrupted, Signals
+from dither.train.guard import GRACE, Guard, Interrupted, Signals
 from dither.train.layout import RankLayout, check_stages
 from dither.train.lora import adapt, narrow_base
 from dither.train.origin import check_same, origin_of
-from dither.train.passes import GraphedPasses, Passes, StepClock, uses_graphs
+from dither.train.passes import GraphedPasses, Passes, uses_graphs
 from dither.train.pipeline import Pipeline, check_micro_batches, check_pipeline, check_snip_stages
 from dither.train.plans import PlanEvent, RunPlans, known_plans, make_schedule, steps_for_snip, with_measured
 from dither.train.ranks import Ranks
@@ -64,7 +65,7 @@ class Numbers(NamedTuple):
     """The loss scale; 1 if losses are not scaled."""
 
 
-class Trainer(Passes):
+class Trainer:
     """The model, the optimizer and all other state that a step changes; the same on every rank.
 
     Args:
@@ -73,7 +74,7 @@ class Trainer(Passes):
         ranks: The ranks of the run.
         layout: How ranks share the batches and the model; by default each of them holds the whole model.
         initial: Load the initial weights of `model.weights`. False if a checkpoint will be restored.
-        say: Called with a sentence about what the run does otherwise than usual.
+        say: Called with a sentence when the run departs from its defaults.
     """
 
     def __init__(
@@ -89,7 +90,6 @@ class Trainer(Passes):
         self.config, self.corpus, self.ranks = config, corpus, ranks
         self.layout = layout or RankLayout.whole(ranks)
         data = config.data
-        self.clock = StepClock(ranks.device)
         self.parts = ranks.share(data.batch, data.micro_batch, self.layout.data_world)
         self.loader = Loader(corpus.train, data.sequence, data.batch, data.seed)
         self.held_out = held_out(corpus.held_out, data.sequence, _held_out_count(config, corpus))
@@ -124,8 +124,17 @@ class Trainer(Passes):
         if self.compiled:
             torch._dynamo.reset()  # graphs of an earlier run in this process would count towards Dynamo's limit
             compile_blocks(self.model)
-        graphed = uses_graphs(config.run.cuda_graphs, self.ranks, self.training, self.parts, compiled=self.compiled)
-        self.graphs = GraphedPasses(self.model, self._eager_pass, say) if graphed else None
+        self.passes = Passes(
+            self.model,
+            self.training,
+            self.layout,
+            pipeline=self.pipeline,
+            parts=self.parts,
+            sequence=data.sequence,
+            device=ranks.device,
+        )
+        if uses_graphs(config.run.cuda_graphs, self.ranks, self.training, self.parts, compiled=self.compiled):
+            self.passes.graphs = GraphedPasses(self.model, self.passes.eager, say)
         self.guard = Guard(config.guard)
         self.signals: Signals | None = None
         """Signals that end evaluations, estimates and samples early, and steps after some time, with `Interrupted`."""
@@ -142,8 +151,46 @@ class Trainer(Passes):
         """Seconds of training before the last resume."""
         # Torch's generators, used only by dropout, are seeded in each step, so that no rank needs to save their state.
         self._dropout = Stream(config.run.seed, "torch", f"rank {self.layout.data_rank}").key
-        self._sound = torch.ones((), dtype=torch.bool, device=ranks.device)
-        self._share = torch.ones((), device=ranks.device)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step, or of the last one."""
+        return schedule(self.config, min(self.done, self.config.run.steps - 1))
+
+    @property
+    def scaled(self) -> bool:
+        """True if losses are scaled: overflows of gradients then lower the scale and do not concern the guard."""
+        return self.training.scaler.is_enabled()
+
+    def step(self, batch: Batch, signal: float = 0.0) -> Tensor:
+        """Do one optimizer step. Return float32[4] on the device: mean loss, gradient norm, sum of all signals, loss scale.
+
+        A loss or gradient that is not finite changes no weight: it makes all gradients NaN, and the optimizer skips the step.
+        If the guard stops such runs, later steps change no weight either: a GPU begins the next step before the host knows.
+        """
+        optimizer, passes = self.training.optimizer, self.passes
+        for group in optimizer.param_groups:
+            group["lr"] = self.lr
+        torch.manual_seed((self._dropout + self.done) % (1 << 63))
+        released = nullcontext() if optimizer.released is None else optimizer.released.enabling()
+        with nullcontext() if self.signals is None else self.signals.abandoned(GRACE), released:
+            total = passes.gradients(batch, self.done)
+        with passes.clock.part("gradients of ranks") if self.ranks.world > 1 else nullcontext():
+            self.layout.reduce_gradients(self.training)
+        if self.guided:  # after the sum over ranks, so that additions have the same order with any number of them
+            with passes.clock.part("backward"):
+                self.training.backward(bitwidth_loss(self.model) * self.guided)
+        with passes.clock.part("optimizer"):
+            self.training.step()
+        norm = torch.zeros_like(total) if optimizer.grad_norm is None else optimizer.grad_norm
+        scale = torch.ones_like(total) if self.training.loss_scale is None else self.training.loss_scale
+        numbers = self.ranks.add(torch.stack([total * self.layout.counted, torch.full_like(total, signal)]))
+        numbers = torch.stack([numbers[0], norm, numbers[1], scale])
+        if self.config.guard.nonfinite == "stop":
+            # Scaled gradients may overflow: the scale is lowered then, and the run continues.
+            passes.sound &= numbers[0].isfinite() if self.scaled else numbers.isfinite().all()
+        self.done += 1
+        return numbers
 
     def choose(self, batch: Batch) -> list[PlanEvent]:
         """Apply the plans of the schedule and of SNIP that are due before the step on a batch, and return them."""
@@ -172,7 +219,7 @@ class Trainer(Passes):
         with self.monitor.aside(self.done), step_context(self.model, step=self.done - 1) as at:
             for part in pieces:
                 at.row(part.first * self.config.data.sequence)
-                loss = self.model(part.inputs, part.targets) if self.scaled else self.loss(self.model, part)
+                loss = self.model(part.inputs, part.targets) if self.scaled else self.passes.loss(self.model, part)
                 self.training.backward(loss / len(pieces))
         return self.monitor.report
 
@@ -265,7 +312,7 @@ class Trainer(Passes):
         self.guard.restore(others["guard"])
         self.done, self.offset, self.time = resumed.step, others["offset"], others["time"]
         self.loss_ema = others["loss_ema"]
-        self._sound.fill_(True)
+        self.passes.sound.fill_(True)
         return resumed
 
     def learn(self, loss: float) -> None:
@@ -281,7 +328,7 @@ def _estimated_loss(trainer: Trainer, model: nn.Module, part: Batch) -> Tensor |
             raise Interrupted(trainer.told or "SIGTERM")
     if trainer.pipeline is not None:
         return trainer.pipeline.estimate(part, trainer.training)
-    return trainer.loss(model, part)
+    return trainer.passes.loss(model, part)
 
 
 def _held_out_count(config: Config, corpus: Corpus) -> int | None:
