@@ -69,7 +69,7 @@ def parts(precision: LayerPrecision, m: int, k: int, n: int) -> dict[str, float]
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     dy = torch.randn(m, n, device="cuda", dtype=torch.bfloat16) * 1e-3
     w = torch.randn(n, k, device="cuda") / k**0.5
-    has = functional.make_settings(precision, name="bench", gpu=True)
+    has = functional.make_settings(precision, gpu=True)
     place = torch.zeros(3, dtype=torch.int64, device="cuda")  # step, rows, key
 
     def amax(tensor: Tensor, delayed: bool) -> Amax:
@@ -78,14 +78,14 @@ def parts(precision: LayerPrecision, m: int, k: int, n: int) -> dict[str, float]
     def both(tensor: Tensor, casting: functional.Castings):
         known = amax(tensor, casting.along.delayed)
         drawn = place if casting.stochastic else None
-        return lambda: functional._both(tensor, casting, known, drawn, True, True, None, None)
+        return lambda: functional.cast_operand(tensor, casting, known, drawn, True, True, None, None)
 
     cast_x, cast_w, cast_dy = both(x, has.input), both(w, has.weight), both(dy, has.grad)
     (x_MK, x_KM), (w_NK, w_KN), (dy_MN, dy_NM) = cast_x(), cast_w(), cast_dy()
     bf16 = torch.bfloat16
 
     def product(which: str, a, a_casting, b, b_casting, length: int, dtype: torch.dtype):
-        return lambda: functional._product(which, a, a_casting, b, b_casting, length, None, dtype, has)
+        return lambda: functional.product(which, a, a_casting, b, b_casting, length, None, dtype, has)
 
     layer = Linear(k, n, False, "cuda", precision=precision, name="bench")
     x.requires_grad_()

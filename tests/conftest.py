@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sweeps import EVERYTHING, left_out
 
 # Inductor remembers graphs without asking whether an operator's outputs are still laid out as they were.
 os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE"] = os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
@@ -13,12 +14,28 @@ os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE"] = os.environ["TORCHINDUCTOR_AUTOGRAD_
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-pytest_plugins = ["expensive", "interpreter", "skips"]
+torch.set_num_threads(1)  # tensors of tests are so small that threads would only wait for each other
+
+pytest_plugins = ["interpreter"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Ignore hints about speed. In pyproject.toml this would import dither, and with it triton, before the choice above."""
     config.addinivalue_line("filterwarnings", "ignore::dither.errors.PerformanceWarning")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as exhaustive what `sampled` leaves out; with DITHER_EXHAUSTIVE also properties, which then try all examples."""
+    sweeps: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            sweeps.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        if EVERYTHING and getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker(pytest.mark.exhaustive)
+    for cases in sweeps.values():
+        for item in left_out(cases) if len(cases) > 1 else ():  # one alone was asked for by its name
+            item.add_marker(pytest.mark.exhaustive)
 
 
 def pytest_collection_finish() -> None:

@@ -61,3 +61,21 @@ def only(case: Any, kept: bool, ids: Callable[..., str] | None = None) -> Any:
     arguments = case if isinstance(case, tuple) else (case,)
     name = ids(*arguments) if ids else None
     return pytest.param(*arguments, id=name, marks=() if kept else pytest.mark.exhaustive)
+
+
+def left_out(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return the cases of a parametrized test that its mark leaves to `make test-exhaustive`.
+
+    `@pytest.mark.sampled(only=[...])` keeps the cases with these names, `sampled(without=[...])` all others, and
+    `sampled(cover=1)` cases that have every value of every parameter (2: every pair of values).
+    """
+    (mark,) = cases[0].iter_markers("sampled")
+    ids = {case.nodeid.partition("[")[2][:-1]: case for case in cases}
+    if "cover" in mark.kwargs:
+        values = [tuple(map(repr, case.callspec.params.values())) for case in cases]
+        kept = covering(values, mark.kwargs["cover"])
+        return [case for place, case in enumerate(cases) if place not in kept]
+    ((kind, names),) = mark.kwargs.items()
+    if unknown := set(names) - ids.keys():
+        raise pytest.UsageError(f"{cases[0].nodeid.partition('[')[0]} has no cases {sorted(unknown)}: correct its mark.")
+    return [case for name, case in ids.items() if (name in names) == (kind == "without")]

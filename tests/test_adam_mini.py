@@ -116,7 +116,8 @@ def test_a_resumed_run_is_the_straight_one(options: dict[str, str]) -> None:
 
 
 def config(kind: str) -> object:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    import transformers
+
     common = {"vocab_size": 32, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 6}
     if kind == "gpt2":
         return transformers.GPT2Config(vocab_size=32, n_embd=24, n_layer=2, n_head=6, n_positions=16)

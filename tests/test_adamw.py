@@ -32,6 +32,7 @@ def parameters(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.fl
 # Against torch --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(cover=1)
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999)])
 def test_float32_is_torch_adamw(weight_decay: float, betas: tuple[float, float]) -> None:
@@ -107,6 +108,7 @@ MODES = [
 ]
 
 
+@pytest.mark.sampled(cover=2)
 @pytest.mark.parametrize(
     ("states", "rounding", "weights", "dtype"), sweep(MODES, key=lambda mode: (mode[:2], *mode[2:]))
 )  # every pair of states, weights and dtype; the triples are exhaustive
@@ -494,6 +496,7 @@ def make_ties(net: nn.Module, optimizer: AdamW) -> None:
         p.data.copy_(optimizer.state[p]["master"])
 
 
+@pytest.mark.sampled(cover=1)
 @pytest.mark.parametrize("states", ["fp32", "bf16"])
 @pytest.mark.parametrize("lr", [1e-2, 0.0])
 def test_split_masters_take_the_steps_of_float32_masters(states: str, lr: float) -> None:

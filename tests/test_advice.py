@@ -85,6 +85,7 @@ def test_where_recommendations_differ_from_the_guides_and_nowhere_else():
     assert kind(recommend(llama_of(70e9), roomy("H100-80GB"), risk="high")) == "FP8 (TE)"  # no units for FP4
 
 
+@pytest.mark.sampled(cover=1)
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=lambda gpu: gpu.name)
 @pytest.mark.parametrize("risk", ["none", "low", "high"])
 def test_what_is_recommended_fits_and_runs(gpu, risk):

@@ -104,6 +104,7 @@ def quality(monkeypatch):
     return run
 
 
+@pytest.mark.exhaustive
 def test_runs_are_paired_written_down_and_not_repeated(quality, tmp_path, capsys):
     path = tmp_path / "quality.json"
     arms = "bf16,gaussws:all,diffq:od/3@fp8-block,auto:all,inputs:all,both:od"
@@ -138,7 +139,6 @@ def test_no_run_begins_that_would_end_too_late(quality, tmp_path, capsys):
 
 
 def test_texts_become_tokens(quality, tmp_path):
-    pytest.importorskip("tokenizers")
     text = tmp_path / "text.txt"
     text.write_text("\n<|endoftext|>\n".join(f"the {i} cats and the {i % 7} dogs of number {i}" for i in range(300)))
     train, held_out = tmp_path / "train.npy", tmp_path / "held_out.npy"
@@ -178,6 +178,7 @@ def script(monkeypatch):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.exhaustive
 def test_arms_part_at_one_place_whichever_process_trains_them(script, tmp_path, capsys):
     arms = ("--arms", "bf16,fp8,fp4,random@50")
     script("snip_quality", *FEW, *arms, "--json", tmp_path / "alone.json")
@@ -214,6 +215,7 @@ def test_a_state_of_other_settings_is_refused(script, tmp_path):
         script("snip_quality", *FEW, "--arms", "bf16", "--seeds", "0", "--state", tmp_path, "--lr", "1e-3")
 
 
+@pytest.mark.exhaustive
 def test_the_truth_takes_as_many_batches_as_there_is_time_for(script, tmp_path, capsys):
     path = tmp_path / "truth.json"
     few = ("--device", "cpu", "--tiny", "--layers", "1", "--steps", "3", "--probes", "measure,direct", "--json", path)

@@ -47,7 +47,8 @@ def neighbours(x: np.ndarray) -> np.ndarray:
 
 
 def test_the_oracle_rounds_as_ml_dtypes_does():
-    ml_dtypes = pytest.importorskip("ml_dtypes")
+    import ml_dtypes
+
     for name in SMALL:
         format = Format.parse(name)
         grid = np.array(format.values(), dtype=np.float32)

@@ -729,6 +729,7 @@ def fingerprint(model, optimizer, scaler) -> str:
 KINDS = ["fp32", "bf16-sr", "kahan", "dynamic8", "adam-mini", "fp8-delayed", "mxfp4", "sampling", "fp16", "torch", "dropout"]
 
 
+@pytest.mark.sampled(only=["bf16-sr", "dynamic8", "adam-mini", "fp8-delayed", "sampling", "torch", "dropout"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_run_is_the_straight_run(kind, tmp_path):
     model, optimizer, plan, scaler = build(kind, seed=1)

@@ -340,6 +340,7 @@ def test_the_figure_of_a_sweep(values, tmp_path):
 # A sweep, whole --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_in_parallel(text, tmp_path, capsys):
     """A run that fails is a sentence; the terminal, the page and the numbers say the same; each run is as it is alone."""
     out = tmp_path / "runs"
@@ -369,6 +370,7 @@ def test_a_sweep_in_parallel(text, tmp_path, capsys):
     assert train(alone).loss == losses[0]
 
 
+@pytest.mark.exhaustive
 def test_the_script_for_machines_without_the_command_line(text, tmp_path, capsys, monkeypatch):
     """benchmarks/sweep.py trains what `dither compare` would, stops in time, goes on, and draws from its numbers."""
     spec = importlib.util.spec_from_file_location("sweep", ROOT / "benchmarks" / "sweep.py")

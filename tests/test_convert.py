@@ -531,6 +531,7 @@ def test_engines_in_the_record_are_those_of_the_gpu(model, gpu):
     assert found["head"] == ("bf16",) * 3
 
 
+@pytest.mark.sampled(cover=1)
 @pytest.mark.parametrize("capability", [(7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
 @pytest.mark.parametrize("name", [name for name, each in RECIPES.items() if not each.plan.default.uncast])
 def test_every_recipe_runs_on_every_gpu(model, gpu, capability, name):
@@ -567,7 +568,7 @@ def test_what_the_gpu_cannot_take(model, gpu, capability):
         assert layer.precision == plan.for_layer(layer.name)
     assert "multiplies in float32: blocks.*.up (2): " in str(record)
     apply_plan(emulated, Plan(default=LayerPrecision.of("mxfp8", "mxfp8", "mxfp8")) if capability >= (7, 0) else Plan())
-    assert not any(module.emulates_here for module in emulated.modules() if isinstance(module, Linear))
+    assert not any(module.choice.emulates for module in emulated.modules() if isinstance(module, Linear))
 
     record = convert(model, plan, fallback="bf16")
     assert names(record) == LAYERS
@@ -620,15 +621,6 @@ def test_layers_whose_names_are_numbers_are_listed_by_them() -> None:
 
 
 # The trainer on GPUs that are not here ---------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tensors here are so small that threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -46,6 +46,7 @@ def config_of(folder):
 # Round trips ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(cover=1)
 @pytest.mark.parametrize("format", ["bf16", "fp16", *QUANTIZED])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral"])
 def test_transformers_loads_the_logits_of_the_dequantized_model(kind, format, tmp_path):

@@ -20,7 +20,7 @@ from dither.nn.layers import Conv1D
 from dither.train.config import loads
 from dither.train.lora import adapt, merged_model, narrow_base
 
-peft, transformers = Lazy("peft", "peft is not installed: pip install -e '.[test]'"), Lazy("transformers")
+peft, transformers = Lazy("peft"), Lazy("transformers")
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|endoftext|>{% endfor %}"

@@ -152,6 +152,7 @@ def test_stochastic_sums_are_right_on_average() -> None:
     assert not torch.equal(gradient(weight_of_ones("bf16-sr", gradients="bf16-sr", seed=1)), found)
 
 
+@pytest.mark.sampled(cover=1)
 @pytest.mark.parametrize("kind", GRADIENTS)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_trains_with_every_type_of_gradients(mode: str, kind: str) -> None:
@@ -424,6 +425,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sampled(only=["bf16-sr-{}", "bf16-sr-{'states': 'companded8', 'block': 16}", "o2-split-{}", "o1-{}"])
 @pytest.mark.parametrize(("mode", "options"), KINDS, ids=str)
 def test_the_bits_are_those_of_the_ordinary_step_and_after_a_resume(mode: str, options: dict[str, Any]) -> None:
     ordinary = training(net(), mode, lr=1e-2, **{"nonfinite": "skip", **options})

@@ -137,7 +137,7 @@ def hidden_imports(tree: ast.Module, module: str) -> list[str]:
     the command line import what is used, when it is used.
     """
     found: list[str] = []
-    if module not in ("dither", "dither.lazy", "dither.cli", "dither.ops.torch_ops"):
+    if module not in ("dither", "dither.cli", "dither.lazy", "dither.ops.torch_ops"):
         names = [getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(tree)]
         found += [name for name in names if name in ("import_module", "__import__")]
     if not module.startswith("dither.ops.triton"):

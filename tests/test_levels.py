@@ -148,8 +148,7 @@ def test_a_new_cast_prepares_all_layers_alike() -> None:
     model = model_of("fp8-block")
     assert all(model.get_submodule(name).levels is None for name in NAMES)
     apply_plan(model, plan_of(CHOICES[1], NAMES))
-    assert len({id(model.get_submodule(name)._nameless[0]) for name in NAMES}) == len(NAMES)
-    assert len({model.get_submodule(name)._nameless for name in NAMES}) == 1
+    assert len({model.get_submodule(name).program.settings for name in NAMES}) == 1
 
 
 def test_plans_change_without_compiling_again() -> None:
@@ -191,9 +190,9 @@ def test_levels_survive_a_move_and_a_copy() -> None:
 def test_a_layer_that_emulates_from_now_on_is_set_up_again() -> None:
     model = model_of(plan_of(CHOICES[1], NAMES))
     layer = model.get_submodule(NAMES[0])
-    layer.emulates_here = True
-    layer.set_precision(dither.recipe("fp8-block").default, others=layer.known_precisions)
-    assert layer._settings[1].emulate
+    fp8 = dither.recipe("fp8-block").default
+    layer.choose(layer.choice._replace(running=fp8, emulates=True), layer.known_precisions)
+    assert layer.program.settings[1].emulate
     assert layer.precision == dither.recipe("fp8-block").default
 
 
@@ -202,18 +201,18 @@ def test_the_key_of_a_captured_graph_tells_what_moved() -> None:
     model = model_of(plan_of(CHOICES[1], NAMES))
     layer = model.get_submodule(NAMES[0])
     gradients(model, 0)
-    key = layer.hold_key()
+    key = layer.cache_key()
     gradients(model, 1)
     apply_plan(model, plan_of(CHOICES[2], NAMES))
     gradients(model, 2)
-    assert layer.hold_key() == key  # steps and levels change numbers alone
+    assert layer.cache_key() == key  # steps and levels change numbers alone
     layer.weight.data = layer.weight.data.clone()
-    moved = layer.hold_key()
+    moved = layer.cache_key()
     assert moved != key
-    layer.step_state.forget()
-    assert layer.hold_key() != moved
+    layer.to(torch.float64).to(torch.float32)
+    assert layer.cache_key() != moved
     layer.set_precision(LayerPrecision())
-    assert layer.hold_key() != moved
+    assert layer.cache_key() != moved
 
 
 def test_prepare_plans_says_what_is_missing() -> None:

@@ -137,6 +137,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 # Values ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(cover=1)
 @pytest.mark.parametrize("name", PRECISIONS)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -473,7 +474,7 @@ def test_held_codes_stay_where_they_are() -> None:
     addresses = []
     for step in range(2):
         with step_context(net, step=step), torch.no_grad():
-            codes = net.up.step_state.codes
+            codes = net.up.cache.codes
             addresses.append([codes.along.values.data_ptr(), codes.across.scale.data_ptr()])
         with torch.no_grad():
             net.up.weight.mul_(3)
@@ -539,8 +540,8 @@ def test_a_layer_that_was_not_used_goes_on_measuring() -> None:
     net = Net(precision("fp8-delayed"))
     with step_context(net, step=0):
         net.up(torch.randn(4, 32)).sum().backward()
-    assert not net.up.measures_now
-    assert net.down.measures_now
+    assert not net.up.delayed.measures_now
+    assert net.down.delayed.measures_now
 
 
 def test_histories_are_saved_and_loaded() -> None:
@@ -588,6 +589,7 @@ def test_magnitudes_are_reduced_over_ranks_by_one_call(monkeypatch: pytest.Monke
 # Compiled code, checkpointing, memory -----------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(only=["nvfp4", "fp8-delayed"])
 @pytest.mark.parametrize("name", ["nvfp4", "all stochastic", "fp8-delayed", "cast backward", "blocks of inputs"])
 def test_compiled_training_is_eager_training(name: str) -> None:
     torch._dynamo.reset()
@@ -596,6 +598,7 @@ def test_compiled_training_is_eager_training(name: str) -> None:
     assert same(train(eager, eager, 3, 2), train(compiled, whole, 3, 2))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
 def test_blocks_compiled_one_by_one() -> None:
     torch._dynamo.reset()
@@ -605,6 +608,7 @@ def test_blocks_compiled_one_by_one() -> None:
     assert same(train(eager, eager, 2, 2), train(compiled, compiled, 2, 2))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles C++ for the CPU")
 def test_inductor() -> None:
     """Without a bias: its gradient is a plain sum, which Inductor adds up in its own order."""
@@ -630,6 +634,7 @@ def test_compiled_code_outside_steps() -> None:
         torch.compile(delayed, fullgraph=True, backend="aot_eager")(x)
 
 
+@pytest.mark.sampled(cover=1)
 @pytest.mark.parametrize("name", ["fp4-block", "fp8-delayed", "all stochastic", "cast backward"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_computes_the_same_bits_again(name: str, reentrant: bool) -> None:

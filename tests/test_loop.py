@@ -10,7 +10,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +37,6 @@ from dither.train.trainer import Trainer
 STEPS = 6
 
 TIMES = ("time", "tokens_per_s", "seconds")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small gain nothing by more, and lose much where other tests run beside them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
@@ -132,6 +123,7 @@ KINDS = {
 RESUMED = [only(kind, kind not in ("fp32", "fp16-o2")) for kind in KINDS]
 
 
+@pytest.mark.sampled(without=["kahan", "schedule and snip", "schedule", "snip in o2"])
 @pytest.mark.parametrize("kind", RESUMED)
 def test_resumed_is_straight(kind: str, text: Path, tmp_path: Path) -> None:
     """From a checkpoint half way, in a run that also evaluates and samples, which the straight one does not."""
@@ -149,6 +141,7 @@ def test_resumed_is_straight(kind: str, text: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.exhaustive
 def test_released_gradients_change_no_bit(text: Path, tmp_path: Path) -> None:
     """With sampled weights, whose bitwidths get a second gradient after the backward pass, and 8-bit states."""
     same = ["precision.sampling.guidance=[{kind='bitwidth_loss', weight=0.1}]"]

@@ -125,7 +125,7 @@ def kept_by_autograd(config, mode: str, what: str | None, memory: MemoryOptions)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), step_context(model, step=0), autocast:
             model(text[:, :-1], text[:, 1:])
             layers = [module for module in model.modules() if isinstance(module, Linear)]
-            held = [part for layer in layers for codes in layer.step_state.codes or () if codes for part in codes]
+            held = [part for layer in layers for codes in layer.cache.codes or () if codes for part in codes]
             own = {
                 x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers(), *filter(torch.is_tensor, held))
             }
@@ -133,6 +133,7 @@ def kept_by_autograd(config, mode: str, what: str | None, memory: MemoryOptions)
     return totals[1] - totals[0]
 
 
+@pytest.mark.sampled(cover=1)
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize(
     ("mode", "what", "memory"),

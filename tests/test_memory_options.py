@@ -66,6 +66,7 @@ def same(first: Iterator[Tensor], second: Iterator[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.sampled(only=["fp8-block", "fp8-delayed", "nvfp4"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_eager_steps_have_the_same_bits_with_all_options(recipe: str) -> None:
     expected = list(trained(recipe, None))
@@ -108,6 +109,7 @@ def test_levels_that_change_have_the_same_bits() -> None:
         assert same(iter(expected), run(options)), options
 
 
+@pytest.mark.sampled(without=["fp8-current", "fp8-delayed"])
 @pytest.mark.parametrize("recipe", ["fp8-current", "fp8-block", "fp8-delayed"])
 def test_compiled_blocks_have_the_same_bits(recipe: str) -> None:
     expected = list(trained(recipe, MemoryOptions(), backend="aot_eager_decomp_partition"))
@@ -117,6 +119,7 @@ def test_compiled_blocks_have_the_same_bits(recipe: str) -> None:
         assert same(iter(expected), trained(recipe, options, again=True, backend="aot_eager_decomp_partition"))
 
 
+@pytest.mark.sampled(without=["fp8-block"])
 @pytest.mark.parametrize("recipe", ["fp8-current", "fp8-block"])
 def test_compiled_blocks_save_neither_codes_nor_inputs(recipe: str) -> None:
     """Per token: x (4 d), gate and up (4 f in BF16), and norms; no codes (d + f), and not the norm's output."""

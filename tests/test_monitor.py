@@ -442,6 +442,7 @@ WAYS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(without=["casts and noise"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_is_the_same_with_the_monitor_and_after_a_resume(tmp_path, way):
     more = ("optim.schedule=constant", "optim.warmup=0.0", *WAYS[way])

@@ -68,6 +68,7 @@ def unbounded(name: str, x: Fraction) -> Fraction:
     return values[below] if low < high or (low == high and below % 2 == 0) else values[below + 1]
 
 
+@pytest.mark.sampled(without=["e4m3"])
 @pytest.mark.parametrize("name", ["e2m1", "e2m3", "e3m2", "e4m3", "int4", "e2m2"])
 def test_counts_are_those_of_exact_arithmetic(name):
     x = points(name)

@@ -484,6 +484,7 @@ def test_a_state_of_another_model() -> None:
 # Modes ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(only=["fp32", "o2-split", "bf16-sr", "bf16-kahan", "fp16"])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_trains_and_resumes(mode: str) -> None:
     """A small regression loses most of its loss; a run that is loaded goes on as the one it came from, loss scale included."""

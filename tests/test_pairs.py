@@ -13,7 +13,9 @@ import numpy as np
 import pairs
 import pytest
 import torch
+import triton
 from sweeps import sweep
+from triton import language as tl
 
 import dither
 from dither import Cast
@@ -23,27 +25,22 @@ from dither.ops.reference import levels as reference_levels
 from dither.ops.reference import matmul as reference_matmul
 from dither.ops.reference import quantize as reference_quantize
 from dither.ops.reference import scales as reference_scaling
-from dither.ops.triton import BoundKernel
+from dither.ops.triton import BoundKernel, adamw_tables, quantize
+from dither.ops.triton import adamw as kernel_adamw
+from dither.ops.triton import levels as kernel_levels
+from dither.ops.triton import loss as kernel_loss
+from dither.ops.triton import matmul as kernel_matmul
 from dither.ops.triton import quantize as kernel_quantize
 from dither.ops.triton import quantize as kernel_transposing
+from dither.ops.triton import quantize_128 as kernel_squares
+from dither.ops.triton import sampling as kernel_sampling
 from dither.ops.triton import scales as kernel_scaling
+from dither.ops.triton import state_maps as kernel_dynamic
 from dither.spec import levels
 from dither.spec.engines import Engine
 from dither.spec.formats import Format
 from dither.spec.optimizer import Piece, Update
 from dither.tools import doctor
-
-triton = pytest.importorskip("triton", reason="the kernels need Triton")
-tl = pytest.importorskip("triton.language", reason="the kernels need Triton")
-
-from dither.ops.triton import adamw as kernel_adamw  # noqa: E402
-from dither.ops.triton import adamw_tables, quantize  # noqa: E402
-from dither.ops.triton import levels as kernel_levels  # noqa: E402
-from dither.ops.triton import loss as kernel_loss  # noqa: E402
-from dither.ops.triton import matmul as kernel_matmul  # noqa: E402
-from dither.ops.triton import quantize_128 as kernel_squares  # noqa: E402
-from dither.ops.triton import sampling as kernel_sampling  # noqa: E402
-from dither.ops.triton import state_maps as kernel_dynamic  # noqa: E402
 
 
 @triton.jit
@@ -150,6 +147,7 @@ def test_casts(cast: Cast, device: str) -> None:
 AXES = itertools.product(["e4m3 row", "e2m1 tile(16) pow2_ceil stochastic(16)"], range(4))
 
 
+@pytest.mark.sampled(without=["e4m3 row-0"])
 @pytest.mark.parametrize(("text", "axis"), sweep(AXES, strength=1))
 def test_axes_of_four_dimensions(text: str, axis: int, device: str) -> None:
     x = pairs.hard_values(12, 9, torch.float16, 6, device).reshape(2, 3, 2, 9)
@@ -409,6 +407,7 @@ def test_adamw_with_blocks_of_subnormal_moments(states: str, device: str) -> Non
     assert pairs.check_adamw([pairs.Size(6, 64)], torch.bfloat16, update, device) == 0
 
 
+@pytest.mark.sampled(without=["companded8", "e4m3"])
 @pytest.mark.usefixtures("short_programs")
 @pytest.mark.parametrize("states", ["dynamic8", "companded8", "e4m3"])
 def test_adamw_in_blocks_of_2048(states: str, device: str) -> None:
@@ -448,6 +447,7 @@ def test_adamw_of_many_tensors(number: int, device: str, monkeypatch: pytest.Mon
     assert pairs.check_adamw(sizes, torch.bfloat16, Update("stochastic", "fp32"), device, steps=1) == 0
 
 
+@pytest.mark.sampled(without=["update0", "update1", "update2"])
 @pytest.mark.usefixtures("short_programs")
 @pytest.mark.parametrize(
     "update",
@@ -498,6 +498,7 @@ PREPARED = [
 """Rows of hyperparameters: the second takes no part, the third maximizes."""
 
 
+@pytest.mark.sampled(cover=1)
 @pytest.mark.parametrize("squares", [None, 0.0, 4.0, 1e60, torch.inf, torch.nan])
 @pytest.mark.parametrize("scaler", [None, (65536.0, 0.0), (3.0, 1.0)])
 @pytest.mark.parametrize("max_norm", [0.0, 0.7])
@@ -586,12 +587,14 @@ def test_pow2(device: str) -> None:
     assert pairs.differing(found, sampling.pow2(x)) == 0
 
 
+@pytest.mark.sampled(cover=1)
 @pytest.mark.parametrize("kind", sampling.NOISES)
 @pytest.mark.parametrize("offset", [(0, 0), (3, 16), (5, 7)])
 def test_noise(kind: str, offset: tuple[int, int], device: str) -> None:
     assert pairs.check_noise(11, 300, offset, kind, device) == 0
 
 
+@pytest.mark.sampled(without=["rounded_normal_exact-dtype6", "uniform-dtype12"])
 @pytest.mark.parametrize(("kind", "dtype"), sweep(itertools.product(sampling.NOISES, sampling.DTYPES), strength=1))
 def test_sampled_weights(kind: str, dtype: torch.dtype, device: str) -> None:
     for given in (torch.float32, torch.bfloat16, torch.float16):
@@ -605,6 +608,7 @@ def test_sampled_weights(kind: str, dtype: torch.dtype, device: str) -> None:
 SHAPES = [(32, 128), (1, 1), (35, 140), (0, 8), (8, 0)]
 
 
+@pytest.mark.sampled(without=["shape0-16"])
 @pytest.mark.parametrize(("shape", "block"), sweep(itertools.product(SHAPES, [16, 32, 64, 128]), strength=1))
 def test_sampled_weights_of_any_shape_and_block(shape: tuple[int, int], block: int, device: str) -> None:
     w = torch.randn(*shape, generator=torch.Generator().manual_seed(2)).to(device)
@@ -614,6 +618,7 @@ def test_sampled_weights_of_any_shape_and_block(shape: tuple[int, int], block: i
     assert pairs.check_sample_backward(w.T, "uniform", block, torch.float32) == 0
 
 
+@pytest.mark.sampled(without=["rounded_normal_exact-dtype4", "uniform-dtype8"])
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     sweep(itertools.product(sampling.NOISES, [torch.float32, torch.bfloat16, torch.float16]), strength=1),
@@ -636,6 +641,7 @@ def test_a_shard_of_a_wider_matrix_is_sampled_in_place(device: str) -> None:
     assert pairs.check_sample_backward(w, "rounded_normal", 32, torch.bfloat16, (32, 64)) == 0
 
 
+@pytest.mark.sampled(cover=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("V", [1, 7, 8, 37, 300, 4096, 5003, 12296])
 def test_cross_entropy(V: int, dtype: torch.dtype, device: str) -> None:
@@ -666,6 +672,7 @@ FAMILIES = (
 )
 
 
+@pytest.mark.sampled(without=["e4m3 row|e2m3 row|e2m1 row|e2m1 row stochastic(16)"])
 @pytest.mark.parametrize("text", FAMILIES)
 def test_levels(text):
     """Kernels that read a level on the device, for each level of a family, in one layout and in both."""

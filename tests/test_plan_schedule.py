@@ -342,6 +342,7 @@ def test_snip_on_top_of_a_schedule(text, tmp_path):
     assert last.uncast
 
 
+@pytest.mark.exhaustive
 @DYNAMO
 def test_blocks_are_compiled_before_a_plan_takes_effect(text, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "compile_blocks", lambda model: compile_blocks(model, backend="aot_eager"))

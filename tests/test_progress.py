@@ -237,6 +237,12 @@ COMMANDS = {
 """The titles of the stages of commands."""
 
 
+@pytest.mark.sampled(
+    without=[
+        "plan frontier RUN --options bf16,fp8 --probe layer",
+        "plan verify RUN --options bf16,fp8 --probe direct --batches 1 --loss-batches 1",
+    ]
+)
 @pytest.mark.parametrize("words", COMMANDS)
 def test_commands_have_bars_that_reach_their_end(words, run, terminal, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stderr", terminal.file)

@@ -85,6 +85,28 @@ UNSCALED = [
 ]
 
 
+@pytest.mark.sampled(
+    only=[
+        "e4m3 tile(4) fp32",
+        "e4m3 block(4) fp32",
+        "e4m3 row fp32",
+        "e5m2 tensor fp32",
+        "e3m4 tile(8) pow2",
+        "e2m1 tile(8) pow2_ceil",
+        "e2m1 block(4) pow2_ceil",
+        "e2m1 tile(4) nvfp4",
+        "e2m1 block(4) nvfp4",
+        "e3m2 row pow2",
+        "int8 row fp32",
+        "int4 tile(4) fp32",
+        "fp16 tensor pow2",
+        "e4m10 tile(4) fp32",
+        "e4m3 none none",
+        "e2m3 none none",
+        "int8 none none",
+        "bf16 none none",
+    ]
+)
 @pytest.mark.parametrize("fields", SCALED + UNSCALED, ids=" ".join)
 def test_every_group_against_a_slow_loop(fields):
     for shape in [(), (5,), (8,), (3, 9), (6, 5), (2, 5, 6), (2, 3, 4, 5)]:
@@ -171,6 +193,7 @@ def with_and_without_bits(case):
     return (cast, rounding.startswith("stochastic")), rounding
 
 
+@pytest.mark.sampled(cover=1)
 @pytest.mark.parametrize(
     ("cast", "rounding"), sweep(itertools.product(CASTS, ROUNDINGS), strength=1, key=with_and_without_bits)
 )
@@ -186,6 +209,19 @@ def test_fake_quantize_is_quantize_and_back_bit_for_bit(cast, rounding):
             assert same_bits(fake, back), (kind, axis, dtype)
 
 
+@pytest.mark.sampled(
+    only=[
+        "bf16",
+        "e4m3 tensor",
+        "e5m2 row",
+        "e4m3 tile(4)",
+        "e3m4 block(4)",
+        "e2m1 tile(4) nvfp4",
+        "e2m1 block(4) nvfp4",
+        "e4m3 tile(4) fp32 stochastic(16)",
+        "e2m1 block(4) stochastic(8)",
+    ]
+)
 @pytest.mark.parametrize("cast", [*CASTS, "e4m3 tile(4) fp32 stochastic(16)", "e2m1 block(4) stochastic(8)"])
 def test_strides_do_not_matter(cast):
     for kind, x in views().items():
@@ -499,6 +535,7 @@ def test_a_step_changes_the_draw_and_a_seed_too():
         assert not torch.equal(one, other)
 
 
+@pytest.mark.sampled(only=["e4m3 tile(16) fp32 stochastic(16)", "nvfp4 stochastic(16)"])
 @pytest.mark.parametrize("cast", ["mxfp4 stochastic(16)", "nvfp4 stochastic(16)", "e4m3 tile(16) fp32 stochastic(16)"])
 def test_stochastic_casts_are_unbiased(cast):
     # No clipping, so the mean over steps approaches the input: within 6 standard errors, where a step's error is below
@@ -518,6 +555,7 @@ def test_stochastic_casts_are_unbiased(cast):
 # Both layouts at once -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(cover=1)
 @pytest.mark.parametrize(
     "cast",
     [
@@ -627,6 +665,7 @@ def fused(a: np.ndarray, b: np.float32, c: np.ndarray) -> np.ndarray:
     return result
 
 
+@pytest.mark.sampled(only=["e4m3", "e2m1", "int8", "e4m10"])
 @pytest.mark.parametrize("name", ["e4m3", "e5m2", "e3m4", "e3m2", "e2m3", "e2m1", "int8", "int4", "fp16", "e4m10", "e5m6"])
 def test_one_correction_of_a_product_with_the_inverse_is_the_rounded_quotient(name: str) -> None:
     divisor = np.float32(Format.parse(name).max)

@@ -220,6 +220,7 @@ def test_bf16_learns():
     assert trained(BF16) < 0.85 * entropy
 
 
+@pytest.mark.sampled(without=["fp8-block", "fp8-delayed"])
 @pytest.mark.parametrize(
     "name",
     [
@@ -231,5 +232,6 @@ def test_eight_bits_learn_as_well_as_bf16(name):
     assert trained(recipe(name)) == pytest.approx(trained(BF16), rel=0.01)
 
 
+@pytest.mark.exhaustive
 def test_int8_learns_worse():
     assert trained(recipe("int8")) > 1.02 * trained(BF16)

@@ -147,6 +147,7 @@ def pair(kind: str, what: str) -> tuple[torch.Tensor, torch.Tensor]:
     return drawn(), drawn(**other[what])
 
 
+@pytest.mark.sampled(cover=1)
 @pytest.mark.parametrize("kind", DRAWN)
 @pytest.mark.parametrize("what", ["layers", "steps", "rows", "columns", "calls"])
 def test_nothing_is_correlated(kind, what):

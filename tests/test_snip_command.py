@@ -36,15 +36,6 @@ STEPS = 10
 SNIP = ["snip.target=0.2", "snip.start=3", "snip.every=4", "snip.delay=2", "snip.probe=direct", f"snip.options='{LEVELS}'"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tensors here are so small that threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     folder, order = tmp_path_factory.mktemp("text"), random.Random(0)
@@ -120,6 +111,7 @@ def test_a_resumed_run_is_the_straight_one(run, text, tmp_path, at):
         assert torch.equal(tensor.view(-1).view(torch.uint8), theirs[name].view(-1).view(torch.uint8)), name
 
 
+@pytest.mark.exhaustive
 def test_estimates_within_a_budget_are_spread_and_resumed(text, tmp_path):
     """Two layers a step, resumed when six of fourteen are done: the scores, the plan and the weights of the straight run."""
     spread = ["snip.target=0.2", "snip.start=3", "snip.delay=1", "snip.probe=measure", "snip.budget=1.0", "snip.tokens=32"]
@@ -485,6 +477,7 @@ def config(words: Path, out: Path, *more: str) -> Config:
     return config_of(words, out, small, "run.eval_sequences=2", "run.device=cpu", more)
 
 
+@pytest.mark.sampled(without=["schedule"])
 @pytest.mark.parametrize(
     "plans", ["precision.recipe=fp8-auto", "precision.schedule=[[0, 'fp4-block'], [3, 'fp8-auto']]"], ids=["recipe", "schedule"]
 )

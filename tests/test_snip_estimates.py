@@ -104,8 +104,9 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
         found |= {f"state {name} {key}": value.clone() for key, value in optimizer.state[p].items()}
     for name, module in model.named_modules():
         if isinstance(module, dither.Linear):
-            found[f"layer {name}"] = (module.precision, module.seed, module.emulate, module.measures_now, module._seen_version)
-            found[f"settings {name}"] = module._settings
+            found[f"layer {name}"] = (module.choice, module.seed, module.emulate)
+            found[f"delayed {name}"] = (module.delayed.measures_now, module.delayed.seen_version)
+            found[f"settings {name}"] = module.program
     return found | {"generator": torch.get_rng_state(), "training": model.training, "version": model.up.weight._version}
 
 
@@ -113,6 +114,7 @@ def same(a: object, b: object) -> bool:
     return torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
 
 
+@pytest.mark.sampled(cover=1)
 @pytest.mark.parametrize("probe", PROBES)
 @pytest.mark.parametrize("plan", ["fp8-delayed", "fp4-block", Plan(default=LayerPrecision())])
 def test_a_probe_leaves_everything_as_it_was(probe, plan):
@@ -718,6 +720,7 @@ def test_spread_estimates_continue_after_a_resume():
     assert other.state_dict()["begun"] is None
 
 
+@pytest.mark.exhaustive
 def test_all_layers_at_once_rank_as_one_at_a_time():
     model, optimizer, batch = trained_by()
     how = {"stream": Stream(0, "snip", "")}

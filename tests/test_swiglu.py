@@ -207,7 +207,8 @@ def test_compiled_blocks_save_the_codes_alone(name: str) -> None:
 
 def test_models_of_transformers() -> None:
     """Layers and names stay, and gradients are those of our own model with the same weights."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[test]'")
+    import transformers
+
     config = LlamaConfig(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
     own = Llama(config, generator=torch.Generator().manual_seed(0))
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}

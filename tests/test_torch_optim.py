@@ -641,6 +641,7 @@ def test_a_compiled_step() -> None:
 # State ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(cover=1)
 @every
 @pytest.mark.parametrize("how", ["clear", "replace", "delete"])
 def test_a_state_that_is_cleared_begins_anew(make: Any, how: str) -> None:
@@ -665,6 +666,7 @@ def test_a_state_that_is_cleared_begins_anew(make: Any, how: str) -> None:
     assert int(optimizer.steps) == 5
 
 
+@pytest.mark.sampled(cover=1)
 @every
 @pytest.mark.parametrize("how", ["tensor", "data", "in place", "dictionary"])
 def test_tensors_of_a_state_that_are_replaced(make: Any, how: str) -> None:

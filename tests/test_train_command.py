@@ -5,7 +5,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-import torch
 
 from dither import UserError, cli
 from dither.commands.train import resolve, summary
@@ -148,14 +147,6 @@ def test_help_names_the_fields(capsys: pytest.CaptureFixture[str]) -> None:
     words = " ".join(capsys.readouterr().out.replace("│", " ").split())
     for phrase in ("`dither train --fields` lists every field", "--resume", "--resume=auto", "2 a mistake in", "RUN.toml"):
         assert phrase in words
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_printed_commands_can_be_pasted_into_a_shell(tmp_path):

@@ -343,14 +343,14 @@ def test_a_compiled_magnitude_is_that_of_the_rounded_input(dtype: torch.dtype, s
 
     def norm_and_codes(x: Tensor) -> tuple[Tensor, Codes, Codes]:
         y = F.rms_norm(x, x.shape[1:]).to(dtype)
-        (along, across), _ = functional._input(y, made, State(), True)
+        (along, across), _ = functional._input_codes(y, made, State(), True)
         return y, along, across
 
     call = torch.compile(norm_and_codes, fullgraph=True)
     generator = torch.Generator("cuda").manual_seed(0)
     for _ in range(20):
         y, *found = call(torch.randn(256, 512, generator=generator, device="cuda"))
-        (along, across), _ = functional._input(y, eager, State(), True)
+        (along, across), _ = functional._input_codes(y, eager, State(), True)
         for one, other in zip(found, (along, across), strict=True):
             assert torch.equal(one.scale.view(()), other.scale.view(()))
             assert torch.equal(one.values.view(torch.uint8), other.values.view(torch.uint8))

@@ -40,7 +40,7 @@ def test_held_weights_are_those_of_the_cpu(kind: str) -> None:
         with step_context(made, step=5):
             pass
     for name in ("w_hat", "w_amax", "b_t", "draw"):
-        assert torch.equal(getattr(there.step_state, name).cpu(), getattr(here.step_state, name)), name
+        assert torch.equal(getattr(there.cache, name).cpu(), getattr(here.cache, name)), name
 
 
 def test_a_sampled_input_is_that_of_the_cpu() -> None:
@@ -187,7 +187,7 @@ def test_sampled_weights_are_cast() -> None:
     for step in (0, 1):
         with step_context(made, step=step), autocast():
             made(x).sum().backward()
-        codes = made.step_state.codes.along.values
+        codes = made.cache.codes.along.values
         held.append((codes.view(torch.uint8).clone(), codes.data_ptr()))
     assert not torch.equal(held[0][0], held[1][0])
     assert held[0][1] == held[1][1]

@@ -13,7 +13,7 @@ from dither import UserError
 from dither.nn import Linear, convert, param_groups, step_context
 from dither.spec import Sampling
 
-lightning = Lazy("lightning", "lightning is not installed: pip install -e '.[test]'")
+lightning = Lazy("lightning")
 integration = Lazy("dither.integrations.lightning")
 
 REMARKS = (
@@ -62,7 +62,7 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
 
 
 def is_active(model: nn.Module) -> bool:
-    return any(module.step_state.active for module in model.modules() if isinstance(module, Linear))
+    return any(module.cache.active for module in model.modules() if isinstance(module, Linear))
 
 
 @functools.cache

@@ -362,6 +362,7 @@ def test_printing_opens_the_reasons_and_is_light(opened, tiny, tmp_path):
     opened.mode(False)
 
 
+@pytest.mark.exhaustive
 def test_a_large_run(browser, tmp_path):
     """10,000 steps and 224 layers: less than 5 MB, built within 10 s, and interactive within 2 s, in seconds of a free core."""
     run = large(tmp_path / "large")

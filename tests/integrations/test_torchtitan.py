@@ -16,7 +16,7 @@ from dither import UserError
 from dither.nn import Linear
 from dither.nn.sites import converted_layers
 
-titan = Lazy("dither.integrations.torchtitan", "torchtitan is not installed: pip install -e '.[test]'")
+titan = Lazy("dither.integrations.torchtitan")
 configs = Lazy("dither.integrations.torchtitan.config_registry")
 trainer, initialization = (Lazy(f"dither.integrations.torchtitan.{name}") for name in ("trainer", "initialization"))
 llama3, registry = Lazy("torchtitan.models.llama3"), Lazy("torchtitan.models.llama3.config_registry")

@@ -188,7 +188,6 @@ def test_numbers_alone_are_sent(tmp_path, monkeypatch):
 
 
 def test_tensorboard_itself(tmp_path):
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install -e '.[test]'")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for steps, resumed in (((1, 2, 3), None), ((3, 4), 2)):  # step 3 is repeated after a resume from 2
@@ -220,7 +219,6 @@ def pixels_in(image: numpy.ndarray, colour: str) -> int:
 
 
 def test_tensorboard_shows_the_precision_map_of_each_plan(tmp_path):
-    pytest.importorskip("tensorboard")
     layers = [f"model.layers.{block}.mlp.{kind}" for block in range(4) for kind in ("up_proj", "down_proj")]
     first, second = recipe("fp8-block").to_dict(), recipe("mxfp4").to_dict()
     with Metrics(tmp_path, track=["tensorboard"], draw=functools.partial(line_images, layers)) as metrics:
@@ -236,7 +234,6 @@ def test_tensorboard_shows_the_precision_map_of_each_plan(tmp_path):
 
 
 def test_a_run_shows_its_maps_in_tensorboard(tmp_path):
-    pytest.importorskip("tensorboard")
     sampled = ["precision.sampling.parts=all", "run.eval_every=1", "run.eval_sequences=1", "run.steps=2"]
     train(settings(tmp_path, *sampled, 'run.track=["tensorboard"]'), draw=line_images)
     found = images(tmp_path / "run")
@@ -249,7 +246,6 @@ def test_a_run_shows_its_maps_in_tensorboard(tmp_path):
 
 
 def test_a_map_that_cannot_be_drawn_does_not_end_training(tmp_path):
-    pytest.importorskip("tensorboard")
     said: list[str] = []
 
     def broken(line):

@@ -11,7 +11,7 @@ from dither.data import train_bpe
 from dither.nn import FrozenLinear, freeze_base
 from dither.nn.convert import converted_layers
 
-trl = Lazy("trl", "trl is not installed: pip install -e '.[test]'")
+trl = Lazy("trl")
 datasets, peft, transformers = Lazy("datasets"), Lazy("peft"), Lazy("transformers")
 integration = Lazy("dither.integrations.transformers")
 
@@ -60,6 +60,7 @@ def sft(model, folder, tokenizer, *, steps=4, kind=None, **options):
     return (kind or trl.SFTTrainer)(**options)
 
 
+@pytest.mark.exhaustive
 def test_sft_trainer_trains_and_resumes_a_converted_model(tokenizer, tmp_path):
     results = []
     for folder, resume in (("straight", False), ("halves", True)):
@@ -92,6 +93,7 @@ def test_sft_trainer_as_a_dither_trainer(tokenizer, tmp_path):
     assert trainer.state.log_history[0]["dither/weights_e4m3"] == 1.0
 
 
+@pytest.mark.sampled(without=["False"])
 @pytest.mark.parametrize("codes", [False, True])
 def test_sft_trainer_with_a_peft_config(codes, tokenizer, tmp_path):
     model = llama()

@@ -11,8 +11,6 @@ import pytest
 
 import dither
 
-pytest.importorskip("triton", reason="the kernels need Triton, which is not installed")
-
 KERNELS = Path(dither.__file__).parent / "kernels"
 
 

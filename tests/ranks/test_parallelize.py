@@ -132,11 +132,11 @@ def reading(model: nn.Module) -> Iterator[dict[str, dict[str, torch.Tensor]]]:
 
     def before(layer: dither.Linear, _: Any) -> None:
         running[:], read[layer.name] = [layer.name], {}
-        coded, step = coded_of(layer.weight), layer.step_state
+        coded, step = coded_of(layer.weight), layer.cache
         if codes := step.codes if coded is None else coded.codes:
             note_codes(codes)
         note(amax=step.w_amax if coded is None else coded.block_amax)
-        if layer.casts_nothing:
+        if layer.program.uncast:
             note(w_hat=step.w_hat if coded is None else coded.w_hat)
 
     def cast(*arguments: Any, made: Callable[..., OperandCodes] = functional.cast_weight, **options: Any) -> OperandCodes:
@@ -146,7 +146,7 @@ def reading(model: nn.Module) -> Iterator[dict[str, dict[str, torch.Tensor]]]:
     def sample(weight: torch.Tensor, *arguments: Any, made: Callable[..., Any] = sampling.sample) -> Any:
         w_hat, amax = made(weight, *arguments)
         note(amax=amax)
-        if running and layers[running[0]].casts_nothing:
+        if running and layers[running[0]].program.uncast:
             note(w_hat=w_hat)
         return w_hat, amax
 

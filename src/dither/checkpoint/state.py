@@ -350,8 +350,7 @@ def _resting(model: nn.Module) -> Iterator[tuple[str, Linear, str]]:
     """Yield the bitwidths of disabled samplings, which are not in the state_dict."""
     for name, layer in _layers(model):
         for key in layer.resting_bitwidths:
-            if layer._parameters.get(key) is None:
-                yield name, layer, key
+            yield name, layer, key
 
 
 def _resting_place(model: nn.Module, tensor: str, stage: bool) -> tuple[Linear, str] | None:

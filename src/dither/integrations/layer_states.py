@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dither.errors import UserError
 from dither.nn.convert import apply_plan, planned_otherwise
-from dither.nn.linear import BITWIDTHS, Linear
+from dither.nn.linear import Linear
+from dither.nn.sampling import BITWIDTHS
 from dither.nn.sites import converted_layers, linear_of
 from dither.spec import OPERANDS, LayerPrecision, Plan
 
@@ -171,9 +172,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     state = model.state_dict()
     tensors = {name: state[name] for name in state_names(model)}
     for name, layer in _layers(model):
-        for key, bitwidth in layer.resting_bitwidths.items():
-            if layer._parameters.get(key) is None:
-                tensors[f"{RESTING}{name}:{key}"] = bitwidth.detach()
+        tensors |= {f"{RESTING}{name}:{key}": bitwidth.detach() for key, bitwidth in layer.resting_bitwidths.items()}
     return tensors
 
 

@@ -65,7 +65,7 @@ class OpenStep:
         self.interrupt()
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         several = distributed and torch.distributed.get_world_size() > 1
-        delayed = any(isinstance(module, Linear) and module.delayed_operands for module in model.modules())
+        delayed = any(isinstance(module, Linear) and module.delayed.operands for module in model.modules())
         context = step_context(model, step=step, group=torch.distributed.group.WORLD if several and delayed else None)
         context.__enter__()
         self._context = context

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dither.errors import UserError
-from dither.nn.linear import BITWIDTHS, Linear
+from dither.nn.linear import Linear
+from dither.nn.sampling import BITWIDTHS
 from dither.spec import Sampling
 
 

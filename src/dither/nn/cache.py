@@ -1,40 +1,39 @@
-"""The state of a linear layer during an optimizer step: its weight as products read it, and the bitwidths of its samplings."""
-
-from typing import Any
+"""What a layer caches for an optimizer step: its weight as products read it, and the bitwidths of its samplings."""
 
 import torch
 from torch import Tensor
 
+from dither.errors import UserError
 from dither.nn.functional import CastMemory, OperandCodes
 
 
-class StepState:
-    """State of one layer between the beginning and the end of a `step_context`.
+class StepCache:
+    """The cached weight of one layer, between the beginning and the end of a `step_context`.
 
-        begin    the step is active; nothing is held yet
-        hold     the layer has sampled or cast its weight; all forward passes of the step read that
-        end      the step is over; forward passes sample and cast for themselves
+        active   a step has begun; nothing is cached yet
+        ready    the layer has sampled or cast its weight, and all forward passes of the step read that
+        neither  forward passes sample and cast for themselves
 
-    Tensors stay where they are from step to step, since captured CUDA graphs read them there. `snapshot` and `restore` put the
-    state aside and bring it back.
+    Tensors keep their memory from step to step, since captured CUDA graphs read them there. A layer whose constants change, or
+    that moves, takes a new cache.
     """
 
-    def __init__(self) -> None:
-        self.active = False
+    def __init__(self, *, active: bool = False) -> None:
+        self.active = active
         """True while a step_context is active."""
-        self.holds_weight = False
+        self.ready = False
         """True if the tensors below belong to the weight of this step."""
         self.sampled = False
-        """True if the held weight was sampled."""
+        """True if the cached weight was sampled."""
         self.bitwidths_ready = False
         """True if `b_t` and `input_b_t` are those of this step."""
-        self.weight_version = 0
+        self.version = 0
         """The version of the weight that was sampled or cast."""
         self.codes: OperandCodes | None = None
         """The cast weight, in both layouts or in that of the forward product."""
-        self.code_memory: CastMemory | None = None
-        """The memory of `codes` as one cast writes it; None where each layout is a cast of its own."""
-        self.code_shape = torch.Size()
+        self.memory: CastMemory | None = None
+        """The memory of `codes` as one cast writes it; None if each layout is a cast of its own."""
+        self.shape = torch.Size()
         """The shape of the weight whose codes these are."""
         self.w_hat: Tensor | None = None
         """The sampled weight, unless it is cast and only its codes are kept."""
@@ -47,33 +46,15 @@ class StepState:
         self.draw: Tensor | None = None
         """The draw of the weight's noise, int64[3]: the step, 0 and the key."""
 
-    def begin(self) -> None:
-        """Start a step that holds nothing yet."""
-        self.active = True
-
-    def hold(self, version: int, *, sampled: bool) -> None:
-        """Declare that the held tensors are those of the weight's `version`, sampled or as it is."""
-        self.holds_weight, self.sampled, self.weight_version = True, sampled, version
+    def mark(self, version: int, *, sampled: bool) -> None:
+        """Declare that the tensors are those of the weight's `version`, sampled or as it is."""
+        self.ready, self.sampled, self.version = True, sampled, version
 
     def end(self) -> None:
         """End the step. The tensors stay allocated for the next one."""
-        self.active = self.holds_weight = self.sampled = self.bitwidths_ready = False
+        self.active = self.ready = self.sampled = self.bitwidths_ready = False
 
-    def forget(self) -> None:
-        """Drop the tensors, and what follows from them: the layer has moved to another device or dtype."""
-        active = self.active
-        self.__init__()  # type: ignore[misc]
-        self.active = active
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return the state, for `restore`. Tensors are shared, not copied."""
-        return dict(vars(self))
-
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Bring back what `snapshot` returned."""
-        vars(self).update(saved)
-
-    def keep_codes(self, codes: OperandCodes) -> OperandCodes:
+    def store(self, codes: OperandCodes) -> OperandCodes:
         """Store codes where those of an earlier step are, if shapes and dtypes agree."""
         if self.codes is not None and _shapes(self.codes) == _shapes(codes):
             for old, new in zip(_tensors(self.codes), _tensors(codes), strict=True):
@@ -82,18 +63,33 @@ class StepState:
             self.codes = codes
         return self.codes
 
+    def addresses(self) -> list[int]:
+        """Return where the tensors are."""
+        tensors = (self.w_hat, self.w_amax, self.b_t, self.input_b_t, self.draw)
+        found = [0 if layout is None else layout.values.data_ptr() for layout in self.codes or ()]
+        return found + [0 if x is None else x.data_ptr() for x in tensors]
 
-def keep_in_place(values: list[tuple[StepState, str, Tensor]]) -> None:
-    """Set attributes of step states: where the old tensor is, if it has the new one's shape, since CUDA graphs read there."""
+
+def store_in_place(values: list[tuple[StepCache, str, Tensor]]) -> None:
+    """Set attributes of caches: where the old tensor is, if it has the new one's shape, since CUDA graphs read there."""
     copies = []
-    for state, name, new in values:
-        old = getattr(state, name)
+    for cache, name, new in values:
+        old = getattr(cache, name)
         if old is None or old.shape != new.shape:
-            setattr(state, name, new)
+            setattr(cache, name, new)
         else:
             copies.append((old, new))
     if copies:
         torch._foreach_copy_([old for old, _ in copies], [new for _, new in copies])
+
+
+def check_unchanged(name: str, cached: int, version: int, what: str) -> None:
+    """Raise if the weight of a layer has another version than the cached one."""
+    if version != cached:
+        raise UserError(
+            f"The weight of the layer {name!r} changed inside a step_context, which {what}. A torch.optim.Optimizer may change "
+            "it there; make other changes after the step_context."
+        )
 
 
 def _tensors(codes: OperandCodes) -> list[Tensor]:

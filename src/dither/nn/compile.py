@@ -194,7 +194,7 @@ class GraphedPasses:
         self._check_shapes(inputs)
         if first:
             memory = tuple(parameter.data_ptr() for parameter in self.parameters)
-            key = (*self.shapes, memory, *(layer.hold_key() for layer in self.layers))
+            key = (*self.shapes, memory, *(layer.cache_key() for layer in self.layers))
             if key != self.key:
                 self._forget(key)
             self.steps += 1

@@ -26,7 +26,7 @@ from dither.nn import hints
 from dither.nn.bitwidths import sampling_parameters, watch_guidance
 from dither.nn.experts import ExpertsLinear
 from dither.nn.layers import adopt_gated, check_gated
-from dither.nn.linear import Linear
+from dither.nn.linear import Choice
 from dither.nn.norms import cast_parameters, wide_parameters
 from dither.nn.sites import DTYPES, FALLBACKS, Layer, _all, _loaded, _special, linear_of
 from dither.nn.sites import Fallback as Fallback
@@ -285,7 +285,8 @@ def prepare_plans(model: nn.Module, plans: Iterable[Plan | str]) -> None:
             _obstructed(layer, chosen[name], None, plan.compute)
         known |= set(chosen.values())
     for layer in layers.values():
-        layer.prepare_levels(known)
+        for linear in _all(layer):
+            linear.choose(linear.choice, known)
 
 
 def plan_of_stage(plan: Plan, model: nn.Module, layers: list[str]) -> Plan:
@@ -308,7 +309,7 @@ def planned_otherwise(model: nn.Module, plan: Plan) -> bool:
     A layer that runs uncast or emulated because of `fallback` counts with the precision that it was given.
     """
     layers = _between_steps(_itself(model))
-    return any(linear_of(layer).planned != (plan.for_layer(name) or LayerPrecision()) for name, layer in layers.items())
+    return any(linear_of(layer).choice.planned != (plan.for_layer(name) or LayerPrecision()) for name, layer in layers.items())
 
 
 def converted_names(model: nn.Module) -> list[str]:
@@ -327,7 +328,7 @@ def _between_steps(model: nn.Module) -> dict[str, Layer]:
     layers = converted_layers(model)
     if not layers:
         raise UserError(f"{type(model).__name__} has no converted layer: dither.convert(model, plan) comes first.")
-    if active := next((name for name, layer in layers.items() if linear_of(layer).step_state.active), None):
+    if active := next((name for name, layer in layers.items() if linear_of(layer).cache.active), None):
         raise UserError(
             f"The layer {active!r} is inside a step_context, and plans change between steps: call this before the step_context "
             "or after it."
@@ -462,21 +463,16 @@ def _switch(
 ) -> dict[str, str]:
     """Apply all precisions, or none if any of them fails. Return {layer: reason for its fallback, or ""}."""
     notes = {name: _obstructed(layer, chosen[name], fallback, compute) for name, layer in layers.items()}
-    uncast = {name for name, layer in layers.items() if notes[name] and (fallback or linear_of(layer).fallback) == "bf16"}
-    precisions = {name: LayerPrecision() if name in uncast else chosen[name] for name in layers}
-    known = _known_precisions(layers) | set(precisions.values())
+    choices = {}
     for name, layer in layers.items():
-        one = linear_of(layer)
-        treatment = fallback or one.fallback
+        treatment = fallback or linear_of(layer).choice.fallback
+        running = LayerPrecision() if notes[name] and treatment == "bf16" else chosen[name]
         emulates = bool(notes[name]) and treatment == "emulate"
-        changed = (precisions[name], emulates) != (one.precision, one.emulates_here)
+        choices[name] = Choice(chosen[name], running, compute, treatment, emulates)  # type: ignore[arg-type]
+    known = _known_precisions(layers) | {choice.running for choice in choices.values()}
+    for name, layer in layers.items():
         for linear in _all(layer):
-            linear.compute, linear.fallback, linear.emulates_here = compute, treatment, emulates  # type: ignore[assignment]
-            linear.planned = chosen[name]
-        if changed:
-            layer.set_precision(precisions[name], others=known)
-        else:  # an unchanged layer keeps its state
-            layer.prepare_levels(known)
+            linear.choose(choices[name], known)
     return notes
 
 
@@ -488,19 +484,14 @@ def _known_precisions(layers: dict[str, Layer]) -> set[LayerPrecision]:
 def _obstructed(layer: Layer, precision: LayerPrecision, fallback: Fallback | None, compute: str) -> str:
     """Return the reason why a layer cannot run in a precision on its device, or "". Raise it if `fallback` is "error"."""
     one = linear_of(layer)
-    treatment = fallback or one.fallback
-    try:
-        if isinstance(layer, ExpertsLinear) and precision.sampled:
-            raise UserError(
-                f"The layer {layer.name!r} has its experts in one parameter of 3 dimensions, and only matrices can be sampled."
-            )
-    except UserError as error:
-        reason = str(error).rstrip(".")
+    treatment = fallback or one.choice.fallback
+    if isinstance(layer, ExpertsLinear) and precision.sampled:
+        reason = f"The layer {layer.name!r} has its experts in one parameter of 3 dimensions, and only matrices can be sampled"
         if treatment != "bf16":  # multiplying in float32 would not help
-            raise UserError(f"{reason}; or skip={layer.name!r}, or fallback='bf16' to run it uncast.") from None
+            raise UserError(f"{reason}; or skip={layer.name!r}, or fallback='bf16' to run it uncast.")
         return reason
     try:
-        _try_engines(one, precision, layer.name, compute)
+        one.engines_for(Choice(running=precision, compute=compute), one.device, name=layer.name)  # type: ignore[arg-type]
     except UserError as error:
         reason = str(error).rstrip(".")
         if treatment == "error":
@@ -509,14 +500,6 @@ def _obstructed(layer: Layer, precision: LayerPrecision, fallback: Fallback | No
             ) from None
         return reason.partition("; emulate=True")[0]
     return ""
-
-
-def _try_engines(one: Linear, precision: LayerPrecision, name: str, compute: str) -> None:
-    # A layer of the same size on the meta device, so that the layer itself does not change.
-    options: dict[str, Any] = {"emulate": one.emulate, "verified": one.verified, "compute": compute}
-    trial = Linear(one.in_features, one.out_features, False, "meta", precision=precision, name=name, **options)
-    trial.transposed = one.transposed
-    trial.engines(one.weight.device)
 
 
 # The record -----------------------------------------------------------------------------------------------------------
@@ -538,7 +521,7 @@ def _record(
             left.append(LeftAlone(site.name, reasons[site.name], share))
             continue
         layer = linear_of(layers[site.name])
-        by_product = dict.fromkeys(PRODUCTS, "torch") if layer.precision.uncast else layer.engines(layer.weight.device)
+        by_product = dict.fromkeys(PRODUCTS, "torch") if layer.precision.uncast else layer.engines(layer.device)
         engines = tuple(by_product[product] for product in PRODUCTS)
         size = site.out_features, site.in_features
         converted.append(ConvertedLayer(site.name, *size, layer.precision, engines, share, notes[site.name]))

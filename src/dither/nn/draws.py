@@ -62,11 +62,14 @@ class Layer(Protocol):
     """A layer that draws random bits."""
 
     name: str
-    precision: LayerPrecision
     draw_place: Tensor | None
     """The tensor to which `step_context` writes the step and, if set, the row."""
     draw_handle: Tensor
     """The argument of the operator `place` in compiled code."""
+
+    @property
+    def precision(self) -> LayerPrecision:
+        """The precision in force."""
 
 
 class Draws:

@@ -9,7 +9,7 @@ Shapes: x_TH are T tokens with H features, each routed to k experts: S = T * k p
 
 import copy
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from dither.nn import functional
-from dither.nn.linear import Linear
+from dither.nn.linear import Choice, Linear
 from dither.spec import LayerPrecision, MemoryOptions
 
 NAME = "dither"
@@ -36,7 +36,8 @@ class ExpertLinear(Linear):
         rows, columns = self.weight.shape
         transposed = bool(home.is_transposed)
         self.out_features, self.in_features = (columns, rows) if transposed else (rows, columns)
-        self.begin(precision, transposed=transposed, **options)
+        self.set_options(transposed=transposed, **options)
+        self.start(Choice(precision, precision))
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -52,7 +53,7 @@ class ExpertLinear(Linear):
             weight: This expert's part of the parameter, with its gradient.
             tokens: The number of tokens in the whole batch.
         """
-        settings = self._settings_for(input)
+        settings = self.settings_for(input)
         return functional.linear(input, weight, None, settings, state=self.call_state(settings, tokens))
 
     def learned_weight(self) -> Tensor:
@@ -89,20 +90,10 @@ class ExpertsLinear(nn.Module):
         """Return the first expert, which has the settings of all."""
         return self.experts[0]  # type: ignore[return-value]
 
-    def set_precision(self, precision: LayerPrecision, *, others: Iterable[LayerPrecision] = ()) -> None:
-        """Set the precision of every expert, as `Linear.set_precision` does."""
-        for expert in self.experts:
-            expert.set_precision(precision, others=others)  # type: ignore[operator]
-
     def set_memory(self, memory: MemoryOptions) -> None:
         """Set the memory options of every expert, as `Linear.set_memory` does."""
         for expert in self.experts:
             expert.set_memory(memory)  # type: ignore[operator]
-
-    def prepare_levels(self, others: Iterable[LayerPrecision]) -> None:
-        """Prepare every expert for later changes of precision, as `Linear.prepare_levels` does."""
-        for expert in self.experts:
-            expert.prepare_levels(others)  # type: ignore[operator]
 
 
 @dataclass(frozen=True)

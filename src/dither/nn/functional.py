@@ -24,7 +24,6 @@ from dither.nn import fused
 from dither.nn.fused import KeptInputs, product_again
 from dither.nn.sharded import scales
 from dither.ops import INPUT_DTYPES, backend
-from dither.ops import torch_ops as recast_ops
 from dither.ops import torch_ops as torch_ops
 from dither.ops.backend import assume_constant_result
 from dither.spec import OPERANDS, Cast, LayerPrecision, MemoryOptions, engines
@@ -85,7 +84,7 @@ class Castings(NamedTuple):
         return self.along == self.across and self.along.whole
 
     @property
-    def turns(self) -> bool:
+    def square(self) -> bool:
         """True if the codes of one layout are those of the other, transposed."""
         return self.along == self.across and self.along.square
 
@@ -103,8 +102,8 @@ class Castings(NamedTuple):
         """True if ranks exchange the largest magnitudes of scale groups that they share."""
         return bool(self.along.shared or self.across.shared)
 
-    def begun(self, row: int, column: int, group: str = "", axis: int = 1) -> "Castings":
-        """Return the same for a part that begins there in the whole operand, of which `group` shares an axis."""
+    def at(self, row: int, column: int, group: str = "", axis: int = 1) -> "Castings":
+        """Return the same for a shard that begins there in the whole operand, of which `group` shares an axis."""
 
         def part(casting: Casting) -> Casting:
             shared = group if casting.cast and scales.spans_parts(casting.cast) else ""
@@ -137,149 +136,6 @@ class Amax(NamedTuple):
     """0-d; raised to the magnitude of each tensor that is cast; None if it is not recorded."""
 
 
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Return the dtype to which autocast converts the operands of products on the device of x; None without autocast."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
-def as_input(x: Tensor) -> Tensor:
-    """Return x as a linear layer reads it: autocast converts it to its dtype, as it does for nn.Linear.
-
-    >>> with torch.autocast("cpu", torch.bfloat16):
-    ...     as_input(torch.tensor([1.001, 3.0]))
-    tensor([1., 3.], dtype=torch.bfloat16)
-    """
-    return x.to(autocast_dtype(x) or x.dtype)
-
-
-def _level(levels: Tensor | None, casting: Casting) -> Tensor | None:
-    """Return int32[1] on the device, which of several casts is meant; None for one cast alone."""
-    if casting.level < 0:
-        return None
-    assert levels is not None
-    return levels[casting.level, :1]
-
-
-def _both(
-    x: Tensor,
-    casting: Castings,
-    amax: Amax,
-    place: Tensor | None,
-    along: bool,
-    across: bool,
-    dtype: torch.dtype | None,
-    levels: Tensor | None,
-) -> OperandCodes:
-    """Cast the matrix x [R, C] along C, along R, or both. An uncast layout has `dtype`, or that of x if it is None."""
-    if casting.along == casting.across:
-        return _alike(x, casting.along, amax, place, along, across, dtype, _level(levels, casting.along))
-    if along and across and casting.apart:
-        values, scale, values_t, scale_t = torch.ops.dither.quantize_apart(x, casting.along.cast, casting.across.cast, "auto")
-        return OperandCodes(Codes(values, scale), Codes(values_t.T, _turned(scale_t)))
-    # Magnitudes of earlier steps are for delayed scaling alone, and random bits for stochastic casts.
-    one, other = (
-        _alike(
-            x, each, amax if each.delayed else Amax(), place if each.stochastic else None, *asked, dtype, _level(levels, each)
-        )
-        for each, asked in ((casting.along, (along, False)), (casting.across, (False, across)))
-    )
-    return OperandCodes(one.along, other.across)
-
-
-def _alike(
-    x: Tensor,
-    casting: Casting,
-    amax: Amax,
-    place: Tensor | None,
-    along: bool,
-    across: bool,
-    dtype: torch.dtype | None,
-    level: Tensor | None,
-) -> OperandCodes:
-    """Do the same for layouts with one cast."""
-    if not (along or across):
-        return OperandCodes(None, None)
-    if not casting.cast:
-        x = x.detach() if dtype is None else x.detach().to(dtype)
-        return OperandCodes(Codes(x) if along else None, Codes(x.T) if across else None)
-    if casting.shared:
-        alone = casting._replace(shared="")
-
-        def cast(part: Tensor, given: Tensor | None) -> OperandCodes:
-            return _alike(part, alone, amax._replace(given=given), place, along, across, None, level)
-
-        shared = casting.shared, casting.shared_axis
-        return OperandCodes(*scales.cast_part(x.detach(), casting.cast, amax.given, *shared, (along, across), cast))
-    if casting.measured and torch.compiler.is_compiling():
-        amax = Amax(_measured(x, casting, amax))
-    drawn = (0, place, casting.row, casting.column)
-    if casting.delayed and amax.largest is not None:
-        values, scale, values_t, scale_t = torch.ops.dither.quantize_both_measured(
-            x, casting.cast, amax.given, casting.container, *drawn, "auto", amax.largest
-        )
-    elif along and across and casting.whole:
-        values, scale, values_t, scale_t, _ = torch.ops.dither.quantize_both(
-            x, casting.cast, amax.given, casting.container, *drawn, "auto", level
-        )
-    else:
-        return _each(x, casting, amax, drawn, along, across, level)
-    return OperandCodes(
-        Codes(values, scale) if along else None,
-        Codes(values_t.T, _turned(scale_t)) if across else None,
-    )
-
-
-def _each(
-    x: Tensor,
-    casting: Casting,
-    amax: Amax,
-    drawn: tuple[int, Tensor | None, int, int],
-    along: bool,
-    across: bool,
-    level: Tensor | None,
-) -> OperandCodes:
-    """Cast one layout, or both by a call each."""
-    one, other = None, None
-    if along:
-        one = Codes(*torch.ops.dither.quantize(x, casting.cast, 1, amax.given, casting.container, *drawn, "auto", level))
-    if across:
-        values, scale, tensor = torch.ops.dither.quantize(
-            x, casting.cast, 0, amax.given, casting.container, *drawn, "auto", level
-        )
-        other = Codes(values.T, _turned(scale), tensor)
-    return OperandCodes(one, other)
-
-
-def _turned(scale: Tensor) -> Tensor:
-    """Return scales in the order of the transposed matrix. The scale of a whole tensor is returned as it is."""
-    return scale.T if scale.dim() == 2 else scale
-
-
-def _measured(x: Tensor, casting: Casting, amax: Amax) -> Tensor | None:
-    """Return the largest magnitude that x is scaled by; for small groups None."""
-    if amax.given is not None or not casting.measured or not x.numel():
-        return amax.given
-    return fused.largest_magnitude(x.detach())
-
-
-def _cast_later(source: Codes, casting: Casting, axis: int, levels: Tensor | None, after: Tensor) -> Codes:
-    """Cast (matrix, magnitude, place) in backward, along `axis`."""
-    x, amax, place = source
-    values, scale, tensor = torch.ops.dither.quantize_later(
-        x, casting.cast, axis, amax, casting.container, place, casting.row, casting.column, _level(levels, casting), after
-    )
-    return Codes(values, scale, tensor) if axis == 1 else Codes(values.T, _turned(scale), tensor)
-
-
-def _turned_later(codes: Codes, after: Tensor) -> Codes:
-    """Return the other layout of codes that are the same along both axes, in backward."""
-    scale = codes.scale
-    if scale is not None and scale.dim() == 2:
-        scale = torch.ops.dither.transposed(scale, after)
-    return Codes(torch.ops.dither.transposed(codes.values, after), scale)
-
-
 class State(NamedTuple):
     """Inputs of a call besides the tensors and the precision; `dither.nn.Linear` keeps them."""
 
@@ -288,7 +144,7 @@ class State(NamedTuple):
     keys: Tensor | None = None
     """int64[5] on the device, a key for each of PURPOSES. On the device, so that layers share a compiled graph."""
     weight: OperandCodes | None = None
-    """The cast weight, if the step holds it."""
+    """The cast weight, if it is cached or was gathered."""
     levels: Tensor | None = None
     """int32[6, 4] on the device: in column 0 the levels of input, weight and gradient, each along and across."""
     input_amax: Amax = Amax()
@@ -296,6 +152,8 @@ class State(NamedTuple):
     grad_amax: Amax = Amax()
     kept: KeptInputs | None = None
     """The inputs of the SwiGLU that made x, from which backward makes it again; None: x is kept as `Settings.save` says."""
+    name: str = ""
+    """The name of the layer, for messages. Compiled code leaves it out, so that layers share a graph."""
 
 
 class Settings(NamedTuple):
@@ -307,7 +165,6 @@ class Settings(NamedTuple):
     """The weight as it is stored, [N, K] or [K, N]: along its rows, and along its columns."""
     grad: Castings
     """dy_MN in the input gradient, and dy_NM in the weight gradient."""
-    name: str
     transposed: bool
     """True if the weight is stored [K, N]."""
     emulate: bool
@@ -332,7 +189,6 @@ class Settings(NamedTuple):
 def make_settings(
     precision: LayerPrecision,
     *,
-    name: str = "",
     transposed: bool = False,
     emulate: bool = False,
     verified: Iterable[str] = (),
@@ -373,7 +229,7 @@ def make_settings(
     )
     if transposed:
         w = Castings(w.across, w.along)
-    return Settings(x, w, dy, name, transposed, emulate, ",".join(verified), memory.save, memory.hold, memory.swiglu)
+    return Settings(x, w, dy, transposed, emulate, ",".join(verified), memory.save, memory.hold, memory.swiglu)
 
 
 def _by_level(family: Family, level: int) -> Casting:
@@ -401,6 +257,19 @@ def keys(name: str, seed: int) -> tuple[int, ...]:
     return tuple(Stream(seed, purpose, name).key for purpose in PURPOSES)
 
 
+class StoredWeight(NamedTuple):
+    """Properties of a frozen weight, of which only codes exist."""
+
+    cast: str
+    """The cast of the codes."""
+    shape: tuple[int, int]
+    """The shape of the weight: [out, in], or [in, out] if the layer is transposed."""
+    axis: int
+    """The axis that the forward product sums over."""
+    dtype: torch.dtype
+    """The dtype that the weight had."""
+
+
 class Later(NamedTuple):
     """Operands that backward makes, because forward saves less than their codes."""
 
@@ -408,7 +277,40 @@ class Later(NamedTuple):
     """The transposed input is cast in forward (""), or in backward: from the input itself ("cast"), or from the kept inputs of
     its SwiGLU ("swiglu")."""
     weight: str = ""
-    """The weight of the input gradient is made in forward (""), or in backward ("turn" or "cast"): see `_weight`."""
+    """The weight of the input gradient is made in forward (""), or in backward: "transpose" and "cast" as in `_weight_codes`,
+    "decode" from the codes of a frozen weight."""
+    stored: StoredWeight | None = None
+    """The frozen weight."""
+
+
+# Products -------------------------------------------------------------------------------------------------------------
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype to which autocast converts the operands of products on the device of x; None without autocast."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def as_input(x: Tensor) -> Tensor:
+    """Return x as a linear layer reads it: autocast converts it to its dtype, as it does for nn.Linear.
+
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     as_input(torch.tensor([1.001, 3.0]))
+    tensor([1., 3.], dtype=torch.bfloat16)
+    """
+    return x.to(autocast_dtype(x) or x.dtype)
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """Return x [..., K] as products read it: converted as `as_input` does, and as a matrix.
+
+    On a GPU it has rows of zeros at its end, for units that take multiples of 16 rows. They change neither values nor scales.
+    """
+    x = as_input(x)
+    x_MK = x.reshape(-1, x.shape[-1])
+    missing = -x_MK.shape[0] % engines.ALIGNMENT if x.is_cuda else 0
+    return F.pad(x_MK, (0, 0, 0, missing)) if missing else x_MK
 
 
 def linear(
@@ -431,52 +333,76 @@ def linear(
     >>> linear(x, w, precision=LayerPrecision(input=Cast.parse("e2m1 tile(4)")))
     tensor([[1.0250, 2.0500]])
     """
-    if isinstance(precision, LayerPrecision):
-        precision = make_settings(precision, gpu=x.is_cuda)
-    settings = precision
+    settings = make_settings(precision, gpu=x.is_cuda) if isinstance(precision, LayerPrecision) else precision
     if not (settings.input.cast or settings.weight.cast or settings.grad.cast or state.kept):
-        return _plain(x, weight, bias, settings.transposed)
+        return plain_linear(x, weight, bias, settings.transposed)
+    where = _where(state.name)
     if x.dtype not in INPUT_DTYPES or weight.dtype not in INPUT_DTYPES:
         raise UserError(
-            f"{_where(settings)} casts float32, bfloat16 and float16, not an input of {x.dtype} and a weight of {weight.dtype}."
+            f"{where} casts float32, bfloat16 and float16, not an input of {x.dtype} and a weight of {weight.dtype}."
         )
     if x.shape[-1] != weight.shape[0 if settings.transposed else 1]:
-        raise UserError(f"{_where(settings)} has a weight of shape {tuple(weight.shape)} and an input of {tuple(x.shape)}.")
+        raise UserError(f"{where} has a weight of shape {tuple(weight.shape)} and an input of {tuple(x.shape)}.")
     if (state.place is None or state.keys is None) and (
         settings.input.stochastic or settings.weight.stochastic or settings.grad.stochastic
     ):
         raise UserError(
-            f"{_where(settings)} rounds stochastically and needs state=State(place=..., keys=...): the step and the first row, "
+            f"{where} rounds stochastically and needs state=State(place=..., keys=...): the step and the first row, "
             "and the keys of its streams."
         )
-    x = as_input(x)
+    x_MK = as_matrix(x)
     learns = torch.is_grad_enabled() and weight.requires_grad
-    passes = torch.is_grad_enabled() and x.requires_grad
-    x_MK = x.reshape(-1, x.shape[-1])
-    tokens = x_MK.shape[0]
-    padded = x.is_cuda and tokens % engines.ALIGNMENT != 0
-    if padded:  # rows of zeros, which change neither a value nor a scale, for units that take multiples of 16
-        x_MK = F.pad(x_MK, (0, 0, 0, -tokens % engines.ALIGNMENT))
+    passes = torch.is_grad_enabled() and x_MK.requires_grad
     with torch.no_grad():
-        x_codes, again = _input(x_MK, settings, state, learns)
-        w_NK, w_KN, remake = _weight(weight, settings, state, passes, autocast_dtype(x))
+        x_codes, x_later = _input_codes(x_MK, settings, state, learns)
+        w_NK, w_KN, w_later = _weight_codes(weight, settings, state, passes, autocast_dtype(x))
+    return _multiply(x, x_MK, weight, bias, x_codes, w_NK, w_KN, settings, state, Later(x_later, w_later))
+
+
+def frozen_linear(
+    x: Tensor, weight: Codes, stored: StoredWeight, bias: Tensor | None, settings: Settings, state: State
+) -> Tensor:
+    """Return what `linear` does, for a weight that exists as codes and has no gradient. Backward decodes it."""
+    x_MK = as_matrix(x)
+    with torch.no_grad():
+        x_codes = cast_operand(x_MK, settings.input, Amax(), draw_of(settings.input, state, 0), True, False, None, None)
+    later = Later(weight="decode", stored=stored)
+    return _multiply(x, x_MK, None, bias, x_codes, weight, None, settings, state, later)
+
+
+def _multiply(
+    x: Tensor,
+    x_MK: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    x_codes: OperandCodes,
+    w_NK: Codes | None,
+    w_KN: Codes | None,
+    settings: Settings,
+    state: State,
+    later: Later,
+) -> Tensor:
+    """Return the forward product of codes, [..., N] as x is [..., K]. Backward multiplies x_codes.across and w_KN."""
+    kept = state.kept[1:] if later.input == "swiglu" and state.kept is not None else (None, None)
     y_MN: Tensor = _Products.apply(  # type: ignore[no-untyped-call]
         x_MK,
         weight,
         bias,
+        settings,
+        later,
+        state.name,
         *(x_codes.along or ()),
         *(x_codes.across or (None, None, None)),
         *(w_NK or ()),
         *(w_KN or (None, None, None)),
-        _drawn(settings.grad, state, 2),
+        draw_of(settings.grad, state, 2),
         state.grad_amax.given,
         state.grad_amax.largest,
         state.levels,
-        settings,
-        Later(again, remake),
-        *(state.kept[1:] if again == "swiglu" and state.kept is not None else (None, None)),
+        *kept,
     )
-    y_MN = y_MN[:tokens] if padded else y_MN
+    tokens = x.shape[:-1].numel()
+    y_MN = y_MN[:tokens] if y_MN.shape[0] != tokens else y_MN
     return y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
 
 
@@ -491,82 +417,69 @@ class _Products(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
         bias: Tensor | None,
-        x_MK: Tensor,
-        x_MK_scale: Tensor | None,
-        x_MK_tensor: Tensor | None,
-        x_KM: Tensor | None,
-        x_KM_scale: Tensor | None,
-        x_KM_tensor: Tensor | None,
-        w_NK: Tensor,
-        w_NK_scale: Tensor | None,
-        w_NK_tensor: Tensor | None,
-        w_KN: Tensor | None,
-        w_KN_scale: Tensor | None,
-        w_KN_tensor: Tensor | None,
-        place: Tensor | None,
-        grad_amax: Tensor | None,
-        grad_largest: Tensor | None,
-        levels: Tensor | None,
         settings: Settings,
         later: Later,
-        kept_up: Tensor | None,
-        kept_exponents: Tensor | None,
+        name: str,
+        *tensors: Any,
     ) -> Tensor:
-        if later.weight == "turn":
-            w_KN, w_KN_scale = w_NK, w_NK_scale
-        ctx.save_for_backward(
-            x_KM, x_KM_scale, x_KM_tensor, w_KN, w_KN_scale, w_KN_tensor, place, grad_amax, levels, kept_up, kept_exponents
-        )
-        ctx.grad_largest, ctx.settings, ctx.later = grad_largest, settings, later
-        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        return _product(
-            "forward",
-            Codes(x_MK, x_MK_scale, x_MK_tensor), settings.input.along,
-            Codes(w_NK, w_NK_scale, w_NK_tensor), settings.forward_weight,
-            x.shape[1], bias, x.dtype, settings,
-        )  # fmt: skip
+        x_MK, x_KM, w_NK, w_KN = Codes(*tensors[:3]), Codes(*tensors[3:6]), Codes(*tensors[6:9]), Codes(*tensors[9:12])
+        place, grad_amax, grad_largest, levels, *kept = tensors[12:]
+        if later.weight == "transpose":
+            w_KN = Codes(w_NK.values, w_NK.scale)
+        elif later.weight == "decode":
+            assert later.stored is not None
+            w_NK, w_KN = _frozen_codes(w_NK, settings.forward_weight, later.stored), w_NK
+        ctx.save_for_backward(*x_KM, *w_KN, place, grad_amax, levels, *kept)
+        ctx.grad_largest, ctx.settings, ctx.later, ctx.name = grad_largest, settings, later, name
+        ctx.dtypes = (x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
+        operands = (x_MK, settings.input.along, w_NK, settings.forward_weight)
+        return product("forward", *operands, x.shape[1], bias, x.dtype, settings, name)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         settings: Settings = ctx.settings
+        later: Later = ctx.later
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise UserError(
-                f"{_where(settings)} has casts, which have no second derivative: call backward without create_graph=True, "
+                f"{_where(ctx.name)} has casts, which have no second derivative: call backward without create_graph=True, "
                 "or give the layer a precision without casts."
             )
-        x_KM, x_KM_scale, x_KM_tensor, w_KN, w_KN_scale, w_KN_tensor, place, grad_amax, levels, *kept = ctx.saved_tensors
+        tensors = ctx.saved_tensors
+        x, w = Codes(*tensors[:3]), Codes(*tensors[3:6])
+        place, grad_amax, levels, *kept = tensors[6:]
         x_dtype, w_dtype, bias_dtype = ctx.dtypes
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         dx = dw = dbias = None
         amax = Amax(grad_amax, ctx.grad_largest)
-        along, across = _both(dy, settings.grad, amax, place, need_x, need_w, None, levels)
+        along, across = cast_operand(dy, settings.grad, amax, place, need_x, need_w, None, levels)
         if along is not None:  # dx_MK = dy_MN (w_KN)^T
-            w = Codes(w_KN, w_KN_scale, w_KN_tensor)
-            if ctx.later.weight == "turn":
-                w = _turned_later(w, along.values)
-            elif ctx.later.weight:
-                w = _cast_later(w, settings.input_grad_weight, 1 if settings.transposed else 0, levels, along.values)
-            dx = _product(
-                "input_grad", along, settings.grad.along, w, settings.input_grad_weight, dy.shape[1], None, x_dtype, settings
-            )
+            casting = settings.input_grad_weight
+            if later.weight == "transpose":
+                w = _transpose_later(w, along.values)
+            elif later.weight == "decode":
+                assert later.stored is not None
+                w = _cast_decoded(w, casting, later.stored, dy.dtype)
+            elif later.weight:
+                w = _cast_later(w, casting, 1 if settings.transposed else 0, levels, along.values)
+            operands = (along, settings.grad.along, w, casting)
+            dx = product("input_grad", *operands, dy.shape[1], None, x_dtype, settings, ctx.name)
         if across is not None:  # dw_NK = dy_NM (x_KM)^T, or its transpose
-            x = Codes(x_KM, x_KM_scale, x_KM_tensor)
-            if ctx.later.input == "swiglu":
+            if later.input == "swiglu":
                 x = _input_again(x, kept, settings.input, dy.shape[0], levels, across.values, x_dtype)
-            elif ctx.later.input:
+            elif later.input:
                 x = _cast_later(x, settings.input.across, 0, levels, across.values)
             left, right = (across, settings.grad.across), (x, settings.input.across)
             if settings.transposed:
                 left, right = right, left
-            dw = _product("weight_grad", *left, *right, dy.shape[0], None, w_dtype, settings)
+            dw = product("weight_grad", *left, *right, dy.shape[0], None, w_dtype, settings, ctx.name)
         if need_bias:
             dbias = dy.sum(0, dtype=bias_dtype)
-        return dx, dw, dbias, *[None] * 20
+        return dx, dw, dbias, *[None] * 21
 
 
-def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
     """Return the product without casts: that of nn.Linear, or of Hugging Face's Conv1D."""
     if not transposed:
         return F.linear(x, weight, bias)
@@ -575,187 +488,7 @@ def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> 
     return y_MN.reshape(*x.shape[:-1], weight.shape[1])
 
 
-def cast_weight(
-    weight: Tensor, casting: Castings, state: State, along: bool, across: bool, dtype: torch.dtype | None = None
-) -> OperandCodes:
-    """Return the layouts of a weight. Its rows are its own, not those of a batch."""
-    return _both(weight, casting, state.weight_amax, _drawn(casting, state, 1, moved=False), along, across, dtype, state.levels)
-
-
-def only_cast(layouts: OperandCodes, casting: Castings) -> OperandCodes:
-    """OperandCodes without those that are not cast: the weight itself is at hand when it is multiplied."""
-    return OperandCodes(layouts.along if casting.along.cast else None, layouts.across if casting.across.cast else None)
-
-
-def _input(x_MK: Tensor, settings: Settings, state: State, learns: bool) -> tuple[OperandCodes, str]:
-    """Return the layouts of the input, and `Later.input`: how backward casts the second one from (x, magnitude, place)."""
-    casting, amax, place = settings.input, state.input_amax, _drawn(settings.input, state, 0)
-    if learns and state.kept is not None and x_MK.numel():
-        return _kept_input(x_MK, state.kept, casting, amax, place, state.levels), "swiglu"
-    if not (learns and settings.save == "input" and casting.across.cast and x_MK.numel()) or casting.shared:
-        return _both(x_MK, casting, amax, place, True, learns, None, state.levels), ""
-    x, across, level = x_MK.detach(), casting.across, _level(state.levels, casting.across)
-    compiling = torch.compiler.is_compiling()
-    if compiling and casting.along == across and across.fusible and x.dtype in fused.ROUNDED:
-        largest = _measured(x, across, amax)
-        assert largest is not None
-        codes, codes_t, scale = fused.fused(x, across.cast, largest)
-        return OperandCodes(Codes(codes, scale), Codes(codes_t, scale.view(()))), ""  # Dynamo takes no tensor twice
-    if across.measured and casting.along == across:
-        amax = amax._replace(given=_measured(x, across, amax))
-    along = _both(x_MK, casting, amax, place, True, False, None, state.levels).along
-    given, place = (amax.given if across.measured or across.delayed else None), place if across.stochastic else None
-    if not compiling:
-        return OperandCodes(along, Codes(x_MK, given, place)), "cast"
-    drawn = (0, place, across.row, across.column)
-    values, scale, tensor = fused.again(x, across.cast, given, across.container, drawn, level)
-    return OperandCodes(along, Codes(values.T, _turned(scale), tensor)), ""
-
-
-def _kept_input(
-    x_MK: Tensor, kept: KeptInputs, casting: Castings, amax: Amax, place: Tensor | None, levels: Tensor | None
-) -> OperandCodes:
-    """Return the layout of the forward product, and (codes of the gate, magnitude, place) for `_input_again`."""
-    across, given = casting.across, amax.given
-    if across.measured and casting.along == across:
-        x = x_MK.detach()
-        largest = scales.largest_magnitude(x, across.shared) if across.shared else _measured(x, across, amax)
-        assert largest is not None
-        # Decoded inputs are larger by a sixteenth at most. Their product is within twice the exact one's magnitude, unless all
-        # gates are far below zero; then it is clipped.
-        amax, given = amax._replace(given=largest), 2 * largest
-    along = _fused(x_MK.detach(), casting.along, amax)
-    if along is None:
-        along = _both(x_MK, casting, amax, place, True, False, None, levels).along
-    later = given if across.measured or across.delayed else None
-    return OperandCodes(along, Codes(kept.gate, later, place if across.stochastic else None))
-
-
-def _input_again(
-    later: Codes,
-    kept: Sequence[Tensor],
-    casting: Castings,
-    rows: int,
-    levels: Tensor | None,
-    after: Tensor,
-    dtype: torch.dtype,
-) -> Codes:
-    """Return the transposed input in backward: made again from kept inputs of its SwiGLU, padded to `rows`, and cast."""
-    gate, amax, place = later
-    x_MK = product_again(KeptInputs(gate, *kept), after, dtype)
-    x_MK = F.pad(x_MK, (0, 0, 0, rows - x_MK.shape[0])) if rows > x_MK.shape[0] else x_MK
-    if codes := _fused(x_MK, casting.across, Amax(amax)):
-        return Codes(torch.ops.dither.transposed(codes.values, None), codes.scale)
-    cast = _both(x_MK, casting, Amax(amax), place, False, True, None, levels).across
-    assert cast is not None
-    return cast
-
-
-def _fused(x_MK: Tensor, casting: Casting, amax: Amax) -> Codes | None:
-    """Return codes by operations that a compiled graph joins with what computes x; None without compilation or such a cast."""
-    if not (torch.compiler.is_compiling() and casting.fusible and x_MK.dtype in fused.ROUNDED) or casting.shared:
-        return None
-    largest = _measured(x_MK, casting, amax)
-    assert largest is not None
-    return Codes(*fused.fused_codes(x_MK, casting.cast, largest))
-
-
-def _weight(
-    weight: Tensor, settings: Settings, state: State, passes: bool, dtype: torch.dtype | None
-) -> tuple[Codes | None, Codes | None, str]:
-    """Return the weight in the forward product and in the input gradient: held layouts as they are, the others cast now.
-
-    An uncast layout has `dtype`. The last result is "" or how backward makes the second layout: "turn" transposes the codes of
-    the first, "cast" casts (weight, magnitude, place).
-    """
-    casting, transposed, held = settings.weight, settings.transposed, state.weight
-    if settings.hold == "both" or not passes or not settings.input_grad_weight.cast or casting.shared:
-        return *_in_products(_all_layouts(weight, settings, state, passes, dtype), transposed), ""
-    forward, backward = (None, None) if held is None else _in_products(held, transposed)
-    if backward is not None:
-        return *_in_products(_all_layouts(weight, settings, state, passes, dtype), transposed), ""
-    amax, place = state.weight_amax, _drawn(casting, state, 1, moved=False)
-    if forward is None:
-        amax = (
-            amax._replace(given=_measured(weight, settings.forward_weight, amax)) if casting.along == casting.across else amax
-        )
-        made = _both(weight, casting, amax, place, not transposed, transposed, dtype, state.levels)
-        forward, _ = _in_products(made, transposed)
-    if casting.turns and (held is not None or settings.hold == "one"):
-        return forward, None, "turn"
-    again = settings.input_grad_weight
-    given = amax.given if again.delayed or again.measured else None
-    return forward, Codes(weight.detach(), given, place if again.stochastic else None), "cast"
-
-
-def _in_products(codes: OperandCodes, transposed: bool) -> tuple[Codes | None, Codes | None]:
-    """Return the layouts of a weight in the order (forward product, input gradient)."""
-    return (codes.across, codes.along) if transposed else (codes.along, codes.across)
-
-
-def _all_layouts(weight: Tensor, settings: Settings, state: State, passes: bool, dtype: torch.dtype | None) -> OperandCodes:
-    """Return the layouts of the weight: held ones as they are, the others cast now. An uncast layout has `dtype`."""
-    along, across = (passes, True) if settings.transposed else (True, passes)
-    if state.weight is None:
-        return cast_weight(weight, settings.weight, state, along, across, dtype)
-    complete = (state.weight.along is not None or not along) and (state.weight.across is not None or not across)
-    if complete and settings.weight.along.cast and settings.weight.across.cast:
-        return state.weight
-    held = [
-        Codes(codes.values if dtype is None else codes.values.to(dtype)) if codes is not None and not casting.cast else codes
-        for codes, casting in zip(state.weight, settings.weight, strict=True)
-    ]
-    made = cast_weight(weight, settings.weight, state, along and held[0] is None, across and held[1] is None, dtype)
-    return OperandCodes(held[0] or made.along, held[1] or made.across)
-
-
-CastMemory = tuple[Tensor, Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, int]
-"""Codes and scales of both layouts as `quantize_both` returns them, in the order of the matrix's dimensions; or of one layout
-and its axis."""
-
-
-def cast_memory(held: OperandCodes) -> CastMemory:
-    """Return the memory of a cast, for `cast_weight_again`."""
-    along, across = (
-        None if codes is None or codes.scale is None else (codes.values, codes.scale) for codes in (held.along, held.across)
-    )
-    if along is not None and across is not None:
-        return *along, across[0].T, _turned(across[1])
-    if across is not None:
-        return across[0].T, _turned(across[1]), 0
-    assert along is not None
-    return *along, 1
-
-
-def cast_weight_again(weight: Tensor, casting: Castings, state: State, out: CastMemory) -> None:
-    """Cast a weight into the memory of an earlier cast: both layouts, or one."""
-    (given, largest), drawn = state.weight_amax, _drawn(casting, state, 1, moved=False)
-    level = _level(state.levels, casting.along)
-    along = casting.along
-    if len(out) == 3:
-        values, scale, axis = out
-        one = (weight.detach(), along.cast, axis, given, along.container, drawn, (values, scale), level)
-        recast_ops.quantize_into(*one, (along.row, along.column))
-        return
-    torch_ops.quantize_both_into(
-        weight.detach(), along.cast, given, along.container, drawn, largest, out, level, (along.row, along.column)
-    )
-
-
-def _drawn(casting: Castings, state: State, operand: int, *, moved: bool = True) -> Tensor | None:
-    """Return where a stochastic cast draws, or None for another cast."""
-    return drawn(state, operand, moved=moved) if casting.stochastic else None
-
-
-def drawn(state: State, purpose: int, *, moved: bool = True) -> Tensor:
-    """Return int64[3]: the step, the rows to add and the key of a purpose. A copy, since the step may end before backward."""
-    assert state.place is not None
-    assert state.keys is not None
-    rows = state.place[1:] if moved else torch.zeros_like(state.place[1:])
-    return torch.cat((state.place[:1], rows, state.keys[purpose : purpose + 1]))
-
-
-def _product(
+def product(
     which: str,
     a: Codes,
     a_casting: Casting,
@@ -765,7 +498,9 @@ def _product(
     bias: Tensor | None,
     dtype: torch.dtype,
     settings: Settings,
+    name: str = "",
 ) -> Tensor:
+    """Return A B^T + bias of two operands with `length` columns; `which` product it is, and the layer's name for messages."""
     # Fast accumulation in forward only, and only of what is FP8 by itself: gradients and FP4 sums keep all their bits.
     fast = which == "forward" and not a_casting.container and not b_casting.container
     if (
@@ -780,10 +515,10 @@ def _product(
             # What the operator below would call: as torch's own operation it costs the host a fraction of the time.
             inside = None if bias is None or dtype == torch.float32 else bias.to(dtype)
             y = torch._scaled_mm(
-                a.values, b.values.T, a.scale, _turned(b.scale), bias=inside, out_dtype=dtype, use_fast_accum=fast
+                a.values, b.values.T, a.scale, transposed_scale(b.scale), bias=inside, out_dtype=dtype, use_fast_accum=fast
             )
             return y if bias is None or inside is not None else y + bias
-    where = f"{_where(settings)}, {which.replace('_', ' ')} product"
+    where = f"{_where(name)}, {which.replace('_', ' ')} product"
     result: Tensor = torch.ops.dither.product(
         a.values, a.scale, a.tensor_scale, a_casting.stored, b.values, b.scale, b.tensor_scale, b_casting.stored,
         length, bias, dtype, fast, settings.emulate, where, settings.verified,
@@ -807,5 +542,353 @@ def _compiled_scaling(a: str, b: str, device: torch.device, verified: str) -> st
     return engine.scaling if engine.name.startswith("fp8") else ""
 
 
-def _where(settings: Settings) -> str:
-    return f"The linear layer {settings.name!r}" if settings.name else "A linear layer"
+def _where(name: str) -> str:
+    return f"The linear layer {name!r}" if name else "A linear layer"
+
+
+# Operands -------------------------------------------------------------------------------------------------------------
+
+
+def cast_weight(
+    weight: Tensor, casting: Castings, state: State, along: bool, across: bool, dtype: torch.dtype | None = None
+) -> OperandCodes:
+    """Return the layouts of a weight. Its rows are its own, not those of a batch."""
+    drawn_at = draw_of(casting, state, 1, moved=False)
+    return cast_operand(weight, casting, state.weight_amax, drawn_at, along, across, dtype, state.levels)
+
+
+def only_cast(layouts: OperandCodes, casting: Castings) -> OperandCodes:
+    """Return the layouts that are cast: the uncast weight is available when it is multiplied."""
+    return OperandCodes(layouts.along if casting.along.cast else None, layouts.across if casting.across.cast else None)
+
+
+def _input_codes(x_MK: Tensor, settings: Settings, state: State, learns: bool) -> tuple[OperandCodes, str]:
+    """Return the layouts of the input, and `Later.input`: how backward casts the second one from (x, magnitude, place)."""
+    casting, amax, place = settings.input, state.input_amax, draw_of(settings.input, state, 0)
+    if learns and state.kept is not None and x_MK.numel():
+        return _kept_input(x_MK, state.kept, casting, amax, place, state.levels), "swiglu"
+    if not (learns and settings.save == "input" and casting.across.cast and x_MK.numel()) or casting.shared:
+        return cast_operand(x_MK, casting, amax, place, True, learns, None, state.levels), ""
+    x, across, level = x_MK.detach(), casting.across, level_of(state.levels, casting.across)
+    compiling = torch.compiler.is_compiling()
+    if compiling and casting.along == across and across.fusible and x.dtype in fused.ROUNDED:
+        largest = _measured(x, across, amax)
+        assert largest is not None
+        codes, codes_t, scale = fused.fused(x, across.cast, largest)
+        return OperandCodes(Codes(codes, scale), Codes(codes_t, scale.view(()))), ""  # Dynamo takes no tensor twice
+    if across.measured and casting.along == across:
+        amax = amax._replace(given=_measured(x, across, amax))
+    along = cast_operand(x_MK, casting, amax, place, True, False, None, state.levels).along
+    given, place = (amax.given if across.measured or across.delayed else None), place if across.stochastic else None
+    if not compiling:
+        return OperandCodes(along, Codes(x_MK, given, place)), "cast"
+    drawn = (0, place, across.row, across.column)
+    values, scale, tensor = fused.again(x, across.cast, given, across.container, drawn, level)
+    return OperandCodes(along, Codes(values.T, transposed_scale(scale), tensor)), ""
+
+
+def _kept_input(
+    x_MK: Tensor, kept: KeptInputs, casting: Castings, amax: Amax, place: Tensor | None, levels: Tensor | None
+) -> OperandCodes:
+    """Return the layout of the forward product, and (codes of the gate, magnitude, place) for `_input_again`."""
+    across, given = casting.across, amax.given
+    if across.measured and casting.along == across:
+        x = x_MK.detach()
+        largest = scales.largest_magnitude(x, across.shared) if across.shared else _measured(x, across, amax)
+        assert largest is not None
+        # Decoded inputs are larger by a sixteenth at most. Their product is within twice the exact one's magnitude, unless all
+        # gates are far below zero; then it is clipped.
+        amax, given = amax._replace(given=largest), 2 * largest
+    along = _fused(x_MK.detach(), casting.along, amax)
+    if along is None:
+        along = cast_operand(x_MK, casting, amax, place, True, False, None, levels).along
+    later = given if across.measured or across.delayed else None
+    return OperandCodes(along, Codes(kept.gate, later, place if across.stochastic else None))
+
+
+def _input_again(
+    later: Codes,
+    kept: Sequence[Tensor],
+    casting: Castings,
+    rows: int,
+    levels: Tensor | None,
+    after: Tensor,
+    dtype: torch.dtype,
+) -> Codes:
+    """Return the transposed input in backward: made again from kept inputs of its SwiGLU, padded to `rows`, and cast."""
+    gate, amax, place = later
+    x_MK = product_again(KeptInputs(gate, *kept), after, dtype)
+    x_MK = F.pad(x_MK, (0, 0, 0, rows - x_MK.shape[0])) if rows > x_MK.shape[0] else x_MK
+    if codes := _fused(x_MK, casting.across, Amax(amax)):
+        return Codes(torch.ops.dither.transposed(codes.values, None), codes.scale)
+    cast = cast_operand(x_MK, casting, Amax(amax), place, False, True, None, levels).across
+    assert cast is not None
+    return cast
+
+
+def _fused(x_MK: Tensor, casting: Casting, amax: Amax) -> Codes | None:
+    """Return codes by operations that a compiled graph joins with what computes x; None without compilation or such a cast."""
+    if not (torch.compiler.is_compiling() and casting.fusible and x_MK.dtype in fused.ROUNDED) or casting.shared:
+        return None
+    largest = _measured(x_MK, casting, amax)
+    assert largest is not None
+    return Codes(*fused.fused_codes(x_MK, casting.cast, largest))
+
+
+def _weight_codes(
+    weight: Tensor, settings: Settings, state: State, passes: bool, dtype: torch.dtype | None
+) -> tuple[Codes | None, Codes | None, str]:
+    """Return the weight in the forward product and in the input gradient: cached layouts as they are, the others cast.
+
+    An uncast layout has `dtype`. The last result is "" or how backward makes the second layout: "transpose" transposes the
+    codes of the first, "cast" casts (weight, magnitude, place).
+    """
+    casting, transposed, cached = settings.weight, settings.transposed, state.weight
+    if settings.hold == "both" or not passes or not settings.input_grad_weight.cast or casting.shared:
+        return *_in_products(weight_layouts(weight, settings, state, passes, dtype), transposed), ""
+    forward, backward = (None, None) if cached is None else _in_products(cached, transposed)
+    if backward is not None:
+        return *_in_products(weight_layouts(weight, settings, state, passes, dtype), transposed), ""
+    amax, place = state.weight_amax, draw_of(casting, state, 1, moved=False)
+    if forward is None:
+        amax = (
+            amax._replace(given=_measured(weight, settings.forward_weight, amax)) if casting.along == casting.across else amax
+        )
+        made = cast_operand(weight, casting, amax, place, not transposed, transposed, dtype, state.levels)
+        forward, _ = _in_products(made, transposed)
+    if casting.square and (cached is not None or settings.hold == "one"):
+        return forward, None, "transpose"
+    again = settings.input_grad_weight
+    given = amax.given if again.delayed or again.measured else None
+    return forward, Codes(weight.detach(), given, place if again.stochastic else None), "cast"
+
+
+def _in_products(codes: OperandCodes, transposed: bool) -> tuple[Codes | None, Codes | None]:
+    """Return the layouts of a weight in the order (forward product, input gradient)."""
+    return (codes.across, codes.along) if transposed else (codes.along, codes.across)
+
+
+def weight_layouts(weight: Tensor, settings: Settings, state: State, passes: bool, dtype: torch.dtype | None) -> OperandCodes:
+    """Return the layouts of the weight: cached ones as they are, the others cast now. An uncast layout has `dtype`."""
+    along, across = (passes, True) if settings.transposed else (True, passes)
+    if state.weight is None:
+        return cast_weight(weight, settings.weight, state, along, across, dtype)
+    complete = (state.weight.along is not None or not along) and (state.weight.across is not None or not across)
+    if complete and settings.weight.along.cast and settings.weight.across.cast:
+        return state.weight
+    cached = [
+        Codes(codes.values if dtype is None else codes.values.to(dtype)) if codes is not None and not casting.cast else codes
+        for codes, casting in zip(state.weight, settings.weight, strict=True)
+    ]
+    made = cast_weight(weight, settings.weight, state, along and cached[0] is None, across and cached[1] is None, dtype)
+    return OperandCodes(cached[0] or made.along, cached[1] or made.across)
+
+
+CastMemory = tuple[Tensor, Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, int]
+"""Codes and scales of both layouts as `quantize_both` returns them, in the order of the matrix's dimensions; or of one layout
+and its axis."""
+
+
+def cast_memory(codes: OperandCodes) -> CastMemory:
+    """Return the memory of a cast, for `cast_weight_again`."""
+    along, across = (None if layout is None or layout.scale is None else (layout.values, layout.scale) for layout in codes)
+    if along is not None and across is not None:
+        return *along, across[0].T, transposed_scale(across[1])
+    if across is not None:
+        return across[0].T, transposed_scale(across[1]), 0
+    assert along is not None
+    return *along, 1
+
+
+def cast_weight_again(weight: Tensor, casting: Castings, state: State, out: CastMemory) -> None:
+    """Cast a weight into the memory of an earlier cast: both layouts, or one."""
+    (given, largest), drawn = state.weight_amax, draw_of(casting, state, 1, moved=False)
+    level = level_of(state.levels, casting.along)
+    along = casting.along
+    if len(out) == 3:
+        values, scale, axis = out
+        one = (weight.detach(), along.cast, axis, given, along.container, drawn, (values, scale), level)
+        torch_ops.quantize_into(*one, (along.row, along.column))
+        return
+    torch_ops.quantize_both_into(
+        weight.detach(), along.cast, given, along.container, drawn, largest, out, level, (along.row, along.column)
+    )
+
+
+def draw_of(casting: Castings, state: State, operand: int, *, moved: bool = True) -> Tensor | None:
+    """Return where a stochastic cast draws, or None for another cast."""
+    return drawn(state, operand, moved=moved) if casting.stochastic else None
+
+
+def drawn(state: State, purpose: int, *, moved: bool = True) -> Tensor:
+    """Return int64[3]: the step, the rows to add and the key of a purpose. A copy, since the step may end before backward."""
+    assert state.place is not None
+    assert state.keys is not None
+    rows = state.place[1:] if moved else torch.zeros_like(state.place[1:])
+    return torch.cat((state.place[:1], rows, state.keys[purpose : purpose + 1]))
+
+
+def decoded(codes: Codes, stored: StoredWeight, dtype: torch.dtype) -> Tensor:
+    """Return the numbers of a frozen weight."""
+    empty = codes.values.new_empty(0, dtype=torch.float32)
+    scale, tensor_scale = (empty if part is None else part for part in codes[1:])
+    numbers: Tensor = torch.ops.dither.dequantize(
+        _bytes(codes.values), _bytes(scale), tensor_scale, stored.cast, list(stored.shape), stored.axis, dtype, "auto"
+    )
+    return numbers
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(torch.uint8) if x.is_floating_point() and x.itemsize == 1 else x
+
+
+def _frozen_codes(codes: Codes, casting: Casting, stored: StoredWeight) -> Codes:
+    """Return the codes of a frozen weight as the forward product reads them: by rows, in the container of the GPU."""
+    values, scale, tensor_scale = codes
+    if casting.container:  # FP4 and FP6 that FP8 units multiply: the same numbers, in E4M3
+        assert scale is not None
+        ones = Codes(values, torch.ones_like(scale, dtype=torch.float32).to(scale.dtype), None)
+        values = decoded(ones, stored, torch.float32).to(torch.float8_e4m3fn)
+    if stored.axis == 1:
+        return Codes(values, scale, tensor_scale)
+    return Codes(values.T, None if scale is None else transposed_scale(scale), tensor_scale)
+
+
+def _cast_decoded(codes: Codes, casting: Casting, stored: StoredWeight, dtype: torch.dtype) -> Codes:
+    """Return a frozen weight for the input gradient: its numbers, cast along the other axis, or in `dtype`."""
+    w = decoded(codes, stored, torch.float32 if casting.cast else dtype)
+    along = stored.axis == 0
+    layouts = cast_layouts(w, casting, Amax(), None, along, not along, None, None)
+    weight = layouts.along if along else layouts.across
+    assert weight is not None
+    return weight
+
+
+# Casts ----------------------------------------------------------------------------------------------------------------
+
+
+def level_of(levels: Tensor | None, casting: Casting) -> Tensor | None:
+    """Return int32[1] on the device, which of several casts is meant; None for one cast alone."""
+    if casting.level < 0:
+        return None
+    assert levels is not None
+    return levels[casting.level, :1]
+
+
+def cast_operand(
+    x: Tensor,
+    casting: Castings,
+    amax: Amax,
+    place: Tensor | None,
+    along: bool,
+    across: bool,
+    dtype: torch.dtype | None,
+    levels: Tensor | None,
+) -> OperandCodes:
+    """Cast the matrix x [R, C] along C, along R, or both. An uncast layout has `dtype`, or that of x if it is None."""
+    if casting.along == casting.across:
+        return cast_layouts(x, casting.along, amax, place, along, across, dtype, level_of(levels, casting.along))
+    if along and across and casting.apart:
+        values, scale, values_t, scale_t = torch.ops.dither.quantize_apart(x, casting.along.cast, casting.across.cast, "auto")
+        return OperandCodes(Codes(values, scale), Codes(values_t.T, transposed_scale(scale_t)))
+    # Magnitudes of earlier steps are for delayed scaling alone, and random bits for stochastic casts.
+    one, other = (
+        cast_layouts(
+            x, each, amax if each.delayed else Amax(), place if each.stochastic else None, *asked, dtype, level_of(levels, each)
+        )
+        for each, asked in ((casting.along, (along, False)), (casting.across, (False, across)))
+    )
+    return OperandCodes(one.along, other.across)
+
+
+def cast_layouts(
+    x: Tensor,
+    casting: Casting,
+    amax: Amax,
+    place: Tensor | None,
+    along: bool,
+    across: bool,
+    dtype: torch.dtype | None,
+    level: Tensor | None,
+) -> OperandCodes:
+    """Do the same for layouts with one cast."""
+    if not (along or across):
+        return OperandCodes(None, None)
+    if not casting.cast:
+        x = x.detach() if dtype is None else x.detach().to(dtype)
+        return OperandCodes(Codes(x) if along else None, Codes(x.T) if across else None)
+    if casting.shared:
+        alone = casting._replace(shared="")
+
+        def cast(part: Tensor, given: Tensor | None) -> OperandCodes:
+            return cast_layouts(part, alone, amax._replace(given=given), place, along, across, None, level)
+
+        shared = casting.shared, casting.shared_axis
+        return OperandCodes(*scales.cast_part(x.detach(), casting.cast, amax.given, *shared, (along, across), cast))
+    if casting.measured and torch.compiler.is_compiling():
+        amax = Amax(_measured(x, casting, amax))
+    drawn = (0, place, casting.row, casting.column)
+    if casting.delayed and amax.largest is not None:
+        values, scale, values_t, scale_t = torch.ops.dither.quantize_both_measured(
+            x, casting.cast, amax.given, casting.container, *drawn, "auto", amax.largest
+        )
+    elif along and across and casting.whole:
+        values, scale, values_t, scale_t, _ = torch.ops.dither.quantize_both(
+            x, casting.cast, amax.given, casting.container, *drawn, "auto", level
+        )
+    else:
+        return _cast_each(x, casting, amax, drawn, along, across, level)
+    return OperandCodes(
+        Codes(values, scale) if along else None,
+        Codes(values_t.T, transposed_scale(scale_t)) if across else None,
+    )
+
+
+def _cast_each(
+    x: Tensor,
+    casting: Casting,
+    amax: Amax,
+    drawn: tuple[int, Tensor | None, int, int],
+    along: bool,
+    across: bool,
+    level: Tensor | None,
+) -> OperandCodes:
+    """Cast one layout, or both by a call each."""
+    one, other = None, None
+    if along:
+        one = Codes(*torch.ops.dither.quantize(x, casting.cast, 1, amax.given, casting.container, *drawn, "auto", level))
+    if across:
+        values, scale, tensor = torch.ops.dither.quantize(
+            x, casting.cast, 0, amax.given, casting.container, *drawn, "auto", level
+        )
+        other = Codes(values.T, transposed_scale(scale), tensor)
+    return OperandCodes(one, other)
+
+
+def transposed_scale(scale: Tensor) -> Tensor:
+    """Return scales in the order of the transposed matrix. The scale of a whole tensor is returned as it is."""
+    return scale.T if scale.dim() == 2 else scale
+
+
+def _measured(x: Tensor, casting: Casting, amax: Amax) -> Tensor | None:
+    """Return the largest magnitude that x is scaled by; for small groups None."""
+    if amax.given is not None or not casting.measured or not x.numel():
+        return amax.given
+    return fused.largest_magnitude(x.detach())
+
+
+def _cast_later(source: Codes, casting: Casting, axis: int, levels: Tensor | None, after: Tensor) -> Codes:
+    """Cast (matrix, magnitude, place) in backward, along `axis`."""
+    x, amax, place = source
+    values, scale, tensor = torch.ops.dither.quantize_later(
+        x, casting.cast, axis, amax, casting.container, place, casting.row, casting.column, level_of(levels, casting), after
+    )
+    return Codes(values, scale, tensor) if axis == 1 else Codes(values.T, transposed_scale(scale), tensor)
+
+
+def _transpose_later(codes: Codes, after: Tensor) -> Codes:
+    """Return the other layout of codes that are the same along both axes, in backward."""
+    scale = codes.scale
+    if scale is not None and scale.dim() == 2:
+        scale = torch.ops.dither.transposed(scale, after)
+    return Codes(torch.ops.dither.transposed(codes.values, after), scale)

@@ -1,4 +1,4 @@
-"""A place holder for a block that another rank of a pipeline holds."""
+"""Small modules: linear layers stored as [in, out], gated feed-forward layers, and placeholders of absent blocks."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ class Conv1D(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., in] to [..., out]."""
-        return functional._plain(input, self.weight, self.bias, transposed=True)
+        return functional.plain_linear(input, self.weight, self.bias, transposed=True)
 
     def extra_repr(self) -> str:
         """Return the sizes, as `nn.Linear` prints them."""
@@ -94,9 +94,16 @@ def check_gated(model: nn.Module) -> None:
 
 def adopt_gated(model: nn.Module) -> None:
     """Replace the feed-forward layers of transformers that are known to have a SwiGLU by GatedMLPs."""
-    for name, module in list(model.named_modules(remove_duplicate=False)):
+    for module in list(model.modules()):
         if _is_known(module):
-            model.set_submodule(name, GatedMLP.adopt(module))
+            replace_module(model, module, GatedMLP.adopt(module))
+
+
+def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put a module in the place of another, under all of its names."""
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if module is old:
+            model.set_submodule(name, new)
 
 
 def _is_known(module: nn.Module) -> bool:

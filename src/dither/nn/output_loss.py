@@ -14,13 +14,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from dither.nn import functional, hints
-from dither.nn.functional import Codes, Settings, as_input, autocast_dtype
+from dither.nn import hints
+from dither.nn.functional import (
+    Codes,
+    Settings,
+    as_matrix,
+    autocast_dtype,
+    cast_operand,
+    draw_of,
+    product,
+    weight_layouts,
+)
 from dither.nn.linear import Linear, rows_of
 from dither.ops import INPUT_DTYPES
 from dither.ops.backend import assume_constant_result
 from dither.ops.reference.loss import IGNORE, largest_gradient, writes_codes
-from dither.spec import Cast, engines
+from dither.spec import Cast
 
 PARTS = 2
 """Parts of the rows whose codes along V exist at the same time as the logits."""
@@ -42,9 +51,10 @@ def writes_its_codes(layer: nn.Module | None, x: Tensor) -> bool:
     whole = type(x) is Tensor and type(layer.weight) in (Tensor, nn.Parameter)
     if not whole or any(getattr(layer, hooks) for hooks in HOOKS):
         return False
-    if layer.training and (layer.samples_weight or layer.samples_input):
+    samplings = layer.program.samplings
+    if layer.training and (samplings.weight or samplings.input):
         return False
-    casting = layer._settings_for(x).grad
+    casting = layer.settings_for(x).grad
     alike = casting.along == casting.across and casting.along.cast and not casting.along.container
     return alike and casting.along.level < 0 and x.dtype in INPUT_DTYPES and _takes(casting.along.cast)
 
@@ -57,32 +67,30 @@ def _takes(cast: str) -> bool:
 def output_loss(layer: Linear, x: Tensor, targets: Tensor, backend: str) -> Tensor:
     """Return the mean cross entropy, 0-d float32, of `layer(x)`, for x [..., D] and targets [...]."""
     hints.slow_autocast(x)
-    settings = layer._settings_for(x)
+    settings = layer.settings_for(x)
     state = layer.call_state(settings, rows_of(x))
-    x = as_input(x)
-    x_ND, targets_N = x.reshape(-1, x.shape[-1]), targets.flatten()
-    missing = -len(x_ND) % engines.ALIGNMENT if x.is_cuda else 0
-    if missing:  # ignored rows of zeros, for units that take multiples of 16
-        x_ND, targets_N = F.pad(x_ND, (0, 0, 0, missing)), F.pad(targets_N, (0, missing), value=IGNORE)
+    x_ND, targets_N = as_matrix(x), targets.flatten()
+    missing = len(x_ND) - len(targets_N)
+    if missing:  # rows that `as_matrix` has added are ignored
+        targets_N = F.pad(targets_N, (0, missing), value=IGNORE)
     learns = torch.is_grad_enabled() and layer.weight.requires_grad
-    passes = torch.is_grad_enabled() and x.requires_grad
+    passes = torch.is_grad_enabled() and x_ND.requires_grad
     with torch.no_grad():
-        x_codes = functional._both(
-            x_ND, settings.input, state.input_amax, functional._drawn(settings.input, state, 0), True, learns, None,
-            state.levels,
-        )  # fmt: skip
-        w_codes = functional._all_layouts(layer.weight, settings, state, passes, autocast_dtype(x))
+        drawn = draw_of(settings.input, state, 0)
+        x_codes = cast_operand(x_ND, settings.input, state.input_amax, drawn, True, learns, None, state.levels)
+        w_codes = weight_layouts(layer.weight, settings, state, passes, autocast_dtype(x))
     nothing = Codes(None)  # type: ignore[arg-type]
     loss: Tensor = _OutputLoss.apply(  # type: ignore[no-untyped-call]
         x_ND,
         layer.weight,
         targets_N,
+        settings,
+        state.name,
+        backend,
         *(x_codes.along or nothing),
         *(x_codes.across or nothing),
         *(w_codes.along or nothing),
         *(w_codes.across or nothing),
-        settings,
-        backend,
     )
     return loss
 
@@ -92,37 +100,14 @@ class _OutputLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        targets_N: Tensor,
-        x_ND: Tensor,
-        x_ND_scale: Tensor | None,
-        x_ND_tensor: Tensor | None,
-        x_DN: Tensor | None,
-        x_DN_scale: Tensor | None,
-        x_DN_tensor: Tensor | None,
-        w_VD: Tensor,
-        w_VD_scale: Tensor | None,
-        w_VD_tensor: Tensor | None,
-        w_DV: Tensor | None,
-        w_DV_scale: Tensor | None,
-        w_DV_tensor: Tensor | None,
-        settings: Settings,
-        backend: str,
+        ctx: Any, x: Tensor, weight: Tensor, targets_N: Tensor, settings: Settings, name: str, backend: str, *operands: Any
     ) -> Tensor:
-        logits_NV = functional._product(
-            "forward",
-            Codes(x_ND, x_ND_scale, x_ND_tensor), settings.input.along,
-            Codes(w_VD, w_VD_scale, w_VD_tensor), settings.forward_weight,
-            x.shape[1], None, x.dtype, settings,
-        )  # fmt: skip
+        x_ND, w_VD = (Codes(*operands[:3]), settings.input.along), (Codes(*operands[6:9]), settings.forward_weight)
+        logits_NV = product("forward", *x_ND, *w_VD, x.shape[1], None, x.dtype, settings, name)
         losses_N, parts_2N = torch.ops.dither.cross_entropy_forward(logits_NV, targets_N, backend)
         count = (targets_N != IGNORE).sum()
-        ctx.save_for_backward(
-            logits_NV, targets_N, parts_2N, count, x_DN, x_DN_scale, x_DN_tensor, w_DV, w_DV_scale, w_DV_tensor
-        )
-        ctx.settings, ctx.backend, ctx.dtypes = settings, backend, (x.dtype, weight.dtype)
+        ctx.save_for_backward(logits_NV, targets_N, parts_2N, count, *operands[3:6], *operands[9:])
+        ctx.settings, ctx.name, ctx.backend, ctx.dtypes = settings, name, backend, (x.dtype, weight.dtype)
         loss: Tensor = losses_N.sum() / count
         return loss
 
@@ -131,7 +116,7 @@ class _OutputLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         settings: Settings = ctx.settings
         logits_NV, targets_N, parts_2N, count, *operands = ctx.saved_tensors
-        x_codes, w_codes = Codes(*operands[:3]), Codes(*operands[3:])
+        x_DN, w_DV = Codes(*operands[:3]), Codes(*operands[3:])
         x_dtype, w_dtype = ctx.dtypes
         need_x, need_w = ctx.needs_input_grad[:2]
         (rows, words), casting = logits_NV.shape, settings.grad.along
@@ -145,8 +130,8 @@ class _OutputLoss(torch.autograd.Function):
                 scales, ctx.backend,
             )  # fmt: skip
             if need_x:  # dx_ND = dlogits_NV (w_DV)^T
-                along, weight = (Codes(codes, scale), casting), (w_codes, settings.input_grad_weight)
-                dx.append(functional._product("input_grad", *along, *weight, words, None, x_dtype, settings))
+                along, weight = (Codes(codes, scale), casting), (w_DV, settings.input_grad_weight)
+                dx.append(product("input_grad", *along, *weight, words, None, x_dtype, settings, ctx.name))
                 del along
             del codes, scale
         del logits_NV
@@ -154,10 +139,9 @@ class _OutputLoss(torch.autograd.Function):
             ctx.maybe_clear_saved_tensors()  # the weight's gradient takes the place of the logits
         dw = None
         if need_w:  # dw_VD = dlogits_VN (x_DN)^T
-            dw = functional._product(
-                "weight_grad", Codes(values_VN, scales), casting, x_codes, settings.input.across, rows, None, w_dtype, settings
-            )
-        return (dx[0] if len(dx) == 1 else torch.cat(dx)) if dx else None, dw, *[None] * 15
+            along = (Codes(values_VN, scales), casting)
+            dw = product("weight_grad", *along, x_DN, settings.input.across, rows, None, w_dtype, settings, ctx.name)
+        return (dx[0] if len(dx) == 1 else torch.cat(dx)) if dx else None, dw, *[None] * 16
 
 
 def _parts(rows: int) -> Iterator[slice]:

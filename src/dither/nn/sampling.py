@@ -20,8 +20,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from dither.errors import UserError
 from dither.nn import functional
 from dither.ops.reference.sampling import LN2, pow2, to_dtype
-from dither.spec import Cast, Sampling
+from dither.spec import Cast, LayerPrecision, Sampling
 from dither.spec.bitwidths import safe_bitwidth
+
+BITWIDTHS = {"bitwidth": "sampling", "input_bitwidth": "input_sampling"}
+"""The parameters of learned bitwidths, and the field of a LayerPrecision that asks for each."""
+
+SAMPLED = {"sampling": "weight", "input_sampling": "input"}
+"""The operand of each sampling of a LayerPrecision."""
 
 FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 """Names of the dtypes of sampled numbers."""
@@ -42,6 +48,32 @@ class SamplingConstants(NamedTuple):
     clamped: bool
     """True if b_t has a limit."""
     recompute: bool
+
+
+class Samplings(NamedTuple):
+    """The samplings of a layer, as constants of compiled code."""
+
+    weight: bool
+    """True if the weight is sampled in training."""
+    input: bool
+    cast: dict[str, bool]
+    """By field of a LayerPrecision: True if the forward product casts the samples."""
+    constants: dict[tuple[str, torch.dtype, torch.dtype], SamplingConstants]
+    """By field, and by the dtypes of samples and of what is sampled: compiled code finds them here."""
+
+    @classmethod
+    def of(cls, precision: LayerPrecision) -> "Samplings":
+        """Return the samplings of a precision, for all dtypes."""
+        casts = {field: precision.cast("forward", operand) for field, operand in SAMPLED.items()}
+        table = {
+            (field, dtype, master): constants(chosen, casts[field], dtype, master)
+            for field in SAMPLED
+            if (chosen := getattr(precision, field)) is not None
+            for dtype in FORMATS
+            for master in FORMATS
+        }
+        is_cast = {field: cast is not None for field, cast in casts.items()}
+        return cls(precision.sampling is not None, precision.input_sampling is not None, is_cast, table)
 
 
 def constants(sampling: Sampling, cast: Cast | None, dtype: torch.dtype, master: torch.dtype) -> SamplingConstants:
@@ -186,7 +218,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, w_hat if const is None else None, weight, b_t, draw)
         ctx.const, ctx.transposed, ctx.dtype = const, transposed, w_hat.dtype
-        return functional._plain(x, w_hat, bias, transposed)
+        return functional.plain_linear(x, w_hat, bias, transposed)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from dither.nn import experts
 from dither.nn.experts import ExpertLinear, ExpertsLinear
-from dither.nn.layers import Conv1D
+from dither.nn.layers import Conv1D, replace_module
 from dither.nn.linear import Linear
 from dither.nn.output import Output
 from dither.spec import LayerPrecision
@@ -53,7 +53,7 @@ class Site:
         else:
             layer = Linear.adopt(self.module, LayerPrecision(), **options)
         for linear in _all(layer):
-            linear.fallback = fallback
+            linear.choice = linear.choice._replace(fallback=fallback)
         return layer
 
     def install(self, model: nn.Module, layer: "Layer") -> None:
@@ -61,9 +61,7 @@ class Site:
         if isinstance(layer, ExpertsLinear):
             experts.install(self.module, self.parameter, layer)
             return
-        for name, module in list(model.named_modules(remove_duplicate=False)):  # a shared layer has several names
-            if module is self.module:
-                model.set_submodule(name, layer)
+        replace_module(model, self.module, layer)
 
 
 Layer = Linear | ExpertsLinear

@@ -14,11 +14,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dither.errors import UserError
 from dither.nn import delayed, functional, sampling
-from dither.nn.cache import keep_in_place
+from dither.nn.cache import store_in_place
 from dither.nn.draws import FIRST_COUNTED, batch_rank, fully_sharded
-from dither.nn.linear import BITWIDTHS, Linear
-from dither.nn.sampling import SamplingConstants
-from dither.nn.sharded.gather import hold_shards
+from dither.nn.linear import Linear
+from dither.nn.sampling import BITWIDTHS, SamplingConstants
+from dither.nn.sharded.gather import cache_shards
 from dither.nn.sharded.tensor_parallel import local
 
 LEAST = 8
@@ -30,24 +30,24 @@ WARMUP = 2
 _graphs: "weakref.WeakKeyDictionary[nn.Module, WeightGraph]" = weakref.WeakKeyDictionary()
 
 
-def hold_weights(model: nn.Module, layers: Sequence[Linear]) -> None:
+def cache_weights(model: nn.Module, layers: Sequence[Linear]) -> None:
     """Sample and cast the weights of `layers` for a step, by one launch from the third step on.
 
     Weights, codes, levels and places of random bits stay where they are from step to step, so the launches are captured once.
     They are captured again when a weight moves or a layer's constants change.
     """
-    holding = [layer for layer in layers if layer.holds_something()]
-    few = len(holding) < LEAST or not all(layer.weight.is_cuda for layer in holding)
+    caching = [layer for layer in layers if layer.caches_weight()]
+    few = len(caching) < LEAST or not all(layer.weight.is_cuda for layer in caching)
     # Collectives of other ranks' magnitudes are not captured.
-    few = few or any(layer.shares_scales() for layer in holding)
+    few = few or any(layer.shares_scales() for layer in caching)
     if few or torch.cuda.is_current_stream_capturing():
-        for layer in holding:
-            layer.hold()
+        for layer in caching:
+            layer.cache_weight()
         return
     graph = _graphs.get(model)
     if graph is None:
         graph = _graphs[model] = WeightGraph()
-    graph.hold(holding)
+    graph.run(caching)
 
 
 class WeightGraph:
@@ -58,30 +58,30 @@ class WeightGraph:
         self.seen = 0
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def hold(self, layers: Sequence[Linear]) -> None:
+    def run(self, layers: Sequence[Linear]) -> None:
         """Run the casts: as usual while anything changes, then by the graph."""
-        key = tuple(layer.hold_key() for layer in layers)
+        key = tuple(layer.cache_key() for layer in layers)
         if key != self.key:
             self.key, self.seen, self.graph = key, 0, None
         self.seen += 1
         if self.seen <= WARMUP:
             for layer in layers:
-                layer.hold()
-            self.key = tuple(layer.hold_key() for layer in layers)
+                layer.cache_weight()
+            self.key = tuple(layer.cache_key() for layer in layers)
             return
         if self.graph is None:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 for layer in layers:
-                    layer.hold()
+                    layer.cache_weight()
             self.graph = graph
         self.graph.replay()
         for layer in layers:
-            layer.mark_held()
+            layer.mark_cached()
 
 
 B_T = {"bitwidth": "b_t", "input_bitwidth": "input_b_t"}
-"""The attributes of a StepState that hold b_t, by the parameter that they follow from."""
+"""The attributes of a StepCache that have b_t, by the parameter that they follow from."""
 
 
 class StepContext:
@@ -148,16 +148,16 @@ class StepContext:
         self._seen: tuple[Tensor, torch.cuda.Event | None] | None = None
         self._prepare_sampling(self.step)
         for layer in self._layers:
-            layer.step_state.begin()
+            layer.cache.active = True
             layer.draws.step = self
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         sharded = fully_sharded(self._model) if distributed else set()
         for layer in self._layers:
             if layer.fully_sharded != (id(layer) in sharded):
                 layer.fully_sharded = not layer.fully_sharded
-        hold_weights(self._model, self._layers)
+        cache_weights(self._model, self._layers)
         gathers = [layer.gather for layer in self._layers if layer.gather is not None]
-        hold_shards([gather for gather in gathers if not gather.held_by_layer])
+        cache_shards([gather for gather in gathers if not gather.cached_by_layer])
         self._watch()
 
     def resume(self) -> None:
@@ -175,7 +175,7 @@ class StepContext:
         """Remove all state of the step from the layers."""
         for layer in self._layers:
             layer.draws.step, layer.draws.rows, layer.draws.captured = None, 0, 0
-            layer.step_state.end()
+            layer.cache.end()
             if layer.fully_sharded:
                 layer.fully_sharded = False
             if layer.gather is not None:
@@ -218,25 +218,25 @@ class StepContext:
             torch._foreach_clamp_max_(b_t, constants.limit)
             # Bitwidths of sharded weights are gathered in forward, and b_t is computed there.
             whole = [(*member, b) for member, b in zip(members, b_t, strict=True) if not isinstance(getattr(*member), DTensor)]
-            keep_in_place([(layer.step_state, B_T[name], b) for layer, name, b in whole])
+            store_in_place([(layer.cache, B_T[name], b) for layer, name, b in whole])
             for layer, _, _ in whole:
-                layer.step_state.bitwidths_ready = True
+                layer.cache.bitwidths_ready = True
 
     def _place_draws(self, layers: list[Linear], step: int) -> None:
         for layer in layers:
-            if layer.step_state.draw is None:
+            if layer.cache.draw is None:
                 assert layer.draw_keys is not None
                 # Parallelizing a module makes its buffers DTensors.
                 key = local(layer.draw_keys)[functional.PURPOSES.index("sample")]
-                layer.step_state.draw = torch.stack((torch.zeros_like(key), torch.zeros_like(key), key))
+                layer.cache.draw = torch.stack((torch.zeros_like(key), torch.zeros_like(key), key))
         if layers:
-            steps = [layer.step_state.draw[0] for layer in layers if layer.step_state.draw is not None]
+            steps = [layer.cache.draw[0] for layer in layers if layer.cache.draw is not None]
             torch._foreach_zero_(steps)
             torch._foreach_add_(steps, step)
 
     def _watch(self) -> None:
         """Copy the ranges of bitwidths and weights to the host: at once on a CPU, asynchronously on a GPU."""
-        held = [layer.step_state.w_amax for layer in self._layers if layer.step_state.sampled]
+        held = [layer.cache.w_amax for layer in self._layers if layer.cache.sampled]
         by_device: dict[torch.device, list[Tensor]] = {}
         for amax in held:
             assert amax is not None
@@ -271,8 +271,8 @@ class StepContext:
                 _warn_unsafe(constants, safe, members)
         if not all(math.isfinite(amax) for amax in found[2 * len(self._watched) :]):
             for layer in self._layers:
-                amax_held = layer.step_state.w_amax
-                if layer.step_state.sampled and amax_held is not None and not bool(amax_held.isfinite().all()):
+                amax = layer.cache.w_amax
+                if layer.cache.sampled and amax is not None and not bool(amax.isfinite().all()):
                     raise UserError(
                         f"The weight of the layer {layer.name!r} holds NaN or Inf, and the noise of a block is as large as its "
                         "largest weight: the step is stopped before it is made."
@@ -354,7 +354,7 @@ def step_context(
         yield now
         if not now.ended:
             for layer in now._layers:
-                layer.check_held()
+                layer.check_unchanged()
             now.finish()
     finally:
         hook.remove()

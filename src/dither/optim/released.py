@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dither.errors import UserError
 from dither.nn.bitwidths import sampling_parameters
-from dither.nn.linear import HoldingLayer
+from dither.nn.linear import Linear
 from dither.optim.adamw import AdamW, Step
 from dither.optim.groups import Member
 
@@ -44,9 +44,9 @@ class ReleasedGradients:
 
     def __init__(self, model: nn.Module, optimizer: AdamW, units: dict[str, list[Tensor]]) -> None:
         self.optimizer = optimizer
-        self._layers: dict[int, list[HoldingLayer]] = {}
+        self._layers: dict[int, list[Linear]] = {}
         for layer in model.modules():
-            if isinstance(layer, HoldingLayer):
+            if isinstance(layer, Linear):
                 self._layers.setdefault(id(layer.learned_weight()), []).append(layer)
         self._kept = units  # so that no other parameter takes the id of one of these
         self.units = {unit: tuple(map(id, parameters)) for unit, parameters in units.items()}

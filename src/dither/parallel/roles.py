@@ -194,7 +194,7 @@ def _check_layer(name: str, layer: Any, role: Role, tp: int) -> None:
         raise UserError(f"The layer {name!r} has {size} {'outputs' if columns else 'inputs'}, which tp={tp} cannot divide.")
     if isinstance(layer, Linear):
         part = -(-size // tp)
-        casts = {operand: layer.possible_casts(operand) for operand in OPERANDS}
+        casts = {operand: filter(None, layer.precision.casts_of(operand)) for operand in OPERANDS}
         tensor_parallel.check_part(name, columns, part, size, casts, spanning=True)
         sampling = layer.precision.sampling
         if sampling is not None and part < size and part % sampling.block:

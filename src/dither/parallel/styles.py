@@ -46,9 +46,6 @@ class Style(ParallelStyle):
             )
             sharded.register_hook(functools.partial(_placed_like, placement))  # type: ignore[no-untyped-call]
             module.register_parameter(name, sharded)
-            resting = getattr(module, "resting_bitwidths", {})
-            if resting.get(name) is parameter:
-                resting[name] = sharded
         before, after = getattr(self, f"_{kind}_hooks")(device_mesh)
         module.register_forward_pre_hook(before)
         if after is not None:

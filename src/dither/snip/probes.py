@@ -245,7 +245,7 @@ class _Curvature:
         def before(_: nn.Module, args: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> None:
             x = args[0] if args else named["input"]
             # Before the layer runs: afterwards FSDP2 may have freed the weight.
-            exact.append(functional._plain(x, layer.weight, layer.bias, layer.transposed))
+            exact.append(functional.plain_linear(x, layer.weight, layer.bias, layer.transposed))
             if isinstance(layer.weight, DTensor) and not layer.weight.placements[0].is_replicate():
                 self.cut = layer.weight.device_mesh.get_group()
 

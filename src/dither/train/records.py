@@ -157,9 +157,9 @@ def memory_parts(trainer: Trainer) -> dict[str, int]:
     casts = sum(local(buffer).nbytes for buffer in trainer.model.buffers())
     for layer in trainer.model.modules():
         if isinstance(layer, Linear):
-            layouts = [layout for layout in layer.step_state.codes or () if layout is not None]
+            layouts = [layout for layout in layer.cache.codes or () if layout is not None]
             casts += sum(local(part).nbytes for layout in layouts for part in layout if part is not None)
-            casts += 0 if layer.step_state.w_hat is None else local(layer.step_state.w_hat).nbytes
+            casts += 0 if layer.cache.w_hat is None else local(layer.cache.w_hat).nbytes
     return {**found, "casts and buffers": casts}
 
 

@@ -85,7 +85,7 @@ def warm_up(trainer: Any, batch: Batch) -> None:
 def magnitudes_kept(model: nn.Module) -> Iterator[None]:
     """Restore the largest magnitudes that delayed scaling has seen in the step, which passes inside raise."""
     layers = [module for module in model.modules() if isinstance(module, Linear)]
-    seen = [getattr(layer, f"_{operand}_largest") for layer in layers for operand in layer.delayed_operands]
+    seen = [getattr(layer, f"_{operand}_largest") for layer in layers for operand in layer.delayed.operands]
     kept = [magnitude.clone() for magnitude in seen]
     try:
         yield

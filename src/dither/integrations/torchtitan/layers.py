@@ -17,7 +17,8 @@ from torchtitan.tools.logging import logger
 
 from dither.errors import UserError
 from dither.nn.convert import convert
-from dither.nn.linear import BITWIDTHS, BUFFERS, Linear
+from dither.nn.linear import BUFFERS, Linear
+from dither.nn.sampling import BITWIDTHS
 from dither.nn.sites import Fallback, converted_layers
 from dither.spec import LayerPrecision, Plan
 from dither.spec.recipes import recipe
@@ -79,7 +80,7 @@ class DitherLinear(Linear, Module):  # type: ignore[misc]
         options: dict[str, Any] = {"emulate": config.emulate, "compute": config.compute, "verified": config.verified}
         size = (config.in_features, config.out_features, config.bias)
         super().__init__(*size, precision=config.precision, name=config.name, seed=config.seed, **options)
-        self.fallback = config.fallback
+        self.choice = self.choice._replace(fallback=config.fallback)
 
     def in_float32(self, name: str, bitwidth: Tensor) -> Tensor:
         """Return the bitwidth in float32: FSDP2 gathers it in the type of torchtitan's `mixed_precision_param`."""

@@ -168,7 +168,7 @@ class DitherTrainer(Trainer):  # type: ignore[misc]
                 "parallelism.pipeline_parallel_degree=1 and give all parameters the same optimizer."
             )
         (model,) = self.model_parts
-        if any(linear_of(layer).delayed_operands for layer in converted_layers(model).values()):
+        if any(linear_of(layer).delayed.operands for layer in converted_layers(model).values()):
             raise UserError(
                 "snip.target is set, and the plan has delayed scaling, whose histories would not fit a resumed plan: convert "
                 "with another recipe, such as 'fp8-block'."

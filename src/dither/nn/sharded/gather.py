@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
 from dither.nn import functional, sampling
+from dither.nn.cache import check_unchanged
 from dither.nn.functional import Amax, Casting, Castings, Codes, OperandCodes, State
 from dither.nn.sharded.scales import Groups, RowShard, all_reduce_max, groups_of, in_whole_groups, spans_parts, split_amax
 from dither.nn.sharded.tensor_parallel import local
@@ -170,7 +171,7 @@ class WeightGather:
     @property
     def samples(self) -> bool:
         """Return True if the weight is sampled now."""
-        return bool(self.layer._samples_once())
+        return bool(self.layer.samples_once())
 
     @property
     def uncast(self) -> bool:
@@ -181,7 +182,7 @@ class WeightGather:
     def castings(self) -> Castings:
         """Return the casts of the weight as it is stored."""
         layer = self.layer
-        castings: Castings = layer._settings[1 if layer.weight.is_cuda else 0].weight
+        castings: Castings = layer.settings_for(layer.weight).weight
         return castings
 
     @property
@@ -190,8 +191,8 @@ class WeightGather:
         return self.shard.ranks == 1
 
     @property
-    def held_by_layer(self) -> bool:
-        """Return True if the layer holds its codes for a step by itself, as without FSDP2, and has its weight all the time."""
+    def cached_by_layer(self) -> bool:
+        """Return True if the layer caches its codes for a step by itself, as without FSDP2, and has its weight all the time."""
         same = self.dtype in (None, self.layer.weight.dtype)
         return self.alone and same and self.layer.precision.sampling is None
 
@@ -241,14 +242,14 @@ class WeightGather:
 
     def sample(self, amax: Tensor, b_t: Tensor) -> Tensor:
         """Return this rank's rows of w_hat, and keep the largest magnitudes of the blocks that it has rows of."""
-        layer, step = self.layer, self.layer.step_state
+        layer, step = self.layer, self.layer.cache
         constants = layer.sampling_constants("sampling")
         block = constants.block
         whole, skip = in_whole_groups(self.part(), self.shard, Groups(block, block), amax)
         first, last = self.shard.span(self.shard.rank)
         top = first - skip
         assert step.draw is not None
-        dtype = layer._kept_dtype() if self.uncast else torch.float32
+        dtype = layer.sample_dtype() if self.uncast else torch.float32
         blocks = b_t[top // block : top // block + -(-len(whole) // block)]
         at = (self.at[0] + top, self.at[1])
         if first == last:
@@ -266,7 +267,7 @@ class WeightGather:
         zeros = torch.zeros((last - first, -(-part.shape[1] // self.block)), device=part.device)
         self.sent = [Sent(zeros, self.block)]
         if self.uncast:
-            self.sent.append(Sent(part.to(self.layer._kept_dtype())))
+            self.sent.append(Sent(part.to(self.layer.sample_dtype())))
 
     def place(self, active: bool) -> Tensor | None:
         """Return where a stochastic cast of the weight draws; None if nothing is drawn."""
@@ -286,7 +287,7 @@ class WeightGather:
         found = []
         for job in self.jobs():
             found.append(split_amax(x, self.shard, job.groups))
-            measured = job.groups.tensor and (not job.casting.delayed or self.layer.measures_now)
+            measured = job.groups.tensor and (not job.casting.delayed or self.layer.delayed.measures_now)
             found.append(x.abs().amax().float()[None] if measured and x.numel() else x.new_zeros(int(measured)).float())
         return found
 
@@ -298,14 +299,14 @@ class WeightGather:
         for number, job in enumerate(self.jobs()):
             split, tensor = amax[2 * number : 2 * number + 2]
             whole, skip = in_whole_groups(x, shard, job.groups, split)
-            given = layer._amax("weight") if job.casting.delayed else Amax()
+            given = layer.amax_of("weight") if job.casting.delayed else Amax()
             if len(tensor):
                 given = Amax(tensor[0], given.largest)
             casting = job.casting._replace(row=self.at[0] + first - skip, column=self.at[1])
             state = State(place, local(layer.draw_keys), levels=local(layer.levels))
-            drawn = functional._drawn(Castings(casting, casting), state, 1, moved=False)
-            level = functional._level(state.levels, casting)
-            codes = functional._alike(whole, casting, given, drawn, job.along, job.across, None, level)
+            drawn = functional.draw_of(Castings(casting, casting), state, 1, moved=False)
+            level = functional.level_of(state.levels, casting)
+            codes = functional.cast_layouts(whole, casting, given, drawn, job.along, job.across, None, level)
             self._send(job, codes, skip, last - first)
 
     def _send(self, job: Job, codes: OperandCodes, skip: int, count: int) -> None:
@@ -337,14 +338,6 @@ class WeightGather:
 
     # FSDP2 -------------------------------------------------------------------------------------------------------------
 
-    def check_unchanged(self, version: int) -> None:
-        """Raise if the weight was changed after it was cast for this step."""
-        if self.part_version() != version:
-            raise UserError(
-                f"The weight of the layer {self.layer.name!r} changed inside a step_context, which gathers its codes: "
-                "change it after the step_context."
-            )
-
     def inputs(self) -> tuple[Tensor, ...]:
         """Return the tensors that FSDP2 gathers as bytes, with the same number of rows on every rank.
 
@@ -352,16 +345,16 @@ class WeightGather:
         """
         if not self.alone:
             return self._padded_inputs()
-        self.local_inputs = () if self.held_by_layer else self._padded_inputs()
+        self.local_inputs = () if self.cached_by_layer else self._padded_inputs()
         return (torch.empty(0, dtype=torch.uint8, device=self.layer.weight.device),)
 
     def _padded_inputs(self) -> tuple[Tensor, ...]:
         if self.sent is None:
-            hold_shards([self], active=False)
+            cache_shards([self], active=False)
             sent, self.sent = self.sent, None
         else:
             sent = self.sent
-            self.check_unchanged(self.version)
+            check_unchanged(self.layer.name, self.version, self.part_version(), "gathers its codes")
         assert sent is not None
         padded = []
         for rows, height in sent:
@@ -413,7 +406,7 @@ def rows_per_row(format: Format) -> int:
     return {4: 2, 6: 4}.get(format.bits, 1) if format.bits in grouping.PACKED_BITS else 1
 
 
-def hold_shards(gathers: Iterable[WeightGather], *, active: bool = True) -> None:
+def cache_shards(gathers: Iterable[WeightGather], *, active: bool = True) -> None:
     """Sample and cast the shards of all weights, with one all-reduce for what is sampled and one for what is cast."""
     every = list(gathers)
     sampled = [gather for gather in every if gather.samples]
@@ -428,10 +421,10 @@ def hold_shards(gathers: Iterable[WeightGather], *, active: bool = True) -> None
         by_group.setdefault(gather.group, []).append(gather)
     with torch.no_grad():
         for group, members in by_group.items():
-            _hold(members, group, active)
+            _cache(members, group, active)
 
 
-def _hold(gathers: list[WeightGather], group: ProcessGroup, active: bool) -> None:
+def _cache(gathers: list[WeightGather], group: ProcessGroup, active: bool) -> None:
     samples: dict[int, Tensor] = {}
     sampled = [gather for gather in gathers if gather.samples]
     blocks = all_reduce_max([amax for gather in sampled for amax in gather.measure_blocks()], group)
@@ -531,7 +524,7 @@ class CodedShard(Tensor):
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Return the whole weight, or write it to `out`."""
         gather = self.source
-        if gather.held_by_layer:
+        if gather.cached_by_layer:
             return self._own_memory(out)
         old = coded_of(out)
         if gather.alone:
@@ -579,12 +572,12 @@ def received(gather: WeightGather, gathered: tuple[Tensor, ...], old: CodedWeigh
         return Received({"w_hat": next(rest)[: gather.shard.rows], **parts}, [])
     inner: list[Tensor] = []
 
-    def keep(name: str, turned: Tensor) -> None:
+    def keep(name: str, transposed: Tensor) -> None:
         memory = getattr(old, name, None) if old is not None else None
         if memory is None:
-            memory = turned.contiguous()
+            memory = transposed.contiguous()
         else:
-            memory.data.copy_(turned)  # through .data: autograd has saved it, and the numbers are the same
+            memory.data.copy_(transposed)  # through .data: autograd has saved it, and the numbers are the same
         parts[name] = memory
         inner.append(memory)
 
@@ -597,10 +590,10 @@ def received(gather: WeightGather, gathered: tuple[Tensor, ...], old: CodedWeigh
             if scale is not None:
                 parts["along_scale"] = scale
         if job.symmetric:
-            keep("across", _turned_codes(parts["along"], gather.columns, format))
+            keep("across", _transposed_codes(parts["along"], gather.columns, format))
             for name in ("scale", "tensor"):
                 if (scale := parts.get(f"along_{name}", gather.constants.get(f"along_{name}"))) is not None:
-                    parts[f"across_{name}"] = functional._turned(scale).contiguous()
+                    parts[f"across_{name}"] = functional.transposed_scale(scale).contiguous()
         elif job.across:
             per = rows_per_row(format)
             keep("across", next(rest)[: -(-gather.shard.rows // per)].T)
@@ -620,7 +613,7 @@ def _received_scale(gather: WeightGather, job: Job, rest: Iterator[Tensor], layo
     return scale.mT.contiguous().mT if lines else scale.contiguous()
 
 
-def _turned_codes(values: Tensor, columns: int, format: Format) -> Tensor:
+def _transposed_codes(values: Tensor, columns: int, format: Format) -> Tensor:
     """Return the transpose of stored codes [rows, columns], packed along the rows again if they are packed."""
     if format.bits not in groups.PACKED_BITS:
         return values.T

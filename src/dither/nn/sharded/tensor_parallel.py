@@ -19,7 +19,8 @@ from dither.errors import UserError
 from dither.nn import functional
 from dither.nn.functional import Settings, State
 from dither.nn.sharded.scales import spans
-from dither.spec import OPERANDS, Cast, LayerPrecision
+from dither.ops.backend import assume_constant_result
+from dither.spec import Cast
 
 Spread = TypeVar("Spread", Tensor, "Tensor | None")
 
@@ -29,36 +30,33 @@ def local(x: Spread) -> Spread:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def linear(
-    x: Tensor, weight: DTensor, bias: Tensor | None, settings: Settings, state: State, precision: LayerPrecision
-) -> DTensor:
+def linear(x: Tensor, weight: DTensor, bias: Tensor | None, settings: Settings, state: State) -> DTensor:
     """Return `functional.linear` of a weight that is sharded over a one-dimensional mesh.
 
     If outputs are sharded, x [..., K] is replicated and the result is sharded along its last dimension. If inputs are
     sharded, x is sharded along its last dimension and the result is Partial, as in torch's own product of DTensors.
     """
     mesh = weight.device_mesh
-    (placement,) = _one_dimension(settings.name, weight)
+    (placement,) = _one_dimension(state.name, weight)
     state = state._replace(place=local(state.place), keys=local(state.keys))
     if placement.is_replicate():
         y = functional.linear(_placed(x, mesh, Replicate()).to_local(), weight.to_local(), local(bias), settings, state=state)
         return DTensor.from_local(y, mesh, [Replicate()], run_check=False)
     if not isinstance(placement, Shard):
-        raise UserError(f"The weight of the layer {settings.name!r} is {placement}: only shards and replicas can be cast.")
-    casts = {operand: filter(None, precision.casts_of(operand)) for operand in OPERANDS}
-    check(settings.name, weight, settings.transposed, casts, spanning=True)
+        raise UserError(f"The weight of the layer {state.name!r} is {placement}: only shards and replicas can be cast.")
+    _check_settings(state.name, weight, settings)
     outputs, part, size = _sharding(weight, settings.transposed)
     first, group = part * mesh.get_local_rank(), _group_name(mesh)
     if outputs:
-        settings = begun(settings, "grad", 0, first, group)
-        settings = begun(settings, "weight", *((0, first) if settings.transposed else (first, 0)), group, placement.dim)
+        settings = shard_at(settings, "grad", 0, first, group)
+        settings = shard_at(settings, "weight", *((0, first) if settings.transposed else (first, 0)), group, placement.dim)
         own = _placed(x, mesh, Replicate()).to_local(grad_placements=[Partial()])
         y = functional.linear(own, weight.to_local(), local(bias), settings, state=state)
         shape = Size((*y.shape[:-1], size))  # shards may have different sizes
         stride = tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
         return DTensor.from_local(y, mesh, [Shard(y.dim() - 1)], run_check=False, shape=shape, stride=stride)
-    settings = begun(settings, "input", 0, first, group)
-    settings = begun(settings, "weight", *((first, 0) if settings.transposed else (0, first)), group, placement.dim)
+    settings = shard_at(settings, "input", 0, first, group)
+    settings = shard_at(settings, "weight", *((first, 0) if settings.transposed else (0, first)), group, placement.dim)
     own = _placed(x, mesh, Shard(x.dim() - 1)).to_local()
     y = functional.linear(own, weight.to_local(), None, settings, state=state)
     if bias is not None:  # added on one rank, but every rank has its whole gradient
@@ -77,21 +75,20 @@ def _one_dimension(name: str, weight: DTensor) -> tuple[Placement, ...]:
     return weight.placements
 
 
-def held_settings(name: str, weight: DTensor, settings: Settings, precision: LayerPrecision) -> Settings:
+def weight_settings(name: str, weight: DTensor, settings: Settings) -> Settings:
     """Return the settings to cast this rank's part of a weight; raise if a shard boundary splits a scale group."""
     _one_dimension(name, weight)
-    casts = {operand: filter(None, precision.casts_of(operand)) for operand in OPERANDS}
-    check(name, weight, settings.transposed, casts, spanning=True)
+    _check_settings(name, weight, settings)
     _, (row, column) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
     (placement,) = weight.placements
     if not isinstance(placement, Shard):
-        return begun(settings, "weight", row, column)
-    return begun(settings, "weight", row, column, _group_name(weight.device_mesh), placement.dim)
+        return shard_at(settings, "weight", row, column)
+    return shard_at(settings, "weight", row, column, _group_name(weight.device_mesh), placement.dim)
 
 
-def begun(settings: Settings, operand: str, row: int, column: int, group: str = "", axis: int = 1) -> Settings:
+def shard_at(settings: Settings, operand: str, row: int, column: int, group: str = "", axis: int = 1) -> Settings:
     """Return the settings of a shard whose operand begins at (row, column) of the whole one; `group` shares an axis."""
-    return settings._replace(**{operand: getattr(settings, operand).begun(row, column, group, axis)})
+    return settings._replace(**{operand: getattr(settings, operand).at(row, column, group, axis)})
 
 
 def _group_name(mesh: DeviceMesh) -> str:
@@ -146,22 +143,44 @@ def check(name: str, weight: DTensor, transposed: bool, casts: Mapping[str, Iter
 
     `spanning` allows scales that span all shards, of rows and tensors, for callers that exchange magnitudes.
     """
-    if not weight.placements[0].is_shard():
-        return
-    check_part(name, *_sharding(weight, transposed), casts, spanning=spanning)
+    if weight.placements[0].is_shard():
+        check_part(name, *_sharding(weight, transposed), casts, spanning=spanning)
 
 
 def check_part(
     name: str, outputs: bool, part: int, size: int, casts: Mapping[str, Iterable[Cast]], *, spanning: bool = False
 ) -> None:
     """Raise if parts of `part` features, of `size`, split a scale group of a cast. `outputs`: output features are sharded."""
-    for operand in ("weight", "grad" if outputs else "input") if part < size else ():
+    for operand in _sharded_operands(outputs, part, size):
         for cast in casts[operand]:
-            grouped = cast.group.kind in ("tile", "block")
-            if (spanning or not spans(cast)) and not (grouped and part % cast.group.size):
-                continue
+            if problem := _split(str(cast), operand, outputs, part, size, spanning):
+                raise UserError(f"The layer {name!r} has {problem}")
+
+
+def _check_settings(name: str, weight: DTensor, settings: Settings) -> None:
+    """Raise if a shard boundary splits a scale group that ranks cannot share."""
+    if not weight.placements[0].is_shard():
+        return
+    outputs, part, size = _sharding(weight, settings.transposed)
+    for operand in _sharded_operands(outputs, part, size):
+        for casting in getattr(settings, operand):
+            if casting.cast and (problem := _split(casting.cast, operand, outputs, part, size, True)):
+                raise UserError(f"The layer {name!r} has {problem}")
+
+
+def _sharded_operands(outputs: bool, part: int, size: int) -> tuple[str, ...]:
+    return ("weight", "grad" if outputs else "input") if part < size else ()
+
+
+@assume_constant_result
+def _split(text: str, operand: str, outputs: bool, part: int, size: int, spanning: bool) -> str:
+    """Return what is wrong with shards of `part` features for a cast, or a family of them; "" if nothing is."""
+    for cast in map(Cast.parse, text.split("|")):
+        grouped = cast.group.kind in ("tile", "block") and part % cast.group.size
+        if grouped or (spans(cast) and not spanning):
             shards = f"its {size} {'outputs' if outputs else 'inputs'} sharded in parts of {part}"
-            begin = f"The layer {name!r} has {shards}, and its {operand} is cast by {cast}"
-            if grouped and part % cast.group.size:
-                raise UserError(f"{begin}: shards must be multiples of {cast.group.size}, so that none splits a scale group.")
-            raise UserError(f"{begin}, whose scales span all shards: use tiles or blocks, as in fp8-block.")
+            begin = f"{shards}, and its {operand} is cast by {cast}"
+            if grouped:
+                return f"{begin}: shards must be multiples of {cast.group.size}, so that none splits a scale group."
+            return f"{begin}, whose scales span all shards: use tiles or blocks, as in fp8-block."
+    return ""
