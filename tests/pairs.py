@@ -11,6 +11,7 @@ from torch import Tensor
 from dither import Cast, Stream, UserError
 from dither.ops.reference import adamw, loss, philox, quantize, rounding, sampling
 from dither.ops.reference import adamw as masters
+from dither.ops.reference.adamw import Piece
 from dither.ops.triton import adamw as kernel_adamw
 from dither.ops.triton import philox as kernel_philox
 from dither.ops.triton import quantize as kernel_quantize
@@ -18,7 +19,7 @@ from dither.ops.triton import rounding as kernel_rounding
 from dither.ops.triton import sampling as kernel_sampling
 from dither.spec import Rounding
 from dither.spec.formats import TABLE, Format
-from dither.spec.optimizer import BLOCKS, MAPS, MASTERS, WHOLE, Piece, Update
+from dither.spec.optimizer import BLOCKS, MAPS, MASTERS, WHOLE, Update
 from dither.spec.random import Draw, matrix_size
 
 STREAM = Stream(2024, "pairs", "x")

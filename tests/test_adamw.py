@@ -18,8 +18,9 @@ import dither
 from dither import Stream
 from dither.errors import UserError
 from dither.ops.reference import adamw, state_maps
+from dither.ops.reference.adamw import Piece
 from dither.optim import AdamMini, AdamW, Role
-from dither.spec.optimizer import BITS, BLOCKS, MAPS, ODD_FACTOR, WHOLE, Piece, Update
+from dither.spec.optimizer import BITS, BLOCKS, MAPS, ODD_FACTOR, WHOLE, Update
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

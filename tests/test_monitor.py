@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dither
 from dither import LayerPrecision, Plan, UserError
-from dither.checkpoint import write as checkpoints
+from dither import checkpoint as checkpoints
 from dither.nn.experts import ExpertsLinear
 from dither.numerics import Monitor
 from dither.numerics.counts import COUNTS, cast_counts, summary

@@ -15,7 +15,7 @@ from torch.nn import functional
 import dither
 from dither import UserError
 from dither.optim import MODES, AdamW, NonFiniteError, training
-from dither.optim.training import Float32Products
+from dither.optim.training import Float32Products, parameter_dtype
 from dither.spec.optimizer import BLOCKS, WHOLE
 
 KINDS = [
@@ -492,7 +492,7 @@ def test_every_mode_trains_and_resumes(mode: str) -> None:
     def start() -> tuple[dither.optim.Training, Tensor]:
         net = model(torch.float32)
         run = dither.optim.training(net, mode, lr=1e-2, weight_decay=0.0)
-        return run, torch.randn(16, 24, generator=torch.Generator().manual_seed(5)).to(MODES[mode].parameters)
+        return run, torch.randn(16, 24, generator=torch.Generator().manual_seed(5)).to(parameter_dtype(MODES[mode]))
 
     def step(run: dither.optim.Training, x: Tensor) -> float:
         with run.forward():
@@ -505,7 +505,7 @@ def test_every_mode_trains_and_resumes(mode: str) -> None:
     losses = [step(run, x) for _ in range(30)]
     assert losses[-1] < 0.3 * losses[0], losses
     wide = {torch.float32} if MODES[mode].plan.master else set()  # norms
-    assert {p.dtype for p in run.model.parameters()} == {MODES[mode].parameters} | wide
+    assert {p.dtype for p in run.model.parameters()} == {parameter_dtype(MODES[mode])} | wide
     assert all(p.grad is None for p in run.model.parameters())
     if MODES[mode].plan.loss_scaling:
         run.scaler.update(1024.0)

@@ -25,6 +25,7 @@ from dither.ops.reference import levels as reference_levels
 from dither.ops.reference import matmul as reference_matmul
 from dither.ops.reference import quantize as reference_quantize
 from dither.ops.reference import scales as reference_scaling
+from dither.ops.reference.adamw import Piece
 from dither.ops.triton import BoundKernel, adamw_tables, quantize
 from dither.ops.triton import adamw as kernel_adamw
 from dither.ops.triton import levels as kernel_levels
@@ -39,7 +40,7 @@ from dither.ops.triton import state_maps as kernel_dynamic
 from dither.spec import levels
 from dither.spec.engines import Engine
 from dither.spec.formats import Format
-from dither.spec.optimizer import Piece, Update
+from dither.spec.optimizer import Update
 from dither.tools import doctor
 
 

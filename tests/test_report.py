@@ -18,8 +18,7 @@ import pytest
 from command_output import error_line
 from report_runs import EVIL, lines, make, seeds
 
-from dither import UserError, cli, report
-from dither.checkpoint import write
+from dither import UserError, checkpoint, cli, report
 from dither.report import charts, curves, figures, page, precision
 from dither.report.charts import format_colour
 from dither.report.comparison import Comparison, summarize
@@ -579,7 +578,7 @@ def test_seconds_of_all_parts_are_those_of_the_run(report_run):
 
 def test_memory_of_the_parts(report_run):
     (line,) = metrics(report_run, "memory")
-    tensors, _ = write.load(write.newest(report_run / "checkpoints")[0])
+    tensors, _ = checkpoint.load(checkpoint.newest(report_run / "checkpoints")[0])
     parameters = json.loads((report_run / "environment.json").read_text())["parameters"]
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     assert line["parts"]["weights"] == sum(size for name, size in sizes.items() if name.startswith("model"))

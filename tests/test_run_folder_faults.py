@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from worlds import free_port, needs_gloo
 
-from dither import UserError, cli, files, report, run_lock
-from dither.checkpoint import write as checkpoint
+from dither import UserError, checkpoint, cli, files, report, run_lock
 from dither.run_lock import RunLock
 from dither.train import Status, agreement, ranks, train
 from dither.train import config as configs

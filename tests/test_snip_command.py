@@ -14,8 +14,7 @@ from command_output import error_line
 from runs import config_of, write_bottles
 
 import dither
-from dither import LayerPrecision, Plan, UserError, cli, recipe
-from dither.checkpoint import write
+from dither import LayerPrecision, Plan, UserError, checkpoint, cli, recipe
 from dither.cli import main
 from dither.models import build
 from dither.ops import backend
@@ -86,7 +85,7 @@ def test_a_run_chooses_and_says_so(run):
         shares = efficiency(scores.statistics.layers, BOTH)
         assert sum(row[option] for row, option in zip(shares, choice, strict=True)) >= 0.2
         assert chosen.provenance["target"] == 0.2
-    kept = {step: write.load(run / "checkpoints" / f"step-{step:08d}")[1] for step in (4, 5, 6, STEPS)}
+    kept = {step: checkpoint.load(run / "checkpoints" / f"step-{step:08d}")[1] for step in (4, 5, 6, STEPS)}
     assert kept[5]["plan"] == begins["plan"]  # after five steps: the plan comes before the sixth
     assert kept[6]["plan"] == first["plan"]
     assert kept[4]["others"]["snip"]["pending"]["scores"]["step"] == 3
@@ -102,7 +101,7 @@ def test_a_resumed_run_is_the_straight_one(run, text, tmp_path, at):
     for step in range(at + 1, STEPS + 1):
         shutil.rmtree(out / "checkpoints" / f"step-{step:08d}")
     assert train(settings(text, out, *SNIP), resume=True).code == 0
-    (ours, plain), (theirs, expected) = (write.load(each / "checkpoints" / f"step-{STEPS:08d}") for each in (out, run))
+    (ours, plain), (theirs, expected) = (checkpoint.load(each / "checkpoints" / f"step-{STEPS:08d}") for each in (out, run))
     assert plain["plan"] == expected["plan"]
     for state in (plain, expected):
         del state["others"]["time"], state["others"]["config"]
@@ -128,7 +127,7 @@ def test_estimates_within_a_budget_are_spread_and_resumed(text, tmp_path):
     assert (first["step"], first["scores"]["step"]) == (again["step"], again["scores"]["step"]) == (10, 3)
     assert first["plan"] == again["plan"]
     assert [first["scores"][key] == again["scores"][key] for key in ("loss", "weights", "statistics")] == [True] * 3
-    ours, theirs = (write.load(each / "checkpoints" / "step-00000020")[0] for each in (resumed, straight))
+    ours, theirs = (checkpoint.load(each / "checkpoints" / "step-00000020")[0] for each in (resumed, straight))
     for name, tensor in ours.items():
         assert torch.equal(tensor.view(-1).view(torch.uint8), theirs[name].view(-1).view(torch.uint8)), name
 
@@ -144,7 +143,7 @@ def without_seconds(plain):
 
 def test_statistics_alone_leave_the_run_as_it_was(run, text, tmp_path):
     train(settings(text, tmp_path / "without", "run.steps=5"))
-    ours, theirs = (write.load(each / "checkpoints" / "step-00000005")[0] for each in (run, tmp_path / "without"))
+    ours, theirs = (checkpoint.load(each / "checkpoints" / "step-00000005")[0] for each in (run, tmp_path / "without"))
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
@@ -489,7 +488,7 @@ def test_a_run_measures_once(plans, words, tmp_path):
     last = tmp_path / "run" / "checkpoints" / "step-00000004"
     stored = json.loads((tmp_path / "run" / "plans.json").read_text())["plans"]["fp8-auto"]
     assert Plan.from_dict(stored).for_layer("model.layers.0.mlp.down_proj").uncast
-    assert write.load(last)[1]["plan"] == stored
+    assert checkpoint.load(last)[1]["plan"] == stored
     path.unlink()
     shutil.rmtree(last)
     assert train(run, resume=True).loss == straight.loss

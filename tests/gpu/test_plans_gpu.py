@@ -8,7 +8,7 @@ import torch
 from runs import Listener, config_of, write_bottles
 
 import dither
-from dither.checkpoint import write
+from dither import checkpoint
 from dither.models import build
 from dither.nn.compile import compile_blocks
 from dither.train import Config, train
@@ -53,7 +53,7 @@ def test_fp8_auto_measures_and_a_resumed_run_does_not(tmp_path):
     train(run, progress=listener)
     assert any(line.startswith("fp8-auto on NVIDIA") for line in listener.said)
     stored = json.loads((tmp_path / "run" / "plans.json").read_text())["plans"]["fp8-auto"]
-    assert write.load(tmp_path / "run" / "checkpoints" / "step-00000008")[1]["plan"] == stored
+    assert checkpoint.load(tmp_path / "run" / "checkpoints" / "step-00000008")[1]["plan"] == stored
     listener.said.clear()
     longer = configs.override(run, ["run.steps=10"])
     assert train(longer, resume=True, progress=listener).step == 10

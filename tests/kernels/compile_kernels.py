@@ -19,7 +19,7 @@ import dither
 from dither import Cast, Stream
 from dither.ops import torch_ops
 from dither.ops.reference import adamw as masters
-from dither.ops.reference.adamw import zero_state
+from dither.ops.reference.adamw import Piece, zero_state
 from dither.ops.reference.sampling import DTYPES, NOISES
 from dither.ops.triton import adamw, levels, loss, matmul, philox, quantize, rounding, sampling, scales
 from dither.ops.triton import loss as loss_codes
@@ -27,7 +27,7 @@ from dither.ops.triton import quantize as transposing
 from dither.ops.triton.quantize_128 import CASTS as IN_SQUARES
 from dither.spec import Rounding
 from dither.spec.formats import Format
-from dither.spec.optimizer import Piece, Update
+from dither.spec.optimizer import Update
 from dither.spec.random import Draw
 
 

@@ -16,14 +16,11 @@ from torch import Tensor, nn
 from worlds import environment, free_port, needs_gloo, start, wait
 
 import dither
-from dither import UserError
-from dither.checkpoint import sharded, write
-from dither.checkpoint.read import SavedTensors
-from dither.checkpoint.state import Stored, pack_sharded
+from dither import UserError, checkpoint
+from dither.checkpoint import SavedTensors, pack, unpack
 from dither.data import open_tokens
 from dither.models import build
 from dither.nn.plan_schedule import PlanSchedule
-from dither.train import unpack
 from dither.train.config import dumps
 from dither.train.files import TOKENS
 from dither.train.layout import RankLayout
@@ -71,10 +68,9 @@ def _restored(rank: int, world: int, port: int, folder: Path, method: str, layou
     samples = [batch.tokens.tolist() for batch in batches]
     (folder / f"samples {rank}.json").write_text(json.dumps([place.data_rank, place.data_world, samples]))
     tensors, plain = trainer.pack(dumps(config), 0.0)
-    if place.cut:
-        sharded.save(folder / f"again {method} {layout}", STEPS, tensors=tensors, plain=plain)
-    elif rank == 0:
-        write.save(folder / f"again {method} {layout}", STEPS, tensors=tensors, plain=plain)
+    if place.cut or rank == 0:
+        again = folder / f"again {method} {layout}"
+        checkpoint.save(again, STEPS, tensors=tensors, plain=plain, group=place.saving_group)
     if world > 1:
         dist.destroy_process_group()
 
@@ -101,8 +97,8 @@ def test_a_checkpoint_is_restored_in_every_layout(folder: Path, method: str, lay
     world = LAYOUTS[layout][0]
     wait(start(_restored, (world, free_port(), folder, method, layout), world))
     path = f"step-{STEPS:08d}"
-    tensors, plain = write.load(saved / "checkpoints" / path)
-    found, values = write.load(folder / f"again {method} {layout}" / path)
+    tensors, plain = checkpoint.load(saved / "checkpoints" / path)
+    found, values = checkpoint.load(folder / f"again {method} {layout}" / path)
     assert without_times(values) == without_times(plain)
     assert found.keys() == tensors.keys()
     assert any("exp_avg" in name for name in tensors)
@@ -137,23 +133,23 @@ def test_a_checkpoint_that_cannot_be_read_changes_nothing(tmp_path: Path) -> Non
         return model, optimizer
 
     model, optimizer = trained(2)
-    tensors, plain = pack_sharded(model, optimizer, step=2)
-    path = sharded.save(tmp_path, 2, tensors=tensors, plain=plain)
+    tensors, plain = pack(model, optimizer, step=2)
+    path = checkpoint.save(tmp_path, 2, tensors=tensors, plain=plain)
     other, its = trained(1)
-    before = {name: tensor.clone() for name, tensor in pack_sharded(other, its, step=1)[0].items()}
-    read = Stored.read
+    before = {name: tensor.clone() for name, tensor in pack(other, its, step=1)[0].items()}
+    read = SavedTensors.read
 
-    def broken(stored: Stored, name: str, like: Tensor | None = None) -> Tensor:
+    def broken(source: SavedTensors, name: str, like: Tensor | None = None) -> Tensor:
         if name == "model:1.bias":
             raise UserError("its SHA-256 is not the saved one")
-        return read(stored, name, like)
+        return read(source, name, like)
 
     with SavedTensors(path) as saved:
-        with mock.patch.object(Stored, "read", broken), pytest.raises(UserError, match="its SHA-256"):
+        with mock.patch.object(SavedTensors, "read", broken), pytest.raises(UserError, match="its SHA-256"):
             unpack(other, its, saved, saved.plain)
-        assert all(torch.equal(tensor, before[name]) for name, tensor in pack_sharded(other, its, step=1)[0].items())
+        assert all(torch.equal(tensor, before[name]) for name, tensor in pack(other, its, step=1)[0].items())
         unpack(other, its, saved, saved.plain)
-    assert all(torch.equal(tensor, tensors[name]) for name, tensor in pack_sharded(other, its, step=2)[0].items())
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in pack(other, its, step=2)[0].items())
 
 
 def test_a_stage_takes_the_rules_of_its_layers() -> None:

@@ -20,14 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import needs_gloo, spread
 
 import dither
-from dither.checkpoint import sharded, write
-from dither.checkpoint.read import SavedTensors
-from dither.checkpoint.sharded import ShardedSaver
-from dither.checkpoint.state import pack_sharded
+from dither import checkpoint
+from dither.checkpoint import SavedTensors, Saver, pack, unpack
 from dither.data import open_tokens
 from dither.models import PRESETS, LlamaConfig
 from dither.nn.sharded.tensor_parallel import local
-from dither.train import Config, unpack
+from dither.train import Config
 from dither.train import config as configs
 from dither.train.config import dumps
 from dither.train.corpora import open_corpus
@@ -127,12 +125,12 @@ def measured(folder: Path, ranks: Ranks, *more: str) -> dict[str, int]:
         with Allocations(local(x) for x in tensors.values()) as seen:
             found["held"] = seen.now
             if trainer.layout.cut:
-                with ShardedSaver(folder / "checkpoints") as saver:
+                with Saver(folder / "checkpoints", group=dist.group.WORLD) as saver:
                     saver.save(1, tensors=tensors, plain=plain)
                     path = saver.wait()
                 found["save"] = seen.peak
             else:
-                path = write.save(folder / "whole", 1, tensors=tensors, plain=plain)
+                path = checkpoint.save(folder / "whole", 1, tensors=tensors, plain=plain)
         with Allocations(local(x) for x in tensors.values()) as seen:
             steps(trainer, 1)
         found["step"] = seen.peak
@@ -180,8 +178,8 @@ def test_a_resume_holds_no_second_copy_of_the_weights(tmp_path: Path) -> None:
     model(torch.ones(1, 64)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    tensors, plain = pack_sharded(model, optimizer, step=1)
-    path = sharded.save(tmp_path, 1, tensors=tensors, plain=plain)
+    tensors, plain = pack(model, optimizer, step=1)
+    path = checkpoint.save(tmp_path, 1, tensors=tensors, plain=plain)
     weights = sum(p.nbytes for p in model.parameters())
     optimizer = dither.optim.AdamW(model.named_parameters(), lr=0.1)
     with Allocations() as seen, SavedTensors(path) as saved:

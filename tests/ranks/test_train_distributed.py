@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 from worlds import environment, free_port, needs_gloo, start, wait
 
-from dither import UserError, cli
-from dither.checkpoint import write
+from dither import UserError, checkpoint, cli
 from dither.optim import GRADIENTS, Gradients, training
 from dither.train import Config, Status, train
 from dither.train import config as configs
@@ -145,7 +144,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train(settings(folder / "text", folder / "one delayed", *DELAYED))
     torch.set_num_threads(threads)
     shutil.copytree(folder / "one", folder / "resumed")
-    write.drop(folder / "resumed" / "checkpoints", after=3)
+    checkpoint.drop(folder / "resumed" / "checkpoints", after=3)
     wait(start(_rank, (free_port(), folder), 2))
     return folder
 
@@ -167,7 +166,7 @@ def test_two_ranks_are_one(runs: Path, kind: str) -> None:
 
 
 def test_weights_of_two_ranks(runs: Path) -> None:
-    ours, theirs = (write.load(runs / name / "checkpoints" / f"step-{STEPS:08d}")[0] for name in ("two", "one"))
+    ours, theirs = (checkpoint.load(runs / name / "checkpoints" / f"step-{STEPS:08d}")[0] for name in ("two", "one"))
     for name, tensor in theirs.items():
         if name.startswith("model:"):
             torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-6, msg=name)
@@ -175,7 +174,9 @@ def test_weights_of_two_ranks(runs: Path) -> None:
 
 def test_histories_of_delayed_scaling_are_shared(runs: Path) -> None:
     """Each rank saw half of the numbers, and the saved histories are those of all: the largest of both."""
-    ours, theirs = (write.load(runs / name / "checkpoints" / "step-00000002")[0] for name in ("two delayed", "one delayed"))
+    ours, theirs = (
+        checkpoint.load(runs / name / "checkpoints" / "step-00000002")[0] for name in ("two delayed", "one delayed")
+    )
     histories = [name for name in theirs if name.endswith("input_history")]
     assert histories
     for name in histories:
@@ -187,7 +188,7 @@ def test_a_signal_to_one_rank_reaches_all(runs: Path) -> None:
     assert first == second
     assert first[:2] == [143, 3]  # it came within step 3, and the evaluation after it told everybody
     assert Status.load(runs / "signalled") == Status(state="interrupted", step=3, why="Received SIGTERM; step 3 is saved.")
-    assert write.newest(runs / "signalled" / "checkpoints")[0] == runs / "signalled" / "checkpoints" / "step-00000003"
+    assert checkpoint.newest(runs / "signalled" / "checkpoints")[0] == runs / "signalled" / "checkpoints" / "step-00000003"
 
 
 def test_a_signal_to_one_rank_while_the_run_is_built_ends_all_with_its_code(runs: Path) -> None:

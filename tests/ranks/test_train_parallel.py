@@ -23,8 +23,7 @@ import torch.distributed as dist
 from made_once import made_once
 from worlds import Forked, environment, free_port, needs_gloo, start, wait
 
-from dither import UserError, cli
-from dither.checkpoint import write
+from dither import UserError, checkpoint, cli
 from dither.data import Loader
 from dither.models import PRESETS, LlamaConfig
 from dither.train import Config, Parallel, Status, train
@@ -273,9 +272,9 @@ def test_a_run_resumes_in_another_layout(folder: Path) -> None:
     }
     for out, (world, layout) in outs.items():
         shutil.copytree(folder / "saved", folder / out)
-        write.drop(folder / out / "checkpoints", after=1)
+        checkpoint.drop(folder / out / "checkpoints", after=1)
         in_ranks(world, folder, (out, 6, [*more, *layout], True))
-    saved, _ = write.load(folder / "saved" / "checkpoints" / "step-00000001")
+    saved, _ = checkpoint.load(folder / "saved" / "checkpoints" / "step-00000001")
     assert any(name.endswith("exp_avg_scale") for name in saved)
     found = {out: losses(folder / out) for out in outs}
     assert {each[0] for each in found.values()} == {losses(folder / "saved")[0]}
@@ -403,7 +402,7 @@ def test_nproc_starts_ranks_passes_signals_on_and_keeps_the_exit_code(folder: Pa
     assert "on cpu with 2 ranks (dp_shard=2)." in "".join(lines)
     assert rest.count("Received SIGTERM; step ") == 1  # rank 0 alone prints
     assert Status.load(folder / "launched").state == "interrupted"
-    assert write.newest(folder / "launched" / "checkpoints")[0] is not None
+    assert checkpoint.newest(folder / "launched" / "checkpoints")[0] is not None
 
 
 def test_nproc_refuses_before_any_rank_starts(folder: Path) -> None:

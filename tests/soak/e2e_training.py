@@ -15,7 +15,7 @@ from e2e_matrix import Combination
 from torch import Tensor, nn
 
 import dither
-from dither.checkpoint import write
+from dither import checkpoint
 from dither.checkpoint.state import pack, plan_of, unpack
 from dither.data import Loader, is_prepared, load_tokenizer, open_tokens, prepare
 from dither.data.text import STDLIB
@@ -318,13 +318,13 @@ class OwnLoop:
         plan = self.snip.plan if self.snip else self.schedule.at(step - 1) if self.schedule else self.plan
         others = {"snip": self.snip and self.snip.state_dict()}
         state = pack(self.model, self.run.optimizer, step=step, plan=plan, scaler=self.run.scaler, others=others)
-        write.save(folder, step, tensors=state[0], plain=state[1])
+        checkpoint.save(folder, step, tensors=state[0], plain=state[1])
 
     def restore(self, folder: Path) -> int:
         """Restore the newest checkpoint. Return its step."""
-        path, _ = write.newest(folder)
+        path, _ = checkpoint.newest(folder)
         assert path is not None
-        tensors, plain = write.load(path)
+        tensors, plain = checkpoint.load(path)
         if (plan := plan_of(plain)) is not None and plan != self.plan:
             dither.apply_plan(self.model, plan)
         resumed = unpack(self.model, self.run.optimizer, tensors, plain, scaler=self.run.scaler)
@@ -368,10 +368,10 @@ def train_and_resume(combination: Combination, setup: Setup, folder: Path) -> tu
     """Train a combination, then resume it from its middle. Return the first run, and the names of values that differ."""
     trace, saved = train(combination, setup, folder), folder / "run" / "checkpoints"
     last = saved / f"step-{setup.steps:08d}"
-    before = write.load(last)
+    before = checkpoint.load(last)
     shutil.rmtree(last)
     again = train(combination, setup, folder, resume=True)
-    after = write.load(last)
+    after = checkpoint.load(last)
     different = [name for name in before[0].keys() | after[0].keys() if not _same(before[0].get(name), after[0].get(name))]
     different += [f"loss of step {step}" for step, loss in again.losses.items() if loss != trace.losses[step]]
     for plain in (before[1], after[1]):
@@ -415,7 +415,7 @@ def perturb(model: nn.Module, combination: Combination, seed: int) -> None:
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         moved = parameter * (1 + unit(combination) * noise)
-        if MODES[combination.mode].parameters == torch.bfloat16:
+        if MODES[combination.mode].plan.parameters == "bf16":
             bits = torch.randint(1 << 16, moved.shape, generator=generator, dtype=torch.int32)
             moved = ((moved.view(torch.int32) + bits) & ~0xFFFF).view(torch.float32)
         parameter.copy_(moved)
@@ -427,7 +427,7 @@ def perturbed_weights(combination: Combination, setup: Setup, folder: Path, seed
     model = build(size, seed=setup.seed)
     perturb(model, combination, seed)
     tensors, plain = pack(model, dither.optim.AdamW(model.named_parameters()), step=0)
-    return write.save(folder, 0, tensors=tensors, plain=plain)
+    return checkpoint.save(folder, 0, tensors=tensors, plain=plain)
 
 
 # Bounds ---------------------------------------------------------------------------------------------------------------

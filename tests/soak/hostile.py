@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any
 
 from dither import cli
-from dither.checkpoint.manifest import to_bytes as manifest_bytes
+from dither.checkpoint.format import CHUNK, manifest_bytes
 from dither.data import prepare, train_bpe
 from dither.models import build, preset, save_pretrained
 from dither.settings import toml
@@ -595,11 +595,16 @@ def _tokens(spoil: Callable[[bytes], bytes]) -> Callable[[Path, Good], list[str]
 # Checkpoints ----------------------------------------------------------------------------------------------------------
 
 LAST = "step-00000003"
-TENSORS = "tensors-00000.safetensors"
+TENSORS, INDEX = "rank-00000-00000.safetensors", "rank-00000.json"
 
 
 def _reforged(path: Path) -> None:
-    """Give a checkpoint that was changed a manifest in which every size and hash is right."""
+    """Give a checkpoint that was changed an index and a manifest in which every size and hash is right."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        index, data = json.loads((path / INDEX).read_bytes()), (path / TENSORS).read_bytes()
+        chunks = [data[at : at + CHUNK] for at in range(0, len(data), CHUNK)]
+        index["files"][0]["chunks"] = [hashlib.sha256(chunk).hexdigest() for chunk in chunks]
+        (path / INDEX).write_text(json.dumps(index))
     step = json.loads((path / "manifest.json").read_bytes())["step"]
     contents = {each.name: each.read_bytes() for each in path.iterdir() if each.name != "manifest.json"}
     entries = {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in contents.items()}
@@ -640,7 +645,7 @@ def _first(header: dict[str, Any]) -> dict[str, Any]:
 HEADERS: dict[str, Callable[[dict[str, Any]], object]] = {
     "a name of markup": lambda header: header.update({SCRIPT: header.pop(next(iter(header)))}),
     "a path as a name": lambda header: header.update({"../../x": header.pop(next(iter(header)))}),
-    "another name": lambda header: header.update({"model:other": header.pop(next(iter(header)))}),
+    "another name": lambda header: header.update({"model:other@0": header.pop(next(iter(header)))}),
     "overlapping ranges": lambda header: [each.update(data_offsets=[0, 4]) for each in header.values()],
     "huge offsets": lambda header: _first(header).update(data_offsets=[1 << 50, 1 << 51]),
     "a huge shape": lambda header: _first(header).update(shape=[1 << 40, 1 << 19]),
@@ -670,7 +675,7 @@ def checkpoint_cases() -> Iterator[Case]:
         return spoil
 
     for command in ("resume", "eval"):
-        for name in (TENSORS, "plain.json"):
+        for name in (TENSORS, INDEX, "plain.json"):
             for title in ("empty", "a pickle", "deep", "a list", "NaN", "a key twice", "NUL bytes"):
                 yield Case(f"{command}: {name} is {title}", _checkpoint(put(name, TEXTS[title]), command))
             for title, make in {
@@ -685,7 +690,7 @@ def checkpoint_cases() -> Iterator[Case]:
             yield Case(f"{command}: {title}", _checkpoint(lambda path, change=change: _header(path, change), command))
         for title, data in TEXTS.items():
             yield Case(f"{command}: manifest is {title}", _checkpoint(put("manifest.json", data), command, forge=False))
-        for name in ("setup.py", "pytorch_model.bin", "__init__.py", "tensors-99999.safetensors"):
+        for name in ("setup.py", "pytorch_model.bin", "__init__.py", "rank-99999-00000.safetensors"):
             yield Case(f"{command}: a stranger {name}", _checkpoint(put(name, PICKLE), command, forge=False))
     draw = random.Random(4)
     for number in range(60):

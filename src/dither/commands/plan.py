@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from torch import Tensor, nn
 
-from dither.checkpoint import write
+from dither import checkpoint
 from dither.console import ProgressBars, counter, print_table
 from dither.data import Batch
 from dither.errors import UserError
@@ -315,7 +315,7 @@ def _opened(path: str, device: str | None, emulate: bool, fallback: Fallback | N
         if ranks.world > 1:
             raise UserError("dither plan runs in one process: start it without torchrun.")
         with bars.stage(f"Reading {path}"):
-            point = given if folder != given else write.newest(folder / CHECKPOINTS)[0]
+            point = given if folder != given else checkpoint.newest(folder / CHECKPOINTS)[0]
             if point is None:
                 raise UserError(f"The run {path!r} has no whole checkpoint yet: train it for a while first.")
             job = Trainer(run, open_corpus(run, folder, ranks), ranks, initial=False)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dither.checkpoint import write
-from dither.checkpoint.read import SavedTensors
+from dither import checkpoint
+from dither.checkpoint import SavedTensors
 from dither.checkpoint.state import plan_of
 from dither.console import Stage, silent
 from dither.data import Corpus, Tokenizer, load_tokenizer
@@ -202,7 +202,7 @@ def deployment_plan(source: Source, slack: float = SLACK) -> Plan:
                 "neither: name one with --plan."
             )
         return plan
-    tensors, _ = write.load(source.path)
+    tensors, _ = checkpoint.load(source.path)
     sampled = load_pretrained(source.path)
     convert(sampled, plan, emulate=True)
     with torch.no_grad():

@@ -4,15 +4,12 @@
 'stochastic'
 """
 
-import difflib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from dither.errors import UserError
+from dither.spec.checks import did_you_mean
 from dither.spec.formats import TABLE, Format
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 BITS = 16
 """Random bits per stochastic rounding of a weight or state: float32 has 16 more mantissa bits than bfloat16."""
@@ -66,13 +63,11 @@ class Update:
     def __post_init__(self) -> None:
         known = (*WHOLE, *BLOCKS)
         if self.states not in known:
-            raise UserError(
-                f"There is no state format {self.states!r}{_hint(self.states, known)}: choose from {', '.join(known)}."
-            )
+            hint = did_you_mean(str(self.states), known)
+            raise UserError(f"There is no state format {self.states!r}{hint}: choose from {', '.join(known)}.")
         if self.weights not in WEIGHTS:
-            raise UserError(
-                f"weights={self.weights!r}{_hint(self.weights, WEIGHTS)} is unknown: choose from {', '.join(WEIGHTS)}."
-            )
+            hint = did_you_mean(str(self.weights), WEIGHTS)
+            raise UserError(f"weights={self.weights!r}{hint} is unknown: choose from {', '.join(WEIGHTS)}.")
         if not self.state_rounding:
             object.__setattr__(self, "state_rounding", "stochastic" if self.states == "bf16" else "nearest")
         if self.state_rounding not in ("stochastic", "nearest"):
@@ -120,40 +115,3 @@ CONSTANTS = ("scale", "beta1", "rest1", "beta2", "rest2", "decay", "shrink", "si
     eps       eps
 
 `dither.ops.reference.adamw` has the update in these terms."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A matrix of a parameter with its states, all contiguous, which a step changes in place.
-
-    `w`, `m` and `v` are [rows, columns], the moments in the states' format. 8-bit moments have scales [rows, blocks per row].
-    Adam-mini's `v` is float32[runs].
-    """
-
-    w: "Tensor"
-    m: "Tensor"
-    v: "Tensor"
-    m_scale: "Tensor | None"
-    v_scale: "Tensor | None"
-    extra: "Tensor | None"
-    """The float32 master weights, the low bits of split ones, or Kahan's remainder; None if there is none of them."""
-    row: int
-    """Row of the first element in the whole parameter."""
-    column: int
-    """Column of the first element in the whole parameter."""
-    keys: tuple[int, int]
-    """Keys of the random streams of the weights and of the moments."""
-    constants: int
-    """The row of the constants that this piece uses."""
-    run: int = 0
-    """Adam-mini: number of rows that share one second moment (a run)."""
-    lead: int = 0
-    """Adam-mini: number of rows of the first run that lie before this piece, on another shard."""
-    share: int = 0
-    """Adam-mini: number of elements of the whole parameter in one run."""
-
-
-def _hint(name: object, known: tuple[str, ...]) -> str:
-    """Return " (did you mean 'x'?)" for the known name closest to `name`, or ""."""
-    near = difflib.get_close_matches(str(name), known, n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""

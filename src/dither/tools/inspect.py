@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from dither.checkpoint import write
+from dither import checkpoint
+from dither.checkpoint.read import LoadedTensors
+from dither.checkpoint.state import optimizer_state
 from dither.console import Stage, silent
 from dither.errors import UserError
 from dither.models import hf, load_pretrained, preset
@@ -111,7 +113,7 @@ def inspect(path: str | Path, casts: Sequence[Cast], stage: Stage = silent) -> I
         return InspectedModel(str(path), None, _all_inspected(weights, casts, stage))
     with stage(f"Reading {path}"):
         where = checkpoint_of(path)
-        tensors, plain = write.load(where)
+        tensors, plain = checkpoint.load(where)
         note, updates = _updates(plain, tensors)
         weights = [each._replace(update=updates.get(each.name)) for each in _of_checkpoint(where, tensors, plain)]
     return InspectedModel(str(where), int(plain["step"]), _all_inspected(weights, casts, stage), note)
@@ -222,7 +224,7 @@ def _optimizer(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple
     groups = [
         {
             **{key: value for key, value in group.items() if key in MEANING},
-            "params": [(name, nn.Parameter(tensors[f"model:{same.get(name, name)}"])) for name in group["param_names"]],
+            "params": [(name, nn.Parameter(tensors[f"model:{same.get(name, name)}"])) for name in group["params"]],
         }
         for group in saved
     ]
@@ -232,15 +234,7 @@ def _optimizer(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple
             return None, "Adam-mini's second moments belong to the roles of a model that the checkpoint does not describe."
         known = roles(skeleton(_sizes(config, tensors)))
     optimizer = AdamW(groups) if known is None else AdamMini(groups, known)
-    state: dict[int, dict[str, Any]] = {}
-    for key, value in tensors.items():
-        kind, _, rest = key.partition(":")
-        if kind == "optimizer":
-            index, _, name = rest.partition(":")
-            state.setdefault(int(index), {})[name] = value
-    for index, numbers in plain["optimizer"]["numbers"].items():
-        state.setdefault(int(index), {}).update(numbers)
-    optimizer.load_state_dict({"state": state, "param_groups": saved})
+    optimizer.load_state_dict(optimizer_state(optimizer, LoadedTensors(tensors), plain["optimizer"]))
     return optimizer, ""
 
 

@@ -303,7 +303,8 @@ def run_all(
                     running[process.sentinel] = (name, process, time.monotonic())
                 if not running or (end is not None and time.monotonic() > end):
                     break
-                for sentinel in connection.wait(list(running), timeout=POLL):
+                ended = connection.wait(list(running), timeout=POLL)
+                for sentinel in () if signals.received else ended:  # a signal to all processes ends runs too
                     name, process, began = running.pop(sentinel)
                     process.join()
                     result = _collect(runs[name], name, out, process.exitcode, time.monotonic() - began, jobs)

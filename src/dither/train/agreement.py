@@ -76,8 +76,8 @@ def _tensors(trainer: Trainer) -> dict[str, Tensor]:
 def _title(name: str) -> str:
     """Return the name of a tensor of a checkpoint in words.
 
-    >>> _title("model:head.weight"), _title("optimizer:3:exp_avg")
-    ('the weight head.weight', 'the optimizer state 3:exp_avg')
+    >>> _title("model:head.weight"), _title("optimizer:head.weight:exp_avg")
+    ('the weight head.weight', 'the optimizer state head.weight:exp_avg')
     """
     kind, _, rest = name.partition(":")
     return f"the {KINDS.get(kind, kind)} {rest}"

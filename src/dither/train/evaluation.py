@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dither import files
-from dither.checkpoint import write
+from dither.checkpoint.format import PLAIN
 from dither.console import Stage, silent
 from dither.data import Corpus, Tokenizer, is_prepared, load_tokenizer, open_tokens, prepare
 from dither.errors import UserError
@@ -334,7 +334,7 @@ def checkpoint_of(path: Path) -> Path:
 def _config_of(path: Path) -> Config:
     """Return the config in a checkpoint. Its hash is checked later, by `Trainer.restore`."""
     try:
-        plain, _ = files.read_json(path / write.PLAIN)
+        plain, _ = files.read_json(path / PLAIN)
     except files.Refused as error:
         raise UserError(f"The checkpoint {str(path)!r} is refused: {error}.") from None
     others = plain.get("others") if isinstance(plain, dict) else None

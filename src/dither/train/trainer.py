@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dither.checkpoint import write
-from dither.checkpoint.read import SavedTensors
-from dither.checkpoint.state import Resumed, pack, pack_sharded, plan_of, unpack
+from dither import checkpoint
+from dither.checkpoint import SavedTensors
+from dither.checkpoint.format import STEP, step_path
+from dither.checkpoint.state import Resumed, pack, plan_of, unpack
 from dither.data import Batch, Corpus, Loader, held_out
 from dither.errors import UserError
 from dither.models import CausalLM, build, compile_blocks, flops_per_token, hf, preset
@@ -295,8 +296,8 @@ class Trainer:
             **({} if self.base is None else {"base": self.base}),
         }
         optimizer, scaler = self.training.optimizer, self.training.scaler
-        packed = pack_sharded if self.layout.cut else pack
-        return packed(self.model, optimizer, step=self.done, plan=self.plan, scaler=scaler, others=others)
+        group = self.layout.saving_group
+        return pack(self.model, optimizer, step=self.done, plan=self.plan, scaler=scaler, others=others, group=group)
 
     def restore(self, path: Path) -> Resumed:
         """Restore a checkpoint of this run. One of another model, corpus or config raises a UserError and changes nothing."""
@@ -602,11 +603,11 @@ def restore_newest(trainer: Trainer, folder: Path, say: Callable[[str], None], *
     ranks, found = trainer.ranks, -1
     with ranks.shared_errors():
         if ranks.main:
-            path, skipped = write.newest(folder, before=before)
+            path, skipped = checkpoint.newest(folder, before=before)
             for _, why in skipped:
                 say(why)
-            found = -1 if path is None else write.step_of(path)
-            if path is None and (broken := [why for each, why in skipped if write.STEP.fullmatch(each.name)]):
+            found = -1 if path is None else checkpoint.step_of(path)
+            if path is None and (broken := [why for each, why in skipped if STEP.fullmatch(each.name)]):
                 say(f"None of the {len(broken)} checkpoints is complete.")
                 # Not the result of a kill: starting from scratch would discard what might be repaired.
                 raise UserError(
@@ -618,6 +619,6 @@ def restore_newest(trainer: Trainer, folder: Path, say: Callable[[str], None], *
         say("There is no checkpoint yet: the run starts from the beginning.")
         return None
     with ranks.shared_errors():
-        trainer.restore(folder / f"step-{found:08d}")
+        trainer.restore(step_path(folder, found))
     say(f"Resuming from step {found}.")
     return found

@@ -16,6 +16,7 @@ Adam-mini (Zhang et al., 2024) has one v per run of rows: g g above is then the 
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from dither.ops.reference import philox, rounding, state_maps
 from dither.ops.reference import scales as scaling
 from dither.spec import Rounding, Scale
 from dither.spec.formats import TABLE, Format
-from dither.spec.optimizer import BITS, CONSTANTS, ODD_FACTOR, Piece, Update
+from dither.spec.optimizer import BITS, CONSTANTS, ODD_FACTOR, Update
 from dither.spec.random import Draw
 
 LOW = {"split": torch.int16, "split24": torch.int8}
@@ -97,6 +98,37 @@ def wide_weight(weight: Tensor, state: Mapping[str, Tensor]) -> Tensor:
 
 
 FORMATS = {torch.float32: TABLE["fp32"], torch.bfloat16: TABLE["bf16"], torch.float16: TABLE["fp16"]}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A matrix of a parameter with its states, all contiguous, which a step changes in place.
+
+    `w`, `m` and `v` are [rows, columns], the moments in the states' format. 8-bit moments have scales [rows, blocks per row].
+    Adam-mini's `v` is float32[runs].
+    """
+
+    w: Tensor
+    m: Tensor
+    v: Tensor
+    m_scale: Tensor | None
+    v_scale: Tensor | None
+    extra: Tensor | None
+    """The float32 master weights, the low bits of split ones, or Kahan's remainder; None if there is none of them."""
+    row: int
+    """Row of the first element in the whole parameter."""
+    column: int
+    """Column of the first element in the whole parameter."""
+    keys: tuple[int, int]
+    """Keys of the random streams of the weights and of the moments."""
+    constants: int
+    """The row of the constants that this piece uses."""
+    run: int = 0
+    """Adam-mini: number of rows that share one second moment (a run)."""
+    lead: int = 0
+    """Adam-mini: number of rows of the first run that lie before this piece, on another shard."""
+    share: int = 0
+    """Adam-mini: number of elements of the whole parameter in one run."""
 
 
 def prepare(

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dither.ops.reference.adamw import FORMATS, UNIT
+from dither.ops.reference.adamw import FORMATS, UNIT, Piece
 from dither.ops.triton import BoundKernel, native, state_maps
 from dither.ops.triton.adamw_kernels import LANES, _adamw_kernel, _mini_kernel, _run_squares_kernel, _squares_kernel
 from dither.ops.triton.adamw_tables import (
@@ -42,7 +42,7 @@ from dither.ops.triton.adamw_tables import (
 from dither.ops.triton.rounding import RoundingConstants, fields
 from dither.ops.triton.scales import Scaling, scaling_fields
 from dither.spec import Cast
-from dither.spec.optimizer import BITS, CONSTANTS, MAPS, Piece, Update
+from dither.spec.optimizer import BITS, CONSTANTS, MAPS, Update
 
 
 @dataclass(frozen=True)

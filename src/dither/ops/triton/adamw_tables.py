@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dither.ops.reference.adamw import Piece
 from dither.ops.triton import BoundKernel
-from dither.spec.optimizer import CONSTANTS, HYPER, Piece
+from dither.spec.optimizer import CONSTANTS, HYPER
 
 ROW = tl.constexpr(16)
 """Columns of the piece table and of the table of constants: a row of constants is one 64-byte access."""
