@@ -273,7 +273,7 @@ def evaluate(model: Llama, text: Text, arguments: argparse.Namespace) -> dict:
         found["b_t_layers"] = {layer.name: round(layer.mean, 4) for layer in learned.layers}
     found["operator_loss"] = text.held_out_loss(model, arguments.batch)
     # From here on the weights alone are in few bits: what the operator would cast again hides what casting them costs.
-    dither.apply_plan(model, Plan(default=LayerPrecision()))
+    dither.Conversion.of(model).switch(Plan(default=LayerPrecision()))
     found["loss"] = text.held_out_loss(model, arguments.batch)
     found["cast"] = {}
     for cast in CASTS:

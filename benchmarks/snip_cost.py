@@ -101,8 +101,8 @@ def main() -> None:
                     print(f"  {kernel['ms']:>9.3f} ms{kernel['calls']:>6} x  {kernel['name'][:120]}", flush=True)
     for every in filter(None, arguments.controller.split(",")):
         settings = SnipSettings(target=0.75, start=1, every=int(every), delay=1)
-        plan, setup = dither.recipe(arguments.mode.removeprefix("recipe:")), TrainingSetup(step_tokens=text[:, 1:].numel())
-        snip = Snip(model, optimizer, plan, settings, forward=loss, setup=setup)
+        setup = TrainingSetup(step_tokens=text[:, 1:].numel())
+        snip = Snip(dither.Conversion.of(model), optimizer, settings, forward=loss, setup=setup)
         tokens, waits = snip.effort.tokens or 0, []
         rows, length = max(1, tokens // arguments.sequence), min(arguments.sequence, tokens)
         parts = text[:rows, : length + 1].chunk(math.ceil(rows / math.ceil(batch / 4)))

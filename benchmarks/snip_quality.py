@@ -267,7 +267,7 @@ class Seed:
 
     def restore(self) -> None:
         """Return to the point where the arms start, in FP8."""
-        dither.apply_plan(self.model, WHOLE["fp8"])
+        dither.Conversion.of(self.model).switch(WHOLE["fp8"])
         weights, moments = copy.deepcopy(self.kept)
         self.model.load_state_dict(weights)
         self.optimizer.load_state_dict(moments)
@@ -312,13 +312,13 @@ class Seed:
         chosen = self.plan(arm)
         began = time.perf_counter()
         self.restore()
-        dither.apply_plan(self.model, chosen)
+        dither.Conversion.of(self.model).switch(chosen)
         self.train(self.arguments.before, self.arguments.steps)
         self.model.eval()
         found = {"arm": arm, "seed": self.seed, "parted": self.parted.hexdigest()[:12]}
         found["efficiency"] = chosen.provenance.get("efficiency")
         found["loss"] = self.text.held_out_loss(self.model, self.arguments.batch)
-        dither.apply_plan(self.model, WHOLE["bf16"])
+        dither.Conversion.of(self.model).switch(WHOLE["bf16"])
         found["uncast"] = self.text.held_out_loss(self.model, self.arguments.batch)
         self.model.train()
         return found | {"seconds": time.perf_counter() - began, "layers": {name: str(p) for name, p in chosen.layers}}

@@ -38,12 +38,11 @@ def main() -> None:
     options = parser.parse_args()
 
     model = build("tiny", vocab_size=VOCABULARY, seed=0)
-    dither.convert(model, "fp8-block")
+    conversion = dither.convert(model, "fp8-block")
     optimizer = dither.optim.AdamW(dither.nn.param_groups(model), lr=2e-3, max_norm=1.0)
     snip = Snip(
-        model,
+        conversion,
         optimizer,
-        "fp8-block",
         SnipSettings(target=options.target, start=options.steps // 3, delay=2, probe="last"),
         forward=loss_of,
     )

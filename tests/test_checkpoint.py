@@ -770,7 +770,7 @@ def test_bitwidths_that_rest_come_back(tmp_path):
     learned = {name: p.detach().clone() for name, p in model.named_parameters() if "bitwidth" in name}
     assert all(bool((p != 1).any()) for p in learned.values())
     off = dither.Plan(default=dither.LayerPrecision())
-    dither.apply_plan(model, off)
+    dither.Conversion.of(model).switch(off)
     tensors, plain = pack(model, optimizer, step=2, plan=off)
     path = save(tmp_path, 2, tensors=tensors, plain=plain)
 
@@ -778,9 +778,9 @@ def test_bitwidths_that_rest_come_back(tmp_path):
     tensors, plain = load(path)
     with pytest.raises(UserError, match="bring it to the saved plan"):
         unpack(model, optimizer, tensors, plain)
-    dither.apply_plan(model, plan_of(plain))
+    dither.Conversion.of(model).switch(plan_of(plain))
     unpack(model, optimizer, tensors, plain)
-    dither.apply_plan(model, plan)
+    dither.Conversion.of(model).switch(plan)
     for name, p in learned.items():
         assert same(dict(model.named_parameters())[name].detach(), p)
 

@@ -486,5 +486,5 @@ def test_an_impossible_goal_in_a_loop_of_ones_own():
         ({"target": 0.5, "stages": (1, 1, 1, 1)}, "they must cover it exactly"),
     ):
         with pytest.raises(UserError, match=said):
-            Snip(model, optimizer, "fp8-block", SnipSettings(**goal))
-    Snip(model, optimizer, "fp8-block", SnipSettings(target=0.5, pinned=("0=fp8",)))
+            Snip(dither.Conversion.of(model), optimizer, SnipSettings(**goal))
+    Snip(dither.Conversion.of(model), optimizer, SnipSettings(target=0.5, pinned=("0=fp8",)))

@@ -128,7 +128,7 @@ def test_changes_that_codes_cannot_follow_are_refused():
         with pytest.raises(UserError, match="exists only as codes, so a change of it would be lost"):
             change(frozen[0].weight)
     with pytest.raises(UserError, match="has a frozen weight, of which only codes are left"):
-        dither.apply_plan(frozen, "mxfp8")
+        dither.Conversion.of(frozen).switch("mxfp8")
     sampled = dither.Plan(default=dither.LayerPrecision(weight=dither.Cast.parse("e4m3"), sampling=dither.Sampling()))
     for plan, why in (("fp8-delayed", "magnitudes of earlier steps"), (sampled, "samples its weight")):
         model = nn.Sequential(nn.Linear(64, 64)).requires_grad_(False)

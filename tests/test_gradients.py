@@ -579,7 +579,7 @@ def test_what_cannot_go_together() -> None:
     with pytest.raises(UserError, match="already releases gradients"):
         release_gradients(model, optimizer)
     with pytest.raises(UserError, match="SNIP's estimates are backward passes that must change no weight"):
-        Snip(model, optimizer, "fp8-block", SnipSettings(target=0.5))
+        Snip(dither.Conversion.of(model), optimizer, SnipSettings(target=0.5))
     model(tokens(0), True).backward()
     with pytest.raises(UserError, match=r"A second backward pass came before optimizer.step\(\)"):
         model(tokens(0), True).backward()

@@ -11,7 +11,7 @@ import dither
 ROOT = Path(dither.__file__).parent
 
 COLUMN = (
-    *("errors", "lazy", "files", "run_lock", "versions", "console"),
+    *("errors", "lazy", "files", "run_lock", "versions", "console", "signatures"),
     *("spec", "settings", "ops", "nn", "optim", "snip", "numerics", "data", "checkpoint", "models", "parallel"),
     *("evaluate", "train", "report", "exporting", "tools", "integrations", "commands", "cli", "theory", "__main__", "dither"),
 )

@@ -240,7 +240,6 @@ COMMANDS = {
 @pytest.mark.sampled(
     without=[
         "plan frontier RUN --options bf16,fp8 --probe layer",
-        "plan verify RUN --options bf16,fp8 --probe direct --batches 1 --loss-batches 1",
     ]
 )
 @pytest.mark.parametrize("words", COMMANDS)

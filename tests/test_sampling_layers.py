@@ -22,7 +22,7 @@ import dither
 from dither import Cast, Stream, UserError
 from dither.models import PRESETS, Llama, compile_blocks
 from dither.nn import Linear, bitwidth_loss, convert, functional, param_groups, sampling_parameters, step_context
-from dither.nn.convert import _switch, apply_plan
+from dither.nn.convert import Conversion, _switch
 from dither.nn.experts import ExpertsLinear
 from dither.ops.reference.sampling import NOISES
 from dither.optim import Role
@@ -545,13 +545,13 @@ def test_learned_bitwidths_come_and_go_with_the_sampling() -> None:
     assert torch.equal(model[0].bitwidths(), torch.full((3, 2), 6.0))
     with torch.no_grad():
         bitwidth.fill_(0.25)
-    apply_plan(model, Plan())
+    Conversion.of(model).switch(Plan())
     assert model[0].bitwidth is None
     assert [name for name in model.state_dict() if "bitwidth" in name] == []
-    apply_plan(model, plan.with_sampling(Sampling(b_init=8, b_target=4)))
+    Conversion.of(model).switch(plan.with_sampling(Sampling(b_init=8, b_target=4)))
     assert model[0].bitwidth is bitwidth  # so that an optimizer still has it
     assert torch.equal(model[0].bitwidths(), torch.full((3, 2), 5.0))
-    apply_plan(model, plan.with_sampling(Sampling(block=16)))  # other blocks begin anew
+    Conversion.of(model).switch(plan.with_sampling(Sampling(block=16)))  # other blocks begin anew
     assert torch.equal(model[0].bitwidth, torch.ones(6, 4))
     other = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
     convert(other, plan.with_sampling(Sampling(block=16)))

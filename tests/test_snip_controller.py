@@ -37,8 +37,7 @@ SIZES = dict.fromkeys(NAMES, (16, 16))
 def net():
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)) for _ in range(4)))
-    convert(model, "fp8-block")
-    return model
+    return convert(model, "fp8-block")
 
 
 class Fake:
@@ -57,11 +56,11 @@ class Fake:
         return Scores(step, "fake", NAMES, tuple(o.name for o in options), rows, zeros, Statistics(step, 1.0, layers))
 
 
-def make(model=None, estimate=None, **given):
+def make(conversion=None, estimate=None, **given):
     """Return a controller; what is no setting is an argument of `Snip`."""
     given = {"target": 0.5, "every": 10, "start": 3, "delay": 4, "power": 1, "score": estimate or Fake(), **given}
     settings = SnipSettings(**{key: given.pop(key) for key in list(given) if key in SnipSettings.__dataclass_fields__})
-    return Snip(model or net(), None, "fp8-block", settings, **given)
+    return Snip(conversion or net(), None, settings, **given)
 
 
 def narrow(model):
@@ -85,19 +84,19 @@ def test_statistics_at_s_and_a_plan_at_exactly_s_plus_delay():
     estimate = Fake()
     snip = make(estimate=estimate)
     for step in range(40):
-        before = casts(snip.model)
+        before = casts(snip.conversion.model)
         decision = snip.before_step(step, lambda: ["batch"])
         assert (decision is not None) == (step in (7, 17, 27, 37)), step
-        assert (casts(snip.model) != before) == (decision is not None), step
+        assert (casts(snip.conversion.model) != before) == (decision is not None), step
     assert [(step, batches) for step, batches, _ in estimate.calls] == [(step, ["batch"]) for step in (3, 13, 23, 33)]
 
 
 def test_the_plan_is_the_best_for_the_target():
     snip = make()
     decision = train(snip, range(8))[7]
-    assert narrow(snip.model) == set(NAMES[3:7])  # half of them, the cheapest: from layer 3 on
+    assert narrow(snip.conversion.model) == set(NAMES[3:7])  # half of them, the cheapest: from layer 3 on
     assert (decision.step, decision.measured, decision.changed) == (7, 3, True)
-    assert decision.plan == snip.plan
+    assert decision.plan == snip.conversion.plan
     assert dict(decision.plan.provenance) == {
         "method": "snip",
         "probe": "fake",
@@ -136,7 +135,7 @@ def test_squares_of_divergences_are_added_up_unless_told_otherwise(given, chosen
         return Scores(step, "fake", tuple(sizes), tuple(o.name for o in options), rows, zeros, Statistics(step, 1.0, layers))
 
     settings = SnipSettings(target=0.5, start=3, delay=4, **given)
-    snip = Snip(model, None, "fp8-block", settings, score=estimate)
+    snip = Snip(dither.Conversion.of(model), None, settings, score=estimate)
     decision = train(snip, range(8))[7]
     assert narrow(model) == {str(n) for n in chosen}
     assert decision.plan.provenance["power"] == given.get("power", 2.0)
@@ -193,11 +192,11 @@ def test_an_error_in_the_solver_is_not_lost(monkeypatch):
 def test_without_a_gain_the_plan_and_the_layers_stay():
     snip = make(estimate=Fake(lambda step: 0))
     train(snip, range(8))
-    plan, precisions = snip.plan, casts(snip.model)
+    plan, precisions = snip.conversion.plan, casts(snip.conversion.model)
     decision = train(snip, range(8, 18))[17]
     assert not decision.changed
-    assert decision.plan is snip.plan is plan
-    assert casts(snip.model) == precisions
+    assert decision.plan is snip.conversion.plan is plan
+    assert casts(snip.conversion.model) == precisions
     assert decision.reason == "the plan is still the best, with a harm of 30"
 
 
@@ -209,7 +208,7 @@ def test_hysteresis_asks_for_a_real_gain(hysteresis, changed):
     assert train(snip, range(8))[7].changed
     decision = train(snip, range(8, 18))[17]
     assert decision.changed == changed
-    assert narrow(snip.model) == {NAMES[place] for place in ((7, 0, 1, 2) if changed else range(4))}
+    assert narrow(snip.conversion.model) == {NAMES[place] for place in ((7, 0, 1, 2) if changed else range(4))}
     assert "from 42 to 30" in decision.reason
 
 
@@ -218,9 +217,9 @@ def test_hysteresis_does_not_keep_a_plan_for_another_target():
     train(old, range(8))
     new = make(estimate=Fake(lambda step: 0), hysteresis=5.0, target=0.25)
     new.load_state_dict(old.state_dict())
-    assert narrow(new.model) == set(NAMES[:4])
+    assert narrow(new.conversion.model) == set(NAMES[:4])
     assert train(new, range(8, 18))[17].changed
-    assert narrow(new.model) == set(NAMES[:2])
+    assert narrow(new.conversion.model) == set(NAMES[:2])
 
 
 # Saving ----------------------------------------------------------------------------------------------------------------
@@ -237,10 +236,10 @@ def test_a_resume_at_any_step_gives_the_same_decisions(at):
     check_plain(first.state_dict(), "snip")
     second = make(hysteresis=0.1)
     second.load_state_dict(saved)
-    assert casts(second.model) == casts(first.model)
+    assert casts(second.conversion.model) == casts(first.conversion.model)
     found |= train(second, range(at, 30))
     assert found == expected
-    assert casts(second.model) == casts(straight.model)
+    assert casts(second.conversion.model) == casts(straight.conversion.model)
 
 
 def test_measured_times_are_saved_with_the_estimates_that_wait_for_a_choice():
@@ -285,12 +284,12 @@ def test_a_state_that_is_none_is_refused_and_changes_nothing(spoil):
     train(first, range(5))
     second = make()
     train(second, range(8))
-    before, plan = casts(second.model), second.plan
+    before, plan = casts(second.conversion.model), second.conversion.plan
     with pytest.raises(UserError) as raised:
         second.load_state_dict(spoil(first.state_dict()))
     assert "\n" not in str(raised.value)
-    assert casts(second.model) == before
-    assert second.plan is plan
+    assert casts(second.conversion.model) == before
+    assert second.conversion.plan is plan
 
 
 # What goes wrong -------------------------------------------------------------------------------------------------------
@@ -342,12 +341,12 @@ def test_an_estimate_that_is_not_finite_names_its_layer_and_harms_nothing():
         return scores
 
     snip = make(estimate=spoiled)
-    before = casts(snip.model)
+    before = casts(snip.conversion.model)
     with pytest.warns(UserWarning, match=r"snip keeps its plan at step 3: The estimate for layer '2\.2' with option .* is nan"):
         decision = snip.before_step(3, [])
     assert (decision.changed, decision.scores, decision.plan) == (False, None, recipe("fp8-block"))
     assert train(snip, range(4, 13)) == {}
-    assert casts(snip.model) == before
+    assert casts(snip.conversion.model) == before
     assert train(snip, range(13, 18))[17].changed  # the next time all is well
 
 
@@ -357,10 +356,10 @@ def test_an_estimate_that_fails_harms_nothing(error):
         raise error
 
     snip = make(estimate=failing)
-    before = casts(snip.model)
+    before = casts(snip.conversion.model)
     with pytest.warns(UserWarning, match=f"snip keeps its plan at step 3: {error}"):
         assert snip.before_step(3, []).scores is None
-    assert casts(snip.model) == before
+    assert casts(snip.conversion.model) == before
     assert train(snip, range(4, 13)) == {}
 
 
@@ -387,8 +386,7 @@ def test_a_goal_that_cannot_be_reached_is_refused(given, message):
 
 def test_a_plan_for_another_model_harms_nothing():
     other = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-    convert(other, "fp8-block")
-    snip = make(model=other)
+    snip = make(convert(other, "fp8-block"))
     before = casts(other)
     train(snip, range(7))
     with pytest.warns(UserWarning, match="The plan's rule '0.0' matches no converted layer"):
@@ -419,7 +417,7 @@ def trained(steps, delay=3):
     convert(model, "fp8-block")
     optimizer = dither.optim.AdamW(model.named_parameters(), lr=1e-2)
     settings = SnipSettings(target=0.65, every=5, start=2, delay=delay, probe="direct")
-    snip = Snip(model, optimizer, "fp8-block", settings, forward=loss_of)
+    snip = Snip(dither.Conversion.of(model), optimizer, settings, forward=loss_of)
     size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     generator, decisions = torch.Generator().manual_seed(1), []
     for step in range(steps):
@@ -476,7 +474,7 @@ def check_rank_0_decides():
     again.load_state_dict(state[0])
     for each in (snip, again):
         assert train(each, range(5, 8))[7].changed
-        assert narrow(each.model) == set(NAMES[:4])
+        assert narrow(each.conversion.model) == set(NAMES[:4])
 
 
 EXPECTED = [(5, 2, (7, 0, 7, 0, 7, 7)), (10, 7, (7, 5, 7, 5, 7, 5))]

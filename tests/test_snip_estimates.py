@@ -186,7 +186,7 @@ def test_measured_scores_are_what_happens():
 
     def next_weights(plan: Plan) -> tuple[float, nn.Module]:
         other = copy.deepcopy(model)
-        dither.apply_plan(other, plan)
+        dither.Conversion.of(other).switch(plan)
         plain = torch.optim.AdamW(other.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
         for p, q in zip(model.parameters(), other.parameters(), strict=True):
             state = optimizer.state[p]
@@ -662,7 +662,7 @@ def timeless(scores):
 def snip_of(model, optimizer, **estimator):
     settings = SnipSettings(**{"target": 0.5, "start": 2, "every": 1000, "delay": 2, "probe": "measure", **estimator})
     setup = TrainingSetup(step_tokens=150_000) if settings.budget else None
-    return Snip(model, optimizer, "fp8-block", settings, forward=loss_of, setup=setup)
+    return Snip(dither.Conversion.of(model), optimizer, settings, forward=loss_of, setup=setup)
 
 
 SPREAD = {"budget": 1.0}  # two layers per step
@@ -707,7 +707,7 @@ def test_spread_estimates_continue_after_a_resume():
         stopped.before_step(step, [batch])
     state = json.loads(json.dumps(stopped.state_dict()))
     assert len(state["begun"]["parts"]) == 2
-    resumed = snip_of(stopped.model, stopped.optimizer, **SPREAD)
+    resumed = snip_of(stopped.conversion.model, stopped.optimizer, **SPREAD)
     resumed.load_state_dict(state)
     again = [found for step in range(4, 20) if (found := resumed.before_step(step, [batch]))]
     assert [timeless(found.scores) for found in decided] == [timeless(found.scores) for found in again]

@@ -82,13 +82,13 @@ def test_an_own_loop_changes_plans_without_compiling_again():
     model = build("tiny", device="cuda")
     schedule = dither.PlanSchedule([(0, "fp4-block"), (3, "fp8-block"), (6, "fp4-block forward")])
     dither.convert(model, schedule.at(0))
-    schedule.prepare(model)
+    dither.Conversion.of(model).prepare(schedule)
     torch._dynamo.reset()
     compile_blocks(model)
     optimizer = dither.optim.AdamW(dither.nn.param_groups(model), lr=1e-3)
     tokens = torch.randint(0, 256, (2, 129), device="cuda")
     for step in range(9):
-        schedule.before_step(model, step)
+        dither.Conversion.of(model).follow(schedule, step)
         with torch._dynamo.config.patch(error_on_recompile=step > 1), dither.step_context(model, step=step):
             with torch.autocast("cuda", torch.bfloat16):
                 loss = model(tokens[:, :-1], tokens[:, 1:])

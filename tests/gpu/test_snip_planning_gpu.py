@@ -68,7 +68,7 @@ def test_plans_by_time_while_a_model_trains():
             return (model(x) - x).float().square().mean()
 
     settings = SnipSettings(target=0.3, cost="time", start=2, delay=2, every=10, probe="direct", options="bf16,fp8")
-    snip = Snip(model, optimizer, "fp8-block", settings, forward=loss)
+    snip = Snip(dither.Conversion.of(model), optimizer, settings, forward=loss)
     decisions = {}
     for step in range(6):
         x = torch.randn(2048, 512, device="cuda")

@@ -15,7 +15,7 @@ from worlds import in_processes, needs_gloo, spread
 import dither
 from dither import LayerPrecision, MemoryOptions, Plan, Sampling, UserError
 from dither.nn import Conv1D, Linear, bitwidth_loss, convert, sampling_parameters, step_context
-from dither.nn.convert import apply_plan
+from dither.nn.convert import Conversion
 from dither.nn.sharded.tensor_parallel import local
 from dither.spec import OPERANDS, BitwidthLoss
 
@@ -298,7 +298,7 @@ def check_fully_sharded() -> None:
         assert_same(whole, cut, options)
         assert torch.equal(cut.up.bitwidths(), whole.up.bitwidths())
         with pytest.raises(UserError, match="'up' is sharded already"):
-            apply_plan(cut, Plan(default=LayerPrecision(sampling=Sampling(block=16))))
+            Conversion.of(cut).switch(Plan(default=LayerPrecision(sampling=Sampling(block=16))))
 
 
 def check_tensor_parallel() -> None:

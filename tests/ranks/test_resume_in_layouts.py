@@ -20,7 +20,7 @@ from dither import UserError, checkpoint
 from dither.checkpoint import SavedTensors, pack, unpack
 from dither.data import open_tokens
 from dither.models import build
-from dither.nn.plan_schedule import PlanSchedule
+from dither.spec.schedule import PlanSchedule
 from dither.train.config import dumps
 from dither.train.files import TOKENS
 from dither.train.layout import RankLayout
@@ -154,12 +154,13 @@ def test_a_checkpoint_that_cannot_be_read_changes_nothing(tmp_path: Path) -> Non
 
 def test_a_stage_takes_the_rules_of_its_layers() -> None:
     model = build("tiny")
-    names = [layer.name for layer in dither.convert(model, "fp8-block").layers]
+    conversion = dither.convert(model, "fp8-block")
     stage = stage_of(model, [1])
+    conversion = conversion.stage(stage)
     fp4 = dither.recipe("fp4-block").default
     first = dither.recipe("fp8-block")
     later = replace(first, layers=(("model.layers.0.*", fp4), ("model.layers.1.mlp.*", fp4)))
-    plans = RunPlans(stage, PlanSchedule([(0, first), (2, later)], 4), None, compiled=False, say=lambda _: None, layers=names)
+    plans = RunPlans(conversion, PlanSchedule([(0, first), (2, later)], 4), None, compiled=False, say=lambda _: None)
     assert [event.plan for event in plans.before_step(2, list, lambda: None)] == [later]
     assert stage.blocks[1].mlp.down_proj.precision == fp4
     assert stage.blocks[1].self_attn.q_proj.precision == first.default

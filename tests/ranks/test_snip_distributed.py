@@ -138,8 +138,8 @@ def check_truth_and_plans() -> None:
     found = score(model, mine, optimizer, chosen, probe="direct", stream=STREAM, setup=setup)
     assert isinstance(model.up.weight, DTensor)
     assert all(row[0] == 0.0 < row[-1] for row in found.weights)
-    snip = Snip(model, optimizer, "fp8-block", AT_3)
-    one = Snip(alone, its, "fp8-block", AT_3, score=lambda *given, **how: scored)
+    snip = Snip(dither.Conversion.of(model), optimizer, AT_3)
+    one = Snip(dither.Conversion.of(alone), its, AT_3, score=lambda *given, **how: scored)
     scored = from_first(score, alone, batches(size), its, one.options, stream=dither.Stream(0, "snip", "3"), step=3)
     one._group = dist.new_group([rank], use_local_synchronization=True)
     for step in range(3, 6):
@@ -233,7 +233,7 @@ def check_tensor_parallel() -> None:
         expected = from_first(score, alone, batches(2), its, TILES, probe=probe, **given)
         check_same(found, expected, probe)
         assert found.passes == expected.passes
-    snip = Snip(model, optimizer, plan, AT_3, options=TILES)
+    snip = Snip(dither.Conversion.of(model), optimizer, AT_3, options=TILES)
     for step in range(3, 6):
         decision = snip.before_step(step, batches(2))
         assert (decision is not None) == (step == 4)
@@ -323,7 +323,8 @@ def check_pipeline(schedule: type, probes: Sequence[str]) -> None:
     assert torch.equal(model.calls, calls)
     assert all(torch.equal(p.grad, before[name]) for name, p in model.named_parameters())
     how = {"forward": forward, "setup": TrainingSetup(pipeline=dist.group.WORLD)}
-    snip = Snip(model, optimizer, "fp8-block", AT_3, **how)
+    conversion = dither.Conversion(model, dither.recipe("fp8-block"), (), (), stages=())
+    snip = Snip(conversion, optimizer, AT_3, **how)
     for step in range(3, 6):
         decision = snip.before_step(step, whole)
         assert (decision is not None) == (step == 4)
@@ -336,9 +337,9 @@ def check_pipeline(schedule: type, probes: Sequence[str]) -> None:
         with dither.step_context(model, step=step):
             forward(model, whole[0])
         optimizer.step()
-    again = Snip(model, optimizer, "fp8-block", AT_3, **how)
+    again = Snip(dither.Conversion(model, dither.recipe("fp8-block"), (), (), stages=()), optimizer, AT_3, **how)
     again.load_state_dict(snip.state_dict())
-    assert again.plan == snip.plan
+    assert again.conversion.plan == snip.conversion.plan
 
 
 def check_pipeline_refused() -> None:

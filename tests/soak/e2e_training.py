@@ -251,7 +251,7 @@ class OwnLoop:
         self.loader = Loader(open_tokens(setup.tokens).train, setup.sequence, setup.batch, setup.seed)
         self.model = model.to(setup.device)
         self.plan = first_plan(combination)
-        dither.convert(self.model, self.plan, seed=setup.seed)
+        self.conversion = dither.convert(self.model, self.plan, seed=setup.seed)
         mini = combination.states == "adam-mini"
         self.run = training(
             self.model,
@@ -272,9 +272,8 @@ class OwnLoop:
 
     def _snip(self) -> Snip:
         return Snip(
-            self.model,
+            self.conversion,
             self.run.optimizer,
-            self.plan,
             self.setup.snip,
             forward=lambda _, batch: self.loss(batch),
             seed=self.setup.seed,
@@ -283,7 +282,7 @@ class OwnLoop:
     def _schedule(self) -> Any:
         entries = [(0, self.plan), (0.5, later_plan(self.combination))]
         schedule = dither.PlanSchedule(entries, steps=self.setup.steps)
-        schedule.prepare(self.model)
+        self.conversion.prepare(schedule)
         return schedule
 
     def loss(self, batch: Tensor) -> Tensor:
@@ -302,7 +301,7 @@ class OwnLoop:
         if self.snip is not None and (decision := self.snip.before_step(step, batches)) is not None:
             trace.plans[step] = self.precisions()
             trace.scores[step] = decision.to_dict()["scores"]
-        if self.schedule is not None and self.schedule.before_step(self.model, step) is not None:
+        if self.schedule is not None and self.conversion.follow(self.schedule, step):
             trace.plans[step] = self.precisions()
         total = 0.0
         with dither.step_context(self.model, step=step):
@@ -315,9 +314,10 @@ class OwnLoop:
 
     def save(self, folder: Path, step: int) -> None:
         """Write a checkpoint after `step` steps."""
-        plan = self.snip.plan if self.snip else self.schedule.at(step - 1) if self.schedule else self.plan
         others = {"snip": self.snip and self.snip.state_dict()}
-        state = pack(self.model, self.run.optimizer, step=step, plan=plan, scaler=self.run.scaler, others=others)
+        state = pack(
+            self.model, self.run.optimizer, step=step, plan=self.conversion.plan, scaler=self.run.scaler, others=others
+        )
         checkpoint.save(folder, step, tensors=state[0], plain=state[1])
 
     def restore(self, folder: Path) -> int:
@@ -326,7 +326,7 @@ class OwnLoop:
         assert path is not None
         tensors, plain = checkpoint.load(path)
         if (plan := plan_of(plain)) is not None and plan != self.plan:
-            dither.apply_plan(self.model, plan)
+            self.conversion.switch(plan)
         resumed = unpack(self.model, self.run.optimizer, tensors, plain, scaler=self.run.scaler)
         if self.snip is not None:
             self.snip.load_state_dict(resumed.others["snip"])

@@ -145,7 +145,7 @@ def unpack(
     """Restore the state that `pack` returned into a model, optimizer and scaler that were built like the saved ones.
 
     Everything is checked first: a UserError names what does not fit, and no weight has changed then. If the plan changed during
-    training, apply the saved one, `plan_of(plain)`, with `dither.apply_plan` before.
+    training, apply the saved one, `plan_of(plain)`, with `Conversion.switch` before.
 
     The layout may be another one than that of the saved training: parameters may be DTensors, and the optimizer may have its
     parameters in another order if they have names.
@@ -280,7 +280,7 @@ def _check_layers(model: nn.Module, saved: Any, stage: bool) -> None:
                 theirs = saved[name].get(key) if isinstance(saved[name], dict) else saved[name]
                 raise UserError(
                     f"The {key} of the layer {name!r} was {theirs!r} when it was saved and is {value!r} now: "
-                    "convert the model as the saved one was, or bring it to the saved plan by dither.apply_plan."
+                    "convert the model as the saved one was, or bring it to the saved plan by conversion.switch."
                 )
 
 

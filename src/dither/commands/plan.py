@@ -110,7 +110,7 @@ def plan(
         said["cost"] = f"time on {measured.device}"
     harm = found.harm(loss_weight, update_weight, power)
     solution = choose(harm, found.statistics.layers, given, goal, measured)
-    chosen = plan_of(found.layers, given, solution, opened.job.plan, step=found.step, **said)
+    chosen = plan_of(found.layers, given, solution, opened.job.conversion.plan, step=found.step, **said)
     _write(output, chosen.to_json())
     _write(scores, found.to_json() + "\n")
     print(picture(chosen))

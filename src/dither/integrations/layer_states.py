@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dither.checkpoint.state import check_same_layers, converted_linears, resting_bitwidths
 from dither.errors import UserError
-from dither.nn.convert import apply_plan, planned_otherwise
+from dither.nn.convert import Conversion
 from dither.nn.linear import Linear
 from dither.nn.sampling import BITWIDTHS
 from dither.nn.sites import converted_layers, linear_of
@@ -127,8 +127,8 @@ def load_state(model: nn.Module, folder: str | Path) -> dict[str, Any]:
     precisions = {name: LayerPrecision.from_dict(layer["precision"]) for name, layer in saved.items()}
     compute: Any = next((layer["compute"] for layer in saved.values()), "bf16")
     plan = Plan(layers=tuple(precisions.items()), compute=compute)
-    if layers and planned_otherwise(model, plan):
-        apply_plan(model, plan)
+    if layers and not (conversion := Conversion.of(model)).has(plan):
+        conversion.switch(plan)
     _restore(model, tensors, path)
     others: dict[str, Any] = description["others"]
     return others

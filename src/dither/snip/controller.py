@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
-from torch import nn
 
 from dither.errors import UserError
-from dither.nn.convert import apply_plan, prepare_plans
+from dither.nn.convert import Conversion
 from dither.ops.ranks import first_error, gather
 from dither.snip.divergence import Scores
 from dither.snip.dry_run import Forward, TrainingSetup, plain_forward, unwrapped
@@ -111,11 +110,11 @@ class Snip:
     >>> import torch, dither
     >>> from dither.snip import SnipSettings
     >>> model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
-    >>> _ = dither.convert(model, "fp8-block")
+    >>> conversion = dither.convert(model, "fp8-block")
     >>> optimizer = dither.optim.AdamW(model.named_parameters())
     >>> loss = lambda model, x: (model(x) - x).square().mean()
     >>> settings = SnipSettings(target=0.5, start=1, delay=1, probe="direct")
-    >>> snip = Snip(model, optimizer, "fp8-block", settings, forward=loss)
+    >>> snip = Snip(conversion, optimizer, settings, forward=loss)
     >>> for step in range(3):
     ...     x = torch.randn(8, 16)
     ...     if decision := snip.before_step(step, [x]):
@@ -129,9 +128,8 @@ class Snip:
 
     def __init__(
         self,
-        model: nn.Module,
+        conversion: Conversion,
         optimizer: Any,
-        base: Plan | str,
         settings: SnipSettings,
         *,
         options: "Iterable[Any] | None" = None,
@@ -145,10 +143,9 @@ class Snip:
         """Prepare to choose precisions for a model.
 
         Args:
-            model: A converted model, or in a pipeline the module of this rank's stage.
-            optimizer: Its optimizer.
-            base: The plan, or the name of the recipe, that the model was converted with. New plans change the casts of its
-                layers and keep the rest.
+            conversion: What `convert` returned for the model, or in a pipeline for the module of this rank's stage. New plans
+                change the casts of the layers of its plan and keep the rest.
+            optimizer: The optimizer of the model.
             settings: What plans must reach, when they change, and how the harm of an option is estimated.
             options: Options in place of `settings.options`: a list as `dither.snip.options` takes it.
             forward: Function of (model, batch) that returns the loss of a batch, as for `dither.snip.score`.
@@ -177,14 +174,16 @@ class Snip:
                 "SNIP's estimates are backward passes that must change no weight, and this optimizer updates weights in them: "
                 "set optimizer.released.enabled = False except during training's own backward passes."
             )
-        self.model, self.optimizer, self.settings, self.on_failure = model, optimizer, settings, on_failure
-        setup = setup or TrainingSetup()
-        layers_of(model, some=setup.pipeline is None)  # raises if the model was not converted
-        self.base = self.plan = recipe(base) if isinstance(base, str) else base
-        """New plans change the casts of the base's layers and keep the rest; `plan` is the plan in force."""
+        self.conversion, self.optimizer, self.settings, self.on_failure = conversion, optimizer, settings, on_failure
+        self.base = conversion.plan
+        """New plans change the casts of its layers and keep the rest."""
         self.rests = False
         """True while no estimates are taken and nothing is chosen."""
-        self.options = prepared(model, self.base, combinations(settings.options if options is None else options))
+        setup, model = setup or TrainingSetup(), conversion.model
+        if setup.pipeline is not None and conversion.stages is None:
+            conversion.stages = ()
+        layers_of(model, some=setup.pipeline is None)  # raises if there is nothing to choose for
+        self.options = prepared(conversion, combinations(settings.options if options is None else options))
         # With parts of the model on several ranks, all ranks share a choice; otherwise those of `group` do.
         partial = setup.pipeline is not None or cut_by_tensor_parallelism(model)
         self._group = None if partial else setup.group
@@ -193,7 +192,7 @@ class Snip:
         self._forward, self._seed, self._times = forward, seed, times
         self._score: Callable[..., Scores] = score or estimate
         self._again = False  # True if estimates are due since the base has changed
-        self._chosen = False  # True if `plan` was chosen here, for this goal
+        self._chosen = False  # True if the plan in force was chosen here, for this goal
         self._begun: _Begun | None = None
         self._pending: _Pending | None = None
         self._solver = ThreadPoolExecutor(1, "dither-snip")
@@ -239,8 +238,8 @@ class Snip:
             chooses: False lets SNIP rest until the next `rebase`; None does so if the base casts nothing.
         """
         plan = recipe(base) if isinstance(base, str) else base
-        self._switch(plan)
-        self.base = self.plan = plan
+        self.conversion.switch(plan)
+        self.base = plan
         self.rests = plan.uncast if chooses is None else not chooses
         self._again, self._chosen, self._begun, self._pending = not self.rests, False, None, None
 
@@ -255,7 +254,7 @@ class Snip:
     @cached_property
     def _names(self) -> list[str]:
         """The names of all layers; in a pipeline, of all stages."""
-        own = list(layers_of(unwrapped(self.model), some=False))
+        own = list(layers_of(unwrapped(self.conversion.model), some=False))
         return own if self._setup.pipeline is None else [name for names in gather(own, self._setup.pipeline) for name in names]
 
     def _measure(self, begun: _Begun, step: int, batches: Any) -> str:
@@ -281,7 +280,7 @@ class Snip:
         """Return the scores of the layers that are next, or of all layers if the estimates are not spread."""
         left = [name for name in self._names if name not in begun.layers]
         return self._score(
-            self.model,
+            self.conversion.model,
             batches,
             self.optimizer,
             self.options,
@@ -299,7 +298,8 @@ class Snip:
         if self.settings.cost != "time" or self._rank != 0 or isinstance(self._times, LayerTimes):
             return self._times if isinstance(self._times, LayerTimes) else None
         shapes = [(layer.M, layer.N, layer.K) for layer in scores.statistics.layers]
-        return measure_times(shapes, self.options, path=self._times, device=next(self.model.parameters()).device)
+        device = next(self.conversion.model.parameters()).device
+        return measure_times(shapes, self.options, path=self._times, device=device)
 
     def _harm(self, scores: Scores) -> list[list[float]]:
         return scores.harm(self.settings.loss_weight, self.settings.update_weight, self.settings.power)
@@ -310,7 +310,7 @@ class Snip:
         """Let the solver thread of rank 0 choose; return the estimates with its future answer."""
         answer = None
         if self._rank == 0:
-            now = choice_of(scores.layers, self.options, self.plan) if self._chosen else None
+            now = choice_of(scores.layers, self.options, self.conversion.plan) if self._chosen else None
             answer = self._solver.submit(_answer, self._harm(scores), scores, self.options, self.settings, times, now)
         return _Pending(scores, due, times, answer)
 
@@ -332,39 +332,27 @@ class Snip:
             if reason := self._apply(scores, answer.solution):
                 return self._stay(step, scores.step, reason, scores)
             self._chosen = True
-        return Decision(step, scores.step, self.plan, answer.solution is not None, answer.reason, scores)
+        return Decision(step, scores.step, self.conversion.plan, answer.solution is not None, answer.reason, scores)
 
     def _stay(self, step: int, measured: int, reason: str, scores: Scores | None) -> Decision:
         """Keep the plan because something went wrong, and report it."""
         if self._rank == 0:
             self.on_failure(f"snip keeps its plan at step {step}: {reason}")
-        return Decision(step, measured, self.plan, False, reason, scores)
+        return Decision(step, measured, self.conversion.plan, False, reason, scores)
 
     def _apply(self, scores: Scores, solution: Solution) -> str:
         """Apply the plan on every rank, or on none if it fails on one. Return the first rank's error, or ""."""
         said: dict[str, Value] = {"probe": scores.probe, "power": self.settings.power, **self.settings.weights}
         said |= {"step": scores.step, **self.settings.provenance}
-        mine = ""
+        mine, before = "", self.conversion.plan
         try:
-            chosen = build_plan(scores.layers, self.options, solution, self.base, **said)
-            self._switch(chosen)
+            self.conversion.switch(build_plan(scores.layers, self.options, solution, self.base, **said))
         except UserError as problem:
             mine = str(problem)
         error = first_error(mine, self._group)
-        if not error:
-            self.plan = chosen
-        elif not mine:  # it failed on another rank
-            self._switch(self.plan)
+        if error and not mine:  # it failed on another rank
+            self.conversion.switch(before)
         return error
-
-    def _switch(self, wanted: Plan) -> None:
-        """Apply a plan to the model; in a pipeline, the rules that match layers of this stage."""
-        if self._setup.pipeline is not None:
-            names = list(layers_of(self.model, some=False))
-            wanted = wanted.for_layers(names)
-            if not names:
-                return
-        apply_plan(self.model, wanted)
 
     @property
     def _rank(self) -> int:
@@ -382,7 +370,7 @@ class Snip:
         return {
             "version": VERSION,
             "goal": self._described_goal,
-            "plan": self.plan.to_dict(),
+            "plan": self.conversion.plan.to_dict(),
             "base": self.base.to_dict(),
             "rests": self.rests,
             "again": self._again,
@@ -408,8 +396,8 @@ class Snip:
                 pending = _Pending(Scores.from_dict(pending["scores"]), int(pending["due"]), times, None)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"This is not a state of snip of version {VERSION}: {error!r:.80}.") from None
-        self._switch(plan)
-        self.plan, self.base, self.rests, self._again, self._chosen = plan, base, rests, again, chosen and same
+        self.conversion.switch(plan)
+        self.base, self.rests, self._again, self._chosen = base, rests, again, chosen and same
         self._begun, self._pending = None, None
         names = tuple(option.name for option in self.options)
         for found in (*([pending.scores] if pending else []), *(begun.parts if begun else ())):
@@ -430,17 +418,16 @@ class Snip:
         return plain
 
 
-def prepared(model: nn.Module, base: Plan, options: tuple[Option, ...]) -> tuple[Option, ...]:
+def prepared(conversion: Conversion, options: tuple[Option, ...]) -> tuple[Option, ...]:
     """Return the options, after preparing the layers for them, so that plans change without compiling again."""
-    names = layers_of(model, some=False)
+    names, base = layers_of(conversion.model, some=False), conversion.plan
     samplings = [precision.sampling for name in names if (precision := base.for_layer(name)) is not None]
     if any(each and each.recompute for each in samplings) and not all(option.precision.uncast for option in options):
         raise UserError(
             "A Sampling with recompute=True keeps no copy of the weight, but the casts that SNIP chooses do: use "
             "recompute=False with SNIP."
         )
-    if names:  # a stage of a pipeline may have none
-        prepare_plans(model, [replace(base, layers=(), default=option.precision) for option in options])
+    conversion.prepare(replace(base, layers=(), default=option.precision) for option in options)
     return options
 
 

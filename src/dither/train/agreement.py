@@ -57,7 +57,7 @@ def facts_of_trainer(trainer: Trainer) -> dict[str, str]:
     words = {
         "the step": str(trainer.done),
         "the corpus": trainer.corpus.sha256,
-        "the plan": hashlib.sha256(trainer.plan.to_json().encode()).hexdigest(),
+        "the plan": hashlib.sha256(trainer.conversion.plan.to_json().encode()).hexdigest(),
     }
     numbers = digests(tensors.values()).tolist()
     part = f" in part {trainer.layout.part}" if trainer.layout.cut else ""

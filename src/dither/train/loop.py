@@ -278,7 +278,7 @@ class Run:
         """Write the first lines and the status of the run."""
         self.records.write("start", resumed_from=self.resumed)
         if self.resumed is None:
-            self.records.write("plan", plan=self.trainer.plan.to_dict(), reason="the run begins")
+            self.records.write("plan", plan=self.trainer.conversion.plan.to_dict(), reason="the run begins")
         self.folder.status("running", self.trainer.done)
         if self.resumed is None and self.config.guard.spike == "rollback":
             self.save()  # so that there is always a checkpoint to roll back to

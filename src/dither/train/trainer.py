@@ -22,7 +22,6 @@ from dither.models.causal import PlainLM
 from dither.models.presets import blank, draw_parts
 from dither.nn import Conversion, Linear, bitwidth_loss, convert, effective_precision, param_groups, step_context
 from dither.nn.deployment import block_bitwidths
-from dither.nn.plan_schedule import PlanSchedule
 from dither.numerics import Monitor, Report
 from dither.ops.ranks import gather
 from dither.optim import Training, roles, training
@@ -33,6 +32,7 @@ from dither.snip.dry_run import TrainingSetup
 from dither.spec import Plan
 from dither.spec.modes import MODES, MOST_NORM
 from dither.spec.random import Stream
+from dither.spec.schedule import PlanSchedule
 from dither.train.config import Config, loads, schedule
 from dither.train.corpora import open_corpus as open_corpus
 from dither.train.corpora import unigram_entropy as unigram_entropy
@@ -110,6 +110,8 @@ class Trainer:
         """The number of parameters and the FLOPs per token of the whole model."""
         self.pipeline = _pipeline(self)
         """The stages of this rank; None if there is no pipeline."""
+        if self.pipeline is not None:
+            self.conversion = self.conversion.stage(self.model)
         stages = () if self.pipeline is None else tuple(self.pipeline.stages.values())
         self.layout.shard(self.model, config, stages)
         _check_release(self)
@@ -139,9 +141,8 @@ class Trainer:
         self.guard = Guard(config.guard)
         self.signals: Signals | None = None
         """Signals that end evaluations, estimates and samples early, and steps after some time, with `Interrupted`."""
-        names = None if self.pipeline is None else [layer.name for layer in self.conversion.layers]
         snip = _make_snip(self, planned, say)
-        self.plans = RunPlans(self.model, planned, snip, compiled=bool(self.compiled), say=say, layers=names)
+        self.plans = RunPlans(self.conversion, planned, snip, compiled=bool(self.compiled), say=say)
         self.monitor = _make_monitor(self)
         self.done = 0
         """Number of steps done, including skipped ones."""
@@ -201,11 +202,6 @@ class Trainer:
                 raise Interrupted(self.told)
         estimates = functools.partial(_for_estimates, self, batch, (snip and snip.effort.tokens) or 0)
         return self.plans.before_step(self.done, estimates, functools.partial(warm_up, self, batch))
-
-    @property
-    def plan(self) -> Plan:
-        """The plan in force."""
-        return self.plans.plan
 
     def look(self, batch: Batch) -> Report | None:
         """Measure the numerics of the model after a step, in an extra pass over part of its batch that changes nothing.
@@ -297,15 +293,16 @@ class Trainer:
         }
         optimizer, scaler = self.training.optimizer, self.training.scaler
         group = self.layout.saving_group
-        return pack(self.model, optimizer, step=self.done, plan=self.plan, scaler=scaler, others=others, group=group)
+        return pack(self.model, optimizer, step=self.done, plan=self.conversion.plan, scaler=scaler, others=others, group=group)
 
     def restore(self, path: Path) -> Resumed:
         """Restore a checkpoint of this run. One of another model, corpus or config raises a UserError and changes nothing."""
         with SavedTensors(path) as saved:
             others = _check_saved(path, saved.plain, self)
-            if (plan := plan_of(saved.plain)) is not None and (record := self.plans.apply(plan)) is not None:
-                stages = [record] if self.pipeline is None else gather(record, self.layout.pipeline_group)
-                self.conversion = replace(record, layers=tuple(layer for stage in stages for layer in stage.layers))
+            if (plan := plan_of(saved.plain)) is not None:
+                self.plans.apply(plan)
+                if self.pipeline is not None:
+                    self.conversion.gather(self.layout.pipeline_group)
             optimizer, scaler = self.training.optimizer, self.training.scaler
             resumed = unpack(self.model, optimizer, saved, saved.plain, scaler=scaler, stage=self.pipeline is not None)
         if self.plans.snip is not None and others.get("snip") is not None:
@@ -473,9 +470,8 @@ def _make_snip(trainer: Trainer, planned: PlanSchedule, say: Callable[[str], Non
         steps=steps_for_snip(planned, snip.start, trainer.config.run.steps),
     )
     made = Snip(
-        trainer.model,
+        trainer.conversion,
         trainer.training.optimizer,
-        planned.changes[0].plan,
         snip,
         forward=functools.partial(_estimated_loss, trainer),
         setup=setup,
