@@ -1,6 +1,5 @@
 """The recipe fp8-auto: FP8 for the layers that it makes faster, by measured time per shape, and BF16 for the others."""
 
-import glob
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,13 +9,14 @@ from torch import nn
 
 from dither.console import Tick
 from dither.errors import UserError
-from dither.nn.convert import _reasons
+from dither.nn.convert import reasons_left_alone
 from dither.nn.sites import find_sites
 from dither.ops import backend
 from dither.snip.options import Option
 from dither.snip.savings import LayerTimes, Shape, measure_times, read_times, shape_text
 from dither.spec import LayerPrecision, Plan
 from dither.spec.engines import ALIGNMENT, engines_of
+from dither.spec.patterns import escape
 from dither.spec.recipes import recipe, recipe_name
 
 RECIPES = ("fp8-block", "fp8-current")
@@ -114,7 +114,7 @@ def candidates_of(recipes: Sequence[str]) -> tuple[Option, ...]:
 def layer_shapes(model: nn.Module, tokens: int) -> dict[Shape, list[str]]:
     """Return the names of the layers that `dither.convert` converts, by shape (M, N, K)."""
     sites = find_sites(model)
-    left_alone = _reasons(model, Plan(default=LayerPrecision()), sites, (), ())
+    left_alone = reasons_left_alone(model, Plan(default=LayerPrecision()), sites, (), ())
     found: dict[Shape, list[str]] = {}
     for site in sites:
         if site.name not in left_alone:
@@ -198,7 +198,7 @@ def plan_of(choices: Sequence[ShapeChoice], times: LayerTimes, tokens: int) -> P
     usual = max(count, key=lambda name: count[name])
     precisions = {name: LayerPrecision() if name == BF16 else recipe(name).default for name in count}
     rules = [
-        (glob.escape(name), precisions[choice.recipe]) for choice in choices if choice.recipe != usual for name in choice.layers
+        (escape(name), precisions[choice.recipe]) for choice in choices if choice.recipe != usual for name in choice.layers
     ]
     said = {shape_text(choice.shape): f"{choice.recipe} ({_milliseconds(choice)}): {choice.reason}" for choice in choices}
     provenance: dict[str, str | int] = {"recipe": "fp8-auto", "gpu": times.device, "torch": times.torch, "tokens": tokens}
