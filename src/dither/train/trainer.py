@@ -22,7 +22,7 @@ from dither.models.presets import blank, draw_parts
 from dither.nn import Conversion, Linear, bitwidth_loss, convert, effective_precision, param_groups, step_context
 from dither.nn.deployment import block_bitwidths
 from dither.nn.plan_schedule import PlanSchedule
-from dither.numerics import Monitor, Report
+from dither.numerics import Monitor, NumericsReport
 from dither.ops.ranks import gather
 from dither.optim import Training, roles, training
 from dither.optim.roles import Role
@@ -206,7 +206,7 @@ class Trainer:
         """The plan in force."""
         return self.plans.plan
 
-    def look(self, batch: Batch) -> Report | None:
+    def look(self, batch: Batch) -> NumericsReport | None:
         """Measure the numerics of the model after a step, in an extra pass over part of its batch that changes nothing.
 
         With loss scaling the pass computes in float32: FP16 gradients no longer show what underflowed.
